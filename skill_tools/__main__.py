@@ -1,0 +1,145 @@
+"""The door: `python3 skill_tools ...` from any folder, uninstalled, or `offload ...` when installed.
+
+It only finds the command and turns what goes wrong into one line and an exit code: 0 clean, 1 findings, 2 unusable
+input, 3 a fault of ours. A command's module is loaded when it is called, so that help stays fast.
+"""
+
+import argparse
+import gc
+import importlib
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import NoReturn
+
+if not __package__:  # run as a folder: make the package importable from wherever it lies
+    sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+COMMANDS: Mapping[str, str] = MappingProxyType(
+    {
+        "lint": "find settings that break, contradict or do nothing",
+        "explain": "say what a rule means, why it holds and how to act on it",
+        "plan": "choose an offload for a configuration and a GPU",
+        "diagnose": "match a log with the rule behind its error, and plan from it",
+        "probe": "measure this machine's copies, memory, updates and disk",
+        "verify": "train a small model with each mechanism and compare",
+        "card": "check or render the documents of this repository",
+    }
+)
+
+
+class _UsageError(Exception):
+    """The command line itself is wrong."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are one line, like every other error here."""
+
+    def error(self, message: str) -> NoReturn:
+        raise _UsageError(f"{message}; see {self.prog} --help")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        code = _run(arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader of our output has seen enough, as with `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        return 130
+    except Exception as error:
+        return _report(error, arguments)
+    return code
+
+
+def _run(arguments: list[str]) -> int:
+    parser = _parser(arguments)
+    args = parser.parse_intermixed_args(arguments)  # options may stand between files
+    run = args.run
+    code: int = run(args)
+    return code
+
+
+def _parser(arguments: list[str]) -> argparse.ArgumentParser:
+    """Return the parser of the command that `arguments` call, or of the list of commands."""
+    if arguments and arguments[0] in COMMANDS:
+        return _command_parser(arguments.pop(0))
+    parser = _Parser(
+        prog="offload", description="Move training memory from GPU to CPU.", formatter_class=_formatter
+    )
+    width = max(map(len, COMMANDS))
+    parser.epilog = "commands:\n" + "\n".join(f"  {name:<{width}}  {does}" for name, does in COMMANDS.items())
+    parser.add_argument("command", choices=COMMANDS, metavar="command", help="one of the commands below")
+    return parser
+
+
+def _command_parser(name: str) -> argparse.ArgumentParser:
+    module = importlib.import_module(f"skill_tools.commands.{name}")
+    parser = _Parser(
+        prog=f"offload {name}",
+        description=module.__doc__,
+        formatter_class=_formatter,
+        allow_abbrev=False,
+    )
+    module.add_arguments(parser)
+    parser.set_defaults(run=module.run)
+    return parser
+
+
+def _formatter(prog: str) -> argparse.HelpFormatter:
+    """Return a formatter of fixed width; asking the terminal for its width costs more than the parsing."""
+    return argparse.RawDescriptionHelpFormatter(prog, width=110)
+
+
+def _report(error: Exception, arguments: Sequence[str]) -> int:
+    """Say what went wrong in one line, and as JSON too where JSON was asked for; return the exit code."""
+    from skill_tools.errors import UnusableInput
+
+    if isinstance(error, ModuleNotFoundError) and error.name and not error.name.startswith("skill_tools"):
+        error = _missing(error.name.partition(".")[0])
+    ours = not isinstance(error, UnusableInput | _UsageError)
+    if "json" in arguments or "--format=json" in arguments:
+        from skill_tools.reports.findings import error_as_json
+
+        print(error_as_json("internal" if ours else "unusable-input", error))
+    text = " ".join(str(error).split())
+    text = (
+        f"internal error: {type(error).__name__}: {text}; please report it with the input" if ours else text
+    )
+    print(f"offload: {text}", file=sys.stderr)
+    return 3 if ours else 2
+
+
+def _missing(module: str) -> Exception:
+    """Return what to say when a package is not installed; help and `explain` need none, `verify` needs torch."""
+    from skill_tools.errors import UnusableInput
+
+    package = {"yaml": "pyyaml", "markdown_it": "markdown-it-py"}.get(module, module)
+    return UnusableInput(
+        f"the Python package {module} is not installed",
+        expected=f"a Python that has {package}",
+        attempt=f"python3 -m pip install {package}",
+    )
+
+
+def process() -> NoReturn:
+    """Run one command as this whole process.
+
+    A short process gains nothing from collecting garbage or from taking itself apart at the end: together they cost
+    a third of a lint. A process that has loaded torch does take itself apart.
+    """
+    gc.set_threshold(100_000)
+    code = main()
+    if "torch" in sys.modules:
+        sys.exit(code)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    process()

@@ -1,0 +1,26 @@
+"""Finds the files that travel with the tools: schemas, the card and SKILL.md.
+
+In a checkout they stand in the repository's root, in an installed wheel under `skill_tools/_bundle`. Nothing
+else in `skill_tools` needs to know which of the two it runs from. Knowledge files live inside the package and
+are found with `knowledge_path`.
+"""
+
+from pathlib import Path
+
+_PACKAGE = Path(__file__).resolve().parent
+
+
+def root() -> Path:
+    """Return the folder that holds SKILL.md, card.yaml and schema/."""
+    installed = _PACKAGE / "_bundle"
+    return installed if installed.is_dir() else _PACKAGE.parent
+
+
+def schema_path(name: str) -> Path:
+    """Return the path of one JSON Schema, for example `schema_path("plan")`."""
+    return root() / "schema" / f"{name}.schema.json"
+
+
+def knowledge_path(*parts: str) -> Path:
+    """Return the path of one knowledge file, for example `knowledge_path("keys.yaml")`."""
+    return _PACKAGE.joinpath("knowledge", *parts)

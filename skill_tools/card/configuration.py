@@ -1,0 +1,126 @@
+"""Renders `docs/configuration.md` from `knowledge/keys.yaml`: every key, three frameworks side by side.
+
+Keys that switch or tune an offload mechanism come first, in full; the keys that rules and plans merely read
+follow in a shorter table.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from skill_tools.card.tables import table
+
+Key = Mapping[str, Any]
+
+_OFFLOAD = {
+    "layer-activation-offload": "Layer-level activation offload",
+    "fine-grained-offload": "Fine-grained activation offload",
+    "checkpoint-offload": "Checkpoints and their offload",
+    "optimizer-offload": "Optimizer CPU offload",
+    "state-offload": "Optimizer-state offload",
+    "layer-streaming": "Layer streaming",
+}
+_READ = {
+    "parallelism": "Parallelism",
+    "precision": "Precision",
+    "runtime": "Runtime and environment",
+    "model": "Model",
+}
+_FRAMEWORKS = {"megatron-bridge": "Megatron Bridge", "megatron-lm": "Megatron-LM", "axolotl": "Axolotl"}
+
+_HEAD = """# Configuration
+
+Every key that a rule, a plan or a fix reads: how each framework spells it, what it is, and since when it
+exists. Rendered from `skill_tools/knowledge/keys.yaml` by `offload card render`.
+
+A value in brackets is the default, what the framework takes when nobody sets the key; `none` is a null.
+"recipe" says that Megatron Bridge's recipes usually set it, so that an override file alone does not tell its
+value. "core" is a Megatron-Core release.
+"""
+
+
+def configuration_page(keys: Iterable[Key]) -> str:
+    """Return the whole page for the entries of `keys.yaml`."""
+    entries = list(keys)
+    sections = [_HEAD, "## Keys that offload"]
+    for mechanism, title in _OFFLOAD.items():
+        sections.append(f"### {title}\n\n{_full(_of(entries, mechanism))}")
+    sections.append("## Keys that decide what is legal and how much memory there is")
+    for mechanism, title in _READ.items():
+        sections.append(f"### {title}\n\n{_short(_of(entries, mechanism))}")
+    return "\n\n".join(section.strip() for section in sections) + "\n"
+
+
+def _of(keys: list[Key], mechanism: str) -> list[Key]:
+    return [key for key in keys if key["mechanism"] == mechanism]
+
+
+def _full(keys: list[Key]) -> str:
+    return table(
+        ("Key", *_FRAMEWORKS.values(), "Type", "Releases", "Note"),
+        (
+            (
+                f"`{key['key']}`",
+                *(_spelling(key, framework) for framework in _FRAMEWORKS),
+                _type(key),
+                _releases(key),
+                _note(key),
+            )
+            for key in keys
+        ),
+    )
+
+
+def _short(keys: list[Key]) -> str:
+    return table(
+        ("Key", *_FRAMEWORKS.values(), "Type"),
+        (
+            (f"`{key['key']}`", *(_spelling(key, framework) for framework in _FRAMEWORKS), _type(key))
+            for key in keys
+        ),
+    )
+
+
+def _spelling(key: Key, framework: str) -> str:
+    written = key.get("spelling", {}).get(framework)
+    if written is None:
+        return ""
+    default = key.get("default", {})
+    return f"`{written}` [{_default(default[framework])}]" if framework in default else f"`{written}`"
+
+
+def _default(value: object) -> str:
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        return "; ".join(f"{_plain(one['value'])} for {_range(one['versions'])}" for one in value)
+    return _plain(value)
+
+
+def _plain(value: object) -> str:
+    if value is None:
+        return "none"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _type(key: Key) -> str:
+    kind = key["type"]
+    name = " or ".join(sorted(set(kind.values()))) if isinstance(kind, dict) else kind
+    unit = f", {key['unit']}" if "unit" in key else ""
+    choices = f": {', '.join(str(choice) for choice in key['choices'])}" if "choices" in key else ""
+    return name + unit + choices
+
+
+def _releases(key: Key) -> str:
+    exists = key.get("exists")
+    if not exists:
+        return ""
+    return "no release" if "<0" in exists.values() else _range(exists)
+
+
+def _range(versions: Mapping[str, str]) -> str:
+    return ", ".join(
+        f"{name.replace('megatron-core', 'core')} {specifier}" for name, specifier in versions.items()
+    )
+
+
+def _note(key: Key) -> str:
+    parts = ["recipe"] if key.get("recipe_sets") else []
+    return "; ".join([*parts, key["note"]] if "note" in key else parts)

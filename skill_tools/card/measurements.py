@@ -1,0 +1,79 @@
+"""Renders the card's measured rows: one table a mechanism, one for all, each under its setting; a short one to compare.
+
+Every table states hardware and workload beside its numbers, because a ratio without them says nothing.
+"""
+
+import string
+from collections.abc import Sequence
+
+from skill_tools.card.load import Card
+from skill_tools.card.measured import Row, rows_by_id, saved_gb, slowdown
+
+
+def measured_tables(card: Card) -> dict[str, str]:
+    """Return the blocks `measured` (all rows), `measured-MECHANISM` and `comparison` (chosen rows), by name."""
+    tables = {"measured": _by_setting(card, card["measured_results"]), "comparison": _comparison(card)}
+    for mechanism in card["mechanisms"]:
+        rows = [row for row in card["measured_results"] if row.get("mechanism") == mechanism]
+        tables[f"measured-{mechanism}"] = _by_setting(card, _with_baselines(card, rows))
+    return tables
+
+
+def _with_baselines(card: Card, rows: Sequence[Row]) -> list[Row]:
+    wanted = {row["id"] for row in rows} | {row["baseline"] for row in rows if "baseline" in row}
+    return [row for row in card["measured_results"] if row["id"] in wanted]
+
+
+def _by_setting(card: Card, rows: Sequence[Row]) -> str:
+    sections = [
+        _section(card, name, [row for row in rows if row["setting"] == name])
+        for name in card["measured_settings"]
+    ]
+    return "\n\n".join(section for section in sections if section) or "Not measured yet."
+
+
+def _section(card: Card, name: str, rows: Sequence[Row]) -> str:
+    if not rows:
+        return ""
+    setting = card["measured_settings"][name]
+    who = "Published by the peer" if setting["origin"] == "published" else "Measured for this project"
+    note = f" {setting['note']}" if "note" in setting else ""
+    source = f"{setting['source']} (recorded {setting['recorded_on']})"
+    head = f"**{setting['workload']}** on {setting['hardware']}. {who}: {source}.{note}"
+    lines = ["| Configuration | Step, ms | Ratio | Memory, GB | Less, GB |", "|---|---|---|---|---|"]
+    lines += [_line(card, row) for row in rows]
+    return head + "\n\n" + "\n".join(lines)
+
+
+def _comparison(card: Card) -> str:
+    """Return one table of the rows that the card chose, each with a letter for its setting, and the letters below."""
+    chosen = [rows_by_id(card)[name] for name in card["comparison"]["rows"]]
+    used = dict.fromkeys(row["setting"] for row in chosen)
+    letters = dict(zip(used, string.ascii_uppercase, strict=False))
+    lines = ["| Offload | Setting | Step, ratio to none | GPU memory, GB less |", "|---|---|---|---|"]
+    for row in chosen:
+        ratio, saved = slowdown(card, row), saved_gb(card, row)
+        numbers = [f"{ratio:.2f}" if ratio else row["status"], f"{saved:.1f}" if saved is not None else ""]
+        lines.append(f"| {row['what']} | {letters[row['setting']]} | {' | '.join(numbers)} |")
+    settings = card["measured_settings"]
+    legend, machine = [], ""
+    for name, letter in letters.items():
+        here = settings[name]["hardware"]
+        on = "same machine" if here == machine else f"on {here}"
+        machine = here
+        date = f"{settings[name]['origin']}, recorded {settings[name]['recorded_on']}"
+        legend.append(f"- **{letter}** {settings[name]['workload']}; {on}; {date}")
+    return "\n".join([*lines, "", *legend])
+
+
+def _line(card: Card, row: Row) -> str:
+    ratio, saved = slowdown(card, row), saved_gb(card, row)
+    memory = row.get("peak_gb", row.get("allocated_gb"))
+    cells = [
+        row["what"],
+        f"{row['step_ms']:g}" if "step_ms" in row else row.get("error", row["status"]),
+        f"{ratio:.2f}" if ratio is not None else "",
+        f"{memory:g}" if memory is not None else "",
+        f"{saved:.1f}" if saved is not None else "",
+    ]
+    return "| " + " | ".join(cells) + " |"

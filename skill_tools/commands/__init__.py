@@ -1,0 +1,1 @@
+"""The commands of `offload`: each parses its arguments, calls one function and renders the result."""

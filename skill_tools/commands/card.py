@@ -1,0 +1,100 @@
+"""`offload card check|render`: keeps the card, the documents and the knowledge in step. For contributors.
+
+`check` says what is wrong and changes nothing; `render` writes what can be written. Both need a checkout,
+since an installed wheel carries no docs.
+"""
+
+import argparse
+import contextlib
+import importlib
+import io
+import pkgutil
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+
+from skill_tools.bundle import root
+from skill_tools.errors import UnusableInput
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the one argument: what to do."""
+    parser.add_argument(
+        "action",
+        choices=("check", "render"),
+        help="check: exit 1 on any difference; render: write what differs",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Check or render the checkout; return 0, or 1 when `check` found problems."""
+    top = root()
+    if not (top / "pyproject.toml").is_file():
+        raise UnusableInput(
+            f"{top} is no checkout",
+            expected="the repository with its docs/",
+            attempt="a git clone of it",
+        )
+    with contextlib.chdir(top):
+        return _render(top) if args.action == "render" else _check(top)
+
+
+def _render(top: Path) -> int:
+    from skill_tools.card.load import load_card
+    from skill_tools.reports.rendered import orphans, rendered_files
+    from skill_tools.rules import index
+
+    if index.is_stale():
+        index.write()
+        print("wrote skill_tools/knowledge/index.json")
+    files = rendered_files(top, load_card(top / "card.yaml"), _output)
+    for path, text in files.items():
+        if not path.is_file() or path.read_text(encoding="utf-8") != text:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+            print(f"wrote {path.relative_to(top)}")
+    for page in orphans(top, files):
+        page.unlink()
+        print(f"removed {page.relative_to(top)}")
+    return 0
+
+
+def _check(top: Path) -> int:
+    from skill_tools.reports.card_check import problems
+
+    found = problems(top, _help_texts(), _output)
+    for problem in found:
+        print(problem)
+    print(f"card: {len(found)} problem(s)" if found else "card: in step", file=sys.stderr)
+    return 1 if found else 0
+
+
+def _modules() -> Iterator[tuple[str, ModuleType]]:
+    """Yield every command's name and module: those of this package that take arguments."""
+    from skill_tools import commands
+
+    for entry in pkgutil.iter_modules(commands.__path__):
+        module = importlib.import_module(f"{commands.__name__}.{entry.name}")
+        if hasattr(module, "add_arguments"):
+            yield entry.name, module
+
+
+def _parser(name: str, command: ModuleType) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=f"offload {name}")
+    command.add_arguments(parser)
+    return parser
+
+
+def _help_texts() -> Mapping[str, str]:
+    """Return every command's help text by its name, as a page's reader would see it."""
+    return {name: _parser(name, command).format_help() for name, command in _modules()}
+
+
+def _output(words: Sequence[str]) -> str:
+    """Return what the command prints, run in this process with `words` as its arguments."""
+    command = dict(_modules())[words[0]]
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        command.run(_parser(words[0], command).parse_args(words[1:]))
+    return printed.getvalue()

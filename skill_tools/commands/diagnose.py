@@ -1,0 +1,94 @@
+"""Match a log with the rule behind its error, read its memory and step times, and hand over to `plan`.
+
+  offload diagnose train.log
+  offload diagnose train.log run.yaml --gpus 16
+  offload diagnose - < traceback.txt
+
+With the run's configuration, rules are confirmed by it, and where the log says how large the GPU is a plan for that
+budget follows. Exit codes: 0 nothing recognised, 1 something was, 2 unusable input, 3 a fault of this tool.
+"""
+
+import argparse
+import sys
+from dataclasses import replace
+from typing import Any
+
+from skill_tools.commands import plan_request
+from skill_tools.commands.plan import FORMATS
+from skill_tools.errors import UnusableInput
+from skill_tools.planning import diagnosis, log_text
+from skill_tools.planning.diagnosis import Diagnosis
+from skill_tools.planning.planner import Plan
+from skill_tools.reports import diagnoses
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the log, the run's configuration, and the output."""
+    parser.add_argument("log", metavar="LOG", help="a training log or traceback; - reads standard input")
+    parser.add_argument(
+        "inputs", nargs="*", metavar="FILE", help="the run's configuration, to confirm and to plan"
+    )
+    plan_request.add_arguments(parser)
+    parser.add_argument("--format", choices=FORMATS, default="concise", help="default: concise")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print what the log says; return 1 when something was recognised, else 0."""
+    found = diagnosis.diagnose(log_text.read(args.log), broken=_broken(args))
+    plan, budget = _plan(args, found)
+    if args.format == "json":
+        print(diagnoses.as_json(found, _plan_data(plan)))
+        return 1 if found.recognised else 0
+    print(diagnoses.markdown(found) if args.format == "markdown" else diagnoses.concise(found))
+    if plan is not None and plan.recommendation is not None:
+        from skill_tools.reports import plans
+
+        print("\n" + budget + (plans.markdown(plan) if args.format == "markdown" else plans.concise(plan)))
+    return 1 if found.recognised else 0
+
+
+def _broken(args: argparse.Namespace) -> tuple[str, ...]:
+    if not args.inputs:
+        return ()
+    from skill_tools.rules.lint import lint
+
+    config = plan_request.read_config(args, args.inputs)
+    return tuple(
+        finding.rule for finding in lint(config, versions=plan_request.stated_versions(args)).findings
+    )
+
+
+def _plan(args: argparse.Namespace, found: Diagnosis) -> tuple[Plan | None, str]:
+    """Plan for the GPU that the log names, or that the user does; say on stderr why there is no plan.
+
+    The second value is a line on a budget that comes from the log.
+    """
+    wanted = found.out_of_memory is not None or args.gpu_memory or args.gpu
+    if not wanted or not (args.inputs or args.model):
+        return None, ""
+    try:
+        if args.gpu_memory is None and found.gpu_bytes is not None:
+            return _plan_within(args, found, found.gpu_bytes)
+        return plan_request.make_plan(args, args.inputs), ""
+    except UnusableInput as problem:
+        print(f"offload: no plan: {problem}", file=sys.stderr)
+        return None, ""
+
+
+def _plan_within(args: argparse.Namespace, found: Diagnosis, gpu_bytes: int) -> tuple[Plan, str]:
+    """Plan for what the GPU holds, less what the run needed beyond its prediction."""
+    args.gpu_memory = f"{gpu_bytes}bytes"
+    predicted = plan_request.make_plan(args, args.inputs).as_it_is.memory.allocated_bytes
+    beyond = diagnosis.beyond_bytes(found, predicted)
+    args.gpu_memory = f"{max(gpu_bytes - beyond, 1)}bytes"
+    note = diagnosis.budget_note(gpu_bytes, predicted, beyond)
+    plan = plan_request.make_plan(args, args.inputs)
+    return replace(plan, assumptions=(note, *plan.assumptions)), f"{note}\n"
+
+
+def _plan_data(plan: Plan | None) -> dict[str, Any] | None:
+    if plan is None or plan.recommendation is None:
+        return None
+    from skill_tools.reports.plans_json import document
+
+    return document(plan)

@@ -1,0 +1,95 @@
+"""Say what a rule means, why it holds, how wrong and right look, and how to act on it."""
+
+import argparse
+import json
+
+from skill_tools.errors import UnusableInput
+from skill_tools.reports.pages import page
+from skill_tools.rules.knowledge import Rule, load_rules
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the rule, or `--list`, and the format."""
+    parser.add_argument("rule", nargs="?", metavar="RULE", help="the id of a rule, such as la-pp")
+    parser.add_argument(
+        "--list", action="store_true", help="list every rule: id, severity, frameworks, title"
+    )
+    parser.add_argument("--format", choices=("text", "json"), default="text", help="default: text")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print one rule or the list; raises `UnusableInput` for a rule that does not exist."""
+    if args.list == bool(args.rule):
+        raise UnusableInput(
+            "there is nothing to explain" if not args.rule else "a rule and --list are two things",
+            expected="RULE or --list",
+            attempt="explain la-pp",
+        )
+    rules = load_rules()
+    if args.list:
+        print(_list_json(rules) if args.format == "json" else _list_text(rules))
+    else:
+        rule = _find(args.rule, rules)
+        print(
+            json.dumps(_data(rule), indent=2, ensure_ascii=False) if args.format == "json" else page(rule),
+            end="",
+        )
+        print(end="\n" if args.format == "json" else "")
+    return 0
+
+
+def _find(rule_id: str, rules: tuple[Rule, ...]) -> Rule:
+    by_id = {rule.id: rule for rule in rules}
+    if rule_id in by_id:
+        return by_id[rule_id]
+    from difflib import get_close_matches
+
+    nearest = get_close_matches(rule_id, by_id, n=3, cutoff=0.5)
+    raise UnusableInput(
+        f"there is no rule {rule_id!r}",
+        expected="the id of a rule",
+        attempt=" or ".join(nearest) if nearest else "explain --list",
+    )
+
+
+def _list_text(rules: tuple[Rule, ...]) -> str:
+    width = max(len(rule.id) for rule in rules)
+    return "\n".join(
+        f"{rule.id:<{width}}  {rule.severity:<7}  {', '.join(rule.dialects)}: {rule.title}" for rule in rules
+    )
+
+
+def _list_json(rules: tuple[Rule, ...]) -> str:
+    return json.dumps([_data(rule) for rule in rules], indent=2, ensure_ascii=False)
+
+
+def _data(rule: Rule) -> dict[str, object]:
+    """Return the rule in the shape of `schema/rules.schema.json`, with its page's path."""
+    return {
+        "id": rule.id,
+        "title": rule.title,
+        "mechanism": rule.mechanism,
+        "dialects": list(rule.dialects),
+        "when": rule.when,
+        "check": rule.check,
+        "severity": rule.severity,
+        "effect": rule.effect,
+        "raises": list(rule.raises),
+        "message": rule.message,
+        "versions": dict(rule.versions),
+        "why": rule.why,
+        "evidence": {"tag": rule.evidence.tag, "ref": rule.evidence.ref, "quote": rule.evidence.quote},
+        "next": rule.next,
+        "fix": {
+            "applicability": rule.fix.applicability,
+            "description": rule.fix.description,
+            "set": dict(rule.fix.set),
+            "remove": list(rule.fix.remove),
+            "options": list(rule.fix.options),
+        },
+        "examples": {
+            framework: {"bad": example.bad, "good": example.good, "filename": example.filename}
+            for framework, example in rule.examples.items()
+        },
+        "docs": rule.docs,
+    }

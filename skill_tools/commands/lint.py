@@ -1,0 +1,216 @@
+"""Find settings of a training configuration that break, contradict or do nothing.
+
+Reads Megatron Bridge, Megatron-LM and Axolotl configurations: YAML, launch scripts, Python recipes (never run),
+DeepSpeed JSON, command line overrides. Each file is a configuration of its own; with --overrides or --compose all
+files are one, composed in the framework's own precedence:
+
+  offload lint run.yaml other.yaml
+  offload lint recipe.py --overrides "model.cpu_offloading=true" overrides.yaml
+  offload lint run.sh --target megatron-core==0.16.1 --target transformer-engine==2.12
+
+Exit codes: 0 no finding at or above --fail-on, 1 findings, 2 unusable input, 3 a fault of this tool.
+A comment `# offload: ignore[RULE] reason` on a finding's line, or above it, suppresses it.
+"""
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+from skill_tools.configs import detect
+from skill_tools.configs.config import Config, Framework
+from skill_tools.configs.read import read_sources
+from skill_tools.configs.source import MAX_BYTES, Source, decode, load
+from skill_tools.errors import UnusableInput
+from skill_tools.reports.findings import Report, report
+from skill_tools.rules import suppress
+from skill_tools.rules.finding import Severity, Verdict
+from skill_tools.rules.knowledge import load_rules
+from skill_tools.rules.lint import lint
+from skill_tools.rules.repair import Judge, repair
+from skill_tools.rules.versions import read_targets, read_versions_text
+
+_SEVERITIES = tuple(Severity)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add inputs, targets, output and fixes."""
+    inputs = parser.add_argument_group("inputs")
+    inputs.add_argument(
+        "files", nargs="*", metavar="FILE", help="configurations; recipe.py::function names one recipe"
+    )
+    inputs.add_argument(
+        "--overrides",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="overrides as on the command line; repeatable",
+    )
+    inputs.add_argument("--compose", action="store_true", help="all files are one configuration")
+    inputs.add_argument(
+        "--framework", choices=[str(name) for name in Framework], help="default: seen from the content"
+    )
+    inputs.add_argument("--stdin", action="store_true", help="read a configuration from standard input")
+    inputs.add_argument(
+        "--stdin-filename", default="<stdin>", metavar="NAME", help="its name, for form and messages"
+    )
+    inputs.add_argument(
+        "--skip-unrecognized", action="store_true", help="pass over files of no known framework"
+    )
+    releases = parser.add_argument_group("releases")
+    releases.add_argument(
+        "--target",
+        action="append",
+        default=[],
+        metavar="NAME==VERSION",
+        help="a release to lint for; repeatable",
+    )
+    releases.add_argument("--versions", metavar="FILE", help="output of pip list or pip freeze")
+    output = parser.add_argument_group("output")
+    output.add_argument("--format", choices=("concise", "json", "github", "sarif"), default="concise")
+    output.add_argument(
+        "--fail-on", choices=[str(name) for name in Severity], default="warning", help="default: warning"
+    )
+    output.add_argument("--limit", type=_count, metavar="N", help="show only the N worst findings")
+    output.add_argument(
+        "--show-undecided", action="store_true", help="list the rules that missing values leave open"
+    )
+    fixes = parser.add_argument_group("fixes")
+    fixes.add_argument("--fix", action="store_true", help="apply safe fixes to the files")
+    fixes.add_argument("--diff", action="store_true", help="print what --fix would change; write nothing")
+    fixes.add_argument(
+        "--unsafe-fixes", action="store_true", help="include fixes that may change what a run computes"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Lint every configuration that the arguments describe; return the exit code."""
+    versions = _versions(args)
+    verdicts: list[tuple[str, Verdict]] = []
+    errors: list[UnusableInput] = []
+    changed = False
+    for names in _groups(args):
+        try:
+            sources = [_source(name, args) for name in names]
+            if args.skip_unrecognized and not _recognized(sources, args):
+                continue
+            judge = partial(_judge, args=args, versions=versions)
+            verdict, edited = (
+                _repair(sources, judge, args) if args.fix or args.diff else (judge(sources)[1], False)
+            )
+        except UnusableInput as error:
+            errors.append(error)
+            print(f"offload: {error}", file=sys.stderr)
+            continue
+        changed |= edited
+        verdicts.append((names[0] if names else "<overrides>", verdict))
+    result = report(verdicts, errors, limit=args.limit)
+    if not args.diff:
+        print(_rendered(result, args))
+    return _exit_code(result, failing=changed if args.diff else _fails(result, Severity(args.fail_on)))
+
+
+def _groups(args: argparse.Namespace) -> list[list[str]]:
+    """Group the inputs into configurations: each its own, or all one."""
+    names = [*([args.stdin_filename] if args.stdin else []), *args.files]
+    if not names and not args.overrides:
+        raise UnusableInput(
+            "there is nothing to lint",
+            expected="FILE, --stdin or --overrides",
+            attempt="offload lint run.yaml",
+        )
+    return [names] if args.compose or args.overrides else [[name] for name in names]
+
+
+def _source(name: str, args: argparse.Namespace) -> Source:
+    if args.stdin and name == args.stdin_filename:
+        if args.fix:
+            raise UnusableInput(
+                "standard input cannot be fixed in place", expected="a file", attempt="--diff"
+            )
+        return Source(name, decode(sys.stdin.buffer.read(MAX_BYTES + 1), name))
+    return load(name)
+
+
+def _recognized(sources: Sequence[Source], args: argparse.Namespace) -> bool:
+    if args.framework:
+        return True
+    try:
+        detect.framework_of(sources, args.overrides)
+    except UnusableInput:
+        return False
+    return True
+
+
+def _judge(
+    sources: Sequence[Source], *, args: argparse.Namespace, versions: Mapping[str, str]
+) -> tuple[Config, Verdict]:
+    """Read, lint, and leave out what the user suppressed."""
+    framework = Framework(args.framework) if args.framework else None
+    config = read_sources(sources, overrides=args.overrides, framework=framework)
+    verdict = lint(config, versions=versions, with_diffs=args.format == "json")
+    return config, suppress.apply(verdict, config, load_rules())
+
+
+def _repair(sources: Sequence[Source], judge: Judge, args: argparse.Namespace) -> tuple[Verdict, bool]:
+    """Fix `sources` on disk, or print the difference; return the verdict afterwards and whether anything changed."""
+    from skill_tools.rules.fixes import unified_diff
+
+    repaired = repair(sources, judge, unsafe=args.unsafe_fixes)
+    for before, after in zip(sources, repaired.sources, strict=True):
+        if before.text != after.text and args.diff:
+            print(unified_diff(before.name, before.text, after.text), end="")
+        elif before.text != after.text:
+            Path(before.name).write_text(after.text, encoding="utf-8", newline="")
+    if repaired.applied and not args.diff:
+        print(f"offload: {repaired.applied} fixed in {sources[0].name}", file=sys.stderr)
+    return repaired.verdict, repaired.applied > 0
+
+
+def _versions(args: argparse.Namespace) -> dict[str, str]:
+    """Return the stated releases; `--target` wins over `--versions`."""
+    listed: dict[str, str] = {}
+    if args.versions:
+        listed = read_versions_text(load(args.versions).text)
+        if not listed:
+            raise UnusableInput(
+                f"{args.versions} lists no package",
+                expected="the output of pip list or pip freeze",
+                attempt="pip freeze",
+            )
+    return listed | read_targets(args.target)
+
+
+def _rendered(result: Report, args: argparse.Namespace) -> str:
+    match args.format:
+        case "json":
+            from skill_tools.reports.findings import as_json
+
+            return as_json(result)
+        case "github":
+            from skill_tools.reports.github import as_github
+
+            return as_github(result)
+        case "sarif":
+            from skill_tools.reports.sarif import as_sarif
+
+            return as_sarif(result)
+    from skill_tools.reports.concise import as_concise
+
+    return as_concise(result, show_undecided=args.show_undecided)
+
+
+def _fails(result: Report, fail_on: Severity) -> bool:
+    return any(result.counts[severity] for severity in _SEVERITIES[: _SEVERITIES.index(fail_on) + 1])
+
+
+def _exit_code(result: Report, *, failing: bool) -> int:
+    return 2 if result.errors else int(failing)
+
+
+def _count(text: str) -> int:
+    count = int(text)
+    if count < 0:
+        raise argparse.ArgumentTypeError(f"{text} is negative")
+    return count

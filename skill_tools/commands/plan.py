@@ -1,0 +1,88 @@
+"""Choose an offload for a configuration and a GPU: which mode, how much, its cost, and the lines to change.
+
+Reads the user's own configuration (as `lint` does), a model's Hugging Face config.json, or only a model's name:
+
+  offload plan run.yaml --gpu-memory 80GiB --gpus 16
+  offload plan run.yaml --model qwen3-30b-a3b --gpu h100 --what-if model.seq_length=8192
+  offload plan --model llama-3-8b --gpu rtx4090 --overrides seq_length=4096
+
+Exit codes: 0 a plan that fits, 2 unusable input or nothing that fits, 3 a fault of this tool. Without a known model the
+card's decision table is printed, with exit code 2.
+"""
+
+import argparse
+import sys
+
+from skill_tools.commands import plan_request
+from skill_tools.errors import UnusableInput
+from skill_tools.planning import shape_sources
+from skill_tools.planning.options import HOST_MEMORY
+from skill_tools.planning.planner import Plan
+from skill_tools.planning.shape_sources import UnknownShapeError
+from skill_tools.planning.units import gib
+
+FORMATS = ("concise", "json", "markdown")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the inputs, what describes the run, and the output."""
+    parser.add_argument(
+        "inputs", nargs="*", metavar="FILE", help="configuration files; a model's config.json"
+    )
+    plan_request.add_arguments(parser)
+    parser.add_argument("--format", choices=FORMATS, default="concise", help="default: concise")
+    parser.add_argument("--plot", metavar="FILE", help="draw the plan into FILE.svg, FILE.png or FILE.html")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Plan and print; raises `UnusableInput` when there is nothing to plan with, or nothing that fits."""
+    try:
+        plan = plan_request.make_plan(args, args.inputs)
+    except UnknownShapeError as unknown:
+        if not args.inputs:
+            raise
+        return _by_situation(args, unknown)
+    if plan.recommendation is None:
+        raise _below_the_floor(plan)
+    if args.plot:
+        from skill_tools.reports import plots
+
+        plots.write(plan, args.plot)
+    if args.format == "json":
+        from skill_tools.reports.plans_json import as_json
+
+        print(as_json(plan))
+    else:
+        from skill_tools.reports import plans
+
+        print(plans.markdown(plan) if args.format == "markdown" else plans.concise(plan))
+    return 0
+
+
+def _by_situation(args: argparse.Namespace, unknown: UnknownShapeError) -> int:
+    """Print the card's decision table, say on stderr what is missing, and end as unusable input does."""
+    from skill_tools.planning import situations
+    from skill_tools.reports import situations as report
+
+    files = [path for path in args.inputs if not shape_sources.is_config_json(path)]
+    rows = situations.table(plan_request.read_config(args, files), plan_request.stated_versions(args))
+    if args.format == "json":
+        print(report.as_json(rows, str(unknown)))
+    else:
+        print(report.markdown(rows) if args.format == "markdown" else report.concise(rows))
+    print(f"offload: {unknown}", file=sys.stderr)
+    return 2
+
+
+def _below_the_floor(plan: Plan) -> UnusableInput:
+    floor = plan.floor.memory
+    needs = f"{gib(floor.device_bytes)} a GPU"
+    attempt = "more GPUs (--gpus), a larger tensor or pipeline parallel size, or a shorter sequence"
+    problem = f"nothing legal fits {gib(plan.budget.gpu_bytes)} a GPU"
+    if plan.floor.limit == HOST_MEMORY and plan.budget.host_bytes is not None:
+        problem += f" and {gib(plan.budget.host_bytes)} of host memory a node"
+        needs += f" and {gib(floor.host_bytes_per_node)} of host memory a node"
+        attempt = f"--host-memory with what the node really has, {attempt}"
+    return UnusableInput(
+        problem, expected=f"at least {needs} ({plan.floor.candidate.label})", attempt=attempt
+    )

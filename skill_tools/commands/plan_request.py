@@ -1,0 +1,211 @@
+"""What `plan` and `diagnose` have in common: the arguments that describe a run, and the plan made from them."""
+
+import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
+
+from skill_tools.configs.config import Config, Framework, Place, Setting
+from skill_tools.configs.keys import load_keys
+from skill_tools.configs.source import load
+from skill_tools.errors import UnusableInput
+from skill_tools.planning import axolotl_run, machine, megatron_run, planner, pytorch_run, shape_sources
+from skill_tools.planning.machine import Machine
+from skill_tools.planning.options import Budget
+from skill_tools.planning.planner import Plan
+from skill_tools.planning.run import PYTORCH, Run
+from skill_tools.planning.shapes import ModelShape
+from skill_tools.planning.units import gib, is_bare_number, parse_bytes, seconds
+from skill_tools.rules.versions import read_targets, read_versions_text
+
+PLAIN_SETTINGS = (
+    "seq_length",
+    "micro_batch_size",
+    "gradient_accumulation_steps",
+    "recompute_granularity",
+    "lora_rank",
+)
+FRAMEWORKS = (*(framework.value for framework in Framework), PYTORCH)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the budgets, the machine, and what the configuration does not say."""
+    budgets = parser.add_argument_group("budgets and machine")
+    budgets.add_argument("--gpu-memory", metavar="AMOUNT", help="budget of one GPU, for example 80GiB")
+    budgets.add_argument("--host-memory", metavar="AMOUNT", help="budget of one node's host memory")
+    budgets.add_argument("--gpus", type=int, metavar="N", help="GPUs of the whole run")
+    budgets.add_argument(
+        "--gpu", metavar="NAME", help="a100, h100, h200, b200, gb200, rtx4090, l40s; or four numbers"
+    )
+    budgets.add_argument("--profile", metavar="FILE", help="rates measured on the machine, as JSON")
+    budgets.add_argument("--step-time", type=float, metavar="SECONDS", help="a measured step without offload")
+    run = parser.add_argument_group("the run")
+    run.add_argument("--model", metavar="NAME", help="a known model, for example qwen3-30b-a3b")
+    run.add_argument("--framework", choices=FRAMEWORKS, help="where the input does not show it")
+    run.add_argument(
+        "--overrides",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="KEY=VALUE",
+        help="settings on top of the files",
+    )
+    run.add_argument(
+        "--what-if",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="plan with one more override and compare with the plan without; repeatable",
+    )
+    run.add_argument(
+        "--target",
+        action="append",
+        default=[],
+        metavar="NAME==RELEASE",
+        help="a release, as megatron-core==0.16.1",
+    )
+    run.add_argument("--versions", metavar="FILE", help="output of pip list or pip freeze")
+
+
+def make_plan(args: argparse.Namespace, inputs: Sequence[str]) -> Plan:
+    """Return the plan for parsed arguments and the files `inputs`."""
+    plan = _plan(args, inputs, what_if=args.what_if)
+    if not args.what_if:
+        return plan
+    before = _plan(args, inputs, what_if=())
+    return replace(plan, sensitivity=(_without_what_if(before, plan), *plan.sensitivity))
+
+
+def _without_what_if(before: Plan, plan: Plan) -> tuple[str, str]:
+    """Say what the recommendation was before the what-if, for comparison."""
+    best, now = before.recommendation, plan.recommendation
+    if best is None:
+        return "without the what-if", "nothing legal fits"
+    needs = (
+        f"{best.candidate.label}, {gib(best.memory.device_bytes)} a GPU, {seconds(best.time.total_s)} a step"
+    )
+    return (
+        "without the what-if",
+        f"{needs}{' (the same mode)' if now and now.candidate.mode == best.candidate.mode else ''}",
+    )
+
+
+def _plan(args: argparse.Namespace, inputs: Sequence[str], *, what_if: Sequence[str]) -> Plan:
+    jsons = [path for path in inputs if shape_sources.is_config_json(path)]
+    files = [path for path in inputs if path not in jsons]
+    config = read_config(args, files, what_if=what_if)
+    shape, source = shape_sources.shape_of(config, model=args.model, config_json=jsons[0] if jsons else None)
+    built = _run(config, shape, args.gpus, plain=_is_plain(args, files))
+    where = _machine(args, built)
+    budget, notes = _budget(args, where)
+    return planner.make_plan(
+        config,
+        replace(built, assumptions=(*notes, *built.assumptions)),
+        where,
+        budget,
+        shape_source=source,
+        versions=stated_versions(args),
+        measured_step_s=_positive_time(args.step_time),
+    )
+
+
+def read_config(args: argparse.Namespace, files: Sequence[str], *, what_if: Sequence[str] = ()) -> Config:
+    """Return the configuration in `files` with the overrides on top; without files, the overrides alone.
+
+    Overrides without files are those of the stated framework, or plain names of a PyTorch loop's settings.
+    """
+    overrides = [*args.overrides, *what_if]
+    if not files and _is_plain(args, files):
+        return _plain_config(overrides)
+    from skill_tools.configs.read import read
+
+    framework = None if args.framework in {None, PYTORCH} else Framework(args.framework)
+    return read(files, overrides=overrides, framework=framework)
+
+
+def _is_plain(args: argparse.Namespace, files: Sequence[str]) -> bool:
+    """Return whether the run is a plain PyTorch loop: said so, or nothing but a model was named."""
+    return args.framework == PYTORCH or (not files and args.framework is None)
+
+
+def _plain_config(overrides: Sequence[str]) -> Config:
+    """Return the settings of a plain loop; raises UnusableInput for a name that means nothing to it."""
+    sizes = {name for name, key in load_keys().items() if key.mechanism == "model"}
+    place = Place("<overrides>", 1, 1)
+    settings = {}
+    for key, value in _pairs([word for text in overrides for word in text.split()]).items():
+        if key not in sizes.union(PLAIN_SETTINGS):
+            raise UnusableInput(
+                f"--overrides {key}={value} means nothing to a plain PyTorch loop",
+                expected=f"one of {', '.join(PLAIN_SETTINGS)} or a size of the model",
+                attempt="--framework megatron-bridge for keys of Megatron Bridge",
+            )
+        settings[key] = Setting(key, value, key, place)
+    return Config(Framework.BRIDGE, MappingProxyType(settings), complete=True)
+
+
+def stated_versions(args: argparse.Namespace) -> Mapping[str, str]:
+    """Return the stated releases; `--target` wins over `--versions`."""
+    listed = read_versions_text(load(args.versions).text) if args.versions else {}
+    return listed | read_targets(args.target)
+
+
+def _run(config: Config, shape: ModelShape, gpus: int | None, *, plain: bool) -> Run:
+    if gpus is not None and gpus < 1:
+        raise UnusableInput(f"--gpus {gpus}", expected="1 or more", attempt="--gpus 8")
+    if plain:
+        return pytorch_run.build(config, shape, gpus=gpus)
+    if config.framework is Framework.AXOLOTL:
+        return axolotl_run.build(config, shape, gpus=gpus)
+    return megatron_run.build(config, shape, gpus=gpus)
+
+
+def _machine(args: argparse.Namespace, built: Run) -> Machine:
+    if args.profile:
+        return machine.read_profile(args.profile)
+    return machine.known(args.gpu or "h100", ranks_on_node=built.layout.ranks_on_node)
+
+
+def _budget(args: argparse.Namespace, where: Machine) -> tuple[Budget, tuple[str, ...]]:
+    notes = []
+    if not args.gpu and not args.profile:
+        notes.append("GPU: h100 rates, because --gpu was not given")
+    if args.gpu_memory is None:
+        if not where.gpu_memory_bytes:
+            raise UnusableInput(
+                "no GPU memory is given",
+                expected="the budget of one GPU",
+                attempt="--gpu-memory 80GiB, or --gpu NAME",
+            )
+        gpu_bytes = where.gpu_memory_bytes
+        notes.append(f"budget: the {gib(gpu_bytes)} of one {where.name}")
+    else:
+        gpu_bytes = parse_bytes(args.gpu_memory, option="--gpu-memory")
+        if is_bare_number(args.gpu_memory):
+            notes.append(f"--gpu-memory {args.gpu_memory} read as GiB")
+    host_bytes = where.host_memory_bytes or None
+    if args.host_memory is not None:
+        host_bytes = parse_bytes(args.host_memory, option="--host-memory")
+    elif host_bytes:
+        notes.append(f"host memory: {gib(host_bytes)} a node, as {where.name} machines have")
+    return Budget(gpu_bytes, host_bytes), tuple(notes)
+
+
+def _pairs(written: Sequence[str]) -> Mapping[str, str]:
+    pairs = {}
+    for item in written:
+        key, separator, value = item.partition("=")
+        if not separator or not key:
+            raise UnusableInput(
+                f"--overrides {item!r}", expected="KEY=VALUE", attempt="--overrides seq_length=8192"
+            )
+        pairs[key.strip()] = value.strip()
+    return pairs
+
+
+def _positive_time(measured_s: float | None) -> float | None:
+    if measured_s is not None and not 0 < measured_s < float("inf"):
+        raise UnusableInput(
+            f"--step-time {measured_s}", expected="seconds above zero", attempt="--step-time 0.996"
+        )
+    return measured_s

@@ -1,0 +1,59 @@
+"""Measure this machine in at most 20 seconds: copies, memory, updates on CPU and device, disk.
+
+  offload probe                       print the rates
+  offload probe --out profile.json    write them too, for `offload plan --profile profile.json`
+
+Run it on an idle machine. Exit codes: 0 measured, 2 unusable input or no torch, 3 a fault of this tool.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+from skill_tools.commands.verify import add_device, chosen_device, reference
+from skill_tools.errors import UnusableInput
+from skill_tools.reports import profiles
+from skill_tools.reports.progress import progress
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the device, the disk and the output."""
+    add_device(parser)
+    parser.add_argument(
+        "--disk", metavar="FOLDER", help="the disk to measure; default: that of temporary files"
+    )
+    parser.add_argument("--out", metavar="FILE", help="write the profile as JSON")
+    parser.add_argument("--format", choices=("concise", "json"), default="concise", help="default: concise")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, print and write; raises `UnusableInput` without torch, room, or a folder to write to."""
+    if args.disk:
+        _check_folder("--disk", args.disk, Path(args.disk))
+    if args.out:
+        _check_folder("--out", args.out, Path(args.out).parent)
+    probe = reference("reference_impl.training.probe")
+    device = chosen_device(args.device)
+    try:
+        with progress() as on_step:
+            document = probe.probe(device, folder=args.disk, progress=on_step)
+        text = json.dumps(document, indent=2)
+        if args.out:
+            Path(args.out).write_text(text + "\n", encoding="utf-8")
+    except (OSError, MemoryError) as error:
+        raise UnusableInput(
+            str(error),
+            expected="room on disk and host",
+            attempt="--disk with another folder, or an idle machine",
+        ) from None
+    print(text if args.format == "json" else profiles.concise(document))
+    return 0
+
+
+def _check_folder(option: str, written: str, folder: Path) -> None:
+    if not folder.is_dir():
+        raise UnusableInput(
+            f"{option} {written}: {folder} is no folder",
+            expected="a folder that exists",
+            attempt=f"mkdir {folder}",
+        )

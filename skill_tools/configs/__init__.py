@@ -1,0 +1,1 @@
+"""Reads Megatron Bridge, Megatron-LM and Axolotl configurations into one `Config`."""

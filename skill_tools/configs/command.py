@@ -1,0 +1,30 @@
+"""A command as a shell would run it: its words after expansion, and the environment that it gets.
+
+The shell reader makes commands, the readers of command lines take them apart; they share these two types.
+"""
+
+from typing import NamedTuple
+
+
+class Argument(NamedTuple):
+    """One word and its place.
+
+    An unresolved one keeps the text that could not be expanded; one that stands in a branch that may or may not run is
+    not certain.
+    """
+
+    text: str
+    line: int
+    column: int
+    resolved: bool = True
+    certain: bool = True
+
+
+class Command(NamedTuple):
+    """A simple command: its words, and the environment that it gets beside the inherited one.
+
+    Whether it stands in a branch that may not run does not make its words less certain: it is the one asked about.
+    """
+
+    words: tuple[Argument, ...]
+    environment: dict[str, Argument]

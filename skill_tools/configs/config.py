@@ -1,0 +1,88 @@
+"""What a reader of any dialect hands over: one value per key, and the place that gave it.
+
+A `Config` is the user's configuration after composition: several inputs (recipe, files, overrides) merged in
+the framework's own precedence. Each `Setting` knows file, line and column, so that a finding can point at the
+line that won. It knows no rule and no default: what nobody set is simply absent here.
+"""
+
+from collections.abc import Mapping
+from enum import StrEnum
+from types import MappingProxyType
+from typing import NamedTuple
+
+
+class Framework(StrEnum):
+    """The three dialects, under the names that `--framework` takes."""
+
+    BRIDGE = "megatron-bridge"
+    MEGATRON_LM = "megatron-lm"
+    AXOLOTL = "axolotl"
+
+
+class Place(NamedTuple):
+    """Where a value stands: `file` as the user named it (or `<overrides>`), `line` and `column` from 1."""
+
+    file: str
+    line: int
+    column: int
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}:{self.column}"
+
+
+class Setting(NamedTuple):
+    """One value of one key.
+
+    `key` is the canonical name of `knowledge/keys.yaml` (`cpu_offloading`, `env.NVTE_CPU_OFFLOAD_V1`),
+    `written` the spelling in the input (`model.cpu_offloading`, `--num-layers`). `value` is plain data: None,
+    bool, int, float, str, list or dict.
+    """
+
+    key: str
+    value: object
+    written: str
+    place: Place
+
+
+class UnknownKey(NamedTuple):
+    """A key that the framework does not know, with the nearest ones it does."""
+
+    written: str
+    place: Place
+    nearest: tuple[str, ...]
+
+
+class WrongType(NamedTuple):
+    """A value that the key's type cannot hold; `expected` says what it can."""
+
+    setting: Setting
+    expected: str
+
+
+class Config(NamedTuple):
+    """One configuration after composition.
+
+    `complete` says that what is not set here has the framework's default (a launch script, an Axolotl YAML, a
+    saved run config). A Bridge override file is not complete: a recipe that we do not see fills the rest.
+    `versions` maps distribution names (`megatron-core`, `transformer-engine`, `torch`, `axolotl`,
+    `megatron-bridge`) to the release that the input itself states. `sources` keeps each file's text for fixes
+    and suppressions. `model_name` is the recipe, base model or architecture named by the input, if any.
+    `unresolved` holds the keys that the input does set, to something that cannot be read statically (a shell
+    variable, a computed value, a file that is not here): they are unknown, whatever their default.
+    """
+
+    framework: Framework
+    settings: Mapping[str, Setting]
+    complete: bool
+    overridden: tuple[Setting, ...] = ()
+    unknown: tuple[UnknownKey, ...] = ()
+    wrong_types: tuple[WrongType, ...] = ()
+    versions: Mapping[str, str] = MappingProxyType({})
+    sources: Mapping[str, str] = MappingProxyType({})
+    model_name: str | None = None
+    unresolved: frozenset[str] = frozenset()
+
+    def value(self, key: str, default: object = None) -> object:
+        """Return what was set for the canonical `key`, or `default` when nobody set it."""
+        setting = self.settings.get(key)
+        return default if setting is None else setting.value

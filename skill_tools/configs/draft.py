@@ -1,0 +1,148 @@
+"""A configuration in the making: readers write values into it in the framework's precedence, the last wins.
+
+It turns spellings into canonical keys, brings values to their types, and keeps what lost, what nobody knows and what
+cannot be read. It knows no file format.
+"""
+
+from types import MappingProxyType
+
+from skill_tools.configs.config import Config, Framework, Place, Setting, UnknownKey, WrongType
+from skill_tools.configs.keys import KeyTable, load_key_table
+from skill_tools.configs.values import UNREADABLE, typed
+from skill_tools.configs.vocabulary import Vocabulary, load_vocabulary
+
+MAX_SUGGESTIONS = 20
+
+
+class Draft:
+    """Collects the values of one configuration.
+
+    `complete`, `model_name`, `versions` and `sources` are the reader's to set; they mean what `Config` says.
+    """
+
+    def __init__(
+        self, framework: Framework, *, table: KeyTable | None = None, vocabulary: Vocabulary | None = None
+    ) -> None:
+        self.framework = framework
+        self.complete = False
+        self.model_name: str | None = None
+        self.versions: dict[str, str] = {}
+        self.sources: dict[str, str] = {}
+        self.table = load_key_table() if table is None else table
+        self._vocabulary = vocabulary
+        self._settings: dict[str, Setting] = {}
+        self._overridden: list[Setting] = []
+        self._unknown: dict[tuple[str, Place], UnknownKey] = {}
+        self._wrong: dict[str, str] = {}
+        self._unresolved: set[str] = set()
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._settings
+
+    def get(self, key: str) -> Setting | None:
+        """Return the setting that holds so far for the canonical `key`."""
+        return self._settings.get(key)
+
+    def is_open(self, key: str) -> bool:
+        """Return whether the input sets the canonical `key` to something that cannot be read."""
+        return key in self._unresolved
+
+    def leave_open(self, key: str) -> None:
+        """Note that the input may set the canonical `key`, to what cannot be read."""
+        self._drop(key)
+        self._unresolved.add(key)
+
+    def below(self, prefix: str) -> list[Setting]:
+        """Return the settings whose canonical key begins with `prefix`."""
+        return [setting for key, setting in self._settings.items() if key.startswith(prefix)]
+
+    def accepts(self, written: str) -> bool:
+        """Return whether the framework knows this spelling."""
+        return self.table.find(self.framework, written) is not None or self._names.accepts(written)
+
+    def canonical(self, written: str) -> str:
+        """Return the canonical key of a spelling; one that the key table lacks stands for itself."""
+        key = self.table.find(self.framework, written)
+        return (
+            key.name if key else written.lstrip("-").replace("-", "_") if written.startswith("-") else written
+        )
+
+    def set(self, written: str, value: object, place: Place) -> None:
+        """Give the key that is spelled `written` a value, above whatever it had."""
+        self.set_key(self.canonical(written), value, written, place)
+
+    def set_key(self, name: str, value: object, written: str, place: Place) -> None:
+        """Give the canonical key `name` a value, or leave it open when that is `UNREADABLE`."""
+        if value is UNREADABLE:
+            self.leave_open(name)
+            return
+        key = self.table.by_name.get(name)
+        expected = None
+        if key is not None:
+            value, expected = typed(key, value, self.framework)
+        self._store(Setting(name, value, written, place), expected)
+
+    def set_environment(self, variable: str, value: object, place: Place) -> None:
+        """Give an environment variable a value, as text: that is all a process gets."""
+        text = value if value is None or value is UNREADABLE else str(value)
+        self.set_key(f"env.{variable}", text, variable, place)
+
+    def remove(self, written: str) -> None:
+        """Take back what was set for this key and for all fields of it as a section (Hydra's `~`)."""
+        name = self.canonical(written)
+        for key, setting in list(self._settings.items()):
+            if key == name or f"{setting.written}.".startswith(f"{written}."):
+                self._drop(key)
+
+    def is_leaf(self, spelling: str) -> bool:
+        """Return whether the key's type leaves no room for fields below it."""
+        key = self.table.find(self.framework, spelling)
+        return key is not None and key.type_in(self.framework) not in ("any", "dict")
+
+    def refuse_type(self, key: str, expected: str) -> None:
+        """Note that the value of `key` is not what its form allows; `expected` says what is."""
+        self._wrong[key] = expected
+
+    def note_unknown(self, written: str, place: Place) -> None:
+        """Note a key that the framework does not know; only the first few get suggestions, which are slow."""
+        few = len(self._unknown) < MAX_SUGGESTIONS
+        nearest = self._names.nearest(written.lstrip("+~")) if few else ()
+        self._unknown.setdefault((written, place), UnknownKey(written, place, nearest))
+
+    def shadow(self, written: str, value: object, place: Place) -> None:
+        """Note a value that lost before it counted, such as the first of a duplicate key."""
+        self._overridden.append(Setting(self.canonical(written), value, written, place))
+
+    def finish(self) -> Config:
+        """Return the configuration."""
+        return Config(
+            framework=self.framework,
+            settings=MappingProxyType(self._settings),
+            complete=self.complete,
+            overridden=tuple(self._overridden),
+            unknown=tuple(self._unknown.values()),
+            wrong_types=tuple(WrongType(self._settings[key], text) for key, text in self._wrong.items()),
+            versions=MappingProxyType(self.versions),
+            sources=MappingProxyType(self.sources),
+            model_name=self.model_name,
+            unresolved=frozenset(self._unresolved),
+        )
+
+    @property
+    def _names(self) -> Vocabulary:
+        if self._vocabulary is None:
+            self._vocabulary = load_vocabulary(self.framework)
+        return self._vocabulary
+
+    def _store(self, setting: Setting, expected: str | None) -> None:
+        self._drop(setting.key)
+        self._unresolved.discard(setting.key)
+        self._settings[setting.key] = setting
+        if expected is not None:
+            self._wrong[setting.key] = expected
+
+    def _drop(self, key: str) -> None:
+        loser = self._settings.pop(key, None)
+        self._wrong.pop(key, None)
+        if loser is not None:
+            self._overridden.append(loser)

@@ -1,0 +1,208 @@
+"""What an expression of a Python recipe is worth, as far as its text tells.
+
+Configuration objects are `Section`s: their fields are kept with every value they were given and its place. What
+a function of another module returns is an empty section: fields may be set on it, but it has no value itself.
+"""
+
+import ast
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from skill_tools.configs.config import Place
+from skill_tools.configs.values import UNREADABLE, dtype_name
+
+MAX_NUMBER = 2**63
+MAX_PARTS = 2000
+
+_ARITHMETIC: Mapping[type[ast.operator], Callable[[float, float], float]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+}
+_COMPARISONS: Mapping[type[ast.cmpop], Callable[[object, object], bool]] = {
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Is: operator.is_,
+    ast.IsNot: operator.is_not,
+}
+
+
+@dataclass(slots=True, eq=False)
+class Section:
+    """An object with fields; `made_by` is the class or function whose result it is, empty for a dict."""
+
+    made_by: str = ""
+    is_literal: bool = False
+    fields: dict[str, list[tuple[object, Place]]] = field(default_factory=dict)
+
+    def get(self, name: str, place: Place) -> object:
+        """Return a field; one that was never set is an unknown section, which is remembered."""
+        values = self.fields.get(name)
+        if values:
+            return values[-1][0]
+        if self.is_literal:
+            return UNREADABLE
+        child = Section(made_by="?")
+        self.fields[name] = [(child, place)]
+        return child
+
+    def set(self, name: str, value: object, place: Place) -> None:
+        """Give a field one more value; the last one counts."""
+        self.fields.setdefault(name, []).append((value, place))
+
+
+def plain(value: object) -> object:
+    """Return a value without sections: a dict literal becomes a dict, any other object is not readable.
+
+    A value of more than `MAX_PARTS` parts, or one that holds itself, is not readable either.
+    """
+    return UNREADABLE if _is_too_large(value) else _plain(value)
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, list):
+        items = [_plain(item) for item in value]
+        return UNREADABLE if UNREADABLE in items else items
+    if isinstance(value, Section):
+        if not value.is_literal:
+            return UNREADABLE
+        return {name: _plain(values[-1][0]) for name, values in value.fields.items()}
+    return value
+
+
+def _is_too_large(value: object) -> bool:
+    pending, parts = [value], 0
+    while pending and parts <= MAX_PARTS:
+        part = pending.pop()
+        parts += 1
+        if isinstance(part, list):
+            pending += part
+        elif isinstance(part, Section):
+            pending += [values[-1][0] for values in part.fields.values()]
+    return parts > MAX_PARTS
+
+
+def dotted_name(node: ast.expr) -> str:
+    """Return `a.b.c` for a chain of names, else the empty text."""
+    parts = []
+    while isinstance(node, ast.Attribute):
+        parts.append(node.attr)
+        node = node.value
+    return ".".join([node.id, *reversed(parts)]) if isinstance(node, ast.Name) else ""
+
+
+class Expressions:
+    """Evaluates expressions; names and calls are looked up by the two functions that it is given."""
+
+    def __init__(self, file: str, name: Callable[[str], object], call: Callable[[ast.Call], object]) -> None:
+        self._file = file
+        self._name = name
+        self._call = call
+
+    def place(self, node: ast.expr | ast.stmt | ast.keyword) -> Place:
+        """Return where `node` begins."""
+        return Place(self._file, node.lineno, node.col_offset + 1)
+
+    def evaluate(self, node: ast.expr | None) -> object:
+        """Return the value of `node`, or `UNREADABLE`."""
+        match node:
+            case ast.Constant(value=None | bool() | int() | float() | str() as value):
+                return value
+            case ast.Name(id=name):
+                return self._name(name)
+            case ast.Attribute():
+                return self._attribute(node)
+            case ast.List() | ast.Tuple() | ast.Set():
+                return [self.evaluate(element) for element in node.elts]
+            case ast.Dict():
+                return self._dict(node)
+            case ast.Call():
+                return self._call(node)
+            case ast.UnaryOp() | ast.BinOp():
+                return self._arithmetic(node)
+            case ast.IfExp():
+                holds = self.truth(node.test)
+                chosen = node.body if holds else node.orelse
+                return UNREADABLE if holds is None else self.evaluate(chosen)
+        return UNREADABLE
+
+    def truth(self, node: ast.expr) -> bool | None:
+        """Return whether a condition holds, or None when that is not known."""
+        match node:
+            case ast.BoolOp(op=kind, values=values):
+                decisive = isinstance(kind, ast.Or)
+                answers = [self.truth(value) for value in values]
+                return decisive if decisive in answers else None if None in answers else not decisive
+            case ast.UnaryOp(op=ast.Not(), operand=operand):
+                holds = self.truth(operand)
+                return None if holds is None else not holds
+            case ast.Compare(left=left, ops=[kind], comparators=[right]):
+                return self._comparison(type(kind), plain(self.evaluate(left)), plain(self.evaluate(right)))
+            case ast.Call(func=ast.Name(id="hasattr")):
+                return True
+        value = plain(self.evaluate(node))
+        return None if value is UNREADABLE else bool(value)
+
+    def _attribute(self, node: ast.Attribute) -> object:
+        name = dotted_name(node)
+        if dtype_name(name) and name.startswith("torch."):
+            return dtype_name(name)
+        base = self.evaluate(node.value)
+        if isinstance(base, Section):
+            return base.get(node.attr, self.place(node))
+        owner = name.split(".")[-2] if name.count(".") else ""
+        return node.attr if owner[:1].isupper() else UNREADABLE
+
+    def _dict(self, node: ast.Dict) -> Section:
+        section = Section(is_literal=True)
+        for key, value in zip(node.keys, node.values, strict=True):
+            if key is None:
+                spread = self.evaluate(value)
+                if isinstance(spread, Section):
+                    section.fields.update(spread.fields)
+                continue
+            name = self.evaluate(key)
+            if isinstance(name, str):
+                section.set(name, self.evaluate(value), self.place(key))
+        return section
+
+    def _arithmetic(self, node: ast.UnaryOp | ast.BinOp) -> object:
+        if isinstance(node, ast.UnaryOp):
+            value = self.evaluate(node.operand)
+            if isinstance(node.op, ast.Not):
+                holds = self.truth(node)
+                return UNREADABLE if holds is None else holds
+            negated = isinstance(node.op, ast.USub) and isinstance(value, int | float)
+            return -value if negated and isinstance(value, int | float) else UNREADABLE
+        left, right = self.evaluate(node.left), self.evaluate(node.right)
+        if isinstance(left, list) and isinstance(right, list) and isinstance(node.op, ast.Add):
+            return [*left, *right] if len(left) + len(right) < MAX_PARTS else UNREADABLE
+        compute = _ARITHMETIC.get(type(node.op))
+        if compute is None or not (isinstance(left, int | float) and isinstance(right, int | float)):
+            return UNREADABLE
+        try:
+            result = compute(left, right)
+        except ArithmeticError:
+            return UNREADABLE
+        return result if abs(result) < MAX_NUMBER else UNREADABLE
+
+    def _comparison(self, kind: type[ast.cmpop], left: object, right: object) -> bool | None:
+        if left is UNREADABLE or right is UNREADABLE:
+            return None
+        if kind in (ast.In, ast.NotIn):
+            found = any(left == item for item in right) if isinstance(right, list | dict) else None
+            return None if found is None else found is (kind is ast.In)
+        if kind in _COMPARISONS:
+            return _COMPARISONS[kind](left, right)
+        if isinstance(left, int | float) and isinstance(right, int | float):
+            return {
+                ast.Lt: left < right,
+                ast.LtE: left <= right,
+                ast.Gt: left > right,
+                ast.GtE: left >= right,
+            }[kind]
+        return None

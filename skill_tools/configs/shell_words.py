@@ -1,0 +1,206 @@
+"""Splits a shell script into words and operators, each word made of parts that know their place.
+
+Quoting, escapes, line continuations, comments, expansions and here-documents are told apart here and nowhere else.
+Nothing is expanded and nothing is ever run: `shell` gives the words a value.
+"""
+
+import re
+from dataclasses import dataclass, field
+
+from skill_tools.errors import UnusableInput
+
+MAX_PARTS = 20_000
+
+TEXT, QUOTED, VARIABLE, QUOTED_VARIABLE, OPAQUE = "text", "quoted", "variable", "quoted variable", "opaque"
+
+_OPERATORS = re.compile(r"&&|\|\||;;&|;;|;&|&>>|&>|\|&|[;&|()\n]|\d*(?:<<<|<<-?|<>|<&|>>|>&|>\||[<>])")
+_NAME = re.compile(r"\$(?:([A-Za-z_]\w*)|([0-9@*#?$!_-]))")
+_PLAIN = re.compile(r"[^ \t\r\n;&|()<>\"'\\$`#]+")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A piece of a word: literal text, an expansion (`text` is what stands in its braces), or a command's output."""
+
+    kind: str
+    text: str
+    line: int
+    column: int
+
+
+@dataclass(slots=True)
+class Word:
+    """A word, or an operator such as `&&`, `;`, `(` or a newline."""
+
+    parts: list[Part] = field(default_factory=list)
+    operator: str = ""
+    touches_next: bool = False
+
+    @property
+    def literal(self) -> str:
+        """The word's text when it is one unquoted literal, such as a keyword; else empty."""
+        return self.parts[0].text if len(self.parts) == 1 and self.parts[0].kind == TEXT else ""
+
+
+def split(text: str, *, name: str, line: int = 1, column: int = 1) -> list[Word]:
+    """Return the words and operators of `text`, whose first character stands at `line` and `column` of `name`.
+
+    Raises `UnusableInput` for a text of more than `MAX_PARTS` parts of words.
+    """
+    return _Lexer(text, name, line, column).words()
+
+
+class _Lexer:
+    """One pass over the text; `_at` is the position of the next character."""
+
+    def __init__(self, text: str, name: str, line: int, column: int) -> None:
+        self._text = text
+        self._name = name
+        self._at = 0
+        self._line = line
+        self._line_start = 1 - column
+        self._words: list[Word] = []
+        self._documents: list[str] = []
+        self._parts = 0
+
+    def words(self) -> list[Word]:
+        """Read everything."""
+        while self._at < len(self._text):
+            self._next()
+        return self._words
+
+    def _next(self) -> None:
+        character = self._text[self._at]
+        if character in " \t\r":
+            self._at += 1
+        elif self._text.startswith("\\\n", self._at) or self._text.startswith("\\\r\n", self._at):
+            self._advance(self._text.index("\n", self._at) + 1)
+        elif character == "#":
+            end = self._text.find("\n", self._at)
+            self._at = len(self._text) if end < 0 else end
+        elif operator := _OPERATORS.match(self._text, self._at):
+            self._operator(operator[0])
+        else:
+            self._word()
+
+    def _operator(self, operator: str) -> None:
+        self._words.append(Word(operator=operator))
+        self._advance(self._at + len(operator))
+        if operator == "\n":
+            for delimiter in self._documents:
+                self._skip_document(delimiter)
+            self._documents.clear()
+        elif operator.lstrip("0123456789") in ("<<", "<<-"):
+            quoted = re.compile(r"[ \t]*([\"'\\]?)(\w+)\1?").match(self._text, self._at)
+            if quoted:
+                self._documents.append(quoted[2])
+                self._at = quoted.end()
+
+    def _skip_document(self, delimiter: str) -> None:
+        end = re.compile(rf"^\t*{re.escape(delimiter)}[ \t]*$", re.MULTILINE).search(self._text, self._at)
+        self._advance(end.end() if end else len(self._text))
+
+    def _word(self) -> None:
+        word = Word()
+        while self._at < len(self._text):
+            character = self._text[self._at]
+            if character == "\\":
+                self._escape(word)
+            elif character == "'":
+                self._single(word, self._at + 1)
+            elif self._text.startswith("$'", self._at):
+                self._single(word, self._at + 2)
+            elif character == '"':
+                self._double(word)
+            elif character in "$`":
+                self._expansion(word, quoted=False)
+            elif plain := _PLAIN.match(self._text, self._at):
+                self._part(word, TEXT, plain[0], plain.end())
+            elif character == "#":
+                self._part(word, TEXT, "#", self._at + 1)
+            else:
+                break
+        word.touches_next = self._text[self._at : self._at + 1] == "("
+        self._words.append(word)
+
+    def _escape(self, word: Word) -> None:
+        following = self._text[self._at + 1 : self._at + 2]
+        if following == "\n":
+            self._advance(self._at + 2)
+        else:
+            self._part(word, QUOTED, following, self._at + 2)
+
+    def _single(self, word: Word, start: int) -> None:
+        end = self._text.find("'", start)
+        end = len(self._text) if end < 0 else end
+        self._literal(word, self._text[start:end], start, end + 1)
+
+    def _double(self, word: Word) -> None:
+        self._at += 1
+        self._part(word, QUOTED, "", self._at)
+        while self._at < len(self._text) and self._text[self._at] != '"':
+            character = self._text[self._at]
+            if character in "$`":
+                self._expansion(word, quoted=True)
+            elif character == "\\" and self._text[self._at + 1 : self._at + 2] in ("$", "`", '"', "\\", "\n"):
+                self._escape(word)
+            else:
+                stop = re.compile(r"[^$`\"\\]*").match(self._text, self._at + 1)
+                end = stop.end() if stop else self._at + 1
+                self._literal(word, self._text[self._at : end], self._at, end)
+        self._at += 1
+
+    def _literal(self, word: Word, text: str, start: int, end: int) -> None:
+        """Add quoted text, one part a line, so that each keeps its place."""
+        self._at = start
+        for piece in text.splitlines(keepends=True) or [""]:
+            self._part(word, QUOTED, piece, self._at + len(piece))
+        self._at = end
+
+    def _expansion(self, word: Word, *, quoted: bool) -> None:
+        start = self._at
+        if name := _NAME.match(self._text, start):
+            kind = QUOTED_VARIABLE if quoted else VARIABLE
+            self._part(word, kind, name[1] or name[2], name.end())
+        elif self._text.startswith("${", start):
+            end = self._matching("{", "}", start + 1)
+            self._part(word, QUOTED_VARIABLE if quoted else VARIABLE, self._text[start + 2 : end], end + 1)
+        elif self._text.startswith("$(", start):
+            end = self._matching("(", ")", start + 1)
+            self._part(word, OPAQUE, self._text[start : end + 1], end + 1)
+        elif self._text[start] == "`":
+            end = self._text.find("`", start + 1)
+            end = len(self._text) if end < 0 else end
+            self._part(word, OPAQUE, self._text[start : end + 1], end + 1)
+        else:
+            self._part(word, QUOTED, "$", start + 1)
+
+    def _matching(self, opening: str, closing: str, start: int) -> int:
+        """Return the position of the bracket that closes the one at `start`, or the end of the text."""
+        depth = 0
+        for found in re.compile(rf"\\.|'[^']*'|[{re.escape(opening + closing)}]", re.DOTALL).finditer(
+            self._text, start
+        ):
+            depth += {opening: 1, closing: -1}.get(found[0], 0)
+            if depth == 0:
+                return found.start()
+        return len(self._text)
+
+    def _part(self, word: Word, kind: str, text: str, end: int) -> None:
+        self._parts += 1
+        if self._parts > MAX_PARTS:
+            raise UnusableInput(
+                f"{self._name}:{self._line} is past the first {MAX_PARTS} words",
+                expected="a launch script",
+                attempt="linting the command that it runs",
+            )
+        word.parts.append(Part(kind, text, self._line, self._at - self._line_start + 1))
+        self._advance(end)
+
+    def _advance(self, end: int) -> None:
+        end = min(end, len(self._text))
+        newlines = self._text.count("\n", self._at, end)
+        if newlines:
+            self._line += newlines
+            self._line_start = self._text.rindex("\n", self._at, end) + 1
+        self._at = end

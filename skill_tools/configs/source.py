@@ -1,0 +1,118 @@
+"""Loads an input's text, and says what kind of text it is.
+
+Bounds and encodings are checked here, once: what comes after may trust that the text is short and Unicode.
+"""
+
+import re
+from enum import Enum
+from pathlib import Path
+from typing import NamedTuple
+
+from skill_tools.errors import UnusableInput
+
+MAX_BYTES = 1024 * 1024
+
+_SUFFIXES = {
+    ".yaml": "yaml", ".yml": "yaml", ".json": "json", ".py": "python",
+    ".sh": "shell", ".bash": "shell", ".slurm": "shell", ".sbatch": "shell", ".sub": "shell",
+}  # fmt: skip
+_FOREIGN_MARKS = (b"\xff\xfe", b"\xfe\xff")
+_PYTHON = re.compile(r"^(?:from [\w.]+ import |import \w|def \w+\(|class \w+|@\w)", re.MULTILINE)
+_SHELL = re.compile(r"^#!.*sh\b|(?:^|\s)--?[a-z][\w-]*(?:[\s=]|$)|^\s*(?:export )?[A-Z_]+=|\\$", re.MULTILINE)
+_YAML = re.compile(r"^(?:- |[\w\"'.-]+\s*:(?:\s|$))", re.MULTILINE)
+_DOTTED = re.compile(r"^\s*[+~]*[a-z_]+(?:\.\w+)+=")
+
+
+class Kind(Enum):
+    """What an input is written in."""
+
+    YAML = "yaml"
+    JSON = "json"
+    PYTHON = "python"
+    SHELL = "shell"
+
+
+class Source(NamedTuple):
+    """One input: `name` as the user gave it, its text, and the folder that its relative paths start from.
+
+    `recipe` is the function of a Python file that was asked for with `file.py::function`.
+    """
+
+    name: str
+    text: str
+    folder: Path | None = None
+    recipe: str | None = None
+
+    @property
+    def kind(self) -> Kind:
+        """What the text is: by the file's suffix, else by its first impression."""
+        suffix = _SUFFIXES.get(Path(self.name).suffix.lower())
+        return Kind(suffix) if suffix else _impression(self.text)
+
+
+def load(path: str | Path) -> Source:
+    """Read one file; `file.py::function` names one recipe in it.
+
+    Raises `UnusableInput` when the file is missing, too large, or not text in UTF-8.
+    """
+    name, _, recipe = str(path).partition("::")
+    place = Path(name)
+    try:
+        with place.open("rb") as file:
+            data = file.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise _unreadable(name, error) from error
+    except ValueError as error:
+        raise UnusableInput(
+            f"{name!r} is not a path", expected="the path of a file", attempt="checking the name"
+        ) from error
+    return Source(name, decode(data, name), place.parent, recipe or None)
+
+
+def decode(data: bytes, name: str) -> str:
+    """Return `data` as text; raises `UnusableInput` for anything but UTF-8 text of at most `MAX_BYTES`."""
+    if len(data) > MAX_BYTES:
+        raise UnusableInput(
+            f"{name} is larger than {MAX_BYTES // 1024**2} MiB",
+            expected="a training configuration",
+            attempt="the configuration itself, without data or logs",
+        )
+    if data.startswith(_FOREIGN_MARKS):
+        raise _not_utf8(name, 1, "it begins with a UTF-16 or UTF-32 mark")
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise _not_utf8(name, data.count(b"\n", 0, error.start) + 1, "a byte is not UTF-8") from error
+    if "\0" in text:
+        raise _not_utf8(name, text.count("\n", 0, text.index("\0")) + 1, "it holds a NUL byte")
+    return text
+
+
+def _not_utf8(name: str, line: int, what: str) -> UnusableInput:
+    return UnusableInput(
+        f"{name}:{line} is not text in UTF-8 ({what})",
+        expected="a configuration as text",
+        attempt="saving the file as UTF-8",
+    )
+
+
+def _unreadable(name: str, error: OSError) -> UnusableInput:
+    reason = (error.strerror or "unreadable").lower()
+    return UnusableInput(
+        f"cannot read {name!r} ({reason})",
+        expected="a file: YAML, shell script, Python recipe or JSON",
+        attempt="checking the path",
+    )
+
+
+def _impression(text: str) -> Kind:
+    start = text.lstrip()
+    if start.startswith("{"):
+        return Kind.JSON
+    first = start.splitlines()[0] if start else ""
+    if first.startswith("#!") and "sh" in first:
+        return Kind.SHELL
+    if _PYTHON.search(text):
+        return Kind.PYTHON
+    is_shell = _SHELL.search(text) or _DOTTED.match(text)
+    return Kind.SHELL if is_shell and not _YAML.search(text) else Kind.YAML

@@ -1,0 +1,92 @@
+"""Writes a tree of sections, as YAML and JSON files have it, into a draft: one dotted key a value.
+
+A section is a value too where the key table says so (`peft`, `fsdp_config`), so that a rule can ask whether it
+is there. Below a key that nobody knows nothing is read: one finding is enough.
+"""
+
+from collections.abc import Callable
+
+from skill_tools.configs.config import Place
+from skill_tools.configs.draft import Draft
+from skill_tools.configs.source import Kind, Source
+from skill_tools.configs.yaml_lines import Node, parse, plain
+from skill_tools.errors import UnusableInput
+
+Value = Callable[[Node], object]
+
+
+def single_document(source: Source, *, omegaconf: bool = False) -> Node:
+    """Return the root of a YAML or JSON source, an empty mapping if it holds nothing.
+
+    Raises `UnusableInput` when it holds several documents, or no mapping: no framework takes that.
+    """
+    is_json = source.kind is Kind.JSON
+    text = source.text.replace("\t", " ") if is_json else source.text
+    documents = parse(text, source.name, omegaconf=omegaconf or is_json)
+    root = documents[0] if documents and documents[0].value is not None else Node({}, 1, 1)
+    if len(documents) > 1 or not isinstance(root.value, dict):
+        what = f"{len(documents)} documents" if len(documents) > 1 else "no mapping of keys to values"
+        raise UnusableInput(
+            f"{source.name}:{documents[-1].line} holds {what}",
+            expected="one mapping of keys to values",
+            attempt="linting a configuration file",
+        )
+    return root
+
+
+def entries_of(node: Node | None) -> dict[str, Node]:
+    """Return the entries of a mapping; anything else has none."""
+    return node.value if node is not None and isinstance(node.value, dict) else {}
+
+
+def write_tree(
+    draft: Draft,
+    root: Node,
+    file: str,
+    *,
+    prefix: str = "",
+    spell: Callable[[str], str] = str,
+    value_of: Value = plain,
+    is_value: Callable[[Node], bool] = lambda node: not isinstance(node.value, dict),
+    report_unknown: bool = True,
+) -> None:
+    """Write every entry below `root` into `draft`, in the order of the file.
+
+    `spell` maps a dotted path to the spelling that the framework knows; `is_value` says which nodes are values
+    although they are mappings, and `value_of` what a value is, perhaps `UNREADABLE`.
+    """
+    pending = [(prefix, root)]
+    while pending:
+        path, node = pending.pop()
+        if path != prefix and not _write(draft, path, node, file, spell, value_of, report_unknown):
+            continue
+        if isinstance(node.value, dict) and not is_value(node):
+            children = [(f"{path}.{name}" if path else name, child) for name, child in node.value.items()]
+            pending += reversed(
+                [child for child in children if not child[0].rpartition(".")[2].startswith("_")]
+            )
+
+
+def _write(
+    draft: Draft,
+    path: str,
+    node: Node,
+    file: str,
+    spell: Callable[[str], str],
+    value_of: Value,
+    report_unknown: bool,
+) -> bool:
+    """Write one entry; return whether what lies below it should be read."""
+    place = Place(file, node.line, node.column)
+    spelling = spell(path)
+    for loser in node.shadowed:
+        draft.shadow(spelling, plain(loser), Place(file, loser.line, loser.column))
+    if not draft.accepts(spelling):
+        if report_unknown:
+            draft.note_unknown(path, place)
+        return not report_unknown
+    is_section = isinstance(node.value, dict) and draft.table.find(draft.framework, spelling) is None
+    if is_section:
+        return True
+    draft.set_key(draft.canonical(spelling), value_of(node), path, place)
+    return not draft.is_leaf(spelling)

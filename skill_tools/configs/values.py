@@ -1,0 +1,103 @@
+"""Brings a written value to the type that its key has, the way each framework does.
+
+Axolotl's models and Megatron-LM's parser convert text (`"2e-5"`, `"4"`); Megatron Bridge takes what OmegaConf
+made of the file and converts nothing but dtypes. A value that cannot be brought to the type is left as it is,
+and the caller learns what was expected.
+"""
+
+import re
+from enum import Enum
+from typing import NamedTuple
+
+from skill_tools.configs.config import Framework
+from skill_tools.configs.keys import Key
+
+_DTYPES = {
+    "fp32": "fp32", "float32": "fp32", "float": "fp32", "32": "fp32",
+    "bf16": "bf16", "bfloat16": "bf16", "bf16-mixed": "bf16",
+    "fp16": "fp16", "float16": "fp16", "half": "fp16", "16": "fp16",
+    "fp8": "fp8", "uint8": "fp8", "float8_e4m3fn": "fp8", "float8_e5m2": "fp8",
+}  # fmt: skip
+_TRUE = {"true", "yes", "on", "1", "y", "t"}
+_FALSE = {"false", "no", "off", "0", "n", "f"}
+_EXPECTED = {
+    "bool": "true or false",
+    "int": "an integer",
+    "float": "a number",
+    "str": "text",
+    "dtype": "a dtype such as fp32 or bf16",
+    "list": "a list",
+    "dict": "a section",
+}
+
+
+class Unreadable(Enum):
+    """The value of what an input computes only when it runs: an interpolation, a shell variable, a call."""
+
+    UNREADABLE = "unreadable"
+
+
+UNREADABLE = Unreadable.UNREADABLE
+
+
+class Typed(NamedTuple):
+    """A value brought to its key's type; `expected` is set when that is not possible."""
+
+    value: object
+    expected: str | None = None
+
+
+def typed(key: Key, value: object, framework: Framework) -> Typed:
+    """Return `value` in the type of `key`, or as it is with what was expected. None fits every type."""
+    kind = key.type_in(framework)
+    if value is None:
+        return Typed(None)
+    if framework is not Framework.BRIDGE and isinstance(value, str):
+        value = _from_text(kind, value)
+    result = _checked(kind, value)
+    if result.expected is None and key.choices and result.value not in key.choices:
+        return Typed(value, f"one of {', '.join(map(str, key.choices))}")
+    return result
+
+
+def dtype_name(text: str) -> str | None:
+    """Return the short name of a dtype (`torch.bfloat16` is `bf16`), or None when `text` names none."""
+    return _DTYPES.get(text.removeprefix("torch."))
+
+
+def _checked(kind: str, value: object) -> Typed:
+    match kind, value:
+        case "any", _:
+            return Typed(value)
+        case "dtype", str() if dtype_name(value):
+            return Typed(dtype_name(value))
+        case "bool", 0 | 1:
+            return Typed(bool(value))
+        case "int", float() if value.is_integer():
+            return Typed(int(value))
+        case ("bool", bool()) | ("str", str()) | ("list", list()) | ("dict", dict()):
+            return Typed(value)
+        case ("int", int()) | ("float", int() | float()) if not isinstance(value, bool):
+            return Typed(value)
+    return Typed(value, _EXPECTED[kind])
+
+
+def _from_text(kind: str, text: str) -> object:
+    """Convert text as a parser of arguments would; what does not convert stays text."""
+    match kind:
+        case "int" | "float":
+            return _number(text, whole=kind == "int")
+        case "any" if re.fullmatch(r"-?\d{1,18}", text):
+            return int(text)
+        case "bool" if text.lower() in _TRUE:
+            return True
+        case "bool" if text.lower() in _FALSE:
+            return False
+    return text
+
+
+def _number(text: str, *, whole: bool) -> object:
+    try:
+        return int(text) if whole else float(text)
+    except ValueError:
+        return text

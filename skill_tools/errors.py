@@ -1,0 +1,16 @@
+"""The one error that ends a command with exit code 2: the input cannot be used.
+
+Its text is one line that names the value, what was expected and what to try. Everything else that escapes a
+command is a fault of ours and ends with exit code 3.
+"""
+
+
+class UnusableInput(Exception):  # noqa: N818 - it names the input, not a fault of ours
+    """The user's input cannot be used: a missing file, invalid YAML, an unknown framework, a bad unit."""
+
+    def __init__(self, problem: str, *, expected: str, attempt: str) -> None:
+        """Keep the three parts apart, so that `--format json` can print them as fields."""
+        super().__init__(f"{problem}; expected {expected}; try {attempt}")
+        self.problem = problem
+        self.expected = expected
+        self.attempt = attempt

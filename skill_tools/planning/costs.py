@@ -1,0 +1,13 @@
+"""One cost of a step: work that a mode adds, and the part of it that compute does not hide."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Seconds of `work_s` of which `exposed_s` lengthen the step, by a formula in words."""
+
+    name: str
+    work_s: float
+    exposed_s: float
+    formula: str

@@ -1,0 +1,128 @@
+"""Asks the linter's rules whether a candidate is legal: the same facts that judge a configuration judge a plan.
+
+The candidate's settings are laid over the user's configuration and the result is linted. An error that
+reads one of the candidate's own keys rules it out, with the rule's id as the reason; a rule that needs a
+key nobody set becomes a condition.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+
+from skill_tools.configs.config import Config, Place, Setting
+from skill_tools.planning.modes import (
+    FINE_GRAINED,
+    LAYERS,
+    OPTIMIZER,
+    SHARDED,
+    STATES,
+    WEIGHTS,
+    Candidate,
+)
+from skill_tools.planning.modes import INPUTS as CHECKPOINT
+from skill_tools.rules.finding import Finding, Severity, Undecided
+from skill_tools.rules.knowledge import Rule, load_rules
+from skill_tools.rules.lint import lint
+
+_OWN_KEYS: Mapping[str, tuple[str, ...]] = {
+    OPTIMIZER: ("optimizer_cpu_offload", "optimizer_offload_fraction", "overlap_cpu_optimizer_d2h_h2d"),
+    LAYERS: ("cpu_offloading", "cpu_offloading_num_layers", "cpu_offloading_activations"),
+    FINE_GRAINED: ("fine_grained_activation_offloading", "offload_modules"),
+    STATES: ("chunked_optimizer_state_offload", "optimizer_state_offload_fraction"),
+    CHECKPOINT: ("activation_offloading", "gradient_checkpointing"),
+    WEIGHTS: ("layer_offloading",),
+    SHARDED: ("fsdp_config.offload_params",),
+}
+_PLAN = Place("<plan>", 1, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class RuledOut:
+    """Why a candidate cannot run: the rule and its message in one line."""
+
+    rule: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """A rule that stays open: it would rule the candidate out, depending on keys that nobody set."""
+
+    rule: str
+    title: str
+    missing: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Legality:
+    """The rules' answer: what rules a candidate out, what to watch, and which unset keys decide."""
+
+    ruled_out: tuple[RuledOut, ...]
+    watch: tuple[RuledOut, ...]
+    conditions: tuple[Condition, ...]
+
+    @property
+    def legal(self) -> bool:
+        """Whether no rule forbids it."""
+        return not self.ruled_out
+
+
+LEGAL = Legality((), (), ())
+
+
+def with_settings(config: Config, settings: Mapping[str, object]) -> Config:
+    """Return `config` with `settings` laid over it."""
+    laid = dict(config.settings)
+    for key, value in settings.items():
+        old = config.settings.get(key)
+        laid[key] = Setting(key, value, old.written if old else key, old.place if old else _PLAN)
+    return config._replace(settings=laid, unresolved=config.unresolved - set(settings))
+
+
+class Judge:
+    """Answers for candidates of one configuration; candidates that differ only in amounts share an answer."""
+
+    def __init__(self, config: Config, versions: Mapping[str, str]) -> None:
+        self._config = config
+        self._versions = versions
+        self._answers: dict[tuple[object, ...], Legality] = {}
+
+    def of(self, candidate: Candidate) -> Legality:
+        """Return whether `candidate` is legal."""
+        known = self._answers.get(candidate.structure)
+        if known is None:
+            known = self._answers[candidate.structure] = self._ask(candidate)
+        return known
+
+    def _ask(self, candidate: Candidate) -> Legality:
+        own = frozenset(key for mechanism in candidate.mechanisms for key in _OWN_KEYS.get(mechanism, ()))
+        if not own:
+            return LEGAL
+        laid = with_settings(self._config, candidate.settings)
+        verdict = lint(laid, rules=_rules_about(own), versions=self._versions)
+        about = [finding for finding in verdict.findings if own & set(finding.observed)]
+        return Legality(
+            tuple(_line(finding) for finding in about if finding.severity is Severity.ERROR),
+            tuple(_line(finding) for finding in about if finding.severity is Severity.WARNING),
+            tuple(
+                Condition(each.rule, each.title, each.missing)
+                for each in verdict.undecided
+                if _is_serious(each)
+            ),
+        )
+
+
+@cache
+def _rules_about(keys: frozenset[str]) -> tuple[Rule, ...]:
+    """Return the rules whose condition names one of `keys`: no other rule can find fault with them."""
+    return tuple(rule for rule in load_rules() if any(key in rule.when for key in keys))
+
+
+def _is_serious(each: Undecided) -> bool:
+    """Whether the rule would rule the candidate out if it held."""
+    return any(rule.id == each.rule and rule.severity is Severity.ERROR for rule in load_rules())
+
+
+def _line(finding: Finding) -> RuledOut:
+    release = f" (depends on {', '.join(finding.depends_on)})" if finding.depends_on else ""
+    return RuledOut(finding.rule, f"{finding.title}{release}")

@@ -1,0 +1,166 @@
+"""The machine that a plan is made for: rates of GPU, link and host, and where each came from.
+
+Either a known GPU out of `knowledge/hardware.yaml`, the four numbers of an unknown one, or a profile that
+was measured on the machine itself. Rates are per GPU; what a node's ranks share is divided here, once.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from skill_tools.errors import UnusableInput
+from skill_tools.planning.knowledge_files import read_knowledge
+from skill_tools.planning.units import GIB
+
+_NUMBERS = ("tflops", "link_GBs", "dram_GBs", "hbm_GBs")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """Rates in FLOP/s, bytes/s and parameters/s. `*_copy` are pinned copies of one direction alone.
+
+    `duplex_copy` is one direction while the other runs too. `dram` is one rank's share of the node's host
+    memory bandwidth, `cpu_adam` one rank's fused CPU AdamW. `hybrid` and `hybrid_overlap` are measured
+    rates of Megatron's HybridDeviceOptimizer, copies included, or None. `measured` says that the rates come
+    from this machine.
+    """
+
+    name: str
+    source: str
+    gpu_memory_bytes: int
+    host_memory_bytes: int
+    gpus_per_node: int
+    gemm: float
+    hbm: float
+    h2d_copy: float
+    d2h_copy: float
+    duplex_copy: float
+    dram: float
+    cpu_adam: float
+    cpu_adam_per_tensor: float
+    hybrid: float | None = None
+    hybrid_overlap: float | None = None
+    measured: bool = False
+
+
+def model_constants() -> Mapping[str, float]:
+    """Return the constants of the time model, each with its source in `hardware.yaml`."""
+    constants: Mapping[str, float] = read_knowledge("hardware.yaml")["model"]
+    return constants
+
+
+def known(name: str, *, ranks_on_node: int | None = None) -> Machine:
+    """Return the known GPU called `name`, or read `tflops=..,link_GBs=..,dram_GBs=..,hbm_GBs=..`.
+
+    Raises `UnusableInput` for a GPU that nobody wrote down, and asks for its four numbers.
+    """
+    data = read_knowledge("hardware.yaml")
+    if "=" in name:
+        return _of_numbers(name, data["model"])
+    wanted = name.lower().replace("_", "-").replace(" ", "-").removeprefix("nvidia-")
+    for key, gpu in data["gpus"].items():
+        if wanted in gpu["names"]:
+            return _machine(key, gpu, data["hosts"][gpu["host"]], data["model"], ranks_on_node)
+    raise UnusableInput(
+        f"GPU {name!r} is not known",
+        expected=f"one of {', '.join(data['gpus'])}, or its four numbers",
+        attempt="--gpu tflops=989,link_GBs=55,dram_GBs=57,hbm_GBs=3350 (dense bf16; one way, pinned; a GPU's share)",
+    )
+
+
+def _machine(
+    name: str, gpu: dict[str, Any], host: dict[str, Any], constants: dict[str, float], ranks: int | None
+) -> Machine:
+    dram = host["host_dram_gbs"] * 1e9 / min(ranks or host["gpus"], host["gpus"])
+    adam = dram / constants["cpu_adam_bytes"]
+    rate, overlap = host.get("hybrid_optimizer_gparams"), host.get("hybrid_optimizer_overlap_gparams")
+    return Machine(
+        name=name,
+        source=f"knowledge/hardware.yaml ({gpu['source']}; host {gpu['host']}: {host['source']})",
+        gpu_memory_bytes=round(gpu["memory_gib"] * GIB),
+        host_memory_bytes=round(host["memory_gib"] * GIB),
+        gpus_per_node=host["gpus"],
+        gemm=gpu["bf16_tflops"] * 1e12 * constants["gemm_share"],
+        hbm=gpu["hbm_gbs"] * 1e9,
+        h2d_copy=gpu["link_gbs"] * 1e9,
+        d2h_copy=gpu["link_gbs"] * 1e9,
+        duplex_copy=gpu["duplex_gbs"] * 1e9,
+        dram=dram,
+        cpu_adam=adam,
+        cpu_adam_per_tensor=adam * constants["per_tensor_share"],
+        hybrid=None if rate is None else rate * 1e9,
+        hybrid_overlap=None if overlap is None else overlap * 1e9,
+    )
+
+
+def _of_numbers(text: str, constants: dict[str, float]) -> Machine:
+    try:
+        given = {key.strip(): float(value) for key, value in (item.split("=") for item in text.split(","))}
+    except ValueError:
+        given = {}
+    if set(given) != set(_NUMBERS) or any(value <= 0 for value in given.values()):
+        raise UnusableInput(
+            f"--gpu {text!r} does not give the four numbers",
+            expected=f"{', '.join(f'{name}=N' for name in _NUMBERS)}, each above zero",
+            attempt="--gpu tflops=989,link_GBs=55,dram_GBs=57,hbm_GBs=3350",
+        )
+    link, dram = given["link_GBs"] * 1e9, given["dram_GBs"] * 1e9
+    adam = dram / constants["cpu_adam_bytes"]
+    return Machine(
+        name="the given numbers",
+        source="--gpu",
+        gpu_memory_bytes=0,
+        host_memory_bytes=0,
+        gpus_per_node=8,
+        gemm=given["tflops"] * 1e12 * constants["gemm_share"],
+        hbm=given["hbm_GBs"] * 1e9,
+        h2d_copy=link,
+        d2h_copy=link,
+        duplex_copy=0.89 * link,
+        dram=dram,
+        cpu_adam=adam,
+        cpu_adam_per_tensor=adam * constants["per_tensor_share"],
+    )
+
+
+def from_profile(data: Mapping[str, Any], *, name: str, source: str) -> Machine:
+    """Return the machine that a profile's `hardware` numbers describe: GB/s, Gparam/s and TFLOP/s, decimal."""
+    try:
+        return Machine(
+            name=name,
+            source=source,
+            gpu_memory_bytes=round(data.get("gpu_memory_bytes", 0)),
+            host_memory_bytes=round(data.get("host_memory_bytes", 0)),
+            gpus_per_node=int(data.get("gpus_per_node", 1)),
+            gemm=data["bf16_matmul_TFLOPs"] * 1e12,
+            hbm=data.get("hbm_GBs", 4800) * 1e9,
+            h2d_copy=data["h2d_pinned_GBs"] * 1e9,
+            d2h_copy=data["d2h_pinned_GBs"] * 1e9,
+            duplex_copy=data["duplex_total_GBs"] * 1e9 / 2,
+            dram=data["host_triad_GBs"] * 1e9,
+            cpu_adam=data["cpu_adam_fused_Gparam_s"] * 1e9,
+            cpu_adam_per_tensor=data["cpu_adam_perparam_fused_Gparam_s"] * 1e9,
+            measured=True,
+        )
+    except (KeyError, TypeError) as error:
+        raise UnusableInput(
+            f"the machine profile {source} lacks {error}",
+            expected="h2d_pinned_GBs, d2h_pinned_GBs, duplex_total_GBs and the other measured rates",
+            attempt="--gpu NAME, for rates that are known",
+        ) from None
+
+
+def read_profile(path: str) -> Machine:
+    """Read a machine profile: a JSON object of rates, or one with them under `hardware`."""
+    try:
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UnusableInput(
+            f"the machine profile {path} cannot be read ({error})",
+            expected="a JSON object of measured rates",
+            attempt="--gpu NAME, for rates that are known",
+        ) from None
+    hardware = data.get("hardware", data) if isinstance(data, dict) else {}
+    return from_profile(hardware, name=str(hardware.get("gpu", path)), source=path)

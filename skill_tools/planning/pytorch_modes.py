@@ -1,0 +1,88 @@
+"""The candidates of a plain PyTorch loop: what `reference_impl` can do, and the section of a plan that it executes."""
+
+from collections.abc import Iterator
+from itertools import product
+
+from skill_tools.planning.machine import Machine
+from skill_tools.planning.modes import (
+    INPUTS,
+    LAYERS,
+    OPTIMIZER,
+    OPTIMIZER_LABEL,
+    RECOMPUTE,
+    WEIGHTS,
+    Candidate,
+    layer_counts,
+)
+from skill_tools.planning.optimizer_time import best_streamed_share
+from skill_tools.planning.run import ActivationEngine, Mode, OptimizerEngine, Recompute, Run
+
+_Part = tuple[dict[str, object], str, tuple[str, ...]]
+
+
+def candidates(run: Run, machine: Machine) -> Iterator[Candidate]:
+    """Yield every combination of the reference implementation's mechanisms."""
+    states = tuple(_weights(run)) if run.adapter else tuple(_optimizers(machine))
+    for activations, kept in product(tuple(_activations(run)), states):
+        labels = [label for label in (activations[1], kept[1]) if label]
+        yield Candidate(
+            Mode(**(activations[0] | kept[0])),  # type: ignore[arg-type]
+            " + ".join(labels) or "as it is, without offload",
+            (*activations[2], *kept[2]),
+            {},
+        )
+
+
+def _activations(run: Run) -> Iterator[_Part]:
+    yield {"recompute": Recompute()}, "", ()
+    yield {"recompute": Recompute(granularity="full")}, "checkpointing", (RECOMPUTE,)
+    yield (
+        {"recompute": Recompute(granularity="full"), "activation_engine": ActivationEngine.INPUTS},
+        "checkpointing with layer inputs offloaded",
+        (INPUTS,),
+    )
+    for layers in layer_counts(run):
+        yield (
+            {"recompute": Recompute(), "layers": layers, "activation_engine": ActivationEngine.LAYERS},
+            f"activation offload of {layers} layers",
+            (LAYERS,),
+        )
+
+
+def _optimizers(machine: Machine) -> Iterator[_Part]:
+    yield {}, "", ()
+    arguments: dict[str, object] = {
+        "optimizer_fraction": 1.0,
+        "streamed_fraction": round(best_streamed_share(machine), 4),
+        "optimizer_engine": OptimizerEngine.REFERENCE,
+    }
+    yield arguments, f"{OPTIMIZER_LABEL} 100%", (OPTIMIZER,)
+
+
+def _weights(run: Run) -> Iterator[_Part]:
+    yield {}, "", ()
+    for layers in (*layer_counts(run), run.shape.num_layers):
+        yield {"weight_layers": layers}, f"{layers} frozen layers streamed", (WEIGHTS,)
+
+
+def execute(mode: Mode, run: Run, activation_bytes: int) -> dict[str, object]:
+    """Return what `reference_impl.apply_plan` is to do: mechanisms with their parameters."""
+    mechanisms: dict[str, object] = {}
+    if mode.optimizer_fraction:
+        mechanisms["optimizer"] = {
+            "offload_fraction": mode.optimizer_fraction,
+            "split": {
+                "resident": round(1 - mode.optimizer_fraction, 4),
+                "streamed": mode.streamed_fraction,
+                "cpu": round(mode.optimizer_fraction - mode.streamed_fraction, 4),
+            },
+        }
+    if mode.layers:
+        mechanisms["activations"] = {"mode": "layers", "num_layers": mode.layers}
+    elif mode.activation_engine is ActivationEngine.INPUTS:
+        mechanisms["activations"] = {"mode": "checkpoint", "budget_bytes": activation_bytes}
+    elif mode.recompute and mode.recompute.granularity == "full":
+        mechanisms["activations"] = {"mode": "recompute"}
+    if mode.weight_layers:
+        mechanisms["weights"] = {"resident_layers": run.shape.num_layers - mode.weight_layers}
+    return mechanisms

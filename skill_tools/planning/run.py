@@ -1,0 +1,139 @@
+"""One training run as the planner sees it: a shape, a layout, precisions, and how activations are kept.
+
+It is the meeting point of the dialects: `megatron_run.py`, `axolotl_run.py` and `pytorch_run.py` build it
+from what the user wrote, memory and time are computed from it alone. Whatever was not written and had to be
+assumed stands in `assumptions`, in words.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from skill_tools.planning.layout import Layout
+from skill_tools.planning.shapes import ModelShape
+
+PYTORCH = "pytorch"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Precision:
+    """Bytes of one parameter's weight, gradient and optimizer state.
+
+    `gradient_is_buffer` says that gradients live in a buffer of their own for the whole step (Megatron's main
+    gradients), not only while backward makes them.
+    """
+
+    weight_bytes: float = 2
+    gradient_bytes: float = 4
+    master_bytes: float = 4
+    moments_bytes: float = 8
+    gradient_is_buffer: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recompute:
+    """Activation recomputation. `granularity` is `none`, `selective` or `full`; `layers` as in Megatron."""
+
+    granularity: str = "none"
+    method: str = "uniform"
+    layers: int = 1
+    modules: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adapter:
+    """LoRA: `parameters` are trained, the base is frozen at `base_weight_bytes` a parameter."""
+
+    rank: int
+    parameters: int
+    base_weight_bytes: float = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One training run. `micro_batches` are those one data-parallel rank does in a step.
+
+    `weight_shards` and `gradient_shards` are the ranks that share weights and gradients (FSDP, ZeRO);
+    `shards_optimizer` is Megatron's distributed optimizer or its equals. `loss_bytes` are bytes per token
+    and vocabulary entry that the loss keeps at its worst moment; `fused_activation` says that SwiGLU keeps
+    no product of its own.
+    """
+
+    dialect: str
+    shape: ModelShape
+    layout: Layout
+    seq_length: int
+    micro_batch: int = 1
+    micro_batches: int = 1
+    precision: Precision = Precision()
+    recompute: Recompute = Recompute()
+    adapter: Adapter | None = None
+    shards_optimizer: bool = True
+    weight_shards: int = 1
+    gradient_shards: int = 1
+    precision_aware: bool = False
+    loss_bytes: float = 6
+    fused_activation: bool = True
+    norm_bytes: float = 0
+    tiled_mlp: bool = False
+    assumptions: tuple[str, ...] = ()
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one micro-batch that one GPU's context-parallel rank works on."""
+        return self.seq_length * self.micro_batch // self.layout.context
+
+
+class OptimizerEngine(StrEnum):
+    """Who updates the parameters whose state left the GPU."""
+
+    MEGATRON = "megatron-hybrid"
+    DEEPSPEED = "deepspeed-cpu-adam"
+    TORCHAO = "torchao"
+    TORCHAO_GRADIENTS = "torchao-offload-gradients"
+    REFERENCE = "reference"
+
+
+class ActivationEngine(StrEnum):
+    """Who moves activations: whole layers, named modules, checkpointed layer inputs, or every saved tensor."""
+
+    NONE = "none"
+    LAYERS = "layers"
+    MODULES = "modules"
+    INPUTS = "inputs"
+    TRL = "trl"
+    SAVE_ON_CPU = "save-on-cpu"
+
+
+class WeightEngine(StrEnum):
+    """Who moves frozen weights."""
+
+    AXOLOTL = "axolotl-layer-offloading"
+    REFERENCE = "reference"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mode:
+    """What is moved off the GPU, and what is recomputed instead of kept.
+
+    `optimizer_fraction` is a share of the optimizer shard's parameters, `streamed_fraction` the part of it
+    that is updated on the GPU while its state passes through; `moves_masters` says that fp32 masters go
+    with the moments. `layers` are the first decoder layers whose activations leave, `modules` those of
+    fine-grained offload. `recompute` None keeps the run's own. `weight_layers` are the frozen layers that
+    are streamed, `offload_parameters` is FSDP's or ZeRO's parameter and optimizer offload, `state_offload`
+    Megatron's (dev) optimizer-state offload.
+    """
+
+    optimizer_fraction: float = 0.0
+    streamed_fraction: float = 0.0
+    optimizer_engine: OptimizerEngine = OptimizerEngine.MEGATRON
+    overlap: bool = True
+    moves_masters: bool = False
+    shards_optimizer: bool = False
+    state_offload: bool = False
+    activation_engine: ActivationEngine = ActivationEngine.NONE
+    layers: int = 0
+    modules: tuple[str, ...] = ()
+    recompute: Recompute | None = None
+    weight_layers: int = 0
+    weight_engine: WeightEngine = WeightEngine.REFERENCE
+    offload_parameters: bool = False

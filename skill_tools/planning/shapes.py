@@ -1,0 +1,119 @@
+"""The shape of a decoder: the dozen numbers from which every count of parameters, bytes and FLOPs follows.
+
+A `ModelShape` is what memory and time are computed from; where it came from (a configuration, a
+config.json, a known name) is decided in `shape_sources.py`. It describes text decoders: dense,
+grouped-query, multi-head latent attention (MLA), mixture of experts with shared experts, multi-token
+prediction (MTP). State-space and linear-attention layers and vision towers are not described, and a source
+that has them is refused.
+"""
+
+from dataclasses import dataclass
+
+from skill_tools.errors import UnusableInput
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """One decoder. Sizes are elements; `ffn` is one MLP's inner size, `moe_ffn` one expert's.
+
+    `head_dim` 0 means hidden / heads. `shared_ffn` is the inner size of all shared experts together.
+    `first_dense` layers at the front and, with `moe_every` > 1, the layers between are dense. MLA is on when
+    `kv_lora_rank` > 0; `q_lora_rank` 0 then means a full query projection.
+    """
+
+    name: str
+    num_layers: int
+    hidden: int
+    ffn: int
+    heads: int
+    kv_heads: int
+    vocab: int
+    head_dim: int = 0
+    gated_mlp: bool = True
+    tied_embeddings: bool = False
+    qk_norm: bool = False
+    qkv_bias: bool = False
+    linear_bias: bool = False
+    norm_bias: bool = False
+    norms_per_layer: int = 2
+    attention_sinks: bool = False
+    learned_positions: int = 0
+    experts: int = 0
+    experts_per_token: int = 0
+    moe_ffn: int = 0
+    shared_ffn: int = 0
+    first_dense: int = 0
+    moe_every: int = 1
+    moe_pattern: tuple[bool, ...] = ()
+    q_lora_rank: int = 0
+    kv_lora_rank: int = 0
+    qk_nope_head_dim: int = 0
+    qk_rope_head_dim: int = 0
+    v_head_dim: int = 0
+    mtp_layers: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse shapes that contradict themselves (`UnusableInput`)."""
+        _check(self)
+
+    @property
+    def attention_head_dim(self) -> int:
+        """Elements of one query head."""
+        return self.head_dim or self.hidden // self.heads
+
+    @property
+    def uses_mla(self) -> bool:
+        """Whether attention keys and values go through a low-rank latent."""
+        return self.kv_lora_rank > 0
+
+    def is_moe(self, layer: int) -> bool:
+        """Whether decoder layer `layer` (from 0) has experts instead of one MLP."""
+        if self.moe_pattern:
+            return self.moe_pattern[layer]
+        if not self.experts or layer < self.first_dense:
+            return False
+        return (layer + 1) % self.moe_every == 0
+
+
+def _check(shape: ModelShape) -> None:
+    positive = ("num_layers", "hidden", "ffn", "heads", "kv_heads", "vocab")
+    values = (shape.num_layers, shape.hidden, shape.ffn, shape.heads, shape.kv_heads, shape.vocab)
+    for name, value in zip(positive, values, strict=True):
+        if value <= 0:
+            raise _contradiction(shape, f"{name} is {value}", "a number above zero")
+    if not shape.head_dim and shape.hidden % shape.heads:
+        raise _contradiction(
+            shape,
+            f"hidden size {shape.hidden} does not divide into {shape.heads} heads",
+            "a multiple of the heads",
+        )
+    if shape.heads % shape.kv_heads:
+        raise _contradiction(
+            shape,
+            f"{shape.heads} heads do not divide into {shape.kv_heads} key-value groups",
+            "a divisor of heads",
+        )
+    if shape.experts and not 0 < shape.experts_per_token <= shape.experts:
+        raise _contradiction(
+            shape,
+            f"{shape.experts_per_token} of {shape.experts} experts per token",
+            "1 to all of the experts",
+        )
+    if shape.experts and shape.moe_ffn <= 0:
+        raise _contradiction(
+            shape, f"{shape.experts} experts with moe_ffn {shape.moe_ffn}", "the inner size of an expert"
+        )
+    if shape.moe_pattern and len(shape.moe_pattern) != shape.num_layers:
+        raise _contradiction(
+            shape,
+            f"the MoE pattern names {len(shape.moe_pattern)} layers of {shape.num_layers}",
+            "one entry a layer",
+        )
+
+
+def _contradiction(shape: ModelShape, problem: str, expected: str) -> UnusableInput:
+    return UnusableInput(
+        f"the shape of {shape.name} contradicts itself: {problem}",
+        expected=expected,
+        attempt="correct the size, or name a known model with --model",
+    )

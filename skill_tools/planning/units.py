@@ -1,0 +1,55 @@
+"""Reads amounts with units and writes them for people.
+
+Memory is written in GiB for people and always says so; GB and GB/s are decimal. A bare number is read as
+GiB, and the plan then prints that it was. Rates live in `hardware.py`.
+"""
+
+import re
+
+from skill_tools.errors import UnusableInput
+
+GIB = 1 << 30
+GB = 10**9
+
+_FACTORS = {"": GIB, "gib": GIB, "gi": GIB, "mib": 1 << 20, "mi": 1 << 20, "tib": 1 << 40, "ti": 1 << 40}
+_FACTORS |= {"gb": GB, "g": GB, "mb": 10**6, "tb": 10**12, "b": 1, "bytes": 1}
+_AMOUNT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?|\.[0-9]+)\s*([A-Za-z]*)\s*")
+
+
+def parse_bytes(text: str, *, option: str) -> int:
+    """Return the bytes that `text` says, for example `80GiB`, `80GB` (decimal) or `80` (GiB).
+
+    Raises `UnusableInput` for anything else, and for amounts that are not above zero.
+    """
+    match = _AMOUNT.fullmatch(text)
+    factor = _FACTORS.get(match.group(2).lower()) if match else None
+    if match is None or factor is None:
+        raise UnusableInput(
+            f"{option} {text!r} is not an amount of memory",
+            expected="a number with GiB, GB, MiB or TiB",
+            attempt=f"{option} 80GiB",
+        )
+    amount = round(float(match.group(1)) * factor)
+    if amount <= 0:
+        raise UnusableInput(
+            f"{option} {text!r} is no memory at all",
+            expected="more than zero bytes",
+            attempt=f"{option} 80GiB",
+        )
+    return amount
+
+
+def is_bare_number(text: str) -> bool:
+    """Whether `text` has no unit, so that it was read as GiB."""
+    match = _AMOUNT.fullmatch(text)
+    return match is not None and not match.group(2)
+
+
+def gib(amount_bytes: float) -> str:
+    """Write bytes for people, for example `47.2 GiB`."""
+    return f"{amount_bytes / GIB:.1f} GiB"
+
+
+def seconds(duration_s: float) -> str:
+    """Write a duration for people: milliseconds below one second."""
+    return f"{duration_s * 1000:.0f} ms" if duration_s < 1 else f"{duration_s:.2f} s"

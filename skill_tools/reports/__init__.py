@@ -1,0 +1,1 @@
+"""Renders what the engine and the planner found; decides nothing."""

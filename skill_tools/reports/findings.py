@@ -1,0 +1,112 @@
+"""What one lint call has to say, and its JSON form; the other formats are renderings of the same report.
+
+The JSON is described by `schema/findings.schema.json`; within one major `schema_version` fields are only
+added. Its field names are the contract, so they stand here and not in the dataclasses of `rules.finding`.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from skill_tools.errors import UnusableInput
+from skill_tools.rules.finding import Finding, Severity, Undecided, Verdict
+from skill_tools.rules.lint import in_order
+
+SCHEMA_VERSION = "1.0"
+
+
+class Report(NamedTuple):
+    """All runs of one call: findings in order, open rules by input, inputs that could not be used.
+
+    `inputs` counts the runs that were linted. `omitted` counts findings that `--limit` left out of
+    `findings`; `counts` counts all of them.
+    """
+
+    inputs: int
+    findings: tuple[Finding, ...]
+    undecided: tuple[tuple[str, Undecided], ...]
+    errors: tuple[UnusableInput, ...]
+    counts: Mapping[Severity, int]
+    omitted: int
+
+
+def report(
+    verdicts: Sequence[tuple[str, Verdict]], errors: Sequence[UnusableInput], *, limit: int | None = None
+) -> Report:
+    """Gather the verdicts of all runs, each with its input's name, into one report."""
+    findings = in_order([finding for _, verdict in verdicts for finding in verdict.findings])
+    shown = findings if limit is None else findings[:limit]
+    return Report(
+        inputs=len(verdicts),
+        findings=shown,
+        undecided=tuple((name, rule) for name, verdict in verdicts for rule in verdict.undecided),
+        errors=tuple(errors),
+        counts={severity: sum(found.severity is severity for found in findings) for severity in Severity},
+        omitted=len(findings) - len(shown),
+    )
+
+
+def as_json(report: Report) -> str:
+    """Return the report as one JSON document."""
+    return _dump(
+        {
+            "schema_version": SCHEMA_VERSION,
+            "summary": {
+                "inputs": report.inputs,
+                **{str(severity): count for severity, count in report.counts.items()},
+                "undecided": len(report.undecided),
+                "omitted": report.omitted,
+            },
+            "findings": [finding_data(finding) for finding in report.findings],
+            "undecided": [
+                {"file": name, "rule": rule.rule, "title": rule.title, "missing": list(rule.missing)}
+                for name, rule in report.undecided
+            ],
+            "errors": [error_data("unusable-input", error) for error in report.errors],
+        }
+    )
+
+
+def error_as_json(kind: str, error: Exception) -> str:
+    """Return the document for a call that could not even start: `unusable-input` or `internal`."""
+    return _dump({"schema_version": SCHEMA_VERSION, "errors": [error_data(kind, error)]})
+
+
+def finding_data(finding: Finding) -> dict[str, Any]:
+    """Return one finding as plain data, in the field order of the schema."""
+    return {
+        "rule": finding.rule,
+        "title": finding.title,
+        "severity": str(finding.severity),
+        "message": finding.message,
+        "file": finding.place.file,
+        "line": finding.place.line,
+        "column": finding.place.column,
+        "observed": dict(finding.observed),
+        "depends_on": list(finding.depends_on),
+        "why": finding.why,
+        "evidence": {
+            "tag": finding.evidence.tag,
+            "ref": finding.evidence.ref,
+            "quote": finding.evidence.quote,
+        },
+        "next": finding.next,
+        "fix": {
+            "applicability": finding.fix.applicability,
+            "description": finding.fix.description,
+            "options": list(finding.fix.options),
+            "diff": finding.fix.diff,
+        },
+        "docs": finding.docs,
+    }
+
+
+def error_data(kind: str, error: Exception) -> dict[str, str]:
+    """Return an error as plain data; what was expected and what to try only where the error says."""
+    if isinstance(error, UnusableInput):
+        return {"kind": kind, "problem": error.problem, "expected": error.expected, "try": error.attempt}
+    return {"kind": kind, "problem": f"{type(error).__name__}: {error}"}
+
+
+def _dump(document: Mapping[str, Any]) -> str:
+    return json.dumps(document, indent=2, ensure_ascii=False, default=str)

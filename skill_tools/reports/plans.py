@@ -1,0 +1,166 @@
+"""A plan for people: a screen of text, or Markdown for an issue. The recommendation and its patch come first."""
+
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+from skill_tools.planning import parameters
+from skill_tools.planning.legality import Condition, RuledOut
+from skill_tools.planning.options import Option
+from skill_tools.planning.patch import Patch
+from skill_tools.planning.planner import Plan, shown
+from skill_tools.planning.units import gib, seconds
+
+
+class _Row(Protocol):
+    """How one row of the table is written; `head` is the first."""
+
+    def __call__(self, cells: tuple[str, ...], widths: list[int], *, head: bool) -> str: ...
+
+
+_KNOWN_RATES = "rates: {} of knowledge/hardware.yaml, not measured here; --profile FILE takes measured ones"
+_CARRY_OUT = (
+    "carry it out: save it (--format json > plan.json), then in the loop "
+    'reference_impl.training.apply.apply_plan(model, optimizer, "plan.json")'
+)
+_ESTIMATED = (
+    "times marked estimated rest on rates that nobody measured for this setting: take the true step time as unknown "
+    "until a 20-step run, then plan again with --step-time or --profile"
+)
+_HEADER = ("", "GPU GiB", "host GiB/node", "step", "ratio", "")
+
+
+def concise(plan: Plan) -> str:
+    """Return the plan as plain text."""
+    blocks = [_headline(plan), *_recommendation(plan, code=_plain_code)]
+    blocks.append(_table(plan, _plain_row))
+    blocks.extend(_sections(plan, title="{}:", bullet="  "))
+    return "\n".join(blocks)
+
+
+def markdown(plan: Plan) -> str:
+    """Return the plan as Markdown."""
+    blocks = [f"### Plan: {_headline(plan)}\n", *_recommendation(plan, code=_fenced_code), ""]
+    blocks.append(_table(plan, _markdown_row))
+    blocks.extend(_sections(plan, title="\n**{}**\n", bullet="- "))
+    return "\n".join(blocks)
+
+
+def _headline(plan: Plan) -> str:
+    run, layout = plan.run, plan.run.layout
+    sizes = [("TP", layout.tensor), ("PP", layout.pipeline), ("CP", layout.context), ("EP", layout.expert)]
+    spread = ", ".join(f"{name} {size}" for name, size in sizes if size > 1)
+    billions = parameters.model(run.shape).total / 1e9
+    return (
+        f"{run.shape.name} ({billions:.1f}e9 parameters) on {layout.gpus} x {plan.machine.name}"
+        f"{f' ({spread})' if spread else ''}, {gib(plan.budget.gpu_bytes)} a GPU, "
+        f"{run.seq_length} tokens x micro-batch {run.micro_batch}"
+    )
+
+
+def _recommendation(plan: Plan, *, code: Callable[[str], str]) -> list[str]:
+    best, patch = plan.recommendation, plan.patch
+    if best is None or patch is None:
+        return []
+    ratio = best.time.total_s / plan.without_offload.time.total_s
+    lines = [
+        f"recommended: {best.candidate.label}: {gib(best.memory.device_bytes)} a GPU, "
+        f"{gib(best.memory.host_bytes_per_node)} of host memory a node, {ratio:.2f}x the step time"
+    ]
+    if not patch.settings:
+        lines.append("nothing to change" if plan.run.dialect != "pytorch" else _CARRY_OUT)
+        return lines
+    lines += ["change:", code(_patch_text(patch))]
+    if plan.simpler is not None and plan.simpler_patch is not None:
+        more = plan.simpler.time.total_s / best.time.total_s
+        lines.append(f"simpler: {plan.simpler.candidate.label}, {more:.2f}x of that step time:")
+        lines.append(code(_patch_text(plan.simpler_patch)))
+    return lines
+
+
+def _patch_text(patch: Patch) -> str:
+    parts = [patch.environment, patch.overrides or patch.text]
+    if patch.dialect == "megatron-lm":
+        parts = [patch.environment, patch.overrides, patch.text]
+    return "\n".join(part for part in parts if part).rstrip()
+
+
+def _plain_code(text: str) -> str:
+    return "\n".join(f"  {line}" for line in text.splitlines())
+
+
+def _fenced_code(text: str) -> str:
+    return f"```\n{text}\n```"
+
+
+def _table(plan: Plan, row: _Row) -> str:
+    rows = [_cells(option, plan) for option in shown(plan)]
+    widths = [max(len(cells[column]) for cells in (_HEADER, *rows)) for column in range(len(_HEADER))]
+    return "\n".join([row(_HEADER, widths, head=True), *(row(cells, widths, head=False) for cells in rows)])
+
+
+def _cells(option: Option, plan: Plan) -> tuple[str, ...]:
+    ratio = option.time.total_s / plan.without_offload.time.total_s
+    broken = f"breaks {option.legality.ruled_out[0].rule}" if option.legality.ruled_out else ""
+    notes = [
+        broken,
+        f"over the {option.limit}" if option.limit else "",
+        "" if option.time.calibrated else "time estimated",
+    ]
+    return (
+        option.candidate.label,
+        f"{option.memory.device_bytes / (1 << 30):.1f}",
+        f"{option.memory.host_bytes_per_node / (1 << 30):.1f}",
+        seconds(option.time.total_s),
+        f"{ratio:.2f}x",
+        ", ".join(note for note in notes if note),
+    )
+
+
+def _plain_row(cells: tuple[str, ...], widths: list[int], *, head: bool) -> str:
+    first = f"{cells[0]:<{widths[0]}}"
+    numbers = "  ".join(f"{cell:>{width}}" for cell, width in zip(cells[1:5], widths[1:5], strict=True))
+    return f"  {first}  {numbers}  {cells[5]}".rstrip()
+
+
+def _markdown_row(cells: tuple[str, ...], widths: list[int], *, head: bool) -> str:
+    line = f"| {' | '.join(cells)} |"
+    return f"{line}\n|---|---:|---:|---:|---:|---|" if head else line
+
+
+def _sections(plan: Plan, *, title: str, bullet: str) -> list[str]:
+    sections: list[tuple[str, list[str]]] = [
+        ("ruled out", [f"{label}: {_reasons(reasons)}" for label, reasons in plan.ruled_out]),
+    ]
+    best = plan.recommendation
+    if best is not None:
+        sections.append(("watch", [f"{each.rule}: {each.reason}" for each in best.legality.watch]))
+        sections.append(("to be sure, set", _open_keys(best.legality.conditions)))
+        memory = [f"{line.name}: {gib(line.bytes)} = {line.formula}" for line in best.memory.gpu]
+        sections.append((f"memory of one GPU on pipeline stage {best.memory.stage}", memory))
+    sections.append(("would change it", [f"{change}: {answer}" for change, answer in plan.sensitivity]))
+    rates = (
+        f"rates measured: {plan.machine.source}"
+        if plan.machine.measured
+        else _KNOWN_RATES.format(plan.machine.name)
+    )
+    assumptions = [f"shape: {plan.shape_source}", rates, *plan.assumptions]
+    if not all(option.time.calibrated for option in shown(plan)):
+        assumptions.append(_ESTIMATED)
+    sections.append(("assumptions", assumptions))
+    return [
+        "\n".join([title.format(name), *(f"{bullet}{line}" for line in lines)])
+        for name, lines in sections
+        if lines
+    ]
+
+
+def _open_keys(conditions: Iterable[Condition]) -> list[str]:
+    """One line a key that nobody set: the rules it decides."""
+    rules: dict[str, list[str]] = {}
+    for each in conditions:
+        rules.setdefault(each.missing[0], []).append(each.rule)
+    return [f"{key}: decides {', '.join(names)}" for key, names in rules.items()]
+
+
+def _reasons(reasons: Iterable[RuledOut]) -> str:
+    return "; ".join(f"{each.rule} ({each.reason})" for each in reasons)

@@ -1,0 +1,123 @@
+"""A plan as the JSON document of `schema/plan.schema.json`: recommendation and patch first, then what it rests on."""
+
+import dataclasses
+import json
+from typing import Any
+
+from skill_tools.planning import parameters, pytorch_modes
+from skill_tools.planning.legality import RuledOut
+from skill_tools.planning.lines import Line
+from skill_tools.planning.memory import Memory
+from skill_tools.planning.options import Option
+from skill_tools.planning.planner import Plan
+from skill_tools.planning.run import PYTORCH
+
+SCHEMA_VERSION = "1.0"
+
+
+def as_json(plan: Plan) -> str:
+    """Return the document as text."""
+    return json.dumps(document(plan), indent=2, ensure_ascii=False)
+
+
+def document(plan: Plan) -> dict[str, Any]:
+    """Return the document as plain data."""
+    run, layout = plan.run, plan.run.layout
+    found: dict[str, Any] = {
+        "schema_version": SCHEMA_VERSION,
+        "errors": [],
+        "kind": "planned",
+        "dialect": run.dialect,
+    }
+    if plan.recommendation is not None and plan.patch is not None:
+        patch = dataclasses.asdict(plan.patch)
+        found["recommendation"] = {"patch": patch, "option": _option(plan.recommendation, plan)}
+        if plan.simpler is not None and plan.simpler_patch is not None:
+            found["simpler"] = {
+                "patch": dataclasses.asdict(plan.simpler_patch),
+                "option": _option(plan.simpler, plan),
+            }
+        found["execute"] = _execute(plan.recommendation, plan)
+    shape = {key: value for key, value in dataclasses.asdict(run.shape).items() if value and key != "name"}
+    return found | {
+        "alternatives": [_option(option, plan) for option in plan.alternatives],
+        "as_it_is": _option(plan.as_it_is, plan) | {"breaks": _rules(plan.as_it_is.legality.ruled_out)},
+        "without_offload": _option(plan.without_offload, plan),
+        "ruled_out": [{"label": label, "rules": _rules(reasons)} for label, reasons in plan.ruled_out],
+        "sensitivity": [{"change": change, "answer": answer} for change, answer in plan.sensitivity],
+        "considered": plan.considered,
+        "model": {
+            "name": run.shape.name,
+            "source": plan.shape_source,
+            "parameters": parameters.model(run.shape).total,
+            "active_parameters": parameters.active(run.shape),
+            "shape": shape,
+        },
+        "layout": {
+            "gpus": layout.gpus,
+            "tensor": layout.tensor,
+            "pipeline": layout.pipeline,
+            "virtual_stages": layout.virtual_stages,
+            "context": layout.context,
+            "expert": layout.expert,
+            "expert_tensor": layout.expert_tensor,
+            "data": layout.data,
+            "seq_length": run.seq_length,
+            "micro_batch": run.micro_batch,
+            "micro_batches": run.micro_batches,
+        },
+        "machine": {
+            "name": plan.machine.name,
+            "source": plan.machine.source,
+            "measured": plan.machine.measured,
+        },
+        "budget": {"gpu_bytes": plan.budget.gpu_bytes, "host_bytes_per_node": plan.budget.host_bytes},
+        "assumptions": list(plan.assumptions),
+    }
+
+
+def _execute(option: Option, plan: Plan) -> dict[str, object] | None:
+    if plan.run.dialect != PYTORCH:
+        return None
+    activations = sum(line.bytes for line in option.memory.gpu if line.name == "activations")
+    return pytorch_modes.execute(option.candidate.mode, plan.run, activations)
+
+
+def _option(option: Option, plan: Plan) -> dict[str, Any]:
+    return {
+        "label": option.candidate.label,
+        "mechanisms": list(option.candidate.mechanisms),
+        "settings": dict(option.candidate.settings),
+        "fits": option.fits,
+        "limit": option.limit,
+        "memory": _memory(option.memory),
+        "time": {
+            "step_s": option.time.total_s,
+            "ratio": option.time.total_s / plan.without_offload.time.total_s,
+            "compute_s": option.time.compute_s,
+            "calibrated": option.time.calibrated,
+            "costs": [dataclasses.asdict(cost) for cost in option.time.costs],
+        },
+        "watch": _rules(option.legality.watch),
+        "conditions": [dataclasses.asdict(each) for each in option.legality.conditions],
+    }
+
+
+def _memory(memory: Memory) -> dict[str, Any]:
+    return {
+        "stage": memory.stage,
+        "device_bytes": memory.device_bytes,
+        "allocated_bytes": memory.allocated_bytes,
+        "between_steps_bytes": memory.between_steps_bytes,
+        "host_bytes_per_node": memory.host_bytes_per_node,
+        "gpu": [_line(line) for line in memory.gpu],
+        "host_per_rank": [_line(line) for line in memory.host],
+    }
+
+
+def _line(line: Line) -> dict[str, Any]:
+    return dataclasses.asdict(line)
+
+
+def _rules(rules: tuple[RuledOut, ...]) -> list[dict[str, str]]:
+    return [dataclasses.asdict(rule) for rule in rules]

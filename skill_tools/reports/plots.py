@@ -1,0 +1,174 @@
+"""A plan as a figure: memory by part against the GPU's line, and step time against memory for every combination.
+
+Needs matplotlib (extra `plot`), imported when a figure is drawn. SVG and HTML follow the reader's light or dark
+theme, because text and axes take the page's colour; PNG has a white ground. The same plan gives the same bytes.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from skill_tools.errors import UnusableInput
+from skill_tools.planning.options import Budget
+from skill_tools.planning.planner import Plan, shown
+from skill_tools.planning.units import GIB
+
+_FRONTIER_STEPS = 16
+SUFFIXES = (".svg", ".png", ".html")
+_INK = "#010203"  # stands for the page's text colour until the figure is written
+_PARTS = (  # name, lines that belong to it, colour (readable on light and dark grounds)
+    ("weights", ("weights", "base weights", "gathered layers"), "#4c78a8"),
+    ("gradients", ("gradients", "fp32 copy of gradients"), "#72b7b2"),
+    (
+        "optimizer",
+        ("master weights", "moments", "streaming slots", "adapter weights, gradients and states"),
+        "#f58518",
+    ),
+    ("activations", ("activations", "one layer's work", "final norm"), "#54a24b"),
+    ("logits and loss", ("logits and loss",), "#b279a2"),
+    ("reserve", ("CUDA context and libraries", "communicators", "fragmentation margin"), "#9d9da1"),
+)
+_THEME = "svg{color:#24292f}@media(prefers-color-scheme:dark){svg{color:#d0d7de}}"
+
+
+def write(plan: Plan, path: str) -> None:
+    """Draw `plan` into `path`; raises `UnusableInput` for another suffix, no matplotlib or no right to write."""
+    target = Path(path)
+    if target.suffix not in SUFFIXES:
+        raise UnusableInput(
+            f"--plot {path!r}",
+            expected=f"a file that ends in {', '.join(SUFFIXES)}",
+            attempt="--plot plan.svg",
+        )
+    try:
+        import matplotlib
+    except ImportError:
+        raise UnusableInput(
+            "matplotlib is not installed",
+            expected="the extra `plot`",
+            attempt="pip install 'cpu-offloading[plot]'",
+        ) from None
+    matplotlib.use("Agg")
+    ink = "#24292f" if target.suffix == ".png" else _INK
+    with matplotlib.rc_context(_style(ink)):
+        _save(_figure(plan, ink), target)
+
+
+def _style(ink: str) -> Any:
+    coloured = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
+    return {**dict.fromkeys(coloured, ink), "svg.fonttype": "none", "svg.hashsalt": "plan", "font.size": 9}
+
+
+def _save(figure: Any, target: Path) -> None:
+    try:
+        if target.suffix == ".png":
+            figure.savefig(target, dpi=160, facecolor="white")
+        else:
+            target.write_text(_themed(figure, page=target.suffix == ".html"), encoding="utf-8")
+    except OSError as error:
+        raise UnusableInput(
+            f"--plot {str(target)!r}: {error.strerror}",
+            expected="a writable place",
+            attempt="--plot plan.svg",
+        ) from None
+
+
+def _figure(plan: Plan, ink: str) -> Any:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4.6), layout="constrained")
+    figure.patch.set_alpha(0)
+    bars, frontier_axes = figure.subplots(1, 2, width_ratios=(3, 2))
+    _bars(bars, plan, ink)
+    _frontier(frontier_axes, plan, ink)
+    return figure
+
+
+def _bars(axes: Any, plan: Plan, ink: str) -> None:
+    compared = shown(plan)
+    labels = [_wrapped(option.candidate.label) for option in compared]
+    left = [0.0] * len(compared)
+    for name, lines, colour in _PARTS:
+        widths = [
+            sum(line.bytes for line in option.memory.gpu if line.name in lines) / GIB for option in compared
+        ]
+        if any(widths):
+            axes.barh(labels, widths, left=left, color=colour, label=name, height=0.7)
+            left = [start + width for start, width in zip(left, widths, strict=True)]
+    budget = plan.budget.gpu_bytes / GIB
+    axes.axvline(budget, color="#e45756", linewidth=1.5)
+    axes.annotate(
+        f"{budget:.0f} GiB",
+        (budget, 1.0),
+        xycoords=("data", "axes fraction"),
+        ha="center",
+        va="bottom",
+        color="#e45756",
+    )
+    for position, option in enumerate(compared):
+        ratio = option.time.total_s / plan.without_offload.time.total_s
+        axes.annotate(f" {ratio:.2f}x", (left[position], position), va="center", color=ink)
+    axes.invert_yaxis()
+    axes.set_xlabel("GiB on the most loaded GPU (step time beside each bar)")
+    axes.legend(frameon=False, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.14), labelcolor=ink)
+    _plain(axes)
+
+
+def _frontier(axes: Any, plan: Plan, ink: str) -> None:
+    evaluated = [option for budget in _budgets(plan) for option in plan.search.options(budget)]
+    points = [(option.memory.device_bytes / GIB, option.time.total_s) for option in evaluated]
+    axes.scatter(*zip(*points, strict=True), s=8, color="#9d9da1", label="legal combinations")
+    axes.plot(*zip(*frontier(points), strict=True), color="#4c78a8", linewidth=1.5, label="frontier")
+    if plan.recommendation is not None:
+        best = (plan.recommendation.memory.device_bytes / GIB, plan.recommendation.time.total_s)
+        axes.scatter([best[0]], [best[1]], s=90, marker="*", color="#f58518", label="recommended", zorder=3)
+    axes.axvline(plan.budget.gpu_bytes / GIB, color="#e45756", linewidth=1.5)
+    axes.set_xlabel("GiB a GPU")
+    axes.set_ylabel("seconds a step")
+    axes.set_ylim(bottom=0)
+    axes.legend(frameon=False, labelcolor=ink)
+    _plain(axes)
+
+
+def _budgets(plan: Plan) -> list[Budget]:
+    """Return budgets from the floor to what the run takes without offload, and the user's own."""
+    low, high = plan.floor.memory.device_bytes, plan.without_offload.memory.device_bytes
+    between = [low + (high - low) * step // _FRONTIER_STEPS for step in range(_FRONTIER_STEPS + 1)]
+    return [Budget(gpu_bytes, plan.budget.host_bytes) for gpu_bytes in (*between, plan.budget.gpu_bytes)]
+
+
+def frontier(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Return the points that no other beats in both memory and time, by memory."""
+    best: list[tuple[float, float]] = []
+    for memory, seconds in sorted(points):
+        if not best or seconds < best[-1][1]:
+            best.append((memory, seconds))
+    return best
+
+
+def _plain(axes: Any) -> None:
+    axes.patch.set_alpha(0)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _wrapped(label: str) -> str:
+    import textwrap
+
+    return "\n".join(textwrap.wrap(label, 38)[:3])
+
+
+def _themed(figure: Any, *, page: bool) -> str:
+    import io
+
+    buffer = io.StringIO()
+    figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
+    svg = (
+        buffer.getvalue().replace(_INK, "currentColor").replace("<defs>", f"<style>{_THEME}</style><defs>", 1)
+    )
+    if not page:
+        return svg
+    drawing = svg[svg.index("<svg") :]
+    return (
+        '<!doctype html><html lang="en"><meta charset="utf-8"><meta name="color-scheme" content="light dark">'
+        f"<title>Offload plan</title><body>{drawing}</body></html>\n"
+    )

@@ -1,0 +1,72 @@
+"""What the linter says: findings, and the rules that could not be decided.
+
+Plain frozen data with no behaviour but its order. `schema/findings.schema.json` describes its JSON form;
+`reports/findings.py` renders it.
+"""
+
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import NamedTuple
+
+from skill_tools.configs.config import Place
+
+
+class Severity(StrEnum):
+    """How much a finding matters, worst first."""
+
+    ERROR = "error"
+    WARNING = "warning"
+    INFO = "info"
+
+
+class Fix(NamedTuple):
+    """A way out. `manual` lists ranked options and is never applied; `unsafe` needs `--unsafe-fixes`."""
+
+    applicability: str
+    description: str
+    options: tuple[str, ...] = ()
+    diff: str = ""
+
+
+class Evidence(NamedTuple):
+    """Why we believe a rule: tag (`msg`, `src`, `sim`, `iss`, `derived`), symbol or thread, and a quote."""
+
+    tag: str
+    ref: str
+    quote: str
+
+
+class Finding(NamedTuple):
+    """One rule that the configuration breaks.
+
+    `observed` maps each key that the condition read to the value it had (set or default). `depends_on` names
+    the releases that would make it hold when the version is not known, for example `megatron-core>=0.18`.
+    """
+
+    rule: str
+    severity: Severity
+    title: str
+    message: str
+    place: Place
+    observed: Mapping[str, object]
+    why: str
+    evidence: Evidence
+    next: str
+    fix: Fix
+    docs: str
+    depends_on: tuple[str, ...] = ()
+
+
+class Undecided(NamedTuple):
+    """A rule that stays open because nobody set the `missing` keys and their default is not known."""
+
+    rule: str
+    title: str
+    missing: tuple[str, ...]
+
+
+class Verdict(NamedTuple):
+    """The result of one lint: findings in a stable order, and what could not be decided."""
+
+    findings: tuple[Finding, ...]
+    undecided: tuple[Undecided, ...]

@@ -1,0 +1,162 @@
+"""Turns a rule's fix into new text for the user's file, or into words where the text cannot be edited.
+
+YAML files are edited in place (`yaml_edit`); overrides, scripts, JSON and Python get a suggestion in the
+dialect's own spelling. Choices are never made here: a manual fix has no edit.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import PurePath
+from typing import NamedTuple
+
+from skill_tools.configs.config import Config, Framework, Setting
+from skill_tools.configs.keys import Key
+from skill_tools.rules.knowledge import RuleFix
+
+Keys = Mapping[str, Key]
+
+
+class _Step(NamedTuple):
+    """One edit of one file, near `line` of its present text; `edit` answers None when it cannot be done."""
+
+    file: str
+    line: int
+    edit: Callable[[str], str | None]
+
+
+def repaired(config: Config, fix: RuleFix, keys: Keys) -> dict[str, str]:
+    """Return the new text of each file that `fix` changes; empty when it cannot be done by editing text."""
+    steps = _steps(config, fix, keys)
+    if not steps or not all(_is_yaml(step.file) and step.file in config.sources for step in steps):
+        return {}
+    texts = {step.file: config.sources[step.file] for step in steps}
+    # From the bottom up, so that the lines of the edits still to come stay where they are.
+    for step in sorted(steps, key=lambda step: step.line, reverse=True):
+        edited = step.edit(texts[step.file])
+        if edited is None:
+            return {}
+        texts[step.file] = edited
+    return texts
+
+
+def diff(config: Config, fix: RuleFix, keys: Keys) -> str:
+    """Return what `fix` changes: a unified diff, or where no file can be edited the settings."""
+    if fix.applicability == "manual":
+        return ""
+    texts = repaired(config, fix, keys)
+    if not texts:
+        return _suggestion(config, fix, keys)
+    return "".join(unified_diff(file, config.sources[file], text) for file, text in texts.items())
+
+
+def unified_diff(file: str, before: str, after: str) -> str:
+    """Return the unified diff of one file, empty when nothing changed."""
+    import difflib
+
+    name = file.lstrip("/")
+    lines = difflib.unified_diff(
+        before.splitlines(keepends=True), after.splitlines(keepends=True), f"a/{name}", f"b/{name}"
+    )
+    return "".join(
+        line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines
+    )
+
+
+def _is_yaml(file: str) -> bool:
+    return PurePath(file).suffix in {".yaml", ".yml"}
+
+
+def _steps(config: Config, fix: RuleFix, keys: Keys) -> list[_Step]:
+    """Return every edit that `fix` needs; empty when one of its keys has no place in any input."""
+    steps: list[_Step] = []
+    for key, value in fix.set.items():
+        step = (
+            _set_step(config, key, value) if key in config.settings else _add_step(config, keys[key], value)
+        )
+        if step is None:
+            return []
+        steps.append(step)
+    for setting in _to_remove(config, fix):
+        steps.append(_Step(setting.place.file, setting.place.line, partial(_remove, setting=setting)))
+    return steps
+
+
+def _to_remove(config: Config, fix: RuleFix) -> list[Setting]:
+    """Return the settings to remove, with those that they overrode: else an older value comes back."""
+    return [
+        setting for setting in (*config.settings.values(), *config.overridden) if setting.key in fix.remove
+    ]
+
+
+def _set_step(config: Config, key: str, value: object) -> _Step:
+    setting = config.settings[key]
+    return _Step(setting.place.file, setting.place.line, partial(_set, setting=setting, value=value))
+
+
+def _add_step(config: Config, key: Key, value: object) -> _Step | None:
+    """Add a key beside the last setting of its section, or at the end of the first YAML file."""
+    spelling = key.spelling.get(config.framework)
+    if spelling is None:
+        return None
+    section, _, name = spelling.rpartition(".")
+    siblings = [
+        setting
+        for setting in config.settings.values()
+        if _is_yaml(setting.place.file) and setting.written.rpartition(".")[0] == section
+    ]
+    if siblings:
+        last = max(siblings, key=lambda setting: setting.place.line)
+        return _Step(last.place.file, last.place.line, partial(_add, sibling=last, name=name, value=value))
+    file = next((file for file in config.sources if _is_yaml(file)), None)
+    if file is None or config.framework is Framework.MEGATRON_LM:
+        return None
+    return _Step(file, 10**9, partial(_append, path=tuple(spelling.split(".")), value=value))
+
+
+def _set(text: str, *, setting: Setting, value: object) -> str | None:
+    from skill_tools.rules import yaml_edit
+
+    pair = yaml_edit.find_pair(text, line=setting.place.line, name=setting.written)
+    return None if pair is None else yaml_edit.set_value(text, pair, value)
+
+
+def _add(text: str, *, sibling: Setting, name: str, value: object) -> str | None:
+    from skill_tools.rules import yaml_edit
+
+    pair = yaml_edit.find_pair(text, line=sibling.place.line, name=sibling.written)
+    return None if pair is None else yaml_edit.add_sibling(text, pair, name, value)
+
+
+def _append(text: str, *, path: tuple[str, ...], value: object) -> str | None:
+    from skill_tools.rules import yaml_edit
+
+    return yaml_edit.add_at_end(text, path, value)
+
+
+def _remove(text: str, *, setting: Setting) -> str | None:
+    from skill_tools.rules import yaml_edit
+
+    pair = yaml_edit.find_pair(text, line=setting.place.line, name=setting.written)
+    return None if pair is None else yaml_edit.remove(text, pair)
+
+
+def _suggestion(config: Config, fix: RuleFix, keys: Keys) -> str:
+    """Return the settings to take out and to put in, one a line, as the dialect writes them."""
+    gone = [config.settings[key] for key in (*fix.set, *fix.remove) if key in config.settings]
+    lines = [f"-{_spell(config.framework, setting.written, setting.value)}" for setting in gone]
+    for key, value in fix.set.items():
+        spelling = keys[key].spelling.get(config.framework)
+        if spelling is not None and not (spelling.startswith("--") and value is False):
+            lines.append(f"+{_spell(config.framework, spelling, value)}")
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _spell(framework: Framework, written: str, value: object) -> str:
+    """Write one setting as a script (`--flag value`), an override (`a.b=c`) or a file (`a: b`) has it."""
+    if written.startswith("--"):
+        items = value if isinstance(value, list) else [value]
+        words = [] if isinstance(value, bool) else [str(item) for item in items]
+        return " ".join([written, *words])
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    return f"{written}: {text}" if framework is Framework.AXOLOTL else f"{written}={text}"

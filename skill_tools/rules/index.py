@@ -1,0 +1,59 @@
+"""Compiles the YAML that people write into the one `index.json` that the commands load.
+
+Compiling also parses each rule's condition and answers which of its version ranges are no condition at all, so that
+a lint parses no text and, without stated versions, compares none. `offload card render` writes
+the index; a test fails when it is stale.
+"""
+
+import json
+from typing import Any
+
+from skill_tools import knowledge
+from skill_tools.bundle import knowledge_path
+from skill_tools.rules.knowledge import compiled, read_rule_files
+
+
+def build() -> dict[str, Any]:
+    """Return the index's content, read from the YAML and vocabulary files."""
+    releases = knowledge.load_yaml("releases.yaml")
+    vocabulary = sorted(knowledge_path("vocabulary").glob("*.txt"))
+    return {
+        "releases": releases,
+        "keys": knowledge.load_yaml("keys.yaml"),
+        "rules": [{**entry, "compiled": compiled(entry, releases)} for entry in read_rule_files()],
+        "vocabulary": {path.stem: _words(path.read_text(encoding="utf-8")) for path in vocabulary},
+    }
+
+
+def _words(text: str) -> list[str]:
+    """Return the lines that name a key; blank lines and comments do not."""
+    lines = (line.strip() for line in text.splitlines())
+    return [line for line in lines if line and not line.startswith("#")]
+
+
+def rendered() -> str:
+    """Return the text that `index.json` should have: one fact a line, so that a change to it can be read."""
+    parts = [f"{_json(name)}:{_lines(content)}" for name, content in build().items()]
+    return "{" + ",\n".join(parts) + "}\n"
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+def _lines(content: object) -> str:
+    if not isinstance(content, list):
+        return _json(content)
+    return "[\n" + ",\n".join(_json(entry) for entry in content) + "\n]"
+
+
+def is_stale() -> bool:
+    """Return whether `index.json` is missing or differs from what the files would compile to."""
+    path = knowledge_path("index.json")
+    return not path.is_file() or path.read_text(encoding="utf-8") != rendered()
+
+
+def write() -> None:
+    """Write `index.json`, and forget what this process has loaded of the old one."""
+    knowledge_path("index.json").write_text(rendered(), encoding="utf-8")
+    knowledge.index.cache_clear()

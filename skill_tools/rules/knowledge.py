@@ -1,0 +1,171 @@
+"""Rules as the engine uses them, loaded from the compiled index or from their YAML files.
+
+A rule's facts are described by `schema/rules.schema.json`, which a test holds every file to; nothing is
+validated again here. Loading parses no condition: that happens when a rule is first asked.
+"""
+
+from collections.abc import Iterable, Mapping
+from functools import cache
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from skill_tools import knowledge
+from skill_tools.bundle import knowledge_path
+from skill_tools.configs.config import Framework
+from skill_tools.rules.conditions import Condition, build
+from skill_tools.rules.finding import Evidence, Severity
+from skill_tools.rules.versions import conditional
+
+
+class RuleFix(NamedTuple):
+    """The way out that a rule offers: keys to `set` or `remove`, or for a manual fix the ranked `options`."""
+
+    applicability: str
+    description: str
+    set: Mapping[str, object] = MappingProxyType({})
+    remove: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()
+
+
+class Example(NamedTuple):
+    """A fixture, and the wrong and right of the rule's page; `filename` tells the reader the form."""
+
+    bad: str
+    good: str
+    filename: str
+    versions: Mapping[str, str]
+
+
+class Rule(NamedTuple):
+    """One fact about configurations; either `when` (a condition) or `check` (`input`, `log`) is set.
+
+    `tree` is `when` parsed (`grammar`); `guard` is a name that must be true for it to hold, if there is one.
+    `conditional` is the part of `versions` that some known release does not satisfy. `spellings` are the
+    unknown keys that an `input` rule claims for itself.
+    """
+
+    id: str
+    title: str
+    mechanism: str
+    dialects: tuple[Framework, ...]
+    when: str
+    tree: list[Any]
+    guard: str
+    check: str
+    severity: Severity
+    effect: str
+    raises: tuple[str, ...]
+    message: str
+    versions: Mapping[str, str]
+    conditional: Mapping[str, str]
+    spellings: tuple[str, ...]
+    why: str
+    evidence: Evidence
+    next: str
+    fix: RuleFix
+    examples: Mapping[Framework, Example]
+
+    @property
+    def condition(self) -> Condition:
+        """The condition of `when`, built once; only for rules that have one."""
+        if self.when not in _BUILT:
+            _BUILT[self.when] = build(self.tree)
+        return _BUILT[self.when]
+
+    @property
+    def docs(self) -> str:
+        """The rule's page, relative to the repository's root."""
+        return f"docs/rules/{self.id}.md"
+
+
+_BUILT: dict[str, Condition] = {}
+_FILENAMES = {
+    Framework.BRIDGE: "config.yaml",
+    Framework.MEGATRON_LM: "run.sh",
+    Framework.AXOLOTL: "config.yaml",
+}
+
+
+@cache
+def load_rules() -> tuple[Rule, ...]:
+    """Return every rule of the compiled index, by id."""
+    return rules_from_data(knowledge.index()["rules"])
+
+
+def load_rules_yaml() -> tuple[Rule, ...]:
+    """Return every rule of `knowledge/rules/*.yaml`, by id; for tests, which must see an edit at once."""
+    return rules_from_data(read_rule_files())
+
+
+def read_rule_files() -> list[dict[str, Any]]:
+    """Return the entries of all rule files as plain data, sorted by id."""
+    entries: list[dict[str, Any]] = []
+    for path in sorted(knowledge_path("rules").glob("*.yaml")):
+        entries += knowledge.load_yaml("rules", path.name) or []
+    return sorted(entries, key=lambda entry: str(entry["id"]))
+
+
+def rules_from_data(entries: Iterable[Mapping[str, Any]]) -> tuple[Rule, ...]:
+    """Build rules from entries of the shape of `schema/rules.schema.json`."""
+    return tuple(_rule(entry) for entry in entries)
+
+
+def compiled(entry: Mapping[str, Any], releases: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return what is derived from a rule's entry once and kept in the index: tree, guard, conditional versions.
+
+    `releases` is the content of `releases.yaml`; by default that of the index.
+    """
+    from skill_tools.rules.grammar import guard_of, tree_of
+
+    tree = tree_of(entry["when"]) if "when" in entry else []
+    return {
+        "tree": tree,
+        "guard": guard_of(tree) if tree else "",
+        "conditional": conditional(entry.get("versions", {}), releases),
+    }
+
+
+def _rule(entry: Mapping[str, Any]) -> Rule:
+    raises = entry.get("raises", ())
+    derived = entry["compiled"] if "compiled" in entry else compiled(entry)
+    return Rule(
+        id=entry["id"],
+        title=entry["title"],
+        mechanism=entry["mechanism"],
+        dialects=tuple(Framework(name) for name in entry["dialects"]),
+        when=entry.get("when", ""),
+        tree=derived["tree"],
+        guard=derived["guard"],
+        check=entry.get("check", ""),
+        severity=Severity(entry["severity"]),
+        effect=entry["effect"],
+        raises=(raises,) if isinstance(raises, str) else tuple(raises),
+        message=entry["message"],
+        versions=entry.get("versions", {}),
+        conditional=derived["conditional"],
+        spellings=tuple(entry.get("spellings", ())),
+        why=entry["why"],
+        evidence=Evidence(**entry["evidence"]),
+        next=entry["next"],
+        fix=_fix(entry["fix"]),
+        examples={Framework(name): _example(name, data) for name, data in entry.get("examples", {}).items()},
+    )
+
+
+def _fix(entry: Mapping[str, Any]) -> RuleFix:
+    return RuleFix(
+        applicability=entry["applicability"],
+        description=entry["description"],
+        set=entry.get("set", {}),
+        remove=tuple(entry.get("remove", ())),
+        options=tuple(entry.get("options", ())),
+    )
+
+
+def _example(framework: str, entry: Mapping[str, Any]) -> Example:
+    return Example(
+        bad=entry["bad"],
+        good=entry["good"],
+        filename=entry.get("filename", _FILENAMES[Framework(framework)]),
+        versions=entry.get("versions", {}),
+    )

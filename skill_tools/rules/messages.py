@@ -1,0 +1,83 @@
+"""Puts a rule's sentence and the user's own values together.
+
+A message names every key that decided the rule, as the user wrote it, with its value and its line, so that it
+is understood without opening the configuration.
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+
+from skill_tools.configs.config import Config, Place, Setting
+from skill_tools.rules.finding import Finding, Fix
+from skill_tools.rules.knowledge import Rule
+from skill_tools.rules.values import Scope, key_of
+
+_LONGEST_VALUE = 60
+
+
+def from_rule(
+    rule: Rule, *, message: str, place: Place, observed: Mapping[str, object] | None = None
+) -> Finding:
+    """Return the finding that says `message` about `place`, with all else as the rule has it."""
+    fix = Fix(rule.fix.applicability, rule.fix.description, rule.fix.options)
+    return Finding(
+        rule=rule.id,
+        severity=rule.severity,
+        title=rule.title,
+        message=message,
+        place=place,
+        observed=observed or {},
+        why=rule.why,
+        evidence=rule.evidence,
+        next=rule.next,
+        fix=fix,
+        docs=rule.docs,
+    )
+
+
+def observed_keys(names: Iterable[str]) -> tuple[str, ...]:
+    """Return the keys behind a condition's names, each once, in order."""
+    return tuple(dict.fromkeys(key_of(name) for name in names))
+
+
+def place_of(keys: Iterable[str], config: Config) -> Place:
+    """Return where to point: the first of `keys` that the user set, else the start of the first input."""
+    for key in keys:
+        if key in config.settings:
+            return config.settings[key].place
+    return Place(next(iter(config.sources), "<input>"), 1, 1)
+
+
+def describe(keys: Iterable[str], scope: Scope, place: Place) -> str:
+    """Return `model.cpu_offloading=true (line 3), num_layers=0 (default)` for `keys`."""
+    return ", ".join(dict.fromkeys(_describe_key(key, scope, place) for key in keys))
+
+
+def _describe_key(key: str, scope: Scope, place: Place) -> str:
+    setting = _as_written(key, scope.config)
+    if setting is not None:
+        return f"{setting.written}={show(setting.value)} ({_where(setting, place)})"
+    if key in scope.versions:
+        return f"{key} {scope.versions[key]}"
+    return f"{key}={show(scope[key])} (default)"
+
+
+def _as_written(key: str, config: Config) -> Setting | None:
+    """Return the setting of `key`, or the one before it that it follows from: that one's spelling and place it has."""
+    setting = config.settings.get(key)
+    if setting is None:
+        return None
+    origin = (setting.written, setting.place)
+    return next(each for each in config.settings.values() if (each.written, each.place) == origin)
+
+
+def _where(setting: Setting, place: Place) -> str:
+    same_file = setting.place.file == place.file
+    return f"line {setting.place.line}" if same_file else f"{setting.place.file} line {setting.place.line}"
+
+
+def show(value: object) -> str:
+    """Write a value on one line, as YAML and JSON do, cut to a readable length."""
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    text = " ".join(text.split()) or '""'
+    return text if len(text) <= _LONGEST_VALUE else text[: _LONGEST_VALUE - 1] + "…"

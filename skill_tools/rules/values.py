@@ -1,0 +1,93 @@
+"""What a condition reads: the value that a key has in one configuration, set or by default.
+
+A `Scope` answers every name of `conditions` and fills itself as it is asked. A value is `UNKNOWN` when
+nobody set the key and its default is not known: for this release, for this dialect, or because a Bridge
+recipe that we do not see usually sets it. A value that cannot be read statically is unknown, and so is one
+that its key cannot hold; the latter has a finding of its own.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any, TypeGuard
+
+from skill_tools.configs.config import Config, Framework
+from skill_tools.configs.keys import Key
+from skill_tools.rules import versions as releases
+from skill_tools.rules.operations import UNKNOWN
+
+_IS_SET = re.compile(r"is_set\((.+)\)$")
+_RELEASE = re.compile(r"([a-z][a-z0-9-]*)([<>=!~].+)$")
+
+
+def key_of(name: str) -> str:
+    """Return the key behind a condition's name: `is_set(x)` is about x; a release is its package."""
+    if name.isidentifier():
+        return name
+    asked = _IS_SET.match(name) or _RELEASE.match(name)
+    return asked[1] if asked else name
+
+
+class Scope(dict[str, object]):
+    """The names of one configuration; a missing one is worked out once, when it is first read."""
+
+    def __init__(self, config: Config, keys: Mapping[str, Key], versions: Mapping[str, str]) -> None:
+        super().__init__()
+        self.config = config
+        self.known_keys = keys
+        self.versions = versions
+        self._unreadable = config.unresolved | {wrong.setting.key for wrong in config.wrong_types}
+
+    def __missing__(self, name: str) -> object:
+        self[name] = answer = self._answer(name)
+        return answer
+
+    def _answer(self, name: str) -> object:
+        if name in self._unreadable:
+            return UNKNOWN
+        if name in self.config.settings:
+            return self.config.settings[name].value
+        if name in self.known_keys:
+            left_open = self._left_to_recipe(name)
+            return (
+                UNKNOWN if left_open else default(self.known_keys[name], self.config.framework, self.versions)
+            )
+        if asked := _IS_SET.match(name):
+            return self._is_set(asked[1])
+        if asked := _RELEASE.match(name):
+            found = releases.in_range(asked[1], asked[2], self.versions)
+            return UNKNOWN if found is releases.Standing.OPEN else found is releases.Standing.APPLIES
+        return UNKNOWN
+
+    def _is_set(self, key: str) -> object:
+        if key in self.config.settings or key in self._unreadable:
+            return True
+        return UNKNOWN if self._left_to_recipe(key) else False
+
+    def _left_to_recipe(self, key: str) -> bool:
+        return not self.config.complete and key in self.known_keys and self.known_keys[key].recipe_sets
+
+
+def default(key: Key, framework: Framework, versions: Mapping[str, str]) -> object:
+    """Return the value that `key` has when nobody sets it, or `UNKNOWN`.
+
+    Where the default changed between releases and the user's release is not known, it is unknown.
+    """
+    if framework not in key.default:
+        return UNKNOWN
+    stated = key.default[framework]
+    if not _is_history(stated):
+        return stated
+    for period in stated:
+        standing, _ = releases.standing(period["versions"], versions)
+        if standing is releases.Standing.APPLIES:
+            return period["value"]
+        if standing is releases.Standing.OPEN:
+            return UNKNOWN
+    return UNKNOWN
+
+
+def _is_history(stated: object) -> TypeGuard[list[dict[str, Any]]]:
+    """Tell `[{versions: .., value: ..}, ..]` from a default that is itself a list."""
+    return (
+        isinstance(stated, list) and bool(stated) and isinstance(stated[0], dict) and "versions" in stated[0]
+    )

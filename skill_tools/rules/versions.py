@@ -1,0 +1,170 @@
+"""Releases: what the user runs, what a rule asks for, and how far one answers the other.
+
+Facts about releases are in `knowledge/releases.yaml`. `packaging` is imported only when a version is
+compared, because most lints state none and its import would double their time.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from enum import Enum
+from functools import cache
+from typing import Any
+
+from skill_tools import knowledge
+from skill_tools.errors import UnusableInput
+
+Versions = Mapping[str, str]
+
+
+class Standing(Enum):
+    """How a rule's releases stand to the user's: it applies, it does not, or nobody said."""
+
+    APPLIES = "applies"
+    ABSENT = "absent"
+    OPEN = "open"
+
+
+def _facts() -> dict[str, Any]:
+    facts: dict[str, Any] = knowledge.index()["releases"]
+    return facts
+
+
+def canonical_name(name: str) -> str:
+    """Return a distribution's name as the rules write it: `Megatron_Core` is `megatron-core`."""
+    normal = re.sub(r"[-_.]+", "-", name.strip()).lower()
+    alias: str = _facts()["aliases"].get(normal, normal)
+    return alias
+
+
+def parse_target(text: str) -> tuple[str, str]:
+    """Read one `--target NAME==VERSION`; `main` stands for a framework's unreleased main branch."""
+    name, equals, version = text.partition("==")
+    if not (name.strip() and equals and version.strip()):
+        raise UnusableInput(
+            f"--target {text!r} is not a release",
+            expected="NAME==VERSION",
+            attempt="--target megatron-core==0.16.1",
+        )
+    return canonical_name(name), _checked(canonical_name(name), version.strip())
+
+
+def read_versions_text(text: str) -> dict[str, str]:
+    """Read the output of `pip list` or `pip freeze`; lines of any other shape are skipped."""
+    found: dict[str, str] = {}
+    for line in text.splitlines():
+        match = re.match(r"^\s*([A-Za-z0-9][\w.-]*)\s*(?:==|\s)\s*v?(\d[\w.+!-]*)\s*(?:$|[;#\s])", line)
+        if match and is_version(match[2]):
+            found.setdefault(canonical_name(match[1]), match[2])
+    return found
+
+
+def resolve(*stated: Versions) -> dict[str, str]:
+    """Merge statements, a later one wins, and add what they imply (a Bridge release pins megatron-core)."""
+    versions = {
+        canonical_name(name): version
+        for mapping in stated
+        for name, version in mapping.items()
+        if is_version(version)
+    }
+    for package, implied in _facts()["implies"].items():
+        series = ".".join(versions.get(package, "").split(".")[:2])
+        for other, by_series in implied.items():
+            if other not in versions and series in by_series:
+                versions[other] = by_series[series]
+    return versions
+
+
+def standing(
+    wanted: Versions, versions: Versions, *, conditional: Versions | None = None
+) -> tuple[Standing, tuple[str, ...]]:
+    """Compare a rule's specifiers with the user's releases.
+
+    Returns the standing and, when it is open, what it depends on, such as `megatron-core>=0.18`. One package
+    outside its range is enough for `ABSENT`. Specifiers that are not in `conditional` (by default all are) hold
+    in every known release, so they count only against a release that is stated, or a build that is none.
+    """
+    conditional = wanted if conditional is None else conditional
+    if not conditional:
+        if not versions:
+            return Standing.APPLIES, ()
+        if displaced(wanted, versions):
+            return Standing.ABSENT, ()
+    open_ends = []
+    for package, specifier in wanted.items():
+        if package not in conditional and package not in versions:
+            continue
+        answer = in_range(package, specifier, versions)
+        if answer is Standing.ABSENT:
+            return Standing.ABSENT, ()
+        if answer is Standing.OPEN:
+            open_ends.append(f"{package}{specifier}")
+    return (Standing.OPEN if open_ends else Standing.APPLIES), tuple(open_ends)
+
+
+def in_range(package: str, specifier: str, versions: Versions) -> Standing:
+    """Say whether the user's release of `package` is in the range that `specifier` describes."""
+    if package in versions:
+        return Standing.APPLIES if admits(specifier, versions[package]) else Standing.ABSENT
+    replaced = _facts()["replaces"].get(package)
+    return Standing.ABSENT if replaced in versions else Standing.OPEN
+
+
+def unstated_branch(wanted: Versions, versions: Versions) -> str | None:
+    """Return the development branch that a rule is only about and that nobody stated; a release is the likelier."""
+    branches = _facts()["replaces"]
+    return next((package for package in wanted if package in branches and package not in versions), None)
+
+
+def displaced(wanted: Versions, versions: Versions) -> bool:
+    """Return whether a stated build takes the place of a package in `wanted`, as a development branch does."""
+    return any(build in versions and package in wanted for build, package in _facts()["replaces"].items())
+
+
+def conditional(wanted: Versions, facts: Mapping[str, Any] | None = None) -> dict[str, str]:
+    """Return the specifiers that some known release does not satisfy; the others hold whatever is installed.
+
+    `facts` is the content of `releases.yaml`, for the compiler, which has no index yet.
+    """
+    known = (facts or _facts())["known"]
+    return {
+        package: specifier
+        for package, specifier in wanted.items()
+        if not known.get(package) or not all(admits(specifier, version) for version in known[package])
+    }
+
+
+@cache
+def admits(specifier: str, version: str) -> bool:
+    """Return whether `specifier` admits `version`; a pre-release counts as the release that it leads to."""
+    from packaging.specifiers import SpecifierSet
+    from packaging.version import Version
+
+    return SpecifierSet(specifier).contains(Version(version).base_version, prereleases=True)
+
+
+@cache
+def is_version(text: str) -> bool:
+    """Return whether `text` is a version at all."""
+    from packaging.version import InvalidVersion, Version
+
+    try:
+        Version(text)
+    except InvalidVersion:
+        return False
+    return True
+
+
+def _checked(name: str, version: str) -> str:
+    version = _facts()["main"].get(name, version) if version == "main" else version
+    if not is_version(version):
+        raise UnusableInput(
+            f"--target {name}=={version} names no version",
+            expected="a version such as 0.16.1",
+            attempt=f"--target {name}==main or a released version",
+        )
+    return version
+
+
+def read_targets(targets: Iterable[str]) -> dict[str, str]:
+    """Read every `--target` of a command line."""
+    return dict(parse_target(target) for target in targets)
