@@ -1,0 +1,106 @@
+"""Draws when a traced step computed and when it copied, as an SVG with one lane each.
+
+    python benchmarks/draw_trace.py trace.json docs/figures/layer-streaming.svg --title "LoRA, 8192 tokens"
+
+The trace is what `trace_overlap.record` wrote: two steps, of which the second is drawn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+from collections.abc import Iterable
+from html import escape
+from pathlib import Path
+
+from trace_overlap import Interval, merge
+
+LANES = (("kernels", "#4c78a8"), ("H2D", "#e45756"), ("D2H", "#54a24b"))
+WIDTH, LEFT, LANE, BAR = 960, 70, 34, 20
+# Kernels closer than this look like one: a pixel is about as wide.
+GAP_US = 200.0
+
+
+def lanes(events: list[dict[str, object]]) -> dict[str, list[Interval]]:
+    """Return the busy intervals of each lane, in microseconds."""
+    found: dict[str, list[Interval]] = {name: [] for name, _ in LANES}
+    for event in events:
+        name = str(event.get("name"))
+        lane = {
+            "kernel": "kernels",
+            "gpu_memcpy": "H2D" if "HtoD" in name else "D2H" if "DtoH" in name else "",
+        }
+        if (key := lane.get(str(event.get("cat")), "")) and event.get("ph") == "X":
+            start = float(event["ts"])  # type: ignore[arg-type]
+            found[key].append((start, start + float(event["dur"])))  # type: ignore[arg-type]
+    found["kernels"] = merge((start, stop + GAP_US) for start, stop in found["kernels"])
+    return found
+
+
+def second_half(found: dict[str, list[Interval]]) -> dict[str, list[Interval]]:
+    """Return what lies in the later half of the trace, moved to 0, in milliseconds."""
+    begin = min(start for intervals in found.values() for start, _ in intervals)
+    end = max(stop for intervals in found.values() for _, stop in intervals)
+    middle = (begin + end) / 2
+    return {
+        lane: [
+            ((max(start, middle) - middle) / 1e3, (stop - middle) / 1e3)
+            for start, stop in intervals
+            if stop > middle
+        ]
+        for lane, intervals in found.items()
+    }
+
+
+def svg(found: dict[str, list[Interval]], title: str) -> str:
+    """Return the drawing."""
+    drawn = [(name, colour) for name, colour in LANES if found[name]]
+    end_ms = max(stop for intervals in found.values() for _, stop in intervals)
+    scale = (WIDTH - LEFT - 20) / end_ms
+    height = 40 + LANE * len(drawn) + 30
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" font-family="sans-serif" '
+        'font-size="13">',
+        f'<rect width="{WIDTH}" height="{height}" fill="white"/>',
+        f'<text x="{LEFT}" y="22">{escape(title)}</text>',
+    ]
+    for index, (name, colour) in enumerate(drawn):
+        top = 36 + LANE * index
+        parts.append(f'<text x="{LEFT - 8}" y="{top + 15}" text-anchor="end">{name}</text>')
+        parts += rectangles(found[name], scale, top, colour)
+    bottom = 36 + LANE * len(drawn)
+    for mark in range(0, int(end_ms) + 1, 50):
+        x = LEFT + mark * scale
+        parts.append(
+            f'<line x1="{x:.1f}" x2="{x:.1f}" y1="32" y2="{bottom}" stroke="#ccc" stroke-width="0.5"/>'
+        )
+        parts.append(f'<text x="{x:.1f}" y="{bottom + 16}" text-anchor="middle" fill="#555">{mark} ms</text>')
+    return "\n".join([*parts, "</svg>", ""])
+
+
+def rectangles(intervals: Iterable[Interval], scale: float, top: int, colour: str) -> list[str]:
+    """Return one bar an interval."""
+    return [
+        f'<rect x="{LEFT + start * scale:.1f}" y="{top}" width="{max((stop - start) * scale - 0.6, 0.4):.1f}" '
+        f'height="{BAR}" fill="{colour}"/>'
+        for start, stop in intervals
+    ]
+
+
+def main() -> None:
+    """Read a trace, write the drawing."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("trace", type=Path, help="a Chrome trace, gzipped or not")
+    parser.add_argument("svg", type=Path, help="the file to write")
+    parser.add_argument("--title", default="", help="one line above the lanes")
+    args = parser.parse_args()
+    raw = args.trace.read_bytes()
+    text = gzip.decompress(raw) if args.trace.suffix == ".gz" else raw
+    args.svg.write_text(svg(second_half(lanes(json.loads(text)["traceEvents"])), args.title))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""Measures the lint path as ratios taken in one run, so that the numbers mean the same on every machine.
+
+    python benchmarks/lint.py
+
+Prints the whole process on one YAML against `python3 -c "import yaml"`, configurations a second in one call, and the
+process of `--help` against a bare interpreter. Exit code 1 when a limit of the design is missed.
+"""
+
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+REPEATS = 15
+CONFIGS = 1000
+MOST_TIMES_YAML_IMPORT = 3.0
+FEWEST_CONFIGS_PER_S = 500.0
+
+CONFIG = """\
+model:
+  num_layers: {layers}
+  cpu_offloading: true
+  cpu_offloading_num_layers: {offloaded}
+  pipeline_model_parallel_size: {pp}
+  recompute_granularity: null
+optimizer:
+  optimizer_cpu_offload: true
+  optimizer_offload_fraction: 0.5
+"""
+
+
+def process_s(command: list[str]) -> float:
+    """Return the wall time of one process; its exit code does not matter here."""
+    start = time.perf_counter()
+    subprocess.run(command, capture_output=True, check=False)
+    return time.perf_counter() - start
+
+
+def fastest_s(commands: list[list[str]], repeats: int) -> list[float]:
+    """Return each command's fastest run, taken in turns, so that a busy moment meets all of them alike."""
+    rounds = [[process_s(command) for command in commands] for _ in range(repeats)]
+    return [min(times) for times in zip(*rounds, strict=True)]
+
+
+def write_configs(folder: Path) -> list[str]:
+    """Write many different configurations and return their paths."""
+    paths = []
+    for number in range(CONFIGS):
+        path = folder / f"run{number}.yaml"
+        text = CONFIG.format(layers=16 + number % 64, offloaded=number % 24, pp=1 + number % 3)
+        path.write_text(text, encoding="utf-8")
+        paths.append(str(path))
+    return paths
+
+
+def main() -> int:
+    """Measure, print one line a figure, and return 1 when a limit is missed."""
+    lint = [sys.executable, str(ROOT / "skill_tools"), "lint"]
+    with tempfile.TemporaryDirectory() as name:
+        paths = write_configs(Path(name))
+        bare = [sys.executable, "-c", "pass"]
+        bare_yaml = [sys.executable, "-c", "import yaml"]
+        program_help = [sys.executable, str(ROOT / "skill_tools"), "--help"]
+        bare_s, yaml_s, one_s, help_s = fastest_s([bare, bare_yaml, [*lint, paths[0]], program_help], REPEATS)
+        (many_s,) = fastest_s([[*lint, *paths]], 3)
+    configs_per_s = CONFIGS / many_s
+    times_yaml = one_s / yaml_s
+    print(
+        f"lint of one YAML: {one_s * 1e3:.0f} ms, {times_yaml:.2f} x `import yaml` (limit {MOST_TIMES_YAML_IMPORT})"
+    )
+    print(
+        f"{CONFIGS} configurations in one call: {configs_per_s:.0f}/s (at least {FEWEST_CONFIGS_PER_S:.0f})"
+    )
+    print(f"--help: {help_s * 1e3:.0f} ms, {help_s / bare_s:.2f} x a bare interpreter")
+    return int(times_yaml > MOST_TIMES_YAML_IMPORT or configs_per_s < FEWEST_CONFIGS_PER_S)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

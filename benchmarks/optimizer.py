@@ -1,0 +1,236 @@
+"""Optimizer offload against its peers, in one process, as ratios to the step that offloads nothing.
+
+    python benchmarks/optimizer.py --out optimizer.json            # the published model, needs a large GPU
+    python benchmarks/optimizer.py --tiny                          # the same code at toy size, also on the CPU twin
+    python benchmarks/optimizer.py --rows ours --trace trace.json  # with a Perfetto trace of one step
+
+A row is one optimizer in training: forward, backward, step, zero_grad. Times are medians of steps 3 to 6, from one end
+of the compute stream's work to the next: what should hide behind the next forward is paid there where it does not.
+The peak is the allocator's. Peers are imported where they are installed and left out where not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from machine import machine, print_table
+from torch import nn
+from trace_overlap import record
+
+from reference_impl import HybridDeviceOptimizer, OptimizerStateOffloader
+from reference_impl.device import Device
+from reference_impl.memory.ledger import Ledger
+from reference_impl.training.model import Decoder, DecoderShape, decoder_loss
+
+PUBLISHED = DecoderShape(hidden=2048, ffn=5632, layers=24, heads=16, vocab=32000)
+TINY = DecoderShape(hidden=64, ffn=176, layers=3, heads=4, vocab=256)
+OPTIONS: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}
+WARM_UP, MEASURED = 2, 4
+
+Build = Callable[[nn.Module], Any]
+
+
+def nothing_offloaded(model: nn.Module) -> Any:
+    """Keep fp32 masters and states on the GPU: what every ratio is relative to."""
+    return HybridDeviceOptimizer(model.parameters(), offload_fraction=0.0, **OPTIONS)
+
+
+def ours(fraction: float, **options: Any) -> Build:
+    """Return a builder of our optimizer, attached."""
+
+    def build(model: nn.Module) -> HybridDeviceOptimizer:
+        optimizer = HybridDeviceOptimizer(model.parameters(), offload_fraction=fraction, **OPTIONS, **options)
+        optimizer.attach(model)
+        return optimizer
+
+    return build
+
+
+def streamed(**options: Any) -> Build:
+    """Return a builder of AdamW whose states stream through the GPU, attached."""
+
+    def build(model: nn.Module) -> OptimizerStateOffloader:
+        inner = torch.optim.AdamW(model.parameters(), fused=True, **OPTIONS)
+        optimizer = OptimizerStateOffloader(inner, **options)
+        optimizer.attach(model)
+        return optimizer
+
+    return build
+
+
+def torchao_offload(model: nn.Module) -> Any:
+    """Build torchao's CPUOffloadOptimizer with gradients offloaded: bf16 states, other numerics."""
+    from torchao.optim import CPUOffloadOptimizer
+
+    return CPUOffloadOptimizer(
+        model.parameters(), torch.optim.AdamW, offload_gradients=True, fused=True, **OPTIONS
+    )
+
+
+def megatron_offload(fraction: float) -> Build:
+    """Return a builder of Megatron-Core's HybridDeviceOptimizer, overlapped, with fp32 masters."""
+
+    def build(model: nn.Module) -> Any:
+        from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer as Theirs
+
+        return Theirs(
+            list(model.parameters()),
+            offload_fraction=fraction,
+            cpu_optimizer_cls=torch.optim.AdamW,
+            gpu_optimizer_cls=torch.optim.AdamW,
+            param_update_in_fp32=True,
+            overlap_cpu_optimizer_d2h_h2d=True,
+            fused=True,
+            **OPTIONS,
+        )
+
+    return build
+
+
+def rows() -> dict[str, Build]:
+    """Return every row of the table by name."""
+    table: dict[str, Build] = {"none": nothing_offloaded}
+    for fraction in (0.25, 0.5, 1.0):
+        table[f"ours {fraction:.0%}"] = ours(fraction, backward_overlap="update")
+    table["ours 100% exact clipping"] = ours(1.0, max_grad_norm=1.0)
+    table["streamed 100% exact clipping"] = streamed(max_grad_norm=1.0)
+    table["streamed 100% exact clipping, 8 GB ring"] = streamed(
+        max_grad_norm=1.0, device_budget_bytes=8 * 10**9
+    )
+    # Peers last: what one leaves behind on the GPU would count against those after it.
+    table["torchao 100% bf16 states"] = torchao_offload
+    for fraction in (0.25, 0.5, 1.0):
+        table[f"megatron {fraction:.0%}"] = megatron_offload(fraction)
+    return table
+
+
+@contextmanager
+def training(build: Build, shape: DecoderShape, device: Device) -> Iterator[tuple[nn.Module, Any, float]]:
+    """Yield model, optimizer and the seconds that building the optimizer took; leave nothing behind."""
+    gc.collect()
+    if device.is_cuda:
+        torch.cuda.empty_cache()
+    torch.manual_seed(0)
+    with device.torch_device:
+        model = Decoder(shape).to(torch.bfloat16)
+    start = time.perf_counter()
+    optimizer = build(model)
+    device.synchronize()
+    built_s = time.perf_counter() - start
+    try:
+        yield model, optimizer, built_s
+    finally:
+        if isinstance(optimizer, HybridDeviceOptimizer | OptimizerStateOffloader):
+            optimizer.close()
+
+
+def measure(build: Build, shape: DecoderShape, device: Device, batch: int, tokens: int) -> dict[str, object]:
+    """Train a few steps and return times in seconds and sizes in decimal GB."""
+    ids = torch.randint(0, shape.vocab, (batch, tokens), generator=torch.Generator().manual_seed(0)).to(
+        device.torch_device
+    )
+    with training(build, shape, device) as (model, optimizer, built_s), Ledger(device) as ledger:
+        times, step_times, losses = [], [], []
+        for index in range(WARM_UP + MEASURED):
+            device.record().synchronize()
+            if index == 1:
+                ledger.reset_peak()
+            start = time.perf_counter()
+            loss = decoder_loss(model(ids), ids)
+            loss.backward()
+            in_step = time.perf_counter()
+            optimizer.step()
+            optimizer.zero_grad()
+            device.record().synchronize()
+            end = time.perf_counter()
+            times.append(end - start)
+            step_times.append(end - in_step)
+            losses.append(round(loss.item(), 4))
+        del loss
+        peak_bytes = ledger.peak_device_bytes
+        if isinstance(optimizer, HybridDeviceOptimizer | OptimizerStateOffloader):
+            optimizer.synchronize()
+        device.synchronize()
+        return {
+            "step_s": statistics.median(times[WARM_UP:]),
+            "step_call_s": statistics.median(step_times[WARM_UP:]),
+            "first_step_s": times[0],
+            "build_s": built_s,
+            "peak_gb": peak_bytes / 1e9,
+            "resident_gb": ledger.device_bytes / 1e9,
+            "loss": losses,
+        }
+
+
+def trace(build: Build, shape: DecoderShape, device: Device, tokens: int, path: Path) -> dict[str, float]:
+    """Write a trace of a row in its steady state; return its copy times and overlap."""
+    ids = torch.randint(0, shape.vocab, (8192 // tokens, tokens), device=device.torch_device)
+    with training(build, shape, device) as (model, optimizer, _):
+
+        def step() -> None:
+            decoder_loss(model(ids), ids).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        for _ in range(WARM_UP):
+            step()
+        return record(step, path)
+
+
+def main() -> None:
+    """Run the rows that are asked for, print the table, write JSON."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--tiny", action="store_true", help="toy size, any machine")
+    parser.add_argument("--tokens", default="8192,32768", help="tokens a step, comma separated")
+    parser.add_argument(
+        "--rows", default="", help="only rows whose name contains one of these, comma separated"
+    )
+    parser.add_argument("--out", type=Path, help="write all numbers as JSON")
+    parser.add_argument("--trace", type=Path, help="write a Perfetto trace of one step at 100 percent")
+    args = parser.parse_args()
+    device = Device.of("cuda" if torch.cuda.is_available() else "cpu")
+    shape, tokens = (TINY, 32) if args.tiny else (PUBLISHED, 2048)
+    report: dict[str, Any] = {"machine": machine(device), "shape": vars(shape), "tokens": {}}
+    print(json.dumps(report["machine"]))
+    wanted = [part for part in args.rows.split(",") if part]
+    for total in [128] if args.tiny else [int(part) for part in args.tokens.split(",")]:
+        results: dict[str, Any] = {}
+        for name, build in rows().items():
+            if wanted and name != "none" and not any(part in name for part in wanted):
+                continue
+            try:
+                results[name] = measure(build, shape, device, total // tokens, tokens)
+            except ImportError as missing:
+                results[name] = {"left out": str(missing)}
+                continue
+            ratio = results[name]["step_s"] / results["none"]["step_s"]
+            results[name] = {"ratio": ratio, **results[name]}
+            print(
+                total,
+                name,
+                {k: round(v, 4) if isinstance(v, float) else v for k, v in results[name].items()},
+                flush=True,
+            )
+        print(f"\n{total} tokens a step")
+        print_table([{"row": name, **result} for name, result in results.items()])
+        report["tokens"][total] = results
+    if args.trace:
+        report["overlap"] = trace(ours(1.0, backward_overlap="update"), shape, device, tokens, args.trace)
+        print("overlap", report["overlap"])
+    if args.out:
+        args.out.write_text(json.dumps(report, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""Records one training step for Perfetto, and says how much of its copying ran beside computation."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import torch
+
+Interval = tuple[float, float]
+
+
+def record(step: Callable[[], None], path: Path) -> dict[str, float]:
+    """Run `step` twice under the profiler, write a Chrome trace to `path`, return its copy times and overlap."""
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profiler:
+        step()
+        step()
+        torch.cuda.synchronize()
+    profiler.export_chrome_trace(str(path))
+    events = [event for event in json.loads(path.read_text())["traceEvents"] if event.get("ph") == "X"]
+    kernels = merge(_intervals(events, lambda event: event.get("cat") == "kernel"))
+    report = {}
+    for name in ("DtoH", "HtoD"):
+        copies = _intervals(
+            events, lambda event, name=name: name in event["name"] and event.get("cat") == "gpu_memcpy"
+        )
+        copied = sum(stop - start for start, stop in copies)
+        report[f"{name}_ms"] = copied / 1e3
+        report[f"{name}_beside_kernels"] = (
+            sum(covered(copy, kernels) for copy in copies) / copied if copied else 0.0
+        )
+    return report
+
+
+def merge(intervals: Iterable[Interval]) -> list[Interval]:
+    """Return disjoint intervals in order that cover the same time."""
+    merged: list[Interval] = []
+    for start, stop in sorted(intervals):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], stop))
+        else:
+            merged.append((start, stop))
+    return merged
+
+
+def covered(interval: Interval, disjoint: Iterable[Interval]) -> float:
+    """Return how much of `interval` lies inside `disjoint` ones."""
+    start, stop = interval
+    return sum(max(0.0, min(stop, end) - max(start, begin)) for begin, end in disjoint)
+
+
+def _intervals(
+    events: Iterable[dict[str, float]], wanted: Callable[[dict[str, float]], bool]
+) -> list[Interval]:
+    return [(event["ts"], event["ts"] + event["dur"]) for event in events if wanted(event)]

@@ -1,0 +1,167 @@
+"""`ActivationOffloader`: saved activations wait on the host between forward and backward.
+
+Layer-level it moves what whole layers save; module-level the inputs of named modules. Either way the step is
+bitwise the same in less device memory. Recomputation is `CheckpointOffloader`'s part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Unpack
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from reference_impl.activations.attach import (
+    Around,
+    Forward,
+    blocks_or_none,
+    first_blocks,
+    modules_called,
+    named_layers,
+)
+from reference_impl.activations.budget import BudgetPlan
+from reference_impl.activations.budget_policy import BudgetPolicy
+from reference_impl.activations.clock import Clock
+from reference_impl.activations.offloader import EngineOptions, Offloader
+from reference_impl.activations.parked_weights import ParkedWeights
+from reference_impl.activations.policy import Nothing, Policy, Share
+from reference_impl.activations.run import Run
+from reference_impl.activations.tape import Tape
+from reference_impl.memory.link import measure_link
+
+
+class ActivationOffloader(Offloader):
+    """Offloads what layers, or the inputs that modules, save for backward.
+
+    >>> with ActivationOffloader(model, num_layers=24):
+    ...     train(model)
+
+    Without `num_layers`, `layers` and `modules`, all layers take part.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        num_layers: int | None = None,
+        layers: Iterable[str | nn.Module] | None = None,
+        modules: Sequence[str] | None = None,
+        activations: bool = True,
+        weights: bool = False,
+        fraction: float = 1.0,
+        keep_last_bytes: int = 0,
+        budget_bytes: int | None = None,
+        plan: BudgetPlan | None = None,
+        **options: Unpack[EngineOptions],
+    ) -> None:
+        """Attach to `model`.
+
+        Args:
+            model: any module; its blocks are found in its outermost `nn.ModuleList`.
+            num_layers: offload what the first so many blocks save; 1 to all.
+            layers: offload what these modules save, given as names or modules.
+            modules: offload the inputs of all modules whose dotted names end in one of these.
+            activations: whether what layers save moves; False leaves the weights alone to move.
+            weights: whether the layers' weights wait on the host too, while their layer is inactive.
+            fraction: the share of the bytes to offload, spread evenly over each forward.
+            keep_last_bytes: bytes at the end of each forward that stay, since backward needs them at once. Across
+                pipeline ranks, `rank * delta_bytes` keeps more where fewer micro-batches are in flight.
+            budget_bytes: instead, the most device bytes that a step may take. The first step offloads everything
+                and is profiled; from the second on each saved tensor is kept, offloaded or computed again,
+                whichever takes least time. A budget below what must stay raises BudgetError before that step.
+            plan: instead, the plan of an earlier offloader's `plan`, carried out from the first step.
+            options: see `EngineOptions`.
+
+        Raises:
+            ValueError: an option out of range, a name that matches nothing, or two ways of choosing at once.
+        """
+        choices = {
+            "num_layers": num_layers,
+            "layers": layers,
+            "modules": modules,
+            "budget_bytes": budget_bytes,
+            "plan": plan,
+        }
+        given = [name for name, choice in choices.items() if choice is not None]
+        if len(given) > 1:
+            raise ValueError(
+                f"{' and '.join(given)} each choose what moves; expected one of {', '.join(choices)}; "
+                f"try {given[0]} alone"
+            )
+        self._share = Share(fraction=fraction, keep_last_bytes=keep_last_bytes)
+        around: Around
+        if modules is not None:
+            chosen, around = modules_called(model, modules), self._around_module
+        else:
+            chosen = first_blocks(model, num_layers) if layers is None else named_layers(model, layers)
+            around = self._around_layer
+        if weights and modules is not None:
+            raise ValueError("weights=True parks whole layers; expected num_layers or layers, not modules")
+        if budget_bytes is not None:
+            # The plan leaves no allowance beyond what it measures.
+            options = {"in_flight_bytes": 0, **options}
+        super().__init__(model, **options)
+        self._budget: BudgetPolicy | None = None
+        if budget_bytes is not None or plan is not None:
+            self._budget = BudgetPolicy(
+                self.engine.room,
+                self.device,
+                lambda size_bytes: measure_link(self.device, self.arena, probe_bytes=size_bytes),
+                budget_bytes=budget_bytes,
+                plan=plan,
+            )
+        self._policy: Policy = self._budget or self._share
+        if not activations:
+            self._policy = Nothing()
+        self._parked: ParkedWeights | None = None
+        if weights:
+            self._parked = ParkedWeights(self.device, self.arena, model, chosen, min_bytes=self.min_bytes)
+            self._undo.append(self._parked.close)
+        for module in chosen:
+            self._wrap(module, around)
+        self._follow(blocks_or_none(model) or chosen)
+
+    @property
+    def has_budget(self) -> bool:
+        """Whether a plan decides what moves."""
+        return self._budget is not None
+
+    @property
+    def plan(self) -> BudgetPlan | None:
+        """What a budget has decided, for printing or for the next job; None before the second step."""
+        return None if self._budget is None else self._budget.plan
+
+    def _start_run(self, run: Run) -> None:
+        if self._budget is None:
+            return
+        self._budget.start_run(run)
+        if not self._budget.needs_tape:
+            self.engine.tape = None
+        elif self.engine.tape is None:
+            self.engine.tape = Tape(Clock(self.device), self.engine.weights, min_bytes=self.min_bytes)
+
+    def _around_layer(
+        self, forward: Forward, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        parked = self._parked
+        if parked is None:
+            with self.engine.saving(layer, self._policy):
+                return forward(*args, **kwargs)
+        parked.before_forward(layer)
+        with self.engine.saving(layer, self._policy, bring_weights=parked.bring(layer)):
+            result = forward(*args, **kwargs)
+        parked.after_forward(layer)
+        return result
+
+    def _around_module(
+        self, forward: Forward, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        inputs = {
+            leaf.untyped_storage()._cdata
+            for leaf in tree_leaves((args, kwargs))
+            if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided
+        }
+        with self.engine.saving(module, self._share, only=inputs):
+            return forward(*args, **kwargs)

@@ -1,0 +1,109 @@
+"""The budget at work: profile a step, plan, carry the plan out, and look whether it kept its word.
+
+The first step offloads everything and is profiled. The plan made from it is carried out from the second step
+on; the second is measured again for the room it leaves, and when its peak is above the budget the plan is made
+anew for that much less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from reference_impl.activations.budget import BudgetPlan, StepProfile, plan_budget
+from reference_impl.activations.geometry import Extent
+from reference_impl.activations.policy import Decision
+from reference_impl.activations.profile import StepProfiler
+from reference_impl.activations.room import Room
+from reference_impl.activations.run import Run
+from reference_impl.device import Device
+from reference_impl.memory.ledger import mark_peak, marked_peak_bytes
+from reference_impl.memory.link import LinkSpeed
+
+
+class BudgetPolicy:
+    """Decides by a plan, as soon as there is one."""
+
+    def __init__(
+        self,
+        room: Room,
+        device: Device,
+        measure_link: Callable[[int], LinkSpeed],
+        *,
+        budget_bytes: int | None,
+        plan: BudgetPlan | None,
+    ) -> None:
+        """Take a `plan`, or profile for one within `budget_bytes`."""
+        self._room = room
+        self._device = device
+        self._measure_link = measure_link
+        self._budget_bytes = budget_bytes
+        self._profiler: StepProfiler | None = None
+        self._profile: StepProfile | None = None
+        self._over_bytes = 0
+        self.plan = plan
+
+    @property
+    def needs_tape(self) -> bool:
+        """Whether anything is, or may turn out to be, computed again."""
+        return self.plan is None or Decision.RECOMPUTE in self.plan.decisions
+
+    def decide(self, run: Run, extent: Extent) -> Decision:
+        """Return the plan's decision for the next storage of `run`; without one, or for another size, offload."""
+        if self.plan is None or run.length >= len(self.plan.decisions):
+            return Decision.OFFLOAD
+        is_as_planned = self.plan.size_bytes[run.length] == extent.size_bytes
+        return self.plan.decisions[run.length] if is_as_planned else Decision.OFFLOAD
+
+    def start_run(self, run: Run) -> None:
+        """Look at what the last step has shown, and profile this one while there is no plan.
+
+        Raises BudgetError when the budget is below what must stay, ValueError where nobody counts device bytes.
+        """
+        if self.plan is None:
+            if self._profiler is not None and self._profiler.is_over and self._profiler.has_seen_backward:
+                self._finish_profile(self._profiler, run)
+            elif self._profiler is None or self._profiler.is_over:
+                self._profiler = StepProfiler(run, self._device, self._room)
+                run.observer = self._profiler
+        elif self._budget_bytes is not None:
+            self._check_peak(run)
+
+    def _finish_profile(self, profiler: StepProfiler, run: Run) -> None:
+        assert self._budget_bytes is not None
+        peaks = self._room.learnt_peaks()
+        if peaks is None:
+            raise ValueError(
+                "budget_bytes needs someone who counts device bytes; expected a CUDA device, or an open Ledger on "
+                "the CPU twin; try `with Ledger(device):` around the training loop"
+            )
+        self._profile = profiler.result(peaks, self._measure_link(profiler.largest_bytes))
+        self._profiler = None
+        self._make_plan(run)
+
+    def _check_peak(self, run: Run) -> None:
+        """Plan anew when the measured step was above the budget; leave less room when a later one was."""
+        assert self._budget_bytes is not None
+        peaks = self._room.learnt_peaks()
+        if peaks is None:
+            return
+        if self._profile is not None:
+            over_bytes = max(need for needs in peaks.values() for need in needs) - self._budget_bytes
+            if over_bytes > 0:
+                self._over_bytes += over_bytes
+                self._make_plan(run)
+            else:
+                self._profile = None
+                mark_peak(self._device)
+            return
+        over_bytes = (marked_peak_bytes(self._device) or 0) - self._budget_bytes
+        if over_bytes > 0:
+            self._room.shrink(over_bytes)
+            mark_peak(self._device)
+
+    def _make_plan(self, run: Run) -> None:
+        assert self._profile is not None
+        assert self._budget_bytes is not None
+        least_bytes = self._profile.peak_bytes
+        within_bytes = max(self._budget_bytes - self._over_bytes, min(least_bytes, self._budget_bytes))
+        self.plan = plan_budget(self._profile, within_bytes)
+        self._room.measure_again(run, ceiling_bytes=self._budget_bytes)

@@ -1,0 +1,146 @@
+"""`CheckpointOffloader`: recompute each layer in backward, and keep the layer inputs on the host meanwhile.
+
+Layer inputs are few bytes for much computation, so their copies always hide; each comes back while the layer
+above it is being recomputed. What the model saves outside its layers goes too, as far as it is no larger than
+a layer's input: the last norm's and the head's inputs, but not the logits, which backward needs at once.
+Results that are dear to recompute can be kept, on the host too, instead. Recomputation itself, with its random
+state, is `torch.utils.checkpoint`'s, non-reentrant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Unpack
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from reference_impl.activations.attach import (
+    Forward,
+    blocks_or_none,
+    first_blocks,
+    modules_called,
+    named_layers,
+)
+from reference_impl.activations.expensive import ExpensiveResults
+from reference_impl.activations.offloader import EngineOptions, Offloader
+from reference_impl.activations.policy import AtMost, Share
+
+
+class CheckpointOffloader(Offloader):
+    """Recomputes layers, with their inputs on the host.
+
+    >>> with CheckpointOffloader(model):
+    ...     train(model)
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        num_layers: int | None = None,
+        layers: Iterable[str | nn.Module] | None = None,
+        keep: Sequence[str] = (),
+        keep_last_bytes: int = 0,
+        **options: Unpack[EngineOptions],
+    ) -> None:
+        """Attach to `model`.
+
+        Args:
+            model: any module; its blocks are found in its outermost `nn.ModuleList`.
+            num_layers: recompute the first so many blocks; 1 to all.
+            layers: recompute these modules, given as names or modules.
+            keep: endings of names of modules inside the layers (`core_attention`, `qkv`) whose matrix products
+                and attention are kept on the host and not computed again.
+            keep_last_bytes: bytes at the end of each forward that stay on the device.
+            options: see `EngineOptions`.
+
+        Raises:
+            ValueError: an option out of range, or a name that matches nothing.
+        """
+        if num_layers is not None and layers is not None:
+            raise ValueError("num_layers and layers both choose layers; expected one; try num_layers alone")
+        chosen = first_blocks(model, num_layers) if layers is None else named_layers(model, layers)
+        kept = modules_called(model, keep)
+        super().__init__(model, **options)
+        self._share = Share(keep_last_bytes=keep_last_bytes)
+        self._results: list[ExpensiveResults] = []
+        self._outside = AtMost(self._share)
+        for module in kept:
+            self._wrap(module, self._around_kept)
+        for layer in chosen:
+            self._wrap(layer, self._around_layer)
+        self._follow(blocks_or_none(model) or chosen)
+
+    def _outside_layers(self, model: nn.Module) -> AbstractContextManager[object]:
+        return self.engine.saving(model, self._outside)
+
+    def _around_layer(
+        self, forward: Forward, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        self._outside.limit_bytes = max(arg.nbytes for arg in args if isinstance(arg, torch.Tensor))
+        results = ExpensiveResults(lambda tensor: self.engine.save(tensor, self._share))
+
+        def body(*inputs: Any) -> Any:
+            results.start_pass()
+            self._results.append(results)
+            try:
+                return forward(*inputs, **kwargs)
+            finally:
+                self._results.pop()
+
+        with self.engine.saving(layer, self._share):
+            return checkpoint(body, *args, use_reentrant=False)
+
+    def _around_kept(
+        self, forward: Forward, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if not self._results:
+            return forward(*args, **kwargs)
+        with self._results[-1]:
+            return forward(*args, **kwargs)
+
+
+class LegacyCheckpointOffloader(Offloader):
+    """Recomputation with blocking copies of the layer inputs on the compute stream: the slow baseline.
+
+    This is what Axolotl calls `legacy`. It does not keep the random state, so dropout differs on recomputation.
+    """
+
+    def __init__(self, model: nn.Module, **options: Unpack[EngineOptions]) -> None:
+        """Attach to all blocks of `model`."""
+        blocks = first_blocks(model, None)
+        super().__init__(model, **options)
+        for block in blocks:
+            self._wrap(block, self._around_layer)
+
+    def _around_layer(
+        self, forward: Forward, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        hidden, *rest = args
+        if not torch.is_grad_enabled() or not hidden.requires_grad:
+            return forward(*args, **kwargs)
+        return _BlockingCheckpoint.apply(forward, kwargs, hidden, *rest)  # type: ignore[no-untyped-call]
+
+
+class _BlockingCheckpoint(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, layer: Forward, kwargs: dict[str, Any], hidden: torch.Tensor, *rest: Any) -> Any:
+        ctx.layer, ctx.kwargs, ctx.rest = layer, kwargs, rest
+        ctx.device = hidden.device
+        ctx.host = hidden.detach().to("cpu", copy=True)
+        with torch.no_grad():
+            return layer(hidden, *rest, **kwargs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        hidden = ctx.host.to(ctx.device, copy=True).requires_grad_()
+        with torch.enable_grad():
+            outputs = ctx.layer(hidden, *ctx.rest, **ctx.kwargs)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        torch.autograd.backward(outputs, gradients)
+        return (None, None, hidden.grad, *(None for _ in ctx.rest))

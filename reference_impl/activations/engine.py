@@ -1,0 +1,244 @@
+"""The saved-tensor engine under every activation mechanism.
+
+While a module runs inside `saving()`, autograd hands each tensor that it saves to `pack` and gets a token back.
+A storage that a policy offloads starts its D2H copy at once, behind an event on the live current stream, and
+lives on the device only until the copy has read it. `unpack` brings it back. Parameters, buffers, their views
+and what is cast from them never move; neither do small tensors, tensor subclasses and whatever a recomputation
+inside backward saves, since that is used next.
+
+The engine does not know modules or layers; `attach` and the offloaders do.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from reference_impl.activations.copied import Copied
+from reference_impl.activations.geometry import Extent, Geometry, extent_of, flat_bytes, is_plain
+from reference_impl.activations.policy import Decision, Policy
+from reference_impl.activations.room import Room
+from reference_impl.activations.run import BackwardOrders, Run
+from reference_impl.activations.saved import (
+    AwaitedTensor,
+    KeptTensor,
+    MovedTensor,
+    SavedStorage,
+    VersionProbe,
+)
+from reference_impl.activations.tape import Tape, recipe_for
+from reference_impl.activations.weights import Weights
+from reference_impl.device import Device
+from reference_impl.memory.tiers import Tier
+
+_Key = tuple[int, ...]
+_Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
+
+
+class OthersToken:
+    """What an outer pair of saved-tensor hooks made of a tensor that is not the engine's business."""
+
+    __slots__ = ("_packed", "_unpack")
+
+    def __init__(self, hooks: _Hooks, tensor: torch.Tensor) -> None:
+        """Pack with the outer hooks."""
+        pack, self._unpack = hooks
+        self._packed = pack(tensor)
+
+    def restore(self) -> torch.Tensor:
+        """Unpack with the outer hooks."""
+        return self._unpack(self._packed)
+
+
+Token = KeptTensor | MovedTensor | OthersToken
+
+
+class SavedTensorEngine:
+    """Moves the storages that autograd saves on `device` to `tier` and back."""
+
+    def __init__(self, device: Device, tier: Tier, *, room: Room, min_bytes: int) -> None:
+        """Move nothing yet; storages below `min_bytes` never do."""
+        self.device = device
+        self.tier = tier
+        self.room = room
+        self.offloaded_bytes = 0
+        self.kept_bytes = 0
+        self.recomputed_bytes = 0
+        self._min_bytes = min_bytes
+        self._orders = BackwardOrders()
+        self.weights = Weights()
+        self._moved: weakref.WeakValueDictionary[_Key, SavedStorage] = weakref.WeakValueDictionary()
+        self._kept: dict[_Key, weakref.ref[torch.UntypedStorage]] = {}
+        self._run = self._new_run()
+        self._is_running = False
+        # With a tape, results can be computed again instead of copied.
+        self.tape: Tape | None = None
+
+    @contextmanager
+    def running(self, model: nn.Module) -> Iterator[Run]:
+        """Make what is saved inside one run: a forward of `model`."""
+        self.device.refuse_capture("activation offload")
+        self.weights.refresh(model)
+        self._kept.clear()
+        if self.tape is not None:
+            self.tape.clear()
+        outer, was_running = self._run, self._is_running
+        self._run, self._is_running = self._new_run(), True
+        self.room.start_run(self._run)
+        try:
+            yield self._run
+        finally:
+            self._run, self._is_running = outer, was_running
+
+    def saving(
+        self,
+        module: nn.Module,
+        policy: Policy,
+        *,
+        only: set[int] | None = None,
+        bring_weights: Callable[[], None] | None = None,
+    ) -> AbstractContextManager[object]:
+        """Return a context in which `policy` decides about what autograd saves.
+
+        With `only`, identities of storages, all others are left to whichever hooks are active outside. Before a
+        weight is used in backward, `bring_weights` is called.
+        """
+        self.device.refuse_capture("activation offload")
+        if not self._is_running and self._run.is_over:
+            # The module is called by itself, outside the model's forward.
+            self._run = self._new_run()
+        # Sharded training may have put this module's parameters into new storages just now.
+        self.weights.add(module)
+        outer: _Hooks | None = (
+            torch._C._autograd._top_saved_tensors_default_hooks(True) if only is not None else None
+        )
+
+        def pack(tensor: torch.Tensor) -> Token:
+            if (
+                only is not None
+                and tensor.layout is torch.strided
+                and tensor.untyped_storage()._cdata not in only
+            ):
+                return OthersToken(outer, tensor) if outer is not None else KeptTensor(tensor)
+            if bring_weights is not None and tensor.layout is torch.strided and self.weights.own(tensor):
+                return AwaitedTensor(tensor, bring_weights)
+            with nullcontext() if self.tape is None else self.tape.paused():
+                return self._pack(tensor, policy)
+
+        hooks = torch.autograd.graph.saved_tensors_hooks(pack, _restore)
+        return hooks if self.tape is None else _both(hooks, self.tape)
+
+    def save(self, tensor: torch.Tensor, policy: Policy) -> KeptTensor | MovedTensor:
+        """Return a token for `tensor`, as `saving` would give autograd."""
+        return self._pack(tensor, policy)
+
+    def end_block(self) -> None:
+        """Note that a block's forward has ended."""
+        if torch.is_grad_enabled() and self._run.has_saved:
+            self.room.end_forward_segment(self._run)
+
+    def start_loss(self, run: Run) -> None:
+        """Note that `run`'s forward has ended; what follows is the loss."""
+        if torch.is_grad_enabled() and run.has_saved:
+            if run.observer is not None:
+                run.observer.start_loss()
+            with run.observer.saving() if run.observer is not None else nullcontext():
+                self.room.start_loss(run)
+
+    def _new_run(self) -> Run:
+        return Run(self.device, self._orders, self.room.in_flight, self.room)
+
+    def _pack(self, tensor: torch.Tensor, policy: Policy) -> KeptTensor | MovedTensor:
+        extent = self._movable_extent(tensor)
+        if extent is None or self._is_kept(extent):
+            return KeptTensor(tensor)
+        saved = self._find(tensor, extent)
+        if saved is None:
+            with self._run.observer.saving() if self._run.observer is not None else nullcontext():
+                saved = self._carry_out(policy.decide(self._run, extent), tensor, extent)
+        if saved is None:
+            return KeptTensor(tensor)
+        return MovedTensor(saved, Geometry.of(tensor), VersionProbe(tensor))
+
+    def _carry_out(self, decision: Decision, tensor: torch.Tensor, extent: Extent) -> SavedStorage | None:
+        """Do with `extent` what was decided; return what stands for it, or None when it stays."""
+        node = self.tape.node_of(extent.storage) if self.tape is not None else None
+        saved = None
+        if decision is Decision.KEEP:
+            self._keep(extent)
+            if node is not None:
+                node.kept = weakref.ref(extent.storage)
+        else:
+            recipe = recipe_for(node) if decision is Decision.RECOMPUTE and node is not None else None
+            if recipe is not None and extent.is_whole:
+                saved = SavedStorage(self._run, extent, recipe, version=tensor._version, in_flight=None)
+                self.recomputed_bytes += extent.size_bytes
+            else:
+                saved = self._offload(tensor, extent)
+            self._moved[extent.key] = saved
+            if node is not None:
+                node.saved = weakref.ref(saved)
+            if node is not None and self._run.observer is not None:
+                self._run.observer.saved(saved.index, extent, node)
+        self.room.end_forward_segment(self._run)
+        return saved
+
+    def _movable_extent(self, tensor: torch.Tensor) -> Extent | None:
+        """Return the bytes behind `tensor`, or None where it has to stay."""
+        if not is_plain(tensor, self.device.torch_device) or tensor.nbytes < self._min_bytes:
+            return None
+        # A recomputation inside backward saves what it uses next.
+        if torch._C._current_graph_task_id() != -1:
+            return None
+        storage = tensor.untyped_storage()
+        if storage.nbytes() < self._min_bytes or self.weights.own(tensor):
+            return None
+        return extent_of(tensor, storage)
+
+    def _is_kept(self, extent: Extent) -> bool:
+        kept = self._kept.get(extent.key)
+        return kept is not None and kept() is extent.storage
+
+    def _keep(self, extent: Extent) -> None:
+        self._kept[extent.key] = weakref.ref(extent.storage)
+        self._run.skip()
+        self.kept_bytes += extent.size_bytes
+
+    def _find(self, tensor: torch.Tensor, extent: Extent) -> SavedStorage | None:
+        """Return what stands for the same bytes in the same version, if there is one."""
+        known = self._moved.get(extent.key)
+        # An address alone proves nothing: the allocator may have given it to another storage meanwhile.
+        if known is None or known.origin() is not extent.storage or known.version != tensor._version:
+            return None
+        return known
+
+    def _offload(self, tensor: torch.Tensor, extent: Extent) -> SavedStorage:
+        if extent.is_compact:
+            original = flat_bytes(tensor.contiguous().untyped_storage(), 0, extent.size_bytes)
+        else:
+            original = flat_bytes(extent.storage, extent.start, extent.size_bytes)
+        stored = self.tier.store(original, after=self.device.record())
+        self.room.hold(stored.stored, original)
+        self.offloaded_bytes += extent.size_bytes
+        copied = Copied(self.device, stored, extent.size_bytes)
+        return SavedStorage(self._run, extent, copied, version=tensor._version, in_flight=original)
+
+
+@contextmanager
+def _both(first: AbstractContextManager[object], second: AbstractContextManager[object]) -> Iterator[None]:
+    with first, second:
+        yield
+
+
+def _restore(token: Token) -> torch.Tensor:
+    return token.restore()
+
+
+# Compiled autograd would trace into the copies. This is what torch.compiler.disable sets, without importing the
+# compiler for everybody who never uses it.
+_restore._torchdynamo_disable = True  # type: ignore[attr-defined]

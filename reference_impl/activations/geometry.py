@@ -1,0 +1,96 @@
+"""Which bytes of which storage stand behind a saved tensor.
+
+A view moves its whole storage when it covers a good part of it, because its siblings are usually saved too (q,
+k and v of one projection). A small view moves its own span, and a sparse one a compact copy of its elements.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+# A view that spans this share of its storage moves the storage; at this density its span moves as it is.
+_WHOLE_SHARE = 0.25
+_DENSE_SHARE = 0.5
+# Spans start at multiples of this, so that a restored view has the alignment, and the kernels, of the original.
+_ALIGNMENT_BYTES = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """`size_bytes` of `storage` from byte `start`; compact means the elements of one view, closed up."""
+
+    storage: torch.UntypedStorage
+    key: tuple[int, ...]
+    start: int
+    size_bytes: int
+    is_compact: bool = False
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is all of the storage."""
+        return not self.is_compact and self.size_bytes == self.storage.nbytes()
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """How a tensor looks at a storage: dtype, shape, strides, and the byte where it starts."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    start: int
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> Geometry:
+        """Return the geometry of a strided tensor."""
+        start = int(tensor.storage_offset()) * tensor.element_size()
+        return Geometry(tensor.dtype, tuple(tensor.shape), tensor.stride(), start)
+
+    def over(self, storage: torch.UntypedStorage, *, shifted_bytes: int = 0) -> torch.Tensor:
+        """Return a tensor with this geometry over `storage`, whose bytes lie `shifted_bytes` later than before."""
+        start = (self.start + shifted_bytes) // self.dtype.itemsize
+        empty = torch.empty(0, dtype=self.dtype, device=storage.device)
+        return empty.set_(storage, start, self.shape, self.strides)
+
+    def spread(self, compact: torch.Tensor) -> torch.Tensor:
+        """Return a new tensor with these strides whose elements are those of `compact`, flat uint8."""
+        strided = torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=compact.device)
+        return strided.copy_(compact.view(self.dtype).view(self.shape))
+
+
+def flat_bytes(storage: torch.UntypedStorage, start: int, size_bytes: int) -> torch.Tensor:
+    """Return `size_bytes` of `storage` from byte `start` as a flat uint8 tensor that shares it."""
+    return Geometry(torch.uint8, (size_bytes,), (1,), start).over(storage)
+
+
+def is_plain(tensor: torch.Tensor, device: torch.device) -> bool:
+    """Whether a tensor is nothing but strided bytes on `device`: no parameter, subclass, lazy bit or quantizer."""
+    return (
+        type(tensor) is torch.Tensor
+        and tensor.device == device
+        and tensor.layout is torch.strided
+        and not tensor.is_nested
+        and not tensor.is_quantized
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+        and not torch._is_functional_tensor(tensor)
+    )
+
+
+def extent_of(tensor: torch.Tensor, storage: torch.UntypedStorage) -> Extent:
+    """Return the bytes of `storage` that have to move for the plain, not empty `tensor`."""
+    itemsize, nbytes = tensor.element_size(), int(storage.nbytes())
+    start = int(tensor.storage_offset()) * itemsize
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    span = (reach + 1) * itemsize
+    identity = storage._cdata
+    if span >= _WHOLE_SHARE * nbytes:
+        return Extent(storage, (identity, 0, nbytes), 0, nbytes)
+    if tensor.nbytes >= _DENSE_SHARE * span:
+        end = start + span
+        start -= start % _ALIGNMENT_BYTES
+        return Extent(storage, (identity, start, end - start), start, end - start)
+    key = (identity, start, itemsize, *tensor.shape, *tensor.stride())
+    return Extent(storage, key, start, tensor.nbytes, is_compact=True)

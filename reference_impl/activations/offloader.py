@@ -1,0 +1,158 @@
+"""What all activation offloaders share: one engine on one model, attached until it is closed.
+
+A mechanism is a subclass that says around which modules the engine is active and with which policy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from types import TracebackType
+from typing import Any, Self, TypedDict
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from reference_impl.activations.attach import Around, Forward, wrap_forward
+from reference_impl.activations.engine import SavedTensorEngine
+from reference_impl.activations.room import IN_FLIGHT_BYTES, Room
+from reference_impl.activations.run import Run
+from reference_impl.device import Device
+from reference_impl.memory.arena import HostArena
+from reference_impl.memory.disk import DiskSpace, DiskTier, SpillTier
+from reference_impl.memory.tiers import HostTier, Tier
+
+MIN_BYTES = 2**20
+
+
+class EngineOptions(TypedDict, total=False):
+    """Options of every activation offloader.
+
+    min_bytes: smaller storages stay on the device (1 MiB).
+    in_flight_bytes: how much may wait for its copy out in any case (512 MiB); less lowers the peak.
+    double_buffering: bring the next storages back while the last ones are used; False: one at a time.
+    host_limit_bytes: the most pinned host memory to take; None: what the host has.
+    disk: where to go on when `host_limit_bytes` is full; None: nowhere.
+    """
+
+    min_bytes: int
+    in_flight_bytes: int
+    double_buffering: bool
+    host_limit_bytes: int | None
+    disk: DiskSpace | None
+
+
+class Offloader:
+    """Attached to `model` from its construction to `close()`; a context manager."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        min_bytes: int = MIN_BYTES,
+        in_flight_bytes: int = IN_FLIGHT_BYTES,
+        double_buffering: bool = True,
+        host_limit_bytes: int | None = None,
+        disk: DiskSpace | None = None,
+    ) -> None:
+        """Attach to `model`'s own forward.
+
+        Raises ValueError for options out of range or a model that is not on one device, DiskError for a disk
+        that cannot be used.
+        """
+        if min_bytes < 1:
+            raise ValueError(f"min_bytes={min_bytes}; expected at least 1; try {MIN_BYTES}")
+        if in_flight_bytes < 0:
+            raise ValueError(f"in_flight_bytes={in_flight_bytes}; expected at least 0; try {IN_FLIGHT_BYTES}")
+        self.min_bytes = min_bytes
+        self.device = Device.of(_device_of(model))
+        self.arena = HostArena(
+            self.device, limit_bytes=host_limit_bytes, remedy="try fewer layers or a higher host_limit_bytes"
+        )
+        host = HostTier(self.device, self.arena)
+        tier: Tier = host if disk is None else SpillTier(host, DiskTier(self.device, disk))
+        self.engine = SavedTensorEngine(
+            self.device,
+            tier,
+            room=Room(self.device, in_flight_bytes=in_flight_bytes, is_ahead=double_buffering),
+            min_bytes=min_bytes,
+        )
+        self._undo: list[Callable[[], None]] = []
+        self._wrap(model, self._around_model)
+
+    @property
+    def offloaded_bytes(self) -> int:
+        """Bytes that have left the device since the start."""
+        return self.engine.offloaded_bytes
+
+    def close(self) -> None:
+        """Leave the model as it was and give the host memory back. Calling it again does nothing."""
+        while self._undo:
+            self._undo.pop()()
+        self.engine.tier.close()
+
+    def __enter__(self) -> Self:
+        """Return the offloader, which is attached already."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close."""
+        self.close()
+
+    def _wrap(self, module: nn.Module, around: Around) -> None:
+        self._undo.append(wrap_forward(module, around))
+
+    def _follow(self, blocks: list[nn.Module]) -> None:
+        """Tell the engine when each of a model's blocks has run."""
+        for block in blocks:
+            self._wrap(block, self._around_block)
+
+    def _around_block(
+        self, forward: Forward, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        result = forward(*args, **kwargs)
+        self.engine.end_block()
+        return result
+
+    def _around_model(
+        self, forward: Forward, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        with self.engine.running(model) as run:
+            self._start_run(run)
+            with self._outside_layers(model):
+                result = forward(*args, **kwargs)
+            self.engine.start_loss(run)
+        self._announce_backward(result, run)
+        return result
+
+    def _outside_layers(self, model: nn.Module) -> AbstractContextManager[object]:
+        """Return a context for what `model` saves outside its layers; a mechanism leaves that alone by default."""
+        return nullcontext()
+
+    def _start_run(self, run: Run) -> None:
+        """Do what a mechanism does before each forward of the model."""
+
+    def _announce_backward(self, result: Any, run: Run) -> None:
+        """Start `run`'s copies back when the gradient of an output arrives, which is after the loss's own peak."""
+
+        def start(_: torch.Tensor) -> None:
+            self.engine.room.start_backward(run)
+            run.start_backward()
+
+        for output in tree_leaves(dict(result) if isinstance(result, Mapping) else result):
+            if isinstance(output, torch.Tensor) and output.requires_grad and output.dim() > 0:
+                output.register_hook(start)
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    devices = {parameter.device for parameter in model.parameters()}
+    if len(devices) != 1:
+        names = ", ".join(sorted(str(device) for device in devices)) or "none"
+        raise ValueError(
+            f"the parameters of {type(model).__name__} are on devices: {names}; "
+            "expected exactly one; try model.to(device) before"
+        )
+    return devices.pop()

@@ -1,0 +1,161 @@
+"""The weights of offloaded layers wait on the host too, from the end of a layer's forward until its backward.
+
+A layer's weights leave while it computes, and only when they have changed since they last left, so frozen ones
+leave once. The device storage is resized to nothing under them and filled again before backward asks for it;
+views that autograd saved stay valid. After backward every weight is on the device for the optimizer.
+
+Between a forward and the end of its backward the weights of offloaded layers must not be read from outside,
+except through `state_dict()`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import nn
+
+from reference_impl.activations.geometry import flat_bytes
+from reference_impl.device import REACHED, Device, Event
+from reference_impl.memory.arena import HostArena, HostBlock
+from reference_impl.memory.ledger import resize_storage
+
+
+class ParkedStorage:
+    """One weight's storage, its host copy, and where the bytes are."""
+
+    def __init__(self, device: Device, arena: HostArena, tensor: torch.Tensor) -> None:
+        """Start on the device, without a host copy."""
+        self._device = device
+        self._arena = arena
+        self._tensor = tensor
+        self._block: HostBlock | None = None
+        self._version = -1
+        self._ready: Event = REACHED
+        self._size_bytes = 0
+        self.is_parked = False
+
+    def start_leaving(self) -> int:
+        """Start the D2H copy when the host's copy is stale; return the bytes it moves."""
+        if self._block is not None and self._version == self._tensor._version:
+            return 0
+        self._size_bytes = int(self._tensor.untyped_storage().nbytes())
+        if self._block is None:
+            self._block = self._arena.allocate(self._size_bytes)
+        after = (self._device.record(), self._block.ready)
+        self._ready = self._block.ready = self._device.copy_out(self._host(), self._flat(), after=after)
+        self._version = self._tensor._version
+        return self._size_bytes
+
+    def park(self) -> None:
+        """Free the device storage, behind the copy."""
+        self._device.wait(self._ready)
+        resize_storage(self._tensor.untyped_storage(), 0)
+        self.is_parked = True
+
+    def start_coming(self) -> None:
+        """Allocate on the live current stream and start the H2D copy."""
+        if not self.is_parked:
+            return
+        assert self._block is not None
+        resize_storage(self._tensor.untyped_storage(), self._size_bytes)
+        after = (self._device.record(), self._ready)
+        self._ready = self._block.ready = self._device.copy_in(self._flat(), self._host(), after=after)
+        self.is_parked = False
+
+    def come(self) -> None:
+        """Have the bytes on the device, ready for the live current stream."""
+        self.start_coming()
+        self._device.wait(self._ready)
+
+    def close(self) -> None:
+        """Come back for good."""
+        self.come()
+        if self._block is not None:
+            self._arena.free(self._block, after=self._ready)
+            self._block = None
+
+    def _flat(self) -> torch.Tensor:
+        return flat_bytes(self._tensor.untyped_storage(), 0, self._size_bytes)
+
+    def _host(self) -> torch.Tensor:
+        assert self._block is not None
+        return self._block.view(torch.uint8, (self._size_bytes,))
+
+
+class ParkedWeights:
+    """The weights of `layers` that no other module shares, on the host while their layer is inactive."""
+
+    def __init__(
+        self,
+        device: Device,
+        arena: HostArena,
+        model: nn.Module,
+        layers: Iterable[nn.Module],
+        *,
+        min_bytes: int,
+    ) -> None:
+        """Leave everything on the device until a layer has run."""
+        self.moved_bytes = 0
+        self._storages = {
+            layer: [ParkedStorage(device, arena, tensor) for tensor in _own_tensors(model, layer, min_bytes)]
+            for layer in layers
+        }
+        self._order: list[nn.Module] = []
+        self._hook = model.register_state_dict_pre_hook(lambda *_: self.gather())
+
+    def before_forward(self, layer: nn.Module) -> None:
+        """Have `layer`'s weights on the device; they start to leave while it computes."""
+        if layer in self._order and torch._C._current_graph_task_id() == -1:
+            self._order.clear()
+        for storage in self._storages[layer]:
+            storage.come()
+            if torch.is_grad_enabled():
+                self.moved_bytes += storage.start_leaving()
+
+    def after_forward(self, layer: nn.Module) -> None:
+        """Park `layer`'s weights, unless this was an evaluation or a recomputation."""
+        if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
+            return
+        self._order.append(layer)
+        for storage in self._storages[layer]:
+            storage.park()
+
+    def bring(self, layer: nn.Module) -> Callable[[], None]:
+        """Return what brings `layer`'s weights before its backward, and starts to bring those of the one before."""
+
+        def bring() -> None:
+            if any(storage.is_parked for storage in self._storages[layer]):
+                torch.autograd.Variable._execution_engine.queue_callback(self.gather)
+            for storage in self._storages[layer]:
+                storage.come()
+            self._start_before(layer)
+
+        return bring
+
+    def gather(self) -> None:
+        """Have all weights on the device."""
+        for storages in self._storages.values():
+            for storage in storages:
+                storage.come()
+
+    def close(self) -> None:
+        """Bring everything back for good."""
+        self._hook.remove()
+        for storages in self._storages.values():
+            for storage in storages:
+                storage.close()
+
+    def _start_before(self, layer: nn.Module) -> None:
+        position = self._order.index(layer) if layer in self._order else 0
+        if position > 0:
+            for storage in self._storages[self._order[position - 1]]:
+                storage.start_coming()
+
+
+def _own_tensors(model: nn.Module, layer: nn.Module, min_bytes: int) -> list[torch.Tensor]:
+    """Return one parameter for each storage of `layer` that is large enough and nobody else's."""
+    inside = {id(parameter) for parameter in layer.parameters()}
+    shared = {p.untyped_storage()._cdata for p in model.parameters() if id(p) not in inside}
+    own = {p.untyped_storage()._cdata: p for p in layer.parameters()}
+    return [p for key, p in own.items() if key not in shared and p.untyped_storage().nbytes() >= min_bytes]

@@ -1,0 +1,175 @@
+"""Profiles a step in which all is offloaded: when a storage is saved and needed, and what recomputing it costs.
+
+Each recipe is proved on the way: the result that it computes is compared, byte for byte, with what came back
+from the host. A recipe that fails is forgotten, so recomputation is as exact as a copy.
+"""
+
+from __future__ import annotations
+
+import statistics
+import weakref
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+
+from reference_impl.activations.budget import ProfiledStorage, StepProfile
+from reference_impl.activations.clock import Clock, ComputeClock
+from reference_impl.activations.geometry import Extent, flat_bytes
+from reference_impl.activations.room import Room, SegmentPeaks
+from reference_impl.activations.run import Run
+from reference_impl.activations.tape import Node, Recipe, recipe_for
+from reference_impl.device import Device
+from reference_impl.memory.link import LinkSpeed
+
+
+@dataclass
+class _Observation:
+    name: str
+    size_bytes: int
+    saved: int
+    recipe: Recipe | None
+    needed: int | None = None
+
+
+class StepProfiler:
+    """Watches one run."""
+
+    def __init__(self, run: Run, device: Device, room: Room) -> None:
+        """Begin with the forward."""
+        self._run = weakref.ref(run)
+        self._room = room
+        clock = Clock(device)
+        self._forward = ComputeClock(clock)
+        self._backward = ComputeClock(clock)
+        self._forward_end: int | None = None
+        self._observed: dict[int, _Observation] = {}
+        self._is_proving = False
+        self._is_backward = False
+        self._forward.start()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether backward has asked for everything, or the graph is gone."""
+        return self._run() is None
+
+    @property
+    def has_seen_backward(self) -> bool:
+        """Whether there is something to plan with."""
+        return any(observed.needed is not None for observed in self._observed.values())
+
+    @property
+    def largest_bytes(self) -> int:
+        """The size of the largest storage."""
+        return max(observed.size_bytes for observed in self._observed.values())
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Stop the forward's clock while the engine may make the device wait."""
+        self._forward.stop()
+        yield
+        self._forward.start()
+
+    def saved(self, index: int, extent: Extent, node: Node) -> None:
+        """Note that storage `index` stands for `extent`, made by `node`."""
+        name = node.operation.name if node.operation is not None else "input"
+        recipe = recipe_for(node) if extent.is_whole else None
+        self._observed[index] = _Observation(name, extent.size_bytes, self._forward.stop(), recipe)
+
+    def start_loss(self) -> None:
+        """Note that the forward is over; its clock goes on for the loss."""
+        self._forward_end = self._forward.stop()
+        self._forward.start()
+
+    def start_backward(self) -> None:
+        """Go on with the backward's clock, until this backward is over."""
+        self._is_backward = True
+        self._forward.stop()
+        self._backward.start()
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+
+    def _end_backward(self) -> None:
+        self._backward.stop()
+
+    def fetching(self) -> None:
+        """Stop the backward's clock: the device may have to wait."""
+        if not self._is_backward:
+            self.start_backward()
+        self._backward.stop()
+
+    def fetched(self, index: int, flat: torch.Tensor) -> None:
+        """Note when storage `index` was needed first, prove its recipe with `flat`, and go on."""
+        if self._is_proving:
+            return
+        observed = self._observed.get(index)
+        if observed is not None and observed.needed is None:
+            observed.needed = self._backward.stop()
+            self._prove(observed, flat)
+            # The proof, and what it brought early, is no part of the step that is measured.
+            run = self._run()
+            if run is not None:
+                self._room.restart_segment(run)
+        self._backward.start()
+
+    def result(self, peaks: SegmentPeaks, link: LinkSpeed) -> StepProfile:
+        """Return the profile. Waits for the device."""
+        forward_s, backward_s = self._forward.seconds(), self._backward.seconds()
+        storages = [
+            ProfiledStorage(
+                name=observed.name,
+                size_bytes=observed.size_bytes,
+                saved_at_s=forward_s[observed.saved],
+                # What backward never asked for is needed last.
+                needed_at_s=backward_s[-1 if observed.needed is None else observed.needed],
+                recompute_s=_cost_s(observed.recipe),
+            )
+            for _, observed in sorted(self._observed.items())
+        ]
+        end_s = forward_s[-1 if self._forward_end is None else self._forward_end]
+        return StepProfile(
+            storages=_with_equal_costs(storages),
+            forward_s=end_s,
+            loss_s=forward_s[-1] - end_s,
+            backward_s=backward_s[-1],
+            forward_peak_bytes=max(*peaks["forward"], *peaks["loss"]),
+            backward_peak_bytes=tuple(peaks["backward"]),
+            d2h_bytes_per_s=link.d2h_bytes_per_s,
+            h2d_bytes_per_s=link.h2d_bytes_per_s,
+        )
+
+    def _prove(self, observed: _Observation, flat: torch.Tensor) -> None:
+        if observed.recipe is None:
+            return
+        self._is_proving = True
+        try:
+            computed = observed.recipe.compute().untyped_storage()
+            is_same = computed.nbytes() == flat.numel() and torch.equal(
+                flat_bytes(computed, 0, flat.numel()), flat
+            )
+        finally:
+            self._is_proving = False
+        observed.recipe.release()
+        if not is_same:
+            observed.recipe = None
+
+
+def _with_equal_costs(storages: Sequence[ProfiledStorage]) -> tuple[ProfiledStorage, ...]:
+    """Give equal operations the median of their costs: what differs between them is noise."""
+    costs: defaultdict[tuple[str, int], list[float]] = defaultdict(list)
+    for storage in storages:
+        if storage.recompute_s is not None:
+            costs[storage.name, storage.size_bytes].append(storage.recompute_s)
+    return tuple(
+        replace(storage, recompute_s=statistics.median(costs[storage.name, storage.size_bytes]))
+        if storage.recompute_s is not None
+        else storage
+        for storage in storages
+    )
+
+
+def _cost_s(recipe: Recipe | None) -> float | None:
+    if recipe is None:
+        return None
+    return sum(Clock.seconds(operation.began, operation.ended) for operation in recipe.operations)

@@ -1,0 +1,174 @@
+"""How many bytes may wait on the device for their copy out, or lie there ahead of their use.
+
+Many raise the peak, few stall the compute stream. So the first step is measured, with as few as possible, in
+segments: from one saved storage or block to the next, the loss, from one restored storage to the next. What a
+segment leaves free below the step's peak costs nothing, and from then on copies may pile up, and come back
+early, as far as that goes: usually the loss needs gigabytes for an instant that are free during the rest.
+
+On CUDA the first step resets the allocator's peak statistics. On the CPU twin bytes are counted while a ledger
+is open; without one the fewest remain the rule. What a run of another length leaves free is not known.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Literal
+
+import torch
+
+from reference_impl.activations.run import Run
+from reference_impl.device import Device, Event
+from reference_impl.memory.in_flight import InFlight
+from reference_impl.memory.ledger import device_bytes, mark_peak, marked_peak_bytes
+
+IN_FLIGHT_BYTES = 512 * 2**20
+Phase = Literal["forward", "loss", "backward"]
+SegmentPeaks = dict[Phase, list[int]]
+
+
+class MeasuredStep:
+    """What one run needs on the device, segment by segment, beyond what it found there."""
+
+    def __init__(self, device: Device, run: Run, start_bytes: int) -> None:
+        """Begin the first segment of the forward."""
+        self._device = device
+        self._run = weakref.ref(run)
+        self.start_bytes = start_bytes
+        self.phase: Phase = "forward"
+        self._movable_bytes = 0
+        self.peak_bytes = 0
+        self.needs: dict[Phase, list[int]] = {"forward": [], "loss": [], "backward": []}
+        mark_peak(device)
+
+    def is_about(self, run: Run) -> bool:
+        """Whether `run` is the one that is measured."""
+        return self._run() is run
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the measured run has had its backward, or never will."""
+        run = self._run()
+        return run is None or run.is_over
+
+    def end(self, movable_bytes: int, live_bytes: int) -> None:
+        """End the last segment; `live_bytes` are there as the next step begins.
+
+        What this step leaves behind, as a first one does with the states of its optimizer, later steps find there.
+        """
+        left_bytes = max(live_bytes - self.start_bytes, 0)
+        self.end_segment("backward", movable_bytes, left_bytes=left_bytes)
+        self.start_bytes += left_bytes
+
+    def end_segment(self, phase: Phase, movable_bytes: int, *, left_bytes: int = 0) -> None:
+        """End the running segment and begin one of `phase`; `movable_bytes` are there by the engine's choice alone."""
+        peak = (marked_peak_bytes(self._device) or 0) - self.start_bytes - left_bytes
+        self.needs[self.phase].append(peak - min(self._movable_bytes, movable_bytes))
+        self.peak_bytes = max(self.peak_bytes, peak)
+        self.phase, self._movable_bytes = phase, movable_bytes
+        mark_peak(self._device)
+
+    def restart_segment(self, movable_bytes: int) -> None:
+        """Begin the running segment anew."""
+        self._movable_bytes = movable_bytes
+        mark_peak(self._device)
+
+
+class Room:
+    """The allowance of one engine, learnt from its first step."""
+
+    def __init__(
+        self, device: Device, *, in_flight_bytes: int = IN_FLIGHT_BYTES, is_ahead: bool = True
+    ) -> None:
+        """Allow `in_flight_bytes` to wait in any case; without `is_ahead`, one storage at a time comes early."""
+        self._device = device
+        self._is_ahead = is_ahead
+        self._measuring: MeasuredStep | None = None
+        self._free: dict[Phase, list[int]] = {"forward": [], "loss": [], "backward": []}
+        self._segment = 0
+        self._in_flight_bytes = in_flight_bytes
+        self._ceiling_bytes: int | None = None
+        self._measured: MeasuredStep | None = None
+        self.in_flight = InFlight(device, limit_bytes=2**63 - 1)
+
+    def start_run(self, run: Run) -> None:
+        """Note that a forward begins."""
+        self._segment = 0
+        live_bytes = device_bytes(self._device)
+        if live_bytes is None:
+            return
+        if self._measuring is not None and self._measuring.is_over and self._measuring.needs["backward"]:
+            self._learn(self._measuring, live_bytes)
+        if self._measured is None and (self._measuring is None or self._measuring.is_over):
+            self._measuring = MeasuredStep(self._device, run, live_bytes)
+
+    def learnt_peaks(self) -> SegmentPeaks | None:
+        """Return the most device bytes in each segment of the measured step, or None before it is over."""
+        if self._measured is None:
+            return None
+        start = self._measured.start_bytes
+        return {phase: [start + need for need in needs] for phase, needs in self._measured.needs.items()}
+
+    def measure_again(self, run: Run, *, ceiling_bytes: int) -> None:
+        """Forget what was learnt; measure `run`, which begins, and then leave room up to `ceiling_bytes` in all."""
+        self._ceiling_bytes = ceiling_bytes
+        self._measured = None
+        self._free = {"forward": [], "loss": [], "backward": []}
+        self.start_run(run)
+
+    def hold(self, copied: Event, original: torch.Tensor) -> None:
+        """Keep `original` on the device until it is `copied`."""
+        self.in_flight.hold(copied, original, original.numel())
+
+    def end_forward_segment(self, run: Run) -> None:
+        """Go on to the next segment of the forward, with only as many copies waiting as it leaves room for."""
+        self._segment += 1
+        free = self._free["forward"]
+        self._trim(free[self._segment] if self._segment < len(free) else 0)
+        self._measure(run, "forward", self.in_flight.held_bytes)
+
+    def start_loss(self, run: Run) -> None:
+        """Make room for what comes after the model's last block."""
+        free = self._free["loss"]
+        self._trim(free[0] if free else 0)
+        self._measure(run, "loss", self.in_flight.held_bytes)
+
+    def start_backward(self, run: Run) -> None:
+        """Note that the loss's own backward is over."""
+        self._measure(run, "backward", self.in_flight.held_bytes)
+
+    def served(self, run: Run) -> None:
+        """Note that backward has asked for the next storage."""
+        self.in_flight.drain()
+        if self._measuring is not None and self._measuring.phase != "backward":
+            # Nobody said when backward began: the segment before the first storage is empty.
+            self._measure(run, "backward", self.in_flight.held_bytes)
+        self._measure(run, "backward", self.in_flight.held_bytes + run.ahead_bytes)
+
+    def restart_segment(self, run: Run) -> None:
+        """Forget what the running segment has needed so far."""
+        if self._measuring is not None and self._measuring.is_about(run):
+            self._measuring.restart_segment(self.in_flight.held_bytes + run.ahead_bytes)
+
+    def shrink(self, by_bytes: int) -> None:
+        """Leave that much less room in every segment."""
+        self._free = {phase: [free - by_bytes for free in frees] for phase, frees in self._free.items()}
+
+    def free_bytes(self, served_storages: int) -> int:
+        """Return what may lie on the device early after so many storages of a run were served; less than 0: unknown."""
+        free = self._free["backward"]
+        return free[served_storages] if self._is_ahead and served_storages < len(free) else -1
+
+    def _trim(self, free_bytes: int) -> None:
+        self.in_flight.trim(max(free_bytes, self._in_flight_bytes))
+
+    def _measure(self, run: Run, phase: Phase, movable_bytes: int) -> None:
+        if self._measuring is not None and self._measuring.is_about(run):
+            self._measuring.end_segment(phase, movable_bytes)
+
+    def _learn(self, step: MeasuredStep, live_bytes: int) -> None:
+        step.end(self.in_flight.held_bytes, live_bytes)
+        top_bytes = step.peak_bytes
+        if self._ceiling_bytes is not None:
+            top_bytes = self._ceiling_bytes - step.start_bytes
+        self._free = {phase: [top_bytes - need for need in needs] for phase, needs in step.needs.items()}
+        self._measured, self._measuring = step, None

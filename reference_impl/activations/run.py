@@ -1,0 +1,196 @@
+"""One forward pass and the backward that answers it: which storage is needed next, and what may come early.
+
+Storages are numbered as they are saved. The order in which backward needs them is learnt from the last run of
+the same length; until then it is the reverse. Each storage that backward asks for starts the copies of the
+next ones, as many as the room allows. A wrong guess costs a copy on demand, never a wrong value. Runs know
+nothing of each other, so several may be in flight.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from reference_impl.activations.saved import SavedStorage
+from reference_impl.device import Device, Event
+from reference_impl.memory.in_flight import InFlight
+
+if TYPE_CHECKING:
+    from reference_impl.activations.geometry import Extent
+    from reference_impl.activations.tape import Node
+
+_REMEMBERED_ORDERS = 64
+# How many storages beyond the prefetched ones a slow tier may start to read.
+_PREPARED_AHEAD = 4
+
+
+class BackwardOrders:
+    """The order of the last run of each length."""
+
+    def __init__(self) -> None:
+        """Know nothing."""
+        self._by_length: dict[int, list[int]] = {}
+
+    def learn(self, length: int, trace: Sequence[int]) -> None:
+        """Remember `trace`, the indices in the order in which backward first asked for them."""
+        self._by_length.pop(length, None)
+        self._by_length[length] = list(trace)
+        if len(self._by_length) > _REMEMBERED_ORDERS:
+            del self._by_length[next(iter(self._by_length))]
+
+    def of(self, length: int) -> Sequence[int]:
+        """Return the learnt order for a run of `length` storages, or the reverse order of saving."""
+        return self._by_length.get(length, range(length - 1, -1, -1))
+
+
+class PrefetchRoom(Protocol):
+    """How much may come early; `room` knows."""
+
+    def served(self, run: Run) -> None:
+        """Note that backward of `run` has asked for one more storage."""
+
+    def free_bytes(self, served_storages: int) -> int:
+        """Return how many bytes may lie on the device early after `served_storages` were asked for."""
+
+
+class Observer(Protocol):
+    """Somebody who profiles a run."""
+
+    def saving(self) -> AbstractContextManager[None]:
+        """Return a context around what the engine does with a storage in forward."""
+
+    def saved(self, index: int, extent: Extent, node: Node) -> None:
+        """Note that storage `index` stands for `extent`, which the tape knows as `node`."""
+
+    def start_loss(self) -> None:
+        """Note that the last block has run."""
+
+    def start_backward(self) -> None:
+        """Note that backward begins."""
+
+    def fetching(self) -> None:
+        """Note that a storage is asked for."""
+
+    def fetched(self, index: int, flat: torch.Tensor) -> None:
+        """Note that storage `index` is on the device."""
+
+
+class Run:
+    """The storages of one forward, in the order in which they were saved."""
+
+    def __init__(
+        self,
+        device: Device,
+        orders: BackwardOrders,
+        in_flight: InFlight,
+        room: PrefetchRoom,
+    ) -> None:
+        """Start empty; `room` says how much may come early."""
+        self.device = device
+        self._orders = orders
+        self._in_flight = in_flight
+        self._room = room
+        self._storages: list[weakref.ref[SavedStorage] | None] = []
+        self._order: Sequence[int] = ()
+        self._rank: dict[int, int] = {}
+        self._trace: dict[int, None] = {}
+        self._ordered_length = -1
+        self._next = 0
+        self._reached = 0
+        self._round = 0
+        self.ahead_bytes = 0
+        self.observer: Observer | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether backward has begun, or the graph has died without one."""
+        return bool(self._trace) or (
+            self.has_saved and not any(saved and saved() for saved in self._storages)
+        )
+
+    @property
+    def has_saved(self) -> bool:
+        """Whether anything was saved."""
+        return bool(self._storages)
+
+    @property
+    def length(self) -> int:
+        """How many storages were saved so far."""
+        return len(self._storages)
+
+    def add(self, saved: SavedStorage) -> int:
+        """Give `saved` its number."""
+        self._storages.append(weakref.ref(saved))
+        return len(self._storages) - 1
+
+    def skip(self) -> None:
+        """Give a number to a storage that stays on the device."""
+        self._storages.append(None)
+
+    def start_backward(self) -> None:
+        """Start the copies that backward needs first."""
+        if self.observer is not None:
+            self.observer.start_backward()
+        self._recall_order()
+        self._prefetch()
+
+    def served(self, index: int, round_: int) -> None:
+        """Note that backward has asked for storage `index` in its `round_`, and start the copies of what follows."""
+        if round_ == 0 and index not in self._trace:
+            self._trace[index] = None
+            self._room.served(self)
+        self._recall_order()
+        rank = self._rank.get(index, -1)
+        if round_ > self._round:
+            self._round, self._next = round_, 0
+        self._reached = rank + 1
+        self._next = max(self._next, self._reached)
+        self._prefetch()
+
+    def abandon(self, loaded: Event, buffer: torch.Tensor) -> None:
+        """Keep `buffer`, which nobody needs any more, until its copy is over. Safe in a finalizer."""
+        self._in_flight.leave(loaded, buffer)
+
+    def copy_for_this_stream(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return a copy that belongs to the live current stream; the stream that owns `flat` may reuse it early."""
+        copy = flat.clone()
+        self._in_flight.leave(self.device.record(), flat)
+        return copy
+
+    def _recall_order(self) -> None:
+        if self._ordered_length != len(self._storages):
+            self._ordered_length = len(self._storages)
+            self._order = self._orders.of(self._ordered_length)
+            self._rank = {index: rank for rank, index in enumerate(self._order)}
+
+    def _prefetch(self) -> None:
+        # What comes early lies there through all segments up to its use.
+        limit = min((self._room.free_bytes(rank) for rank in range(self._reached, self._next)), default=2**63)
+        while self._next < len(self._order):
+            saved = self._pending(self._next)
+            limit = min(limit, self._room.free_bytes(self._next))
+            if saved is not None and not saved.hold_on_device():
+                if self.ahead_bytes > 0 and self.ahead_bytes + saved.size_bytes > limit:
+                    break
+                saved.load()
+            self._next += 1
+        for rank in range(self._next, min(self._next + _PREPARED_AHEAD, len(self._order))):
+            saved = self._pending(rank)
+            if saved is not None:
+                saved.source.prepare()
+
+    def _pending(self, rank: int) -> SavedStorage | None:
+        """Return the storage at `rank` of the order if backward still needs it and it may come early."""
+        reference = self._storages[self._order[rank]]
+        saved = reference() if reference is not None else None
+        if saved is None or saved.round > self._round or not saved.source.may_come_early:
+            return None
+        return saved
+
+    def __del__(self) -> None:
+        if self._trace:
+            self._orders.learn(len(self._storages), list(self._trace))

@@ -1,0 +1,275 @@
+"""A tape of the operations of a forward, from which single results can be computed again.
+
+Checkpointing recomputes whole layers. With the tape a single saved tensor is replaced by the operation that
+made it: a norm's output, an activation function, a product of two saved factors cost little more than reading
+their inputs. An operation is replayed below autograd with the same inputs, so the result has the same bits.
+
+What the tape cannot see stays a source: custom kernels, compiled code, random operations, writes in place. A
+kernel that writes a tensor behind PyTorch's back would make a recipe wrong; `profile` proves each one.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol, TypeGuard
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from reference_impl.activations.clock import Clock, Mark
+from reference_impl.activations.geometry import Geometry, flat_bytes
+from reference_impl.activations.saved import KeptTensor, MovedTensor, SavedStorage, VersionProbe
+from reference_impl.activations.weights import Weights
+from reference_impl.device import REACHED, Event
+
+_MOST_UNSAVED_ANCESTORS = 8
+
+
+class Restorable(Protocol):
+    """An input of a replay."""
+
+    def restore(self) -> torch.Tensor:
+        """Return it on the device."""
+
+
+class Operation:
+    """One call of one operator, its tensors replaced by `Input`s."""
+
+    __slots__ = ("args", "began", "ended", "function", "inputs", "kwargs")
+
+    def __init__(
+        self, function: Any, args: Any, kwargs: Any, inputs: list[Input], began: Mark, ended: Mark
+    ) -> None:
+        """Keep what a replay needs."""
+        self.function = function
+        self.args = args
+        self.kwargs = kwargs
+        self.inputs = inputs
+        self.began = began
+        self.ended = ended
+
+    @property
+    def name(self) -> str:
+        """The operator's name, without namespace and overload."""
+        return str(self.function.name()).partition("::")[2].partition(".")[0]
+
+
+class Node:
+    """One storage: what made it, and what the engine made of it."""
+
+    __slots__ = ("kept", "operation", "output", "saved")
+
+    def __init__(self, operation: Operation | None = None, output: int = 0) -> None:
+        """Start unsaved."""
+        self.operation = operation
+        self.output = output
+        self.saved: weakref.ref[SavedStorage] | None = None
+        self.kept: weakref.ref[torch.UntypedStorage] | None = None
+
+
+class Input:
+    """A tensor argument: held if it is small or a weight, else a geometry over its storage's node."""
+
+    __slots__ = ("geometry", "held", "node", "probe")
+
+    def __init__(self, tensor: torch.Tensor, node: Node | None) -> None:
+        """Hold `tensor` when it has no `node`."""
+        self.node = node
+        self.held = KeptTensor(tensor) if node is None else None
+        self.geometry = Geometry.of(tensor) if node is not None else None
+        self.probe = VersionProbe(tensor) if node is not None else None
+
+
+class Tape(TorchDispatchMode):
+    """Records while it is active."""
+
+    def __init__(self, clock: Clock, weights: Weights, *, min_bytes: int) -> None:
+        """Hold tensors below `min_bytes` and weights themselves; time operations with `clock`."""
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._clock = clock
+        self._weights = weights
+        self._min_bytes = min_bytes
+        self._is_paused = False
+        self._nodes: dict[int, tuple[weakref.ref[torch.UntypedStorage], Node]] = {}
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Record nothing of what the engine itself does."""
+        self._is_paused = True
+        try:
+            yield
+        finally:
+            self._is_paused = False
+
+    def clear(self) -> None:
+        """Forget everything; recipes that were given out live on."""
+        self._nodes.clear()
+
+    def node_of(self, storage: torch.UntypedStorage) -> Node:
+        """Return the node of a living storage."""
+        known = self._nodes.get(storage._cdata)
+        if known is not None and known[0]() is storage:
+            return known[1]
+        return self._remember(storage, Node())
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._is_paused:
+            return func(*args, **kwargs)
+        if not _is_replayable(func, args, kwargs):
+            result = func(*args, **kwargs)
+            if func._schema.is_mutable:
+                tree_map(self._forget, (args, kwargs))
+            return result
+        inputs: list[Input] = []
+        # Below autograd an alias has a version counter of its own, unless this key is back in.
+        with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+            given_args, given_kwargs = tree_map(lambda leaf: self._as_input(leaf, inputs), (args, kwargs))
+        began = self._clock.mark()
+        result = func(*args, **kwargs)
+        operation = Operation(func, given_args, given_kwargs, inputs, began, self._clock.mark())
+        # Some operators return a view without saying so.
+        known = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if _is_strided(leaf)}
+        for output, tensor in enumerate(result if isinstance(result, (tuple, list)) else (result,)):
+            if _is_strided(tensor) and tensor.untyped_storage()._cdata not in known and inputs:
+                self._remember(tensor.untyped_storage(), Node(operation, output))
+        return result
+
+    def _as_input(self, leaf: Any, inputs: list[Input]) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        is_held = (
+            leaf.layout is not torch.strided
+            or leaf.nbytes < self._min_bytes
+            or leaf.untyped_storage()._cdata in self._weights
+        )
+        inputs.append(Input(leaf, None if is_held else self.node_of(leaf.untyped_storage())))
+        return inputs[-1]
+
+    def _remember(self, storage: torch.UntypedStorage, node: Node) -> Node:
+        self._nodes[storage._cdata] = (weakref.ref(storage), node)
+        return node
+
+    def _forget(self, leaf: Any) -> None:
+        if _is_strided(leaf):
+            self._nodes.pop(leaf.untyped_storage()._cdata, None)
+
+
+class Recipe:
+    """A result that is computed again from inputs that are saved, kept, weights, or recipes themselves."""
+
+    __slots__ = ("_inputs", "_operation", "_output", "operations")
+
+    may_come_early = False
+
+    def __init__(self, operation: Operation, output: int, inputs: dict[Input, Restorable]) -> None:
+        """Take `operation`'s `output`."""
+        self._operation = operation
+        self._output = output
+        self._inputs = inputs
+        self.operations: list[Operation] = [operation]
+        for restorable in inputs.values():
+            if isinstance(restorable, _RecipeView):
+                self.operations += restorable.recipe.operations
+
+    def compute(self) -> torch.Tensor:
+        """Return the result in new memory of the live current stream."""
+        restored = {given: restorable.restore() for given, restorable in self._inputs.items()}
+
+        def fill(leaf: Any) -> Any:
+            return restored[leaf] if isinstance(leaf, Input) else leaf
+
+        args, kwargs = tree_map(fill, self._operation.args), tree_map(fill, self._operation.kwargs)
+        device_type = next(iter(restored.values())).device.type
+        with torch.no_grad(), torch.autocast(device_type, enabled=False):
+            result = self._operation.function(*args, **kwargs)
+        output = result[self._output] if isinstance(result, (tuple, list)) else result
+        assert isinstance(output, torch.Tensor)
+        return output
+
+    def bring(self) -> tuple[torch.Tensor, Event]:
+        """Compute; the event is reached, since it runs on the live current stream."""
+        storage = self.compute().untyped_storage()
+        return flat_bytes(storage, 0, int(storage.nbytes())), REACHED
+
+    def prepare(self) -> None:
+        """Do nothing: the inputs come early by themselves."""
+
+    def release(self) -> None:
+        """Let the inputs go."""
+        self._inputs.clear()
+
+
+class _RecipeView:
+    """A view of an intermediate result that nobody saved."""
+
+    __slots__ = ("_geometry", "recipe")
+
+    def __init__(self, recipe: Recipe, geometry: Geometry) -> None:
+        self.recipe = recipe
+        self._geometry = geometry
+
+    def restore(self) -> torch.Tensor:
+        return self._geometry.over(self.recipe.compute().untyped_storage())
+
+
+def recipe_for(node: Node, *, ancestors: int = _MOST_UNSAVED_ANCESTORS) -> Recipe | None:
+    """Return a recipe for `node`'s storage whose inputs are all at hand, or None."""
+    if node.operation is None or ancestors == 0:
+        return None
+    inputs: dict[Input, Restorable] = {}
+    for given in node.operation.inputs:
+        restorable = _restorable(given, ancestors)
+        if restorable is None:
+            return None
+        inputs[given] = restorable
+    return Recipe(node.operation, node.output, inputs)
+
+
+def _restorable(given: Input, ancestors: int) -> Restorable | None:
+    if given.held is not None:
+        return given.held
+    assert given.node is not None
+    assert given.geometry is not None
+    assert given.probe is not None
+    if not given.probe.is_current:
+        return None
+    saved = given.node.saved() if given.node.saved is not None else None
+    if saved is not None and saved.is_whole and saved.version == given.probe.version:
+        return MovedTensor(saved, given.geometry, given.probe)
+    kept = given.node.kept() if given.node.kept is not None else None
+    if kept is not None:
+        return KeptTensor(given.geometry.over(kept))
+    recipe = recipe_for(given.node, ancestors=ancestors - 1)
+    return _RecipeView(recipe, given.geometry) if recipe is not None else None
+
+
+def _is_replayable(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether `func` makes new tensors from its inputs alone, the same each time."""
+    schema = func._schema
+    if func.namespace != "aten" or schema.is_mutable:
+        return False
+    if any(returned.alias_info is not None for returned in schema.returns):
+        return False
+    if torch.Tag.nondeterministic_seeded in func.tags:
+        return _dropout_probability(schema, args, kwargs) == 0
+    # A new tensor without contents is there to be written, perhaps by a kernel that the tape does not see.
+    return not any(word in func.name() for word in ("empty", "zeros", "ones", "full", "new_"))
+
+
+def _dropout_probability(schema: Any, args: Any, kwargs: dict[str, Any]) -> float | None:
+    for position, argument in enumerate(schema.arguments):
+        if argument.name == "dropout_p":
+            return float(
+                args[position] if position < len(args) else kwargs.get("dropout_p", argument.default_value)
+            )
+    return None
+
+
+def _is_strided(leaf: Any) -> TypeGuard[torch.Tensor]:
+    return isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided

@@ -1,0 +1,216 @@
+"""The device that training runs on: CUDA with streams and events, or its CPU twin.
+
+Every mechanism in this package is written once against `Device`. On CUDA a copy is asynchronous: it runs on a
+copy stream of its own, one for each direction, after the event it is given, and returns the event that marks
+its end. The CPU twin makes the same copies between two tiers of ordinary memory, at once, so that the same
+engine can be tested for values, lifetime and memory where there is no GPU.
+
+Lifetime is references and events: nothing here calls `record_stream`, and nothing allocates inside a copy
+stream's context. Streams are made once a device and reused, because every new stream would keep an allocator
+pool of its own.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from typing import Protocol
+
+import torch
+
+
+class Event(Protocol):
+    """A point in a device's work that is reached once."""
+
+    def query(self) -> bool:
+        """Return whether the point has been reached, without waiting."""
+
+    def synchronize(self) -> None:
+        """Block the calling thread until the point is reached. Releases the GIL."""
+
+
+class Reached:
+    """The event of the CPU twin: its work is over when the call returns."""
+
+    def query(self) -> bool:
+        """Return True."""
+        return True
+
+    def synchronize(self) -> None:
+        """Return at once."""
+
+
+REACHED = Reached()
+
+
+class Device(ABC):
+    """One device and its two copy streams."""
+
+    def __init__(self, torch_device: torch.device) -> None:
+        """Keep the torch device that tensors of the device tier live on."""
+        self.torch_device = torch_device
+
+    @staticmethod
+    def of(device: torch.device | str) -> Device:
+        """Return the one `Device` for a torch device, `cuda` meaning the current one.
+
+        Raises ValueError for a type that is neither `cuda` nor `cpu`.
+        """
+        torch_device = torch.device(device)
+        if torch_device.type == "cuda" and torch_device.index is None:
+            torch_device = torch.device("cuda", torch.cuda.current_device())
+        return _device(torch_device)
+
+    @property
+    @abstractmethod
+    def is_cuda(self) -> bool:
+        """Whether work is asynchronous."""
+
+    @abstractmethod
+    def current_stream_id(self) -> int:
+        """Return a number that tells the live current stream from others."""
+
+    @abstractmethod
+    def record(self) -> Event:
+        """Mark the end of what the live current stream has been given so far."""
+
+    @abstractmethod
+    def wait(self, event: Event) -> None:
+        """Make the live current stream wait for `event`; the host goes on."""
+
+    @abstractmethod
+    def on_d2h(self) -> AbstractContextManager[object]:
+        """Make the D2H copy stream current. Nothing may be allocated inside."""
+
+    @abstractmethod
+    def on_h2d(self) -> AbstractContextManager[object]:
+        """Make the H2D copy stream current. Nothing may be allocated inside."""
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Block until all work of this device is done. Not for the hot path."""
+
+    @abstractmethod
+    def refuse_capture(self, what: str) -> None:
+        """Raise RuntimeError when a CUDA graph is being captured: host-driven copies cannot be replayed."""
+
+    def copy_out(self, host: torch.Tensor, source: torch.Tensor, *, after: Iterable[Event]) -> Event:
+        """Start the D2H copy of `source` into `host` (same dtype and numel) once all of `after` are reached.
+
+        Returns the event of its end. The caller keeps both tensors alive until then.
+        """
+        with self.on_d2h():
+            for event in after:
+                self.wait(event)
+            host.copy_(source, non_blocking=True)
+            return self.record()
+
+    def copy_in(self, target: torch.Tensor, host: torch.Tensor, *, after: Iterable[Event]) -> Event:
+        """Start the H2D copy of `host` into `target` (same dtype and numel) once all of `after` are reached.
+
+        Returns the event of its end. The caller keeps both tensors alive until then.
+        """
+        with self.on_h2d():
+            for event in after:
+                self.wait(event)
+            target.copy_(host, non_blocking=True)
+            return self.record()
+
+
+class CudaDevice(Device):
+    """One CUDA device; D2H and H2D run side by side, each in order."""
+
+    def __init__(self, torch_device: torch.device) -> None:
+        """Make the two copy streams, which live as long as the process."""
+        super().__init__(torch_device)
+        self.d2h = torch.cuda.Stream(torch_device)
+        self.h2d = torch.cuda.Stream(torch_device)
+
+    @property
+    def is_cuda(self) -> bool:
+        """Return True."""
+        return True
+
+    def current_stream_id(self) -> int:
+        """Return the driver's handle of the stream."""
+        return int(torch.cuda.current_stream(self.torch_device).cuda_stream)
+
+    def record(self) -> Event:
+        """Record on the stream that is current for the calling thread, which in a hook is autograd's."""
+        # A blocking event lets a worker thread sleep in `synchronize` instead of burning a core.
+        event = torch.cuda.Event(blocking=True)
+        event.record(torch.cuda.current_stream(self.torch_device))
+        return event
+
+    def wait(self, event: Event) -> None:
+        """Enqueue the wait; the CPU twin's event needs none."""
+        if isinstance(event, torch.cuda.Event):
+            torch.cuda.current_stream(self.torch_device).wait_event(event)
+
+    def on_d2h(self) -> AbstractContextManager[object]:
+        """Switch to the D2H stream."""
+        return torch.cuda.stream(self.d2h)
+
+    def on_h2d(self) -> AbstractContextManager[object]:
+        """Switch to the H2D stream."""
+        return torch.cuda.stream(self.h2d)
+
+    def synchronize(self) -> None:
+        """Wait for every stream of the device."""
+        torch.cuda.synchronize(self.torch_device)
+
+    def refuse_capture(self, what: str) -> None:
+        """Raise while the current stream is capturing."""
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"{what} cannot run inside a CUDA graph capture: its copies are driven by the host; "
+                "expected eager execution; try capturing the blocks without offload"
+            )
+
+
+class CpuTwin(Device):
+    """The same engine without a GPU: copies are real, immediate and counted by the ledger."""
+
+    @property
+    def is_cuda(self) -> bool:
+        """Return False."""
+        return False
+
+    def current_stream_id(self) -> int:
+        """Return 0: there is one."""
+        return 0
+
+    def record(self) -> Event:
+        """Return an event that is reached already."""
+        return REACHED
+
+    def wait(self, event: Event) -> None:
+        """Return at once."""
+
+    def on_d2h(self) -> AbstractContextManager[object]:
+        """Return a context that changes nothing."""
+        return nullcontext()
+
+    def on_h2d(self) -> AbstractContextManager[object]:
+        """Return a context that changes nothing."""
+        return nullcontext()
+
+    def synchronize(self) -> None:
+        """Return at once."""
+
+    def refuse_capture(self, what: str) -> None:
+        """Return: there is nothing to capture."""
+
+
+@cache
+def _device(torch_device: torch.device) -> Device:
+    if torch_device.type == "cuda":
+        return CudaDevice(torch_device)
+    if torch_device.type == "cpu":
+        return CpuTwin(torch_device)
+    raise ValueError(
+        f"device {torch_device} is not supported; expected a cuda device, or cpu for the twin; "
+        "try moving the model to one of these"
+    )

@@ -1,0 +1,202 @@
+"""Hands out parts of pinned slabs, and takes them back while copies still read them.
+
+One arena serves one mechanism. A block that comes back carries the event of the copy that last used it, and
+the next user orders its own copy behind that event on the device, so neither side waits on the host. Blocks
+of equal size are recycled first, which is what training does from its second step on.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import weakref
+from collections import defaultdict, deque
+from collections.abc import Sequence
+
+import torch
+
+from reference_impl.device import REACHED, Device, Event
+from reference_impl.memory.host import HostMemoryError, host_book
+from reference_impl.memory.slab import Slab
+
+ALIGNMENT_BYTES = 256
+_SLAB_BYTES = 256 * 2**20
+_FIRST_SLAB_BYTES = 16 * 2**20
+
+
+class HostBlock:
+    """`size_bytes` of a slab from `offset`; `ready` is the event after which it may be written."""
+
+    __slots__ = ("offset", "ready", "size_bytes", "slab")
+
+    def __init__(self, slab: Slab, offset: int, size_bytes: int) -> None:
+        """Start ready."""
+        self.slab = slab
+        self.offset = offset
+        self.size_bytes = size_bytes
+        self.ready: Event = REACHED
+
+    def view(self, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+        """Return the block's first elements as a contiguous tensor of `dtype` and `shape`."""
+        nbytes = math.prod(shape) * dtype.itemsize
+        return self.slab.bytes[self.offset : self.offset + nbytes].view(dtype).view(shape)
+
+
+class _Live:
+    """What one arena has handed out, in step with the book of all arenas."""
+
+    def __init__(self) -> None:
+        self.size_bytes = 0
+
+    def add(self, size_bytes: int) -> None:
+        self.size_bytes += size_bytes
+        host_book.add(live=size_bytes)
+
+    def drop(self) -> None:
+        self.add(-self.size_bytes)
+
+
+class HostArena:
+    """Host memory of one mechanism, at most `limit_bytes` in slabs of `slab_bytes` or more.
+
+    `pinned=False` is for state that only the CPU touches: no copy may read or write it asynchronously.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        *,
+        limit_bytes: int | None = None,
+        slab_bytes: int = _SLAB_BYTES,
+        remedy: str = "",
+        pinned: bool = True,
+    ) -> None:
+        """Take nothing yet; `remedy` ends the message when the host has no room."""
+        self._device = device
+        self._limit_bytes = limit_bytes
+        self._slab_bytes = slab_bytes
+        self._remedy = remedy or "try offloading less"
+        self._pinned = pinned
+        self._lock = threading.Lock()
+        self._returned: deque[HostBlock] = deque()
+        self._slabs: list[Slab] = []
+        self._free: list[HostBlock] = []
+        self._recycled: defaultdict[int, deque[HostBlock]] = defaultdict(deque)
+        self._live = _Live()
+        # An arena that is forgotten without close() leaves nothing in the book.
+        weakref.finalize(self, self._live.drop)
+
+    @property
+    def live_bytes(self) -> int:
+        """Bytes that are handed out."""
+        return self._live.size_bytes
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes of all slabs, handed out or not."""
+        return sum(slab.size_bytes for slab in self._slabs)
+
+    def reserve(self, size_bytes: int) -> None:
+        """Pin one slab of `size_bytes` now, so that no step pays for it. Raises HostMemoryError."""
+        with self._lock:
+            self._grow(size_bytes)
+
+    def allocate(self, size_bytes: int) -> HostBlock:
+        """Return a block of at least `size_bytes`, 256-byte aligned; write it after its `ready` event.
+
+        Raises HostMemoryError when neither the limit nor the host has room.
+        """
+        size_bytes = max(-(-size_bytes // ALIGNMENT_BYTES), 1) * ALIGNMENT_BYTES
+        with self._lock:
+            self._take_back()
+            block = self._recycle(size_bytes) or self._carve(size_bytes)
+            if block is None:
+                self._merge()
+                block = self._carve(size_bytes)
+            if block is None:
+                self._grow(max(size_bytes, self._next_slab_bytes()))
+                block = self._carve(size_bytes)
+            assert block is not None
+            self._live.add(size_bytes)
+        return block
+
+    def free(self, block: HostBlock, *, after: Event = REACHED) -> None:
+        """Take `block` back; whoever gets it next writes it only once `after` is reached.
+
+        A finalizer may call this at any point of any thread, so it never waits for the lock: whoever holds
+        the lock may be the very call that the garbage collector interrupted.
+        """
+        block.ready = after
+        self._returned.append(block)
+        if self._lock.acquire(blocking=False):
+            try:
+                self._take_back()
+            finally:
+                self._lock.release()
+
+    def close(self) -> None:
+        """Wait for copies in flight and unlock all slabs. Calling it again does nothing."""
+        self._device.synchronize()
+        with self._lock:
+            self._take_back()
+            for slab in self._slabs:
+                slab.close()
+            self._slabs.clear()
+            self._free.clear()
+            self._recycled.clear()
+            self._live.drop()
+
+    def _take_back(self) -> None:
+        while self._returned:
+            block = self._returned.popleft()
+            if block.slab.is_open:
+                self._recycled[block.size_bytes].append(block)
+                self._live.add(-block.size_bytes)
+
+    def _recycle(self, size_bytes: int) -> HostBlock | None:
+        blocks = self._recycled.get(size_bytes)
+        return blocks.popleft() if blocks else None
+
+    def _carve(self, size_bytes: int) -> HostBlock | None:
+        """Cut the smallest free range that is large enough."""
+        fitting = [block for block in self._free if block.size_bytes >= size_bytes]
+        if not fitting:
+            return None
+        best = min(fitting, key=lambda block: block.size_bytes)
+        carved = HostBlock(best.slab, best.offset, size_bytes)
+        best.offset += size_bytes
+        best.size_bytes -= size_bytes
+        if best.size_bytes == 0:
+            self._free.remove(best)
+        return carved
+
+    def _merge(self) -> None:
+        """Turn recycled blocks back into free ranges, joining neighbours, once no copy uses them."""
+        for blocks in self._recycled.values():
+            for _ in range(len(blocks)):
+                block = blocks.popleft()
+                (self._free if block.ready.query() else blocks).append(block)
+        self._free.sort(key=lambda block: (id(block.slab), block.offset))
+        joined: list[HostBlock] = []
+        for block in self._free:
+            last = joined[-1] if joined else None
+            if last and last.slab is block.slab and last.offset + last.size_bytes == block.offset:
+                last.size_bytes += block.size_bytes
+            else:
+                joined.append(block)
+        self._free = joined
+
+    def _next_slab_bytes(self) -> int:
+        """Double what there is, so that a small model pins little and a large one few slabs."""
+        if self._limit_bytes is not None:
+            return 0
+        return min(self._slab_bytes, max(self.reserved_bytes, _FIRST_SLAB_BYTES))
+
+    def _grow(self, size_bytes: int) -> None:
+        if self._limit_bytes is not None:
+            room = self._limit_bytes - self.reserved_bytes
+            if size_bytes > room:
+                raise HostMemoryError(needed_bytes=size_bytes, available_bytes=room, remedy=self._remedy)
+        slab = Slab(self._device, size_bytes, remedy=self._remedy, pinned=self._pinned)
+        self._slabs.append(slab)
+        self._free.append(HostBlock(slab, 0, slab.size_bytes))

@@ -1,0 +1,69 @@
+"""The host tier's own book: how many bytes mechanisms hold on the host, and how many the host still has.
+
+`host_book` counts what arenas hand out (live) and what they have reserved (pinned slabs), with the peak since
+the last reset. `available_bytes` reads what the kernel and the container still grant, because running out of
+host memory kills a job without a traceback.
+"""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+
+class HostMemoryError(MemoryError):
+    """The host cannot hold what was asked for; raised before anything is allocated."""
+
+    def __init__(self, *, needed_bytes: int, available_bytes: int, remedy: str) -> None:
+        """Say both amounts in GiB and what would help."""
+        super().__init__(
+            f"host memory: {needed_bytes / 2**30:.2f} GiB needed, "
+            f"{available_bytes / 2**30:.2f} GiB available; {remedy}"
+        )
+        self.needed_bytes = needed_bytes
+        self.available_bytes = available_bytes
+
+
+class HostBook:
+    """Live, reserved and peak live bytes of the host tier, over all arenas of the process."""
+
+    def __init__(self) -> None:
+        """Start from nothing."""
+        # Finalizers count too, and may interrupt the thread that is counting.
+        self._lock = threading.RLock()
+        self.live_bytes = 0
+        self.reserved_bytes = 0
+        self.peak_live_bytes = 0
+
+    def add(self, *, live: int = 0, reserved: int = 0) -> None:
+        """Add to the counters; negative numbers take away."""
+        with self._lock:
+            self.live_bytes += live
+            self.reserved_bytes += reserved
+            self.peak_live_bytes = max(self.peak_live_bytes, self.live_bytes)
+
+    def reset_peak(self) -> None:
+        """Start a new peak from what is live now."""
+        with self._lock:
+            self.peak_live_bytes = self.live_bytes
+
+
+host_book = HostBook()
+
+# Addresses of the storages that make up the host tier; slabs enter and leave it.
+host_storages: set[int] = set()
+
+
+def available_bytes() -> int:
+    """Return the host memory that can still be taken: the least of the kernel's and the container's answer.
+
+    Sources: `MemAvailable` of /proc/meminfo, and `memory.max` less `memory.current` of cgroup v2.
+    """
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    limit, current = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    if limit.is_file() and current.is_file():
+        granted = limit.read_text().strip()
+        if granted != "max":
+            available = min(available, int(granted) - int(current.read_text()))
+    return max(available, 0)

@@ -1,0 +1,70 @@
+"""Keeps tensors alive while a copy uses them, and no longer.
+
+A copy stream reads a tensor that the compute stream owns. Dropping the last reference too early would let
+the allocator give its memory to the next kernel; dropping it late costs peak memory. Entries are let go when
+their event has been reached, or, beyond `limit_bytes`, after the compute stream has been told to wait for it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+
+from reference_impl.device import Device, Event
+
+
+class InFlight:
+    """References held until their event; at most `limit_bytes` of them without a wait."""
+
+    def __init__(self, device: Device, *, limit_bytes: int) -> None:
+        """Hold nothing."""
+        self._device = device
+        self._limit_bytes = limit_bytes
+        self._held: deque[tuple[Event, object, int]] = deque()
+        self._left: deque[tuple[Event, object]] = deque()
+        self._lock = threading.Lock()
+        self.held_bytes = 0
+
+    def hold(self, event: Event, references: object, size_bytes: int) -> None:
+        """Keep `references` (of `size_bytes` on the device) until `event`, then let older ones go."""
+        with self._lock:
+            self._held.append((event, references, size_bytes))
+            self.held_bytes += size_bytes
+            self._drop_reached()
+            self._trim(self._limit_bytes)
+
+    def leave(self, event: Event, references: object) -> None:
+        """Keep `references`, uncounted, until `event`. Takes no lock, so a finalizer may call it."""
+        self._left.append((event, references))
+
+    def drain(self) -> None:
+        """Let go of what copies have finished with; waits for nothing."""
+        with self._lock:
+            self._drop_reached()
+
+    def trim(self, limit_bytes: int) -> None:
+        """Make the live current stream wait for the oldest until at most `limit_bytes` are held."""
+        with self._lock:
+            self._drop_reached()
+            self._trim(limit_bytes)
+
+    def clear(self) -> None:
+        """Make the live current stream wait for everything held, and let it go."""
+        self.trim(-1)
+
+    def _trim(self, limit_bytes: int) -> None:
+        while self.held_bytes > limit_bytes and self._held:
+            # The live current stream runs behind the copy from here on, so its next allocation may reuse
+            # the memory: a wait on the device, not on the host.
+            self._device.wait(self._held[0][0])
+            self._drop_oldest()
+
+    def _drop_reached(self) -> None:
+        while self._held and self._held[0][0].query():
+            self._drop_oldest()
+        while self._left and self._left[0][0].query():
+            self._left.popleft()
+
+    def _drop_oldest(self) -> None:
+        _, _, size_bytes = self._held.popleft()
+        self.held_bytes -= size_bytes

@@ -1,0 +1,170 @@
+"""Counts live bytes a tier, on either device.
+
+On CUDA the caching allocator keeps the book, and the ledger only reads it. On the CPU twin both tiers are
+ordinary memory, so the ledger watches every operation and follows each new storage until it dies; storages
+that belong to the host tier are told apart by their address. What it does not see: memory that is not a
+tensor (the CUDA context, NCCL buffers).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from reference_impl.device import Device
+from reference_impl.memory.host import host_book, host_storages
+
+_active: list[_StorageWatch] = []
+
+
+class _StorageWatch(TorchDispatchMode):
+    """Follows the storages of every tensor that an operation returns."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.live_bytes = 0
+        self.peak_bytes = 0
+        self.marked_peak_bytes = 0
+        self._watched: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.watch(leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor))
+        return result
+
+    def watch(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Start following the storages of `tensors` that are not followed yet."""
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            key = storage._cdata
+            known = self._watched.get(key)
+            if (known and known[0]() is not None) or storage.data_ptr() in host_storages:
+                continue
+            self._watched[key] = (weakref.ref(storage, self._forget(key)), storage.nbytes())
+            self._add(storage.nbytes())
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """Correct the book after a storage changed its size."""
+        known = self._watched.get(storage._cdata)
+        if known and known[0]() is not None:
+            self._watched[storage._cdata] = (known[0], storage.nbytes())
+            self._add(storage.nbytes() - known[1])
+
+    def _forget(self, key: int) -> Any:
+        def forget(reference: weakref.ref[torch.UntypedStorage]) -> None:
+            known = self._watched.get(key)
+            if known and known[0] is reference:
+                del self._watched[key]
+                self.live_bytes -= known[1]
+
+        return forget
+
+    def _add(self, nbytes: int) -> None:
+        self.live_bytes += nbytes
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        self.marked_peak_bytes = max(self.marked_peak_bytes, self.live_bytes)
+
+
+def resize_storage(storage: torch.UntypedStorage, size_bytes: int) -> None:
+    """Change a storage's size and tell every open ledger. A size of 0 frees its memory under living views."""
+    storage.resize_(size_bytes)
+    for watch in _active:
+        watch.resized(storage)
+
+
+def device_bytes(device: Device) -> int | None:
+    """Return the live device bytes; on the CPU twin None while no ledger is open, since nobody counts there."""
+    if device.is_cuda:
+        stats = torch.cuda.memory_stats_as_nested_dict(device.torch_device)
+        return int(stats["allocated_bytes"]["all"]["current"])
+    return _active[-1].live_bytes if _active else None
+
+
+def mark_peak(device: Device) -> None:
+    """Start a new peak for `marked_peak_bytes`. On CUDA this is the allocator's own peak, which it resets."""
+    if device.is_cuda:
+        torch.cuda.reset_peak_memory_stats(device.torch_device)
+    elif _active:
+        _active[-1].marked_peak_bytes = _active[-1].live_bytes
+
+
+def marked_peak_bytes(device: Device) -> int | None:
+    """Return the most live device bytes since the mark, or None where `device_bytes` is None."""
+    if device.is_cuda:
+        return torch.cuda.max_memory_allocated(device.torch_device)
+    return _active[-1].marked_peak_bytes if _active else None
+
+
+class Ledger:
+    """Live and peak bytes of both tiers while the context is open.
+
+    >>> with Ledger(Device.of("cpu"), track=model.parameters()) as ledger:
+    ...     loss = model(batch).sum()
+    ...     ledger.peak_device_bytes
+
+    `track` names tensors that already live on the device when the ledger opens; CUDA counts them anyway.
+    """
+
+    def __init__(self, device: Device, *, track: Iterable[torch.Tensor] = ()) -> None:
+        """Open nothing yet."""
+        self._device = device
+        self._watch = None if device.is_cuda else _StorageWatch()
+        self._track = list(track)
+
+    def __enter__(self) -> Ledger:
+        """Start both peaks from what is live now."""
+        if self._watch is not None:
+            self._watch.watch(self._track)
+            self._watch.__enter__()  # type: ignore[no-untyped-call]
+            _active.append(self._watch)
+        self._track.clear()
+        self.reset_peak()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Stop watching; the peaks stay readable."""
+        if self._watch is not None:
+            _active.remove(self._watch)
+            self._watch.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+
+    def reset_peak(self) -> None:
+        """Start both peaks from what is live now."""
+        host_book.reset_peak()
+        if self._watch is None:
+            torch.cuda.reset_peak_memory_stats(self._device.torch_device)
+        else:
+            self._watch.peak_bytes = self._watch.live_bytes
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes that live on the device tier now."""
+        if self._watch is None:
+            return torch.cuda.memory_allocated(self._device.torch_device)
+        return self._watch.live_bytes
+
+    @property
+    def peak_device_bytes(self) -> int:
+        """Most bytes that lived on the device tier at once since the last reset."""
+        if self._watch is None:
+            return torch.cuda.max_memory_allocated(self._device.torch_device)
+        return self._watch.peak_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes that mechanisms hold on the host now."""
+        return host_book.live_bytes
+
+    @property
+    def peak_host_bytes(self) -> int:
+        """Most bytes that mechanisms held on the host at once since the last reset."""
+        return host_book.peak_live_bytes

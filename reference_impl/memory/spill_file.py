@@ -1,0 +1,137 @@
+"""A file without a name that holds extents of bytes.
+
+It is unlinked as soon as it is open, so nothing is left behind however the process ends. Reads and writes go
+past the page cache where the file system allows it: a second copy in host memory is what spilling avoids.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import shutil
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+# O_DIRECT wants addresses, offsets and lengths in multiples of the logical block; a page suits every disk.
+PAGE_BYTES = 4096
+
+
+class DiskError(OSError):
+    """The spill file cannot be made, written or read."""
+
+    def __init__(self, action: str, path: Path, reason: object, remedy: str) -> None:
+        """Say what failed where, and what would help."""
+        super().__init__(f"cannot {action} in {path}: {reason}; {remedy}")
+
+
+class SpillFile:
+    """Extents of one unnamed file in the directory `path`, at most `limit_bytes` in all."""
+
+    def __init__(self, path: str | Path, *, limit_bytes: int) -> None:
+        """Open. Raises DiskError when the directory cannot be written or has less than `limit_bytes` free."""
+        self._path = Path(path)
+        self._limit_bytes = limit_bytes
+        self._lock = threading.Lock()
+        self._free: dict[int, list[int]] = {}
+        self._end = 0
+        self.live_bytes = 0
+        try:
+            free_bytes = shutil.disk_usage(self._path).free
+            descriptor, name = tempfile.mkstemp(dir=self._path, prefix="offload-")
+        except OSError as error:
+            raise DiskError(
+                "make a spill file",
+                self._path,
+                error.strerror,
+                "expected a writable directory; try another path",
+            ) from error
+        os.unlink(name)
+        if free_bytes < limit_bytes:
+            os.close(descriptor)
+            raise DiskError(
+                "reserve room",
+                self._path,
+                f"{limit_bytes / 2**30:.2f} GiB needed, {free_bytes / 2**30:.2f} GiB free",
+                "try a smaller limit_bytes or another disk",
+            )
+        self._descriptor = descriptor
+        self.is_direct = self._try_direct()
+
+    def allocate(self, size_bytes: int) -> int:
+        """Return the offset of a free extent of `size_bytes`, a multiple of the page. Raises DiskError when full."""
+        with self._lock:
+            same_size = self._free.get(size_bytes)
+            if same_size:
+                offset = same_size.pop()
+            elif self._end + size_bytes <= self._limit_bytes:
+                offset, self._end = self._end, self._end + size_bytes
+            else:
+                raise DiskError(
+                    "store",
+                    self._path,
+                    f"{size_bytes / 2**30:.2f} GiB needed, {(self._limit_bytes - self._end) / 2**30:.2f} GiB left "
+                    f"of limit_bytes={self._limit_bytes}",
+                    "try a larger limit_bytes or fewer layers",
+                )
+            self.live_bytes += size_bytes
+            return offset
+
+    def free(self, offset: int, size_bytes: int) -> None:
+        """Take an extent back."""
+        with self._lock:
+            self._free.setdefault(size_bytes, []).append(offset)
+            self.live_bytes -= size_bytes
+
+    def write(self, offset: int, source: torch.Tensor) -> None:
+        """Write all of `source`, flat uint8 host memory. Raises DiskError, for a full disk among others."""
+        self._transfer(os.pwrite, "write", offset, source)
+
+    def read(self, offset: int, target: torch.Tensor) -> None:
+        """Fill `target`, flat uint8 host memory. Raises DiskError."""
+        self._transfer(lambda fd, view, at: os.preadv(fd, [view], at), "read", offset, target)
+
+    def close(self) -> None:
+        """Give the disk its room back. Calling it again does nothing."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def _transfer(
+        self, call: Callable[[int, memoryview, int], int], action: str, offset: int, memory: torch.Tensor
+    ) -> None:
+        view = memory.numpy().data
+        done = 0
+        while done < len(view):
+            try:
+                count = call(self._descriptor, view[done:], offset + done)
+            except OSError as error:
+                if error.errno == errno.EINVAL and self.is_direct:
+                    self._leave_direct()
+                    continue
+                raise DiskError(
+                    action, self._path, error.strerror, "try another disk or fewer layers"
+                ) from error
+            if count == 0:
+                raise DiskError(action, self._path, "the file ends early", "try another disk")
+            done += count
+            if count % PAGE_BYTES and self.is_direct:
+                # The rest of a short transfer is no longer aligned.
+                self._leave_direct()
+
+    def _try_direct(self) -> bool:
+        flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
+        try:
+            fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags | os.O_DIRECT)
+        except OSError:
+            return False
+        return True
+
+    def _leave_direct(self) -> None:
+        flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
+        fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags & ~os.O_DIRECT)
+        self.is_direct = False

@@ -1,0 +1,86 @@
+"""Where the bytes of a saved storage wait: the host tier behind the interface that the disk tier shares.
+
+A tier takes flat uint8 device tensors and gives them back. It orders its copies by events and never waits on
+the host; it does not decide what is stored.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from reference_impl.device import Device, Event
+from reference_impl.memory.arena import HostArena
+
+
+class StoredBytes(Protocol):
+    """One device tensor's bytes in a tier."""
+
+    @property
+    def stored(self) -> Event:
+        """The event after which the device tensor that was stored is not read any more."""
+
+    def load(self, target: torch.Tensor) -> Event:
+        """Start filling `target` (flat uint8, allocated on the live current stream); return the event of its end."""
+
+    def prepare(self) -> None:
+        """Start whatever must run before `load` can copy at full speed."""
+
+    def release(self) -> None:
+        """Give the room back once nothing uses it any more. Safe in a finalizer; called once."""
+
+
+class Tier(Protocol):
+    """A place for bytes."""
+
+    def store(self, source: torch.Tensor, *, after: Event) -> StoredBytes:
+        """Start copying `source` (flat uint8 on the device) once `after` is reached."""
+
+    def close(self) -> None:
+        """Give everything back."""
+
+
+class HostTier:
+    """Pinned host memory."""
+
+    def __init__(self, device: Device, arena: HostArena) -> None:
+        """Keep what is stored in `arena`."""
+        self._device = device
+        self._arena = arena
+
+    def store(self, source: torch.Tensor, *, after: Event) -> StoredBytes:
+        """Start the D2H copy. Raises HostMemoryError when the arena has no room."""
+        return HostBytes(self._device, self._arena, source, after)
+
+    def close(self) -> None:
+        """Unlock the arena's memory."""
+        self._arena.close()
+
+
+class HostBytes:
+    """A block of the arena and the event of the last copy that used it."""
+
+    __slots__ = ("_arena", "_block", "_device", "_view", "stored")
+
+    def __init__(self, device: Device, arena: HostArena, source: torch.Tensor, after: Event) -> None:
+        """Start the D2H copy of `source`."""
+        self._device = device
+        self._arena = arena
+        self._block = arena.allocate(source.numel())
+        self._view = self._block.view(torch.uint8, (source.numel(),))
+        self.stored = device.copy_out(self._view, source, after=(after, self._block.ready))
+        self._block.ready = self.stored
+
+    def load(self, target: torch.Tensor) -> Event:
+        """Start the H2D copy behind the D2H copy and behind the live current stream, which owns `target`."""
+        loaded = self._device.copy_in(target, self._view, after=(self._device.record(), self.stored))
+        self._block.ready = loaded
+        return loaded
+
+    def prepare(self) -> None:
+        """Do nothing: pinned memory is ready."""
+
+    def release(self) -> None:
+        """Hand the block back; its next user waits for the last copy."""
+        self._arena.free(self._block, after=self._block.ready)

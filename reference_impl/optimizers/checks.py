@@ -1,0 +1,170 @@
+"""What `HybridDeviceOptimizer` refuses, before anything is built."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal, get_args
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from reference_impl.device import Device
+from reference_impl.optimizers.algorithms import Algorithm
+from reference_impl.optimizers.layout import Member
+
+BackwardOverlap = Literal["nothing", "gradients", "update"]
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def check_options(
+    algorithm: Algorithm, hyper_parameters: Mapping[str, Any], fraction: float, overlap: str
+) -> None:
+    """Raise TypeError for an unknown hyper-parameter, ValueError for a fraction or overlap out of range."""
+    if not 0 <= fraction <= 1:
+        raise ValueError(
+            f"offload_fraction is {fraction}; expected a share of bytes in [0, 1]; try {min(max(fraction, 0.0), 1.0)}"
+        )
+    if overlap not in get_args(BackwardOverlap):
+        raise ValueError(f"backward_overlap is {overlap!r}; expected one of {get_args(BackwardOverlap)}")
+    check_group(algorithm, {"params": [], **algorithm.defaults, **hyper_parameters})
+
+
+def check_group(algorithm: Algorithm, group: Mapping[str, Any]) -> None:
+    """Raise for a parameter group that cannot be offloaded.
+
+    TypeError for an unknown option, ValueError for a value or parameter out of range.
+    """
+    unknown = set(group) - set(algorithm.defaults) - {"params", "param_names"}
+    if unknown:
+        raise TypeError(
+            f"option {sorted(unknown)[0]!r} is not supported; expected some of {sorted(algorithm.defaults)}; "
+            "amsgrad, capturable, foreach, fused and differentiable have no meaning here: try leaving it out"
+        )
+    algorithm.check(group)
+    for param in group["params"]:
+        check_param(param)
+
+
+def check_param(param: torch.Tensor) -> None:
+    """Raise ValueError for a tensor that is not a dense floating-point leaf with storage."""
+    what = f"a parameter of shape {tuple(param.shape)} and dtype {param.dtype}"
+    if param.is_sparse or param.layout != torch.strided:
+        raise ValueError(f"{what} is sparse; expected a dense one; try a dense parameter")
+    if param.dtype not in _DTYPES:
+        raise ValueError(f"{what} is not supported; expected bfloat16, float16 or float32; try casting it")
+    if param.is_meta:
+        raise ValueError(f"{what} has no storage; expected one on a device; try model.to_empty(device=...)")
+    local = param.to_local() if isinstance(param, DTensor) else param
+    if local.numel() and local.untyped_storage().nbytes() == 0:
+        raise ValueError(
+            f"{what} has an empty storage; expected its memory; try constructing before it is freed"
+        )
+    if local.numel() and not torch.ops.aten.is_non_overlapping_and_dense(local):
+        raise ValueError(f"{what} overlaps or leaves gaps in memory; expected a dense one; try .contiguous()")
+    if isinstance(param, DTensor) and param.device_mesh.device_type != local.device.type:
+        raise ValueError(
+            f"{what} is sharded over {param.device_mesh.device_type} but lives on {local.device.type}, as under "
+            "CPUOffloadPolicy; expected it on the mesh's device; try removing the offload policy"
+        )
+
+
+def one_device(params: Iterable[torch.Tensor]) -> Device:
+    """Return the device of all `params`; raises ValueError for none or several."""
+    devices = {param.device for param in params}
+    if len(devices) != 1:
+        names = ", ".join(sorted(map(str, devices))) or "none"
+        raise ValueError(f"parameters live on {names}; expected one device; try one optimizer a device")
+    return Device.of(devices.pop())
+
+
+def check_clipping(
+    params: Sequence[torch.Tensor], *, max_grad_norm: float | None, reduces: bool, updates_in_backward: bool
+) -> None:
+    """Raise ValueError when exact clipping is impossible as asked."""
+    if max_grad_norm is None:
+        return
+    if max_grad_norm <= 0:
+        raise ValueError(f"max_grad_norm is {max_grad_norm}; expected a positive number or None")
+    if updates_in_backward:
+        raise ValueError(
+            "max_grad_norm needs all gradients before the first update; expected backward_overlap 'gradients' "
+            "or 'nothing' with it; try backward_overlap='gradients'"
+        )
+    if any(isinstance(param, DTensor) for param in params) and not reduces:
+        raise ValueError(
+            "max_grad_norm over sharded parameters needs the other ranks' share of the norm; expected "
+            "reduce_norm_squared; try lambda t: (dist.all_reduce(t), t)[1]"
+        )
+
+
+def check_model(model: nn.Module, *, moves_in_backward: bool) -> None:
+    """Raise ValueError where weights or gradients are moved by somebody else, out of step with our hooks."""
+    if any(isinstance(module, FSDPModule | FullyShardedDataParallel) for module in model.modules()):
+        raise ValueError(
+            "FSDP gathers weights on streams of its own, ahead of the modules that wait for them; expected step() to "
+            "return finished; try leaving attach() out"
+        )
+    if moves_in_backward and any(isinstance(module, DistributedDataParallel) for module in model.modules()):
+        raise ValueError(
+            "DistributedDataParallel reduces gradients after the hooks that send them off; expected "
+            "backward_overlap='nothing' with it; try that, or FSDP"
+        )
+
+
+def check_scaler(*, used: bool, left: bool, overlap: str) -> None:
+    """Raise RuntimeError when a GradScaler could not see the gradients."""
+    if used and left and overlap != "nothing":
+        raise RuntimeError(
+            "GradScaler has to see gradients that have already left; expected backward_overlap='nothing' with it; "
+            "try that, or bf16 without a scaler"
+        )
+
+
+def check_refresh(members: Iterable[Member]) -> None:
+    """Raise RuntimeError when a gradient stands where the master would be made."""
+    if any(member.arrival is not None for member in members):
+        raise RuntimeError(
+            "weights were loaded between backward and step(), when their gradients have already left; expected no "
+            "gradient in between; try zero_grad() first"
+        )
+
+
+def check_alive(*, closed: bool, made_by: int) -> None:
+    """Raise RuntimeError in a forked child and after close()."""
+    if closed:
+        raise RuntimeError("the optimizer is closed; expected an open one; try constructing a new one")
+    if os.getpid() != made_by:
+        raise RuntimeError(
+            "the optimizer was used in a forked process, which has neither its threads nor its pinned memory; "
+            "expected the process that made it; try the spawn start method"
+        )
+
+
+def written_late(member: Member) -> RuntimeError:
+    """Return the error for a gradient that appeared after the hook had sent it off."""
+    return RuntimeError(
+        f"a gradient of a parameter of shape {tuple(member.param.shape)} was written after it had left, as "
+        "DistributedDataParallel does when it reduces; expected gradients to be final in their hooks; try "
+        "backward_overlap='nothing'"
+    )
+
+
+def update_begun() -> RuntimeError:
+    """Return the error for dropping gradients that backward has already used."""
+    return RuntimeError(
+        "zero_grad() came after a backward that had started the update; expected step() first; try "
+        "backward_overlap='gradients' where steps may be left out"
+    )
+
+
+def not_copyable() -> TypeError:
+    """Return the error for pickling and deepcopy."""
+    return TypeError(
+        "HybridDeviceOptimizer cannot be pickled or copied, because its memory is pinned and its threads run; try "
+        "state_dict() and load_state_dict()"
+    )

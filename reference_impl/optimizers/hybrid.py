@@ -1,0 +1,348 @@
+"""AdamW whose state lives partly on the host, at nearly the speed of the GPU.
+
+`HybridDeviceOptimizer` is a real `torch.optim.Optimizer`. A fraction of the state (fp32 masters and moments) is
+kept and updated on the CPU, the rest stays on the GPU. Gradients leave during backward, buckets are updated in
+the order in which the next forward needs them, and new weights come home behind that forward.
+
+It does not shard: each rank offloads what it is given. It does not offload activations or weights.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from reference_impl.optimizers import checks, state
+from reference_impl.optimizers.algorithms import Adam, Algorithm
+from reference_impl.optimizers.gradients import forgetful_hook
+from reference_impl.optimizers.host_share import HostShare
+from reference_impl.optimizers.layout import Member, local_numel, members_of
+from reference_impl.optimizers.live_state import LiveState
+from reference_impl.optimizers.publish import Gates
+from reference_impl.optimizers.resident import ResidentShare
+from reference_impl.optimizers.rounds import Round, carry_out, snapshot
+from reference_impl.optimizers.schedule import cpu_budget
+from reference_impl.optimizers.verdict import Verdict, judge
+
+
+class HybridDeviceOptimizer(torch.optim.Optimizer):
+    """AdamW over fp32 masters, `offload_fraction` of whose state lives on the CPU.
+
+    >>> optimizer = HybridDeviceOptimizer(model.parameters(), offload_fraction=0.5, lr=3e-4, max_grad_norm=1.0)
+    >>> optimizer.attach(model)
+    >>> for batch in batches:
+    ...     model(batch).backward()
+    ...     optimizer.step()
+    ...     optimizer.zero_grad()
+
+    Args:
+        params: parameters or groups, in the order in which the forward uses them; bf16, fp16 or fp32.
+        offload_fraction: share of the state's bytes that leaves, exact to 64 elements.
+        offload_filter: instead of the fraction, which parameters leave whole.
+        algorithm: the formula; `Adam()` is AdamW. Its hyper-parameters (`lr`, `betas`, ...) follow as keywords.
+        max_grad_norm: clip the global norm exactly; gradients are divided by `max(1, (norm + 1e-6) / max)`.
+        reduce_norm_squared: given this rank's squared norm (0-dim fp32), returns that over all ranks.
+        backward_overlap: what happens during backward. `gradients` (default): gradients leave and their GPU
+            memory is freed. `update`: the CPU update starts too, with the hyper-parameters of that moment, and
+            nothing can be skipped or clipped. `nothing`: gradients stay on `param.grad` until `step()`, which
+            GradScaler, DistributedDataParallel and code that reads gradients need.
+        overlap_cpu_optimizer_d2h_h2d: False means that `step()` returns finished, attached or not.
+        pin_cpu_grads, pin_cpu_params: the wire serves both directions and is pinned when both are True.
+        bucket_elements: what one update job covers.
+        cpu_threads: threads of the update; by default this rank's share of the cores less two.
+
+    Bitwise contract: the CPU share equals `torch.optim.AdamW(fused=True)` on the CPU over the fp32 master, the
+    resident share equals it on the device, and the parameter is its master rounded to nearest even.
+
+    Raises TypeError or ValueError for options and parameters it cannot serve, and HostMemoryError when the host
+    lacks the room: all before anything is built.
+    """
+
+    # GradScaler hands over its scale and overflow flag instead of touching the gradients itself.
+    _step_supports_amp_scaling = True
+    # What Megatron's form of this class does otherwise: take parameters that do not require gradients, show a master
+    # for fp32 parameters too, keep each parameter in one bucket.
+    _trains_frozen = _masters_of_all = _whole_members = False
+
+    def __init__(
+        self,
+        params: Any,
+        *,
+        offload_fraction: float = 1.0,
+        offload_filter: Callable[[torch.Tensor], bool] | None = None,
+        algorithm: Algorithm | None = None,
+        max_grad_norm: float | None = None,
+        reduce_norm_squared: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        backward_overlap: checks.BackwardOverlap = "gradients",
+        overlap_cpu_optimizer_d2h_h2d: bool = True,
+        pin_cpu_grads: bool = True,
+        pin_cpu_params: bool = True,
+        bucket_elements: int = 2**24,
+        cpu_threads: int | None = None,
+        **hyper_parameters: Any,
+    ) -> None:
+        """Validate everything, then take the host memory and start the workers."""
+        self._algorithm = algorithm or Adam()
+        checks.check_options(self._algorithm, hyper_parameters, offload_fraction, backward_overlap)
+        self._fraction = offload_fraction
+        self._filter = offload_filter
+        self._max_grad_norm = max_grad_norm
+        self._reduce_norm_squared = reduce_norm_squared
+        self._backward_overlap = backward_overlap
+        self._overlaps = overlap_cpu_optimizer_d2h_h2d
+        self._members: dict[torch.Tensor, Member] = {}
+        self._hooks: list[Any] = []
+        self._gates: Gates | None = None
+        self._idle: list[torch.Tensor] = []
+        self._accumulating = False
+        self._left: set[Member] = set()
+        self._round: Round | None = None
+        self._host: HostShare | None = None
+        self._pid = os.getpid()
+        self.grad_norm: torch.Tensor | None = None
+        super().__init__(params, {**self._algorithm.defaults, **hyper_parameters})
+        self.state = LiveState(self)  # type: ignore[assignment]
+        everything = [param for group in self.param_groups for param in group["params"]]
+        checks.check_clipping(
+            everything,
+            max_grad_norm=max_grad_norm,
+            reduces=reduce_norm_squared is not None,
+            updates_in_backward=backward_overlap == "update",
+        )
+        self._device = checks.one_device(everything)
+        self._resident = ResidentShare(self._algorithm)
+        self._host = HostShare(
+            self._device,
+            self._algorithm,
+            bucket_elements=bucket_elements,
+            whole_members=self._whole_members,
+            pinned=pin_cpu_grads and pin_cpu_params,
+            threads=cpu_threads or cpu_budget(),
+        )
+        try:
+            self._admit()
+        except BaseException:
+            self._host.close()
+            raise
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; the fraction applies to it by itself."""
+        super().add_param_group(param_group)
+        try:
+            self._check_group(self.param_groups[-1])
+            if self._host is not None:
+                self.synchronize()
+                self._admit()
+        except BaseException:
+            self.param_groups.pop()
+            raise
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        checks.check_group(self._algorithm, group)
+
+    @torch.no_grad()
+    def _admit(self) -> None:
+        """Lay out the trainable parameters that are new here, and hook those that are offloaded."""
+        listed = [(param, i) for i, group in enumerate(self.param_groups) for param in group["params"]]
+        checks.one_device(param for param, _ in listed)
+        new = [each for each in listed if each[0] not in self._members]
+        params = [each for each in new if each[0].requires_grad or self._trains_frozen]
+        members = members_of(
+            params, first_order=len(self._members), fraction=self._fraction, offload=self._filter
+        )
+        self._share.add(members, total_numel=max(sum(local_numel(param) for param, _ in params), 1))
+        for member in members:
+            self._members[member.param] = member
+            if member.resident or not member.pieces:
+                self._resident.add(member)
+            if member.pieces and self._backward_overlap != "nothing":
+                hook = forgetful_hook(weakref.WeakMethod(self._on_gradient))
+                self._hooks.append(member.param.register_post_accumulate_grad_hook(hook))
+        self._idle = [param for param, _ in listed if param not in self._members]
+        if self._gates is not None and self._gates.model is not None:
+            self.attach(self._gates.model)
+
+    @property
+    def _share(self) -> HostShare:
+        assert self._host is not None
+        return self._host
+
+    @torch.no_grad()
+    def _on_gradient(self, param: torch.Tensor) -> None:
+        """A gradient is final: send it off, and in mode `update` start what it completes."""
+        if self._accumulating:
+            return
+        self._check_usable()
+        self._device.refuse_capture("optimizer offload")
+        member = self._members[param]
+        updating = self._backward_overlap == "update"
+        complete = list(self._share.leave(member, measure=not updating))
+        self._left.add(member)
+        if updating:
+            if self._round is None:
+                self._round = Round(snapshot(self.param_groups), None)
+            for bucket in complete:
+                # A split member's other part is updated in step(), and both come home together.
+                if not any(piece.member.resident for piece in bucket.pieces):
+                    self._round.submitted.add(bucket)
+                    self._share.submit(bucket, self._round, self._resident.states, last_use=None)
+
+    @contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Let gradients add up on the device: put all micro-batches but the last inside."""
+        self._accumulating = True
+        try:
+            yield
+        finally:
+            self._accumulating = False
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop gradients, those that have left but not been used included.
+
+        Raises RuntimeError when backward has already started to use them (`backward_overlap="update"`).
+        """
+        if self._round is not None:
+            raise checks.update_begun()
+        if self._left:
+            self._share.discard(self._left)
+            self._left.clear()
+        if not set_to_none:
+            self._share.fence()
+        super().zero_grad(set_to_none)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update with the gradients of the last backward.
+
+        With a model attached, returns when the work is queued; its forward waits for each weight. Raises what
+        a worker has died of.
+        """
+        self._check_usable()
+        self._device.refuse_capture("optimizer offload")
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if any(param.grad is not None for param in self._idle):
+            self._admit()
+        measure = self._backward_overlap != "update"
+        self._left.update(self._share.leave_rest(self._members.values(), measure=measure))
+        if self._round is None:
+            self._round = Round(snapshot(self.param_groups), self._judge())
+        else:
+            self._round.check_unchanged(snapshot(self.param_groups))
+        carry_out(self._round, self._left, self._device, self._share, self._resident)
+        self._round = None
+        self._left.clear()
+        if self._gates is None or not self._overlaps:
+            self.synchronize()
+        return loss
+
+    def _judge(self) -> Verdict | None:
+        """Judge all gradients on the device; None when there are none."""
+        found = getattr(self, "found_inf", None)
+        checks.check_scaler(used=found is not None, left=bool(self._left), overlap=self._backward_overlap)
+        verdict = judge(
+            self._share.take_norms() + self._resident.norms(),
+            reduce_norm_squared=self._reduce_norm_squared,
+            max_norm=self._max_grad_norm,
+            loss_scale=getattr(self, "grad_scale", None),
+            found_inf=found,
+        )
+        self.grad_norm = None if verdict is None else verdict.norm
+        return verdict
+
+    def attach(self, model: nn.Module) -> None:
+        """Let `step()` return early: the model's modules wait for their own weights in forward.
+
+        Their state_dicts wait too, and loading one refreshes masters. Raises ValueError under FSDP, and when
+        gradients would leave before DistributedDataParallel has reduced them.
+        """
+        checks.check_model(model, moves_in_backward=self._backward_overlap != "nothing")
+        if self._gates is not None:
+            self._gates.close()
+        self._gates = Gates(
+            model,
+            self._members,
+            wait_for=self._share.wait_for,
+            refresh_masters=self._refresh,
+        )
+
+    def synchronize(self) -> None:
+        """Make the live current stream see finished weights: call it before reading them in your own code."""
+        self._check_usable()
+        self._share.wait_for([member for member in self._members.values() if member.pieces])
+        self._share.drain()
+
+    def refresh_masters(self) -> None:
+        """Make masters from the parameters as they are, after something else has written these."""
+        self.synchronize()
+        self._refresh(list(self._members.values()))
+
+    def _refresh(self, members: Sequence[Member]) -> None:
+        checks.check_refresh(members)
+        self._share.refresh_masters(members)
+        self._resident.refresh_masters(members)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return a consistent snapshot in the layout of `torch.optim.AdamW`.
+
+        Each parameter has `step` and the moments in its own shape; parameters that are not fp32 have their
+        `master_param` too. Offloaded state comes as CPU tensors.
+        """
+        self.synchronize()
+        packed = super().state_dict()
+        packed["state"] = state.pack(self, packed)
+        return packed
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` of this class (at any fraction) or of `torch.optim.AdamW` returned.
+
+        Without a `master_param` the master is made from the parameter. Raises ValueError, before anything is
+        changed, when groups or shapes do not match.
+        """
+        self.synchronize()
+        state.check(self, state_dict)
+        super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
+        state.unpack(self, state_dict)
+
+    def close(self) -> None:
+        """Finish, take all hooks off and give the host memory back. Calling it again does nothing."""
+        if self._host is None:
+            return
+        checks.check_alive(closed=False, made_by=self._pid)
+        for hook in self._hooks:
+            hook.remove()
+        if self._gates is not None:
+            self._gates.close()
+        try:
+            self.synchronize()
+        finally:
+            self._host.close()
+            self._host = None
+
+    def __enter__(self) -> HybridDeviceOptimizer:
+        """Return the optimizer itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close."""
+        self.close()
+
+    def __setstate__(self, loaded: dict[str, Any]) -> None:
+        """Take over the groups that `load_state_dict` has prepared; the state stays where it lives."""
+        self.param_groups = [{**self._algorithm.defaults, **group} for group in loaded["param_groups"]]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Refuse: pinned memory and threads cannot be copied."""
+        raise checks.not_copyable()
+
+    def _check_usable(self) -> None:
+        checks.check_alive(closed=self._host is None, made_by=self._pid)
+        self._share.check()

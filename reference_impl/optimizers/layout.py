@@ -1,0 +1,164 @@
+"""Which elements are offloaded, and in which buckets they travel.
+
+The share is a number of elements, exact to `ALIGNMENT`, because every element costs the same bytes: one
+parameter may stay on the device in part. What the forward uses last is offloaded first: its gradient leaves
+first in backward and its new weight is needed last in the next forward, so it has the most time to hide.
+Pure arithmetic over shapes; the tensors behind it are `buckets`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from reference_impl.device import REACHED, Event
+
+# 64 elements are 256 bytes in fp32: cuts at multiples of it leave the SIMD body of the fused kernels, and so
+# every bit of the result, as they are for the whole tensor.
+ALIGNMENT = 64
+
+
+@dataclass(eq=False, slots=True)
+class Member:
+    """One parameter as the optimizer sees it: elements `[0, resident)` stay, `[resident, numel)` are offloaded.
+
+    `order` is its place in the forward. The rest is its state in the current step: the event of its gradient's
+    copy (`arrival`) and of its weight's copy back (`published`, `pending` until someone has waited for it).
+    """
+
+    param: torch.Tensor
+    group: int
+    order: int
+    resident: int
+    pieces: list[Piece] = field(default_factory=list)
+    stride: tuple[int, ...] = field(init=False)
+    step: torch.Tensor = field(default_factory=lambda: torch.tensor(0.0))
+    arrival: Event | None = None
+    published: Event = REACHED
+    pending: bool = False
+
+    def __post_init__(self) -> None:
+        """Remember the layout that masters and moments are in."""
+        self.stride = self.param_local.stride()
+
+    @property
+    def gradient(self) -> torch.Tensor | None:
+        """What the next update uses: `decoupled_grad` where Megatron has put one on the parameter, else `grad`."""
+        gradient: torch.Tensor | None = getattr(self.param, "decoupled_grad", self.param.grad)
+        return gradient
+
+    @property
+    def offloaded(self) -> int:
+        """Elements whose state lives on the host."""
+        return self.param_local.numel() - self.resident
+
+    @property
+    def param_local(self) -> torch.Tensor:
+        """This rank's own tensor: the parameter, or a DTensor's local shard."""
+        param = self.param
+        return param.to_local() if isinstance(param, DTensor) else param
+
+    def flat(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the memory of `tensor`, laid out like the parameter, as one dimension."""
+        return tensor.as_strided((tensor.numel(),), (1,))
+
+
+@dataclass(eq=False, slots=True)
+class Piece:
+    """Elements `[start, stop)` of one member, at `offset` in its bucket."""
+
+    member: Member
+    start: int
+    stop: int
+    offset: int
+
+    @property
+    def numel(self) -> int:
+        """Elements of the piece."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class BucketPlan:
+    """The pieces of one bucket, all of one dtype, and its elements with the gaps that alignment leaves."""
+
+    dtype: torch.dtype
+    pieces: tuple[Piece, ...]
+    numel: int
+
+
+def local_numel(param: torch.Tensor) -> int:
+    """Elements of a parameter on this rank."""
+    return param.to_local().numel() if isinstance(param, DTensor) else param.numel()
+
+
+def members_of(
+    params: Iterable[tuple[torch.Tensor, int]],
+    *,
+    first_order: int,
+    fraction: float,
+    offload: Callable[[torch.Tensor], bool] | None,
+) -> list[Member]:
+    """Split `params` (each with its group, in forward order) into resident and offloaded elements.
+
+    `offload` decides whole parameters; without it the last `fraction` of all elements is offloaded.
+    """
+    listed = list(params)
+    members = [
+        Member(param, group, first_order + index, resident=local_numel(param))
+        for index, (param, group) in enumerate(listed)
+    ]
+    if offload is not None:
+        for member in members:
+            if offload(member.param):
+                member.resident = 0
+        return members
+    wanted = round(fraction * sum(local_numel(param) for param, _ in listed))
+    for member in reversed(members):
+        taken = min(wanted, member.resident)
+        # Round the cut so that both parts start aligned; a whole parameter needs no rounding.
+        member.resident = min(-(-(member.resident - taken) // ALIGNMENT) * ALIGNMENT, member.resident)
+        wanted -= taken
+    return members
+
+
+def plan_buckets(
+    members: Sequence[Member], *, bucket_elements: int, whole_members: bool = False
+) -> list[BucketPlan]:
+    """Fill buckets in the order in which gradients arrive: last used first, one dtype a bucket.
+
+    With `whole_members` none is split; one that is larger than `bucket_elements` has a bucket of its own.
+    """
+    open_pieces: dict[torch.dtype, list[Piece]] = {}
+    room: dict[torch.dtype, int] = {}
+    plans: list[BucketPlan] = []
+    for member in sorted(members, key=lambda member: -member.order):
+        dtype = member.param.dtype
+        start, stop = member.resident, member.resident + member.offloaded
+        if whole_members and member.offloaded > room.get(dtype, 0):
+            if dtype in open_pieces:
+                plans.append(_close(dtype, open_pieces.pop(dtype)))
+            room[dtype] = max(bucket_elements, member.offloaded)
+        while start < stop:
+            taken = min(stop - start, room.setdefault(dtype, bucket_elements))
+            open_pieces.setdefault(dtype, []).append(Piece(member, start, start + taken, 0))
+            start += taken
+            room[dtype] -= -(-taken // ALIGNMENT) * ALIGNMENT
+            if room[dtype] < ALIGNMENT:
+                plans.append(_close(dtype, open_pieces.pop(dtype)))
+                del room[dtype]
+    plans.extend(_close(dtype, pieces) for dtype, pieces in open_pieces.items())
+    return plans
+
+
+def _close(dtype: torch.dtype, pieces: list[Piece]) -> BucketPlan:
+    """Place pieces of one group side by side, so that one kernel call updates many."""
+    offset = 0
+    for piece in sorted(pieces, key=lambda piece: piece.member.group):
+        piece.offset = offset
+        piece.member.pieces.append(piece)
+        offset += -(-piece.numel // ALIGNMENT) * ALIGNMENT
+    return BucketPlan(dtype, tuple(sorted(pieces, key=lambda piece: piece.offset)), offset)

@@ -1,0 +1,175 @@
+"""Megatron's constructor over our engine, so that it can stand in for Megatron's own `HybridDeviceOptimizer`.
+
+>>> import megatron.core.optimizer as theirs
+>>> from megatron.core.optimizer import distrib_optimizer
+>>> from reference_impl.optimizers.megatron import HybridDeviceOptimizer
+>>> theirs.HybridDeviceOptimizer = distrib_optimizer.HybridDeviceOptimizer = HybridDeviceOptimizer
+
+Arguments, defaults and methods are those that megatron-core 0.16.1 uses (`core/optimizer/__init__.py`,
+`core/optimizer/distrib_optimizer.py`). What differs from theirs:
+
+- Gradients cross the link in the parameter's dtype: an fp32 `decoupled_grad` of a bf16 parameter is rounded.
+- `dummy_step()` makes states visible and changes no parameter; theirs steps with random gradients.
+- A step whose gradients are not finite changes nothing, and a closure runs once.
+- Classes do not stand in the parameter groups, so a state_dict loads with `weights_only=True`.
+
+Nothing overlaps with backward or forward, because Megatron reduces gradients after their hooks and gathers
+parameters right after `step()`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from reference_impl.optimizers import hybrid
+from reference_impl.optimizers.algorithms import SGD, Adam
+from reference_impl.optimizers.layout import local_numel
+from reference_impl.optimizers.megatron_options import algorithm_of, hyper_parameters_of
+
+
+class HybridDeviceOptimizer(hybrid.HybridDeviceOptimizer):
+    """Adam, AdamW or SGD with a share of whole parameters on the CPU, chosen as Megatron chooses.
+
+    Args:
+        params: parameters or groups; what a group holds beside hyper-parameters (`lr_mult`, ...) is carried along.
+        offload_fraction: parameters leave whole, from the front, until this share of all elements is met.
+        cpu_optimizer_cls, gpu_optimizer_cls: SGD, Adam or AdamW of torch, FusedSGD or FusedAdam of Transformer
+            Engine or Apex. They choose the formula; torch's fused kernels compute it.
+        param_update_in_fp32: must be True for parameters that are not fp32, because masters are always fp32.
+        pin_cpu_grads, pin_cpu_params: the wire serves both directions and is pinned when both are True.
+        overlap_cpu_optimizer_d2h_h2d: accepted; within `step()` copies overlap with the update either way.
+        kwargs: hyper-parameters of the classes.
+
+    A gradient is read from `decoupled_grad` where a parameter has that attribute, else from `grad`. Raises TypeError
+    or ValueError for classes and options it cannot serve, and what the base class raises.
+    """
+
+    _trains_frozen = _whole_members = True
+
+    def __init__(
+        self,
+        params: Any,
+        offload_fraction: float = 0.5,
+        cpu_optimizer_cls: type[torch.optim.Optimizer] | None = None,
+        gpu_optimizer_cls: type[torch.optim.Optimizer] | None = None,
+        param_update_in_fp32: bool = False,
+        pin_cpu_grads: bool = True,
+        pin_cpu_params: bool = True,
+        overlap_cpu_optimizer_d2h_h2d: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        """Translate the arguments and build the engine."""
+        algorithm = algorithm_of([cpu_optimizer_cls, gpu_optimizer_cls], kwargs)
+        self._masters_of_all = param_update_in_fp32
+        super().__init__(
+            params,
+            offload_fraction=offload_fraction,
+            offload_filter=self._front_first(offload_fraction),
+            algorithm=algorithm,
+            backward_overlap="nothing",
+            pin_cpu_grads=pin_cpu_grads,
+            pin_cpu_params=pin_cpu_params,
+            **hyper_parameters_of(algorithm, kwargs),
+        )
+        # Megatron's distributed optimizer builds a second one of these.
+        self.defaults = {
+            "offload_fraction": offload_fraction,
+            "cpu_optimizer_cls": cpu_optimizer_cls,
+            "gpu_optimizer_cls": gpu_optimizer_cls,
+            "param_update_in_fp32": param_update_in_fp32,
+            "pin_cpu_grads": pin_cpu_grads,
+            "pin_cpu_params": pin_cpu_params,
+            "overlap_cpu_optimizer_d2h_h2d": overlap_cpu_optimizer_d2h_h2d,
+            **kwargs,
+        }
+
+    def _front_first(self, fraction: float) -> Callable[[torch.Tensor], bool]:
+        """Return the choice of parameters to offload, asked in their order; groups added later stay."""
+        wanted: float | None = None
+
+        def offloads(param: torch.Tensor) -> bool:
+            nonlocal wanted
+            if wanted is None:
+                numel = sum(local_numel(param) for group in self.param_groups for param in group["params"])
+                wanted = fraction * numel
+            leaves = wanted > 0
+            wanted -= local_numel(param)
+            return leaves
+
+        return offloads
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        """Check what the formula reads, and that masters are wanted where they are needed."""
+        known = {"params", *self._algorithm.defaults}
+        super()._check_group({name: value for name, value in group.items() if name in known})
+        for param in group["params"]:
+            if param.dtype != torch.float32 and not self._masters_of_all:
+                raise ValueError(
+                    f"param_update_in_fp32 is False with a parameter of dtype {param.dtype}; expected True, because "
+                    "masters are fp32; try param_update_in_fp32=True"
+                )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; what it holds beside hyper-parameters stays in it."""
+        foreign = set(self.defaults) - set(self._algorithm.defaults) - set(param_group)
+        super().add_param_group(param_group)
+        for name in foreign:
+            self.param_groups[-1].pop(name, None)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop gradients, `decoupled_grad` included."""
+        super().zero_grad(set_to_none)
+        for group in self.param_groups:
+            for param in group["params"]:
+                if getattr(param, "decoupled_grad", None) is not None:
+                    if set_to_none:
+                        param.decoupled_grad = None
+                    else:
+                        param.decoupled_grad.zero_()
+
+    def dummy_step(self) -> None:
+        """Show states in `state` and `state_dict()` before the first step. No parameter changes."""
+        live: Any = self.state
+        live.lists_everyone = True
+
+    def update_fp32_param_by_new_param(self) -> None:
+        """Make masters from the parameters as they are."""
+        self.refresh_masters()
+
+    def _sync_hdo_state_to_sub_optimizers(self) -> None:
+        """Return: what Megatron has written to `state` already stands where it is used."""
+
+    @property
+    def sub_optimizers(self) -> list[torch.optim.Optimizer]:
+        """The CPU's and the GPU's part as optimizers of torch, to read their groups and states."""
+        parts = []
+        for offloaded in (True, False):
+            groups = [
+                {
+                    **group,
+                    "params": [p for p in group["params"] if bool(self._members[p].pieces) == offloaded],
+                }
+                for group in self.param_groups
+            ]
+            groups = [group for group in groups if group["params"]]
+            if groups:
+                parts.append(self._torch_class()(groups))
+                params = {param for group in groups for param in group["params"]}
+                parts[-1].state.update({param: self.state[param] for param in self.state if param in params})
+        return parts
+
+    def _torch_class(self) -> Callable[[list[dict[str, Any]]], torch.optim.Optimizer]:
+        if isinstance(self._algorithm, Adam):
+            return torch.optim.AdamW if self._algorithm.decoupled else torch.optim.Adam
+        assert isinstance(self._algorithm, SGD)
+        return torch.optim.SGD
+
+    def __setstate__(self, loaded: dict[str, Any]) -> None:
+        """Take over loaded groups without the classes that Megatron's own checkpoints hold in them."""
+        super().__setstate__(loaded)
+        for group in self.param_groups:
+            for name in ("cpu_optimizer_cls", "gpu_optimizer_cls"):
+                group.pop(name, None)

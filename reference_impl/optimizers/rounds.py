@@ -1,0 +1,102 @@
+"""One optimizer step, from the first gradient to the last weight.
+
+A round keeps what `step()` decided: the hyper-parameters of that moment, and the verdict over the gradients
+(their scale, and whether the step is skipped), which is computed on the device and read by the first worker
+that needs it, so that the training thread never waits for a number.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from reference_impl.device import Device
+from reference_impl.optimizers.buckets import Bucket
+from reference_impl.optimizers.layout import Member
+from reference_impl.optimizers.resident import ResidentShare
+from reference_impl.optimizers.verdict import Verdict
+
+if TYPE_CHECKING:
+    from reference_impl.optimizers.host_share import HostShare
+
+
+def snapshot(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Copy the hyper-parameters of parameter groups, tensors included, without the parameters."""
+    return [
+        {
+            key: value.clone() if isinstance(value, torch.Tensor) else value
+            for key, value in group.items()
+            if key != "params"
+        }
+        for group in groups
+    ]
+
+
+class Round:
+    """The bookkeeping of one step over all members that take part."""
+
+    def __init__(self, groups: list[dict[str, Any]], verdict: Verdict | None) -> None:
+        """`verdict` None means: update at once with the gradients as they are."""
+        self.groups = groups
+        self.verdict = verdict
+        self.submitted: set[Bucket] = set()
+        self._lock = threading.Lock()
+        self._decided: tuple[torch.Tensor | None, bool] | None = (None, False) if verdict is None else None
+        self._begun: set[Member] = set()
+        self._done: Counter[Member] = Counter()
+
+    def check_unchanged(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Raise RuntimeError when hyper-parameters are not those of this round any more.
+
+        They belong to `step()`, so they may not change once backward has used them.
+        """
+        for used, now in zip(self.groups, groups, strict=True):
+            for key, value in used.items():
+                if value != now[key]:
+                    raise RuntimeError(
+                        f"{key} changed from {value} to {now[key]} between backward and step(), after the update "
+                        "had begun; expected it to stay; try changing it after step(), or "
+                        "backward_overlap='gradients'"
+                    )
+
+    def decide(self) -> tuple[torch.Tensor | None, bool]:
+        """Return the scale on the host and whether the step is skipped."""
+        with self._lock:
+            if self._decided is None:
+                assert self.verdict is not None
+                self._decided = self.verdict.read()
+            return self._decided
+
+    def begin(self, member: Member) -> None:
+        """Count the step of `member`, once however many buckets it has."""
+        with self._lock:
+            if member not in self._begun:
+                self._begun.add(member)
+                member.step += 1
+
+    def finish(self, member: Member, pieces: int) -> bool:
+        """Count `pieces` of `member` as updated; return whether these were the last."""
+        with self._lock:
+            self._done[member] += pieces
+            return self._done[member] == len(member.pieces)
+
+
+def carry_out(
+    round_: Round, left: Iterable[Member], device: Device, host: HostShare, resident: ResidentShare
+) -> None:
+    """Queue the CPU share of members that `left`, by deadline, and run the resident share on the live stream."""
+    verdict = round_.verdict
+    buckets = [bucket for bucket in host.buckets_of(left) if bucket not in round_.submitted]
+    if verdict is not None and buckets:
+        host.send(verdict)
+    grad_scale = None if verdict is None else verdict.grad_scale
+    found_inf = None if verdict is None else verdict.found_inf
+    resident.update(round_.groups, split=True, grad_scale=grad_scale, found_inf=found_inf)
+    last_use = device.record()
+    for bucket in sorted(buckets, key=lambda bucket: bucket.deadline):
+        host.submit(bucket, round_, resident.states, last_use=last_use)
+    resident.update(round_.groups, split=False, grad_scale=grad_scale, found_inf=found_inf)

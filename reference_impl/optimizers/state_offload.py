@@ -1,0 +1,326 @@
+"""Optimizer states that live on the host and visit the GPU for their update.
+
+`OptimizerStateOffloader` wraps `torch.optim.AdamW(fused=True)`, Adam or SGD with momentum. Between steps moments
+and fp32 masters are in pinned host memory; `step()` streams them through a small ring of device buffers, where the
+same fused kernel updates them. With a model attached all of this runs behind the next forward, whose modules wait
+on the device for their own weights.
+
+It does not compute on the CPU (`hybrid` does) and it does not shard: each rank offloads what it is given.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from reference_impl.optimizers import checks
+from reference_impl.optimizers.chunks import Chunk
+from reference_impl.optimizers.gradients import gradient_of
+from reference_impl.optimizers.layout import Member, members_of
+from reference_impl.optimizers.publish import Gates
+from reference_impl.optimizers.state_offload_checks import (
+    algorithm_of,
+    check_gated,
+    check_sizes,
+    check_wrapped_group,
+    slots_in,
+)
+from reference_impl.optimizers.state_offload_dict import MemberStates
+from reference_impl.optimizers.state_offload_homes import Homes
+from reference_impl.optimizers.streamed_update import StreamedUpdate
+from reference_impl.optimizers.verdict import Verdict, judge
+
+
+class OptimizerStateOffloader(torch.optim.Optimizer):
+    """The wrapped optimizer with `fraction` of its states on the host; use it in its place.
+
+    >>> optimizer = OptimizerStateOffloader(torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True))
+    >>> optimizer.attach(model)
+    >>> for batch in batches:
+    ...     model(batch).backward()
+    ...     optimizer.step()
+
+    Parameters that are not fp32 get fp32 masters. The parameter groups stay those of the wrapped optimizer, so that a
+    learning-rate scheduler of either works; its states are taken over.
+
+    Args:
+        optimizer: `torch.optim.AdamW`, `Adam` or `SGD` with `fused=True`, with or without states.
+        fraction: share of the elements whose states leave, exact to 64; what the forward uses last leaves first.
+        chunk_bytes: most bytes of states that travel at once.
+        device_budget_bytes: device memory for slots of `chunk_bytes` and fp32 gradients of one chunk; by default
+            three slots. What fits beyond three brings that much of the next step's states in during backward.
+        offload_masters: False keeps the masters on the device, so that only moments travel.
+        max_grad_norm: clip the global norm exactly; gradients are divided by `max(1, (norm + 1e-6) / max)`.
+        reduce_norm_squared: given this rank's squared norm (0-dim fp32), returns that over all ranks.
+
+    Bitwise contract: states and fp32 weights equal those of the wrapped optimizer over fp32 (master) parameters,
+    and other weights are their masters rounded to nearest even. A step whose gradients are not finite changes
+    nothing.
+
+    Raises TypeError or ValueError for optimizers, options and parameters it cannot serve, and HostMemoryError when
+    the host lacks the room: all before anything is taken.
+    """
+
+    # GradScaler hands over its scale and overflow flag instead of touching the gradients itself.
+    _step_supports_amp_scaling = True
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        *,
+        fraction: float = 1.0,
+        chunk_bytes: int = 96 * 2**20,
+        device_budget_bytes: int | None = None,
+        offload_masters: bool = True,
+        max_grad_norm: float | None = None,
+        reduce_norm_squared: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> None:
+        """Validate everything, then move the states to their homes."""
+        self._algorithm = algorithm_of(optimizer)
+        moments = self._algorithm.moments
+        state_bytes = 4 * (len(moments) + offload_masters)
+        check_sizes(fraction=fraction, chunk_bytes=chunk_bytes, state_bytes=state_bytes)
+        for group in optimizer.param_groups:
+            check_wrapped_group(group)
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        checks.check_clipping(
+            params,
+            max_grad_norm=max_grad_norm,
+            reduces=reduce_norm_squared is not None,
+            updates_in_backward=False,
+        )
+        self._device = checks.one_device(params)
+        self._fraction = fraction
+        self._max_grad_norm = max_grad_norm
+        self._reduce_norm_squared = reduce_norm_squared
+        homes = Homes(self._device, moments=moments, chunk_bytes=chunk_bytes, offload_masters=offload_masters)
+        slots = slots_in(
+            device_budget_bytes,
+            chunk_bytes=chunk_bytes,
+            gradient_bytes=4 * max(homes.elements(param) for param in params),
+        )
+        self._members: dict[torch.Tensor, Member] = {}
+        self._chunks: list[Chunk] = []
+        self._states = MemberStates(moments=moments, has_step="exp_avg" in moments)
+        self._stream = StreamedUpdate(self._device, self._algorithm, slots=slots)
+        self._homes: Homes | None = homes
+        self._gates: Gates | None = None
+        self._verdict: Verdict | None = None
+        self._gradients: dict[Member, torch.Tensor] = {}
+        self._pid = os.getpid()
+        self.grad_norm: torch.Tensor | None = None
+        super().__init__(optimizer.param_groups, optimizer.defaults)
+        self._wrapped = optimizer
+        self.param_groups = optimizer.param_groups
+        # Copies in flight use buffers that die with this object.
+        weakref.finalize(self, self._device.synchronize).atexit = False
+        try:
+            self._admit(range(len(self.param_groups)))
+        except BaseException:
+            homes.close()
+            raise
+        for param, states in optimizer.state.items():
+            if param in self._members:
+                self._states.write(self._members[param], states)
+        optimizer.state.clear()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group to this and to the wrapped optimizer; the fraction applies to it by itself."""
+        super().add_param_group(param_group)
+        if hasattr(self, "_wrapped"):
+            try:
+                check_wrapped_group(self.param_groups[-1])
+                self.synchronize()
+                self._admit([len(self.param_groups) - 1])
+            except BaseException:
+                self.param_groups.pop()
+                raise
+            if self._gates is not None and self._gates.model is not None:
+                self.attach(self._gates.model)
+
+    @torch.no_grad()
+    def _admit(self, groups: Sequence[int]) -> None:
+        """Make the chunks of the trainable parameters of `groups`, and masters from the parameters."""
+        params = [
+            (param, index)
+            for index in groups
+            for param in self.param_groups[index]["params"]
+            if param.requires_grad
+        ]
+        members = members_of(params, first_order=len(self._members), fraction=self._fraction, offload=None)
+        for member in members:
+            member.step = torch.zeros((), device=self._device.torch_device)
+        assert self._homes is not None
+        chunks = self._homes.make(members)
+        self._chunks.extend(chunks)
+        self._stream.make_room(self._chunks)
+        for chunk in chunks:
+            self._states.add(chunk)
+        for member in members:
+            self._members[member.param] = member
+            self._states.refresh_master(member)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Queue the update with the gradients that the parameters have; the host waits for nothing.
+
+        With a model attached the gradients are taken off the parameters, and forward waits for each weight. Without
+        one the live stream runs behind the whole update.
+        """
+        self._check_usable()
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        gradients = {
+            member: gradient_of(member) for member in self._members.values() if member.param.grad is not None
+        }
+        if self._gates is not None:
+            check_gated(gradients)
+        self.synchronize()
+        verdict = judge(
+            [torch.linalg.vector_norm(each, dtype=torch.float32) for each in gradients.values()],
+            reduce_norm_squared=self._reduce_norm_squared,
+            max_norm=self._max_grad_norm,
+            loss_scale=getattr(self, "grad_scale", None),
+            found_inf=getattr(self, "found_inf", None),
+        )
+        self.grad_norm = None if verdict is None else verdict.norm
+        if verdict is None:
+            return loss
+        self._verdict, self._gradients = verdict, gradients
+        torch._foreach_add_([member.step for member in gradients], [1 - verdict.found_inf] * len(gradients))
+        self._update(verdict)
+        if self._gates is None:
+            self.synchronize()
+        return loss
+
+    def _update(self, verdict: Verdict) -> None:
+        """Queue the chunks in the order of the next forward, and the first of the step after it."""
+        ordered = sorted(self._chunks, key=lambda chunk: chunk.deadline)
+        due = [chunk for chunk in ordered if any(piece.member in self._gradients for piece in chunk.pieces)]
+        self._stream.run(due, self._gradients, verdict, self.param_groups)
+        self._stream.prefetch(due)
+        for member in self._gradients:
+            member.pending = True
+            if self._gates is not None:
+                # Whoever writes into it later does not know that the update still reads it.
+                member.param.grad = None
+
+    def attach(self, model: nn.Module) -> None:
+        """Let the update run behind the next forward: the model's modules wait for their own weights, on the device.
+
+        Saving and loading the state_dict of any of them waits too. Raises ValueError under FSDP.
+        """
+        checks.check_model(model, moves_in_backward=False)
+        if self._gates is not None:
+            self._gates.close()
+        self._gates = Gates(
+            model,
+            self._members,
+            wait_for=self._wait_for,
+            refresh_masters=self._refresh,
+        )
+
+    def _wait_for(self, members: Sequence[Member]) -> None:
+        """Make the live current stream run behind the updates of `members`, and let their gradients go."""
+        for member in members:
+            self._device.wait(member.published)
+            member.pending = False
+            self._gradients.pop(member, None)
+
+    def synchronize(self) -> None:
+        """Make the live current stream see finished weights: call it before reading them in your own code."""
+        self._check_usable()
+        self._wait_for([member for member in self._members.values() if member.pending])
+
+    def refresh_masters(self) -> None:
+        """Make masters from the parameters as they are, after something else has written these."""
+        self._refresh(list(self._members.values()))
+
+    @torch.no_grad()
+    def _refresh(self, members: Sequence[Member]) -> None:
+        self._settle(for_writing=True)
+        for member in members:
+            self._states.refresh_master(member)
+
+    def _settle(self, *, for_writing: bool) -> None:
+        """Block until the homes are whole and, `for_writing`, nobody reads them either."""
+        self.synchronize()
+        for chunk in self._chunks:
+            chunk.stored.synchronize()
+        if for_writing:
+            self._stream.forget()
+
+    @torch.no_grad()
+    def state_dict(self) -> dict[str, Any]:
+        """Return a consistent snapshot, on the CPU, in the layout of the wrapped optimizer.
+
+        Parameters that are not fp32 have their `master_param` too.
+        """
+        self._settle(for_writing=False)
+        packed = super().state_dict()
+        states = ((index, self._states.read(member)) for index, member in self._indexed())
+        packed["state"] = {index: state for index, state in states if state}
+        return packed
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` of this class (with any options) or of the wrapped one's class returned.
+
+        Without a `master_param` the master is made from the parameter. Raises ValueError, before anything is
+        changed, when groups, options or shapes do not match.
+        """
+        self._check_usable()
+        for group in state_dict["param_groups"]:
+            check_wrapped_group({**group, "params": [], "fused": True})
+        saved = state_dict["state"]
+        for index, member in self._indexed():
+            self._states.check(index, member, saved.get(index, {}))
+        self._settle(for_writing=True)
+        super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
+        self._wrapped.param_groups = self.param_groups
+        for index, member in self._indexed():
+            self._states.write(member, saved.get(index, {}))
+
+    def _indexed(self) -> Iterator[tuple[int, Member]]:
+        """Yield each member with its index in a state_dict; frozen parameters have an index but no member."""
+        params = [param for group in self.param_groups for param in group["params"]]
+        for index, param in enumerate(params):
+            if param in self._members:
+                yield index, self._members[param]
+
+    def close(self) -> None:
+        """Finish, take all hooks off and give the host memory back. Calling it again does nothing."""
+        if self._homes is None:
+            return
+        self.synchronize()
+        if self._gates is not None:
+            self._gates.close()
+        self._homes.close()
+        self._homes = None
+        # The device buffers, and the views that keep the host's pages.
+        del self._chunks, self._states, self._stream
+
+    def __enter__(self) -> OptimizerStateOffloader:
+        """Return the optimizer itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close."""
+        self.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Refuse: pinned memory cannot be copied."""
+        raise TypeError(
+            "OptimizerStateOffloader cannot be pickled or copied; try state_dict() and load_state_dict()"
+        )
+
+    def _check_usable(self) -> None:
+        checks.check_alive(closed=self._homes is None, made_by=self._pid)
+        self._device.refuse_capture("optimizer state offload")

@@ -1,0 +1,163 @@
+"""Chunks pass through the GPU: in, updated by the fused kernel, and out again, all three at once.
+
+Copies in run on the H2D stream, updates on a stream of their own, copies out on the D2H stream; a chunk's events
+order the three, and a slot's event orders its next chunk behind its last. The whole step is queued at once and the
+host waits for nothing, so the link never idles. Slots that fall free at the end take the first chunks of the next
+step, which therefore arrive behind forward and backward. Nothing is allocated on the way.
+
+It knows chunks and gradients; which of them take part, and who waits for the weights, is `state_offload`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from typing import Any
+
+import torch
+
+from reference_impl.device import Device, Event
+from reference_impl.memory.ring import DeviceRing, Slot
+from reference_impl.optimizers.algorithms import Algorithm
+from reference_impl.optimizers.chunks import MASTER, Chunk
+from reference_impl.optimizers.layout import Member
+from reference_impl.optimizers.verdict import Verdict
+
+
+class StreamedUpdate:
+    """Updates chunks through a ring of at most `slots` device buffers and one buffer for fp32 gradients."""
+
+    def __init__(self, device: Device, algorithm: Algorithm, *, slots: int) -> None:
+        """Take nothing yet."""
+        self._device = device
+        self._algorithm = algorithm
+        self._slots = slots
+        self._gradients = torch.empty(0)
+        self._idle: deque[Slot] = deque()
+        self._loaded: dict[Chunk, tuple[Slot, Event]] = {}
+
+    def make_room(self, chunks: Sequence[Chunk]) -> None:
+        """Allocate the buffers that `chunks`, all there are, need, on the live current stream; no update runs."""
+        numel = max((chunk.numel for chunk in chunks), default=0)
+        if numel > self._gradients.numel():
+            self._gradients = torch.empty(numel, dtype=torch.float32, device=self._device.torch_device)
+        sizes = [chunk.home.nbytes for chunk in chunks if not chunk.resident]
+        slot_bytes, slots = max(sizes, default=0), min(self._slots, len(sizes))
+        self.forget()
+        if self._idle and slot_bytes <= self._idle[0].bytes.numel() and slots <= len(self._idle):
+            return
+        for slot in self._idle:
+            self._device.wait(slot.free)
+        self._idle = deque(DeviceRing(self._device, slot_bytes=slot_bytes, slots=slots).slots)
+
+    def run(
+        self,
+        chunks: Sequence[Chunk],
+        gradients: Mapping[Member, torch.Tensor],
+        verdict: Verdict,
+        groups: Sequence[Mapping[str, Any]],
+    ) -> None:
+        """Queue the update of `chunks` in this order, behind the live current stream.
+
+        `gradients` are shaped like the members' parameters; pieces of members without one are left as they are.
+        Members get the event after which their weight is new. The caller keeps gradients and verdict alive until
+        then, and the steps of the members already count this step.
+        """
+        ready = self._device.record()
+        for chunk in chunks:
+            if chunk.resident:
+                updated = self._update(chunk, chunk.home, gradients, verdict, groups, after=(ready,))
+            else:
+                slot, arrived = self._take(chunk)
+                buffer = _buffer(chunk, slot)
+                updated = self._update(chunk, buffer, gradients, verdict, groups, after=(ready, arrived))
+                slot.free = chunk.stored = self._device.copy_out(chunk.home, buffer, after=(updated,))
+                self._idle.append(slot)
+            for piece in chunk.pieces:
+                piece.member.published = updated
+
+    def prefetch(self, chunks: Sequence[Chunk]) -> None:
+        """Start bringing in as many of `chunks` as there are slots, each once its slot falls free."""
+        for chunk in chunks:
+            if not self._idle:
+                return
+            if not chunk.resident and chunk not in self._loaded:
+                self._loaded[chunk] = self._load(chunk)
+
+    def forget(self) -> None:
+        """Let go of chunks that have come in for the next step, and wait until their homes may be written."""
+        for slot, arrived in self._loaded.values():
+            arrived.synchronize()
+            self._idle.append(slot)
+        self._loaded.clear()
+
+    def _take(self, chunk: Chunk) -> tuple[Slot, Event]:
+        if chunk in self._loaded:
+            return self._loaded.pop(chunk)
+        if not self._idle:
+            # The order has changed since the prefetch: what came in last is needed last.
+            _, (slot, arrived) = self._loaded.popitem()
+            slot.free = arrived
+            self._idle.append(slot)
+        return self._load(chunk)
+
+    def _load(self, chunk: Chunk) -> tuple[Slot, Event]:
+        slot = self._idle.popleft()
+        return slot, self._device.copy_in(_buffer(chunk, slot), chunk.home, after=(slot.free, chunk.stored))
+
+    def _update(
+        self,
+        chunk: Chunk,
+        buffer: torch.Tensor,
+        gradients: Mapping[Member, torch.Tensor],
+        verdict: Verdict,
+        groups: Sequence[Mapping[str, Any]],
+        *,
+        after: tuple[Event, ...],
+    ) -> Event:
+        """Run the fused kernel on the pieces that have a gradient, then round the masters to the weights."""
+        pieces = [piece for piece in chunk.pieces if piece.member in gradients]
+        states = {name: [chunk.state(name, piece, buffer) for piece in pieces] for name in chunk.names}
+        weights = [
+            piece.member.flat(piece.member.param_local.detach())[piece.start : piece.stop] for piece in pieces
+        ]
+        if chunk.masters is not None:
+            kept = chunk.masters
+            masters = [kept[piece.offset : piece.offset + piece.numel] for piece in pieces]
+        else:
+            masters = states.get(MASTER, weights)
+        arrived = [piece.member.flat(gradients[piece.member])[piece.start : piece.stop] for piece in pieces]
+        widened = [self._gradients[piece.offset : piece.offset + piece.numel] for piece in pieces]
+        with _on_update(self._device):
+            for event in after:
+                self._device.wait(event)
+            # The kernel writes the scaled gradient back, so it gets a copy also where none is needed to widen.
+            torch._foreach_copy_(widened, arrived)
+            self._algorithm.update(
+                masters,
+                widened,
+                [states[name] for name in self._algorithm.moments],
+                [piece.member.step for piece in pieces],
+                groups[chunk.group],
+                grad_scale=verdict.grad_scale,
+                found_inf=verdict.found_inf,
+            )
+            if masters is not weights:
+                torch._foreach_copy_(weights, masters)
+            return self._device.record()
+
+
+def _buffer(chunk: Chunk, slot: Slot) -> torch.Tensor:
+    return slot.bytes[: chunk.home.nbytes].view(torch.float32)
+
+
+def _on_update(device: Device) -> AbstractContextManager[object]:
+    return torch.cuda.stream(_update_stream(device.torch_device)) if device.is_cuda else nullcontext()
+
+
+@cache
+def _update_stream(torch_device: torch.device) -> torch.cuda.Stream:
+    # Updates are short and a forward may wait for them, so they go before its other kernels.
+    return torch.cuda.Stream(torch_device, priority=-1)

@@ -1,0 +1,148 @@
+"""Executes a plan on a PyTorch model: the one door through which a plan reaches tensors.
+
+A plan is the JSON document of `schema/plan.schema.json`; its `execute` section names mechanisms and their
+parameters. Everything is checked before anything is attached. Whether the plan is a good one, this module
+does not judge.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from reference_impl.activations import ActivationOffloader, CheckpointOffloader
+from reference_impl.activations.offloader import Offloader
+from reference_impl.optimizers import HybridDeviceOptimizer
+from reference_impl.weights import FrozenLayerStreamer
+
+_EVERYTHING = 2**62  # bytes that stay on the device: recompute without offload
+_MECHANISMS = ("optimizer", "activations", "weights")
+_MODES = ("layers", "checkpoint", "recompute", "budget")
+
+
+class AppliedPlan:
+    """The mechanisms of a plan on one model, until `close()`; a context manager.
+
+    `optimizer` is the one to step: the user's own, or the offloading one that took its place.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, stack: ExitStack) -> None:
+        """Own what `stack` closes."""
+        self.optimizer = optimizer
+        self._stack = stack
+
+    def close(self) -> None:
+        """Leave the model as it was and give the host memory back. Calling it again does nothing."""
+        self._stack.close()
+
+    def __enter__(self) -> Self:
+        """Return the applied plan, which is in force already."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close."""
+        self.close()
+
+
+def apply_plan(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    plan: Mapping[str, Any] | str | Path,
+    *,
+    max_grad_norm: float | None = None,
+) -> AppliedPlan:
+    """Put the mechanisms of `plan` on `model` and `optimizer`.
+
+    >>> with apply_plan(model, torch.optim.AdamW(model.parameters()), "plan.json") as applied:
+    ...     for batch in batches:
+    ...         model(batch).backward()
+    ...         applied.optimizer.step()
+    ...         applied.optimizer.zero_grad()
+
+    Args:
+        model: its blocks stand in an `nn.ModuleList`.
+        optimizer: a `torch.optim.AdamW`; its groups, hyper-parameters and state are taken over.
+        plan: the document of `offload plan --format json`, or its path. Of the optimizer's part the fraction
+            counts; how that share is updated (`split`) is the optimizer's own affair.
+        max_grad_norm: clip the global norm exactly, in the offloading optimizer.
+
+    Raises:
+        ValueError: a document without an `execute` section, a mechanism or mode that is not known here, or an
+            optimizer that the plan was not made for.
+    """
+    execute = _execute_section(plan)
+    wanted = execute.get("optimizer")
+    if wanted is not None and type(optimizer) is not torch.optim.AdamW:
+        raise ValueError(
+            f"the plan offloads AdamW's state; got {type(optimizer).__name__}; "
+            "try torch.optim.AdamW(model.parameters())"
+        )
+    stack = ExitStack()
+    try:
+        if (weights := execute.get("weights")) is not None:
+            stack.enter_context(FrozenLayerStreamer(model, **weights))
+        if (offloader := _activations(model, execute.get("activations"))) is not None:
+            stack.callback(offloader.close)
+        if wanted is None:
+            return AppliedPlan(optimizer, stack)
+        offloading = _optimizer(optimizer, wanted["offload_fraction"], max_grad_norm)
+        stack.callback(offloading.close)
+        offloading.attach(model)
+        return AppliedPlan(offloading, stack)
+    except BaseException:
+        stack.close()
+        raise
+
+
+def _execute_section(plan: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
+    document = plan if isinstance(plan, Mapping) else json.loads(Path(plan).read_text(encoding="utf-8"))
+    execute = document.get("execute")
+    if not isinstance(execute, Mapping):
+        raise ValueError(
+            f"the plan has no execute section (dialect {document.get('dialect')!r}); expected a plan for PyTorch; "
+            "try offload plan --framework pytorch --format json"
+        )
+    unknown = sorted(set(execute) - set(_MECHANISMS))
+    if unknown:
+        raise ValueError(
+            f"the plan asks for {', '.join(unknown)}; expected some of {', '.join(_MECHANISMS)}; "
+            "try a plan with another recommendation"
+        )
+    return execute
+
+
+def _activations(model: nn.Module, wanted: Mapping[str, Any] | None) -> Offloader | None:
+    if wanted is None:
+        return None
+    match wanted["mode"]:
+        case "layers":
+            return ActivationOffloader(model, num_layers=wanted["num_layers"])
+        case "checkpoint":
+            return CheckpointOffloader(model)
+        case "recompute":
+            return CheckpointOffloader(model, keep_last_bytes=_EVERYTHING)
+        case "budget":
+            return ActivationOffloader(model, budget_bytes=wanted["budget_bytes"])
+    raise ValueError(
+        f"activations.mode={wanted['mode']!r}; expected one of {', '.join(_MODES)}; try mode='layers'"
+    )
+
+
+def _optimizer(
+    optimizer: torch.optim.Optimizer, fraction: float, max_grad_norm: float | None
+) -> HybridDeviceOptimizer:
+    names = ("params", "lr", "betas", "eps", "weight_decay")
+    groups = [{name: group[name] for name in names} for group in optimizer.param_groups]
+    offloading = HybridDeviceOptimizer(groups, offload_fraction=fraction, max_grad_norm=max_grad_norm)
+    if optimizer.state:
+        offloading.load_state_dict(optimizer.state_dict())
+    return offloading

@@ -1,0 +1,55 @@
+"""Rows of `verify` for optimizer state on the host: updated there, or streamed through the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from reference_impl.training.attachments import hybrid, streamed
+from reference_impl.training.mechanisms import Mechanism, Reference, Scale
+
+MAX_GRAD_NORM = 1.0
+# fp32 master and two fp32 moments of an offloaded bf16 element.
+STATE_BYTES = 12
+_SLOTS = 3
+
+
+def optimizer_rows(scale: Scale, plain: Reference) -> Iterator[Mechanism]:
+    """Yield the rows of `HybridDeviceOptimizer` and `OptimizerStateOffloader`."""
+    for fraction in (0.5, 1.0):
+        yield _hybrid(plain, fraction)
+        yield _hybrid(plain, fraction, attached=True)
+    clipped = replace(plain, name="without offload, clipped", max_grad_norm=MAX_GRAD_NORM)
+    yield _hybrid(clipped, 1.0, attached=True)
+    yield _streamed(scale, plain)
+    yield _streamed(scale, clipped)
+
+
+def _hybrid(reference: Reference, fraction: float, *, attached: bool = False) -> Mechanism:
+    offloaded = round(fraction * reference.workload.parameters)
+    return Mechanism(
+        name=f"optimizer {fraction:.0%}{', attached' * attached}{_clipped(reference)}",
+        reference=reference,
+        attach=hybrid(fraction, attached=attached, max_grad_norm=reference.max_grad_norm),
+        freed_bytes=STATE_BYTES * offloaded,
+        formula=f"{STATE_BYTES} B x {offloaded:,} offloaded elements",
+        same_kernels=False,
+    )
+
+
+def _streamed(scale: Scale, reference: Reference) -> Mechanism:
+    numel = reference.workload.parameters
+    # A chunk's gradients in fp32 are 4 of the 12 bytes of its states.
+    ring_bytes = _SLOTS * scale.chunk_bytes + scale.chunk_bytes * 4 // STATE_BYTES
+    return Mechanism(
+        name=f"optimizer states streamed, attached{_clipped(reference)}",
+        reference=reference,
+        attach=streamed(chunk_bytes=scale.chunk_bytes, max_grad_norm=reference.max_grad_norm),
+        freed_bytes=STATE_BYTES * numel - ring_bytes,
+        formula=f"{STATE_BYTES} B x {numel:,} elements, less {_SLOTS} slots and fp32 gradients of one chunk",
+        same_kernels=True,
+    )
+
+
+def _clipped(reference: Reference) -> str:
+    return "" if reference.max_grad_norm is None else ", clipped"

@@ -1,0 +1,183 @@
+"""Was the plan true? Trains its model with and without it, and puts what was measured beside what it predicted.
+
+Peaks are judged; step times are shown, since they are predictions for the machine that the plan names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from reference_impl.device import Device
+from reference_impl.memory.host import available_bytes
+from reference_impl.training.apply import apply_plan
+from reference_impl.training.attachments import OPTIONS, plain
+from reference_impl.training.devices import device_name
+from reference_impl.training.model import Decoder
+from reference_impl.training.plain import PlainAdamW
+from reference_impl.training.planned_run import PlanError, PlannedRun, Predicted
+from reference_impl.training.steps import Progress, Steps, unseen
+from reference_impl.training.train import Attach, Trained, Trainer, train
+from reference_impl.training.verification import (
+    MAX_LOSS_DELTA,
+    MAX_MEMORY_ERROR,
+    SCHEMA_VERSION,
+    loss_delta,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quantity:
+    """One number of a run, in bytes, seconds or as a ratio; `error` is measured over predicted, less 1."""
+
+    name: str
+    predicted: float
+    measured: float
+    error: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanVerification:
+    """The plan's run, and the run without it where that fits on the device."""
+
+    device: str
+    is_timed: bool
+    planned: PlannedRun
+    trained: Trained
+    without_offload: Trained | None
+
+    @property
+    def runs(self) -> dict[str, list[Quantity]]:
+        """What was predicted and measured of each run: bytes, and on CUDA times, which the twin cannot have."""
+        planned, baseline = self.planned, self.without_offload
+        runs = {planned.with_plan.label: (planned.with_plan, self.trained)}
+        if baseline is not None:
+            runs["without offload"] = (planned.without_offload, baseline)
+        found = {label: _bytes(predicted, trained) for label, (predicted, trained) in runs.items()}
+        if self.is_timed:
+            for label, (predicted, trained) in runs.items():
+                found[label].append(_quantity("step seconds", predicted.step_s, trained.step_s))
+            if baseline is not None:
+                ratio = planned.with_plan.step_s / planned.without_offload.step_s
+                measured = self.trained.step_s / baseline.step_s
+                found[planned.with_plan.label].append(_quantity("step ratio", ratio, measured))
+        return found
+
+    @property
+    def problems(self) -> list[str]:
+        """What did not agree."""
+        problems = []
+        for label, quantities in self.runs.items():
+            peak = quantities[0]
+            if peak.error is None or abs(peak.error) > MAX_MEMORY_ERROR:
+                problems.append(
+                    f"{label}: the peak is {peak.measured:,.0f} bytes; the plan says {peak.predicted:,.0f}; expected "
+                    f"within {MAX_MEMORY_ERROR:.0%}"
+                )
+        if self.without_offload is not None:
+            delta = loss_delta(self.without_offload, self.trained)
+            if delta >= MAX_LOSS_DELTA:
+                problems.append(f"the loss differs by {delta:.3g}; expected less than {MAX_LOSS_DELTA}")
+        return problems
+
+    def document(self) -> dict[str, Any]:
+        """Return everything as plain data, by `schema/verify.schema.json`."""
+        baseline, problems = self.without_offload, self.problems
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "errors": [],
+            "passed": not problems,
+            "device": self.device,
+            "torch": torch.__version__,
+            "workload": self.planned.workload.describe(),
+            "plan": {
+                "machine": self.planned.machine,
+                "max_loss_delta": None if baseline is None else loss_delta(baseline, self.trained),
+                "runs": [
+                    {
+                        "label": label,
+                        "quantities": [
+                            asdict(quantity) | {"error": quantity.error} for quantity in quantities
+                        ],
+                    }
+                    for label, quantities in self.runs.items()
+                ],
+                "problems": problems,
+            },
+        }
+
+
+def verify_plan(device: Device, planned: PlannedRun, *, progress: Progress = unseen) -> PlanVerification:
+    """Train with the plan and, where it fits, without. Raises PlanError when it cannot be trained here."""
+    room_bytes = _room_bytes(device)
+    needed_bytes = _needed_bytes(device, planned.with_plan)
+    if needed_bytes > room_bytes:
+        raise PlanError(
+            f"the plan needs {needed_bytes / 2**30:.1f} GiB and {device_name(device)} has "
+            f"{room_bytes / 2**30:.1f} GiB free",
+            expected="room for its model",
+            attempt="a plan for a smaller model or a shorter sequence",
+        )
+    compares = _needed_bytes(device, planned.without_offload) <= room_bytes
+    steps = Steps(progress, total=planned.workload.steps * (1 + compares))
+    baseline = _train(device, planned, plain(), steps, "without offload") if compares else None
+    trained = _train(device, planned, _applied(planned), steps, planned.with_plan.label)
+    return PlanVerification(
+        device=device_name(device),
+        is_timed=device.is_cuda,
+        planned=planned,
+        trained=trained,
+        without_offload=baseline,
+    )
+
+
+def _train(device: Device, planned: PlannedRun, attach: Attach, steps: Steps, name: str) -> Trained:
+    # The plan is about the kernels that users get, so the order of additions is left to them.
+    return train(planned.workload, device, attach, fixed_order=False, on_step=steps.of(name))
+
+
+def _applied(planned: PlannedRun) -> Attach:
+    @contextmanager
+    def attach(model: Decoder) -> Iterator[Trainer]:
+        offloads = "optimizer" in planned.document["execute"]
+        optimizer: Any = (
+            torch.optim.AdamW(model.parameters(), **OPTIONS) if offloads else PlainAdamW(model, **OPTIONS)
+        )
+        try:
+            applied = apply_plan(model, optimizer, planned.document)
+        except ValueError as error:
+            raise PlanError(
+                str(error),
+                expected="mechanisms that this release has",
+                attempt="a plan written by this release",
+            ) from None
+        with applied:
+            yield applied.optimizer
+
+    return attach
+
+
+def _bytes(predicted: Predicted, trained: Trained) -> list[Quantity]:
+    return [
+        _quantity("peak device bytes", predicted.peak_device_bytes, trained.peak_device_bytes),
+        _quantity("device bytes between steps", predicted.between_steps_bytes, trained.between_steps_bytes),
+        _quantity("host bytes", predicted.host_bytes, trained.peak_host_bytes),
+    ]
+
+
+def _quantity(name: str, predicted: float, measured: float) -> Quantity:
+    error = measured / predicted - 1 if predicted else None
+    return Quantity(name=name, predicted=predicted, measured=measured, error=error)
+
+
+def _needed_bytes(device: Device, predicted: Predicted) -> int:
+    """What a run takes of the device; the CPU twin's two tiers are one memory."""
+    return predicted.peak_device_bytes + (0 if device.is_cuda else predicted.host_bytes)
+
+
+def _room_bytes(device: Device) -> int:
+    return torch.cuda.mem_get_info(device.torch_device)[0] if device.is_cuda else available_bytes()

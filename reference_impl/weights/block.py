@@ -1,0 +1,195 @@
+"""One block's frozen weights: their bytes on the host, and a device storage that is filled and freed.
+
+All streamed tensors of a block are views of one flat device storage. Freeing it resizes it to nothing under
+them, and filling it allocates it again and copies from the host, so that the views that autograd saved for
+backward are valid whenever the block is loaded. Nothing is ever copied back: what is frozen does not change,
+and a tensor that did change is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from reference_impl.device import REACHED, Device
+from reference_impl.memory.ledger import resize_storage
+from reference_impl.weights.frozen import FrozenStorage, layout, unpacked
+from reference_impl.weights.host_copy import HostCopy, Started
+from reference_impl.weights.host_memory import HostMemory
+from reference_impl.weights.storages import bytes_of, placed
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a storage lies in its block's flat bytes, its copy on the host, and the device that it came from."""
+
+    offset: int
+    host: torch.Tensor
+    home: torch.device
+    storage: FrozenStorage
+
+
+@dataclass(frozen=True)
+class Watched:
+    """A tensor that must not change, as it was taken over."""
+
+    name: str
+    tensor: torch.Tensor
+    version: int
+    offset: int
+
+    def has_changed(self, base_address: int) -> bool:
+        """Whether it was written, unfrozen, or given other memory than that at `base_address`."""
+        tensor = self.tensor
+        return (
+            tensor._version != self.version
+            or tensor.requires_grad
+            or tensor.data_ptr() - base_address != self.offset
+        )
+
+
+class StreamedBlock:
+    """The frozen weights of `module`, streamed from `take` to `restore`."""
+
+    def __init__(self, device: Device, host_memory: HostMemory, module: nn.Module, index: int) -> None:
+        """Stream nothing yet."""
+        self.module = module
+        self.index = index
+        self.is_loaded = False
+        self.size_bytes = 0
+        self._device = device
+        self._host_memory = host_memory
+        self._places: list[Place] = []
+        self._watched: list[Watched] = []
+        self._host: HostCopy | None = None
+        self._flat = torch.empty(0, dtype=torch.uint8)
+        self._started: Started = lambda: REACHED
+        self._stream_id = 0
+
+    @property
+    def is_streamed(self) -> bool:
+        """Whether the weights come and go; if not, they are ordinary device tensors."""
+        return self._host is not None
+
+    def take(self, storages: Sequence[FrozenStorage], slot_bytes: int) -> None:
+        """Have the host keep `storages`, and give their tensors a device storage, which is freed.
+
+        Every block's device storage is at least `slot_bytes` long, so that the allocator swaps equals. Raises
+        HostMemoryError, and leaves the tensors as they were.
+        """
+        offsets, size_bytes = layout(storages)
+        flat = torch.empty(max(slot_bytes, size_bytes), dtype=torch.uint8, device=self._device.torch_device)
+        sources = [bytes_of(storage.tensors[0]) for storage in storages]
+        copy = self._host_memory.keep(self.index, sources, offsets, size_bytes)
+        self._host, self._flat, self.size_bytes = copy, flat, size_bytes
+        for storage, offset, part in zip(storages, offsets, copy.parts, strict=True):
+            self._places.append(Place(offset, part, storage.device, storage))
+            for name, tensor in zip(storage.names, storage.tensors, strict=True):
+                tensor.data = placed(flat, tensor, offset)
+                self._watched.append(
+                    Watched(name, tensor, tensor._version, tensor.data_ptr() - flat.data_ptr())
+                )
+        resize_storage(flat.untyped_storage(), 0)
+
+    def load(self) -> None:
+        """Allocate on the live current stream and start the H2D copy behind it.
+
+        Raises RuntimeError while a CUDA graph is being captured.
+        """
+        assert self._host is not None
+        self._device.refuse_capture("FrozenLayerStreamer")
+        resize_storage(self._flat.untyped_storage(), self._flat.numel())
+        self._stream_id = self._device.current_stream_id()
+        self._started = self._host.load(self._flat[: self.size_bytes])
+        self.is_loaded = True
+
+    def wait(self) -> None:
+        """Make the live current stream wait for the copy. Raises what reading the weights has raised."""
+        try:
+            self._device.wait(self._started())
+        except BaseException:
+            self._free()
+            raise
+
+    def evict(self) -> None:
+        """Free the device memory behind everything that the live current stream has been given.
+
+        Raises RuntimeError when a tensor has changed: its new value would be lost.
+        """
+        self._refuse_changes()
+        # A copy that nobody waited for may still be writing.
+        self.wait()
+        if self._stream_id != self._device.current_stream_id():
+            # The memory belongs to another stream, which does not know of this one's kernels.
+            self._device.synchronize()
+        self._free()
+
+    def restore(self, *, to_home: bool) -> None:
+        """Give every storage its own memory again, on the device or where it came from.
+
+        Graphs that are still alive keep the flat storage, which is loaded from here on.
+        """
+        if self._host is None:
+            return
+        if self.is_loaded:
+            # A read that failed earlier is tried again below.
+            with suppress(OSError):
+                self.wait()
+        if not self.is_loaded:
+            self.load()
+            self.wait()
+        # All memory first: running out of it half way would leave some tensors here and some there.
+        own = [self._own_bytes(self._host, place, to_home) for place in self._places]
+        for place, bytes_ in zip(self._places, own, strict=True):
+            for tensor in place.storage.tensors:
+                tensor.data = placed(bytes_, tensor, -place.offset)
+        self._host.release(after=self._started())
+        self._host, self._places, self._watched = None, [], []
+        self._flat = torch.empty(0, dtype=torch.uint8)
+        self.is_loaded, self.size_bytes = False, 0
+
+    def owns(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor`, or a part of it where it is packed, is a view of this block's device storage."""
+        flat = self._flat.untyped_storage()._cdata
+        return self.is_streamed and any(
+            part.untyped_storage()._cdata == flat for _, part in unpacked("", tensor)
+        )
+
+    def on_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return what `tensor` holds, in host memory.
+
+        The result shares memory with the host copy and has a storage of its own, so that saving it saves no more.
+        """
+        if is_traceable_wrapper_subclass(tensor):
+            parts, context = tensor.__tensor_flatten__()
+            inner = {part: self.on_host(getattr(tensor, part)) for part in parts}
+            packed: torch.Tensor = tensor.__tensor_unflatten__(inner, context, tensor.size(), tensor.stride())
+            return packed
+        if not self.owns(tensor):
+            return tensor.cpu()
+        start = tensor.storage_offset() * tensor.itemsize
+        place = next(p for p in self._places if p.offset <= start < p.offset + p.host.numel())
+        return placed(torch.from_numpy(place.host.numpy()), tensor, -place.offset)
+
+    def _own_bytes(self, host: HostCopy, place: Place, to_home: bool) -> torch.Tensor:
+        if to_home and place.home.type == "cpu":
+            return host.own(place.host)
+        return self._flat[place.offset : place.offset + place.host.numel()].clone()
+
+    def _free(self) -> None:
+        resize_storage(self._flat.untyped_storage(), 0)
+        self.is_loaded = False
+
+    def _refuse_changes(self) -> None:
+        base_address = self._flat.data_ptr()
+        for watched in self._watched:
+            if watched.has_changed(base_address):
+                raise RuntimeError(
+                    f"{watched.name} has changed or been unfrozen since FrozenLayerStreamer took it over; "
+                    "expected frozen weights to stay as they are; try changing them inside streamer.gathered()"
+                )

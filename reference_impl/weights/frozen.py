@@ -1,0 +1,145 @@
+"""What of a model can stream: its repeated blocks, and the frozen storages that only one block uses.
+
+Storages count, not parameters: tied and shared tensors are one storage, and a packed quantised weight is as
+many plain tensors as it holds. Trainable tensors, small ones, and storages that somebody outside the block uses
+too stay where they are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+# Norm weights and biases: too small to be worth a check on every visit.
+MIN_BYTES = 2**14
+# The caching allocator's own alignment: matrix kernels choose their path by it, and results follow the path.
+ALIGNMENT_BYTES = 512
+
+
+@dataclass(frozen=True)
+class FrozenStorage:
+    """One storage of a block and every tensor that views it, with their names in the model."""
+
+    names: tuple[str, ...]
+    tensors: tuple[torch.Tensor, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the whole storage."""
+        return self.tensors[0].untyped_storage().nbytes()
+
+    @property
+    def device(self) -> torch.device:
+        """Where the bytes are."""
+        return self.tensors[0].device
+
+
+def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the repeated blocks of `model` by name: the members of its outermost lists of two or more.
+
+    A list is an `nn.ModuleList`, or an `nn.Sequential` of one class. Raises ValueError when there is none.
+    """
+    blocks: dict[str, nn.Module] = {}
+    found: list[str] = []
+    for name, module in model.named_modules():
+        if not _is_list_of_blocks(module) or any(name.startswith(f"{outer}.") for outer in found):
+            continue
+        found.append(name)
+        for index, block in enumerate(module.children()):
+            blocks[f"{name}.{index}" if name else str(index)] = block
+    if not blocks:
+        raise ValueError(
+            f"{type(model).__name__} has no repeated blocks: looked for an nn.ModuleList of two or more modules, "
+            "or an nn.Sequential of two or more of one class; try layers=[modules]"
+        )
+    return blocks
+
+
+def frozen_storages(model: nn.Module, blocks: Sequence[nn.Module]) -> list[list[FrozenStorage]]:
+    """Return, for each of `blocks`, the storages that may stream, in the order of its modules.
+
+    Raises ValueError for a sharded (DTensor) parameter, which it names.
+    """
+    owner_of_module = _owners(blocks)
+    tensors: defaultdict[int, list[tuple[str, torch.Tensor]]] = defaultdict(list)
+    owners: defaultdict[int, set[int]] = defaultdict(set)
+    unfit: set[int] = set()
+    for module, name, tensor, is_trained in plain_tensors(model):
+        storage = tensor.untyped_storage()
+        tensors[storage._cdata].append((name, tensor))
+        owners[storage._cdata].add(owner_of_module.get(id(module), -1))
+        if is_trained or storage.nbytes() < MIN_BYTES:
+            unfit.add(storage._cdata)
+    streamable: list[list[FrozenStorage]] = [[] for _ in blocks]
+    for key, named in tensors.items():
+        (owner, *others) = owners[key]
+        if owner >= 0 and not others and key not in unfit:
+            names, views = zip(*named, strict=True)
+            streamable[owner].append(FrozenStorage(names, views))
+    return streamable
+
+
+def layout(storages: Sequence[FrozenStorage]) -> tuple[list[int], int]:
+    """Return an aligned offset for each of a block's storages, and the bytes of all."""
+    offsets, end = [], 0
+    for storage in storages:
+        offsets.append(end)
+        end += math.ceil(storage.size_bytes / ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    return offsets, end
+
+
+def _is_list_of_blocks(module: nn.Module) -> bool:
+    if isinstance(module, nn.ModuleList):
+        return len(module) > 1
+    return (
+        isinstance(module, nn.Sequential)
+        and len(module) > 1
+        and len({type(child) for child in module}) == 1
+        and any(True for _ in module.parameters())
+    )
+
+
+def _owners(blocks: Iterable[nn.Module]) -> dict[int, int]:
+    """Return the block's index by the id of each module in it, or -1 for a module that several blocks hold."""
+    owner: dict[int, int] = {}
+    for index, block in enumerate(blocks):
+        for module in block.modules():
+            owner[id(module)] = index if id(module) not in owner else -1
+    return owner
+
+
+def plain_tensors(model: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor, bool]]:
+    """Yield every strided tensor of `model`, those inside packed ones too: its module, name, and whether it trains.
+
+    Raises ValueError for a sharded parameter.
+    """
+    for prefix, module in model.named_modules():
+        for name, tensor in chain(module._parameters.items(), module._buffers.items()):
+            if tensor is None:
+                continue
+            full_name = f"{prefix}.{name}" if prefix else name
+            if hasattr(tensor, "_local_tensor") or getattr(tensor, "_is_flat_param", False):
+                raise ValueError(
+                    f"{full_name} is sharded ({type(tensor).__name__}); expected whole parameters: streaming does "
+                    "not go with FSDP; try one of the two"
+                )
+            for inner_name, plain in unpacked(full_name, tensor):
+                if plain.layout is torch.strided and not plain.is_quantized:
+                    yield module, inner_name, plain, tensor.requires_grad
+
+
+def unpacked(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the plain tensors that `tensor` is made of: itself, or the parts of a packed subclass."""
+    if not is_traceable_wrapper_subclass(tensor):
+        yield name, tensor
+        return
+    parts, _ = tensor.__tensor_flatten__()
+    for part in parts:
+        yield from unpacked(f"{name}.{part}", getattr(tensor, part))

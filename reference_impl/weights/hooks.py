@@ -1,0 +1,132 @@
+"""Puts a block's forward, backward and rare operations under a streamer's eyes, and takes everything off again.
+
+Module hooks rather than a replaced forward: they run inside checkpointing's recomputation, outside compiled
+code, and come off in any order beside those of other mechanisms.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+Gather = Callable[[], AbstractContextManager[object]]
+
+# What adapters (peft's tuner layers) call to fold themselves into the frozen weight and out of it.
+_FOLDS = ("merge", "unmerge")
+
+
+def follow(
+    block: nn.Module,
+    *,
+    before_forward: Callable[[], None],
+    after_forward: Callable[[], None],
+    before_backward: Callable[[], None],
+) -> Callable[[], None]:
+    """Call back around each forward of `block` and before each backward of its outputs; return what undoes it."""
+
+    def prehook(_: torch.Tensor) -> None:
+        before_backward()
+
+    def enter(_: nn.Module, args: Any) -> None:
+        before_forward()
+
+    def leave(_: nn.Module, args: Any, output: Any) -> None:
+        after_forward()
+        for tensor in _tensors(block, output):
+            if tensor.grad_fn is not None:
+                tensor.grad_fn.register_prehook(prehook)
+
+    handles = [
+        block.register_forward_pre_hook(torch.compiler.disable(enter), prepend=True),
+        # Always, so that an exception inside the block does not leave it in use.
+        block.register_forward_hook(torch.compiler.disable(leave), always_call=True),
+    ]
+    undo = ExitStack()
+    for handle in handles:
+        undo.callback(handle.remove)
+    return undo.close
+
+
+def gather_around(block: nn.Module, gather: Gather) -> Callable[[], None]:
+    """Have the weights on the device while something changes them: `to()`, loading, merging; return what undoes it."""
+    loading = ExitStack()
+
+    def begin_loading(*_: Any) -> None:
+        loading.enter_context(gather())
+
+    def end_loading(*_: Any) -> None:
+        loading.close()
+
+    undo = ExitStack()
+    for module, name in _changing_methods(block):
+        undo.callback(_wrap_method(module, name, gather))
+    undo.callback(block.register_load_state_dict_pre_hook(begin_loading).remove)
+    undo.callback(block.register_load_state_dict_post_hook(end_loading).remove)
+    return undo.close
+
+
+def replace_in_state_dict(
+    block: nn.Module, owns: Callable[[torch.Tensor], bool], replace: Callable[[torch.Tensor], torch.Tensor]
+) -> Callable[[], None]:
+    """Have `block` put `replace(tensor)` into its state_dict for every tensor it `owns`; return what undoes it."""
+
+    def hook(_: nn.Module, state_dict: dict[str, Any], prefix: str, __: Any) -> None:
+        for name, value in state_dict.items():
+            if name.startswith(prefix) and isinstance(value, torch.Tensor) and owns(value):
+                state_dict[name] = replace(value)
+
+    undo: Callable[[], None] = block._register_state_dict_hook(hook).remove
+    return undo
+
+
+def replace_deepcopy(block: nn.Module, copy: Callable[[dict[int, Any]], nn.Module]) -> Callable[[], None]:
+    """Have `copy.deepcopy` call `copy(memo)` for `block`; return what undoes it."""
+    block.__dict__["__deepcopy__"] = copy
+
+    def undo() -> None:
+        block.__dict__.pop("__deepcopy__", None)
+
+    return undo
+
+
+def _tensors(block: nn.Module, output: Any) -> list[torch.Tensor]:
+    """Return the tensors of a block's output. Raises TypeError for an output that hides them."""
+    if isinstance(output, torch.Tensor):
+        return [output]
+    tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+    if output is not None and not tensors and torch.is_grad_enabled():
+        raise TypeError(
+            f"{type(block).__name__} returned a {type(output).__name__} without a tensor in sight, so its backward "
+            "cannot be seen coming; expected a tensor, or tuples, lists and dicts of them; try "
+            "torch.utils._pytree.register_pytree_node for the class"
+        )
+    return tensors
+
+
+def _changing_methods(block: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    yield block, "_apply"
+    for module in block.modules():
+        if all(callable(getattr(module, name, None)) for name in _FOLDS):
+            yield from ((module, name) for name in _FOLDS)
+
+
+def _wrap_method(module: nn.Module, name: str, gather: Gather) -> Callable[[], None]:
+    method = getattr(module, name)
+
+    @functools.wraps(method)
+    def gathered(*args: Any, **kwargs: Any) -> Any:
+        with gather():
+            return method(*args, **kwargs)
+
+    module.__dict__[name] = gathered
+
+    def undo() -> None:
+        module.__dict__.pop(name, None)
+
+    return undo

@@ -1,0 +1,79 @@
+"""Which part of the frozen weights stays on the device, and which part of the rest is pinned.
+
+What stays is spread evenly: every block keeps the same share of its bytes, as far as whole storages allow.
+Keeping whole layers at one end instead would leave the link idle beside them and too slow beside the others,
+and the buffers that the rest passes through would have to be as large as a whole block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+_STEPS = 256
+
+
+def kept(sizes: Sequence[int], allowance_bytes: int) -> list[bool]:
+    """Return for each storage of a block whether it stays: the largest first, within `allowance_bytes`."""
+    keep = [False] * len(sizes)
+    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
+        if sizes[index] <= allowance_bytes:
+            keep[index] = True
+            allowance_bytes -= sizes[index]
+    return keep
+
+
+def allowances(blocks: Sequence[Sequence[int]], fraction: float) -> list[int]:
+    """Return the bytes that each block may keep, so that at most `fraction` of all bytes stay.
+
+    What a block cannot use, because no whole storage fits, goes to the next one.
+    """
+    left_bytes = 0.0
+    result = []
+    for sizes in blocks:
+        left_bytes += fraction * sum(sizes)
+        result.append(int(left_bytes))
+        left_bytes -= kept_bytes(sizes, result[-1])
+    return result
+
+
+def kept_bytes(sizes: Sequence[int], allowance_bytes: int) -> int:
+    """Return the bytes of a block that stay."""
+    keep = kept(sizes, allowance_bytes)
+    return sum(size for size, is_kept in zip(sizes, keep, strict=True) if is_kept)
+
+
+def device_bytes(blocks: Sequence[Sequence[int]], fraction: float, window_blocks: int) -> int:
+    """Return the device bytes of frozen weights: what stays, and `window_blocks` buffers of the largest rest."""
+    stays = [
+        kept_bytes(sizes, allowance)
+        for sizes, allowance in zip(blocks, allowances(blocks, fraction), strict=True)
+    ]
+    largest = max(sum(sizes) - stay for sizes, stay in zip(blocks, stays, strict=True))
+    return sum(stays) + window_blocks * largest
+
+
+def fraction_within(blocks: Sequence[Sequence[int]], budget_bytes: int, window_blocks: int) -> float:
+    """Return the largest share that may stay within `budget_bytes`, the window included.
+
+    Raises ValueError when not even the window fits.
+    """
+    for step in range(_STEPS, -1, -1):
+        if device_bytes(blocks, step / _STEPS, window_blocks) <= budget_bytes:
+            return step / _STEPS
+    least = device_bytes(blocks, 0.0, window_blocks)
+    raise ValueError(
+        f"budget_bytes={budget_bytes} is too small; expected at least {least}, the room for {window_blocks} blocks; "
+        f"try budget_bytes={least} or a smaller prefetch"
+    )
+
+
+def pinned_within(sizes: Sequence[int], limit_bytes: int) -> list[bool]:
+    """Return which blocks of `sizes` are pinned within `limit_bytes`, spread evenly over all."""
+    total_bytes, seen_bytes, pinned_bytes = sum(sizes), 0, 0
+    pinned = []
+    for size in sizes:
+        seen_bytes += size
+        fits = (pinned_bytes + size) * total_bytes <= limit_bytes * seen_bytes
+        pinned.append(fits)
+        pinned_bytes += size if fits else 0
+    return pinned

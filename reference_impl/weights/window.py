@@ -1,0 +1,95 @@
+"""Which blocks are on the device: those in use, and those that are needed next.
+
+Whenever a block begins or ends, the window becomes the next few distinct blocks of the learnt order. That alone
+keeps the last blocks at the turn from forward to backward and the first ones across the step, and starts the
+next copy as soon as a block's memory is free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from reference_impl.weights.block import StreamedBlock
+from reference_impl.weights.order import Kind, VisitOrder
+
+
+class Window:
+    """Room for `capacity` of `blocks` at a time; more only while more are in use at once."""
+
+    def __init__(self, blocks: Sequence[StreamedBlock], capacity: int) -> None:
+        """Load the first blocks."""
+        self.capacity = capacity
+        self.loads = 0
+        self.loaded_bytes = 0
+        self.late_loads = 0
+        self._blocks = blocks
+        self._order = VisitOrder(len(blocks))
+        self._in_forward: StreamedBlock | None = None
+        self._in_backward: StreamedBlock | None = None
+        self._graph_task = -1
+        self.advance()
+
+    def before_forward(self, block: StreamedBlock) -> None:
+        """Have `block` on the device for the kernels that follow."""
+        # Inside the same backward this is a recomputation, and the block that asked for it goes on afterwards.
+        if torch._C._current_graph_task_id() != self._graph_task:
+            self._in_backward = None
+        if not block.is_streamed:
+            return
+        self._in_forward = block
+        self._visit(Kind.FORWARD if torch.is_grad_enabled() else Kind.EVALUATE, block)
+
+    def after_forward(self, block: StreamedBlock) -> None:
+        """Let `block` go, unless it is needed again soon."""
+        self._in_forward = None
+        self.advance()
+
+    def before_backward(self, block: StreamedBlock) -> None:
+        """Have `block` on the device; the block before it in this backward is done.
+
+        Autograd runs nodes in the reverse order of their making, so all of a later block's have run by now.
+        """
+        task = torch._C._current_graph_task_id()
+        if not block.is_streamed or (self._in_backward is block and self._graph_task == task):
+            return
+        self._in_backward, self._graph_task = block, task
+        self._visit(Kind.BACKWARD, block)
+
+    def forget(self, block: StreamedBlock) -> None:
+        """Take note that the weights of `block` do not stream for now."""
+        if block is self._in_backward:
+            self._in_backward = None
+
+    def advance(self) -> None:
+        """Free what is not needed soon and start loading what is."""
+        wanted = self._wanted()
+        missing = [block for block in wanted if not block.is_loaded]
+        stale = [block for block in self._blocks if block.is_loaded and block not in wanted]
+        excess = len(stale) + len(wanted) - max(self.capacity, len(wanted))
+        for block in stale[: max(excess, 0)]:
+            block.evict()
+        for block in missing:
+            block.load()
+            self.loads += 1
+            self.loaded_bytes += block.size_bytes
+
+    def _wanted(self) -> list[StreamedBlock]:
+        """Return the blocks in use, then the next ones that fit beside them."""
+        wanted = list(
+            dict.fromkeys(block for block in (self._in_forward, self._in_backward) if block is not None)
+        )
+        for index in self._order.upcoming():
+            if len(wanted) >= self.capacity:
+                break
+            block = self._blocks[index]
+            if block.is_streamed and block not in wanted:
+                wanted.append(block)
+        return wanted
+
+    def _visit(self, kind: Kind, block: StreamedBlock) -> None:
+        self._order.visit(kind, block.index)
+        self.late_loads += not block.is_loaded
+        self.advance()
+        block.wait()
