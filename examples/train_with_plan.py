@@ -1,0 +1,26 @@
+"""Train a small decoder under a plan that the planner wrote.
+
+    offload plan --model llama-3-8b --gpu-memory 80GiB --format json > plan.json
+    python examples/train_with_plan.py plan.json
+
+The plan's amounts fit the model it was made for; here the mechanisms are what matters, so a plan of any model will do.
+"""
+
+import sys
+
+import torch
+
+from reference_impl.training.apply import apply_plan
+from reference_impl.training.model import Decoder, DecoderShape
+
+device = "cuda" if torch.cuda.is_available() else "cpu"
+model = Decoder(DecoderShape(layers=32)).to(device)
+ids = torch.randint(0, 512, (2, 64), device=device)
+
+with apply_plan(model, torch.optim.AdamW(model.parameters(), lr=1e-3), sys.argv[1]) as applied:
+    for step in range(10):
+        loss = torch.nn.functional.cross_entropy(model(ids).flatten(0, 1).float(), ids.flatten())
+        loss.backward()
+        applied.optimizer.step()
+        applied.optimizer.zero_grad()
+        print(f"step {step}: loss {loss.item():.4f}")
