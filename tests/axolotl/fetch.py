@@ -1,0 +1,63 @@
+"""Fetches the schemas of released Axolotl versions, and the two libraries they need, into build/axolotl.
+
+    python tests/axolotl/fetch.py 0.18.0 0.19.0
+
+The releases themselves are not installed: their dependencies are a whole training stack, and the schemas need
+none of it. From each distribution only the package `axolotl` is unpacked. Called by `make test-axolotl`.
+"""
+
+import subprocess
+import sys
+import tarfile
+import tempfile
+import zipfile
+from pathlib import Path
+
+FOLDER = Path(__file__).parents[2] / "build" / "axolotl"
+DEPENDENCIES = ["pydantic==2.12.5", "pillow"]
+PIP = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+
+
+def main() -> None:
+    """Fetch what is not there yet."""
+    if not (FOLDER / "dependencies").is_dir():
+        subprocess.run([*PIP, "install", "--target", str(FOLDER / "dependencies"), *DEPENDENCIES], check=True)
+    for version in sys.argv[1:]:
+        if not (FOLDER / version).is_dir():
+            fetch(version)
+
+
+def fetch(version: str) -> None:
+    """Download one release, as a wheel or else as a source archive, and unpack its package."""
+    with tempfile.TemporaryDirectory() as folder:
+        subprocess.run(
+            [*PIP, "download", "--no-deps", "--dest", folder, f"axolotl=={version}"],
+            check=True,
+        )
+        (archive,) = Path(folder).iterdir()
+        if archive.suffix == ".whl":
+            unpack_wheel(archive, FOLDER / version)
+        else:
+            unpack_source(archive, FOLDER / version)
+
+
+def unpack_wheel(archive: Path, target: Path) -> None:
+    """Unpack the members of `axolotl/`."""
+    with zipfile.ZipFile(archive) as wheel:
+        wheel.extractall(target, [name for name in wheel.namelist() if name.startswith("axolotl/")])
+
+
+def unpack_source(archive: Path, target: Path) -> None:
+    """Unpack the files of `axolotl-VERSION/src/axolotl/`, without the leading folders."""
+    with tarfile.open(archive) as source:
+        for member in source.getmembers():
+            package = member.name.partition("/src/")[2]
+            content = source.extractfile(member) if package.startswith("axolotl/") else None
+            if content is not None:
+                path = target / package
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(content.read())
+
+
+if __name__ == "__main__":
+    main()

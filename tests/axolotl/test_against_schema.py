@@ -1,0 +1,122 @@
+"""Our verdict against the real schema's, for generated configurations and every release that is there.
+
+Where a rule says that Axolotl raises or warns while it reads a configuration, the released schema is asked the
+same question. The first error hides the later ones (pydantic stops at a failed validator), so a raised text must
+be among our findings and our findings must be raised at all; warnings are compared as sets.
+"""
+
+import re
+
+import pytest
+import yaml
+from axolotl_configurations import COMPLETE, configurations
+from axolotl_releases import Release, installed
+from hypothesis import HealthCheck, assume, given, settings
+
+from skill_tools.configs.config import Framework
+from skill_tools.configs.read import read_text
+from skill_tools.rules.knowledge import Rule, load_rules_yaml
+from skill_tools.rules.lint import lint
+
+pytestmark = pytest.mark.axolotl
+
+FROM_SCHEMA = [
+    rule for rule in load_rules_yaml() if rule.when and rule.evidence.ref.startswith("axolotl/utils/schemas/")
+]
+RAISING = [rule for rule in FROM_SCHEMA if rule.effect == "raises"]
+WARNING = [rule for rule in FROM_SCHEMA if rule.effect == "warns"]
+JUDGED = RAISING + WARNING
+CONCERNS_OFFLOADING = re.compile(
+    r"offload|reentrant|relora|fsdp|pin_memory|efficient_loading|selective_checkpointing|'legacy'",
+    re.IGNORECASE,
+)
+# What only release 0.12 says, and no later one: a slip of its own, and a check that 0.13 took back.
+GONE_SINCE_0_13 = (
+    "KeyError: 'offload_params'",
+    "FSDP2 does not support load_in_8bit or load_in_4bit with cpu_ram",
+)
+# Asked by ReLoRA of its adapter, not of an offload.
+ELSEWHERE = ("cfg.adapter must",)
+# Up to 0.17 the validators add a prefixed key themselves and then warn about it.
+WARNS_ABOUT_ITSELF = {"ax-fsdp-prefix"}
+
+
+def is_read_otherwise(configuration: dict[str, object], release: Release) -> bool:
+    """Whether this is 0.12 or 0.13, which take a version out of fsdp_config: it wins, and the section may be empty."""
+    section = configuration.get("fsdp_config")
+    return (
+        release.version.startswith(("0.12.", "0.13."))
+        and isinstance(section, dict)
+        and "fsdp_version" in section
+    )
+
+
+def says(rule: Rule, text: str) -> bool:
+    """Whether `text` is what the rule says that the framework prints; `{..}` stands for anything."""
+    patterns = (re.escape(one).replace(re.escape("{..}"), ".*") for one in rule.raises)
+    return any(re.fullmatch(pattern, text, re.DOTALL) for pattern in patterns)
+
+
+def saying(rules: list[Rule], texts: list[str]) -> set[str]:
+    return {rule.id for rule in rules for text in texts if says(rule, text)}
+
+
+def disagreements(configuration: dict[str, object], release: Release) -> list[str]:
+    answer = release.ask(configuration)
+    text = yaml.safe_dump(configuration, sort_keys=False)
+    verdict = lint(
+        read_text(text, "config.yaml", framework=Framework.AXOLOTL),
+        rules=JUDGED,
+        versions={"axolotl": release.version},
+    )
+    found = {finding.rule for finding in verdict.findings}
+    errors, raised = answer["errors"], saying(RAISING, answer["errors"])
+    expected = found & {rule.id for rule in RAISING}
+    problems = [f"undecided: {one.rule}" for one in verdict.undecided]
+    problems += [f"raised, not found: {one}" for one in raised - expected]
+    problems += [
+        f"raised, no rule has the text: {error}"
+        for error in errors
+        if CONCERNS_OFFLOADING.search(error)
+        and not error.startswith((*GONE_SINCE_0_13, *ELSEWHERE))
+        and not saying(RAISING, [error])
+    ]
+    if not errors:
+        problems += [f"found, not raised: {one}" for one in expected]
+        warned, warnings = saying(WARNING, answer["warnings"]), found & {rule.id for rule in WARNING}
+        problems += [f"warned, not found: {one}" for one in warned - warnings - WARNS_ABOUT_ITSELF]
+        problems += [f"found, not warned: {one}" for one in warnings - warned]
+    elif raised and not raised & expected:
+        problems.append(f"raised {raised}, found {expected}")
+    return problems
+
+
+@pytest.fixture(scope="module", params=installed() or ["none"])
+def release(request: pytest.FixtureRequest):
+    if request.param == "none":
+        pytest.skip("needs released Axolotl schemas: make test-axolotl")
+    with Release(request.param) as running:
+        yield running
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(configuration=configurations())
+def test_the_schema_and_the_rules_agree(release: Release, configuration: dict[str, object]) -> None:
+    assume(not is_read_otherwise(configuration, release))
+    assert not disagreements(configuration, release)
+
+
+def test_every_judged_rule_is_seen_by_some_release() -> None:
+    if not installed():
+        pytest.skip("needs released Axolotl schemas: make test-axolotl")
+    never = {rule.id for rule in RAISING}
+    for version in installed():
+        with Release(version) as running:
+            for rule in RAISING:
+                asked = {**COMPLETE, **yaml.safe_load(rule.examples[Framework.AXOLOTL].bad)}
+                if "gradient_checkpointing_kwargs" in asked:
+                    # An earlier validator compares with True and hides the later one, which asks for truth.
+                    asked["gradient_checkpointing_kwargs"] = {"use_reentrant": 1}
+                if saying([rule], running.ask(asked)["errors"]):
+                    never.discard(rule.id)
+    assert never == {"ax-reentrant-unfrozen"}

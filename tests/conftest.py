@@ -1,0 +1,21 @@
+"""Skips what this machine cannot run, each with its reason."""
+
+import importlib.util
+
+import pytest
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    wanted = [item for item in items if item.get_closest_marker("cuda")]
+    if not wanted:
+        return
+    if importlib.util.find_spec("torch") is None:
+        reason = "needs torch: pip install 'cpu-offloading[reference]'"
+    else:
+        import torch
+
+        if torch.cuda.is_available():
+            return
+        reason = "needs a CUDA device"
+    for item in wanted:
+        item.add_marker(pytest.mark.skip(reason=reason))

@@ -1,0 +1,186 @@
+"""The budget on a model: profile, plan, carry out."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+
+from reference_impl.activations import ActivationOffloader
+from reference_impl.activations.budget import BudgetError
+from reference_impl.activations.policy import Decision
+from reference_impl.memory.ledger import Ledger
+
+SMALL = {"min_bytes": 1024}
+
+
+@pytest.fixture
+def long_trainee(trainee, device):
+    trainee.ids = torch.randint(512, (2, 1024), device=device.torch_device)
+    return trainee
+
+
+def peaks(trainee, ledger, steps):
+    seen = []
+    for _ in range(steps):
+        trainee.model.zero_grad()
+        ledger.reset_peak()
+        trainee.loss().backward()
+        seen.append(ledger.peak_device_bytes)
+    return seen
+
+
+def extremes(trainee, device):
+    """The peaks without offload and with everything offloaded."""
+    with Ledger(device, track=trainee.model.parameters()) as ledger:
+        (without,) = peaks(trainee, ledger, 1)
+        with ActivationOffloader(trainee.model, in_flight_bytes=0, **SMALL):
+            (everything,) = peaks(trainee, ledger, 1)
+    return without, everything
+
+
+@pytest.mark.parametrize("share", [0.05, 0.3, 0.7, 1.2])
+def test_the_budget_is_kept_and_the_step_is_bitwise_the_same(long_trainee, device, share):
+    expected = long_trainee.step()
+    without, everything = extremes(long_trainee, device)
+    budget = int(everything + share * (without - everything)) + 2**16
+    with (
+        Ledger(device, track=long_trainee.model.parameters()) as ledger,
+        ActivationOffloader(long_trainee.model, budget_bytes=budget, **SMALL) as offloader,
+    ):
+        assert max(peaks(long_trainee, ledger, 6)[3:]) <= budget
+        assert long_trainee.step() == expected
+        assert offloader.plan.predicted_peak_bytes <= budget
+        assert (offloader.plan.bytes_of(Decision.KEEP) > 0) == (share > 0.1) or share == 0.05
+        assert offloader.arena.live_bytes == 0
+
+
+def plan_of(trainee, device, decision):
+    """A plan that treats all storages alike."""
+    with (
+        Ledger(device, track=trainee.model.parameters()) as ledger,
+        ActivationOffloader(trainee.model, budget_bytes=2**40, **SMALL) as offloader,
+    ):
+        peaks(trainee, ledger, 2)
+        plan = offloader.plan
+    return dataclasses.replace(plan, decisions=(decision,) * len(plan.decisions))
+
+
+@pytest.mark.parametrize("decision", list(Decision))
+def test_each_way_of_a_plan_is_bitwise_the_same(trainee, device, decision):
+    expected = trainee.step()
+    with ActivationOffloader(trainee.model, plan=plan_of(trainee, device, decision), **SMALL) as offloader:
+        for _ in range(3):
+            assert trainee.step() == expected
+        bytes_by_way = {
+            Decision.KEEP: offloader.engine.kept_bytes,
+            Decision.OFFLOAD: offloader.engine.offloaded_bytes,
+            Decision.RECOMPUTE: offloader.engine.recomputed_bytes,
+        }
+        assert bytes_by_way[decision] == max(bytes_by_way.values()) > 0
+
+
+def test_recomputing_needs_neither_device_nor_host_memory(long_trainee, device):
+    without, _ = extremes(long_trainee, device)
+    plan = plan_of(long_trainee, device, Decision.KEEP)
+    cheap = tuple(Decision.RECOMPUTE if name in ("silu", "mul") else Decision.KEEP for name in plan.names)
+    plan = dataclasses.replace(plan, decisions=cheap)
+    with (
+        Ledger(device, track=long_trainee.model.parameters()) as ledger,
+        ActivationOffloader(long_trainee.model, plan=plan, **SMALL),
+    ):
+        # One layer's share is there while backward works on it.
+        assert peaks(long_trainee, ledger, 2)[-1] < without - 0.7 * plan.bytes_of(Decision.RECOMPUTE)
+        assert ledger.peak_host_bytes == 0
+
+
+def test_retained_graphs_can_be_recomputed_twice(trainee, device):
+    plan = plan_of(trainee, device, Decision.RECOMPUTE)
+
+    def gradients():
+        trainee.model.zero_grad()
+        loss = trainee.loss()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        return [p.grad.clone() for p in trainee.model.parameters()]
+
+    expected = gradients()
+    with ActivationOffloader(trainee.model, plan=plan, **SMALL):
+        assert all(torch.equal(a, b) for a, b in zip(gradients(), expected, strict=True))
+
+
+class Writing(nn.Module):
+    """Saves results that are written in place, random, or changed where PyTorch does not see it."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class WritingLayer(nn.Linear):
+    def forward(self, x):
+        y = super().forward(x).sin()
+        y = y.relu_() * nn.functional.dropout(y, 0.5)
+        hidden = y * 3
+        hidden.data.mul_(0.5)
+        return hidden.exp().tanh()
+
+
+def test_results_that_cannot_be_recomputed_are_found_out(device):
+    model = Writing().to(device.torch_device)
+    model.layers = nn.ModuleList(WritingLayer(64, 64) for _ in range(3)).to(device.torch_device)
+    x = torch.randn(32, 64, device=device.torch_device)
+
+    def gradients():
+        torch.manual_seed(5)
+        model.zero_grad()
+        model(x).sum().backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    expected = gradients()
+    with (
+        Ledger(device, track=model.parameters()),
+        ActivationOffloader(model, budget_bytes=2**40, min_bytes=1024) as offloader,
+    ):
+        gradients()
+        gradients()
+        plan = offloader.plan
+    for decision in (Decision.OFFLOAD, Decision.RECOMPUTE):
+        chosen = dataclasses.replace(plan, decisions=(decision,) * len(plan.decisions))
+        with ActivationOffloader(model, plan=chosen, min_bytes=1024):
+            assert all(torch.equal(a, b) for a, b in zip(gradients(), expected, strict=True))
+
+
+def test_a_budget_below_the_least_is_refused_before_the_second_step(trainee, device):
+    expected = trainee.step()
+    with (
+        Ledger(device, track=trainee.model.parameters()),
+        ActivationOffloader(trainee.model, budget_bytes=1, **SMALL),
+    ):
+        assert trainee.step() == expected
+        with pytest.raises(BudgetError, match="expected at least"):
+            trainee.step()
+    assert trainee.step() == expected
+
+
+def test_the_twin_needs_somebody_who_counts(trainee, device):
+    if device.is_cuda:
+        pytest.skip("CUDA counts by itself")
+    with ActivationOffloader(trainee.model, budget_bytes=2**30, **SMALL):
+        trainee.step()
+        with pytest.raises(ValueError, match="open Ledger"):
+            trainee.step()
+
+
+def test_another_length_than_planned_is_offloaded(trainee, device):
+    plan = plan_of(trainee, device, Decision.KEEP)
+    trainee.ids = trainee.ids[:, :64]
+    expected = trainee.step()
+    with ActivationOffloader(trainee.model, plan=plan, min_bytes=256) as offloader:
+        assert trainee.step() == expected
+        assert offloader.offloaded_bytes > 0

@@ -1,0 +1,138 @@
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from reference_impl.activations import CheckpointOffloader, LegacyCheckpointOffloader
+from reference_impl.memory.ledger import Ledger
+
+SMALL = {"min_bytes": 1024}
+
+
+def peak_bytes(trainee, device, steps=2):
+    with Ledger(device, track=trainee.model.parameters()) as ledger:
+        for _ in range(steps):
+            trainee.model.zero_grad()
+            ledger.reset_peak()
+            trainee.loss().backward()
+    return ledger.peak_device_bytes
+
+
+@pytest.mark.parametrize("num_layers", [1, 4])
+@pytest.mark.parametrize("keep", [(), ("core_attention",), ("core_attention", "qkv", "gate")])
+def test_every_step_is_bitwise_the_same(trainee, num_layers, keep):
+    expected = trainee.step()
+    with CheckpointOffloader(trainee.model, num_layers=num_layers, keep=keep, **SMALL) as offloader:
+        for _ in range(3):
+            assert trainee.step() == expected
+        assert offloader.offloaded_bytes > 0
+
+
+def test_only_layer_inputs_and_those_of_norm_and_head_move(trainee):
+    hidden = trainee.model.embedding(trainee.ids)
+    with CheckpointOffloader(trainee.model, min_bytes=2**12) as offloader:
+        trainee.step()
+        # The CPU's norm saves one result more than its input.
+        assert offloader.offloaded_bytes in (6 * hidden.nbytes, 7 * hidden.nbytes)
+
+
+def test_kept_results_are_saved_on_the_host(trainee):
+    with CheckpointOffloader(trainee.model, **SMALL) as offloader:
+        trainee.step()
+        inputs = offloader.offloaded_bytes
+    with CheckpointOffloader(trainee.model, keep=["gate", "up"], **SMALL) as offloader:
+        trainee.step()
+        tokens = trainee.ids.numel()
+        assert offloader.offloaded_bytes - inputs == 4 * 2 * tokens * 176 * 4
+
+
+def test_kept_results_are_not_computed_again(trainee):
+    class CountProducts(torch.utils._python_dispatch.TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.count += func.name() == "aten::mm"
+            return func(*args, **(kwargs or {}))
+
+    def products(keep):
+        with CheckpointOffloader(trainee.model, keep=keep, **SMALL), CountProducts() as counter:
+            trainee.step()
+        return counter.count
+
+    assert products(()) - products(("gate", "up", "qkv")) == 4 * 3
+
+
+def test_memory_is_below_that_of_recomputation(trainee, device):
+    trainee.ids = torch.randint(512, (2, 1024), device=device.torch_device)
+
+    class Recomputed(nn.Module):
+        def __init__(self, block):
+            super().__init__()
+            self.block = block
+
+        def forward(self, x):
+            return checkpoint(self.block, x, use_reentrant=False)
+
+    with CheckpointOffloader(trainee.model, in_flight_bytes=0, **SMALL):
+        offloaded = peak_bytes(trainee, device)
+    for index, block in enumerate(trainee.model.layers):
+        trainee.model.layers[index] = Recomputed(block)
+    recomputed = peak_bytes(trainee, device)
+    inputs = 2 * 1024 * 64 * 4
+    assert offloaded <= recomputed - inputs
+
+
+class Dropping(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(32, 32), nn.Dropout(0.5), nn.Tanh()) for _ in range(3)
+        )
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_dropout_is_the_same_in_recomputation(device):
+    model = Dropping().to(device.torch_device)
+    x = torch.randn(16, 32, device=device.torch_device)
+
+    def gradients():
+        torch.manual_seed(3)
+        model.zero_grad()
+        model(x).sum().backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    expected = gradients()
+    with CheckpointOffloader(model, min_bytes=1, keep=["0"]):
+        for _ in range(2):
+            assert all(torch.equal(a, b) for a, b in zip(gradients(), expected, strict=True))
+
+
+def test_retained_graphs_and_several_micro_batches(trainee):
+    def action():
+        trainee.model.zero_grad()
+        first, second = trainee.loss(), trainee.loss()
+        first.backward(retain_graph=True)
+        second.backward()
+        first.backward()
+        return [p.grad.clone() for p in trainee.model.parameters()]
+
+    expected = action()
+    with CheckpointOffloader(trainee.model, keep=["core_attention"], **SMALL) as offloader:
+        assert all(torch.equal(a, b) for a, b in zip(action(), expected, strict=True))
+        assert offloader.arena.live_bytes == 0
+
+
+def test_an_unknown_module_to_keep_is_refused(trainee):
+    with pytest.raises(ValueError, match=r"'core_atention' matches no module.*'core_attention'"):
+        CheckpointOffloader(trainee.model, keep=["core_atention"])
+
+
+def test_the_legacy_baseline_is_bitwise_the_same_too(trainee):
+    expected = trainee.step()
+    with LegacyCheckpointOffloader(trainee.model):
+        assert trainee.step() == expected
+    assert trainee.step() == expected

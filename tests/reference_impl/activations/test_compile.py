@@ -1,0 +1,58 @@
+"""Around compiled blocks the engine moves what the compiled code saves."""
+
+import pytest
+import torch
+
+from reference_impl.activations import ActivationOffloader
+from reference_impl.training.model import Decoder, DecoderShape
+
+
+def compile_blocks_in_place(model):
+    for block in model.layers:
+        block.compile(backend="aot_eager")
+
+
+def compile_blocks(model):
+    for index, block in enumerate(model.layers):
+        model.layers[index] = torch.compile(block, backend="aot_eager")
+
+
+@pytest.mark.parametrize("how", [compile_blocks_in_place, compile_blocks])
+def test_compiled_blocks(trainee, how):
+    how(trainee.model)
+    expected = trainee.step()
+    with ActivationOffloader(trainee.model, min_bytes=1024) as offloader:
+        assert trainee.step() == expected
+        assert trainee.step() == expected
+        assert offloader.offloaded_bytes > 0
+    assert trainee.step() == expected
+
+
+def test_blocks_compiled_after_attaching(trainee):
+    expected = trainee.step()
+    with ActivationOffloader(trainee.model, min_bytes=1024):
+        compile_blocks_in_place(trainee.model)
+        assert trainee.step() == expected
+        assert trainee.step() == expected
+
+
+def test_a_compiled_model_around_the_layers(trainee):
+    expected = trainee.step()
+    with ActivationOffloader(trainee.model, min_bytes=1024):
+        trainee.model.compile(backend="aot_eager")
+        assert trainee.step() == expected
+
+
+@pytest.mark.cuda
+def test_graph_capture_is_refused():
+    model = Decoder(DecoderShape(layers=2)).cuda()
+    ids = torch.randint(512, (2, 128), device="cuda")
+    model(ids)
+    with ActivationOffloader(model, min_bytes=1024):
+        graph = torch.cuda.CUDAGraph()
+        with (
+            pytest.raises(RuntimeError, match="cannot run inside a CUDA graph capture"),
+            torch.cuda.graph(graph),
+        ):
+            model(ids)
+    torch.cuda.synchronize()

@@ -1,0 +1,140 @@
+import pytest
+import torch
+
+from reference_impl.activations import ActivationOffloader
+from reference_impl.memory.host import HostMemoryError
+from reference_impl.memory.ledger import Ledger
+
+SMALL = {"min_bytes": 1024}
+
+
+@pytest.mark.parametrize("num_layers", [1, 2, 4])
+@pytest.mark.parametrize("double_buffering", [True, False])
+def test_every_step_is_bitwise_the_same(trainee, num_layers, double_buffering):
+    expected = trainee.step()
+    with ActivationOffloader(
+        trainee.model, num_layers=num_layers, double_buffering=double_buffering, **SMALL
+    ) as offloader:
+        for _ in range(3):
+            assert trainee.step() == expected
+        assert offloader.offloaded_bytes > 0
+
+
+def test_training_stays_bitwise_the_same(trainee):
+    def train():
+        losses = []
+        optimizer = torch.optim.AdamW(trainee.model.parameters(), lr=1e-3)
+        for _ in range(5):
+            optimizer.zero_grad()
+            loss = trainee.loss()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return losses
+
+    start = {name: value.clone() for name, value in trainee.model.state_dict().items()}
+    expected = train()
+    trainee.model.load_state_dict(start)
+    with ActivationOffloader(trainee.model, num_layers=3, **SMALL):
+        assert train() == expected
+
+
+def peak_bytes(trainee, device, steps=3):
+    with Ledger(device, track=trainee.model.parameters()) as ledger:
+        for _ in range(steps):
+            trainee.model.zero_grad()
+            ledger.reset_peak()
+            trainee.loss().backward()
+    return ledger.peak_device_bytes, ledger.peak_host_bytes
+
+
+@pytest.mark.parametrize("num_layers", [1, 2, 3])
+def test_device_memory_falls_by_what_the_host_takes(trainee, device, num_layers):
+    trainee.ids = torch.randint(512, (2, 1024), device=device.torch_device)
+    everything, _ = peak_bytes(trainee, device)
+    with ActivationOffloader(trainee.model, num_layers=num_layers, in_flight_bytes=0, **SMALL) as offloader:
+        peak, on_host = peak_bytes(trainee, device)
+        assert on_host > 0
+        assert peak + on_host == pytest.approx(everything, rel=0.05)
+        assert offloader.arena.live_bytes == 0
+
+
+def test_each_more_layer_lowers_the_peak(trainee, device):
+    trainee.ids = torch.randint(512, (2, 1024), device=device.torch_device)
+    peaks = [peak_bytes(trainee, device)[0]]
+    for num_layers in (1, 2, 3):
+        with ActivationOffloader(trainee.model, num_layers=num_layers, in_flight_bytes=0, **SMALL):
+            peaks.append(peak_bytes(trainee, device)[0])
+    assert peaks == sorted(peaks, reverse=True)
+
+
+def test_fifty_steps_do_not_grow(trainee, device):
+    with (
+        ActivationOffloader(trainee.model, **SMALL) as offloader,
+        Ledger(device, track=trainee.model.parameters()) as ledger,
+    ):
+        held = []
+        for _ in range(50):
+            trainee.loss().backward()
+            held.append((ledger.device_bytes, ledger.host_bytes, offloader.arena.reserved_bytes))
+        assert held[5] == held[-1]
+
+
+def test_close_leaves_the_model_as_it_was(trainee):
+    before = [dict(module.__dict__) for module in trainee.model.modules()]
+    expected = trainee.step()
+    offloader = ActivationOffloader(trainee.model, **SMALL)
+    trainee.step()
+    offloader.close()
+    offloader.close()
+    assert [dict(module.__dict__) for module in trainee.model.modules()] == before
+    assert trainee.step() == expected
+    assert offloader.arena.reserved_bytes == 0
+
+
+def test_close_between_forward_and_backward_is_survived(trainee):
+    expected = trainee.step()
+    trainee.model.zero_grad()
+    with ActivationOffloader(trainee.model, **SMALL):
+        loss = trainee.loss()
+    loss.backward()
+    for name, parameter in trainee.model.named_parameters():
+        assert torch.equal(parameter.grad, expected.gradients[name])
+
+
+def test_layers_can_be_named_or_handed_over(trainee):
+    expected = trainee.step()
+    with ActivationOffloader(
+        trainee.model, layers=["layers.1", trainee.model.layers[3]], **SMALL
+    ) as offloader:
+        assert trainee.step() == expected
+        part = offloader.offloaded_bytes
+    with ActivationOffloader(trainee.model, **SMALL) as offloader:
+        trainee.step()
+        assert part == offloader.offloaded_bytes / 2
+
+
+@pytest.mark.parametrize("num_layers", [0, 5, -1])
+def test_a_number_of_layers_outside_the_model_is_refused(trainee, num_layers):
+    with pytest.raises(ValueError, match=rf"num_layers={num_layers} .*expected 1 to 4"):
+        ActivationOffloader(trainee.model, num_layers=num_layers)
+
+
+def test_an_unknown_layer_is_refused_with_the_nearest_names(trainee):
+    with pytest.raises(ValueError, match=r"'layer\.1' matches no module.*'layers\.1'"):
+        ActivationOffloader(trainee.model, layers=["layer.1"])
+
+
+def test_two_ways_of_choosing_are_refused(trainee):
+    with pytest.raises(ValueError, match="num_layers and layers each choose"):
+        ActivationOffloader(trainee.model, num_layers=1, layers=["layers.1"])
+
+
+def test_no_room_on_the_host_is_clear_and_leaves_the_model_usable(trainee):
+    expected = trainee.step()
+    with ActivationOffloader(trainee.model, host_limit_bytes=2**21, **SMALL):
+        with pytest.raises(HostMemoryError, match="try fewer layers or a higher host_limit_bytes"):
+            trainee.step()
+        with torch.no_grad():
+            trainee.model(trainee.ids)
+    assert trainee.step() == expected

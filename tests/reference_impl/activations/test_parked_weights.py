@@ -1,0 +1,93 @@
+import pytest
+import torch
+
+from reference_impl.activations import ActivationOffloader
+from reference_impl.memory.ledger import Ledger
+
+SMALL = {"min_bytes": 1024}
+
+
+def train(trainee, steps=4):
+    optimizer = torch.optim.AdamW([p for p in trainee.model.parameters() if p.requires_grad], lr=1e-2)
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = trainee.loss()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("activations", [True, False])
+@pytest.mark.parametrize("num_layers", [1, 3, 4])
+def test_training_is_bitwise_the_same(trainee, activations, num_layers):
+    start = {name: value.clone() for name, value in trainee.model.state_dict().items()}
+    expected = train(trainee)
+    final = {name: value.clone() for name, value in trainee.model.state_dict().items()}
+    trainee.model.load_state_dict(start)
+    with ActivationOffloader(
+        trainee.model, num_layers=num_layers, activations=activations, weights=True, **SMALL
+    ) as offloader:
+        assert train(trainee) == expected
+        assert (offloader.offloaded_bytes > 0) == activations
+    for name, value in trainee.model.state_dict().items():
+        assert torch.equal(value, final[name])
+
+
+def layer_bytes(model):
+    return sum(p.nbytes for p in model.layers[0].parameters() if p.nbytes >= 1024)
+
+
+def test_changed_weights_leave_once_a_step_and_frozen_ones_once(trainee):
+    with ActivationOffloader(
+        trainee.model, num_layers=3, activations=False, weights=True, **SMALL
+    ) as offloader:
+        train(trainee, steps=4)
+        assert offloader._parked.moved_bytes == 4 * 3 * layer_bytes(trainee.model)
+    trainee.model.layers.requires_grad_(False)
+    with ActivationOffloader(
+        trainee.model, num_layers=3, activations=False, weights=True, **SMALL
+    ) as offloader:
+        train(trainee, steps=4)
+        assert offloader._parked.moved_bytes == 3 * layer_bytes(trainee.model)
+
+
+def test_between_forward_and_backward_the_weights_are_off_the_device(trainee, device):
+    with (
+        Ledger(device, track=trainee.model.parameters()) as ledger,
+        ActivationOffloader(trainee.model, activations=False, weights=True, **SMALL),
+    ):
+        before = ledger.device_bytes
+        with torch.no_grad():
+            trainee.loss()
+        assert ledger.device_bytes >= before
+        loss = trainee.model.layers[1](torch.randn(1, 1, 64, device=device.torch_device)).sum()
+        assert before - ledger.device_bytes > 0.9 * layer_bytes(trainee.model)
+        loss.backward()
+        trainee.model.zero_grad()
+        assert ledger.device_bytes >= before
+
+
+def test_a_state_dict_is_whole_at_any_time(trainee):
+    expected = {name: value.clone() for name, value in trainee.model.state_dict().items()}
+    with ActivationOffloader(trainee.model, weights=True, **SMALL):
+        loss = trainee.loss()
+        for name, value in trainee.model.state_dict().items():
+            assert torch.equal(value, expected[name])
+        loss.backward()
+
+
+def test_after_an_error_the_next_step_is_right(trainee):
+    expected = trainee.step()
+    with ActivationOffloader(trainee.model, weights=True, **SMALL):
+        hook = trainee.model.layers[2].down.register_full_backward_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            trainee.step()
+        hook.remove()
+        assert trainee.step() == expected
+
+
+def test_module_level_offload_parks_no_weights(trainee):
+    with pytest.raises(ValueError, match="weights=True parks whole layers"):
+        ActivationOffloader(trainee.model, modules=["down"], weights=True)

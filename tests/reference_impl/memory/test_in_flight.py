@@ -1,0 +1,46 @@
+import weakref
+
+import pytest
+import torch
+
+from reference_impl.device import Device
+from reference_impl.memory.in_flight import InFlight
+
+
+class Pending:
+    reached = False
+
+    def query(self):
+        return self.reached
+
+    def synchronize(self):
+        self.reached = True
+
+
+@pytest.fixture
+def held():
+    return InFlight(Device.of("cpu"), limit_bytes=100)
+
+
+def test_references_live_until_their_event(held):
+    event, tensor = Pending(), torch.zeros(1)
+    watcher = weakref.ref(tensor)
+    held.hold(event, tensor, 10)
+    del tensor
+    assert watcher() is not None
+    event.reached = True
+    held.hold(Pending(), None, 10)
+    assert watcher() is None
+    assert held.held_bytes == 10
+
+
+def test_the_byte_limit_is_kept_by_waiting_for_the_oldest(held):
+    for _ in range(30):
+        held.hold(Pending(), None, 30)
+        assert held.held_bytes <= 100
+
+
+def test_clear_lets_everything_go(held):
+    held.hold(Pending(), None, 50)
+    held.clear()
+    assert held.held_bytes == 0

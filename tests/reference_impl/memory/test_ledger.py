@@ -1,0 +1,66 @@
+import torch
+from torch import nn
+
+from reference_impl.memory.arena import HostArena
+from reference_impl.memory.ledger import Ledger, resize_storage
+
+MIB = 2**20
+
+
+def test_peak_and_live_bytes_follow_tensors(device):
+    with Ledger(device) as ledger:
+        before = ledger.device_bytes
+        one = torch.empty(MIB, dtype=torch.uint8, device=device.torch_device)
+        two = one + 1
+        view = two[10:]
+        del two
+        assert ledger.device_bytes - before == 2 * MIB
+        del view
+        assert ledger.device_bytes - before == MIB
+        assert ledger.peak_device_bytes - before == 2 * MIB
+        ledger.reset_peak()
+        assert ledger.peak_device_bytes - before == MIB
+        del one
+    assert ledger.device_bytes == before
+
+
+def test_backward_is_seen(device):
+    layer = nn.Linear(256, 256, bias=False, device=device.torch_device)
+    weight_bytes = layer.weight.nbytes
+    # The first product on CUDA brings a workspace that stays.
+    layer(torch.randn(8, 256, device=device.torch_device)).sum().backward()
+    layer.zero_grad()
+    with Ledger(device, track=layer.parameters()) as ledger:
+        before = ledger.device_bytes
+        layer(torch.randn(8, 256, device=device.torch_device)).sum().backward()
+        assert weight_bytes <= ledger.device_bytes - before < weight_bytes * 1.3
+
+
+def test_tracked_tensors_count_from_the_start(device):
+    layer = nn.Linear(256, 256, device=device.torch_device)
+    with Ledger(device, track=layer.parameters()) as ledger:
+        assert ledger.device_bytes >= layer.weight.nbytes + layer.bias.nbytes
+
+
+def test_resized_storage_leaves_the_book(device):
+    with Ledger(device) as ledger:
+        tensor = torch.empty(MIB, dtype=torch.uint8, device=device.torch_device)
+        full = ledger.device_bytes
+        resize_storage(tensor.untyped_storage(), 0)
+        assert full - ledger.device_bytes == MIB
+        resize_storage(tensor.untyped_storage(), MIB)
+        assert ledger.device_bytes == full
+
+
+def test_host_tier_is_apart_from_the_device_tier(device):
+    arena = HostArena(device)
+    with Ledger(device) as ledger:
+        device_before, host_before = ledger.device_bytes, ledger.host_bytes
+        block = arena.allocate(MIB)
+        block.view(torch.uint8, (MIB,)).fill_(1)
+        assert ledger.device_bytes == device_before
+        assert ledger.host_bytes - host_before == MIB
+        arena.free(block)
+        assert ledger.host_bytes == host_before
+        assert ledger.peak_host_bytes - host_before == MIB
+    arena.close()

@@ -1,0 +1,576 @@
+import copy
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+from optimizer_reference import MasterAdamW, Toy, batches
+
+from reference_impl import HybridDeviceOptimizer
+from reference_impl.memory.host import HostMemoryError
+from reference_impl.memory.ledger import Ledger
+from reference_impl.optimizers import SGD, Adam
+
+OPTIONS = {"lr": 1e-2, "betas": (0.8, 0.95), "eps": 1e-7, "weight_decay": 0.1}
+
+
+@pytest.fixture
+def make(device):
+    """Build optimizers that are closed at the end."""
+    built = []
+
+    def build(model, **options):
+        optimizer = HybridDeviceOptimizer(
+            model.parameters(), **{"bucket_elements": 1024, **OPTIONS, **options}
+        )
+        built.append(optimizer)
+        return optimizer
+
+    yield build
+    for optimizer in built:
+        optimizer.close()
+
+
+def twins(device, dtype=torch.bfloat16):
+    torch.manual_seed(3)
+    model = Toy(dtype).to(device.torch_device)
+    return model, copy.deepcopy(model)
+
+
+def train(model, optimizer, data):
+    losses = []
+    for batch in data:
+        loss = model(batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return losses
+
+
+def assert_same_weights(one, other):
+    for (name, left), right in zip(one.state_dict().items(), other.state_dict().values(), strict=True):
+        assert torch.equal(left, right), name
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("backward_overlap", ["nothing", "gradients", "update"])
+@pytest.mark.parametrize("attached", [False, True])
+def test_everything_on_the_cpu_is_bitwise_torch(device, make, dtype, backward_overlap, attached):
+    model, plain = twins(device, dtype)
+    optimizer = make(model, offload_fraction=1.0, backward_overlap=backward_overlap)
+    if attached:
+        optimizer.attach(model)
+    data = batches(device.torch_device, 5)
+    train(model, optimizer, data)
+    train(plain, MasterAdamW(plain, on_cpu=True, **OPTIONS), data)
+    assert_same_weights(model, plain)
+
+
+@pytest.mark.parametrize("bucket_elements", [64, 448, 2**20])
+def test_bucket_size_changes_no_bit(device, make, bucket_elements):
+    model, plain = twins(device)
+    data = batches(device.torch_device, 4)
+    train(model, make(model, offload_fraction=1.0, bucket_elements=bucket_elements), data)
+    train(plain, MasterAdamW(plain, on_cpu=True, **OPTIONS), data)
+    assert_same_weights(model, plain)
+
+
+@pytest.mark.parametrize("fraction", [0.0, 1e-3, 0.25, 0.5, 0.75, 1.0])
+def test_each_share_is_bitwise_torch_on_its_device(device, make, fraction):
+    """Same gradients for all: every element follows the optimizer of the tier that holds its state."""
+    model, on_cpu = twins(device)
+    _, on_device = twins(device)
+    optimizer = make(model, offload_fraction=fraction)
+    references = [
+        MasterAdamW(on_cpu, on_cpu=True, **OPTIONS),
+        MasterAdamW(on_device, on_cpu=False, **OPTIONS),
+    ]
+    for seed in range(4):
+        generator = torch.Generator().manual_seed(seed)
+        for params in zip(model.parameters(), on_cpu.parameters(), on_device.parameters(), strict=True):
+            if params[0].requires_grad:
+                gradient = torch.randn(params[0].shape, generator=generator).to(params[0])
+                for param in params:
+                    param.grad = gradient.clone()
+        for each in (optimizer, *references):
+            each.step()
+    for member in optimizer._members.values():
+        index = [p is member.param for p in model.parameters()].index(True)
+        cpu, gpu = list(on_cpu.parameters())[index], list(on_device.parameters())[index]
+        mixed = torch.cat([gpu.flatten()[: member.resident], cpu.flatten()[member.resident :]])
+        assert torch.equal(member.param.flatten(), mixed)
+
+
+def test_training_200_steps_agrees_with_no_offload(device, make):
+    model, plain = twins(device)
+    optimizer = make(model, offload_fraction=0.5, lr=1e-3)
+    optimizer.attach(model)
+    data = batches(device.torch_device, 200)
+    ours = train(model, optimizer, data)
+    theirs = train(plain, MasterAdamW(plain, on_cpu=False, **{**OPTIONS, "lr": 1e-3}), data)
+    assert max(abs(a.item() - b.item()) for a, b in zip(ours, theirs, strict=True)) < 1e-3
+
+
+@pytest.mark.parametrize("max_grad_norm", [1e-3, 0.5, 1e6])
+def test_clipping_is_exact(device, make, max_grad_norm):
+    model, plain = twins(device)
+    data = batches(device.torch_device, 4)
+    optimizer = make(model, offload_fraction=1.0, max_grad_norm=max_grad_norm)
+    train(model, optimizer, data)
+    train(plain, MasterAdamW(plain, on_cpu=True, max_grad_norm=max_grad_norm, **OPTIONS), data)
+    assert_same_weights(model, plain)
+
+
+def test_the_norm_can_be_reduced_over_ranks(device, make):
+    """Twice the squared norm is what a second, equal rank would add."""
+    one, other = twins(device)
+    data = batches(device.torch_device, 1)
+    doubled = make(one, max_grad_norm=0.1, reduce_norm_squared=lambda squared: squared * 2)
+    halved = make(other, max_grad_norm=0.1 / 2**0.5)
+    train(one, doubled, data)
+    train(other, halved, data)
+    assert doubled.grad_norm.item() == pytest.approx(halved.grad_norm.item() * 2**0.5, rel=1e-6)
+    for left, right in zip(one.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(left, right, rtol=1e-2, atol=1e-4)
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_step_that_is_not_finite_changes_nothing(device, make, fraction, bad):
+    model, plain = twins(device)
+    optimizer = make(model, offload_fraction=fraction)
+    reference = MasterAdamW(plain, on_cpu=fraction > 0, **OPTIONS) if fraction != 0.5 else None
+    data = batches(device.torch_device, 3)
+    train(model, optimizer, data[:1])
+    weights, before = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+    (model(data[1]) * bad).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, weights[name]), name
+    torch.testing.assert_close(optimizer.state_dict(), before, rtol=0, atol=0)
+    if reference is not None:
+        train(plain, reference, data[:1])
+        train(model, optimizer, data[2:])
+        train(plain, reference, data[2:])
+        assert_same_weights(model, plain)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2, 4])
+@pytest.mark.parametrize("backward_overlap", ["nothing", "gradients", "update"])
+def test_accumulation_copies_once_and_is_exact(device, make, micro_batches, backward_overlap):
+    model, plain = twins(device)
+    optimizer = make(model, backward_overlap=backward_overlap)
+    reference = MasterAdamW(plain, on_cpu=True, **OPTIONS)
+    data = batches(device.torch_device, 3 * micro_batches)
+    for start in range(0, len(data), micro_batches):
+        *first, last = data[start : start + micro_batches]
+        with optimizer.accumulate():
+            for batch in first:
+                model(batch).backward()
+        assert all(member.arrival is None for member in optimizer._members.values())
+        model(last).backward()
+        optimizer.step()
+        for batch in (*first, last):
+            plain(batch).backward()
+        reference.step()
+        reference.zero_grad()
+    assert_same_weights(model, plain)
+
+
+def test_a_second_backward_says_how_to_accumulate(device, make):
+    model, _ = twins(device)
+    make(model)
+    batch = batches(device.torch_device, 1)[0]
+    model(batch).backward()
+    with pytest.raises(RuntimeError, match="accumulate"):
+        model(batch).backward()
+
+
+def test_gradients_leave_the_device_during_backward(device, make):
+    model, _ = twins(device)
+    make(model, offload_fraction=1.0)
+    model(batches(device.torch_device, 1)[0]).backward()
+    assert all(param.grad is None for param in model.parameters())
+
+
+def test_zero_grad_drops_gradients_that_have_left(device, make):
+    model, plain = twins(device)
+    optimizer = make(model)
+    data = batches(device.torch_device, 2)
+    model(data[0]).backward()
+    optimizer.zero_grad()
+    train(model, optimizer, data[1:])
+    train(plain, MasterAdamW(plain, on_cpu=True, **OPTIONS), data[1:])
+    assert_same_weights(model, plain)
+
+
+def test_zero_grad_refuses_when_the_update_has_begun(device, make):
+    model, _ = twins(device)
+    optimizer = make(model, backward_overlap="update")
+    model(batches(device.torch_device, 1)[0]).backward()
+    with pytest.raises(RuntimeError, match="step"):
+        optimizer.zero_grad()
+    optimizer.step()
+
+
+def test_a_changed_learning_rate_is_noticed_when_backward_has_used_it(device, make):
+    model, _ = twins(device)
+    optimizer = make(model, backward_overlap="update")
+    model(batches(device.torch_device, 1)[0]).backward()
+    optimizer.param_groups[0]["lr"] = 5.0
+    with pytest.raises(RuntimeError, match=r"lr changed from 0\.01 to 5\.0"):
+        optimizer.step()
+    optimizer.param_groups[0]["lr"] = 1e-2
+    optimizer.step()
+
+
+def test_groups_and_schedulers_are_obeyed(device, make):
+    model, plain = twins(device)
+
+    def groups(of):
+        decay = [p for p in of.parameters() if p.requires_grad and p.ndim > 1]
+        rest = [p for p in of.parameters() if p.requires_grad and p.ndim <= 1]
+        return [{"params": decay, "weight_decay": 0.3}, {"params": rest, "weight_decay": 0.0, "lr": 3e-3}]
+
+    ours = HybridDeviceOptimizer(groups(model), bucket_elements=1024, **OPTIONS)
+    ours.attach(model)
+    reference = MasterAdamW(plain, on_cpu=True, **OPTIONS)
+    by_param = dict(zip(reference.params, reference.masters, strict=True))
+    listed = [{**g, "params": [by_param[p] for p in g["params"]]} for g in groups(plain)]
+    reference.inner = torch.optim.AdamW(listed, fused=True, **OPTIONS)
+    schedulers = [
+        torch.optim.lr_scheduler.OneCycleLR(o, max_lr=0.1, total_steps=8) for o in (ours, reference.inner)
+    ]
+    for batch in batches(device.torch_device, 6):
+        train(model, ours, [batch])
+        train(plain, reference, [batch])
+        for scheduler in schedulers:
+            scheduler.step()
+    assert_same_weights(model, plain)
+    ours.close()
+
+
+def test_a_group_can_be_added_later(device, make):
+    model, plain = twins(device)
+    first, rest = (
+        list(model.first.parameters()),
+        [p for n, p in model.named_parameters() if not n.startswith("first")],
+    )
+    optimizer = HybridDeviceOptimizer(rest, bucket_elements=1024, **OPTIONS)
+    optimizer.add_param_group({"params": first})
+    data = batches(device.torch_device, 3)
+    train(model, optimizer, data)
+    train(plain, MasterAdamW(plain, on_cpu=True, **OPTIONS), data)
+    assert_same_weights(model, plain)
+    optimizer.close()
+
+
+def test_closures_run_once(device, make):
+    model, plain = twins(device)
+    optimizer = make(model)
+    batch, calls = batches(device.torch_device, 1)[0], []
+
+    def closure():
+        calls.append(1)
+        loss = model(batch)
+        loss.backward()
+        return loss
+
+    loss = optimizer.step(closure)
+    assert calls == [1]
+    assert torch.equal(loss, plain(batch))
+
+
+@pytest.mark.parametrize("algorithm", [Adam(decoupled=False), SGD()], ids=["adam", "sgd"])
+def test_other_formulas_are_bitwise_torch(device, algorithm):
+    options = {"lr": 1e-2, "weight_decay": 0.1}
+    if isinstance(algorithm, SGD):
+        options |= {"momentum": 0.9, "nesterov": True}
+    model, plain = twins(device)
+    optimizer = HybridDeviceOptimizer(
+        model.parameters(), algorithm=algorithm, bucket_elements=1024, **options
+    )
+    reference = MasterAdamW(plain, on_cpu=True)
+    of = torch.optim.SGD if isinstance(algorithm, SGD) else torch.optim.Adam
+    reference.inner = of(reference.masters, fused=True, **options)
+    data = batches(device.torch_device, 4)
+    train(model, optimizer, data)
+    train(plain, reference, data)
+    assert_same_weights(model, plain)
+    optimizer.close()
+
+
+def test_grad_scaler_scales_and_skips(device, make):
+    model, plain = twins(device, torch.float32)
+    optimizer = make(model, backward_overlap="nothing")
+    reference = MasterAdamW(plain, on_cpu=True, **OPTIONS)
+    scaler = torch.amp.GradScaler(device.torch_device.type, init_scale=2.0**10, growth_interval=2)
+    data = batches(device.torch_device, 4)
+    for index, batch in enumerate(data):
+        loss = model(batch)
+        scaler.scale(loss * float("inf") if index == 1 else loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        if index != 1:
+            train(plain, reference, [batch])
+    assert scaler.get_scale() == 2.0**10
+    for left, right in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(left, right, rtol=1e-5, atol=1e-6)
+
+
+def test_grad_scaler_with_gradients_gone_is_refused(device, make):
+    model, _ = twins(device, torch.float32)
+    optimizer = make(model, offload_fraction=0.5)
+    scaler = torch.amp.GradScaler(device.torch_device.type)
+    scaler.scale(model(batches(device.torch_device, 1)[0])).backward()
+    with pytest.raises(RuntimeError, match="backward_overlap='nothing'"):
+        scaler.step(optimizer)
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.3, 1.0])
+def test_resident_bytes_follow_the_fraction(device, fraction):
+    model = torch.nn.Sequential(*(torch.nn.Linear(256, 256, dtype=torch.bfloat16) for _ in range(8)))
+    model.to(device.torch_device)
+    numel = sum(p.numel() for p in model.parameters())
+    # The first product on CUDA brings a workspace that stays; earlier tests leave garbage.
+    model(torch.randn(4, 256, device=device.torch_device, dtype=torch.bfloat16)).sum().backward()
+    model.zero_grad()
+    gc.collect()
+    with Ledger(device, track=model.parameters()) as ledger:
+        base = ledger.device_bytes
+        optimizer = HybridDeviceOptimizer(
+            model.parameters(), offload_fraction=fraction, bucket_elements=2**14
+        )
+        for _ in range(2):
+            model(torch.randn(4, 256, device=device.torch_device, dtype=torch.bfloat16)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        device.synchronize()
+        optimizer.synchronize()
+        gc.collect()
+        extra = ledger.device_bytes - base
+    bucket_bytes = 2**14 * 2
+    assert extra <= 12 * (1 - fraction) * numel + 2 * bucket_bytes
+    assert extra >= 12 * (1 - fraction) * numel - 64 * 12
+    optimizer.close()
+
+
+def test_host_bytes_an_offloaded_element(device, make):
+    model, _ = twins(device)
+    optimizer = make(model)
+    numel = sum(member.offloaded for member in optimizer._members.values())
+    held = optimizer._share._host._wire.live_bytes + optimizer._share._host._state.live_bytes
+    assert held <= 16 * numel
+
+
+def test_attached_step_returns_while_weights_are_on_their_way(device, make):
+    model, plain = twins(device)
+    optimizer = make(model)
+    optimizer.attach(model)
+    gate = threading.Event()
+    update = optimizer._share._run
+    optimizer._share._run = lambda *args: (gate.wait(10), update(*args))
+    data = batches(device.torch_device, 2)
+    model(data[0]).backward()
+    optimizer.step()
+    assert any(member.pending for member in optimizer._members.values())
+    threading.Timer(0.2, gate.set).start()
+    model(data[1]).backward()
+    optimizer.step()
+    train(plain, MasterAdamW(plain, on_cpu=True, **OPTIONS), data)
+    assert_same_weights(model, plain)
+
+
+def test_use_outside_the_owning_forward_is_caught(device, make):
+    model, _ = twins(device)
+    optimizer = make(model)
+    optimizer.attach(model)
+    gate = threading.Event()
+    update = optimizer._share._run
+    optimizer._share._run = lambda *args: (gate.wait(10), update(*args))
+    ids = batches(device.torch_device, 1)[0]
+    model(ids).backward()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="synchronize"):
+        torch.nn.functional.linear(
+            torch.ones(1, 48, dtype=torch.bfloat16).to(ids.device), model.first.weight
+        ).sum().backward()
+    gate.set()
+
+
+def test_state_dict_and_evaluation_see_finished_weights(device, make):
+    model, plain = twins(device)
+    optimizer = make(model)
+    optimizer.attach(model)
+    data = batches(device.torch_device, 2)
+    train(model, optimizer, data)
+    saved = copy.deepcopy(model.state_dict())
+    train(plain, MasterAdamW(plain, on_cpu=True, **OPTIONS), data)
+    for name, value in plain.state_dict().items():
+        assert torch.equal(saved[name], value), name
+    with torch.no_grad():
+        assert torch.equal(model(data[0]), plain(data[0]))
+
+
+def test_a_loaded_model_refreshes_masters(device, make):
+    model, plain = twins(device)
+    optimizer = make(model, offload_fraction=0.5)
+    optimizer.attach(model)
+    data = batches(device.torch_device, 2)
+    train(model, optimizer, data[:1])
+    model.load_state_dict(plain.state_dict())
+    state = optimizer.state_dict()["state"]
+    for index, param in enumerate(p for p in model.parameters()):
+        if index in state:
+            assert torch.equal(state[index]["master_param"].to(param), param)
+
+
+def test_a_worker_that_dies_is_reported_and_tears_nothing(device, make):
+    model, _ = twins(device)
+    optimizer = make(model, bucket_elements=448)
+    before = copy.deepcopy(model.state_dict())
+    update, calls = optimizer._share._run, []
+
+    def dies_midway(*args):
+        calls.append(1)
+        if len(calls) == 4:
+            raise OSError("the disk is on fire")
+        update(*args)
+
+    optimizer._share._run = dies_midway
+    model(batches(device.torch_device, 1)[0]).backward()
+    with pytest.raises(RuntimeError, match="the disk is on fire") as caught:
+        optimizer.step()
+    assert isinstance(caught.value.__cause__, OSError)
+    device.synchronize()
+    homes = optimizer._share.homes
+    for member in optimizer._members.values():
+        new = torch.cat(
+            [
+                homes[p].master[p.offset : p.offset + p.numel]
+                for p in sorted(member.pieces, key=lambda p: p.start)
+            ]
+        )
+        old = next(before[n] for n, p in model.named_parameters() if p is member.param)
+        now = member.param.detach()
+        assert torch.equal(now, old) or torch.equal(now.flatten().cpu(), new.to(now.dtype))
+    with pytest.raises(RuntimeError, match="the disk is on fire"):
+        optimizer.step()
+    with pytest.raises(RuntimeError):
+        optimizer.close()
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_the_callers_threads_are_left_alone(device, make, threads):
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        make(twins(device)[0])
+        assert torch.get_num_threads() == threads
+        seen = []
+        thread = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
+        thread.start()
+        thread.join()
+        assert seen == [threads]
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_close_is_final_and_repeatable(device, make):
+    model, _ = twins(device)
+    optimizer = make(model)
+    with optimizer:
+        pass
+    optimizer.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        optimizer.step()
+    model(batches(device.torch_device, 1)[0]).backward()
+    assert model.first.weight.grad is not None
+
+
+def test_a_forgotten_optimizer_is_collected(device):
+    model, _ = twins(device)
+    optimizer = HybridDeviceOptimizer(model.parameters(), bucket_elements=1024)
+    train(model, optimizer, batches(device.torch_device, 1))
+    watcher = weakref.ref(optimizer)
+    del optimizer
+    gc.collect()
+    assert watcher() is None
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"offload_fraction": 1.5}, ValueError, r"offload_fraction is 1\.5.*\[0, 1\]"),
+        ({"offload_fraction": -0.1}, ValueError, "offload_fraction"),
+        ({"amsgrad": True}, TypeError, "amsgrad"),
+        ({"capturable": True}, TypeError, "capturable"),
+        ({"lr": -1.0}, ValueError, "lr is"),
+        ({"betas": (0.9, 1.0)}, ValueError, "betas"),
+        ({"max_grad_norm": 0}, ValueError, "max_grad_norm"),
+        ({"max_grad_norm": 1.0, "backward_overlap": "update"}, ValueError, "gradients"),
+        ({"backward_overlap": "everything"}, ValueError, "everything"),
+    ],
+)
+def test_bad_options_are_named(device, options, error, words):
+    with pytest.raises(error, match=words):
+        HybridDeviceOptimizer(twins(device)[0].parameters(), **options)
+
+
+@pytest.mark.parametrize(
+    ("param", "words"),
+    [
+        (torch.zeros(3, dtype=torch.complex64), "complex64"),
+        (torch.zeros(3, device="meta"), "no storage"),
+        (torch.zeros(4, 4)[:, ::2], "dense"),
+        (torch.zeros(4, 4).to_sparse(), "sparse"),
+    ],
+    ids=["complex", "meta", "gaps", "sparse"],
+)
+def test_bad_parameters_are_named(param, words):
+    with pytest.raises(ValueError, match=words):
+        HybridDeviceOptimizer([param.requires_grad_()])
+
+
+def test_sparse_gradients_are_named(device):
+    layer = torch.nn.Embedding(100, 4, sparse=True, device=device.torch_device)
+    with HybridDeviceOptimizer(layer.parameters()), pytest.raises(RuntimeError, match="sparse"):
+        layer(torch.tensor([1, 2], device=device.torch_device)).sum().backward()
+
+
+def test_host_memory_is_checked_before_anything_is_taken(device, monkeypatch):
+    monkeypatch.setattr("reference_impl.optimizers.buckets.available_bytes", lambda: 100_000)
+    model, _ = twins(device)
+    with pytest.raises(HostMemoryError, match=r"GiB needed.*GiB available; try offload_fraction=0\."):
+        HybridDeviceOptimizer(model.parameters())
+
+
+def test_distributed_data_parallel_is_refused(device, make):
+    class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
+        def __init__(self, module):
+            torch.nn.Module.__init__(self)
+            self.module = module
+
+    model, _ = twins(device)
+    with pytest.raises(ValueError, match="DistributedDataParallel"):
+        make(model).attach(DistributedDataParallel(model))
+
+
+def test_channels_last_parameters_keep_their_layout(device):
+    torch.manual_seed(0)
+    model = torch.nn.Conv2d(4, 8, 3, device=device.torch_device).to(memory_format=torch.channels_last)
+    plain = copy.deepcopy(model)
+    images = [torch.randn(2, 4, 6, 6, device=device.torch_device) for _ in range(3)]
+    with HybridDeviceOptimizer(model.parameters(), offload_fraction=0.7, **OPTIONS) as optimizer:
+        reference = torch.optim.AdamW(plain.parameters(), fused=True, **OPTIONS)
+        for image in images:
+            for net, opt in ((model, optimizer), (plain, reference)):
+                net(image).square().sum().backward()
+                opt.step()
+                opt.zero_grad()
+        for left, right in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(left, right)

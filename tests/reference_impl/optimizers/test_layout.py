@@ -1,0 +1,54 @@
+import itertools
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from reference_impl.optimizers.layout import ALIGNMENT, members_of, plan_buckets
+
+shapes = st.lists(st.integers(1, 5000), min_size=1, max_size=12)
+
+
+def lay_out(sizes, fraction, bucket=1024):
+    params = [(torch.zeros(size), index % 2) for index, size in enumerate(sizes)]
+    members = members_of(params, first_order=0, fraction=fraction, offload=None)
+    return members, plan_buckets(members, bucket_elements=bucket)
+
+
+@given(shapes, st.floats(0, 1))
+def test_the_fraction_is_exact_to_one_alignment(sizes, fraction):
+    members, _ = lay_out(sizes, fraction)
+    assert abs(sum(member.offloaded for member in members) - fraction * sum(sizes)) <= ALIGNMENT
+
+
+@given(shapes, st.floats(0, 1))
+def test_what_the_forward_uses_last_leaves_first(sizes, fraction):
+    members, _ = lay_out(sizes, fraction)
+    whole = [member.resident == 0 for member in members]
+    partial = [0 < member.resident < size for member, size in zip(members, sizes, strict=True)]
+    assert whole == sorted(whole)
+    assert sum(partial) <= 1
+
+
+@given(shapes, st.floats(0, 1))
+def test_every_offloaded_element_has_one_home(sizes, fraction):
+    members, plans = lay_out(sizes, fraction)
+    for member, size in zip(members, sizes, strict=True):
+        covered = sorted((piece.start, piece.stop) for piece in member.pieces)
+        edges = [member.resident, *(stop for _, stop in covered)]
+        assert [start for start, _ in covered] == edges[:-1]
+        assert edges[-1] == size
+    for plan in plans:
+        taken = sorted((piece.offset, piece.offset + piece.numel) for piece in plan.pieces)
+        assert all(stop <= start for (_, stop), (start, _) in itertools.pairwise(taken))
+        assert all(piece.offset % ALIGNMENT == 0 for piece in plan.pieces)
+        assert plan.numel <= 1024
+
+
+def test_buckets_hold_one_dtype():
+    params = [(torch.zeros(100, dtype=dtype), 0) for dtype in (torch.float32, torch.bfloat16, torch.float32)]
+    members = members_of(params, first_order=0, fraction=1, offload=None)
+    plans = plan_buckets(members, bucket_elements=1024)
+    assert {plan.dtype: len(plan.pieces) for plan in plans} == {torch.float32: 2, torch.bfloat16: 1}
+    for plan in plans:
+        assert all(piece.member.param.dtype == plan.dtype for piece in plan.pieces)

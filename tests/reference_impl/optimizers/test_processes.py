@@ -1,0 +1,232 @@
+"""Threads and processes: settings of the caller, forks, dying workers, and the end of the program."""
+
+import gc
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from optimizer_reference import batches
+from optimizer_training import hybrid, train, twins
+
+from reference_impl.memory.host import host_book
+
+ROOT = Path(__file__).resolve().parents[3]
+START = """
+import os, sys, threading, time
+import torch
+from reference_impl import HybridDeviceOptimizer
+
+def train(place, steps=3, elements=2**16, width=512, **options):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(width, width, dtype=torch.bfloat16) for _ in range(4)))
+    model.to(place)
+    optimizer = HybridDeviceOptimizer(model.parameters(), bucket_elements=elements, lr=1e-2, **options)
+    optimizer.attach(model)
+    for _ in range(steps):
+        model(torch.randn(4, width, dtype=torch.bfloat16).to(place)).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+place = sys.argv[1]
+"""
+
+
+def program(code, device, **environment):
+    """Run `code` after `START` in a process of its own; returns what it printed. It must end well within a minute."""
+    result = subprocess.run(
+        [sys.executable, "-c", START + code, device.torch_device.type],
+        env={**os.environ, **environment},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+@pytest.mark.parametrize("ending", ["pass", "del model, optimizer"])
+def test_a_program_may_end_with_updates_in_flight(device, ending):
+    code = "model, optimizer = train(place, width=1024, elements=2**20)\nprint('end', flush=True)\n"
+    assert program(code + ending, device).split() == ["end"]
+
+
+def test_a_program_may_end_in_the_middle_of_backward(device):
+    code = """
+model, optimizer = train(place, backward_overlap="update")
+model(torch.randn(4, 512, dtype=torch.bfloat16).to(place)).sum().backward()
+print("end")
+"""
+    assert program(code, device).split() == ["end"]
+
+
+def test_one_thread_of_openmp_changes_no_bit(device):
+    """torchrun sets it; the update's threads are the optimizer's own."""
+    code = """
+model, optimizer = train(place)
+optimizer.synchronize()
+print(*(param.view(torch.int16).long().sum().item() for param in model.parameters()))
+optimizer.close()
+"""
+    one, more = (program(code, device, OMP_NUM_THREADS=count) for count in ("1", "2"))
+    assert one == more
+    assert len(one.split()) == 8
+
+
+def test_a_forked_child_is_told_and_the_parent_goes_on(device):
+    if device.is_cuda:
+        pytest.skip("CUDA itself refuses a forked child")
+    code = """
+model, optimizer = train(place)
+child = os.fork()
+if child == 0:
+    said = 0
+    for use in (optimizer.step, optimizer.state_dict, optimizer.synchronize, optimizer.close):
+        try:
+            use()
+        except RuntimeError as error:
+            said += "forked process" in str(error)
+    os._exit(said)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+model(torch.randn(4, 512, dtype=torch.bfloat16)).sum().backward()
+optimizer.step()
+optimizer.close()
+"""
+    assert program(code, device).split() == ["4"]
+
+
+def test_a_forked_child_may_end_by_itself(device):
+    """As a data loader's worker does, with the parent's updates in flight."""
+    code = """
+model, optimizer = train(place, width=1024, elements=2**20)
+child = os.fork()
+if child == 0:
+    sys.exit(0)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+optimizer.close()
+"""
+    assert program(code, device).split() == ["0"]
+
+
+def test_data_loader_workers_started_later_work(device):
+    code = """
+model, optimizer = train(place)
+loader = torch.utils.data.DataLoader(torch.arange(8.0), batch_size=2, num_workers=2)
+for batch in loader:
+    optimizer.zero_grad()
+    (model(torch.randn(2, 512, dtype=torch.bfloat16).to(place)).sum() * batch.sum().to(place)).backward()
+    optimizer.step()
+print(sum(batch.sum().item() for batch in loader))
+optimizer.close()
+"""
+    assert program(code, device).split() == ["28.0"]
+
+
+def step_and_die(model, optimizer, batch):
+    """Take a step whose first update fails as soon as `step()` has returned."""
+    returned = threading.Event()
+
+    def run(*args):
+        returned.wait(10)
+        raise OSError("no more room")
+
+    optimizer._share._run = run
+    train(model, optimizer, [batch])
+    returned.set()
+
+
+def test_a_worker_that_dies_unnoticed_is_reported_by_close(device):
+    model, _ = twins(device)
+    optimizer = hybrid(model)
+    optimizer.attach(model)
+    step_and_die(model, optimizer, batches(device.torch_device, 1)[0])
+    before = threading.active_count()
+    with pytest.raises(RuntimeError, match="no more room"):
+        optimizer.close()
+    optimizer.close()
+    assert threading.active_count() <= before
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda model, optimizer, batch: optimizer.step(),
+        lambda model, optimizer, batch: optimizer.synchronize(),
+        lambda model, optimizer, batch: optimizer.state_dict(),
+        lambda model, optimizer, batch: model(batch),
+        lambda model, optimizer, batch: model.state_dict(),
+    ],
+    ids=["step", "synchronize", "state_dict", "forward", "model.state_dict"],
+)
+def test_every_next_call_reports_a_dead_worker(device, use):
+    model, _ = twins(device)
+    optimizer = hybrid(model)
+    optimizer.attach(model)
+    data = batches(device.torch_device, 2)
+    step_and_die(model, optimizer, data[0])
+    while not optimizer._share._workers.stopped:
+        threading.Event().wait(0.01)
+    with pytest.raises(RuntimeError, match="no more room") as caught:
+        use(model, optimizer, data[1])
+    assert isinstance(caught.value.__cause__, OSError)
+    with pytest.raises(RuntimeError):
+        optimizer.close()
+
+
+def test_closing_from_another_thread_ends_waiting(device):
+    """A forward that waits for a weight is told instead of waiting for ever."""
+    model, _ = twins(device)
+    optimizer = hybrid(model)
+    optimizer.attach(model)
+    gate = threading.Event()
+    update = optimizer._share._run
+    optimizer._share._run = lambda *args: (gate.wait(10), update(*args))
+    data = batches(device.torch_device, 2)
+    train(model, optimizer, data[:1])
+    timer = threading.Timer(
+        0.2, lambda: (threading.Timer(0.2, gate.set).start(), optimizer._share._workers.close())
+    )
+    timer.start()
+    with pytest.raises(RuntimeError, match="closed"):
+        model(data[1])
+    timer.join()
+    with pytest.raises(RuntimeError, match="closed"):
+        optimizer.close()
+
+
+def test_many_steps_do_not_grow(device):
+    model, _ = twins(device)
+    held = []
+    with hybrid(model, offload_fraction=0.6, max_grad_norm=1.0) as optimizer:
+        optimizer.attach(model)
+        for index, batch in enumerate(batches(device.torch_device, 300)):
+            loss = model(batch)
+            (loss * float("nan") if index % 7 == 3 else loss).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if index in (20, 299):
+                del loss
+                optimizer.synchronize()
+                device.synchronize()
+                # Earlier tests leave garbage whose going would look like shrinking.
+                gc.collect()
+                on_device = torch.cuda.memory_allocated() if device.is_cuda else 0
+                held.append(
+                    (host_book.reserved_bytes, host_book.live_bytes, threading.active_count(), on_device)
+                )
+        assert optimizer.state_dict()["state"][0]["step"] == 300 - 43
+    assert held[0] == held[1]
+
+
+def test_closing_gives_everything_back(device):
+    before = host_book.reserved_bytes, host_book.live_bytes, threading.active_count()
+    model, _ = twins(device)
+    with hybrid(model) as optimizer:
+        train(model, optimizer, batches(device.torch_device, 2))
+    assert (host_book.reserved_bytes, host_book.live_bytes, threading.active_count()) == before

@@ -1,0 +1,422 @@
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+from optimizer_reference import MasterAdamW, Toy, batches
+
+from reference_impl import OptimizerStateOffloader
+from reference_impl.memory.host import HostMemoryError, host_book
+from reference_impl.memory.ledger import Ledger
+
+OPTIONS = {"lr": 1e-2, "betas": (0.8, 0.95), "eps": 1e-7, "weight_decay": 0.1}
+
+
+@pytest.fixture
+def make():
+    """Build offloaders that are closed at the end."""
+    built = []
+
+    def build(model, *, wraps=torch.optim.AdamW, hyper=OPTIONS, **options):
+        inner = wraps(model.parameters(), fused=True, **hyper)
+        built.append(OptimizerStateOffloader(inner, **{"chunk_bytes": 12 * 1024, **options}))
+        return built[-1]
+
+    yield build
+    for optimizer in built:
+        optimizer.close()
+
+
+def twins(device, dtype=torch.bfloat16):
+    torch.manual_seed(3)
+    model = Toy(dtype).to(device.torch_device)
+    return model, copy.deepcopy(model)
+
+
+def train(model, optimizer, data):
+    for batch in data:
+        model(batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def assert_same_weights(one, other):
+    for (name, left), right in zip(one.state_dict().items(), other.state_dict().values(), strict=True):
+        assert torch.equal(left, right), name
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("attached", [False, True])
+@pytest.mark.parametrize("offload_masters", [True, False])
+def test_training_is_bitwise_that_of_the_wrapped_optimizer(device, make, dtype, attached, offload_masters):
+    model, plain = twins(device, dtype)
+    optimizer = make(model, offload_masters=offload_masters)
+    if attached:
+        optimizer.attach(model)
+    data = batches(device.torch_device, 6)
+    train(model, optimizer, data)
+    train(plain, MasterAdamW(plain, on_cpu=False, **OPTIONS), data)
+    assert_same_weights(model, plain)
+
+
+@pytest.mark.parametrize("chunk_elements", [64, 500, 2**20])
+@pytest.mark.parametrize("slots", [3, 50])
+@pytest.mark.parametrize("fraction", [0.0, 1e-3, 0.3, 1.0])
+def test_chunks_slots_and_fraction_change_no_bit(device, make, chunk_elements, slots, fraction):
+    model, plain = twins(device)
+    budget = (slots * 12 + 4) * chunk_elements
+    optimizer = make(model, chunk_bytes=12 * chunk_elements, device_budget_bytes=budget, fraction=fraction)
+    optimizer.attach(model)
+    reference = MasterAdamW(plain, on_cpu=False, **OPTIONS)
+    data = batches(device.torch_device, 4)
+    train(model, optimizer, data)
+    train(plain, reference, data)
+    assert_same_weights(model, plain)
+    ours, theirs = optimizer.state_dict()["state"], reference.inner.state_dict()["state"]
+    listed = [i for i, p in enumerate(model.parameters()) if p.requires_grad]
+    assert ours.keys() == {listed[i] for i in theirs}
+    for index, state in theirs.items():
+        for name, value in state.items():
+            assert torch.equal(ours[listed[index]][name], value.cpu()), name
+
+
+@pytest.mark.parametrize("wraps", [torch.optim.Adam, torch.optim.SGD])
+def test_other_formulas_are_bitwise_torch(device, make, wraps):
+    hyper = {"lr": 1e-2, "weight_decay": 0.1}
+    if wraps is torch.optim.SGD:
+        hyper |= {"momentum": 0.9, "nesterov": True}
+    model, plain = twins(device)
+    optimizer = make(model, wraps=wraps, hyper=hyper)
+    reference = MasterAdamW(plain, on_cpu=False)
+    reference.inner = wraps(reference.masters, fused=True, **hyper)
+    data = batches(device.torch_device, 4)
+    train(model, optimizer, data)
+    train(plain, reference, data)
+    assert_same_weights(model, plain)
+
+
+@pytest.mark.parametrize("max_grad_norm", [1e-3, 0.5, 1e6])
+def test_clipping_is_exact(device, make, max_grad_norm):
+    model, plain = twins(device)
+    optimizer = make(model, max_grad_norm=max_grad_norm)
+    optimizer.attach(model)
+    data = batches(device.torch_device, 4)
+    train(model, optimizer, data)
+    train(plain, MasterAdamW(plain, on_cpu=False, max_grad_norm=max_grad_norm, **OPTIONS), data)
+    assert_same_weights(model, plain)
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("before", [0, 1])
+def test_a_step_that_is_not_finite_changes_nothing(device, make, fraction, bad, before):
+    model, plain = twins(device)
+    optimizer = make(model, fraction=fraction)
+    reference = MasterAdamW(plain, on_cpu=False, **OPTIONS)
+    data = batches(device.torch_device, 3)
+    train(model, optimizer, data[:before])
+    weights, states = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+    (model(data[1]) * bad).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, weights[name]), name
+    torch.testing.assert_close(optimizer.state_dict(), states, rtol=0, atol=0)
+    train(model, optimizer, data[2:])
+    train(plain, reference, [*data[:before], *data[2:]])
+    assert_same_weights(model, plain)
+
+
+def test_grad_scaler_scales_and_skips(device, make):
+    model, plain = twins(device, torch.float32)
+    optimizer = make(model)
+    optimizer.attach(model)
+    reference = torch.optim.AdamW([p for p in plain.parameters() if p.requires_grad], fused=True, **OPTIONS)
+    scalers = [torch.amp.GradScaler(device.torch_device.type, init_scale=2.0**10) for _ in range(2)]
+    for index, batch in enumerate(batches(device.torch_device, 4)):
+        for net, step, scaler in zip((model, plain), (optimizer, reference), scalers, strict=True):
+            loss = net(batch)
+            scaler.scale(loss * float("inf") if index == 1 else loss).backward()
+            scaler.step(step)
+            scaler.update()
+            step.zero_grad()
+    assert scalers[0].get_scale() == scalers[1].get_scale() == 2.0**9
+    assert_same_weights(model, plain)
+
+
+def test_schedulers_are_obeyed(device, make):
+    model, plain = twins(device)
+    optimizer = make(model)
+    reference = MasterAdamW(plain, on_cpu=False, **OPTIONS)
+    schedulers = [
+        torch.optim.lr_scheduler.OneCycleLR(each, max_lr=0.1, total_steps=8)
+        for each in (optimizer, reference.inner)
+    ]
+    for batch in batches(device.torch_device, 6):
+        train(model, optimizer, [batch])
+        train(plain, reference, [batch])
+        for scheduler in schedulers:
+            scheduler.step()
+    assert_same_weights(model, plain)
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert optimizer._wrapped.param_groups is optimizer.param_groups
+
+
+def test_groups_keep_their_options_and_can_be_added(device):
+    model, plain = twins(device)
+
+    def groups(of):
+        decay = [p for p in of.parameters() if p.requires_grad and p.ndim > 1]
+        rest = [p for p in of.parameters() if p.requires_grad and p.ndim <= 1]
+        return {"params": decay, "weight_decay": 0.3}, {"params": rest, "weight_decay": 0.0, "lr": 3e-3}
+
+    first, second = groups(model)
+    optimizer = OptimizerStateOffloader(torch.optim.AdamW([first], fused=True, **OPTIONS), chunk_bytes=3072)
+    optimizer.attach(model)
+    optimizer.add_param_group(second)
+    reference = MasterAdamW(plain, on_cpu=False)
+    by_param = dict(zip(reference.params, reference.masters, strict=True))
+    listed = [{**g, "params": [by_param[p] for p in g["params"]]} for g in groups(plain)]
+    reference.inner = torch.optim.AdamW(listed, fused=True, **OPTIONS)
+    data = batches(device.torch_device, 4)
+    train(model, optimizer, data)
+    train(plain, reference, data)
+    assert_same_weights(model, plain)
+    assert len(optimizer._wrapped.param_groups) == 2
+    model(data[0])
+    assert not any(member.pending for member in optimizer._members.values())
+    optimizer.close()
+
+
+def test_parameters_may_come_and_go(device, make):
+    """A step in which some parameters have no gradient, between steps in which all have."""
+    model, plain = twins(device)
+    optimizer, reference = make(model, chunk_bytes=3072), MasterAdamW(plain, on_cpu=False, **OPTIONS)
+    optimizer.attach(model)
+    for index, batch in enumerate(batches(device.torch_device, 5)):
+        for net, step in ((model, optimizer), (plain, reference)):
+            net(batch).backward()
+            if index % 2:
+                net.first.weight.grad = None
+            step.step()
+            step.zero_grad()
+    assert_same_weights(model, plain)
+
+
+def test_channels_last_parameters_keep_their_layout(device):
+    torch.manual_seed(0)
+    model = torch.nn.Conv2d(4, 8, 3, device=device.torch_device).to(memory_format=torch.channels_last)
+    plain = copy.deepcopy(model)
+    inner = torch.optim.AdamW(model.parameters(), fused=True, **OPTIONS)
+    with OptimizerStateOffloader(inner, fraction=0.7, chunk_bytes=768) as optimizer:
+        reference = torch.optim.AdamW(plain.parameters(), fused=True, **OPTIONS)
+        for _ in range(3):
+            image = torch.randn(2, 4, 6, 6, device=device.torch_device)
+            for net, opt in ((model, optimizer), (plain, reference)):
+                net(image).square().sum().backward()
+                opt.step()
+                opt.zero_grad()
+        assert_same_weights(model, plain)
+        torch.testing.assert_close(
+            optimizer.state_dict()["state"],
+            reference.state_dict()["state"],
+            rtol=0,
+            atol=0,
+            check_device=False,
+        )
+
+
+def test_attached_steps_take_the_gradients_and_let_them_go_in_forward(device, make):
+    model, _ = twins(device)
+    optimizer = make(model)
+    optimizer.attach(model)
+    first, second = batches(device.torch_device, 2)
+    model(first).backward()
+    gradient = weakref.ref(model.first.weight.grad)
+    optimizer.step()
+    assert all(param.grad is None for param in model.parameters())
+    assert gradient() is not None
+    model(second)
+    assert gradient() is None
+    assert all(member.pending is False for member in optimizer._members.values())
+
+
+def test_detached_steps_leave_the_gradients(device, make):
+    model, _ = twins(device)
+    model(batches(device.torch_device, 1)[0]).backward()
+    kept = model.first.weight.grad.clone()
+    make(model, max_grad_norm=1e-3).step()
+    assert torch.equal(model.first.weight.grad, kept)
+
+
+def test_the_next_steps_first_states_come_in_at_once(device, make):
+    model, _ = twins(device)
+    optimizer = make(model, chunk_bytes=12 * 448)
+    train(model, optimizer, batches(device.torch_device, 1))
+    ordered = sorted(optimizer._chunks, key=lambda chunk: chunk.deadline)
+    assert list(optimizer._stream._loaded) == ordered[:3]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("fraction", [0.4, 1.0])
+@pytest.mark.parametrize("offload_masters", [True, False])
+def test_device_bytes_between_steps_are_the_ring(device, dtype, fraction, offload_masters):
+    model = torch.nn.Sequential(*(torch.nn.Linear(256, 256, dtype=dtype) for _ in range(8)))
+    model.to(device.torch_device)
+    numel = sum(p.numel() for p in model.parameters())
+    has_master = dtype == torch.bfloat16
+    travelling = 8 + 4 * (has_master and offload_masters)
+    chunk_elements = 2**14
+    budget = 3 * travelling * chunk_elements + 4 * chunk_elements
+
+    def steps(count):
+        for _ in range(count):
+            model(torch.randn(4, 256, device=device.torch_device, dtype=dtype)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.synchronize()
+        gc.collect()
+
+    model(torch.randn(4, 256, device=device.torch_device, dtype=dtype)).sum().backward()
+    model.zero_grad()
+    gc.collect()
+    with Ledger(device, track=model.parameters()) as ledger:
+        base, host = ledger.device_bytes, host_book.live_bytes
+        optimizer = OptimizerStateOffloader(
+            torch.optim.AdamW(model.parameters(), fused=True),
+            fraction=fraction,
+            chunk_bytes=travelling * chunk_elements,
+            offload_masters=offload_masters,
+        )
+        steps(2)
+        extra = ledger.device_bytes - base
+        resident = 12 if has_master else 8
+        stays = resident * (1 - fraction) + 4 * fraction * (has_master and not offload_masters)
+        assert extra == pytest.approx(stays * numel + budget, rel=0.01, abs=64 * 2**10)
+        assert host_book.live_bytes - host == pytest.approx(travelling * fraction * numel, rel=0.02)
+        optimizer.close()
+        assert host_book.live_bytes == host
+
+
+def test_a_step_raises_the_peak_by_no_states(device):
+    model = torch.nn.Sequential(*(torch.nn.Linear(512, 512, dtype=torch.bfloat16) for _ in range(8)))
+    model.to(device.torch_device)
+    with Ledger(device, track=model.parameters()) as ledger:
+        inner = torch.optim.AdamW(model.parameters(), fused=True)
+        optimizer = OptimizerStateOffloader(inner, chunk_bytes=12 * 2**14)
+        for _ in range(3):
+            model(torch.randn(4, 512, device=device.torch_device, dtype=torch.bfloat16)).sum().backward()
+            before = ledger.device_bytes
+            ledger.reset_peak()
+            optimizer.step()
+            assert ledger.peak_device_bytes - before < 64 * 2**10
+            optimizer.zero_grad()
+        optimizer.close()
+
+
+def test_many_steps_do_not_grow(device, make):
+    model = torch.nn.Linear(40, 30, dtype=torch.bfloat16, device=device.torch_device)
+    plain = copy.deepcopy(model)
+    with Ledger(device, track=model.parameters()) as ledger:
+        optimizer = make(model, chunk_bytes=12 * 448)
+        optimizer.attach(model)
+        reference = MasterAdamW(plain, on_cpu=False, **OPTIONS)
+        seen = []
+        for index in range(300):
+            torch.manual_seed(index)
+            batch = torch.randn(2, 40, dtype=torch.bfloat16).to(device.torch_device)
+            for net, step in ((model, optimizer), (plain, reference)):
+                net(batch).square().sum().backward()
+                step.step()
+                step.zero_grad()
+            if index in (5, 299):
+                optimizer.synchronize()
+                gc.collect()
+                seen.append((ledger.device_bytes, host_book.reserved_bytes, host_book.live_bytes))
+    assert seen[0] == seen[1]
+    assert_same_weights(model, plain)
+
+
+def test_use_outside_the_owning_forward_is_caught(device, make):
+    model, _ = twins(device)
+    optimizer = make(model)
+    optimizer.attach(model)
+    train(model, optimizer, batches(device.torch_device, 1))
+    ones = torch.ones(1, 48, dtype=torch.bfloat16, device=device.torch_device)
+    torch.nn.functional.linear(ones, model.first.weight).sum().backward()
+    with pytest.raises(RuntimeError, match=r"shape \(131, 48\).*synchronize"):
+        optimizer.step()
+
+
+def test_close_is_final_and_repeatable(device, make):
+    model, _ = twins(device)
+    optimizer = make(model)
+    with optimizer:
+        pass
+    optimizer.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        optimizer.step()
+
+
+def test_a_forgotten_offloader_is_collected(device):
+    model, _ = twins(device)
+    optimizer = OptimizerStateOffloader(torch.optim.AdamW(model.parameters(), fused=True))
+    optimizer.attach(model)
+    train(model, optimizer, batches(device.torch_device, 1))
+    watcher = weakref.ref(optimizer)
+    del optimizer
+    gc.collect()
+    assert watcher() is None
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"fraction": 1.5}, r"fraction is 1\.5.*\[0, 1\]"),
+        ({"fraction": -0.1}, "fraction is"),
+        ({"chunk_bytes": 767}, "expected 768 or more"),
+        ({"chunk_bytes": 768, "device_budget_bytes": 2559}, "expected 2560 or more"),
+        ({"max_grad_norm": 0}, "max_grad_norm"),
+        ({"hyper": {"amsgrad": True}}, "amsgrad is True"),
+        ({"hyper": {"momentum": 0.0}, "wraps": torch.optim.SGD}, "momentum is 0"),
+        ({"hyper": {"momentum": 0.9, "dampening": 0.1}, "wraps": torch.optim.SGD}, r"dampening is 0\.1"),
+    ],
+)
+def test_bad_options_are_named(device, make, options, words):
+    before = host_book.reserved_bytes
+    with pytest.raises(ValueError, match=words):
+        make(twins(device)[0], **options)
+    assert host_book.reserved_bytes == before
+
+
+def test_a_budget_of_exactly_one_ring_is_enough(device, make):
+    make(twins(device)[0], chunk_bytes=768, device_budget_bytes=2560)
+
+
+@pytest.mark.parametrize("wraps", ["LBFGS", "Muon", "Adagrad"])
+def test_optimizers_that_cannot_be_chunked_are_refused_by_name(device, wraps):
+    layer = torch.nn.Linear(4, 4, bias=False, device=device.torch_device)
+    with pytest.raises(TypeError, match=f"{wraps} cannot be updated in chunks.*AdamW"):
+        OptimizerStateOffloader(getattr(torch.optim, wraps)(layer.parameters()))
+
+
+def test_an_optimizer_that_is_not_fused_is_refused(device):
+    with pytest.raises(ValueError, match="fused is None; expected True"):
+        OptimizerStateOffloader(torch.optim.AdamW(twins(device)[0].parameters()))
+
+
+def test_host_memory_is_checked_before_anything_is_taken(device, make, monkeypatch):
+    monkeypatch.setattr("reference_impl.memory.slab.available_bytes", lambda: 2**30 + 1000)
+    model, _ = twins(device)
+    inner = torch.optim.AdamW(model.parameters(), fused=True)
+    before = host_book.reserved_bytes
+    with pytest.raises(HostMemoryError, match=r"GiB needed.*try a smaller fraction"):
+        OptimizerStateOffloader(inner)
+    assert host_book.reserved_bytes == before
+    train(model, inner, batches(device.torch_device, 1))
+
+
+def test_copies_are_refused_with_the_way_to_do_it(device, make):
+    with pytest.raises(TypeError, match="state_dict"):
+        copy.deepcopy(make(twins(device)[0]))

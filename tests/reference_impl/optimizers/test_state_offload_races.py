@@ -1,0 +1,62 @@
+import copy
+
+import pytest
+import torch
+from optimizer_reference import MasterAdamW, Toy, batches
+
+from reference_impl import OptimizerStateOffloader
+from reference_impl.device import Device
+from reference_impl.optimizers import streamed_update
+
+OPTIONS = {"lr": 1e-2, "betas": (0.8, 0.95), "eps": 1e-7, "weight_decay": 0.1}
+# About a millisecond.
+CYCLES = 2_000_000
+
+
+def slowly(call, stream):
+    """Return `call` with a sleep on `stream` before it."""
+
+    def delayed(*args, **kwargs):
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(CYCLES)
+        return call(*args, **kwargs)
+
+    return delayed
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("slow", ["copy_in", "copy_out", "update", "backward"])
+@pytest.mark.parametrize("fraction", [0.5, 1.0])
+def test_a_slow_stream_changes_no_bit(monkeypatch, slow, fraction):
+    device = Device.of("cuda")
+    torch.manual_seed(3)
+    model = Toy().to(device.torch_device)
+    plain = copy.deepcopy(model)
+    inner = torch.optim.AdamW(model.parameters(), fused=True, **OPTIONS)
+    reference = MasterAdamW(plain, on_cpu=False, **OPTIONS)
+    with OptimizerStateOffloader(inner, chunk_bytes=12 * 448, fraction=fraction) as optimizer:
+        optimizer.attach(model)
+        if slow == "update":
+            stream = streamed_update._update_stream(device.torch_device)
+            monkeypatch.setattr(optimizer._stream, "_update", slowly(optimizer._stream._update, stream))
+        elif slow != "backward":
+            stream = device.h2d if slow == "copy_in" else device.d2h
+            monkeypatch.setattr(device, slow, slowly(getattr(device, slow), stream))
+        for index, batch in enumerate(batches(device.torch_device, 8)):
+            model(batch).backward()
+            if slow == "backward":
+                torch.cuda._sleep(10 * CYCLES)
+            optimizer.step()
+            optimizer.zero_grad()
+            # Whatever was freed too early is overwritten.
+            poison = [
+                torch.full((size,), float("nan"), device=device.torch_device) for size in (64, 4096, 2**16)
+            ]
+            del poison
+            if index == 4:
+                optimizer.load_state_dict(optimizer.state_dict())
+            plain(batch).backward()
+            reference.step()
+            reference.zero_grad()
+        for (name, left), right in zip(model.state_dict().items(), plain.state_dict().values(), strict=True):
+            assert torch.equal(left, right), name

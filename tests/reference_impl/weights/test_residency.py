@@ -1,0 +1,43 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from reference_impl.weights.residency import allowances, device_bytes, fraction_within, kept_bytes
+
+BLOCKS = st.lists(st.lists(st.integers(1, 500), min_size=1, max_size=8), min_size=1, max_size=12)
+# A layer of the published decoder, in bytes: fused qkv, out, gate, up, down in bf16.
+PUBLISHED = [[100_663_296, 33_554_432, 117_440_512, 117_440_512, 117_440_512]] * 16
+
+
+def stays(blocks, fraction):
+    return [kept_bytes(s, a) for s, a in zip(blocks, allowances(blocks, fraction), strict=True)]
+
+
+@given(BLOCKS, st.floats(0, 1))
+def test_no_more_stays_than_the_share(blocks, fraction):
+    total, largest = sum(map(sum, blocks)), max(map(max, blocks))
+    assert sum(stays(blocks, fraction)) <= fraction * total
+    assert sum(stays(blocks, fraction)) > fraction * total - largest - 1
+
+
+@given(BLOCKS)
+def test_the_ends(blocks):
+    assert stays(blocks, 0.0) == [0] * len(blocks)
+    assert stays(blocks, 1.0) == [sum(sizes) for sizes in blocks]
+
+
+def test_half_of_the_published_decoder_is_half_of_every_layer():
+    half = stays(PUBLISHED, 0.5)
+    assert min(half) > 0.45 * sum(PUBLISHED[0])
+    saved = sum(map(sum, PUBLISHED)) - device_bytes(PUBLISHED, 0.5, window_blocks=3)
+    assert saved > 3.0e9
+
+
+@given(BLOCKS, st.integers(0, 20_000), st.integers(1, 4))
+def test_a_budget_is_kept_or_refused(blocks, budget_bytes, window):
+    least = device_bytes(blocks, 0.0, window)
+    if budget_bytes < min(least, sum(map(sum, blocks))):
+        with pytest.raises(ValueError, match=f"expected at least {least}"):
+            fraction_within(blocks, budget_bytes, window)
+    elif budget_bytes >= least:
+        assert device_bytes(blocks, fraction_within(blocks, budget_bytes, window), window) <= budget_bytes

@@ -1,0 +1,111 @@
+"""`offload card`: check finds what differs and changes nothing, render mends it."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from skill_tools import bundle
+from skill_tools.__main__ import main
+from skill_tools.commands import card
+from skill_tools.reports.rendered import orphans, pages_with_blocks
+
+ROOT = bundle.root()
+
+
+@pytest.fixture
+def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of what the documents consist of; knowledge and rules stay those of the repository."""
+    for name in (
+        ".claude-plugin",
+        "docs",
+        "examples",
+        "evals",
+        "schema",
+        "reference_impl",
+        "skill_tools",
+        "tests",
+    ):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for path in ROOT.glob("*"):
+        if path.is_file():
+            shutil.copy(path, tmp_path)
+    monkeypatch.setattr(card, "root", lambda: tmp_path)
+    return tmp_path
+
+
+def check(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    code = main(["card", "check"])
+    problems = capsys.readouterr().out.splitlines()
+    assert code == bool(problems)
+    return problems
+
+
+def test_the_repository_is_in_step(capsys: pytest.CaptureFixture[str]) -> None:
+    assert check(capsys) == []
+
+
+def test_a_table_changed_by_hand_is_found_and_mended(
+    checkout: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = checkout / "docs" / "choosing.md"
+    text = page.read_text(encoding="utf-8")
+    page.write_text(text.replace("| no offload |", "| always offload |"), encoding="utf-8")
+    complaint = "docs/choosing.md: differs from its data; run `offload card render`"
+    assert complaint in check(capsys)
+    assert main(["card", "render"]) == 0
+    assert "wrote docs/choosing.md" in capsys.readouterr().out
+    assert page.read_text(encoding="utf-8") == text
+    assert complaint not in check(capsys)
+
+
+def test_a_rule_s_page_without_its_rule_is_found_and_removed(
+    checkout: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    orphan = checkout / "docs" / "rules" / "la-gone.md"
+    orphan.write_text("# la-gone\n", encoding="utf-8")
+    assert "docs/rules/la-gone.md: no rule renders it; run `offload card render`" in check(capsys)
+    assert main(["card", "render"]) == 0
+    assert not orphan.exists()
+
+
+@pytest.mark.parametrize(
+    ("page", "old", "new", "problem"),
+    [
+        ("SKILL.md", "docs/faq.md)", "docs/gone.md)", "link to docs/gone.md: no such file"),
+        ("README.md", "skill_tools lint run.yaml", "skill_tools lint --fast run.yaml", "lint --fast"),
+        ("SKILL.md", 'version: "0.1.0"', 'version: "0.2.0"', "SKILL.md metadata.version is 0.2.0"),
+        ("pyproject.toml", 'version = "0.1.0"', 'version = "0.3.0"', "project.version is 0.3.0"),
+        ("card.yaml", "rule: la-pp", "rule: la-gone", "no such rule: la-gone"),
+        ("card.yaml", "pytorch: HybridDeviceOptimizer", "pytorch: NoOptimizer", "exports no NoOptimizer"),
+        ("card.yaml", "step_ms: 996,", "step_ms: fast,", "'fast' is not of type 'number'"),
+    ],
+)
+def test_a_wrong_document_is_named(
+    checkout: Path, capsys: pytest.CaptureFixture[str], page: str, old: str, new: str, problem: str
+) -> None:
+    path = checkout / page
+    text = path.read_text(encoding="utf-8")
+    assert old in text
+    path.write_text(text.replace(old, new, 1), encoding="utf-8")
+    assert any(problem in line for line in check(capsys))
+
+
+def test_an_unknown_block_is_named(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (checkout / "docs" / "new.md").write_text("<!-- card:wishes -->\n<!-- /card -->\n", encoding="utf-8")
+    assert "a page has a block of an unknown name: wishes" in check(capsys)
+
+
+def test_without_a_checkout_it_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(card, "root", lambda: tmp_path)
+    assert main(["card", "check"]) == 2
+    assert "is no checkout" in capsys.readouterr().err
+
+
+def test_rendered_pages_are_not_taken_for_hand_written_ones() -> None:
+    pages = pages_with_blocks(ROOT)
+    assert ROOT / "docs" / "configuration.md" not in pages
+    assert ROOT / "SKILL.md" in pages
+    assert orphans(ROOT, set((ROOT / "docs" / "rules").glob("*.md"))) == []

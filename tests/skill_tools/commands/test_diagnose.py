@@ -1,0 +1,160 @@
+import json
+from pathlib import Path
+
+import jsonschema
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from skill_tools.__main__ import main
+from skill_tools.bundle import schema_path
+from skill_tools.planning import log_errors, log_memory
+from skill_tools.planning.diagnosis import diagnose
+from skill_tools.planning.log_text import LogText
+from skill_tools.rules.knowledge import Rule, load_rules
+
+OOM = """Traceback (most recent call last):
+  File "train.py", line 10, in <module>
+torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79.10 GiB of \
+which 1.23 GiB is free. Including non-PyTorch memory, this process has 77.85 GiB memory in use. Of the allocated \
+memory 70.30 GiB is allocated by PyTorch, and 5.12 GiB is reserved by PyTorch but unallocated. If reserved but \
+unallocated memory is large try setting PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to avoid fragmentation.
+"""
+OLD_OOM = (
+    "RuntimeError: CUDA out of memory. Tried to allocate 512.00 MiB (GPU 3; 23.65 GiB total capacity; 20.10 GiB "
+    "already allocated; 300.00 MiB free; 21.00 GiB reserved in total by PyTorch)\n"
+)
+PIPELINE = "ValueError: Currently there is no support for Pipeline parallelism with CPU offloading\n"
+
+
+def log(text: str) -> LogText:
+    return LogText("train.log", text, len(text), 0)
+
+
+def test_every_amount_of_a_cuda_out_of_memory_message_is_read() -> None:
+    found = log_memory.out_of_memory(log(OOM))
+    assert found is not None
+    gib = 1 << 30
+    assert (found.line, found.count) == (3, 1)
+    assert (found.tried_bytes, found.total_bytes) == (round(2.5 * gib), round(79.1 * gib))
+    assert (found.allocated_bytes, found.unallocated_bytes) == (round(70.3 * gib), round(5.12 * gib))
+    assert found.is_fragmented
+
+
+def test_the_older_form_of_the_message_is_read_too() -> None:
+    found = log_memory.out_of_memory(log(OLD_OOM))
+    assert found is not None
+    assert found.total_bytes == round(23.65 * 2**30)
+    assert found.unallocated_bytes == (21 * 2**30) - round(20.1 * 2**30)
+
+
+def test_a_framework_error_names_its_rule_and_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "train.log"
+    path.write_text("starting\n" + PIPELINE, encoding="utf-8")
+    assert main(["diagnose", str(path)]) == 1
+    out = capsys.readouterr().out
+    assert f"{path}:2" in out
+    assert "la-pp" in out
+
+
+TEMPLATES = [(rule, template) for rule in load_rules() for template in rule.raises]
+
+
+@pytest.mark.parametrize(
+    ("rule", "template"), TEMPLATES, ids=[f"{rule.id}-{i}" for i, (rule, _) in enumerate(TEMPLATES)]
+)
+def test_every_text_that_a_rule_quotes_is_found_again(rule: Rule, template: str) -> None:
+    text = "iteration 1\n" + template.replace("{..}", "[7, 'x']") + "\nafterwards\n"
+    errors = log_errors.find(log(text), broken=[rule.id])
+    assert rule.id in {each.id for error in errors for each in error.rules}
+
+
+def test_with_the_configuration_the_rule_is_confirmed_and_a_plan_follows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "train.log").write_text(PIPELINE + OOM, encoding="utf-8")
+    (tmp_path / "run.yaml").write_text(
+        "model: {cpu_offloading: true, cpu_offloading_num_layers: 4, tensor_model_parallel_size: 2,\n"
+        "  pipeline_model_parallel_size: 2, seq_length: 4096, recompute_granularity: null}\n"
+        "train: {global_batch_size: 16, micro_batch_size: 1}\n",
+        encoding="utf-8",
+    )
+    arguments = [
+        str(tmp_path / "train.log"),
+        str(tmp_path / "run.yaml"),
+        "--model",
+        "llama-3-8b",
+        "--gpus",
+        "8",
+    ]
+    assert main(["diagnose", *arguments, "--format", "json"]) == 1
+    document = json.loads(capsys.readouterr().out)
+    jsonschema.validate(document, json.loads(schema_path("diagnosis").read_text(encoding="utf-8")))
+    jsonschema.validate(document["plan"], json.loads(schema_path("plan").read_text(encoding="utf-8")))
+    assert document["errors"][0]["confirmed"] == ["la-pp"]
+    assert document["plan"]["budget"]["gpu_bytes"] <= 79.1 * 2**30
+
+
+def test_a_budget_from_the_log_is_explained_and_a_foreign_configuration_doubted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "train.log").write_text(OOM, encoding="utf-8")
+    arguments = ["diagnose", str(tmp_path / "train.log"), "--framework", "pytorch"]
+    main([*arguments, "--model", "llama-3-8b", "--overrides", "seq_length=2048"])
+    assert "budget: 79.1 GiB of the GPU\n" in capsys.readouterr().out
+    main([*arguments, "--model", "llama-3.2-1b", "--overrides", "seq_length=2048"])
+    assert "is this the configuration of that run?" in capsys.readouterr().out
+
+
+def test_of_rules_with_one_text_the_one_for_every_framework_comes_first() -> None:
+    (error,) = log_errors.find(
+        log("ValueError: CPU offloading does not work when activation recomputation is enabled\n")
+    )
+    assert error.rules[0].id == "la-recompute"
+
+
+@pytest.mark.parametrize(("content", "complaint"), [(b" \n", "is empty"), (bytes(64), "is no text")])
+def test_a_log_without_text_is_one_line(
+    content: bytes, complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "train.log"
+    path.write_bytes(content)
+    assert main(["diagnose", str(path)]) == 2
+    err = capsys.readouterr().err
+    assert complaint in err
+    assert err.count("\n") == 1
+
+
+def test_an_unknown_flag_is_matched_with_the_rule_about_that_flag() -> None:
+    text = "pretrain_gpt.py: error: unrecognized arguments: --offload-optimizer-states\n"
+    (error,) = log_errors.find(log(text))
+    assert error.rules[0].id == "os-flag-absent"
+
+
+def test_slow_first_steps_and_starved_threads_are_seen() -> None:
+    lines = ["Setting OMP_NUM_THREADS environment variable for each process to be 1 in default"]
+    lines += [
+        f" iteration {i} | elapsed time per iteration (ms): {9000.0 if i == 0 else 500.0} |" for i in range(9)
+    ]
+    found = diagnose(log("\n".join(lines)))
+    assert [pattern.rule for pattern in found.patterns] == ["oc-cpu-threads", ""]
+    assert found.steps[0] == 9.0
+
+
+def test_a_clean_log_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "train.log"
+    path.write_text("all is well\n", encoding="utf-8")
+    assert main(["diagnose", str(path)]) == 0
+    assert "nothing that this tool knows" in capsys.readouterr().out
+
+
+def test_a_missing_log_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["diagnose", "no-such.log"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+@given(st.text())
+def test_any_text_can_be_diagnosed(text: str) -> None:
+    diagnose(log(text))

@@ -1,0 +1,59 @@
+import json
+
+import pytest
+
+from skill_tools.__main__ import COMMANDS, main
+from skill_tools.rules.knowledge import load_rules
+
+
+def test_a_rule_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "la-pp"]) == 0
+    out = capsys.readouterr().out
+    for part in (
+        "## What",
+        "## Why",
+        "## Wrong (megatron-bridge)",
+        "## Right (megatron-lm)",
+        "## Versions",
+        "## Fix",
+    ):
+        assert part in out
+    assert "Currently there is no support for Pipeline parallelism with CPU offloading" in out
+
+
+def test_every_rule_can_be_explained_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "--list", "--format", "json"]) == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert [rule["id"] for rule in listed] == [rule.id for rule in load_rules()]
+    assert main(["explain", "la-pp", "--format", "json"]) == 0
+    assert json.loads(capsys.readouterr().out) in listed
+
+
+def test_the_list_is_one_line_a_rule(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "--list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == len(load_rules())
+    assert any(line.startswith("la-pp ") and "error" in line for line in lines)
+
+
+def test_an_unknown_rule_is_answered_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "la-ppp"]) == 2
+    err = capsys.readouterr().err
+    assert "la-ppp" in err
+    assert "try la-pp" in err
+
+
+@pytest.mark.parametrize("arguments", [[], ["nope"], ["explain"], ["explain", "la-pp", "--list"]])
+def test_a_wrong_command_line_is_one_line_and_exit_code_2(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("arguments", [["--help"], *[[name, "--help"] for name in COMMANDS]])
+def test_help_is_help(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_code:
+        main(arguments)
+    assert exit_code.value.code == 0
+    assert capsys.readouterr().out.startswith("usage: offload")

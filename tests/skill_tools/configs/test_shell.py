@@ -1,0 +1,169 @@
+"""A launch script is followed as a shell would, as far as its own text tells."""
+
+import shlex
+import string
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from skill_tools.configs.command import Command
+from skill_tools.configs.shell import run
+from skill_tools.errors import UnusableInput
+
+plain_text = st.text(string.ascii_letters + string.digits + " -_=./:[]{}()<>|&;*?!\"'\\$#~,\t\n", max_size=20)
+
+
+def last(text: str) -> Command:
+    return run(text, name="run.sh")[-2]
+
+
+def words(text: str) -> list[str]:
+    return [word.text for word in last(text).words]
+
+
+@given(st.lists(plain_text, min_size=1, max_size=6))
+def test_quoted_words_come_back(arguments: list[str]) -> None:
+    assert words("train " + " ".join(map(shlex.quote, arguments))) == ["train", *arguments]
+
+
+@given(st.text(max_size=60))
+def test_any_text_ends_in_commands_or_a_refusal(text: str) -> None:
+    try:
+        commands, refusal = run(text, name="run.sh"), ""
+    except UnusableInput as error:
+        commands, refusal = [], str(error)
+    assert commands or refusal
+    assert "\n" not in refusal
+
+
+@pytest.mark.parametrize(
+    ("script", "expected"),
+    [
+        ("A=4; train --x $A", ["train", "--x", "4"]),
+        ("A='4 5'; train $A \"$A\"", ["train", "4", "5", "4 5"]),
+        ('train "${A:-7}" "${B:-8 9}" ${C-}', ["train", "7", "8 9"]),
+        ("A=; train ${A:-7}${A-8}", ["train", "7"]),
+        ("A=1; train ${A:+--on} ${B:+--off}", ["train", "--on"]),
+        (
+            "A=(--x 1)\nA+=(--y '2 3')\ntrain \"${A[@]}\" ${A[0]}",
+            ["train", "--x", "1", "--y", "2 3", "${A[0]}"],
+        ),
+        ("A='--x 1'\nA+=' --y'\ntrain $A", ["train", "--x", "1", "--y"]),
+        ('A=()\ntrain "${A[@]}" ${A[@]} "$A" "$@"', ["train", ""]),
+        ("train \\\n  --x 1 \\\n  --y # note\n", ["train", "--x", "1", "--y"]),
+        ("train --x > log 2>&1 < in", ["train", "--x"]),
+        ('cat <<EOF\nnot $A "\nEOF\ntrain --x', ["train", "--x"]),
+        ("train $'a' \"b\\\"c\" 'd$e'", ["train", "a", 'b"c', "d$e"]),
+        ("run() {\n  train --x\n}\nrun2 () { :; }\n", [":"]),
+        ('CMD="train --x"\n$CMD --y', ["train", "--x", "--y"]),
+        ("bash -c \"train --x 'a'\"", ["bash", "-c", "train", "--x", "a"]),
+    ],
+)
+def test_words(script: str, expected: list[str]) -> None:
+    assert words(script) == expected
+
+
+@pytest.mark.parametrize(
+    ("condition", "branch"),
+    [
+        ('[ "$A" = "4" ]', "yes"),
+        ("[[ $A == 4* && -n $A ]]", "yes"),
+        ("[ $A -gt 4 ]", "no"),
+        ('[ -z "$A" ] || [ $A != 4 ]', "no"),
+        ("! [ $A = 4 ]", "no"),
+        ("[ ! $A = 5 ]", "yes"),
+        ("! [ $A = 5 ] && true", "yes"),
+        ('[ -n "${B:-}" ]', "no"),
+        ("[ $A = 5 ]; then train never; elif true", "yes"),
+    ],
+)
+def test_decided_conditions(condition: str, branch: str) -> None:
+    script = f"A=4\nif {condition}; then\n  train yes\nelse\n  train no\nfi\n"
+    commands = [[word.text for word in command.words] for command in run(script, name="run.sh")[:-1]]
+    assert commands == [["train", branch]]
+
+
+@pytest.mark.parametrize(
+    ("value", "flag"), [("7B", "--small"), ("13B", "--mid"), ("70B", "--large"), ("x", "--other")]
+)
+def test_case(value: str, flag: str) -> None:
+    script = f"""SIZE={value}
+case $SIZE in
+  7B) ARGS=(--small);;
+  13B|14B)
+    ARGS=(--mid)
+    ;;
+  70*) ARGS=(--large) ;;
+  *) ARGS=(--other)
+esac
+train ${{ARGS[@]}}
+"""
+    assert words(script) == ["train", flag]
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "if [ $1 = x ]; then A=1; fi\ntrain $A",
+        "for A in 1 2; do :; done\ntrain $A",
+        "while read A; do A=1; done\ntrain $A",
+        "train $A",
+        "train $(date)",
+        "train `date`",
+        "train $1",
+        "A=$B\ntrain $A",
+        "train ${A%.*}",
+    ],
+)
+def test_what_is_not_known_is_not_resolved(script: str) -> None:
+    (word,) = last(script).words[1:]
+    assert not word.resolved
+
+
+def test_flags_of_an_undecided_branch_are_not_certain() -> None:
+    command = last('A=(--x)\nif [ -f data ]; then A+=(--y); fi\n[ -d out ] || A+=(--z)\ntrain "${A[@]}"')
+    assert [(word.text, word.certain) for word in command.words] == [
+        ("train", True),
+        ("--x", True),
+        ("--y", False),
+        ("--z", False),
+    ]
+
+
+def test_every_word_keeps_the_place_of_its_text() -> None:
+    script = (
+        'TP=4\nARGS=(\n  --tp $TP\n  --name="a b"\n)\nOPTS=" --one \\\n   --two"\ntrain "${ARGS[@]}" $OPTS\n'
+    )
+    assert [(word.text, word.line, word.column) for word in last(script).words] == [
+        ("train", 8, 1),
+        ("--tp", 3, 3),
+        ("4", 1, 4),
+        ("--name=a b", 4, 3),
+        ("--one", 6, 8),
+        ("--two", 7, 4),
+    ]
+
+
+def test_the_environment_is_what_was_exported_before_and_on_the_line() -> None:
+    command = last("export A=1 B=2\nC=3\nexport C\nunset B\nD=4 E=5 train\nexport F=6\n")
+    assert {name: value.text for name, value in command.environment.items()} == {
+        "A": "1",
+        "C": "3",
+        "D": "4",
+        "E": "5",
+    }
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "A=aaaa\n" + 'A="$A$A"\n' * 60 + "train $A",
+        "A=(a)\n" + 'A=("${A[@]}" "${A[@]}")\n' * 60 + "train",
+        "train " + "$" * 100_000,
+        "train " + "a " * 100_000,
+    ],
+)
+def test_growth_without_end_is_refused(script: str) -> None:
+    with pytest.raises(UnusableInput, match="expected a launch script"):
+        run(script, name="run.sh")

@@ -1,0 +1,140 @@
+"""What must hold for any run: budgets are respected, more budget is never slower, units never mix."""
+
+from dataclasses import replace
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from skill_tools.configs.config import Config, Framework, Place, Setting
+from skill_tools.planning import known_models, machine, megatron_run, optimizer_time, planner, pytorch_run
+from skill_tools.planning.legality import with_settings
+from skill_tools.planning.options import Budget
+from skill_tools.planning.planner import Plan
+from skill_tools.planning.run import Mode
+from skill_tools.planning.states import HOST_BYTES_CPU_SHARE
+from skill_tools.planning.units import GB, GIB, parse_bytes
+from skill_tools.rules.lint import lint
+
+MODELS = st.sampled_from(
+    ["llama-3.2-1b", "qwen3-8b", "llama-3-70b", "qwen3-30b-a3b", "deepseek-v2-lite", "gemma-3-12b"]
+)
+BUDGETS_GIB = st.integers(min_value=8, max_value=200)
+VERSIONS = {"megatron-core": "0.19.0", "transformer-engine": "2.10"}
+
+
+def config(**values: object) -> Config:
+    settings_ = {key: Setting(key, value, key, Place("run.yaml", 1, 1)) for key, value in values.items()}
+    return Config(Framework.BRIDGE, settings_, complete=False)
+
+
+def bridge_config(tensor: int, pipeline: int, batch: int, recompute: str | None) -> Config:
+    return config(
+        tensor_model_parallel_size=tensor,
+        pipeline_model_parallel_size=pipeline,
+        expert_tensor_parallel_size=1,
+        micro_batch_size=1,
+        global_batch_size=batch,
+        seq_length=4096,
+        recompute_granularity=recompute,
+        cuda_graph_impl="none",
+    )
+
+
+def plan(given_config: Config, model: str, budget: Budget, *, pytorch: bool = False) -> Plan:
+    shape = known_models.shape(model)
+    build = pytorch_run.build if pytorch else megatron_run.build
+    run = build(given_config, shape, gpus=None)
+    return planner.make_plan(
+        given_config, run, machine.known("h100"), budget, shape_source="", versions=VERSIONS
+    )
+
+
+runs = st.builds(
+    bridge_config,
+    tensor=st.sampled_from([1, 2, 4]),
+    pipeline=st.sampled_from([1, 2, 4]),
+    batch=st.sampled_from([16, 64]),
+    recompute=st.sampled_from([None, "selective", "full"]),
+)
+
+
+@settings(max_examples=25, deadline=None)
+@given(runs, MODELS, BUDGETS_GIB, st.integers(min_value=0, max_value=2000), st.booleans())
+def test_the_recommendation_respects_both_budgets(
+    given_config: Config, model: str, gpu_gib: int, host_gib: int, pytorch: bool
+) -> None:
+    budget = Budget(gpu_gib * GIB, host_gib * GIB)
+    found = plan(given_config, model, budget, pytorch=pytorch)
+    if found.recommendation is not None:
+        memory = found.recommendation.memory
+        assert memory.device_bytes <= budget.gpu_bytes
+        assert memory.host_bytes_per_node <= host_gib * GIB
+    else:
+        assert found.floor.memory.device_bytes > budget.gpu_bytes or host_gib < 2000
+
+
+@settings(max_examples=25, deadline=None)
+@given(runs, MODELS, BUDGETS_GIB, st.integers(min_value=0, max_value=40), st.booleans())
+def test_more_budget_is_never_slower(
+    given_config: Config, model: str, gpu_gib: int, more_gib: int, pytorch: bool
+) -> None:
+    small = plan(given_config, model, Budget(gpu_gib * GIB, None), pytorch=pytorch).recommendation
+    large = plan(
+        given_config, model, Budget((gpu_gib + more_gib) * GIB, None), pytorch=pytorch
+    ).recommendation
+    if small is not None:
+        assert large is not None
+        assert large.time.total_s <= small.time.total_s * (1 + 1e-9)
+
+
+@settings(max_examples=25, deadline=None)
+@given(runs, MODELS, BUDGETS_GIB)
+def test_a_recommended_patch_breaks_no_rule_of_its_own(
+    given_config: Config, model: str, gpu_gib: int
+) -> None:
+    found = plan(given_config, model, Budget(gpu_gib * GIB, None))
+    if found.recommendation is None:
+        return
+    before = {
+        finding.rule
+        for finding in lint(given_config, versions=VERSIONS).findings
+        if finding.severity == "error"
+    }
+    after = lint(with_settings(given_config, found.recommendation.candidate.settings), versions=VERSIONS)
+    assert {finding.rule for finding in after.findings if finding.severity == "error"} <= before
+
+
+@given(MODELS, st.floats(0, 1), st.floats(0, 1))
+def test_more_memory_saved_by_the_optimizer_never_costs_less_host_memory(
+    model: str, one: float, other: float
+) -> None:
+    run = megatron_run.build(config(), known_models.shape(model), gpus=8)
+    low, high = sorted((one, other))
+    from skill_tools.planning.memory import estimate
+
+    less, more = (estimate(run, Mode(optimizer_fraction=fraction)) for fraction in (low, high))
+    assert more.between_steps_bytes <= less.between_steps_bytes
+    assert more.host_bytes_per_node >= less.host_bytes_per_node
+    saved = less.between_steps_bytes - more.between_steps_bytes
+    spent = (more.host_bytes_per_node - less.host_bytes_per_node) / run.layout.ranks_on_node
+    assert (
+        abs(spent - saved * HOST_BYTES_CPU_SHARE / 8) <= 64
+    )  # moments alone move, 16 B a parameter wait on the host
+
+
+@given(st.floats(0.1, 500, allow_nan=False), st.sampled_from(["GiB", "GB", "MiB", "TB"]))
+def test_units_never_mix(amount: float, unit: str) -> None:
+    text = f"{amount:.3f}"
+    factor = {"GiB": GIB, "GB": GB, "MiB": 1 << 20, "TB": 10**12}[unit]
+    assert parse_bytes(f"{text}{unit}", option="--gpu-memory") == round(float(text) * factor)
+
+
+rates = st.floats(1e9, 1e12)
+
+
+@given(rates, rates, st.floats(0, 1))
+def test_the_streamed_share_is_the_best_there_is(link: float, adam_bytes: float, share: float) -> None:
+    host = replace(machine.known("h100"), duplex_copy=link, cpu_adam=adam_bytes / 28)
+    best = optimizer_time.best_streamed_share(host)
+    least = optimizer_time.update_seconds(1 - best, best, host)
+    assert least <= optimizer_time.update_seconds(1 - share, share, host) * (1 + 1e-9)

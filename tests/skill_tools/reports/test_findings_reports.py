@@ -1,0 +1,155 @@
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import jsonschema
+import pytest
+
+from skill_tools.bundle import schema_path
+from skill_tools.configs.config import Place
+from skill_tools.errors import UnusableInput
+from skill_tools.reports.concise import as_concise
+from skill_tools.reports.findings import Report, as_json, error_as_json, report
+from skill_tools.reports.github import as_github
+from skill_tools.reports.sarif import as_sarif
+from skill_tools.rules.finding import Evidence, Finding, Fix, Severity, Undecided, Verdict
+
+SCHEMA = json.loads(schema_path("findings").read_text(encoding="utf-8"))
+
+
+def finding(
+    rule: str = "la-pp", line: int = 3, severity: Severity = Severity.ERROR, **more: object
+) -> Finding:
+    fields: dict[str, object] = {
+        "title": "PP must be 1",
+        "message": "does not work: model.a=true (line 3), 100% sure",
+        "place": Place("dir/run.yaml", line, 5),
+        "observed": {"a": True, "n": None, "mods": ["x"]},
+        "why": "Because.",
+        "evidence": Evidence("msg", "a.py::f", "no"),
+        "next": "Set it to 1.",
+        "fix": Fix("manual", "Choose.", ("one", "two")),
+        "docs": "docs/rules/la-pp.md",
+    }
+    return Finding(rule=rule, severity=severity, **(fields | more))  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def full() -> Report:
+    verdict = Verdict(
+        (
+            finding(),
+            finding("oc-x", 9, Severity.WARNING, depends_on=("megatron-core>=0.18",)),
+            finding("fg-i", 1, Severity.INFO),
+        ),
+        (Undecided("fg-y", "Something open", ("num_layers", "fp8")), Undecided("fg-z", "More", ("fp8",))),
+    )
+    error = UnusableInput("cannot read 'x'", expected="a file", attempt="another")
+    return report([("dir/run.yaml", verdict)], [error])
+
+
+def check(document: Mapping[str, object]) -> None:
+    jsonschema.validate(document, SCHEMA, cls=jsonschema.Draft202012Validator)
+
+
+def test_the_schema_is_a_schema() -> None:
+    jsonschema.Draft202012Validator.check_schema(SCHEMA)
+
+
+def test_concise_is_one_line_a_finding_and_a_summary(full: Report) -> None:
+    first, second, third, last = as_concise(full).split("\n")
+    assert first == (
+        "dir/run.yaml:3:5 error la-pp does not work: model.a=true (line 3), 100% sure → Set it to 1."
+    )
+    assert "[depends on megatron-core>=0.18]" in second
+    assert third.startswith("dir/run.yaml:1:5 info fg-i")
+    assert last == (
+        "1 error, 1 warning, 1 info in 1 input; "
+        "2 rules undecided: state fp8, num_layers (--show-undecided); 1 input not usable"
+    )
+
+
+def test_open_rules_are_listed_on_request(full: Report) -> None:
+    assert "dir/run.yaml undecided fg-z More → state fp8" in as_concise(full, show_undecided=True).split("\n")
+
+
+def test_a_clean_call_says_so() -> None:
+    assert (
+        as_concise(report([("a", Verdict((), ())), ("b", Verdict((), ()))], [])) == "no findings in 2 inputs"
+    )
+
+
+def test_json_keeps_its_schema(full: Report) -> None:
+    document = json.loads(as_json(full))
+    check(document)
+    assert document["findings"][0]["observed"] == {"a": True, "n": None, "mods": ["x"]}
+    assert document["summary"] == {
+        "inputs": 1, "error": 1, "warning": 1, "info": 1, "undecided": 2, "omitted": 0
+    }  # fmt: skip
+    assert document["errors"][0]["try"] == "another"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [UnusableInput("cannot read 'x'", expected="a file", attempt="another"), KeyError("x"), RecursionError()],
+)
+def test_a_call_that_fails_is_json_too(error: Exception) -> None:
+    check(json.loads(error_as_json("internal", error)))
+
+
+def test_a_limit_leaves_out_the_mildest_and_counts_them() -> None:
+    verdict = Verdict((finding("aa-b", 9, Severity.WARNING), finding("la-pp", 3)), ())
+    limited = report([("a", verdict)], [], limit=1)
+    assert [found.rule for found in limited.findings] == ["la-pp"]
+    assert (limited.omitted, limited.counts[Severity.WARNING]) == (1, 1)
+    assert "1 not shown (--limit)" in as_concise(limited)
+
+
+def test_findings_of_several_inputs_are_in_one_order() -> None:
+    verdicts = [
+        ("b", Verdict((finding("xx-b", 1, place=Place("b", 1, 1)),), ())),
+        (
+            "a",
+            Verdict((finding("xx-w", 1, Severity.WARNING), finding("xx-a", 1, place=Place("a", 9, 1))), ()),
+        ),
+    ]
+    assert [found.rule for found in report(verdicts, []).findings] == ["xx-a", "xx-b", "xx-w"]
+
+
+def test_github_commands_are_escaped(full: Report) -> None:
+    lines = as_github(full).split("\n")
+    assert lines[0].startswith("::error file=dir/run.yaml,line=3,col=5,title=la-pp::")
+    assert "100%25 sure" in lines[0]
+    assert lines[2].startswith("::notice ")
+    assert lines[3].startswith("::error title=unusable input::cannot read 'x'")
+    odd = as_github(report([("a", Verdict((finding(place=Place("a,b:c.yaml", 1, 1)),), ()))], []))
+    assert "file=a%2Cb%3Ac.yaml" in odd
+
+
+def test_sarif_keeps_the_official_schema(full: Report) -> None:
+    """The schema beside this file is OASIS's own, unchanged: sarif-2.1/schema of oasis-tcs/sarif-spec."""
+    schema = json.loads(Path(__file__).with_name("sarif-schema-2.1.0.json").read_text(encoding="utf-8"))
+    for each in (full, report([], []), report([("a", Verdict((), ()))], [])):
+        jsonschema.validate(json.loads(as_sarif(each)), schema, cls=jsonschema.Draft4Validator)
+
+
+def test_sarif_points_rules_and_results_at_each_other(full: Report) -> None:
+    (run,) = json.loads(as_sarif(full))["runs"]
+    rules = run["tool"]["driver"]["rules"]
+    assert [rules[result["ruleIndex"]]["id"] for result in run["results"]] == [
+        r["ruleId"] for r in run["results"]
+    ]
+    assert [result["level"] for result in run["results"]] == ["error", "warning", "note"]
+    assert run["invocations"][0]["executionSuccessful"] is False
+
+
+def test_a_sarif_fingerprint_does_not_move_with_the_line() -> None:
+    prints = [
+        json.loads(as_sarif(report([("a", Verdict((finding(line=line),), ()))], [])))["runs"][0]["results"][
+            0
+        ]["partialFingerprints"]["offload/v1"]
+        for line in (3, 30)
+    ]
+    assert prints[0] == prints[1]
+    assert re.fullmatch("[0-9a-f]{32}", prints[0])

@@ -1,0 +1,32 @@
+"""keys.yaml keeps its schema, and no spelling means two keys."""
+
+import json
+from collections import Counter
+
+import jsonschema
+import yaml
+
+from skill_tools.bundle import knowledge_path, schema_path
+
+SCHEMA = json.loads(schema_path("keys").read_text(encoding="utf-8"))
+ENTRIES = yaml.load(knowledge_path("keys.yaml").read_text(encoding="utf-8"), Loader=yaml.CSafeLoader)
+
+
+def test_the_schema_is_a_schema() -> None:
+    jsonschema.Draft202012Validator.check_schema(SCHEMA)
+
+
+def test_the_file_keeps_the_schema() -> None:
+    problems = [
+        f"{ENTRIES[error.path[0]].get('key')}: {'/'.join(map(str, error.path))}: {error.message[:200]}"
+        for error in jsonschema.Draft202012Validator(SCHEMA).iter_errors(ENTRIES)
+    ]
+    assert not problems, "\n".join(problems)
+
+
+def test_keys_and_spellings_are_unique() -> None:
+    names = Counter(entry["key"] for entry in ENTRIES)
+    spellings = Counter(
+        (dialect, spelling) for entry in ENTRIES for dialect, spelling in entry.get("spelling", {}).items()
+    )
+    assert [name for name, count in (names + spellings).items() if count > 1] == []

@@ -1,0 +1,56 @@
+"""What Bridge replaces by itself is told from what a later input overrides."""
+
+import pytest
+
+from skill_tools.configs.config import Config, Framework
+from skill_tools.configs.read import read_sources
+from skill_tools.configs.source import Source
+from skill_tools.rules.overwritten import overwritten
+
+
+def config(*texts: tuple[str, str], overrides: tuple[str, ...] = ()) -> Config:
+    return read_sources(
+        [Source(name, text) for name, text in texts], overrides=overrides, framework=Framework.BRIDGE
+    )
+
+
+def rules(found: Config) -> list[tuple[str, object, object]]:
+    return [(rule, loser.value, winner.value) for rule, loser, winner in overwritten(found)]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            "mixed_precision: bf16_with_mxfp8_mixed\nmodel:\n  fp8_recipe: delayed\n",
+            [("oc-mixed-precision-overwrite", "delayed", "mxfp8")],
+        ),
+        ("mixed_precision: bf16_with_mxfp8_mixed\nmodel:\n  fp8_recipe: mxfp8\n", []),
+        (
+            "ddp:\n  use_distributed_optimizer: true\noptimizer:\n  use_distributed_optimizer: false\n",
+            [("oc-distopt-autosync", False, True)],
+        ),
+        ("ddp:\n  use_distributed_optimizer: false\noptimizer:\n  use_distributed_optimizer: false\n", []),
+        ("ddp:\n  use_distributed_optimizer: true\n", []),
+    ],
+)
+def test_a_value_that_bridge_replaces(text: str, expected: list[tuple[str, object, object]]) -> None:
+    assert rules(config(("run.yaml", text))) == expected
+
+
+def test_an_override_of_the_same_key_is_no_such_case() -> None:
+    text = "optimizer:\n  use_distributed_optimizer: false\n"
+    assert not rules(config(("run.yaml", text), overrides=("optimizer.use_distributed_optimizer=true",)))
+
+
+def test_an_exported_variable_beats_env_vars() -> None:
+    script = "export NVTE_CPU_OFFLOAD_V1={}\npython run_recipe.py env_vars.NVTE_CPU_OFFLOAD_V1=1\n"
+    assert [rule for rule, _, _ in rules(config(("launch.sh", script.format(0))))] == [
+        "br-env-vars-setdefault"
+    ]
+    assert not rules(config(("launch.sh", script.format(1))))
+
+
+def test_other_frameworks_have_no_such_rule() -> None:
+    flags = "python pretrain_gpt.py --num-layers 4 --num-layers 8\n"
+    assert not list(overwritten(read_sources([Source("run.sh", flags)], framework=Framework.MEGATRON_LM)))

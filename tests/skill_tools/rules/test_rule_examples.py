@@ -1,0 +1,98 @@
+"""Every rule finds its own bad example and leaves its good one alone; a fix makes its finding vanish.
+
+`-k la-pp` runs the examples of one rule. Rules are read from the YAML files, so that an edit is seen at once.
+"""
+
+import pytest
+import yaml
+
+from skill_tools.bundle import knowledge_path
+from skill_tools.configs.config import Config, Framework
+from skill_tools.configs.keys import load_keys_yaml
+from skill_tools.configs.read import read, read_sources
+from skill_tools.configs.source import Source
+from skill_tools.rules import suppress
+from skill_tools.rules.finding import Finding, Verdict
+from skill_tools.rules.fixes import repaired
+from skill_tools.rules.knowledge import Rule, rules_from_data
+from skill_tools.rules.lint import lint
+
+KEYS = {key.name: key for key in load_keys_yaml()}
+
+
+def load() -> tuple[Rule, ...]:
+    """All rules of the files that can be read; a broken file has its own failure in test_rule_files."""
+    entries = []
+    for path in sorted(knowledge_path("rules").glob("*.yaml")):
+        try:
+            entries += yaml.load(path.read_text(encoding="utf-8"), Loader=yaml.CSafeLoader) or []
+        except yaml.YAMLError:
+            continue
+    return rules_from_data(entries)
+
+
+RULES = load()
+CASES = [(rule, framework) for rule in RULES for framework in rule.examples]
+FIXABLE = [(rule, framework) for rule, framework in CASES if rule.fix.applicability != "manual"]
+
+each_example = pytest.mark.parametrize(("rule", "framework"), CASES, ids=[f"{r.id}-{f}" for r, f in CASES])
+each_fixable = pytest.mark.parametrize(
+    ("rule", "framework"), FIXABLE, ids=[f"{r.id}-{f}" for r, f in FIXABLE]
+)
+
+
+def config_of(text: str, rule: Rule, framework: Framework) -> Config:
+    filename = rule.examples[framework].filename
+    if filename == "<overrides>":
+        return read([], overrides=text.split("\n"), framework=framework)
+    return read_sources([Source(filename, text)], framework=framework)
+
+
+def judge(config: Config, rule: Rule, framework: Framework) -> Verdict:
+    verdict = lint(
+        config, rules=RULES, versions=rule.examples[framework].versions, keys=KEYS, with_diffs=True
+    )
+    return suppress.apply(verdict, config, RULES)
+
+
+def of_rule(verdict: Verdict, rule: Rule) -> list[Finding]:
+    return [finding for finding in verdict.findings if finding.rule == rule.id]
+
+
+@each_example
+def test_the_bad_example_is_found(rule: Rule, framework: Framework) -> None:
+    verdict = judge(config_of(rule.examples[framework].bad, rule, framework), rule, framework)
+    open_rules = [(undecided.rule, undecided.missing) for undecided in verdict.undecided]
+    assert of_rule(verdict, rule), f"found {[f.rule for f in verdict.findings]}, undecided {open_rules}"
+
+
+@each_example
+def test_the_good_example_is_not(rule: Rule, framework: Framework) -> None:
+    verdict = judge(config_of(rule.examples[framework].good, rule, framework), rule, framework)
+    assert not of_rule(verdict, rule), of_rule(verdict, rule)[0].message
+
+
+@each_example
+def test_an_example_is_clean_but_for_what_it_shows(rule: Rule, framework: Framework) -> None:
+    """No unknown key and no wrong type slips in: an example is copied by its reader."""
+    if rule.check == "input":
+        pytest.skip("this rule is about the input itself")
+    for text in (rule.examples[framework].bad, rule.examples[framework].good):
+        config = config_of(text, rule, framework)
+        assert not config.unknown, config.unknown
+        assert not config.wrong_types, config.wrong_types
+
+
+@each_fixable
+def test_a_fix_makes_its_finding_vanish(rule: Rule, framework: Framework) -> None:
+    config = config_of(rule.examples[framework].bad, rule, framework)
+    (finding, *_) = of_rule(judge(config, rule, framework), rule)
+    assert finding.fix.diff, "a safe or unsafe fix shows what it changes"
+    texts = repaired(config, rule.fix, KEYS)
+    if not rule.examples[framework].filename.endswith((".yaml", ".yml")):
+        assert not texts, "only YAML is edited"
+        return
+    sources = [Source(name, texts[name]) for name in texts]
+    assert sources, "the fix of a YAML file can be applied"
+    fixed = read_sources(sources, framework=framework)
+    assert not of_rule(judge(fixed, rule, framework), rule)

@@ -1,0 +1,90 @@
+"""Every rule file keeps the schema, speaks the language of conditions and reads known keys.
+
+One parameter is one file, so that `-k state_offload` shows one family alone.
+"""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+
+from skill_tools.bundle import knowledge_path, schema_path
+from skill_tools.rules.conditions import parse
+from skill_tools.rules.grammar import ConditionError
+from skill_tools.rules.knowledge import read_rule_files
+
+SCHEMA = json.loads(schema_path("rules").read_text(encoding="utf-8"))
+KEYS = yaml.load(knowledge_path("keys.yaml").read_text(encoding="utf-8"), Loader=yaml.CSafeLoader)
+KNOWN = {entry["key"] for entry in KEYS}
+
+each_file = pytest.mark.parametrize(
+    "path", sorted(knowledge_path("rules").glob("*.yaml")), ids=lambda path: path.stem
+)
+
+
+def entries_of(path: Path) -> list[dict[str, Any]]:
+    return yaml.load(path.read_text(encoding="utf-8"), Loader=yaml.CSafeLoader) or []
+
+
+def keys_read(names: tuple[str, ...]) -> set[str]:
+    """The keys among a condition's names: `is_set(x)` reads x, and a release is no key."""
+    keys = {re.sub(r"^is_set\((.*)\)$", r"\1", name) for name in names}
+    return {key for key in keys if not re.search("[<>=~]", key)}
+
+
+def test_the_schema_is_a_schema() -> None:
+    jsonschema.Draft202012Validator.check_schema(SCHEMA)
+
+
+@each_file
+def test_a_file_keeps_the_schema(path: Path) -> None:
+    entries = entries_of(path)
+    problems = [
+        f"{entries[error.path[0]].get('id') if error.path else path.name}: "
+        f"{'/'.join(str(part) for part in error.path)}: {error.message[:300]}"
+        for error in jsonschema.Draft202012Validator(SCHEMA).iter_errors(entries)
+    ]
+    assert not problems, "\n".join(problems)
+
+
+@each_file
+def test_conditions_are_in_the_language_and_read_known_keys(path: Path) -> None:
+    problems = []
+    for entry in entries_of(path):
+        try:
+            unknown = keys_read(parse(entry.get("when", "True")).names) - KNOWN
+            problems += [f"{entry['id']}: {key} is not in keys.yaml" for key in sorted(unknown)]
+        except ConditionError as error:
+            problems.append(f"{entry['id']}: {error}")
+    assert not problems, "\n".join(problems)
+
+
+@each_file
+def test_fixes_change_known_keys(path: Path) -> None:
+    problems = [
+        f"{entry['id']}: fix names {key}, which is not in keys.yaml"
+        for entry in entries_of(path)
+        for key in (*entry["fix"].get("set", {}), *entry["fix"].get("remove", []))
+        if key not in KNOWN
+    ]
+    assert not problems, "\n".join(problems)
+
+
+@each_file
+def test_each_dialect_of_a_rule_has_an_example(path: Path) -> None:
+    problems = [
+        f"{entry['id']}: no example for {dialect}"
+        for entry in entries_of(path)
+        for dialect in entry["dialects"]
+        if entry.get("check") != "log" and dialect not in entry["examples"]
+    ]
+    assert not problems, "\n".join(problems)
+
+
+def test_ids_are_unique() -> None:
+    ids = [entry["id"] for entry in read_rule_files()]
+    assert sorted(ids) == sorted(set(ids))

@@ -1,0 +1,153 @@
+"""The walls of docs/design.md: imports run downwards, files are small, and skill_tools stays harmless."""
+
+import ast
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SKILL_TOOLS = sorted((ROOT / "skill_tools").rglob("*.py"))
+REFERENCE_IMPL = sorted((ROOT / "reference_impl").rglob("*.py"))
+
+# Each room with the floor it stands on; a file imports from its own room or from lower floors only.
+SKILL_FLOORS = {
+    "__main__": 7, "commands": 6, "reports": 5, "planning": 4, "rules": 3, "card": 3,
+    "configs": 2, "knowledge": 1, "bundle": 0, "errors": 0,
+}  # fmt: skip
+REFERENCE_FLOORS = {"training": 4, "optimizers": 3, "activations": 3, "weights": 3, "memory": 2, "device": 1}
+
+BANNED_MODULES = {
+    "torch",
+    "numpy",
+    "subprocess",
+    "socket",
+    "urllib.request",
+    "http",
+    "requests",
+    "pickle",
+    "ctypes",
+}
+BANNED_CALLS = {"eval", "exec", "compile", "__import__"}
+LONGEST_FILE = 350
+LONGEST_MEDIAN = 150
+
+
+def relative(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def room(path: Path) -> str:
+    return path.relative_to(ROOT).with_suffix("").parts[1]
+
+
+def imported(path: Path) -> Iterator[str]:
+    """Every module that a file imports, also inside functions."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{relative(path)} imports relatively"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def climbing(paths: list[Path], package: str, floors: dict[str, int]) -> list[str]:
+    """Imports that go up, or sideways into another room."""
+    problems = []
+    for path in paths:
+        here = room(path)
+        for module in imported(path):
+            parts = module.split(".")
+            if parts[0] != package or len(parts) < 2 or parts[1] not in floors or here == "__init__":
+                continue
+            if parts[1] != here and floors[parts[1]] >= floors[here]:
+                problems.append(f"{relative(path)} imports {module}")
+    return problems
+
+
+def test_every_room_has_a_floor() -> None:
+    assert {room(path) for path in SKILL_TOOLS} - {"__init__"} == set(SKILL_FLOORS)
+    assert {room(path) for path in REFERENCE_IMPL} - {"__init__"} <= set(REFERENCE_FLOORS)
+
+
+def test_imports_run_downwards() -> None:
+    assert not climbing(SKILL_TOOLS, "skill_tools", SKILL_FLOORS)
+    assert not climbing(REFERENCE_IMPL, "reference_impl", REFERENCE_FLOORS)
+
+
+def test_the_packages_do_not_know_each_other() -> None:
+    problems = [
+        relative(path) for path in SKILL_TOOLS if any(m.startswith("reference_impl") for m in imported(path))
+    ]
+    problems += [
+        relative(path) for path in REFERENCE_IMPL if any(m.startswith("skill_tools") for m in imported(path))
+    ]
+    assert not problems
+
+
+@pytest.mark.parametrize("path", SKILL_TOOLS, ids=relative)
+def test_skill_tools_reaches_for_nothing_dangerous(path: Path) -> None:
+    dangerous = {
+        m for m in imported(path) for banned in BANNED_MODULES if m == banned or m.startswith(f"{banned}.")
+    }
+    calls = [
+        node
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+    ]
+    dangerous |= {call.func.id for call in calls if call.func.id in BANNED_CALLS}  # type: ignore[attr-defined]
+    dynamic = [call for call in calls if call.func.id in {"getattr", "setattr"}]  # type: ignore[attr-defined]
+    assert not dangerous
+    assert all(isinstance(call.args[1], ast.Constant) for call in dynamic), "getattr with a computed name"
+
+
+@pytest.mark.parametrize("path", [*SKILL_TOOLS, *REFERENCE_IMPL], ids=relative)
+def test_a_file_is_short(path: Path) -> None:
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= LONGEST_FILE
+
+
+@pytest.mark.parametrize("paths", [SKILL_TOOLS, REFERENCE_IMPL], ids=["skill_tools", "reference_impl"])
+def test_the_median_file_is_short(paths: list[Path]) -> None:
+    assert (
+        statistics.median(len(path.read_text(encoding="utf-8").splitlines()) for path in paths)
+        <= LONGEST_MEDIAN
+    )
+
+
+@pytest.mark.parametrize("path", [*SKILL_TOOLS, *REFERENCE_IMPL], ids=relative)
+def test_a_file_says_why_it_exists(path: Path) -> None:
+    assert ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))), "no module docstring"
+
+
+def loaded_by(code: str) -> set[str]:
+    """The modules that a fresh interpreter has loaded after `code`."""
+    command = f"{code}; import sys; print(' '.join(sys.modules))"
+    output = subprocess.run(
+        [sys.executable, "-c", command], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    return set(output.stdout.splitlines()[-1].split())
+
+
+def test_help_loads_nothing_heavy() -> None:
+    code = "from skill_tools.__main__ import main\ntry: main(['--help'])\nexcept SystemExit: pass"
+    loaded = loaded_by(f"exec({code!r})")
+    heavy = {
+        "yaml",
+        "json",
+        "packaging",
+        "jsonschema",
+        "rich",
+        "torch",
+        "dataclasses",
+        "skill_tools.commands.lint",
+    }
+    assert not loaded & heavy
+
+
+def test_lint_loads_neither_torch_nor_what_it_does_not_need() -> None:
+    bare = loaded_by("pass")
+    loaded = loaded_by("import skill_tools.commands.lint") - bare
+    assert not loaded & {"torch", "numpy", "jsonschema", "packaging", "rich", "markdown_it", "reference_impl"}

@@ -1,0 +1,88 @@
+"""What the pages tell a reader to type works: shell lines against a run of their own, Python as it stands."""
+
+import contextlib
+import re
+import shlex
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+from markdown_it import MarkdownIt
+
+from skill_tools.__main__ import main
+from skill_tools.bundle import root
+from skill_tools.reports.rendered import pages_with_blocks
+
+ROOT = root()
+READERS_FILES = {
+    "run.yaml": "examples/good_bridge.yaml",
+    "run.sh": "examples/good_megatron_lm.sh",
+    "train.log": "evals/files/train_pp.log",
+}
+
+
+def fences(language: str) -> list[tuple[str, str]]:
+    found = []
+    for page in pages_with_blocks(ROOT):
+        text = re.sub(r"\A---\n.*?\n---\n", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+        for token in MarkdownIt("commonmark").parse(text):
+            if token.type == "fence" and token.info == language:
+                found.append((page.relative_to(ROOT).as_posix(), token.content))
+    return found
+
+
+def tool_lines() -> list[tuple[str, list[str]]]:
+    lines = []
+    for page, script in fences("bash"):
+        for line in script.replace("\\\n", " ").splitlines():
+            words = shlex.split(line.partition(" > ")[0], comments=True)
+            if words[:2] == ["python3", "skill_tools"]:
+                lines.append((page, words[2:]))
+            elif words[:1] == ["offload"]:
+                lines.append((page, words[1:]))
+    return lines
+
+
+def test_the_readme_has_commands_and_a_snippet() -> None:
+    assert [page for page, _ in tool_lines()].count("README.md") >= 2
+    assert "README.md" in [page for page, _ in fences("python")]
+
+
+@pytest.mark.parametrize(("page", "words"), tool_lines(), ids=lambda value: str(value)[:60])
+def test_a_shell_line_of_a_page_works(
+    page: str, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, source in READERS_FILES.items():
+        shutil.copy(ROOT / source, name)
+    assert main(words) in {0, 1}, f"{page}: {shlex.join(words)}"
+
+
+@pytest.mark.parametrize(("page", "snippet"), fences("python"), ids=lambda value: str(value)[:40])
+def test_a_python_snippet_of_a_page_runs(
+    page: str, snippet: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch = pytest.importorskip("torch", reason="needs torch: pip install 'cpu-offloading[reference]'")
+    monkeypatch.syspath_prepend(str(ROOT))
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)).bfloat16()
+    (tmp_path / "plan.json").write_text(
+        '{"execute": {"optimizer": {"offload_fraction": 1.0}}}', encoding="utf-8"
+    )
+    monkeypatch.chdir(tmp_path)
+    namespace = {"torch": torch, "model": model, "batches": [torch.randn(4, 64).bfloat16()]}
+    exec(compile(snippet, page, "exec"), namespace)
+    assert "reference_impl" in sys.modules
+
+
+def test_the_picture_in_the_readme_is_the_plan_that_it_prints(tmp_path: Path) -> None:
+    """Its words and numbers; curves may differ by a matplotlib release."""
+    pytest.importorskip("matplotlib", reason="the extra `plot` is not installed")
+    (words,) = re.findall(
+        r"<!-- run: (plan .*?)(?: \| head -n \d+)? -->", (ROOT / "README.md").read_text("utf-8")
+    )
+    drawn, shown = tmp_path / "plan.svg", ROOT / "docs" / "figures" / "plan.svg"
+    with contextlib.chdir(ROOT):
+        assert main([*shlex.split(words), "--plot", str(drawn)]) == 0
+    labels = [re.findall(r"<text[^>]*>([^<]+)</text>", path.read_text("utf-8")) for path in (drawn, shown)]
+    assert labels[0] == labels[1], f"draw it again: offload {words} --plot docs/figures/plan.svg"

@@ -1,0 +1,57 @@
+"""The examples run as their docstrings say."""
+
+import runpy
+from pathlib import Path
+
+import pytest
+
+from skill_tools.__main__ import main
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+
+
+def printed(
+    name: str, arguments: list[str], capsys: pytest.CaptureFixture[str], patch: pytest.MonkeyPatch
+) -> list[str]:
+    patch.setattr("sys.argv", [name, *arguments])
+    runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    return capsys.readouterr().out.splitlines()
+
+
+def test_the_loop_learns_the_same_with_and_without_offload(capsys, monkeypatch):
+    pytest.importorskip("torch", reason="needs torch: pip install 'cpu-offloading[reference]'")
+    offloaded = printed("train_with_offload.py", [], capsys, monkeypatch)
+    plain = printed("train_with_offload.py", ["--plain"], capsys, monkeypatch)
+    losses = [line for line in plain if line.startswith("step")]
+    assert len(losses) == 10
+    assert [line for line in offloaded if line.startswith("step")] == losses
+    assert offloaded[-1].endswith("MiB of activations left the device in each step")
+    assert not offloaded[-1].startswith("0 ")
+
+
+def test_the_demo_lints_plans_and_verifies(capsys, monkeypatch):
+    demo = runpy.run_path(str(EXAMPLES / "demo.py"))
+    verified = []
+    monkeypatch.setattr("skill_tools.commands.verify.run", lambda args: verified.append(args) or 0)
+    assert demo["demo"]() == 0
+    text = capsys.readouterr().out
+    assert "la-pp" in text
+    assert "recommended:" in text
+    assert len(verified) == 1
+
+
+def test_the_demo_fails_when_a_step_does(monkeypatch):
+    demo = runpy.run_path(str(EXAMPLES / "demo.py"))
+    monkeypatch.setattr("skill_tools.commands.verify.run", lambda args: 1)
+    assert demo["demo"]() == 1
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in EXAMPLES.glob("good_*")))
+def test_a_good_example_has_no_finding(name):
+    targets = ["--target", "megatron-core==0.19.0", "--target", "transformer-engine==2.12.0"]
+    assert main(["lint", str(EXAMPLES / name), *targets]) == 0
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in EXAMPLES.glob("broken_*")))
+def test_a_broken_example_has_findings(name):
+    assert main(["lint", str(EXAMPLES / name)]) == 1

@@ -1,0 +1,107 @@
+"""The skill as its readers get it: valid frontmatter, small enough, one version, true to its card."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+import skill_tools
+from skill_tools.bundle import root
+
+ROOT = root()
+SKILL = (ROOT / "SKILL.md").read_text(encoding="utf-8")
+FRONTMATTER = yaml.safe_load(SKILL.split("---\n")[1])
+CHARACTERS_A_TOKEN = 3.3  # text full of keys and paths; prose has about four
+
+
+def heading(name: str) -> int:
+    return SKILL.index(f"\n## {name}\n")
+
+
+def test_it_has_the_six_fields_of_the_format_and_no_other() -> None:
+    assert set(FRONTMATTER) == {
+        "name",
+        "description",
+        "license",
+        "compatibility",
+        "metadata",
+        "allowed-tools",
+    }
+
+
+def test_the_validator_accepts_it(tmp_path: Path) -> None:
+    validator = Path(sys.executable).with_name("agentskills")
+    if not validator.is_file():
+        pytest.skip("needs skills-ref: pip install 'cpu-offloading[test]'")
+    folder = tmp_path / "cpu-offloading"
+    folder.mkdir()
+    for name in ("SKILL.md", "card.yaml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, folder / name)
+    for name in ("docs", "schema", "skill_tools"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    done = subprocess.run([validator, "validate", str(folder)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_an_agent_can_keep_it_in_mind() -> None:
+    assert len(SKILL.splitlines()) <= 200
+    assert len(SKILL) / CHARACTERS_A_TOKEN < 5000
+
+
+def test_the_decisions_and_the_limits_are_on_the_first_screen() -> None:
+    assert SKILL[: heading("Instructions")].count("\n") <= 60
+    assert heading("Decision table") < heading("Hard limits") < heading("Instructions")
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        "Purpose",
+        "Instructions",
+        "Examples",
+        "Troubleshooting",
+        "Limitations",
+        "Prerequisites",
+        "References",
+    ],
+)
+def test_it_has_the_sections_that_readers_look_for(section: str) -> None:
+    assert heading(section)
+
+
+def test_the_description_says_when_to_use_it_to_everyone() -> None:
+    description = FRONTMATTER["description"]
+    assert len(description) <= 1024
+    assert "Use when" in description
+    assert not re.search(r"\b(I|you|your|my)\b|[<>]", description)
+    assert " --- " not in description
+
+
+def test_every_place_states_the_same_version() -> None:
+    plugin = json.loads((ROOT / ".claude-plugin/marketplace.json").read_text(encoding="utf-8"))["plugins"][0]
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    card = (ROOT / "skill-card.md").read_text(encoding="utf-8")
+    stated = {FRONTMATTER["metadata"]["version"], plugin["version"], citation["version"]}
+    assert stated == {skill_tools.__version__}
+    assert f"## Skill version\n\n{skill_tools.__version__}\n" in card
+
+
+def test_the_plugin_is_this_folder() -> None:
+    market = json.loads((ROOT / ".claude-plugin/marketplace.json").read_text(encoding="utf-8"))
+    assert [(plugin["name"], plugin["source"], plugin["skills"]) for plugin in market["plugins"]] == [
+        (FRONTMATTER["name"], "./", ["./"])
+    ]
+    assert not (ROOT / ".claude-plugin/plugin.json").exists()
+
+
+def test_no_text_reads_like_a_personal_address() -> None:
+    """A symbol joined to a file by an at sign is taken for an e-mail address by scanners of personal data."""
+    author = FRONTMATTER["metadata"]["author"].partition("<")[2].rstrip(">")
+    for page in [ROOT / "SKILL.md", ROOT / "card.yaml", *ROOT.glob("docs/**/*.md")]:
+        text = page.read_text(encoding="utf-8").replace(author, "")
+        assert not re.search(r"[\w.]+@[\w-]+\.\w+", text), page
