@@ -18,9 +18,11 @@ from typing import Any
 import torch
 
 from reference_impl.device import Device
+from reference_impl.memory import rates
 from reference_impl.memory.host import available_bytes
+from reference_impl.optimizers.cpu_rate import cpu_update_rates
 from reference_impl.optimizers.schedule import cpu_budget
-from reference_impl.training import rates, update_rates
+from reference_impl.training import update_rates
 from reference_impl.training.devices import device_name
 from reference_impl.training.steps import Progress, unseen
 
@@ -93,7 +95,7 @@ def _memory(device: Device, sizes: ProbeSizes) -> dict[str, Any]:
 
 
 def _cpu_updates(device: Device, sizes: ProbeSizes) -> dict[str, Any]:
-    by_threads = update_rates.cpu_update_rates(device, sizes.parameters, _thread_counts())
+    by_threads = cpu_update_rates(device, sizes.parameters, _thread_counts())
     return {
         "cpu_adam_fused_Gparam_s": max(by_threads.values()) / 1e9,
         "cpu_adam_by_threads": [

@@ -1,8 +1,7 @@
 import pytest
-import torch
 
+from reference_impl.memory import rates
 from reference_impl.memory.host import host_book
-from reference_impl.training import rates, update_rates
 
 
 @pytest.fixture(autouse=True)
@@ -25,18 +24,3 @@ def test_rates_are_finite_and_what_they_took_is_given_back(device, tmp_path):
     found += rates.disk_rates(tmp_path, 2**20)
     assert all(0 < rate < 1e17 for rate in found)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_updates_are_rated_by_threads_and_leave_the_callers_alone(device):
-    threads = torch.get_num_threads()
-    found = update_rates.cpu_update_rates(device, 2**16, [1, 2])
-    assert list(found) == [1, 2]
-    assert min(found.values()) > 0
-    assert torch.get_num_threads() == threads
-
-
-def test_whole_updates_are_rated(device):
-    assert update_rates.hybrid_rate(device, 2**16) > 0
-    assert update_rates.streamed_rate(device, 2**16) > 0
-    assert update_rates.both_rate(device, 2**16, cpu_share=0.25) > 0
-    assert update_rates.torch_cpu_rate(2**20) > 0
