@@ -1,0 +1,154 @@
+"""How much of the state stays, streams through the GPU, or is updated on the CPU: the least time under two budgets.
+
+The link, the host's memory and its cores each need a time that grows linearly with the shares, and all work at
+once, so the slowest of the three is the update's time. What stays costs nothing but device memory, so as much stays
+as fits; the rest is a search along one line, whose optimum lies where two of the three are equally slow or at an
+end. Pure arithmetic: what the machine reaches is `machine_rates`, which elements go where is `layout`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import NamedTuple
+
+from reference_impl.memory.host import HostMemoryError
+
+
+class Split(NamedTuple):
+    """Shares of all state: on the device, streamed through it, and updated on the CPU; they sum to 1."""
+
+    resident: float
+    streamed: float
+    cpu: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class MachineRates:
+    """What one process reaches: link bytes/s one way while both run, host memory bytes/s, CPU updates/s."""
+
+    link_bytes_per_s: float
+    host_bytes_per_s: float
+    cpu_elements_per_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateBytes:
+    """Mean bytes an element: held by each share, moved one way by the streamed and by the CPU share.
+
+    `wire` is the gradient down and the weight up. Updating on the CPU reads and writes every host byte once, and
+    the link's copies read or write the wire twice more: `4 * wire + 2 * (cpu_host - wire)` of host traffic.
+    """
+
+    resident: float
+    streamed: float
+    cpu_host: float
+    wire: float
+
+    @property
+    def cpu_traffic(self) -> float:
+        """Bytes of host memory that one CPU update reads and writes, its copies included."""
+        return 4 * self.wire + 2 * (self.cpu_host - self.wire)
+
+    @property
+    def streamed_traffic(self) -> float:
+        """Bytes of host memory that one streamed update reads and writes."""
+        return 2 * self.streamed
+
+
+def state_bytes(
+    sizes: Iterable[tuple[int, int]], *, moments: int, moment_bytes: int = 4, hi_lo_masters: bool = False
+) -> StateBytes:
+    """Return the mean over parameters of (elements, bytes an element); an fp32 parameter is its own master."""
+    listed = list(sizes)
+    elements = max(sum(numel for numel, _ in listed), 1)
+
+    def mean(of_parameter: dict[int, float]) -> float:
+        return sum(numel * of_parameter[min(size, 4)] for numel, size in listed) / elements
+
+    low = 2 if hi_lo_masters else 4
+    return StateBytes(
+        resident=mean({2: 4 + 4 * moments, 4: 4 * moments}),
+        streamed=mean({2: low + moment_bytes * moments, 4: moment_bytes * moments}),
+        cpu_host=mean({2: 2 + 4 + 4 * moments, 4: 4 + 4 + 4 * moments}),
+        wire=mean({2: 2, 4: 4}),
+    )
+
+
+def update_seconds(split: Split, elements: int, each: StateBytes, rates: MachineRates) -> float:
+    """Return the time of one update of `elements`, nothing of it hidden behind forward or backward."""
+    return elements * max(
+        (each.streamed * split.streamed + each.wire * split.cpu) / rates.link_bytes_per_s,
+        (each.streamed_traffic * split.streamed + each.cpu_traffic * split.cpu) / rates.host_bytes_per_s,
+        split.cpu / rates.cpu_elements_per_s,
+    )
+
+
+def fastest_split(
+    elements: int,
+    each: StateBytes,
+    rates: MachineRates,
+    *,
+    ring_bytes: int,
+    device_budget_bytes: int,
+    host_budget_bytes: int,
+) -> Split:
+    """Return the split with the least update time; `ring_bytes` of the device budget go to streaming.
+
+    Raises ValueError when the device budget is smaller than the ring, HostMemoryError when the host cannot hold
+    what does not stay on the device.
+    """
+    everything = each.resident * elements
+    if device_budget_bytes >= everything:
+        return Split(1.0, 0.0, 0.0)
+    if device_budget_bytes < ring_bytes:
+        raise ValueError(
+            f"device_budget_bytes is {device_budget_bytes}; expected {ring_bytes} or more for the ring of the "
+            "streamed share; try that, smaller chunk_bytes, or split=(0, 0, 1)"
+        )
+    resident = (device_budget_bytes - ring_bytes) / everything
+    leaving = 1 - resident
+    least, most = _cpu_range(leaving, elements, each, host_budget_bytes)
+    candidates = [Split(resident, leaving - cpu, cpu) for cpu in _corners(leaving, least, most, each, rates)]
+    return min(candidates, key=lambda split: (update_seconds(split, elements, each, rates), split.cpu))
+
+
+def _cpu_range(
+    leaving: float, elements: int, each: StateBytes, host_budget_bytes: int
+) -> tuple[float, float]:
+    """Return the least and greatest CPU share with which the host can hold what leaves."""
+    streamed_only = each.streamed * leaving * elements
+    if streamed_only > host_budget_bytes:
+        raise HostMemoryError(
+            needed_bytes=round(streamed_only),
+            available_bytes=host_budget_bytes,
+            remedy=f"try a device_budget_bytes that keeps {1 - host_budget_bytes / (each.streamed * elements):.0%}",
+        )
+    spare = (host_budget_bytes - streamed_only) / elements
+    # Every element that the CPU takes from the stream costs the host this much more.
+    return 0.0, min(leaving, spare / (each.cpu_host - each.streamed))
+
+
+def _corners(
+    leaving: float, least: float, most: float, each: StateBytes, rates: MachineRates
+) -> Sequence[float]:
+    """Return the CPU shares at which the slowest resource may change, and both ends."""
+    # Seconds an element of each resource as `start + slope * cpu`.
+    lines = [
+        (each.streamed * leaving, each.wire - each.streamed, rates.link_bytes_per_s),
+        (
+            each.streamed_traffic * leaving,
+            each.cpu_traffic - each.streamed_traffic,
+            rates.host_bytes_per_s,
+        ),
+        (0.0, 1.0, rates.cpu_elements_per_s),
+    ]
+    corners = [least, most]
+    for (start, slope, rate), (other_start, other_slope, other_rate) in combinations(lines, 2):
+        turn = slope / rate - other_slope / other_rate
+        if turn:
+            cpu = (other_start / other_rate - start / rate) / turn
+            if least < cpu < most:
+                corners.append(cpu)
+    return corners

@@ -1,0 +1,106 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from reference_impl.memory.host import HostMemoryError
+from reference_impl.optimizers.split import (
+    MachineRates,
+    Split,
+    StateBytes,
+    fastest_split,
+    state_bytes,
+    update_seconds,
+)
+
+ADAM = state_bytes([(10**9, 2)], moments=2)
+# Rows of the reference's section 5.4: link, host memory, CPU rate, then the expected seconds and shares of one 1e9.
+KNOWN = [
+    (49e9, 115e9, 4.1e9, 0.218, 0.13),
+    (49e9, 75e9, 2.4e9, 0.320, 0.0),
+    (49e9, 150e9, 5e9, 0.178, 0.33),
+    (49e9, 400e9, 13e9, 0.077, 0.83),
+    (22e9, 40e9, 1.3e9, 0.600, 0.0),
+]
+
+
+def machine(link, host, cpu):
+    return MachineRates(link_bytes_per_s=link, host_bytes_per_s=host, cpu_elements_per_s=cpu)
+
+
+def without_budgets(elements, each, rates):
+    return fastest_split(elements, each, rates, ring_bytes=0, device_budget_bytes=0, host_budget_bytes=10**15)
+
+
+@pytest.mark.parametrize(("link", "host", "cpu", "seconds", "cpu_share"), KNOWN)
+def test_known_machines(link, host, cpu, seconds, cpu_share):
+    rates = machine(link, host, cpu)
+    split = without_budgets(10**9, ADAM, rates)
+    assert update_seconds(split, 10**9, ADAM, rates) == pytest.approx(seconds, rel=0.03)
+    assert split.cpu == pytest.approx(cpu_share, abs=0.03)
+
+
+def test_bytes_of_adam_by_dtype():
+    assert StateBytes(resident=12, streamed=12, cpu_host=14, wire=2) == ADAM
+    assert ADAM.cpu_traffic == 32
+    assert state_bytes([(5, 4)], moments=2) == StateBytes(resident=8, streamed=8, cpu_host=16, wire=4)
+    assert state_bytes([(1, 2), (1, 4)], moments=2).streamed == 10
+    assert state_bytes([(1, 2)], moments=2, moment_bytes=2, hi_lo_masters=True).streamed == 6
+
+
+rates_ = st.builds(machine, st.floats(1e9, 9e11), st.floats(1e9, 9e11), st.floats(1e8, 9e10))
+sizes = st.lists(st.tuples(st.integers(1, 10**9), st.sampled_from([2, 4])), min_size=1, max_size=4)
+
+
+@given(rates_, sizes, st.booleans(), st.floats(0, 1.2), st.floats(0, 2))
+def test_no_split_on_a_fine_grid_is_faster(rates, sizes, packed, device, host):
+    elements = sum(numel for numel, _ in sizes)
+    each = state_bytes(sizes, moments=2, moment_bytes=2 if packed else 4, hi_lo_masters=packed)
+    device_budget = int(device * each.resident * elements)
+    host_budget = int(host * each.cpu_host * elements)
+    budgets = {"ring_bytes": 0, "device_budget_bytes": device_budget, "host_budget_bytes": host_budget}
+
+    def fits(split):
+        held = (each.streamed * split.streamed + each.cpu_host * split.cpu) * elements
+        return held <= host_budget and each.resident * split.resident * elements <= device_budget
+
+    stays = [min(device_budget / (each.resident * elements), 1.0) * step / 10 for step in range(11)]
+    grid = [Split(r, (1 - r) * (1 - c / 40), (1 - r) * c / 40) for r in stays for c in range(41)]
+    allowed = [split for split in grid if fits(split)]
+    try:
+        found = fastest_split(elements, each, rates, **budgets)
+    except HostMemoryError:
+        assert not allowed
+        return
+    assert sum(found) == pytest.approx(1)
+    assert min(found) >= 0
+    held = (each.streamed * found.streamed + each.cpu_host * found.cpu) * elements
+    assert held <= host_budget * (1 + 1e-9) + 1
+    assert each.resident * found.resident * elements <= device_budget * (1 + 1e-9) + 1
+    best = update_seconds(found, elements, each, rates)
+    assert all(best <= update_seconds(split, elements, each, rates) * (1 + 1e-9) for split in allowed)
+
+
+def test_a_device_budget_below_the_ring_is_refused():
+    with pytest.raises(
+        ValueError, match=r"device_budget_bytes is 5; expected 7 or more .* split=\(0, 0, 1\)"
+    ):
+        fastest_split(
+            10**9,
+            ADAM,
+            machine(5e10, 1e11, 4e9),
+            ring_bytes=7,
+            device_budget_bytes=5,
+            host_budget_bytes=10**12,
+        )
+
+
+def test_a_host_that_cannot_hold_the_rest_names_what_would_have_to_stay():
+    with pytest.raises(HostMemoryError, match="keeps 50%"):
+        fastest_split(
+            10**9,
+            ADAM,
+            machine(5e10, 1e11, 4e9),
+            ring_bytes=0,
+            device_budget_bytes=0,
+            host_budget_bytes=6 * 10**9,
+        )
