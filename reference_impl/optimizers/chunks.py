@@ -8,9 +8,10 @@ A chunk that stays on the device has the same form. Geometry and views only; `st
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import groupby
+from typing import NamedTuple
 
 import torch
 
@@ -18,6 +19,18 @@ from reference_impl.device import REACHED, Event
 from reference_impl.optimizers.layout import ALIGNMENT, Member, Piece
 
 MASTER = "master_param"
+
+
+class Part(NamedTuple):
+    """Which elements of a member are whose: `streamed` ones travel, `resident` ones are updated where they stay.
+
+    `staged`: new weights do not go into the parameter, because somebody else updates other elements of it and
+    brings all of them home together.
+    """
+
+    streamed: range
+    resident: range = range(0)
+    staged: bool = False
 
 
 @dataclass(eq=False, slots=True)
@@ -53,27 +66,25 @@ class Chunk:
 
 
 def plan_chunks(
-    members: Sequence[Member], *, elements: Callable[[Member], int], resident: bool
+    ranges: Mapping[Member, range], *, elements: Callable[[Member], int]
 ) -> list[tuple[tuple[Piece, ...], int]]:
-    """Cut the resident or the offloaded elements of `members` into (pieces, numel with gaps) of one group each.
+    """Cut the elements `ranges` of members, each from a multiple of `ALIGNMENT`, into (pieces, numel with gaps).
 
-    A chunk has at most `elements(member)` elements, a multiple of `ALIGNMENT`; fp32 parameters, which are their own
-    masters, and others do not share one. Pieces follow the forward and are entered in their members.
+    A chunk has at most `elements(member)` elements, a multiple of `ALIGNMENT`, of one group; fp32 parameters, which
+    are their own masters, and others do not share one. Pieces follow the forward.
     """
     plans = []
-    for _, alike in groupby(sorted(members, key=_kind), key=_kind):
+    for _, alike in groupby(sorted(ranges, key=_kind), key=_kind):
         pieces: list[Piece] = []
         offset = 0
         for member in sorted(alike, key=lambda member: member.order):
-            numel = member.param_local.numel()
-            start, stop = (0, member.resident) if resident else (member.resident, numel)
+            start, stop = ranges[member].start, ranges[member].stop
             while start < stop:
                 room = elements(member) - offset
                 if room == 0:
                     plans.append((tuple(pieces), offset))
                     pieces, offset, room = [], 0, elements(member)
                 piece = Piece(member, start, min(start + room, stop), offset)
-                member.pieces.append(piece)
                 pieces.append(piece)
                 start = piece.stop
                 offset += -(-piece.numel // ALIGNMENT) * ALIGNMENT

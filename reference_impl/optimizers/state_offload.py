@@ -11,15 +11,14 @@ It does not compute on the CPU (`hybrid` does) and it does not shard: each rank 
 from __future__ import annotations
 
 import os
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from reference_impl.optimizers import checks
-from reference_impl.optimizers.chunks import Chunk
+from reference_impl.optimizers import checks, state_offload_dict
+from reference_impl.optimizers.chunks import Part
 from reference_impl.optimizers.gradients import gradient_of
 from reference_impl.optimizers.layout import Member, members_of
 from reference_impl.optimizers.publish import Gates
@@ -28,12 +27,9 @@ from reference_impl.optimizers.state_offload_checks import (
     check_gated,
     check_sizes,
     check_wrapped_group,
-    slots_in,
 )
-from reference_impl.optimizers.state_offload_dict import MemberStates
-from reference_impl.optimizers.state_offload_homes import Homes
-from reference_impl.optimizers.streamed_update import StreamedUpdate
-from reference_impl.optimizers.verdict import Verdict, judge
+from reference_impl.optimizers.streamed_share import StreamedShare
+from reference_impl.optimizers.verdict import judge
 
 
 class OptimizerStateOffloader(torch.optim.Optimizer):
@@ -82,8 +78,7 @@ class OptimizerStateOffloader(torch.optim.Optimizer):
     ) -> None:
         """Validate everything, then move the states to their homes."""
         self._algorithm = algorithm_of(optimizer)
-        moments = self._algorithm.moments
-        state_bytes = 4 * (len(moments) + offload_masters)
+        state_bytes = 4 * (len(self._algorithm.moments) + offload_masters)
         check_sizes(fraction=fraction, chunk_bytes=chunk_bytes, state_bytes=state_bytes)
         for group in optimizer.param_groups:
             check_wrapped_group(group)
@@ -98,35 +93,30 @@ class OptimizerStateOffloader(torch.optim.Optimizer):
         self._fraction = fraction
         self._max_grad_norm = max_grad_norm
         self._reduce_norm_squared = reduce_norm_squared
-        homes = Homes(self._device, moments=moments, chunk_bytes=chunk_bytes, offload_masters=offload_masters)
-        slots = slots_in(
-            device_budget_bytes,
-            chunk_bytes=chunk_bytes,
-            gradient_bytes=4 * max(homes.elements(param) for param in params),
-        )
         self._members: dict[torch.Tensor, Member] = {}
-        self._chunks: list[Chunk] = []
-        self._states = MemberStates(moments=moments, has_step="exp_avg" in moments)
-        self._stream = StreamedUpdate(self._device, self._algorithm, slots=slots)
-        self._homes: Homes | None = homes
         self._gates: Gates | None = None
-        self._verdict: Verdict | None = None
-        self._gradients: dict[Member, torch.Tensor] = {}
+        share = StreamedShare(
+            self._device,
+            self._algorithm,
+            chunk_bytes=chunk_bytes,
+            device_budget_bytes=device_budget_bytes,
+            offload_masters=offload_masters,
+        )
+        self._open_share: StreamedShare | None = share
         self._pid = os.getpid()
         self.grad_norm: torch.Tensor | None = None
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self._wrapped = optimizer
         self.param_groups = optimizer.param_groups
-        # Copies in flight use buffers that die with this object.
-        weakref.finalize(self, self._device.synchronize).atexit = False
         try:
             self._admit(range(len(self.param_groups)))
         except BaseException:
-            homes.close()
+            share.close()
             raise
-        for param, states in optimizer.state.items():
-            if param in self._members:
-                self._states.write(self._members[param], states)
+        with torch.no_grad():
+            for param, states in optimizer.state.items():
+                if param in self._members:
+                    state_offload_dict.write(share, self._members[param], states)
         optimizer.state.clear()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -153,17 +143,21 @@ class OptimizerStateOffloader(torch.optim.Optimizer):
             if param.requires_grad
         ]
         members = members_of(params, first_order=len(self._members), fraction=self._fraction, offload=None)
-        for member in members:
-            member.step = torch.zeros((), device=self._device.torch_device)
-        assert self._homes is not None
-        chunks = self._homes.make(members)
-        self._chunks.extend(chunks)
-        self._stream.make_room(self._chunks)
-        for chunk in chunks:
-            self._states.add(chunk)
-        for member in members:
-            self._members[member.param] = member
-            self._states.refresh_master(member)
+        self._share.add(
+            {
+                member: Part(
+                    streamed=range(member.resident, member.param_local.numel()),
+                    resident=range(member.resident),
+                )
+                for member in members
+            }
+        )
+        self._members.update({member.param: member for member in members})
+
+    @property
+    def _share(self) -> StreamedShare:
+        assert self._open_share is not None
+        return self._open_share
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -193,24 +187,15 @@ class OptimizerStateOffloader(torch.optim.Optimizer):
         self.grad_norm = None if verdict is None else verdict.norm
         if verdict is None:
             return loss
-        self._verdict, self._gradients = verdict, gradients
-        torch._foreach_add_([member.step for member in gradients], [1 - verdict.found_inf] * len(gradients))
-        self._update(verdict)
-        if self._gates is None:
-            self.synchronize()
-        return loss
-
-    def _update(self, verdict: Verdict) -> None:
-        """Queue the chunks in the order of the next forward, and the first of the step after it."""
-        ordered = sorted(self._chunks, key=lambda chunk: chunk.deadline)
-        due = [chunk for chunk in ordered if any(piece.member in self._gradients for piece in chunk.pieces)]
-        self._stream.run(due, self._gradients, verdict, self.param_groups)
-        self._stream.prefetch(due)
-        for member in self._gradients:
+        self._share.update(gradients, verdict, self.param_groups)
+        for member in gradients:
             member.pending = True
             if self._gates is not None:
                 # Whoever writes into it later does not know that the update still reads it.
                 member.param.grad = None
+        if self._gates is None:
+            self.synchronize()
+        return loss
 
     def attach(self, model: nn.Module) -> None:
         """Let the update run behind the next forward: the model's modules wait for their own weights, on the device.
@@ -229,10 +214,9 @@ class OptimizerStateOffloader(torch.optim.Optimizer):
 
     def _wait_for(self, members: Sequence[Member]) -> None:
         """Make the live current stream run behind the updates of `members`, and let their gradients go."""
+        self._share.wait_for(members)
         for member in members:
-            self._device.wait(member.published)
             member.pending = False
-            self._gradients.pop(member, None)
 
     def synchronize(self) -> None:
         """Make the live current stream see finished weights: call it before reading them in your own code."""
@@ -243,19 +227,14 @@ class OptimizerStateOffloader(torch.optim.Optimizer):
         """Make masters from the parameters as they are, after something else has written these."""
         self._refresh(list(self._members.values()))
 
-    @torch.no_grad()
     def _refresh(self, members: Sequence[Member]) -> None:
-        self._settle(for_writing=True)
-        for member in members:
-            self._states.refresh_master(member)
+        self.synchronize()
+        self._share.refresh_masters(members)
 
     def _settle(self, *, for_writing: bool) -> None:
-        """Block until the homes are whole and, `for_writing`, nobody reads them either."""
+        """Block until the states are whole and, `for_writing`, nobody reads them either."""
         self.synchronize()
-        for chunk in self._chunks:
-            chunk.stored.synchronize()
-        if for_writing:
-            self._stream.forget()
+        self._share.settle(for_writing=for_writing)
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
@@ -265,7 +244,7 @@ class OptimizerStateOffloader(torch.optim.Optimizer):
         """
         self._settle(for_writing=False)
         packed = super().state_dict()
-        states = ((index, self._states.read(member)) for index, member in self._indexed())
+        states = ((index, state_offload_dict.read(self._share, member)) for index, member in self._indexed())
         packed["state"] = {index: state for index, state in states if state}
         return packed
 
@@ -281,12 +260,12 @@ class OptimizerStateOffloader(torch.optim.Optimizer):
             check_wrapped_group({**group, "params": [], "fused": True})
         saved = state_dict["state"]
         for index, member in self._indexed():
-            self._states.check(index, member, saved.get(index, {}))
+            state_offload_dict.check(self._share, index, member, saved.get(index, {}))
         self._settle(for_writing=True)
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         self._wrapped.param_groups = self.param_groups
         for index, member in self._indexed():
-            self._states.write(member, saved.get(index, {}))
+            state_offload_dict.write(self._share, member, saved.get(index, {}))
 
     def _indexed(self) -> Iterator[tuple[int, Member]]:
         """Yield each member with its index in a state_dict; frozen parameters have an index but no member."""
@@ -297,15 +276,13 @@ class OptimizerStateOffloader(torch.optim.Optimizer):
 
     def close(self) -> None:
         """Finish, take all hooks off and give the host memory back. Calling it again does nothing."""
-        if self._homes is None:
+        if self._open_share is None:
             return
         self.synchronize()
         if self._gates is not None:
             self._gates.close()
-        self._homes.close()
-        self._homes = None
-        # The device buffers, and the views that keep the host's pages.
-        del self._chunks, self._states, self._stream
+        self._open_share.close()
+        self._open_share = None
 
     def __enter__(self) -> OptimizerStateOffloader:
         """Return the optimizer itself."""
@@ -322,5 +299,5 @@ class OptimizerStateOffloader(torch.optim.Optimizer):
         )
 
     def _check_usable(self) -> None:
-        checks.check_alive(closed=self._homes is None, made_by=self._pid)
+        checks.check_alive(closed=self._open_share is None, made_by=self._pid)
         self._device.refuse_capture("optimizer state offload")

@@ -11,9 +11,6 @@ from reference_impl.optimizers.algorithms import SGD, Adam, Algorithm
 from reference_impl.optimizers.checks import check_param
 from reference_impl.optimizers.layout import ALIGNMENT, Member
 
-# Copy in, update and copy out each hold one slot.
-LEAST_SLOTS = 3
-
 _NEEDED: Mapping[str, Any] = {
     "fused": True,
     "amsgrad": False,
@@ -72,20 +69,3 @@ def check_gated(members: Iterable[Member]) -> None:
                 f"a parameter of shape {tuple(member.param.shape)} was used before its new weight had arrived, "
                 "outside the forward of the module that owns it; try optimizer.synchronize() before that use"
             )
-
-
-def slots_in(device_budget_bytes: int | None, *, chunk_bytes: int, gradient_bytes: int) -> int:
-    """Return how many chunks fit into the budget beside `gradient_bytes`; three without a budget.
-
-    Raises ValueError when these are less than three.
-    """
-    if device_budget_bytes is None:
-        return LEAST_SLOTS
-    slots = (device_budget_bytes - gradient_bytes) // chunk_bytes
-    if slots < LEAST_SLOTS:
-        needed = LEAST_SLOTS * chunk_bytes + gradient_bytes
-        raise ValueError(
-            f"device_budget_bytes is {device_budget_bytes}; expected {needed} or more: {LEAST_SLOTS} chunks of "
-            f"{chunk_bytes} bytes and {gradient_bytes} for gradients; try smaller chunk_bytes"
-        )
-    return slots

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 
 import torch
 
 from reference_impl.device import Device
 from reference_impl.memory.arena import HostArena
-from reference_impl.optimizers.chunks import MASTER, Chunk, plan_chunks
+from reference_impl.optimizers.chunks import MASTER, Chunk, Part, plan_chunks
 from reference_impl.optimizers.layout import ALIGNMENT, Member
 
 
@@ -16,22 +16,30 @@ class Homes:
     """Makes chunks of at most `chunk_bytes` of the states `moments` and, with `offload_masters`, the masters."""
 
     def __init__(
-        self, device: Device, *, moments: tuple[str, ...], chunk_bytes: int, offload_masters: bool
+        self,
+        device: Device,
+        *,
+        moments: tuple[str, ...],
+        chunk_bytes: int,
+        offload_masters: bool,
+        remedy: str,
     ) -> None:
         """Take nothing yet."""
         self._device = device
         self._moments = moments
         self._chunk_bytes = chunk_bytes
         self._offload_masters = offload_masters
-        self._arena = HostArena(device, remedy="try a smaller fraction")
+        self._arena = HostArena(device, remedy=remedy)
 
     def elements(self, param: torch.Tensor) -> int:
         """Return how many elements of a parameter like `param` a chunk holds at most."""
         return self._chunk_bytes // (4 * len(self._names(param))) // ALIGNMENT * ALIGNMENT
 
-    def make(self, members: Sequence[Member]) -> list[Chunk]:
-        """Return the chunks of `members`, all states zero. Raises HostMemoryError."""
-        return [*self._make(members, resident=True), *self._make(members, resident=False)]
+    def make(self, parts: Mapping[Member, Part]) -> list[Chunk]:
+        """Return the chunks of members, all states zero. Raises HostMemoryError."""
+        resident = {member: part.resident for member, part in parts.items()}
+        streamed = {member: part.streamed for member, part in parts.items()}
+        return [*self._make(resident, resident=True), *self._make(streamed, resident=False)]
 
     def close(self) -> None:
         """Wait for all copies and unlock the host memory."""
@@ -42,8 +50,8 @@ class Homes:
         master = (MASTER,) if self._offload_masters and param.dtype != torch.float32 else ()
         return (*master, *self._moments)
 
-    def _make(self, members: Sequence[Member], *, resident: bool) -> Iterator[Chunk]:
-        plans = plan_chunks(members, elements=lambda member: self.elements(member.param), resident=resident)
+    def _make(self, ranges: Mapping[Member, range], *, resident: bool) -> Iterator[Chunk]:
+        plans = plan_chunks(ranges, elements=lambda member: self.elements(member.param))
         named = [(*plan, self._names(plan[0][0].member.param)) for plan in plans]
         if named and not resident:
             self._arena.reserve(sum(4 * numel * len(names) for _, numel, names in named))

@@ -5,7 +5,7 @@ order the three, and a slot's event orders its next chunk behind its last. The w
 host waits for nothing, so the link never idles. Slots that fall free at the end take the first chunks of the next
 step, which therefore arrive behind forward and backward. Nothing is allocated on the way.
 
-It knows chunks and gradients; which of them take part, and who waits for the weights, is `state_offload`.
+It knows chunks and gradients; which of them take part, and who waits for the weights, is `streamed_share`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -22,29 +23,53 @@ from reference_impl.device import Device, Event
 from reference_impl.memory.ring import DeviceRing, Slot
 from reference_impl.optimizers.algorithms import Algorithm
 from reference_impl.optimizers.chunks import MASTER, Chunk
-from reference_impl.optimizers.layout import Member
+from reference_impl.optimizers.layout import Member, Piece
 from reference_impl.optimizers.verdict import Verdict
 
 
-class StreamedUpdate:
-    """Updates chunks through a ring of at most `slots` device buffers and one buffer for fp32 gradients."""
+@dataclass(frozen=True, slots=True)
+class StreamedRound:
+    """One step: `gradients` shaped like parameters, `steps` that count it already, hyper-parameters by group.
 
-    def __init__(self, device: Device, algorithm: Algorithm, *, slots: int) -> None:
+    New weights of members in `staging` go to the tensors there, each with its first element; others into the
+    parameter.
+    """
+
+    gradients: Mapping[Member, torch.Tensor]
+    steps: Mapping[Member, torch.Tensor]
+    verdict: Verdict | None
+    groups: Sequence[Mapping[str, Any]]
+    staging: Mapping[Member, tuple[int, torch.Tensor]]
+
+    def gradient(self, piece: Piece) -> torch.Tensor:
+        """Return the gradient of `piece`."""
+        return piece.member.flat(self.gradients[piece.member])[piece.start : piece.stop]
+
+    def weight(self, piece: Piece) -> torch.Tensor:
+        """Return where the new weight of `piece` goes."""
+        first, staged = self.staging.get(piece.member, (0, None))
+        whole = piece.member.flat(piece.member.param_local.detach()) if staged is None else staged
+        return whole[piece.start - first : piece.stop - first]
+
+
+class StreamedUpdate:
+    """Updates chunks through a ring of device buffers and one buffer for fp32 gradients."""
+
+    def __init__(self, device: Device, algorithm: Algorithm) -> None:
         """Take nothing yet."""
         self._device = device
         self._algorithm = algorithm
-        self._slots = slots
         self._gradients = torch.empty(0)
         self._idle: deque[Slot] = deque()
         self._loaded: dict[Chunk, tuple[Slot, Event]] = {}
 
-    def make_room(self, chunks: Sequence[Chunk]) -> None:
-        """Allocate the buffers that `chunks`, all there are, need, on the live current stream; no update runs."""
+    def make_room(self, chunks: Sequence[Chunk], *, slots: int) -> None:
+        """Allocate what `chunks`, all there are, need of `slots` buffers on the live current stream; no update runs."""
         numel = max((chunk.numel for chunk in chunks), default=0)
         if numel > self._gradients.numel():
             self._gradients = torch.empty(numel, dtype=torch.float32, device=self._device.torch_device)
         sizes = [chunk.home.nbytes for chunk in chunks if not chunk.resident]
-        slot_bytes, slots = max(sizes, default=0), min(self._slots, len(sizes))
+        slot_bytes, slots = max(sizes, default=0), min(slots, len(sizes))
         self.forget()
         if self._idle and slot_bytes <= self._idle[0].bytes.numel() and slots <= len(self._idle):
             return
@@ -55,28 +80,26 @@ class StreamedUpdate:
     def run(
         self,
         chunks: Sequence[Chunk],
-        gradients: Mapping[Member, torch.Tensor],
-        verdict: Verdict,
-        groups: Sequence[Mapping[str, Any]],
-    ) -> None:
+        round_: StreamedRound,
+    ) -> dict[Member, Event]:
         """Queue the update of `chunks` in this order, behind the live current stream.
 
-        `gradients` are shaped like the members' parameters; pieces of members without one are left as they are.
-        Members get the event after which their weight is new. The caller keeps gradients and verdict alive until
-        then, and the steps of the members already count this step.
+        Pieces of members without a gradient are left as they are. Returns the event after which each of the others
+        has its new weight; the caller keeps what is in `round_` alive until then.
         """
         ready = self._device.record()
+        published = {}
         for chunk in chunks:
             if chunk.resident:
-                updated = self._update(chunk, chunk.home, gradients, verdict, groups, after=(ready,))
+                updated = self._update(chunk, chunk.home, round_, after=(ready,))
             else:
                 slot, arrived = self._take(chunk)
                 buffer = _buffer(chunk, slot)
-                updated = self._update(chunk, buffer, gradients, verdict, groups, after=(ready, arrived))
+                updated = self._update(chunk, buffer, round_, after=(ready, arrived))
                 slot.free = chunk.stored = self._device.copy_out(chunk.home, buffer, after=(updated,))
                 self._idle.append(slot)
-            for piece in chunk.pieces:
-                piece.member.published = updated
+            published.update({piece.member: updated for piece in chunk.pieces})
+        return {member: published[member] for member in round_.gradients if member in published}
 
     def prefetch(self, chunks: Sequence[Chunk]) -> None:
         """Start bringing in as many of `chunks` as there are slots, each once its slot falls free."""
@@ -92,6 +115,12 @@ class StreamedUpdate:
             arrived.synchronize()
             self._idle.append(slot)
         self._loaded.clear()
+
+    def close(self) -> None:
+        """Let the buffers go, once all copies are done."""
+        self._gradients = torch.empty(0)
+        self._loaded.clear()
+        self._idle.clear()
 
     def _take(self, chunk: Chunk) -> tuple[Slot, Event]:
         if chunk in self._loaded:
@@ -111,24 +140,21 @@ class StreamedUpdate:
         self,
         chunk: Chunk,
         buffer: torch.Tensor,
-        gradients: Mapping[Member, torch.Tensor],
-        verdict: Verdict,
-        groups: Sequence[Mapping[str, Any]],
+        round_: StreamedRound,
         *,
         after: tuple[Event, ...],
     ) -> Event:
         """Run the fused kernel on the pieces that have a gradient, then round the masters to the weights."""
-        pieces = [piece for piece in chunk.pieces if piece.member in gradients]
+        pieces = [piece for piece in chunk.pieces if piece.member in round_.gradients]
         states = {name: [chunk.state(name, piece, buffer) for piece in pieces] for name in chunk.names}
-        weights = [
-            piece.member.flat(piece.member.param_local.detach())[piece.start : piece.stop] for piece in pieces
-        ]
+        weights = [round_.weight(piece) for piece in pieces]
         if chunk.masters is not None:
             kept = chunk.masters
             masters = [kept[piece.offset : piece.offset + piece.numel] for piece in pieces]
         else:
             masters = states.get(MASTER, weights)
-        arrived = [piece.member.flat(gradients[piece.member])[piece.start : piece.stop] for piece in pieces]
+        verdict = round_.verdict
+        arrived = [round_.gradient(piece) for piece in pieces]
         widened = [self._gradients[piece.offset : piece.offset + piece.numel] for piece in pieces]
         with _on_update(self._device):
             for event in after:
@@ -139,10 +165,10 @@ class StreamedUpdate:
                 masters,
                 widened,
                 [states[name] for name in self._algorithm.moments],
-                [piece.member.step for piece in pieces],
-                groups[chunk.group],
-                grad_scale=verdict.grad_scale,
-                found_inf=verdict.found_inf,
+                [round_.steps[piece.member] for piece in pieces],
+                round_.groups[chunk.group],
+                grad_scale=None if verdict is None else verdict.grad_scale,
+                found_inf=None if verdict is None else verdict.found_inf,
             )
             if masters is not weights:
                 torch._foreach_copy_(weights, masters)

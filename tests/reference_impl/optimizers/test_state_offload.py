@@ -254,8 +254,8 @@ def test_the_next_steps_first_states_come_in_at_once(device, make):
     model, _ = twins(device)
     optimizer = make(model, chunk_bytes=12 * 448)
     train(model, optimizer, batches(device.torch_device, 1))
-    ordered = sorted(optimizer._chunks, key=lambda chunk: chunk.deadline)
-    assert list(optimizer._stream._loaded) == ordered[:3]
+    ordered = sorted(optimizer._share._chunks, key=lambda chunk: chunk.deadline)
+    assert list(optimizer._share._stream._loaded) == ordered[:3]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

@@ -38,7 +38,8 @@ def test_a_slow_stream_changes_no_bit(monkeypatch, slow, fraction):
         optimizer.attach(model)
         if slow == "update":
             stream = streamed_update._update_stream(device.torch_device)
-            monkeypatch.setattr(optimizer._stream, "_update", slowly(optimizer._stream._update, stream))
+            update = optimizer._share._stream
+            monkeypatch.setattr(update, "_update", slowly(update._update, stream))
         elif slow != "backward":
             stream = device.h2d if slow == "copy_in" else device.d2h
             monkeypatch.setattr(device, slow, slowly(getattr(device, slow), stream))

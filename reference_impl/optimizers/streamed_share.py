@@ -1,0 +1,201 @@
+"""The streamed share: elements whose states live on the host and visit the device for their update.
+
+Geometry is `chunks`, memory `streamed_homes`, the pipeline `streamed_update` and single states `streamed_states`;
+here they become one share of an optimizer, beside others that update other elements of the same members.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from reference_impl.device import REACHED, Device, Event
+from reference_impl.optimizers.algorithms import Algorithm
+from reference_impl.optimizers.chunks import Chunk, Part
+from reference_impl.optimizers.layout import Member
+from reference_impl.optimizers.streamed_homes import Homes
+from reference_impl.optimizers.streamed_states import MemberStates
+from reference_impl.optimizers.streamed_update import StreamedRound, StreamedUpdate
+from reference_impl.optimizers.verdict import Verdict
+
+# Copy in, update and copy out each hold one slot.
+LEAST_SLOTS = 3
+
+
+class StreamedShare:
+    """Streamed (and resident) parts of members, and what moves and updates them.
+
+    Args:
+        device: where the parameters are.
+        algorithm: the formula, run by torch's fused kernel on the device.
+        chunk_bytes: most bytes of states that travel at once.
+        device_budget_bytes: device memory for slots of `chunk_bytes` and one chunk's fp32 gradients; by default three
+            slots.
+        offload_masters: False keeps the masters on the device, so that only moments travel.
+        remedy: ends the message when the host has no room.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        algorithm: Algorithm,
+        *,
+        chunk_bytes: int,
+        device_budget_bytes: int | None = None,
+        offload_masters: bool = True,
+        remedy: str = "try a smaller fraction",
+    ) -> None:
+        """Take nothing yet."""
+        self._device = device
+        self._chunk_bytes = chunk_bytes
+        self._budget_bytes = device_budget_bytes
+        self._homes = Homes(
+            device,
+            moments=algorithm.moments,
+            chunk_bytes=chunk_bytes,
+            offload_masters=offload_masters,
+            remedy=remedy,
+        )
+        self._states = MemberStates()
+        self._stream = StreamedUpdate(device, algorithm)
+        self._chunks: list[Chunk] = []
+        self._staging: dict[Member, tuple[int, torch.Tensor]] = {}
+        self._gradients: dict[Member, torch.Tensor] = {}
+        self._updated: dict[Member, Event] = {}
+        self._verdict: Verdict | None = None
+        self.moments = algorithm.moments
+        self.steps: dict[Member, torch.Tensor] = {}
+        # Copies in flight use buffers that die with this object.
+        weakref.finalize(self, device.synchronize).atexit = False
+
+    @torch.no_grad()
+    def add(self, parts: Mapping[Member, Part]) -> None:
+        """Take these parts of new members, moments zero and masters from the parameters; no update runs.
+
+        Raises ValueError for a budget below three chunks and HostMemoryError: both before anything is taken.
+        """
+        elements = [self._homes.elements(member.param) for member in (*self.steps, *parts)]
+        slots = self._slots(gradient_bytes=4 * max(elements, default=0))
+        chunks = self._homes.make(parts)
+        self._chunks.extend(chunks)
+        self._stream.make_room(self._chunks, slots=slots)
+        for chunk in chunks:
+            self._states.add(chunk)
+        for member, part in parts.items():
+            self.steps[member] = torch.zeros((), device=self._device.torch_device)
+            # fp32 weights are their own masters, which the update writes in place.
+            if part.staged and member.param.dtype != torch.float32:
+                staged = torch.empty(
+                    len(part.streamed), dtype=member.param.dtype, device=self._device.torch_device
+                )
+                self._staging[member] = (part.streamed.start, staged)
+        self.refresh_masters(parts)
+
+    def _slots(self, *, gradient_bytes: int) -> int:
+        if self._budget_bytes is None:
+            return LEAST_SLOTS
+        slots = (self._budget_bytes - gradient_bytes) // self._chunk_bytes
+        if slots < LEAST_SLOTS:
+            needed = LEAST_SLOTS * self._chunk_bytes + gradient_bytes
+            raise ValueError(
+                f"device_budget_bytes is {self._budget_bytes}; expected {needed} or more: {LEAST_SLOTS} chunks of "
+                f"{self._chunk_bytes} bytes and {gradient_bytes} for gradients; try smaller chunk_bytes"
+            )
+        return slots
+
+    def __contains__(self, member: Member) -> bool:
+        """Return whether a part of `member` is here."""
+        return member in self.steps
+
+    @torch.no_grad()
+    def update(
+        self,
+        gradients: Mapping[Member, torch.Tensor],
+        verdict: Verdict | None,
+        groups: Sequence[Mapping[str, Any]],
+    ) -> None:
+        """Queue the update of members here, behind the live current stream; the host waits for nothing.
+
+        Chunks go in the order of the next forward, followed by the first of the step after it. `gradients` of other
+        members are passed over; each has the shape of its (local) parameter and is kept until `wait_for`. Each call
+        moves every chunk that it touches, so one call a step is best. Without a verdict gradients are taken as they
+        are.
+        """
+        self.wait_for(self._gradients)
+        ours = {member: gradient for member, gradient in gradients.items() if member in self.steps}
+        if not ours:
+            return
+        self._verdict, self._gradients = verdict, dict(ours)
+        steps = [self.steps[member] for member in ours]
+        torch._foreach_add_(steps, 1)
+        if verdict is not None:
+            torch._foreach_sub_(steps, [verdict.found_inf] * len(steps))
+        ordered = sorted(self._chunks, key=lambda chunk: chunk.deadline)
+        due = [chunk for chunk in ordered if any(piece.member in ours for piece in chunk.pieces)]
+        round_ = StreamedRound(ours, self.steps, verdict, groups, self._staging)
+        self._updated.update(self._stream.run(due, round_))
+        self._stream.prefetch(due)
+
+    def wait_for(self, members: Iterable[Member]) -> None:
+        """Make the live current stream run behind the updates of `members`, and let their gradients go."""
+        for member in list(members):
+            if member in self._gradients:
+                self._device.wait(self._updated.get(member, REACHED))
+                del self._gradients[member]
+
+    def staged(self, member: Member) -> tuple[int, torch.Tensor, Event] | None:
+        """Return where the new weights of a staged member stand after `update`, or None for one written in place.
+
+        The first element, the flat weights and the event after which they are new. The live current stream must be
+        behind whoever reads them before the next `update` with this member.
+        """
+        if member not in self._staging:
+            return None
+        return *self._staging[member], self._updated.get(member, REACHED)
+
+    def settle(self, *, for_writing: bool) -> None:
+        """Block until the homes are whole and, `for_writing`, nobody reads them either."""
+        self.wait_for(self._gradients)
+        for chunk in self._chunks:
+            chunk.stored.synchronize()
+        if for_writing:
+            self._stream.forget()
+
+    def parts(self, member: Member, name: str) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield (first element, flat fp32 values, for reading) of each part of a moment or `master_param`.
+
+        After `settle`.
+        """
+        return self._states.parts(member, name)
+
+    def write(self, member: Member, name: str, value: torch.Tensor) -> None:
+        """Replace a moment or `master_param` of a member by what `value` (of its shape, or one number) has for it.
+
+        After `settle(for_writing=True)`.
+        """
+        local = member.param_local
+        value = value.detach().expand(local.shape)
+        self._states.write(
+            member, name, torch.empty_like(local, dtype=torch.float32, device=value.device).copy_(value)
+        )
+
+    @torch.no_grad()
+    def refresh_masters(self, members: Iterable[Member]) -> None:
+        """Make the masters of `members` from the parameters as they are, once no update runs."""
+        self.settle(for_writing=True)
+        for member in members:
+            self._states.refresh_master(member)
+
+    def close(self) -> None:
+        """Wait for all copies and give the memory of both tiers back."""
+        self._homes.close()
+        # The device buffers, and the views that keep the host's pages.
+        self._chunks.clear()
+        self._gradients.clear()
+        self._updated.clear()
+        self._staging.clear()
+        self._states = MemberStates()
+        self._stream.close()
