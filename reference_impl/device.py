@@ -2,7 +2,8 @@
 
 Every mechanism in this package is written once against `Device`. On CUDA a copy is asynchronous: it runs on a
 copy stream of its own, one for each direction, after the event it is given, and returns the event that marks
-its end. The CPU twin makes the same copies between two tiers of ordinary memory, at once, so that the same
+its end. New weights, which a forward is about to need, have a stream of their own besides: they do not queue behind
+the gigabytes that others bring in ahead of time. The CPU twin makes the same copies between two tiers of ordinary memory, at once, so that the same
 engine can be tested for values, lifetime and memory where there is no GPU.
 
 Lifetime is references and events: nothing here calls `record_stream`, and nothing allocates inside a copy
@@ -46,7 +47,7 @@ REACHED = Reached()
 
 
 class Device(ABC):
-    """One device and its two copy streams."""
+    """One device and its copy streams."""
 
     def __init__(self, torch_device: torch.device) -> None:
         """Keep the torch device that tensors of the device tier live on."""
@@ -89,6 +90,10 @@ class Device(ABC):
         """Make the H2D copy stream current. Nothing may be allocated inside."""
 
     @abstractmethod
+    def on_h2d_of_weights(self) -> AbstractContextManager[object]:
+        """Make the stream current on which new weights come home. Nothing may be allocated inside."""
+
+    @abstractmethod
     def synchronize(self) -> None:
         """Block until all work of this device is done. Not for the hot path."""
 
@@ -123,10 +128,11 @@ class CudaDevice(Device):
     """One CUDA device; D2H and H2D run side by side, each in order."""
 
     def __init__(self, torch_device: torch.device) -> None:
-        """Make the two copy streams, which live as long as the process."""
+        """Make the copy streams, which live as long as the process."""
         super().__init__(torch_device)
         self.d2h = torch.cuda.Stream(torch_device)
         self.h2d = torch.cuda.Stream(torch_device)
+        self.h2d_of_weights = torch.cuda.Stream(torch_device, priority=-1)
 
     @property
     def is_cuda(self) -> bool:
@@ -156,6 +162,10 @@ class CudaDevice(Device):
     def on_h2d(self) -> AbstractContextManager[object]:
         """Switch to the H2D stream."""
         return torch.cuda.stream(self.h2d)
+
+    def on_h2d_of_weights(self) -> AbstractContextManager[object]:
+        """Switch to the stream of weights."""
+        return torch.cuda.stream(self.h2d_of_weights)
 
     def synchronize(self) -> None:
         """Wait for every stream of the device."""
@@ -194,6 +204,10 @@ class CpuTwin(Device):
         return nullcontext()
 
     def on_h2d(self) -> AbstractContextManager[object]:
+        """Return a context that changes nothing."""
+        return nullcontext()
+
+    def on_h2d_of_weights(self) -> AbstractContextManager[object]:
         """Return a context that changes nothing."""
         return nullcontext()
 

@@ -57,7 +57,7 @@ class GradientMover:
         if measure:
             self._norms[member] = torch.linalg.vector_norm(gradient, dtype=torch.float32)
         self._copy(member, gradient)
-        if member.resident == 0:
+        if member.on_device == 0:
             member.param.grad = None
 
     def _copy(self, member: Member, gradient: torch.Tensor) -> None:

@@ -136,7 +136,7 @@ class HostShare:
                 rest.append(member)
                 for _ in self.leave(member, measure=measure):
                     pass
-            elif member.resident == 0:
+            elif member.on_device == 0:
                 raise written_late(member)
         return rest
 

@@ -189,7 +189,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
                 self._round = Round(snapshot(self.param_groups), None)
             for bucket in complete:
                 # A split member's other part is updated in step(), and both come home together.
-                if not any(piece.member.resident for piece in bucket.pieces):
+                if not any(piece.member.on_device for piece in bucket.pieces):
                     self._round.submitted.add(bucket)
                     self._share.submit(bucket, self._round, self._resident.states, last_use=None)
 

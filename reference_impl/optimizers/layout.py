@@ -1,9 +1,10 @@
-"""Which elements are offloaded, and in which buckets they travel.
+"""Which elements stay, stream or are updated on the CPU, and in which buckets the last travel.
 
-The share is a number of elements, exact to `ALIGNMENT`, because every element costs the same bytes: one
-parameter may stay on the device in part. What the forward uses last is offloaded first: its gradient leaves
+A share is a number of elements, exact to `ALIGNMENT`, because every element costs the same bytes: one
+parameter may stay on the device in part. What the forward uses last leaves first: its gradient leaves
 first in backward and its new weight is needed last in the next forward, so it has the most time to hide.
-Pure arithmetic over shapes; the tensors behind it are `buckets`.
+Of what leaves, parameters take turns between the stream and the CPU, so that each keeps the forward's pace.
+Pure arithmetic over shapes; the tensors behind it are `buckets` and `chunks`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ ALIGNMENT = 64
 
 @dataclass(eq=False, slots=True)
 class Member:
-    """One parameter as the optimizer sees it: elements `[0, resident)` stay, `[resident, numel)` are offloaded.
+    """One parameter: elements `[0, resident)` stay, the next `streamed` stream, the CPU updates the rest.
 
     `order` is its place in the forward. The rest is its state in the current step: the event of its gradient's
     copy (`arrival`) and of its weight's copy back (`published`, `pending` until someone has waited for it).
@@ -33,6 +34,7 @@ class Member:
     group: int
     order: int
     resident: int
+    streamed: int = 0
     pieces: list[Piece] = field(default_factory=list)
     stride: tuple[int, ...] = field(init=False)
     step: torch.Tensor = field(default_factory=lambda: torch.tensor(0.0))
@@ -51,9 +53,14 @@ class Member:
         return gradient
 
     @property
+    def on_device(self) -> int:
+        """Elements that the device updates, and whose gradient therefore stays until then."""
+        return self.resident + self.streamed
+
+    @property
     def offloaded(self) -> int:
-        """Elements whose state lives on the host."""
-        return self.param_local.numel() - self.resident
+        """Elements that the CPU updates."""
+        return self.param_local.numel() - self.on_device
 
     @property
     def param_local(self) -> torch.Tensor:
@@ -101,10 +108,12 @@ def members_of(
     first_order: int,
     fraction: float,
     offload: Callable[[torch.Tensor], bool] | None,
+    streamed: float = 0.0,
 ) -> list[Member]:
-    """Split `params` (each with its group, in forward order) into resident and offloaded elements.
+    """Split `params` (each with its group, in forward order) into elements that stay and elements that leave.
 
-    `offload` decides whole parameters; without it the last `fraction` of all elements is offloaded.
+    `offload` decides whole parameters; without it the last `fraction` of all elements leaves. The share `streamed`
+    of what leaves streams, the CPU updates the rest.
     """
     listed = list(params)
     members = [
@@ -115,14 +124,35 @@ def members_of(
         for member in members:
             if offload(member.param):
                 member.resident = 0
-        return members
+        return _take_turns(members, streamed)
     wanted = round(fraction * sum(local_numel(param) for param, _ in listed))
     for member in reversed(members):
         taken = min(wanted, member.resident)
         # Round the cut so that both parts start aligned; a whole parameter needs no rounding.
-        member.resident = min(-(-(member.resident - taken) // ALIGNMENT) * ALIGNMENT, member.resident)
+        member.resident = min(_aligned(member.resident - taken), member.resident)
         wanted -= taken
+    return _take_turns(members, streamed)
+
+
+def _take_turns(members: list[Member], streamed: float) -> list[Member]:
+    """Let whole members stream whenever the stream is behind its share, then move what is left over or missing."""
+    leaving = {member: member.offloaded for member in members if member.offloaded}
+    owed = 0.0
+    for member, numel in leaving.items():
+        owed += streamed * numel
+        if owed >= numel / 2:
+            member.streamed = numel
+            owed -= numel
+    missing = round(owed)
+    for member, numel in reversed(leaving.items()):
+        moved = max(min(missing, numel - member.streamed), -member.streamed)
+        missing -= moved
+        member.streamed = min(_aligned(member.streamed + moved), numel)
     return members
+
+
+def _aligned(numel: int) -> int:
+    return -(-numel // ALIGNMENT) * ALIGNMENT
 
 
 def plan_buckets(
@@ -137,7 +167,7 @@ def plan_buckets(
     plans: list[BucketPlan] = []
     for member in sorted(members, key=lambda member: -member.order):
         dtype = member.param.dtype
-        start, stop = member.resident, member.resident + member.offloaded
+        start, stop = member.on_device, member.on_device + member.offloaded
         if whole_members and member.offloaded > room.get(dtype, 0):
             if dtype in open_pieces:
                 plans.append(_close(dtype, open_pieces.pop(dtype)))
@@ -146,7 +176,7 @@ def plan_buckets(
             taken = min(stop - start, room.setdefault(dtype, bucket_elements))
             open_pieces.setdefault(dtype, []).append(Piece(member, start, start + taken, 0))
             start += taken
-            room[dtype] -= -(-taken // ALIGNMENT) * ALIGNMENT
+            room[dtype] -= _aligned(taken)
             if room[dtype] < ALIGNMENT:
                 plans.append(_close(dtype, open_pieces.pop(dtype)))
                 del room[dtype]
@@ -160,5 +190,5 @@ def _close(dtype: torch.dtype, pieces: list[Piece]) -> BucketPlan:
     for piece in sorted(pieces, key=lambda piece: piece.member.group):
         piece.offset = offset
         piece.member.pieces.append(piece)
-        offset += -(-piece.numel // ALIGNMENT) * ALIGNMENT
+        offset += _aligned(piece.numel)
     return BucketPlan(dtype, tuple(sorted(pieces, key=lambda piece: piece.offset)), offset)

@@ -1,6 +1,6 @@
 """New weights come home, and nobody reads one before it has.
 
-`publish` copies a member's new weight from its buckets to the device on the H2D stream, all pieces at once, so
+`publish` copies a member's new weight from its buckets to the device on the weights' own stream, all pieces at once, so
 that a parameter is old or new and never torn. `Gates` makes each module's forward, and the saving and loading of
 its state_dict, wait for the weights that this module owns.
 """
@@ -40,7 +40,7 @@ class Publisher:
     def publish(self, member: Member, resident: ResidentState | None, *, after: Event) -> None:
         """Start the H2D copy of all of `member` behind `after`, the last use of the old weight."""
         weight = member.flat(member.param_local.detach())
-        with self._device.on_h2d():
+        with self._device.on_h2d_of_weights():
             self._device.wait(after)
             for piece in member.pieces:
                 weight[piece.start : piece.stop].copy_(self._sources[piece], non_blocking=True)

@@ -52,3 +52,27 @@ def test_buckets_hold_one_dtype():
     assert {plan.dtype: len(plan.pieces) for plan in plans} == {torch.float32: 2, torch.bfloat16: 1}
     for plan in plans:
         assert all(piece.member.param.dtype == plan.dtype for piece in plan.pieces)
+
+
+@given(shapes, st.floats(0, 1), st.floats(0, 1))
+def test_three_shares_cover_every_parameter_and_are_exact(sizes, fraction, streamed):
+    params = [(torch.zeros(size), 0) for size in sizes]
+    members = members_of(params, first_order=0, fraction=fraction, offload=None, streamed=streamed)
+    leaving = sum(sizes) - sum(member.resident for member in members)
+    assert abs(sum(member.streamed for member in members) - streamed * leaving) <= ALIGNMENT
+    for member, size in zip(members, sizes, strict=True):
+        assert min(member.resident, member.streamed, member.offloaded) >= 0
+        assert member.on_device + member.offloaded == size
+        assert member.on_device % ALIGNMENT == 0 or member.offloaded == 0
+
+
+@given(st.integers(1, 40), st.floats(0, 1))
+def test_stream_and_cpu_keep_the_forwards_pace(count, streamed):
+    members = members_of(
+        [(torch.zeros(640), 0)] * count, first_order=0, fraction=1.0, offload=None, streamed=streamed
+    )
+    so_far = 0
+    for index, member in enumerate(members):
+        so_far += member.streamed
+        assert abs(so_far - streamed * 640 * (index + 1)) <= 640 + ALIGNMENT
+    assert sum(0 < member.streamed < 640 for member in members) <= 1

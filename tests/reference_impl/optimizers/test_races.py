@@ -44,7 +44,7 @@ def sleepy(monkeypatch):
         return enter
 
     def disturb(places, model):
-        for place, name in (("d2h", "on_d2h"), ("h2d", "on_h2d")):
+        for place, name in (("d2h", "on_d2h"), ("h2d", "on_h2d"), ("h2d", "on_h2d_of_weights")):
             if place in places:
                 monkeypatch.setattr(CudaDevice, name, napping(getattr(CudaDevice, name)))
         for layer in model.modules():
