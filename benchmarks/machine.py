@@ -14,7 +14,7 @@ from reference_impl.device import Device
 def machine(device: Device) -> dict[str, object]:
     """Return names, versions and, on CUDA, pinned copy bandwidths in GB/s."""
     facts: dict[str, object] = {
-        "device": torch.cuda.get_device_name() if device.is_cuda else "CPU twin",
+        "device": device.name,
         "cores": len(os.sched_getaffinity(0)),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,

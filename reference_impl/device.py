@@ -3,7 +3,8 @@
 Every mechanism in this package is written once against `Device`. On CUDA a copy is asynchronous: it runs on a
 copy stream of its own, one for each direction, after the event it is given, and returns the event that marks
 its end. New weights, which a forward is about to need, have a stream of their own besides: they do not queue behind
-the gigabytes that others bring in ahead of time. The CPU twin makes the same copies between two tiers of ordinary memory, at once, so that the same
+the gigabytes that others bring in ahead of time.
+The CPU twin makes the same copies between two tiers of ordinary memory, at once, so that the same
 engine can be tested for values, lifetime and memory where there is no GPU.
 
 Lifetime is references and events: nothing here calls `record_stream`, and nothing allocates inside a copy
@@ -68,6 +69,11 @@ class Device(ABC):
     @abstractmethod
     def is_cuda(self) -> bool:
         """Whether work is asynchronous."""
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """What the hardware calls itself."""
 
     @abstractmethod
     def current_stream_id(self) -> int:
@@ -139,6 +145,11 @@ class CudaDevice(Device):
         """Return True."""
         return True
 
+    @property
+    def name(self) -> str:
+        """The GPU's name."""
+        return torch.cuda.get_device_name(self.torch_device)
+
     def current_stream_id(self) -> int:
         """Return the driver's handle of the stream."""
         return int(torch.cuda.current_stream(self.torch_device).cuda_stream)
@@ -187,6 +198,11 @@ class CpuTwin(Device):
     def is_cuda(self) -> bool:
         """Return False."""
         return False
+
+    @property
+    def name(self) -> str:
+        """That this is the twin."""
+        return "CPU twin"
 
     def current_stream_id(self) -> int:
         """Return 0: there is one."""

@@ -34,6 +34,32 @@ def check_options(
     check_group(algorithm, {"params": [], **algorithm.defaults, **hyper_parameters})
 
 
+def check_split(split: Any, fraction: float, *, filtered: bool, budgets: Iterable[Any]) -> None:
+    """Raise ValueError for shares that are none, or for options that contradict each other."""
+    if split is None or split == "auto":
+        shares = None
+    elif isinstance(split, str) or len(split) != 3:
+        raise ValueError(
+            f"split is {split!r}; expected 'auto' or three shares (resident, streamed, cpu); try (0.5, 0.4, 0.1)"
+        )
+    else:
+        shares = tuple(split)
+    if shares and (min(shares) < 0 or abs(sum(shares) - 1) > 1e-6):
+        raise ValueError(
+            f"split is {shares}; expected three shares in [0, 1] that sum to 1, not {sum(shares):g}; try (0, 0.8, 0.2)"
+        )
+    if split is not None and (filtered or fraction != 1.0):
+        raise ValueError(
+            "split was given beside offload_fraction or offload_filter; expected one way to say what leaves; try "
+            "split alone"
+        )
+    if split != "auto" and any(budget is not None for budget in budgets):
+        raise ValueError(
+            "device_budget_bytes, host_budget_bytes and profile choose a split; expected split='auto' with them; try "
+            "that, or leave them out"
+        )
+
+
 def check_group(algorithm: Algorithm, group: Mapping[str, Any]) -> None:
     """Raise for a parameter group that cannot be offloaded.
 
@@ -154,17 +180,17 @@ def written_late(member: Member) -> RuntimeError:
     )
 
 
+def used_early(member: Member) -> RuntimeError:
+    """Return the error for a gradient that was computed with a weight still on its way."""
+    return RuntimeError(
+        f"a parameter of shape {tuple(member.param.shape)} was used before its new weight had arrived, "
+        "outside the forward of the module that owns it; try optimizer.synchronize() before that use"
+    )
+
+
 def update_begun() -> RuntimeError:
     """Return the error for dropping gradients that backward has already used."""
     return RuntimeError(
         "zero_grad() came after a backward that had started the update; expected step() first; try "
         "backward_overlap='gradients' where steps may be left out"
-    )
-
-
-def not_copyable() -> TypeError:
-    """Return the error for pickling and deepcopy."""
-    return TypeError(
-        "HybridDeviceOptimizer cannot be pickled or copied, because its memory is pinned and its threads run; try "
-        "state_dict() and load_state_dict()"
     )

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from reference_impl.device import Device
 from reference_impl.memory.in_flight import InFlight
 from reference_impl.optimizers.buckets import Bucket
+from reference_impl.optimizers.checks import used_early
 from reference_impl.optimizers.layout import Member, Piece
 
 _IN_FLIGHT_BYTES = 2 * 2**30
@@ -44,10 +45,7 @@ class GradientMover:
         used a weight that was still on its way.
         """
         if member.pending:
-            raise RuntimeError(
-                f"a parameter of shape {tuple(member.param.shape)} was used before its new weight had arrived, "
-                "outside the forward of the module that owns it; try optimizer.synchronize() before that use"
-            )
+            raise used_early(member)
         if member.arrival is not None:
             raise RuntimeError(
                 f"a second gradient of a parameter of shape {tuple(member.param.shape)} came before step(); "

@@ -8,7 +8,7 @@ bucket's update in the order in which the next forward needs weights, `Publisher
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from functools import partial
 
 import torch
@@ -21,8 +21,7 @@ from reference_impl.optimizers.checks import written_late
 from reference_impl.optimizers.cpu_update import BLOCK_ELEMENTS, CpuKernel, Task, cut_tasks, present_part
 from reference_impl.optimizers.gradients import GradientMover
 from reference_impl.optimizers.layout import Member, Piece, plan_buckets
-from reference_impl.optimizers.publish import Arrivals, Publisher
-from reference_impl.optimizers.resident import ResidentState
+from reference_impl.optimizers.publish import Arrivals, Fresh, Publisher
 from reference_impl.optimizers.rounds import Round
 from reference_impl.optimizers.schedule import DeadlineWorkers, Job
 from reference_impl.optimizers.verdict import Verdict
@@ -31,20 +30,20 @@ from reference_impl.optimizers.verdict import Verdict
 class _BucketUpdate:
     """One bucket in one round: what its tasks share, and how many are still to do."""
 
-    __slots__ = ("_lock", "_tasks", "bucket", "last_use", "present", "residents", "round")
+    __slots__ = ("_lock", "_tasks", "bucket", "fresh", "last_use", "present", "round")
 
     def __init__(
         self,
         bucket: Bucket,
         round_: Round,
-        residents: Mapping[Member, ResidentState],
+        fresh: Callable[[Member], Iterable[Fresh]],
         last_use: Event | None,
         present: Set[Member],
         tasks: int,
     ) -> None:
         self.bucket = bucket
         self.round = round_
-        self.residents = residents
+        self.fresh = fresh
         self.last_use = last_use
         self.present = present
         self._tasks = tasks
@@ -170,11 +169,14 @@ class HostShare:
         self,
         bucket: Bucket,
         round_: Round,
-        residents: Mapping[Member, ResidentState],
+        fresh: Callable[[Member], Iterable[Fresh]],
         *,
         last_use: Event | None,
     ) -> None:
-        """Queue a bucket's update; weights are overwritten behind `last_use`, or behind each one's gradient."""
+        """Queue a bucket's update; weights are overwritten behind `last_use`, or behind each one's gradient.
+
+        `fresh` yields what else of a member comes home with it.
+        """
         present = {piece.member for piece in bucket.pieces if piece.member.arrival is not None}
         for member in present:
             if not member.pending:
@@ -182,7 +184,7 @@ class HostShare:
         # Gradients come in the reverse order of the forward, so the first in that order is the last to come.
         latest = min(present, key=lambda member: member.order).arrival
         assert latest is not None
-        update = _BucketUpdate(bucket, round_, residents, last_use, present, len(self._tasks[bucket]))
+        update = _BucketUpdate(bucket, round_, fresh, last_use, present, len(self._tasks[bucket]))
         self._workers.submit(
             [Job(bucket.deadline, latest, partial(self._run, task, update)) for task in self._tasks[bucket]]
         )
@@ -210,7 +212,7 @@ class HostShare:
                 arrival, member.arrival = member.arrival, None
                 if not skip:
                     after = update.last_use or arrival or REACHED
-                    self._publisher.publish(member, update.residents.get(member), after=after)
+                    self._publisher.publish(member, update.fresh(member), after=after)
                 self._arrivals.arrived(member)
 
     def _scratch(self) -> torch.Tensor:

@@ -1,37 +1,37 @@
 """AdamW whose state lives partly on the host, at nearly the speed of the GPU.
 
-`HybridDeviceOptimizer` is a real `torch.optim.Optimizer`. A fraction of the state (fp32 masters and moments) is
-kept and updated on the CPU, the rest stays on the GPU. Gradients leave during backward, buckets are updated in
-the order in which the next forward needs them, and new weights come home behind that forward.
+`HybridDeviceOptimizer` is a real `torch.optim.Optimizer`. A share of the state (fp32 masters and moments) is
+kept and updated on the CPU, another may live on the host and stream through the GPU, the rest stays there. Gradients
+of the CPU share leave during backward, everything is updated in the order in which the next forward needs it, and new
+weights come home behind that forward.
 
 It does not shard: each rank offloads what it is given. It does not offload activations or weights.
 """
 
 from __future__ import annotations
 
-import os
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from torch import nn
 
 from reference_impl.optimizers import checks, state
 from reference_impl.optimizers.algorithms import Adam, Algorithm
+from reference_impl.optimizers.auto_split import Profile, chosen_split
 from reference_impl.optimizers.gradients import forgetful_hook
 from reference_impl.optimizers.host_share import HostShare
+from reference_impl.optimizers.hosted import HostedOptimizer
 from reference_impl.optimizers.layout import Member, local_numel, members_of
 from reference_impl.optimizers.live_state import LiveState
-from reference_impl.optimizers.publish import Gates
-from reference_impl.optimizers.resident import ResidentShare
-from reference_impl.optimizers.rounds import Round, carry_out, snapshot
-from reference_impl.optimizers.schedule import cpu_budget
+from reference_impl.optimizers.rounds import Round, snapshot
+from reference_impl.optimizers.shares import Shares
+from reference_impl.optimizers.streamed_share import StreamedShare
 from reference_impl.optimizers.verdict import Verdict, judge
 
 
-class HybridDeviceOptimizer(torch.optim.Optimizer):
+class HybridDeviceOptimizer(HostedOptimizer):
     """AdamW over fp32 masters, `offload_fraction` of whose state lives on the CPU.
 
     >>> optimizer = HybridDeviceOptimizer(model.parameters(), offload_fraction=0.5, lr=3e-4, max_grad_norm=1.0)
@@ -43,8 +43,15 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
 
     Args:
         params: parameters or groups, in the order in which the forward uses them; bf16, fp16 or fp32.
-        offload_fraction: share of the state's bytes that leaves, exact to 64 elements.
+        offload_fraction: share of the state's bytes that the CPU holds and updates, exact to 64 elements.
         offload_filter: instead of the fraction, which parameters leave whole.
+        split: instead of both, the shares (resident, streamed, CPU), which sum to 1; `auto` for the fastest that fits,
+            which then stands in `optimizer.split`.
+        device_budget_bytes, host_budget_bytes: what `auto` may use for states; by default no more of the device
+            than streaming needs, and 95 % of what the host has.
+        profile: this machine's rates for `auto`, as `reference_impl.probe` returns them or a file of them; by default
+            a probe of at most 3 s.
+        chunk_bytes: most bytes of streamed states that travel at once; the device holds three such chunks.
         algorithm: the formula; `Adam()` is AdamW. Its hyper-parameters (`lr`, `betas`, ...) follow as keywords.
         max_grad_norm: clip the global norm exactly; gradients are divided by `max(1, (norm + 1e-6) / max)`.
         reduce_norm_squared: given this rank's squared norm (0-dim fp32), returns that over all ranks.
@@ -58,14 +65,12 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         cpu_threads: threads of the update; by default this rank's share of the cores less two.
 
     Bitwise contract: the CPU share equals `torch.optim.AdamW(fused=True)` on the CPU over the fp32 master, the
-    resident share equals it on the device, and the parameter is its master rounded to nearest even.
+    resident and the streamed share equal it on the device, and the parameter is its master rounded to nearest even.
 
     Raises TypeError or ValueError for options and parameters it cannot serve, and HostMemoryError when the host
     lacks the room: all before anything is built.
     """
 
-    # GradScaler hands over its scale and overflow flag instead of touching the gradients itself.
-    _step_supports_amp_scaling = True
     # What Megatron's form of this class does otherwise: take parameters that do not require gradients, show a master
     # for fp32 parameters too, keep each parameter in one bucket.
     _trains_frozen = _masters_of_all = _whole_members = False
@@ -76,6 +81,11 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         *,
         offload_fraction: float = 1.0,
         offload_filter: Callable[[torch.Tensor], bool] | None = None,
+        split: tuple[float, float, float] | Literal["auto"] | None = None,
+        device_budget_bytes: int | None = None,
+        host_budget_bytes: int | None = None,
+        profile: Profile | None = None,
+        chunk_bytes: int = 96 * 2**20,
         algorithm: Algorithm | None = None,
         max_grad_norm: float | None = None,
         reduce_norm_squared: Callable[[torch.Tensor], torch.Tensor] | None = None,
@@ -90,21 +100,19 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         """Validate everything, then take the host memory and start the workers."""
         self._algorithm = algorithm or Adam()
         checks.check_options(self._algorithm, hyper_parameters, offload_fraction, backward_overlap)
-        self._fraction = offload_fraction
+        budgets = (device_budget_bytes, host_budget_bytes, profile)
+        checks.check_split(split, offload_fraction, filtered=offload_filter is not None, budgets=budgets)
         self._filter = offload_filter
         self._max_grad_norm = max_grad_norm
         self._reduce_norm_squared = reduce_norm_squared
         self._backward_overlap = backward_overlap
         self._overlaps = overlap_cpu_optimizer_d2h_h2d
-        self._members: dict[torch.Tensor, Member] = {}
         self._hooks: list[Any] = []
-        self._gates: Gates | None = None
         self._idle: list[torch.Tensor] = []
         self._accumulating = False
         self._left: set[Member] = set()
         self._round: Round | None = None
-        self._host: HostShare | None = None
-        self._pid = os.getpid()
+        self._shares: Shares | None = None
         self.grad_norm: torch.Tensor | None = None
         super().__init__(params, {**self._algorithm.defaults, **hyper_parameters})
         self.state = LiveState(self)  # type: ignore[assignment]
@@ -116,19 +124,30 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
             updates_in_backward=backward_overlap == "update",
         )
         self._device = checks.one_device(everything)
-        self._resident = ResidentShare(self._algorithm)
-        self._host = HostShare(
+        streamed = StreamedShare(self._device, self._algorithm, chunk_bytes=chunk_bytes)
+        self.split = chosen_split(
+            split or (1 - offload_fraction, 0.0, offload_fraction),
+            everything,
+            self._device,
+            profile=profile,
+            moments=len(self._algorithm.moments),
+            ring_bytes=streamed.ring_bytes,
+            device_budget_bytes=device_budget_bytes,
+            host_budget_bytes=host_budget_bytes,
+        )
+        self._shares = Shares(
             self._device,
             self._algorithm,
+            streamed=streamed,
             bucket_elements=bucket_elements,
             whole_members=self._whole_members,
             pinned=pin_cpu_grads and pin_cpu_params,
-            threads=cpu_threads or cpu_budget(),
+            threads=cpu_threads,
         )
         try:
             self._admit()
         except BaseException:
-            self._host.close()
+            self._shares.close()
             raise
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -136,7 +155,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
         try:
             self._check_group(self.param_groups[-1])
-            if self._host is not None:
+            if self._shares is not None:
                 self.synchronize()
                 self._admit()
         except BaseException:
@@ -151,27 +170,32 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         """Lay out the trainable parameters that are new here, and hook those that are offloaded."""
         listed = [(param, i) for i, group in enumerate(self.param_groups) for param in group["params"]]
         checks.one_device(param for param, _ in listed)
-        new = [each for each in listed if each[0] not in self._members]
-        params = [each for each in new if each[0].requires_grad or self._trains_frozen]
+        trained = [each for each in listed if each[0].requires_grad or self._trains_frozen]
+        params = [each for each in trained if each[0] not in self._members]
         members = members_of(
-            params, first_order=len(self._members), fraction=self._fraction, offload=self._filter
+            params,
+            first_order=len(self._members),
+            fraction=self.split.streamed + self.split.cpu,
+            streamed=self.split.streamed_of_leaving,
+            offload=self._filter,
         )
-        self._share.add(members, total_numel=max(sum(local_numel(param) for param, _ in params), 1))
+        self._open.add(members, total_numel=max(sum(local_numel(param) for param, _ in params), 1))
         for member in members:
             self._members[member.param] = member
-            if member.resident or not member.pieces:
-                self._resident.add(member)
             if member.pieces and self._backward_overlap != "nothing":
                 hook = forgetful_hook(weakref.WeakMethod(self._on_gradient))
                 self._hooks.append(member.param.register_post_accumulate_grad_hook(hook))
         self._idle = [param for param, _ in listed if param not in self._members]
-        if self._gates is not None and self._gates.model is not None:
-            self.attach(self._gates.model)
+        self._attach_again()
+
+    @property
+    def _open(self) -> Shares:
+        assert self._shares is not None
+        return self._shares
 
     @property
     def _share(self) -> HostShare:
-        assert self._host is not None
-        return self._host
+        return self._open.host
 
     @torch.no_grad()
     def _on_gradient(self, param: torch.Tensor) -> None:
@@ -191,7 +215,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
                 # A split member's other part is updated in step(), and both come home together.
                 if not any(piece.member.on_device for piece in bucket.pieces):
                     self._round.submitted.add(bucket)
-                    self._share.submit(bucket, self._round, self._resident.states, last_use=None)
+                    self._open.submit(bucket, self._round)
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -237,7 +261,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
             self._round = Round(snapshot(self.param_groups), self._judge())
         else:
             self._round.check_unchanged(snapshot(self.param_groups))
-        carry_out(self._round, self._left, self._device, self._share, self._resident)
+        self._open.update(self._round, self._left, take_gradients=self._gates is not None)
         self._round = None
         self._left.clear()
         if self._gates is None or not self._overlaps:
@@ -249,7 +273,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         found = getattr(self, "found_inf", None)
         checks.check_scaler(used=found is not None, left=bool(self._left), overlap=self._backward_overlap)
         verdict = judge(
-            self._share.take_norms() + self._resident.norms(),
+            self._open.norms(),
             reduce_norm_squared=self._reduce_norm_squared,
             max_norm=self._max_grad_norm,
             loss_scale=getattr(self, "grad_scale", None),
@@ -258,37 +282,26 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         self.grad_norm = None if verdict is None else verdict.norm
         return verdict
 
-    def attach(self, model: nn.Module) -> None:
-        """Let `step()` return early: the model's modules wait for their own weights in forward.
+    @property
+    def _closed(self) -> bool:
+        return self._shares is None
 
-        Their state_dicts wait too, and loading one refreshes masters. Raises ValueError under FSDP, and when
-        gradients would leave before DistributedDataParallel has reduced them.
-        """
-        checks.check_model(model, moves_in_backward=self._backward_overlap != "nothing")
-        if self._gates is not None:
-            self._gates.close()
-        self._gates = Gates(
-            model,
-            self._members,
-            wait_for=self._share.wait_for,
-            refresh_masters=self._refresh,
-        )
+    @property
+    def _moves_in_backward(self) -> bool:
+        return self._backward_overlap != "nothing"
+
+    def _wait_for(self, members: Iterable[Member]) -> None:
+        self._open.wait_for(members)
 
     def synchronize(self) -> None:
         """Make the live current stream see finished weights: call it before reading them in your own code."""
         self._check_usable()
-        self._share.wait_for([member for member in self._members.values() if member.pieces])
-        self._share.drain()
-
-    def refresh_masters(self) -> None:
-        """Make masters from the parameters as they are, after something else has written these."""
-        self.synchronize()
-        self._refresh(list(self._members.values()))
+        self._open.wait_for(self._members.values())
+        self._open.drain()
 
     def _refresh(self, members: Sequence[Member]) -> None:
         checks.check_refresh(members)
-        self._share.refresh_masters(members)
-        self._resident.refresh_masters(members)
+        self._open.refresh_masters(members)
 
     def state_dict(self) -> dict[str, Any]:
         """Return a consistent snapshot in the layout of `torch.optim.AdamW`.
@@ -314,7 +327,7 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
 
     def close(self) -> None:
         """Finish, take all hooks off and give the host memory back. Calling it again does nothing."""
-        if self._host is None:
+        if self._shares is None:
             return
         checks.check_alive(closed=False, made_by=self._pid)
         for hook in self._hooks:
@@ -324,25 +337,13 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         try:
             self.synchronize()
         finally:
-            self._host.close()
-            self._host = None
-
-    def __enter__(self) -> HybridDeviceOptimizer:
-        """Return the optimizer itself."""
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Close."""
-        self.close()
+            self._shares.close()
+            self._shares = None
 
     def __setstate__(self, loaded: dict[str, Any]) -> None:
         """Take over the groups that `load_state_dict` has prepared; the state stays where it lives."""
         self.param_groups = [{**self._algorithm.defaults, **group} for group in loaded["param_groups"]]
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Refuse: pinned memory and threads cannot be copied."""
-        raise checks.not_copyable()
-
     def _check_usable(self) -> None:
-        checks.check_alive(closed=self._host is None, made_by=self._pid)
+        super()._check_usable()
         self._share.check()

@@ -28,12 +28,13 @@ class MemberState(Mapping[str, torch.Tensor]):
     """One parameter's `step`, moments and, where it has one of its own, `master_param`.
 
     A state that stands in one place is returned as a view of it, in the parameter's shape; of one that stands in
-    several (a parameter split between buckets or tiers) a copy is returned. Assigning writes to all places.
+    several (a parameter split between buckets or tiers) or streams a copy is returned. Assigning writes to all places.
     """
 
     def __init__(self, optimizer: HybridDeviceOptimizer, member: Member) -> None:
         """Refer to `member` of `optimizer`."""
         self._optimizer = optimizer
+        self._shares = optimizer._open
         self._member = member
 
     def __iter__(self) -> Iterator[str]:
@@ -54,9 +55,9 @@ class MemberState(Mapping[str, torch.Tensor]):
         self._optimizer.synchronize()
         if name == STEP:
             return self._steps()[0]
-        parts = list(self._parts(name))
+        parts = list(self._own_parts(name))
         local = self._member.param_local
-        if len(parts) == 1:
+        if len(parts) == 1 and not self._member.streamed:
             return self._sharded(parts[0][1].as_strided(local.shape, self._member.stride))
         return self.copied(name)
 
@@ -75,15 +76,19 @@ class MemberState(Mapping[str, torch.Tensor]):
         value = value.to_local() if isinstance(value, DTensor) else value
         whole = self._like(device=value.device)
         whole.copy_(value.expand(whole.shape))
-        for start, part in self._parts(name):
+        for start, part in self._own_parts(name):
             part.copy_(self._member.flat(whole)[start : start + part.numel()])
+        if self._member.streamed:
+            self._shares.streamed.settle(for_writing=True)
+            self._shares.streamed.write(self._member, name, whole)
 
     def copied(self, name: str) -> torch.Tensor:
-        """Return a state as a tensor of its own, on the CPU where any of it is offloaded."""
+        """Return a state as a tensor of its own, on the CPU where any of it is there."""
         if name == STEP:
             return self._steps()[0].clone()
-        whole = self._like(device=torch.device("cpu") if self._member.pieces else self._member.param.device)
-        for start, part in self._parts(name):
+        leaves = self._member.pieces or self._member.streamed
+        whole = self._like(device=torch.device("cpu") if leaves else self._member.param.device)
+        for start, part in (*self._own_parts(name), *self._streamed_parts(name)):
             self._member.flat(whole)[start : start + part.numel()].copy_(part)
         return self._sharded(whole)
 
@@ -101,21 +106,31 @@ class MemberState(Mapping[str, torch.Tensor]):
 
     def _steps(self) -> list[torch.Tensor]:
         """Return the step counters, the CPU's first."""
-        resident = self._optimizer._resident.states.get(self._member)
         steps = [self._member.step] if self._member.pieces else []
-        return steps if resident is None else [*steps, resident.step]
+        resident = self._shares.resident.states.get(self._member)
+        if resident is not None:
+            steps.append(resident.step)
+        if self._member in self._shares.streamed:
+            steps.append(self._shares.streamed.steps[self._member])
+        return steps
 
-    def _parts(self, name: str) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield (first element, flat fp32 view) of each part."""
+    def _streamed_parts(self, name: str) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield (first element, flat fp32 values) of each part that streams."""
+        if self._member.streamed:
+            self._shares.streamed.settle(for_writing=False)
+            yield from self._shares.streamed.parts(self._member, name)
+
+    def _own_parts(self, name: str) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield (first element, flat fp32 view) of each part that stays or is updated on the CPU."""
 
         def pick(master: torch.Tensor, moments: tuple[torch.Tensor, ...]) -> torch.Tensor:
             return master if name == MASTER else moments[self._optimizer._algorithm.moments.index(name)]
 
-        resident = self._optimizer._resident.states.get(self._member)
+        resident = self._shares.resident.states.get(self._member)
         if resident is not None:
             yield 0, pick(resident.master, resident.moments)
         for piece in self._member.pieces:
-            bucket = self._optimizer._share.homes[piece]
+            bucket = self._shares.host.homes[piece]
             yield piece.start, pick(bucket.master, bucket.moments)[piece.offset : piece.offset + piece.numel]
 
 

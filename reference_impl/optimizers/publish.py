@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -20,7 +20,14 @@ from torch.utils.hooks import RemovableHandle
 from reference_impl.device import Device, Event
 from reference_impl.optimizers.buckets import Bucket
 from reference_impl.optimizers.layout import Member, Piece
-from reference_impl.optimizers.resident import ResidentState
+
+
+class Fresh(NamedTuple):
+    """New weights on the device that go into `target` once `event` is reached."""
+
+    target: torch.Tensor
+    weights: torch.Tensor
+    event: Event
 
 
 class Publisher:
@@ -37,15 +44,16 @@ class Publisher:
             for piece in bucket.pieces:
                 self._sources[piece] = bucket.wire[piece.offset : piece.offset + piece.numel]
 
-    def publish(self, member: Member, resident: ResidentState | None, *, after: Event) -> None:
-        """Start the H2D copy of all of `member` behind `after`, the last use of the old weight."""
+    def publish(self, member: Member, fresh: Iterable[Fresh], *, after: Event) -> None:
+        """Start the copy of all of `member`, `fresh` parts included, behind `after`, the old weight's last use."""
         weight = member.flat(member.param_local.detach())
         with self._device.on_h2d_of_weights():
             self._device.wait(after)
             for piece in member.pieces:
                 weight[piece.start : piece.stop].copy_(self._sources[piece], non_blocking=True)
-            if resident is not None and resident.master is not resident.weight:
-                resident.weight.copy_(resident.master)
+            for part in fresh:
+                self._device.wait(part.event)
+                part.target.copy_(part.weights)
             member.published = self._device.record()
 
 

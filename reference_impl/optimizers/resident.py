@@ -62,14 +62,6 @@ class ResidentShare:
             if state.master is not state.weight:
                 state.master.copy_(state.weight)
 
-    def norms(self) -> list[torch.Tensor]:
-        """Return the fp32 norms of the whole gradients of members that stayed."""
-        return [
-            torch.linalg.vector_norm(gradient_of(state.member), dtype=torch.float32)
-            for state in self._ready()
-            if not state.member.pieces
-        ]
-
     def update(
         self,
         groups: Sequence[Mapping[str, Any]],

@@ -9,19 +9,14 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
-from reference_impl.device import Device
 from reference_impl.optimizers.buckets import Bucket
 from reference_impl.optimizers.layout import Member
-from reference_impl.optimizers.resident import ResidentShare
 from reference_impl.optimizers.verdict import Verdict
-
-if TYPE_CHECKING:
-    from reference_impl.optimizers.host_share import HostShare
 
 
 def snapshot(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -83,20 +78,3 @@ class Round:
         with self._lock:
             self._done[member] += pieces
             return self._done[member] == len(member.pieces)
-
-
-def carry_out(
-    round_: Round, left: Iterable[Member], device: Device, host: HostShare, resident: ResidentShare
-) -> None:
-    """Queue the CPU share of members that `left`, by deadline, and run the resident share on the live stream."""
-    verdict = round_.verdict
-    buckets = [bucket for bucket in host.buckets_of(left) if bucket not in round_.submitted]
-    if verdict is not None and buckets:
-        host.send(verdict)
-    grad_scale = None if verdict is None else verdict.grad_scale
-    found_inf = None if verdict is None else verdict.found_inf
-    resident.update(round_.groups, split=True, grad_scale=grad_scale, found_inf=found_inf)
-    last_use = device.record()
-    for bucket in sorted(buckets, key=lambda bucket: bucket.deadline):
-        host.submit(bucket, round_, resident.states, last_use=last_use)
-    resident.update(round_.groups, split=False, grad_scale=grad_scale, found_inf=found_inf)

@@ -23,6 +23,11 @@ class Split(NamedTuple):
     streamed: float
     cpu: float
 
+    @property
+    def streamed_of_leaving(self) -> float:
+        """The streamed share of what does not stay."""
+        return self.streamed / (self.streamed + self.cpu) if self.streamed else 0.0
+
 
 @dataclass(frozen=True, kw_only=True)
 class MachineRates:

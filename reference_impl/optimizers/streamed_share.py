@@ -106,6 +106,11 @@ class StreamedShare:
             )
         return slots
 
+    @property
+    def ring_bytes(self) -> int:
+        """Device bytes of the fewest slots that streaming takes, and of one chunk's gradients."""
+        return LEAST_SLOTS * self._chunk_bytes + self._chunk_bytes // (1 + len(self.moments))
+
     def __contains__(self, member: Member) -> bool:
         """Return whether a part of `member` is here."""
         return member in self.steps

@@ -1,4 +1,4 @@
-"""Which device to verify or probe on, and what to call it."""
+"""Which device to verify or probe on."""
 
 from __future__ import annotations
 
@@ -17,8 +17,3 @@ def available_device(name: str | None = None) -> Device:
             f"device {name!r}: torch {torch.__version__} sees no CUDA device; expected one; try cpu"
         )
     return Device.of(name or ("cuda" if torch.cuda.is_available() else "cpu"))
-
-
-def device_name(device: Device) -> str:
-    """Return the GPU's name, or that this is the twin."""
-    return torch.cuda.get_device_name(device.torch_device) if device.is_cuda else "CPU twin"

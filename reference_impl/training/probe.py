@@ -23,7 +23,6 @@ from reference_impl.memory.host import available_bytes
 from reference_impl.optimizers.cpu_rate import cpu_update_rates
 from reference_impl.optimizers.schedule import cpu_budget
 from reference_impl.training import update_rates
-from reference_impl.training.devices import device_name
 from reference_impl.training.steps import Progress, unseen
 
 SCHEMA_VERSION = "1.0"
@@ -127,7 +126,7 @@ def _disk(folder: str | Path, sizes: ProbeSizes) -> dict[str, Any]:
 def _machine(device: Device) -> dict[str, Any]:
     memory_bytes = torch.cuda.mem_get_info(device.torch_device)[1] if device.is_cuda else available_bytes()
     return {
-        "gpu": device_name(device),
+        "gpu": device.name,
         "gpus_per_node": torch.cuda.device_count() if device.is_cuda else 1,
         "gpu_memory_bytes": memory_bytes,
         "host_memory_bytes": available_bytes(),

@@ -10,7 +10,6 @@ from __future__ import annotations
 from reference_impl.device import Device
 from reference_impl.training.activation_rows import activation_rows
 from reference_impl.training.attachments import plain
-from reference_impl.training.devices import device_name
 from reference_impl.training.mechanisms import Reference, Scale
 from reference_impl.training.model import DecoderShape
 from reference_impl.training.optimizer_rows import optimizer_rows
@@ -61,7 +60,7 @@ def verify(device: Device, *, progress: Progress = unseen) -> Verification:
         bitwise = row.same_kernels or not device.is_cuda
         judged.append(compare(row, expected[row.reference], trained, bitwise=bitwise))
     return Verification(
-        device=device_name(device),
+        device=device.name,
         workload=scale.workload,
         without_offload=expected[without_offload],
         rows=tuple(judged),

@@ -16,7 +16,6 @@ from reference_impl.device import Device
 from reference_impl.memory.host import available_bytes
 from reference_impl.training.apply import apply_plan
 from reference_impl.training.attachments import OPTIONS, plain
-from reference_impl.training.devices import device_name
 from reference_impl.training.model import Decoder
 from reference_impl.training.plain import PlainAdamW
 from reference_impl.training.planned_run import PlanError, PlannedRun, Predicted
@@ -117,7 +116,7 @@ def verify_plan(device: Device, planned: PlannedRun, *, progress: Progress = uns
     needed_bytes = _needed_bytes(device, planned.with_plan)
     if needed_bytes > room_bytes:
         raise PlanError(
-            f"the plan needs {needed_bytes / 2**30:.1f} GiB and {device_name(device)} has "
+            f"the plan needs {needed_bytes / 2**30:.1f} GiB and {device.name} has "
             f"{room_bytes / 2**30:.1f} GiB free",
             expected="room for its model",
             attempt="a plan for a smaller model or a shorter sequence",
@@ -127,7 +126,7 @@ def verify_plan(device: Device, planned: PlannedRun, *, progress: Progress = uns
     baseline = _train(device, planned, plain(), steps, "without offload") if compares else None
     trained = _train(device, planned, _applied(planned), steps, planned.with_plan.label)
     return PlanVerification(
-        device=device_name(device),
+        device=device.name,
         is_timed=device.is_cuda,
         planned=planned,
         trained=trained,

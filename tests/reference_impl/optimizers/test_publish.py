@@ -125,7 +125,7 @@ def test_all_pieces_of_a_weight_come_home_together(device):
 
     publisher.add([Holder(piece, wire) for piece, wire in zip(pieces, wires, strict=True)])
     member.pieces = pieces
-    publisher.publish(member, None, after=device.record())
+    publisher.publish(member, (), after=device.record())
     member.published.synchronize()
     assert torch.equal(weight.cpu(), new)
 

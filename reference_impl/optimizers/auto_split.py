@@ -1,0 +1,138 @@
+"""The fastest split on this machine: its rates from a profile, or from a short probe where there is none.
+
+A profile is what `reference_impl.probe` returns and `offload probe` writes (`schema/profile.schema.json`). One of
+another machine is not used: a split that is best there may be the worst here.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from reference_impl.device import Device
+from reference_impl.memory.host import available_bytes
+from reference_impl.memory.rates import copy_rates, triad_rate
+from reference_impl.optimizers.cpu_rate import cpu_update_rates
+from reference_impl.optimizers.layout import local_numel
+from reference_impl.optimizers.schedule import cpu_budget
+from reference_impl.optimizers.split import (
+    MachineRates,
+    Split,
+    StateBytes,
+    fastest_split,
+    state_bytes,
+    update_seconds,
+)
+
+_LOG = logging.getLogger(__name__)
+# Large against the start of a copy or a thread, small against the three seconds that a constructor may take.
+_COPY_BYTES, _TRIAD_BYTES, _UPDATED = 2**28, 2**27, 2**26
+
+Profile = Mapping[str, Any] | str | Path
+
+
+def chosen_split(
+    asked: tuple[float, float, float] | Literal["auto"],
+    params: Sequence[torch.Tensor],
+    device: Device,
+    *,
+    profile: Profile | None,
+    moments: int,
+    ring_bytes: int,
+    device_budget_bytes: int | None,
+    host_budget_bytes: int | None,
+    moment_bytes: int = 4,
+    hi_lo_masters: bool = False,
+) -> Split:
+    """Return what was `asked` for; for `auto` that with which one update of `params` takes least time, and log it.
+
+    By default the device holds no more than the ring, and the host may give 95 % of what it has. Raises ValueError
+    for a device budget below the ring or a profile that is none, HostMemoryError for a host that is too small.
+    """
+    if asked != "auto":
+        return Split(*asked)
+    each = state_bytes(
+        [(local_numel(param), param.element_size()) for param in params],
+        moments=moments,
+        moment_bytes=moment_bytes,
+        hi_lo_masters=hi_lo_masters,
+    )
+    elements = sum(local_numel(param) for param in params)
+    rates = _rates(device, profile)
+    split = fastest_split(
+        elements,
+        each,
+        rates,
+        ring_bytes=ring_bytes,
+        device_budget_bytes=ring_bytes if device_budget_bytes is None else device_budget_bytes,
+        host_budget_bytes=int(0.95 * available_bytes()) if host_budget_bytes is None else host_budget_bytes,
+    )
+    _say(split, elements, each, rates)
+    return split
+
+
+def _rates(device: Device, profile: Profile | None) -> MachineRates:
+    """Return the rates of `profile` if it is of this machine, else those of a short probe."""
+    if profile is not None:
+        hardware = _hardware(profile)
+        ours = {"gpu": device.name, "cpus": len(os.sched_getaffinity(0))}
+        theirs = {name: hardware[name] for name in ours}
+        if theirs == ours:
+            return MachineRates(
+                link_bytes_per_s=hardware["duplex_total_GBs"] * 1e9 / 2,
+                host_bytes_per_s=hardware["host_triad_GBs"] * 1e9,
+                cpu_elements_per_s=hardware["cpu_adam_fused_Gparam_s"] * 1e9,
+            )
+        warnings.warn(
+            f"the profile is of {theirs}; expected one of this machine, {ours}; it is probed now, try `offload "
+            "probe` to keep the result",
+            stacklevel=2,
+        )
+    return _short_probe(device)
+
+
+def _hardware(profile: Profile) -> Mapping[str, Any]:
+    document = profile if isinstance(profile, Mapping) else json.loads(Path(profile).read_text("utf-8"))
+    hardware: Mapping[str, Any] = document.get("hardware", {})
+    for name in ("gpu", "cpus", "duplex_total_GBs", "host_triad_GBs", "cpu_adam_fused_Gparam_s"):
+        if name not in hardware:
+            raise ValueError(
+                f"the profile has no hardware.{name}; expected what reference_impl.probe returns; try `offload probe`"
+            )
+    return hardware
+
+
+@cache
+def _short_probe(device: Device) -> MachineRates:
+    """Measure the three rates of a split, in at most three seconds; once a process."""
+    began = time.perf_counter()
+    # The twin's copies and updates share two slow cores with whatever trains there.
+    less = 1 if device.is_cuda else 16
+    threads = cpu_budget()
+    rates = MachineRates(
+        link_bytes_per_s=copy_rates(device, _COPY_BYTES // less).duplex / 2,
+        host_bytes_per_s=triad_rate(_TRIAD_BYTES // less),
+        cpu_elements_per_s=cpu_update_rates(device, _UPDATED // less, [threads])[threads],
+    )
+    _LOG.info("probed this machine for %.1f s: %s", time.perf_counter() - began, rates)
+    return rates
+
+
+def _say(split: Split, elements: int, each: StateBytes, rates: MachineRates) -> None:
+    seconds = update_seconds(split, elements, each, rates)
+    _LOG.info(
+        "split of the optimizer's state: %.1f %% resident, %.1f %% streamed, %.1f %% on the CPU; one update of "
+        "%d parameters takes %.3f s unless it hides",
+        *(100 * share for share in split),
+        elements,
+        seconds,
+    )

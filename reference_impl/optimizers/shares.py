@@ -1,0 +1,161 @@
+"""The three shares of an optimizer's state side by side: resident, streamed and updated on the CPU.
+
+A member says which of its elements belong to which. This is where one step sets all three to work, where a reader
+waits for a whole parameter, and where the parts of a split parameter are brought together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+
+from reference_impl.device import REACHED, Device
+from reference_impl.optimizers.algorithms import Algorithm
+from reference_impl.optimizers.buckets import Bucket
+from reference_impl.optimizers.checks import used_early
+from reference_impl.optimizers.chunks import Part
+from reference_impl.optimizers.gradients import gradient_of
+from reference_impl.optimizers.host_share import HostShare
+from reference_impl.optimizers.layout import Member
+from reference_impl.optimizers.publish import Fresh
+from reference_impl.optimizers.resident import ResidentShare
+from reference_impl.optimizers.rounds import Round
+from reference_impl.optimizers.schedule import cpu_budget
+from reference_impl.optimizers.streamed_share import StreamedShare
+
+
+class Shares:
+    """All state of one optimizer, and what updates it."""
+
+    def __init__(
+        self,
+        device: Device,
+        algorithm: Algorithm,
+        *,
+        streamed: StreamedShare,
+        bucket_elements: int,
+        whole_members: bool,
+        pinned: bool,
+        threads: int | None,
+    ) -> None:
+        """Start the worker threads of the CPU share, by default as many as this rank may use; hold no member yet."""
+        self._device = device
+        self.resident = ResidentShare(algorithm)
+        self.streamed = streamed
+        self.host = HostShare(
+            device,
+            algorithm,
+            bucket_elements=bucket_elements,
+            whole_members=whole_members,
+            pinned=pinned,
+            threads=threads or cpu_budget(),
+        )
+        self._members: list[Member] = []
+
+    def add(self, members: Sequence[Member], *, total_numel: int) -> None:
+        """Make the state of new members, masters from their parameters. Raises HostMemoryError and ValueError."""
+        # A parameter that the CPU updates in part comes home in one piece, so its streamed part waits for that.
+        self.streamed.add(
+            {
+                member: Part(range(member.resident, member.on_device), staged=member.offloaded > 0)
+                for member in members
+                if member.streamed
+            }
+        )
+        self.host.add(members, total_numel=total_numel)
+        for member in members:
+            if member.resident or not (member.streamed or member.offloaded):
+                self.resident.add(member)
+        self._members.extend(members)
+
+    def norms(self) -> list[torch.Tensor]:
+        """Return the fp32 norms of all gradients: of those that left since the last call, and of those still here."""
+        return self.host.take_norms() + [
+            torch.linalg.vector_norm(gradient_of(member), dtype=torch.float32)
+            for member in self._members
+            if not member.pieces and member.gradient is not None
+        ]
+
+    def update(self, round_: Round, left: Iterable[Member], *, take_gradients: bool) -> None:
+        """Queue one step: the CPU share of members that `left` by deadline, what streams, and what stays.
+
+        With `take_gradients` those of streamed members are taken off the parameters: whoever writes into them later
+        does not know that the update still reads them.
+        """
+        verdict, groups = round_.verdict, round_.groups
+        scale = None if verdict is None else verdict.grad_scale
+        found = None if verdict is None else verdict.found_inf
+        gradients = self._streamed_gradients()
+        buckets = [bucket for bucket in self.host.buckets_of(left) if bucket not in round_.submitted]
+        buckets.sort(key=lambda bucket: bucket.deadline)
+        if verdict is not None and buckets:
+            self.host.send(verdict)
+        self.resident.update(groups, split=True, grad_scale=scale, found_inf=found)
+        last_use = self._device.record()
+        for bucket in buckets:
+            if not _is_staged(bucket):
+                self.host.submit(bucket, round_, self._fresh, last_use=last_use)
+        self.resident.update(groups, split=False, grad_scale=scale, found_inf=found)
+        self.streamed.update(gradients, verdict, groups)
+        for bucket in buckets:
+            if _is_staged(bucket):
+                self.host.submit(bucket, round_, self._fresh, last_use=last_use)
+        for member in gradients:
+            member.pending = True
+            if take_gradients:
+                member.param.grad = None
+
+    def submit(self, bucket: Bucket, round_: Round) -> None:
+        """Queue the CPU update of a bucket during backward; only for members that the device updates no part of."""
+        self.host.submit(bucket, round_, self._fresh, last_use=None)
+
+    def _streamed_gradients(self) -> dict[Member, torch.Tensor]:
+        found = {
+            member: gradient_of(member)
+            for member in self._members
+            if member.streamed and member.gradient is not None
+        }
+        for member in found:
+            if member.pending:
+                raise used_early(member)
+        return found
+
+    def _fresh(self, member: Member) -> Iterator[Fresh]:
+        """Yield the new weights of a member that the device has and its parameter has not."""
+        state = self.resident.states.get(member)
+        if state is not None and state.master is not state.weight:
+            yield Fresh(state.weight, state.master, REACHED)
+        staged = self.streamed.staged(member)
+        if staged is not None:
+            start, weights, event = staged
+            whole = member.flat(member.param_local.detach())
+            yield Fresh(whole[start : start + weights.numel()], weights, event)
+
+    def wait_for(self, members: Iterable[Member]) -> None:
+        """Make the live current stream wait for the members' new weights; the host only until they are sent."""
+        pending = [member for member in members if member.pending]
+        self.host.wait_for([member for member in pending if member.pieces])
+        self.streamed.wait_for(pending)
+        for member in pending:
+            member.pending = False
+
+    def drain(self) -> None:
+        """Wait until all CPU updates are done and their copies have read what they need."""
+        self.host.drain()
+
+    @torch.no_grad()
+    def refresh_masters(self, members: Sequence[Member]) -> None:
+        """Make the masters of `members` from the parameters as they are."""
+        self.host.refresh_masters(members)
+        self.streamed.refresh_masters([member for member in members if member in self.streamed])
+        self.resident.refresh_masters(members)
+
+    def close(self) -> None:
+        """Stop the workers and give the memory of both tiers back."""
+        self.host.close()
+        self.streamed.close()
+
+
+def _is_staged(bucket: Bucket) -> bool:
+    return any(piece.member.streamed for piece in bucket.pieces)
