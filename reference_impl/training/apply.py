@@ -24,6 +24,7 @@ from reference_impl.weights import FrozenLayerStreamer
 
 _EVERYTHING = 2**62  # bytes that stay on the device: recompute without offload
 _MECHANISMS = ("optimizer", "activations", "weights")
+_SHARES = ("resident", "streamed", "cpu")
 _MODES = ("layers", "checkpoint", "recompute", "budget")
 
 
@@ -71,9 +72,9 @@ def apply_plan(
     Args:
         model: its blocks stand in an `nn.ModuleList`.
         optimizer: a `torch.optim.AdamW`; its groups, hyper-parameters and state are taken over.
-        plan: the document of `offload plan --format json`, or its path. Of the optimizer's part the fraction
-            counts; how that share is updated (`split`) is the optimizer's own affair.
-        max_grad_norm: clip the global norm exactly, in the offloading optimizer.
+        plan: the document of `offload plan --format json`, or its path.
+        max_grad_norm: clip the global norm exactly, in the offloading optimizer; a plan that starts updates in
+            backward excludes it.
 
     Raises:
         ValueError: a document without an `execute` section, a mechanism or mode that is not known here, or an
@@ -94,7 +95,7 @@ def apply_plan(
             stack.callback(offloader.close)
         if wanted is None:
             return AppliedPlan(optimizer, stack)
-        offloading = _optimizer(optimizer, wanted["offload_fraction"], max_grad_norm)
+        offloading = _optimizer(optimizer, wanted, max_grad_norm)
         stack.callback(offloading.close)
         offloading.attach(model)
         return AppliedPlan(offloading, stack)
@@ -138,11 +139,20 @@ def _activations(model: nn.Module, wanted: Mapping[str, Any] | None) -> Offloade
 
 
 def _optimizer(
-    optimizer: torch.optim.Optimizer, fraction: float, max_grad_norm: float | None
+    optimizer: torch.optim.Optimizer, wanted: Mapping[str, Any], max_grad_norm: float | None
 ) -> HybridDeviceOptimizer:
     names = ("params", "lr", "betas", "eps", "weight_decay")
     groups = [{name: group[name] for name in names} for group in optimizer.param_groups]
-    offloading = HybridDeviceOptimizer(groups, offload_fraction=fraction, max_grad_norm=max_grad_norm)
+    offloading = HybridDeviceOptimizer(groups, max_grad_norm=max_grad_norm, **_options(wanted))
     if optimizer.state:
         offloading.load_state_dict(optimizer.state_dict())
     return offloading
+
+
+def _options(wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of `HybridDeviceOptimizer` that the plan's section on the optimizer stands for."""
+    options: dict[str, Any] = {"backward_overlap": wanted.get("backward_overlap", "gradients")}
+    split = wanted.get("split")
+    if split is None:
+        return options | {"offload_fraction": wanted["offload_fraction"]}
+    return options | {"split": tuple(split.get(name, 0.0) for name in _SHARES)}

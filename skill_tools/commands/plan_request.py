@@ -24,6 +24,7 @@ PLAIN_SETTINGS = (
     "gradient_accumulation_steps",
     "recompute_granularity",
     "lora_rank",
+    "max_grad_norm",
 )
 FRAMEWORKS = (*(framework.value for framework in Framework), PYTORCH)
 

@@ -42,18 +42,18 @@ def activations(run: Run, mode: Mode, memory: Memory, machine: Machine, speed: P
 
 def _windowed(run: Run, memory: Memory, machine: Machine, speed: Pace) -> list[Cost]:
     """Copies in bulk beside compute: all layers but the last hide them."""
-    layers = run.shape.num_layers / run.layout.pipeline
-    window = max(layers - 1, 0) / layers
     down, up = memory.moved_bytes / machine.d2h_copy, memory.moved_bytes / machine.h2d_copy
+    forward, backward = gated(run, speed.forward_s), gated(run, speed.backward_s)
     return [
-        Cost(
-            DOWN,
-            down,
-            max(0.0, down - window * speed.forward_s),
-            "bytes / D2H - forward",
-        ),
-        Cost(BACK, up, max(0.0, up - window * speed.backward_s), "bytes / H2D - backward"),
+        Cost(DOWN, down, max(0.0, down - forward), "bytes / D2H - forward"),
+        Cost(BACK, up, max(0.0, up - backward), "bytes / H2D - backward"),
     ]
+
+
+def gated(run: Run, pass_s: float) -> float:
+    """Return what of a pass can run beside copies that it waits for layer by layer: all layers but one."""
+    layers = run.shape.num_layers / run.layout.pipeline
+    return pass_s * max(layers - 1, 0) / layers
 
 
 def _blocking(run: Run, mode: Mode, memory: Memory, machine: Machine) -> list[Cost]:

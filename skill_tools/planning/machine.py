@@ -14,6 +14,9 @@ from skill_tools.errors import UnusableInput
 from skill_tools.planning.knowledge_files import read_knowledge
 from skill_tools.planning.units import GIB
 
+# What one parameter's update by `reference_impl`'s optimizer moves: through host memory, and over the link one way.
+CPU_DRAM_BYTES, STREAM_DRAM_BYTES = 32, 24
+CPU_LINK_BYTES, STREAM_LINK_BYTES = 2, 12  # bf16 gradient or weight; fp32 master and moments
 _NUMBERS = ("tflops", "link_GBs", "dram_GBs", "hbm_GBs")
 
 
@@ -23,8 +26,9 @@ class Machine:
 
     `duplex_copy` is one direction while the other runs too. `dram` is one rank's share of the node's host
     memory bandwidth, `cpu_adam` one rank's fused CPU AdamW. `hybrid` and `hybrid_overlap` are measured
-    rates of Megatron's HybridDeviceOptimizer, copies included, or None. `measured` says that the rates come
-    from this machine.
+    rates of Megatron's HybridDeviceOptimizer, copies included, or None. `update_link`, `update_dram` and `update_cpu`
+    are what the reference implementation's optimizer reaches of the link, one way, of host memory and of the cores.
+    `measured` says that the rates come from this machine.
     """
 
     name: str
@@ -40,6 +44,9 @@ class Machine:
     dram: float
     cpu_adam: float
     cpu_adam_per_tensor: float
+    update_link: float
+    update_dram: float
+    update_cpu: float
     hybrid: float | None = None
     hybrid_overlap: float | None = None
     measured: bool = False
@@ -90,6 +97,9 @@ def _machine(
         dram=dram,
         cpu_adam=adam,
         cpu_adam_per_tensor=adam * constants["per_tensor_share"],
+        update_link=gpu["link_gbs"] * 1e9,
+        update_dram=dram,
+        update_cpu=adam,
         hybrid=None if rate is None else rate * 1e9,
         hybrid_overlap=None if overlap is None else overlap * 1e9,
     )
@@ -122,6 +132,9 @@ def _of_numbers(text: str, constants: dict[str, float]) -> Machine:
         dram=dram,
         cpu_adam=adam,
         cpu_adam_per_tensor=adam * constants["per_tensor_share"],
+        update_link=link,
+        update_dram=dram,
+        update_cpu=adam,
     )
 
 
@@ -143,6 +156,7 @@ def from_profile(data: Mapping[str, Any], *, name: str, source: str) -> Machine:
             cpu_adam=data["cpu_adam_fused_Gparam_s"] * 1e9,
             cpu_adam_per_tensor=data["cpu_adam_perparam_fused_Gparam_s"] * 1e9,
             measured=True,
+            **_update_rates(data),
         )
     except (KeyError, TypeError) as error:
         raise UnusableInput(
@@ -150,6 +164,26 @@ def from_profile(data: Mapping[str, Any], *, name: str, source: str) -> Machine:
             expected="h2d_pinned_GBs, d2h_pinned_GBs, duplex_total_GBs and the other measured rates",
             attempt="--gpu NAME, for rates that are known",
         ) from None
+
+
+def _update_rates(data: Mapping[str, Any]) -> dict[str, float]:
+    """Return what the reference implementation's optimizer reached here, or where that was not measured, its limits.
+
+    Whole updates with their copies were timed: on the CPU, streamed, and `both_cpu_share` of them at once on the CPU.
+    Their bytes (`own_optimizer`) bound the link from below, and host memory by the busiest of the three.
+    """
+    if "streamed_Gparam_s" not in data:
+        adam = data["cpu_adam_fused_Gparam_s"] * 1e9
+        link = min(data["h2d_pinned_GBs"], data["d2h_pinned_GBs"]) * 1e9
+        return {"update_link": link, "update_dram": 28 * adam, "update_cpu": adam}
+    cpu, streamed, share = data["cpu_with_copies_Gparam_s"], data["streamed_Gparam_s"], data["both_cpu_share"]
+    both = (CPU_DRAM_BYTES * share + STREAM_DRAM_BYTES * (1 - share)) * data["both_Gparam_s"]
+    dram = max(CPU_DRAM_BYTES * cpu, STREAM_DRAM_BYTES * streamed, both)
+    return {
+        "update_link": STREAM_LINK_BYTES * streamed * 1e9,
+        "update_dram": dram * 1e9,
+        "update_cpu": cpu * 1e9,
+    }
 
 
 def read_profile(path: str) -> Machine:

@@ -14,7 +14,7 @@ from skill_tools.planning.modes import (
     Candidate,
     layer_counts,
 )
-from skill_tools.planning.optimizer_time import best_streamed_share
+from skill_tools.planning.own_optimizer import best_streamed_share
 from skill_tools.planning.run import ActivationEngine, Mode, OptimizerEngine, Recompute, Run
 
 _Part = tuple[dict[str, object], str, tuple[str, ...]]
@@ -22,7 +22,7 @@ _Part = tuple[dict[str, object], str, tuple[str, ...]]
 
 def candidates(run: Run, machine: Machine) -> Iterator[Candidate]:
     """Yield every combination of the reference implementation's mechanisms."""
-    states = tuple(_weights(run)) if run.adapter else tuple(_optimizers(machine))
+    states = tuple(_weights(run)) if run.adapter else tuple(_optimizers(run, machine))
     for activations, kept in product(tuple(_activations(run)), states):
         labels = [label for label in (activations[1], kept[1]) if label]
         yield Candidate(
@@ -49,14 +49,21 @@ def _activations(run: Run) -> Iterator[_Part]:
         )
 
 
-def _optimizers(machine: Machine) -> Iterator[_Part]:
+def _optimizers(run: Run, machine: Machine) -> Iterator[_Part]:
+    """Yield what may leave: to the CPU alone, in the split that is updated fastest, or streamed alone.
+
+    The first needs no room on the GPU, the last the least on the host; how much leaves, the search decides.
+    """
     yield {}, "", ()
-    arguments: dict[str, object] = {
-        "optimizer_fraction": 1.0,
-        "streamed_fraction": round(best_streamed_share(machine), 4),
-        "optimizer_engine": OptimizerEngine.REFERENCE,
-    }
-    yield arguments, f"{OPTIMIZER_LABEL} 100%", (OPTIMIZER,)
+    for share in sorted({0.0, round(best_streamed_share(machine), 4), 1.0}):
+        arguments: dict[str, object] = {
+            "optimizer_fraction": 1.0,
+            "streamed_fraction": share,
+            "optimizer_engine": OptimizerEngine.REFERENCE,
+            "updates_in_backward": not run.clips and share < 1,
+        }
+        how = "" if not share else " (streamed)" if share == 1 else f" ({share:.0%} of it streamed)"
+        yield arguments, f"{OPTIMIZER_LABEL} 100%{how}", (OPTIMIZER,)
 
 
 def _weights(run: Run) -> Iterator[_Part]:
@@ -72,10 +79,11 @@ def execute(mode: Mode, run: Run, activation_bytes: int) -> dict[str, object]:
         mechanisms["optimizer"] = {
             "offload_fraction": mode.optimizer_fraction,
             "split": {
-                "resident": round(1 - mode.optimizer_fraction, 4),
+                "resident": 1 - mode.optimizer_fraction,
                 "streamed": mode.streamed_fraction,
-                "cpu": round(mode.optimizer_fraction - mode.streamed_fraction, 4),
+                "cpu": mode.optimizer_fraction - mode.streamed_fraction,
             },
+            "backward_overlap": "update" if mode.updates_in_backward else "gradients",
         }
     if mode.layers:
         mechanisms["activations"] = {"mode": "layers", "num_layers": mode.layers}

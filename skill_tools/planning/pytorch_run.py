@@ -30,6 +30,12 @@ def build(config: Config, shape: ModelShape, *, gpus: int | None) -> Run:
             "an MLP without a gate: not set; --overrides gated_linear_unit=true for a Llama-like one"
         )
     assumptions.append("bf16 weights, fp32 master weights and moments, eager PyTorch with flash attention")
+    norm = fields.number(config, "max_grad_norm")
+    if norm is None:
+        assumptions.append(
+            "gradients may be clipped, so no update starts before the last of them; --overrides max_grad_norm=0 where "
+            "the loop clips nothing"
+        )
     granularity = fields.text(config, "recompute_granularity")
     rank = fields.integer(config, "lora_rank")
     return Run(
@@ -45,5 +51,6 @@ def build(config: Config, shape: ModelShape, *, gpus: int | None) -> Run:
         shards_optimizer=False,
         loss_bytes=LOSS_BYTES,
         fused_activation=False,
+        clips=norm != 0,
         assumptions=tuple(assumptions),
     )

@@ -55,7 +55,7 @@ class Run:
     `weight_shards` and `gradient_shards` are the ranks that share weights and gradients (FSDP, ZeRO);
     `shards_optimizer` is Megatron's distributed optimizer or its equals. `loss_bytes` are bytes per token
     and vocabulary entry that the loss keeps at its worst moment; `fused_activation` says that SwiGLU keeps
-    no product of its own.
+    no product of its own; `clips` that gradients may be clipped by their global norm.
     """
 
     dialect: str
@@ -75,6 +75,7 @@ class Run:
     fused_activation: bool = True
     norm_bytes: float = 0
     tiled_mlp: bool = False
+    clips: bool = True
     assumptions: tuple[str, ...] = ()
 
     @property
@@ -116,8 +117,9 @@ class Mode:
     """What is moved off the GPU, and what is recomputed instead of kept.
 
     `optimizer_fraction` is a share of the optimizer shard's parameters, `streamed_fraction` the part of it
-    that is updated on the GPU while its state passes through; `moves_masters` says that fp32 masters go
-    with the moments. `layers` are the first decoder layers whose activations leave, `modules` those of
+    that is updated on the GPU while its state passes through; `updates_in_backward` says that the
+    reference implementation's CPU starts there, which excludes clipping. `moves_masters` says that fp32
+    masters go with the moments. `layers` are the first decoder layers whose activations leave, `modules` those of
     fine-grained offload. `recompute` None keeps the run's own. `weight_layers` are the frozen layers that
     are streamed, `offload_parameters` is FSDP's or ZeRO's parameter and optimizer offload, `state_offload`
     Megatron's (dev) optimizer-state offload.
@@ -126,6 +128,7 @@ class Mode:
     optimizer_fraction: float = 0.0
     streamed_fraction: float = 0.0
     optimizer_engine: OptimizerEngine = OptimizerEngine.MEGATRON
+    updates_in_backward: bool = False
     overlap: bool = True
     moves_masters: bool = False
     shards_optimizer: bool = False

@@ -56,6 +56,7 @@ def _slower_link(run: Run, machine: Machine, search: Search, fitting: Sequence[O
         h2d_copy=machine.h2d_copy / 2,
         d2h_copy=machine.d2h_copy / 2,
         duplex_copy=machine.duplex_copy / 2,
+        update_link=machine.update_link / 2,
     )
 
     def timed(option: Option) -> float:

@@ -2,19 +2,17 @@
 
 Optimizer engines differ in what stays behind: Megatron's HybridDeviceOptimizer moves the moments alone
 unless the precision-aware optimizer is on, and keeps an fp32 copy of gradients that come in bf16; the
-reference implementation moves all state and frees the gradients of the share that left.
+reference implementation moves all state and frees the gradients of the share that the CPU updates.
 """
 
+from skill_tools.planning import own_optimizer
 from skill_tools.planning.layout import LocalParameters
 from skill_tools.planning.lines import Line, each
 from skill_tools.planning.run import Adapter, Mode, OptimizerEngine, Run, WeightEngine
 
-HOST_BYTES_CPU_SHARE = (
-    16  # fp32 master and two moments, and the wire for gradient and weight (or an fp32 gradient)
-)
+HOST_BYTES_CPU_SHARE = 16  # fp32 master, gradient and two moments
 HOST_BYTES_STREAMED_SHARE = 12  # fp32 master and two moments
 STATE_CHUNK_BYTES = 512 << 20
-SLOT_BYTES = 3 * 12 * (16 << 20)  # three slots of 16 Mi elements: in, update, out
 
 
 def lines(run: Run, mode: Mode, local: LocalParameters) -> tuple[list[Line], list[Line]]:
@@ -37,8 +35,8 @@ def lines(run: Run, mode: Mode, local: LocalParameters) -> tuple[list[Line], lis
 
 def _gradients(run: Run, mode: Mode, local: LocalParameters) -> Line:
     precision, held = run.precision, local.total // run.gradient_shards
-    if mode.optimizer_engine is OptimizerEngine.REFERENCE and mode.optimizer_fraction:
-        held = round(held * (1 - mode.optimizer_fraction))
+    if mode.optimizer_engine is OptimizerEngine.REFERENCE:
+        held = round(held * (1 - mode.optimizer_fraction + mode.streamed_fraction))
     formula = each(precision.gradient_bytes, held, "parameters")
     amount = round(precision.gradient_bytes * held)
     if precision.gradient_is_buffer or mode.optimizer_engine is OptimizerEngine.TORCHAO_GRADIENTS:
@@ -74,10 +72,9 @@ def _optimizer(run: Run, mode: Mode, shard: int) -> tuple[list[Line], list[Line]
         return gpu, []
     streamed = round(shard * mode.streamed_fraction)
     if streamed:
-        gpu.append(
-            Line("streaming slots", min(SLOT_BYTES, 12 * streamed), "3 slots x 12 B x 16 Mi parameters")
-        )
-    return gpu, _hosted(mode, shard - resident - streamed, streamed)
+        slots = f"{own_optimizer.SLOTS} slots of 96 MiB, and a chunk's gradients in fp32"
+        gpu.append(Line("streaming slots", own_optimizer.ring_bytes(streamed), slots))
+    return gpu, _hosted(run, mode, shard - resident - streamed, streamed)
 
 
 def _copies_gradients(run: Run, mode: Mode, masters_move: bool) -> bool:
@@ -85,13 +82,17 @@ def _copies_gradients(run: Run, mode: Mode, masters_move: bool) -> bool:
     return hybrid and masters_move and run.precision.gradient_bytes < 4
 
 
-def _hosted(mode: Mode, cpu: int, streamed: int) -> list[Line]:
-    cpu_bytes = HOST_BYTES_CPU_SHARE
+def _hosted(run: Run, mode: Mode, cpu: int, streamed: int) -> list[Line]:
+    cpu_bytes: float = HOST_BYTES_CPU_SHARE
+    if mode.optimizer_engine is OptimizerEngine.REFERENCE:
+        cpu_bytes = own_optimizer.host_bytes(run.precision.weight_bytes)
     if mode.optimizer_engine in {OptimizerEngine.TORCHAO, OptimizerEngine.TORCHAO_GRADIENTS}:
         cpu_bytes = 8  # bf16 weight, gradient and two moments
     lines = []
     if cpu:
-        lines.append(Line("optimizer state", cpu_bytes * cpu, each(cpu_bytes, cpu, "updated on the CPU")))
+        lines.append(
+            Line("optimizer state", round(cpu_bytes * cpu), each(cpu_bytes, cpu, "updated on the CPU"))
+        )
     if streamed:
         amount = HOST_BYTES_STREAMED_SHARE * streamed
         lines.append(

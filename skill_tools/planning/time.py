@@ -12,6 +12,7 @@ from skill_tools.planning import copy_time, kept, optimizer_time
 from skill_tools.planning.costs import Cost
 from skill_tools.planning.machine import Machine
 from skill_tools.planning.memory import Memory
+from skill_tools.planning.own_optimizer import Compute
 from skill_tools.planning.pace import Pace
 from skill_tools.planning.run import Mode, OptimizerEngine, Run
 
@@ -50,16 +51,20 @@ def estimate(run: Run, mode: Mode, memory: Memory, machine: Machine, speed: Pace
         costs.append(Cost("optimizer on the GPU", on_gpu, on_gpu, "28 B a parameter / HBM"))
     if not mode.optimizer_fraction:
         return StepTime(speed.step_s, tuple(costs), machine.measured or not (each or mode.state_offload))
-    free = speed.forward_s - copy_time.hidden_s(copies, copy_time.DOWN)
-    update = optimizer_time.offloaded(mode, memory.parameters.shard, machine, next_forward_s=free)
+    beside = Compute(
+        forward_s=copy_time.gated(run, speed.forward_s) - copy_time.hidden_s(copies, copy_time.DOWN),
+        backward_s=speed.backward_s,
+        gpu_update_s=speed.gpu_update_s,
+    )
+    update = optimizer_time.offloaded(mode, memory.parameters.shard, machine, beside)
     return StepTime(speed.step_s, (*costs, update.cost), update.calibrated)
 
 
 def _share_on_gpu(mode: Mode) -> float:
     """Return the share of the update that the GPU does.
 
-    The reference implementation's streamed parameters are updated there too; that its CPU share lightens
-    the GPU is left out, which bounds the step from above by about a percent.
+    The reference implementation's streamed parameters are updated there too, and what its CPU share saves the GPU
+    is left out (`own_optimizer.cost`).
     """
     if mode.optimizer_engine is OptimizerEngine.REFERENCE:
         return 1.0

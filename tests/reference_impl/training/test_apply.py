@@ -9,6 +9,7 @@ import torch
 
 from reference_impl.device import Device
 from reference_impl.memory.ledger import Ledger
+from reference_impl.optimizers import HybridDeviceOptimizer
 from reference_impl.training.apply import apply_plan
 from reference_impl.training.lora import add_lora
 from reference_impl.training.model import Decoder, DecoderShape
@@ -17,6 +18,9 @@ from skill_tools.__main__ import main
 PLANS = [
     {"optimizer": {"offload_fraction": 0.5}},
     {"optimizer": {"offload_fraction": 1.0}},
+    {"optimizer": {"offload_fraction": 0.7, "split": {"resident": 0.3, "streamed": 0.5, "cpu": 0.2}}},
+    {"optimizer": {"offload_fraction": 1.0, "split": {"streamed": 1.0}, "backward_overlap": "gradients"}},
+    {"optimizer": {"offload_fraction": 1.0, "split": {"cpu": 1.0}, "backward_overlap": "update"}},
     {"activations": {"mode": "layers", "num_layers": 2}},
     {"activations": {"mode": "checkpoint", "budget_bytes": 0}},
     {"activations": {"mode": "recompute"}},
@@ -83,7 +87,7 @@ def test_state_that_the_optimizer_has_already_is_taken_over() -> None:
 def test_closing_leaves_the_model_as_it_was() -> None:
     model = decoder()
     before = dict(model.named_modules())
-    apply_plan(model, adamw(model), {"execute": PLANS[5]}).close()
+    apply_plan(model, adamw(model), {"execute": PLANS[-2]}).close()
     assert dict(model.named_modules()) == before
     losses(model, adamw(model), steps=1)
 
@@ -117,12 +121,22 @@ def test_a_budget_is_kept_under_a_plan() -> None:
         ({"execute": {"disk": {}}}, "disk"),
         ({"execute": {"activations": {"mode": "teleport"}}}, "teleport"),
         ({"execute": {"activations": {"mode": "layers", "num_layers": 99}}}, "99"),
+        ({"execute": {"optimizer": {"offload_fraction": 1.0, "split": {"cpu": 0.7}}}}, "sum to 1"),
     ],
 )
 def test_a_plan_that_cannot_be_executed_is_refused(document: Mapping[str, Any], named: str) -> None:
     model = decoder()
     with pytest.raises(ValueError, match=named):
         apply_plan(model, adamw(model), document)
+
+
+def test_the_shares_of_a_plan_are_those_of_the_optimizer() -> None:
+    model = decoder()
+    split = {"resident": 0.25, "streamed": 0.5, "cpu": 0.25}
+    plan = {"execute": {"optimizer": {"offload_fraction": 0.75, "split": split}}}
+    with apply_plan(model, adamw(model), plan) as applied:
+        assert isinstance(applied.optimizer, HybridDeviceOptimizer)
+        assert applied.optimizer.split == (0.25, 0.5, 0.25)
 
 
 def test_another_optimizer_is_refused_by_name() -> None:

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skill_tools.configs.config import Config, Framework, Place, Setting
-from skill_tools.planning import known_models, machine, megatron_run, optimizer_time, planner, pytorch_run
+from skill_tools.planning import known_models, machine, megatron_run, own_optimizer, planner, pytorch_run
 from skill_tools.planning.legality import with_settings
 from skill_tools.planning.options import Budget
 from skill_tools.planning.planner import Plan
@@ -132,9 +132,9 @@ def test_units_never_mix(amount: float, unit: str) -> None:
 rates = st.floats(1e9, 1e12)
 
 
-@given(rates, rates, st.floats(0, 1))
-def test_the_streamed_share_is_the_best_there_is(link: float, adam_bytes: float, share: float) -> None:
-    host = replace(machine.known("h100"), duplex_copy=link, cpu_adam=adam_bytes / 28)
-    best = optimizer_time.best_streamed_share(host)
-    least = optimizer_time.update_seconds(1 - best, best, host)
-    assert least <= optimizer_time.update_seconds(1 - share, share, host) * (1 + 1e-9)
+@given(rates, rates, rates, st.floats(0, 1))
+def test_the_streamed_share_is_the_best_there_is(link: float, dram: float, cpu: float, share: float) -> None:
+    host = replace(machine.known("h100"), update_link=link, update_dram=dram, update_cpu=cpu / 28)
+    best = own_optimizer.best_streamed_share(host)
+    least = own_optimizer.update_seconds(1 - best, best, host)
+    assert least <= own_optimizer.update_seconds(1 - share, share, host) * (1 + 1e-9)
