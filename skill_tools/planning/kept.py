@@ -13,6 +13,8 @@ from skill_tools.planning.activations import Part
 from skill_tools.planning.layout import Stage, stages
 from skill_tools.planning.run import ActivationEngine, Mode, Recompute, Run
 
+_IN_FLIGHT_BYTES = 512 << 20  # what our own engine lets wait in any case
+
 
 @dataclass(frozen=True, slots=True)
 class Kept:
@@ -38,6 +40,8 @@ def of_stage(run: Run, mode: Mode, stage: Stage) -> Kept:
         activation_engine=mode.activation_engine,
         layers=mode.layers,
         modules=mode.modules,
+        removed=mode.removed,
+        recomputed=mode.recomputed,
         recompute=mode.recompute or run.recompute,
     )
     return _of_stage(run, kept_alone, stage)
@@ -57,10 +61,11 @@ def _of_stage(run: Run, mode: Mode, stage: Stage) -> Kept:
         )
         stay, leave, twice = _layer(run, mode, recompute, layer, position)
         stays, leaves, copied = stays + stay, leaves + leave, copied + leave + twice
-    stays += _room(run, mode, largest)
+    stays += _room(run, mode, largest, leaves)
     tokens = run.tokens
-    everything = mode.activation_engine in {ActivationEngine.TRL, ActivationEngine.SAVE_ON_CPU}
-    again = recompute.granularity == "full" or (everything and not mode.layers)
+    engine = mode.activation_engine
+    everything = engine in {ActivationEngine.TRL, ActivationEngine.SAVE_ON_CPU, ActivationEngine.OWN_INPUTS}
+    again = recompute.granularity == "full" or (everything and not mode.layers) or bool(mode.removed)
     if mode.activation_engine is ActivationEngine.SAVE_ON_CPU:
         largest = max(_one_module(layer) for layer in parts.values())
     return Kept(
@@ -84,10 +89,12 @@ def _layer(
         first = recompute.method == "block" or position % max(recompute.layers, 1) == 0
         stay, leave = (input_bytes(run) if first else 0.0), 0.0
     match mode.activation_engine:
-        case ActivationEngine.LAYERS:
+        case ActivationEngine.LAYERS | ActivationEngine.OWN_LAYERS:
             return (0.0, stay, 0.0) if position < mode.layers else (stay, leave, 0.0)
-        case ActivationEngine.INPUTS:
+        case ActivationEngine.INPUTS | ActivationEngine.OWN_INPUTS:
             return 0.0, stay, 0.0
+        case ActivationEngine.OWN_BUDGET:
+            return stay * (1 - mode.removed), stay * (mode.removed - mode.recomputed), 0.0
         case ActivationEngine.SAVE_ON_CPU:
             return (0.0, stay, _saved_twice(parts)) if _covers(mode, position) else (stay, leave, 0.0)
         case ActivationEngine.TRL:
@@ -125,12 +132,15 @@ def _one_module(parts: tuple[Part, ...]) -> float:
     )
 
 
-def _room(run: Run, mode: Mode, largest: float) -> float:
+def _room(run: Run, mode: Mode, largest: float, leaves: float) -> float:
+    """Bytes a token that wait on the GPU for their copy."""
     match mode.activation_engine:
         case ActivationEngine.LAYERS:
             return largest if mode.layers else 0.0
         case ActivationEngine.INPUTS:
             return 2 * input_bytes(run)
+        case ActivationEngine.OWN_LAYERS:
+            return min(_IN_FLIGHT_BYTES / run.tokens, leaves)
     return 0.0
 
 

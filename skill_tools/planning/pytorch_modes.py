@@ -3,8 +3,10 @@
 from collections.abc import Iterator
 from itertools import product
 
+from skill_tools.planning import budget_engine
 from skill_tools.planning.machine import Machine
 from skill_tools.planning.modes import (
+    BUDGET,
     INPUTS,
     LAYERS,
     OPTIMIZER,
@@ -15,15 +17,16 @@ from skill_tools.planning.modes import (
     layer_counts,
 )
 from skill_tools.planning.own_optimizer import best_streamed_share
+from skill_tools.planning.pace import Pace
 from skill_tools.planning.run import ActivationEngine, Mode, OptimizerEngine, Recompute, Run
 
 _Part = tuple[dict[str, object], str, tuple[str, ...]]
 
 
-def candidates(run: Run, machine: Machine) -> Iterator[Candidate]:
+def candidates(run: Run, machine: Machine, speed: Pace) -> Iterator[Candidate]:
     """Yield every combination of the reference implementation's mechanisms."""
     states = tuple(_weights(run)) if run.adapter else tuple(_optimizers(run, machine))
-    for activations, kept in product(tuple(_activations(run)), states):
+    for activations, kept in product(tuple(_activations(run, machine, speed)), states):
         labels = [label for label in (activations[1], kept[1]) if label]
         yield Candidate(
             Mode(**(activations[0] | kept[0])),  # type: ignore[arg-type]
@@ -33,19 +36,43 @@ def candidates(run: Run, machine: Machine) -> Iterator[Candidate]:
         )
 
 
-def _activations(run: Run) -> Iterator[_Part]:
+def _activations(run: Run, machine: Machine, speed: Pace) -> Iterator[_Part]:
     yield {"recompute": Recompute()}, "", ()
     yield {"recompute": Recompute(granularity="full")}, "checkpointing", (RECOMPUTE,)
     yield (
-        {"recompute": Recompute(granularity="full"), "activation_engine": ActivationEngine.INPUTS},
+        {"recompute": Recompute(granularity="full"), "activation_engine": ActivationEngine.OWN_INPUTS},
         "checkpointing with layer inputs offloaded",
         (INPUTS,),
     )
     for layers in layer_counts(run):
         yield (
-            {"recompute": Recompute(), "layers": layers, "activation_engine": ActivationEngine.LAYERS},
+            {"recompute": Recompute(), "layers": layers, "activation_engine": ActivationEngine.OWN_LAYERS},
             f"activation offload of {layers} layers",
             (LAYERS,),
+        )
+    yield from _budgets(run, machine, speed)
+
+
+def _budgets(run: Run, machine: Machine, speed: Pace) -> Iterator[_Part]:
+    """Yield what the budget engine may be told to remove.
+
+    It learns from one forward and backward, so not where gradients add up over several, nor beside streamed weights;
+    it cannot remove everything, because a layer's own tensors stay while it runs.
+    """
+    if run.adapter is not None or run.micro_batches > 1:
+        return
+    for eighths in range(1, 8):
+        removed = eighths / 8
+        recomputed = budget_engine.recomputed_share(run, machine, speed, removed)
+        yield (
+            {
+                "recompute": Recompute(),
+                "activation_engine": ActivationEngine.OWN_BUDGET,
+                "removed": removed,
+                "recomputed": recomputed,
+            },
+            f"activation budget ({removed - recomputed:.0%} offloaded, {recomputed:.0%} recomputed)",
+            (BUDGET,),
         )
 
 
@@ -72,8 +99,11 @@ def _weights(run: Run) -> Iterator[_Part]:
         yield {"weight_layers": layers}, f"{layers} frozen layers streamed", (WEIGHTS,)
 
 
-def execute(mode: Mode, run: Run, activation_bytes: int) -> dict[str, object]:
-    """Return what `reference_impl.apply_plan` is to do: mechanisms with their parameters."""
+def execute(mode: Mode, run: Run, peak_bytes: int) -> dict[str, object]:
+    """Return what `reference_impl.apply_plan` is to do: mechanisms with their parameters.
+
+    `peak_bytes` is what the allocator may reach in a step.
+    """
     mechanisms: dict[str, object] = {}
     if mode.optimizer_fraction:
         mechanisms["optimizer"] = {
@@ -87,8 +117,10 @@ def execute(mode: Mode, run: Run, activation_bytes: int) -> dict[str, object]:
         }
     if mode.layers:
         mechanisms["activations"] = {"mode": "layers", "num_layers": mode.layers}
-    elif mode.activation_engine is ActivationEngine.INPUTS:
-        mechanisms["activations"] = {"mode": "checkpoint", "budget_bytes": activation_bytes}
+    elif mode.activation_engine is ActivationEngine.OWN_INPUTS:
+        mechanisms["activations"] = {"mode": "checkpoint"}
+    elif mode.activation_engine is ActivationEngine.OWN_BUDGET:
+        mechanisms["activations"] = {"mode": "budget", "budget_bytes": peak_bytes}
     elif mode.recompute and mode.recompute.granularity == "full":
         mechanisms["activations"] = {"mode": "recompute"}
     if mode.weight_layers:

@@ -95,7 +95,10 @@ class OptimizerEngine(StrEnum):
 
 
 class ActivationEngine(StrEnum):
-    """Who moves activations: whole layers, named modules, checkpointed layer inputs, or every saved tensor."""
+    """Who moves activations: whole layers, named modules, checkpointed layer inputs, or every saved tensor.
+
+    `OWN` engines are `reference_impl`'s: layers, checkpointed inputs that come back ahead of their use, and a budget.
+    """
 
     NONE = "none"
     LAYERS = "layers"
@@ -103,6 +106,9 @@ class ActivationEngine(StrEnum):
     INPUTS = "inputs"
     TRL = "trl"
     SAVE_ON_CPU = "save-on-cpu"
+    OWN_LAYERS = "reference-layers"
+    OWN_INPUTS = "reference-inputs"
+    OWN_BUDGET = "reference-budget"
 
 
 class WeightEngine(StrEnum):
@@ -119,10 +125,11 @@ class Mode:
     `optimizer_fraction` is a share of the optimizer shard's parameters, `streamed_fraction` the part of it
     that is updated on the GPU while its state passes through; `updates_in_backward` says that the
     reference implementation's CPU starts there, which excludes clipping. `moves_masters` says that fp32
-    masters go with the moments. `layers` are the first decoder layers whose activations leave, `modules` those of
-    fine-grained offload. `recompute` None keeps the run's own. `weight_layers` are the frozen layers that
-    are streamed, `offload_parameters` is FSDP's or ZeRO's parameter and optimizer offload, `state_offload`
-    Megatron's (dev) optimizer-state offload.
+    masters go with the moments. `layers` are the first decoder layers whose activations leave, `modules`
+    those of fine-grained offload. Under a budget `removed` is the share of the saved bytes that does not
+    stay, `recomputed` the part of it that is computed again instead of moved. `recompute` None keeps the
+    run's own. `weight_layers` are the frozen layers that are streamed, `offload_parameters` is FSDP's or
+    ZeRO's parameter and optimizer offload, `state_offload` Megatron's (dev) optimizer-state offload.
     """
 
     optimizer_fraction: float = 0.0
@@ -136,6 +143,8 @@ class Mode:
     activation_engine: ActivationEngine = ActivationEngine.NONE
     layers: int = 0
     modules: tuple[str, ...] = ()
+    removed: float = 0.0
+    recomputed: float = 0.0
     recompute: Recompute | None = None
     weight_layers: int = 0
     weight_engine: WeightEngine = WeightEngine.REFERENCE

@@ -41,7 +41,7 @@ class Search:
         self._legal: list[tuple[Candidate, Legality]] = []
         self.ruled_out: list[Forbidden] = []
         self.considered = 0
-        for candidate in _candidates(config, run, machine):
+        for candidate in _candidates(config, run, machine, speed):
             self.considered += _STEPS if candidate.mode.optimizer_fraction else 1
             verdict = self.judge(candidate)
             if verdict.legal:
@@ -115,9 +115,9 @@ class Search:
         return min(max(math.ceil(share * _STEPS), 1), _STEPS - 1)
 
 
-def _candidates(config: Config, run: Run, machine: Machine) -> tuple[Candidate, ...]:
+def _candidates(config: Config, run: Run, machine: Machine, speed: Pace) -> tuple[Candidate, ...]:
     if run.dialect == PYTORCH:
-        return tuple(pytorch_modes.candidates(run, machine))
+        return tuple(pytorch_modes.candidates(run, machine, speed))
     if config.framework is Framework.AXOLOTL:
         return tuple(axolotl_modes.candidates(config, run))
     return tuple(megatron_modes.candidates(config, run))

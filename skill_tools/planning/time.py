@@ -8,7 +8,7 @@ published for it.
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from skill_tools.planning import copy_time, kept, optimizer_time
+from skill_tools.planning import budget_engine, copy_time, kept, optimizer_time
 from skill_tools.planning.costs import Cost
 from skill_tools.planning.machine import Machine
 from skill_tools.planning.memory import Memory
@@ -36,6 +36,7 @@ def estimate(run: Run, mode: Mode, memory: Memory, machine: Machine, speed: Pace
     copies = copy_time.activations(run, mode, memory, machine, speed)
     each = [
         *_recompute(run, mode, memory, machine, speed),
+        *_within_budget(run, mode, machine, speed),
         *copies,
         *copy_time.weights(mode, memory, machine, speed, copies),
         *copy_time.sharded_parameters(mode, memory, machine, speed),
@@ -82,6 +83,13 @@ def _sharded_update(memory: Memory, machine: Machine) -> Cost:
     """FSDP and ZeRO update an offloaded shard on the CPU, after backward and before the next forward."""
     seconds = memory.parameters.shard / machine.cpu_adam
     return Cost("optimizer on the CPU", seconds, seconds, "the shard's parameters at CPU AdamW's rate")
+
+
+def _within_budget(run: Run, mode: Mode, machine: Machine, speed: Pace) -> Iterator[Cost]:
+    if mode.recomputed:
+        again = budget_engine.recompute_seconds(run, machine, speed, mode.recomputed) or 0.0
+        formula = f"{mode.recomputed:.0%} of the saved bytes, the cheapest first"
+        yield Cost("recompute under a budget", again, again, formula)
 
 
 def _recompute(run: Run, mode: Mode, memory: Memory, machine: Machine, speed: Pace) -> Iterator[Cost]:

@@ -79,8 +79,7 @@ def document(plan: Plan) -> dict[str, Any]:
 def _execute(option: Option, plan: Plan) -> dict[str, object] | None:
     if plan.run.dialect != PYTORCH:
         return None
-    activations = sum(line.bytes for line in option.memory.gpu if line.name == "activations")
-    return pytorch_modes.execute(option.candidate.mode, plan.run, activations)
+    return pytorch_modes.execute(option.candidate.mode, plan.run, option.memory.allocated_bytes)
 
 
 def _option(option: Option, plan: Plan) -> dict[str, Any]:
