@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from reference_impl.device import REACHED, Device
 from reference_impl.memory.ledger import resize_storage
+from reference_impl.weights.absent import mark_absent, mark_present
 from reference_impl.weights.frozen import FrozenStorage, layout, unpacked
 from reference_impl.weights.host_copy import HostCopy, Started
 from reference_impl.weights.host_memory import HostMemory
@@ -94,7 +95,7 @@ class StreamedBlock:
                 self._watched.append(
                     Watched(name, tensor, tensor._version, tensor.data_ptr() - flat.data_ptr())
                 )
-        resize_storage(flat.untyped_storage(), 0)
+        self._free()
 
     def load(self) -> None:
         """Allocate on the live current stream and start the H2D copy behind it.
@@ -109,12 +110,17 @@ class StreamedBlock:
         self.is_loaded = True
 
     def wait(self) -> None:
-        """Make the live current stream wait for the copy. Raises what reading the weights has raised."""
+        """Make the live current stream wait for the copy, and let the weights be used.
+
+        Raises what reading them from the host has raised.
+        """
         try:
             self._device.wait(self._started())
         except BaseException:
             self._free()
             raise
+        for watched in self._watched:
+            mark_present(watched.tensor)
 
     def evict(self) -> None:
         """Free the device memory behind everything that the live current stream has been given.
@@ -184,6 +190,8 @@ class StreamedBlock:
     def _free(self) -> None:
         resize_storage(self._flat.untyped_storage(), 0)
         self.is_loaded = False
+        for watched in self._watched:
+            mark_absent(watched.tensor, watched.name)
 
     def _refuse_changes(self) -> None:
         base_address = self._flat.data_ptr()

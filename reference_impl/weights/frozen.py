@@ -86,6 +86,20 @@ def frozen_storages(model: nn.Module, blocks: Sequence[nn.Module]) -> list[list[
     return streamable
 
 
+def weighted_modules(block: nn.Module) -> list[nn.Module]:
+    """Return the modules of `block` that hold a frozen tensor large enough to stream."""
+    return [
+        module
+        for module in block.modules()
+        if any(
+            plain.nbytes >= MIN_BYTES
+            for tensor in chain(module._parameters.values(), module._buffers.values())
+            if tensor is not None and not tensor.requires_grad
+            for _, plain in unpacked("", tensor)
+        )
+    ]
+
+
 def layout(storages: Sequence[FrozenStorage]) -> tuple[list[int], int]:
     """Return an aligned offset for each of a block's storages, and the bytes of all."""
     offsets, end = [], 0

@@ -7,7 +7,7 @@ code, and come off in any order beside those of other mechanisms.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
@@ -23,15 +23,27 @@ _FOLDS = ("merge", "unmerge")
 
 def follow(
     block: nn.Module,
+    weighted: Iterable[nn.Module],
     *,
     before_forward: Callable[[], None],
     after_forward: Callable[[], None],
     before_backward: Callable[[], None],
 ) -> Callable[[], None]:
-    """Call back around each forward of `block` and before each backward of its outputs; return what undoes it."""
+    """Call back around each forward of `block` and before each backward of its outputs; return what undoes it.
+
+    So do the outputs of the modules `weighted` inside it: a loss on what such a module returned (a router's logits,
+    a feature for distillation) runs backward through the block's weights but not through its output.
+    """
 
     def prehook(_: torch.Tensor) -> None:
         before_backward()
+
+    def announce(_: nn.Module, args: Any, output: Any) -> None:
+        # A compiled block runs backward as one node, which only its own output can announce.
+        if not torch.compiler.is_compiling():
+            for leaf in tree_leaves(output):
+                if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
+                    leaf.grad_fn.register_prehook(prehook)
 
     def enter(_: nn.Module, args: Any) -> None:
         before_forward()
@@ -46,6 +58,7 @@ def follow(
         block.register_forward_pre_hook(torch.compiler.disable(enter), prepend=True),
         # Always, so that an exception inside the block does not leave it in use.
         block.register_forward_hook(torch.compiler.disable(leave), always_call=True),
+        *(module.register_forward_hook(announce) for module in weighted if module is not block),
     ]
     undo = ExitStack()
     for handle in handles:

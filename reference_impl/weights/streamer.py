@@ -27,6 +27,7 @@ from reference_impl.weights.frozen import (
     layout,
     plain_tensors,
     repeated_blocks,
+    weighted_modules,
 )
 from reference_impl.weights.host_memory import HostMemory
 from reference_impl.weights.residency import allowances, fraction_within, kept
@@ -184,6 +185,7 @@ class FrozenLayerStreamer:
         undo = self._undo[block.index] = ExitStack()
         visits = hooks.follow(
             block.module,
+            weighted_modules(block.module),
             before_forward=functools.partial(self._window.before_forward, block),
             after_forward=functools.partial(self._window.after_forward, block),
             before_backward=functools.partial(self._window.before_backward, block),

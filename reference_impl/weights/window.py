@@ -49,11 +49,18 @@ class Window:
     def before_backward(self, block: StreamedBlock) -> None:
         """Have `block` on the device; the block before it in this backward is done.
 
-        Autograd runs nodes in the reverse order of their making, so all of a later block's have run by now.
+        Autograd runs nodes in the reverse order of their making, so all of a later block's have run by now. Raises
+        RuntimeError for a backward that is itself to be differentiated: that would go through no output of the block.
         """
         task = torch._C._current_graph_task_id()
         if not block.is_streamed or (self._in_backward is block and self._graph_task == task):
             return
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "backward with create_graph=True has reached a block whose frozen weights stream; expected "
+                "create_graph=False, because a second backward would not bring the weights; try "
+                "`with streamer.gathered():` around both"
+            )
         self._in_backward, self._graph_task = block, task
         self._visit(Kind.BACKWARD, block)
 

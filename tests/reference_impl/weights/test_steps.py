@@ -235,3 +235,41 @@ def test_autocast(trainee, device):
     with FrozenLayerStreamer(trainee.model, prefetch=1):
         for _ in range(2):
             assert run_step(trainee.model, loss) == expected
+
+
+def test_a_loss_on_what_a_block_does_not_return(trainee):
+    """A router's loss, or features for distillation: backward enters the block beside its output."""
+    seen = []
+    trainee.layers[2].gate.register_forward_hook(lambda _, __, output: seen.append(output))
+    trainee.layers[4].up.base.register_forward_hook(lambda _, __, output: seen.append(output))
+
+    def loss(with_output):
+        seen.clear()
+        main = trainee.loss()
+        return sum(feature.square().mean() for feature in seen) + (main if with_output else 0)
+
+    expected = {kind: run_step(trainee.model, lambda kind=kind: loss(kind)) for kind in (False, True)}
+    assert "layers.5.up.a" not in expected[False].gradients
+    for prefetch in (0, 1):
+        with FrozenLayerStreamer(trainee.model, prefetch=prefetch):
+            for kind in (False, True, False):
+                assert run_step(trainee.model, lambda kind=kind: loss(kind)) == expected[kind]
+
+
+def test_a_backward_to_be_differentiated_needs_the_weights_to_stay(device):
+    model = nn.ModuleList(nn.Linear(64, 64) for _ in range(4)).to(device.torch_device).requires_grad_(False)
+    x = torch.randn(2, 64, device=device.torch_device, requires_grad=True)
+
+    def penalty():
+        y = x
+        for layer in model:
+            y = layer(y).tanh()
+        (gradient,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        return torch.autograd.grad(gradient.square().sum(), x)[0]
+
+    expected = penalty()
+    with FrozenLayerStreamer(model, prefetch=0) as streamer:
+        with pytest.raises(RuntimeError, match=r"create_graph=True .* try `with streamer\.gathered"):
+            penalty()
+        with streamer.gathered():
+            assert torch.equal(penalty(), expected)
