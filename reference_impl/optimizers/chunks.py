@@ -1,9 +1,10 @@
 """What travels at once: the states of a few pieces, side by side in one flat tensor.
 
 A chunk belongs to one parameter group, so that one fused kernel call updates it, and its states lie one after
-the other (master | exp_avg | exp_avg_sq), so that one copy each way moves it. Cuts are multiples of `ALIGNMENT`
-elements and every piece starts at one, which leaves every bit of the update as it is for whole parameters.
-A chunk that stays on the device has the same form. Geometry and views only; `streamed_update` moves chunks.
+the other (master | exp_avg | exp_avg_sq, in fp32 or packed by `packing`), so that one copy each way moves it. Cuts
+are multiples of `ALIGNMENT` elements and every piece starts at one, which leaves every bit of the update as it is for
+whole parameters. A chunk that stays on the device has the same form. Geometry and views only; `streamed_update` moves
+chunks.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 
 from reference_impl.device import REACHED, Event
 from reference_impl.optimizers.layout import ALIGNMENT, Member, Piece
+from reference_impl.optimizers.packing import LOW
 
 MASTER = "master_param"
 
@@ -33,20 +35,35 @@ class Part(NamedTuple):
     staged: bool = False
 
 
+class Field(NamedTuple):
+    """One state in a chunk, in the dtype that it travels in."""
+
+    name: str
+    dtype: torch.dtype
+
+
+def packed_of(fields: tuple[Field, ...]) -> tuple[Field, ...]:
+    """Return the fields that are shorter than fp32, and the last one where its sign serves half masters."""
+    flagged = fields[-1] if fields[0].name == LOW else None
+    return tuple(field for field in fields if field.dtype != torch.float32 or field is flagged)
+
+
 @dataclass(eq=False, slots=True)
 class Chunk:
-    """`home` holds the states `names` of `numel` elements each, flat fp32: on the host, or on the device if resident.
+    """`home` holds `fields` of `numel` elements each, flat bytes: on the host, or on the device if resident.
 
-    `masters` are the fp32 masters that stay on the device, where these are not among `names`; an fp32 parameter is
-    its own master and has none. `stored` is the event after which `home` on the host is whole.
+    `masters` are the fp32 masters that stay on the device, where none travel; an fp32 parameter is its own master
+    and has none. `first` numbers the first element among those of all chunks, 0-dim on the device. `stored` is the
+    event after which `home` on the host is whole.
     """
 
     pieces: tuple[Piece, ...]
     numel: int
-    names: tuple[str, ...]
+    fields: tuple[Field, ...]
     home: torch.Tensor
     masters: torch.Tensor | None
     resident: bool
+    first: torch.Tensor
     stored: Event = REACHED
 
     @property
@@ -59,10 +76,61 @@ class Chunk:
         """The place in the forward of the first member that waits for this chunk."""
         return min(piece.member.order for piece in self.pieces)
 
-    def state(self, name: str, piece: Piece, buffer: torch.Tensor) -> torch.Tensor:
-        """Return the state `name` of `piece` in `buffer`, which is laid out like `home`."""
-        start = self.names.index(name) * self.numel + piece.offset
-        return buffer[start : start + piece.numel]
+    def has(self, name: str) -> bool:
+        """Return whether the state `name` is among the fields."""
+        return any(field.name == name for field in self.fields)
+
+    @property
+    def packed(self) -> tuple[Field, ...]:
+        """The fields that are not plain fp32 states: shorter, or with flags in the sign; see `packing`."""
+        return packed_of(self.fields)
+
+    def field(self, name: str, buffer: torch.Tensor) -> torch.Tensor:
+        """Return the state `name` of all elements in `buffer`, which is laid out like `home`."""
+        start = 0
+        for field in self.fields:
+            stop = start + self.numel * field.dtype.itemsize
+            if field.name == name:
+                return buffer[start:stop].view(field.dtype)
+            start = stop
+        raise KeyError(name)
+
+
+class Weights:
+    """Where the share's part of each weight stands: in the parameter, or in a staging tensor beside it."""
+
+    def __init__(self) -> None:
+        """Stage nothing."""
+        self._staged: dict[Member, tuple[int, torch.Tensor]] = {}
+
+    def stage(self, member: Member, part: range) -> None:
+        """From now on keep the weights of this part apart from the parameter."""
+        self._staged[member] = (part.start, parameter(member)[part.start : part.stop].clone())
+
+    def refresh(self, member: Member) -> None:
+        """Take over the parameter's weights where they stand apart."""
+        if member in self._staged:
+            first, staged = self._staged[member]
+            staged.copy_(parameter(member)[first : first + staged.numel()])
+
+    def staged(self, member: Member) -> tuple[int, torch.Tensor] | None:
+        """Return the first element and the weights that stand apart, if any."""
+        return self._staged.get(member)
+
+    def of(self, piece: Piece) -> torch.Tensor:
+        """Return the weights of `piece`, flat."""
+        first, staged = self._staged.get(piece.member, (0, None))
+        whole = parameter(piece.member) if staged is None else staged
+        return whole[piece.start - first : piece.stop - first]
+
+    def clear(self) -> None:
+        """Let all staging tensors go."""
+        self._staged.clear()
+
+
+def parameter(member: Member) -> torch.Tensor:
+    """Return a member's own weight, flat."""
+    return member.flat(member.param_local.detach())
 
 
 def plan_chunks(
@@ -70,8 +138,8 @@ def plan_chunks(
 ) -> list[tuple[tuple[Piece, ...], int]]:
     """Cut the elements `ranges` of members, each from a multiple of `ALIGNMENT`, into (pieces, numel with gaps).
 
-    A chunk has at most `elements(member)` elements, a multiple of `ALIGNMENT`, of one group; fp32 parameters, which
-    are their own masters, and others do not share one. Pieces follow the forward.
+    A chunk has at most `elements(member)` elements, a multiple of `ALIGNMENT`, of one group and dtype. Pieces follow
+    the forward.
     """
     plans = []
     for _, alike in groupby(sorted(ranges, key=_kind), key=_kind):
@@ -93,5 +161,5 @@ def plan_chunks(
     return plans
 
 
-def _kind(member: Member) -> tuple[int, bool]:
-    return member.group, member.param.dtype == torch.float32
+def _kind(member: Member) -> tuple[int, str]:
+    return member.group, str(member.param.dtype)

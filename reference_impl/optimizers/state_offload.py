@@ -28,6 +28,7 @@ from reference_impl.optimizers.state_offload_checks import (
     check_sizes,
     check_wrapped_group,
 )
+from reference_impl.optimizers.streamed_homes import Travel
 from reference_impl.optimizers.streamed_share import StreamedShare
 from reference_impl.optimizers.verdict import judge
 
@@ -51,6 +52,10 @@ class OptimizerStateOffloader(torch.optim.Optimizer):
         device_budget_bytes: device memory for slots of `chunk_bytes` and fp32 gradients of one chunk; by default
             three slots. What fits beyond three brings that much of the next step's states in during backward.
         offload_masters: False keeps the masters on the device, so that only moments travel.
+        hi_lo_masters: only the lower half of a bf16 parameter's master travels; the weight is the upper one. Exact.
+            After writing a weight call `refresh_masters`; loading states sets weights to their masters rounded.
+        moments_dtype: `torch.bfloat16` lets moments travel in half the bytes. Not bitwise: they are rounded
+            stochastically, the same way in every run.
         max_grad_norm: clip the global norm exactly; gradients are divided by `max(1, (norm + 1e-6) / max)`.
         reduce_norm_squared: given this rank's squared norm (0-dim fp32), returns that over all ranks.
 
@@ -73,6 +78,8 @@ class OptimizerStateOffloader(torch.optim.Optimizer):
         chunk_bytes: int = 96 * 2**20,
         device_budget_bytes: int | None = None,
         offload_masters: bool = True,
+        hi_lo_masters: bool = False,
+        moments_dtype: torch.dtype = torch.float32,
         max_grad_norm: float | None = None,
         reduce_norm_squared: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
@@ -100,7 +107,9 @@ class OptimizerStateOffloader(torch.optim.Optimizer):
             self._algorithm,
             chunk_bytes=chunk_bytes,
             device_budget_bytes=device_budget_bytes,
-            offload_masters=offload_masters,
+            travel=Travel(
+                offload_masters=offload_masters, hi_lo_masters=hi_lo_masters, moments_dtype=moments_dtype
+            ),
         )
         self._open_share: StreamedShare | None = share
         self._pid = os.getpid()

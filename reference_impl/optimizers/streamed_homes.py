@@ -3,37 +3,93 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
 
 import torch
 
 from reference_impl.device import Device
 from reference_impl.memory.arena import HostArena
-from reference_impl.optimizers.chunks import MASTER, Chunk, Part, plan_chunks
+from reference_impl.optimizers.algorithms import Algorithm
+from reference_impl.optimizers.chunks import MASTER, Chunk, Field, Part, packed_of, plan_chunks
 from reference_impl.optimizers.layout import ALIGNMENT, Member
+from reference_impl.optimizers.packing import LOW
+
+
+@dataclass(frozen=True, kw_only=True)
+class Travel:
+    """What travels, and as what: masters or not, whole or as the lower half of bf16 weights, moments in a dtype."""
+
+    offload_masters: bool = True
+    hi_lo_masters: bool = False
+    moments_dtype: torch.dtype = torch.float32
+
+    def fields(self, dtype: torch.dtype, moments: tuple[str, ...]) -> tuple[Field, ...]:
+        """Return the states that travel of parameters of `dtype`.
+
+        fp32 parameters are their own masters; those of fp16 parameters, which are no halves of them, travel whole.
+        """
+        states = tuple(Field(name, self.moments_dtype) for name in moments)
+        if dtype == torch.float32 or not self.offload_masters:
+            return states
+        halved = self.hi_lo_masters and dtype == torch.bfloat16
+        return (Field(LOW, torch.int16) if halved else Field(MASTER, torch.float32), *states)
+
+    def unpacked(self, dtype: torch.dtype, moments: tuple[str, ...]) -> tuple[Field, ...]:
+        """Return the same states in fp32."""
+        return Travel(offload_masters=self.offload_masters).fields(dtype, moments)
+
+
+def check_travel(travel: Travel, algorithm: Algorithm, device: Device) -> None:
+    """Raise ValueError for states that cannot travel as asked."""
+    if travel.moments_dtype not in (torch.float32, torch.bfloat16):
+        raise ValueError(
+            f"moments_dtype is {travel.moments_dtype}; expected torch.float32 or torch.bfloat16; try torch.bfloat16"
+        )
+    if travel.hi_lo_masters and not travel.offload_masters:
+        raise ValueError(
+            "hi_lo_masters is True with offload_masters False; expected masters that travel, of which it halves the "
+            "bytes; try offload_masters=True"
+        )
+    if travel.hi_lo_masters and "exp_avg_sq" not in algorithm.moments:
+        raise ValueError(
+            f"hi_lo_masters is True for {type(algorithm).__name__}; expected Adam or AdamW, because the bit that "
+            "tells ties apart stands in the sign of exp_avg_sq; try hi_lo_masters=False"
+        )
+    packs = travel.hi_lo_masters or travel.moments_dtype != torch.float32
+    if packs and device.is_cuda and find_spec("triton") is None:
+        raise ValueError(
+            "hi_lo_masters and moments_dtype need triton, which torch.compile builds their kernels with; try pip "
+            "install triton, or leaving both out"
+        )
 
 
 class Homes:
-    """Makes chunks of at most `chunk_bytes` of the states `moments` and, with `offload_masters`, the masters."""
+    """Makes chunks of elements whose fp32 states `moments`, and masters if they travel, are `chunk_bytes` at most."""
 
     def __init__(
-        self,
-        device: Device,
-        *,
-        moments: tuple[str, ...],
-        chunk_bytes: int,
-        offload_masters: bool,
-        remedy: str,
+        self, device: Device, *, moments: tuple[str, ...], chunk_bytes: int, travel: Travel, remedy: str
     ) -> None:
         """Take nothing yet."""
         self._device = device
         self._moments = moments
         self._chunk_bytes = chunk_bytes
-        self._offload_masters = offload_masters
+        self._travel = travel
         self._arena = HostArena(device, remedy=remedy)
+        self._numbered = 0
 
-    def elements(self, param: torch.Tensor) -> int:
-        """Return how many elements of a parameter like `param` a chunk holds at most."""
-        return self._chunk_bytes // (4 * len(self._names(param))) // ALIGNMENT * ALIGNMENT
+    def elements(self, dtype: torch.dtype) -> int:
+        """Return how many elements of a parameter of `dtype` a chunk holds at most."""
+        fields = self._travel.unpacked(dtype, self._moments)
+        return self._chunk_bytes // _bytes(fields) // ALIGNMENT * ALIGNMENT
+
+    def slot_bytes(self, dtype: torch.dtype) -> int:
+        """Return the most bytes that a chunk of such elements travels in."""
+        return self.elements(dtype) * _bytes(self._travel.fields(dtype, self._moments))
+
+    def scratch_bytes(self, dtype: torch.dtype) -> int:
+        """Return the device bytes that one chunk takes beside its slot: fp32 gradients, and what is unpacked."""
+        return self.elements(dtype) * (4 + unpacked_bytes(self._travel.fields(dtype, self._moments)))
 
     def make(self, parts: Mapping[Member, Part]) -> list[Chunk]:
         """Return the chunks of members, all states zero. Raises HostMemoryError."""
@@ -45,31 +101,40 @@ class Homes:
         """Wait for all copies and unlock the host memory."""
         self._arena.close()
 
-    def _names(self, param: torch.Tensor) -> tuple[str, ...]:
-        """Return the states that travel; an fp32 parameter is its own master."""
-        master = (MASTER,) if self._offload_masters and param.dtype != torch.float32 else ()
-        return (*master, *self._moments)
-
     def _make(self, ranges: Mapping[Member, range], *, resident: bool) -> Iterator[Chunk]:
-        plans = plan_chunks(ranges, elements=lambda member: self.elements(member.param))
-        named = [(*plan, self._names(plan[0][0].member.param)) for plan in plans]
-        if named and not resident:
-            self._arena.reserve(sum(4 * numel * len(names) for _, numel, names in named))
-        for pieces, numel, names in named:
+        plans = plan_chunks(ranges, elements=lambda member: self.elements(member.param.dtype))
+        # What does not travel gains nothing by being packed.
+        fields_of = self._travel.unpacked if resident else self._travel.fields
+        listed = [(*plan, fields_of(plan[0][0].member.param.dtype, self._moments)) for plan in plans]
+        if listed and not resident:
+            self._arena.reserve(sum(numel * _bytes(fields) for _, numel, fields in listed))
+        for pieces, numel, fields in listed:
+            size_bytes = numel * _bytes(fields)
             is_own = pieces[0].member.param.dtype == torch.float32
-            size = numel * len(names)
+            travels = any(field.name in (MASTER, LOW) for field in fields)
             yield Chunk(
                 pieces,
                 numel,
-                names,
-                home=self._on_device(size) if resident else self._on_host(size),
-                masters=None if MASTER in names or is_own else self._on_device(numel),
+                fields,
+                home=self._on_device(size_bytes) if resident else self._on_host(size_bytes),
+                masters=None if travels or is_own else self._on_device(4 * numel).view(torch.float32),
                 resident=resident,
+                first=torch.tensor(self._numbered, device=self._device.torch_device),
             )
+            self._numbered += numel
 
-    def _on_device(self, numel: int) -> torch.Tensor:
-        return torch.zeros(numel, device=self._device.torch_device)
+    def _on_device(self, size_bytes: int) -> torch.Tensor:
+        return torch.zeros(size_bytes, dtype=torch.uint8, device=self._device.torch_device)
 
-    def _on_host(self, numel: int) -> torch.Tensor:
+    def _on_host(self, size_bytes: int) -> torch.Tensor:
         """Return part of the slab, which is zeros as long as nothing has come back to it."""
-        return self._arena.allocate(4 * numel).view(torch.float32, (numel,))
+        return self._arena.allocate(size_bytes).view(torch.uint8, (size_bytes,))
+
+
+def unpacked_bytes(fields: tuple[Field, ...]) -> int:
+    """Return the bytes an element of what has to be unpacked for the update: fp32 states, and bf16 weights."""
+    return 4 * len(packed_of(fields)) + 2 * (fields[0].name == LOW)
+
+
+def _bytes(fields: tuple[Field, ...]) -> int:
+    return sum(field.dtype.itemsize for field in fields)

@@ -14,9 +14,9 @@ import torch
 
 from reference_impl.device import REACHED, Device, Event
 from reference_impl.optimizers.algorithms import Algorithm
-from reference_impl.optimizers.chunks import Chunk, Part
+from reference_impl.optimizers.chunks import Chunk, Part, Weights
 from reference_impl.optimizers.layout import Member
-from reference_impl.optimizers.streamed_homes import Homes
+from reference_impl.optimizers.streamed_homes import Homes, Travel, check_travel
 from reference_impl.optimizers.streamed_states import MemberStates
 from reference_impl.optimizers.streamed_update import StreamedRound, StreamedUpdate
 from reference_impl.optimizers.verdict import Verdict
@@ -34,7 +34,7 @@ class StreamedShare:
         chunk_bytes: most bytes of states that travel at once.
         device_budget_bytes: device memory for slots of `chunk_bytes` and one chunk's fp32 gradients; by default three
             slots.
-        offload_masters: False keeps the masters on the device, so that only moments travel.
+        travel: which states travel, and in how many bytes; by default masters and moments in fp32.
         remedy: ends the message when the host has no room.
     """
 
@@ -45,24 +45,22 @@ class StreamedShare:
         *,
         chunk_bytes: int,
         device_budget_bytes: int | None = None,
-        offload_masters: bool = True,
+        travel: Travel | None = None,
         remedy: str = "try a smaller fraction",
     ) -> None:
         """Take nothing yet."""
         self._device = device
         self._chunk_bytes = chunk_bytes
         self._budget_bytes = device_budget_bytes
+        travel = travel or Travel()
+        check_travel(travel, algorithm, device)
         self._homes = Homes(
-            device,
-            moments=algorithm.moments,
-            chunk_bytes=chunk_bytes,
-            offload_masters=offload_masters,
-            remedy=remedy,
+            device, moments=algorithm.moments, chunk_bytes=chunk_bytes, travel=travel, remedy=remedy
         )
-        self._states = MemberStates()
+        self._weights = Weights()
+        self._states = MemberStates(self._weights)
         self._stream = StreamedUpdate(device, algorithm)
         self._chunks: list[Chunk] = []
-        self._staging: dict[Member, tuple[int, torch.Tensor]] = {}
         self._gradients: dict[Member, torch.Tensor] = {}
         self._updated: dict[Member, Event] = {}
         self._verdict: Verdict | None = None
@@ -77,8 +75,7 @@ class StreamedShare:
 
         Raises ValueError for a budget below three chunks and HostMemoryError: both before anything is taken.
         """
-        elements = [self._homes.elements(member.param) for member in (*self.steps, *parts)]
-        slots = self._slots(gradient_bytes=4 * max(elements, default=0))
+        slots = self._slots([member.param for member in (*self.steps, *parts)])
         chunks = self._homes.make(parts)
         self._chunks.extend(chunks)
         self._stream.make_room(self._chunks, slots=slots)
@@ -88,28 +85,33 @@ class StreamedShare:
             self.steps[member] = torch.zeros((), device=self._device.torch_device)
             # fp32 weights are their own masters, which the update writes in place.
             if part.staged and member.param.dtype != torch.float32:
-                staged = torch.empty(
-                    len(part.streamed), dtype=member.param.dtype, device=self._device.torch_device
-                )
-                self._staging[member] = (part.streamed.start, staged)
+                self._weights.stage(member, part.streamed)
         self.refresh_masters(parts)
 
-    def _slots(self, *, gradient_bytes: int) -> int:
-        if self._budget_bytes is None:
+    def _slots(self, params: Sequence[torch.Tensor]) -> int:
+        """Return how many slots the budget has room for, given all parameters."""
+        if self._budget_bytes is None or not params:
             return LEAST_SLOTS
-        slots = (self._budget_bytes - gradient_bytes) // self._chunk_bytes
+        slot_bytes, scratch_bytes = self._sizes({param.dtype for param in params})
+        slots = (self._budget_bytes - scratch_bytes) // slot_bytes
         if slots < LEAST_SLOTS:
-            needed = LEAST_SLOTS * self._chunk_bytes + gradient_bytes
+            needed = LEAST_SLOTS * slot_bytes + scratch_bytes
             raise ValueError(
                 f"device_budget_bytes is {self._budget_bytes}; expected {needed} or more: {LEAST_SLOTS} chunks of "
-                f"{self._chunk_bytes} bytes and {gradient_bytes} for gradients; try smaller chunk_bytes"
+                f"{slot_bytes} bytes, and {scratch_bytes} for gradients and unpacked states; try smaller chunk_bytes"
             )
         return slots
 
+    def _sizes(self, dtypes: Iterable[torch.dtype]) -> tuple[int, int]:
+        """Return the bytes of a slot and of what one chunk needs beside it."""
+        listed = list(dtypes)
+        return max(map(self._homes.slot_bytes, listed)), max(map(self._homes.scratch_bytes, listed))
+
     @property
     def ring_bytes(self) -> int:
-        """Device bytes of the fewest slots that streaming takes, and of one chunk's gradients."""
-        return LEAST_SLOTS * self._chunk_bytes + self._chunk_bytes // (1 + len(self.moments))
+        """Device bytes of the fewest slots that streaming takes, and of what one chunk needs beside them."""
+        slot_bytes, scratch_bytes = self._sizes((torch.bfloat16, torch.float32))
+        return LEAST_SLOTS * slot_bytes + scratch_bytes
 
     def __contains__(self, member: Member) -> bool:
         """Return whether a part of `member` is here."""
@@ -140,7 +142,7 @@ class StreamedShare:
             torch._foreach_sub_(steps, [verdict.found_inf] * len(steps))
         ordered = sorted(self._chunks, key=lambda chunk: chunk.deadline)
         due = [chunk for chunk in ordered if any(piece.member in ours for piece in chunk.pieces)]
-        round_ = StreamedRound(ours, self.steps, verdict, groups, self._staging)
+        round_ = StreamedRound(ours, self.steps, verdict, groups, self._weights)
         self._updated.update(self._stream.run(due, round_))
         self._stream.prefetch(due)
 
@@ -157,9 +159,8 @@ class StreamedShare:
         The first element, the flat weights and the event after which they are new. The live current stream must be
         behind whoever reads them before the next `update` with this member.
         """
-        if member not in self._staging:
-            return None
-        return *self._staging[member], self._updated.get(member, REACHED)
+        staged = self._weights.staged(member)
+        return None if staged is None else (*staged, self._updated.get(member, REACHED))
 
     def settle(self, *, for_writing: bool) -> None:
         """Block until the homes are whole and, `for_writing`, nobody reads them either."""
@@ -201,6 +202,6 @@ class StreamedShare:
         self._chunks.clear()
         self._gradients.clear()
         self._updated.clear()
-        self._staging.clear()
-        self._states = MemberStates()
+        self._weights.clear()
+        self._states = MemberStates(self._weights)
         self._stream.close()

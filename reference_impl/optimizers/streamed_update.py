@@ -22,52 +22,42 @@ import torch
 from reference_impl.device import Device, Event
 from reference_impl.memory.ring import DeviceRing, Slot
 from reference_impl.optimizers.algorithms import Algorithm
-from reference_impl.optimizers.chunks import MASTER, Chunk
+from reference_impl.optimizers.chunks import MASTER, Chunk, Weights
 from reference_impl.optimizers.layout import Member, Piece
+from reference_impl.optimizers.packing import LOW
+from reference_impl.optimizers.streamed_scratch import Scratch
 from reference_impl.optimizers.verdict import Verdict
 
 
 @dataclass(frozen=True, slots=True)
 class StreamedRound:
-    """One step: `gradients` shaped like parameters, `steps` that count it already, hyper-parameters by group.
-
-    New weights of members in `staging` go to the tensors there, each with its first element; others into the
-    parameter.
-    """
+    """One step: `gradients` shaped like parameters, `steps` that count it already, hyper-parameters by group."""
 
     gradients: Mapping[Member, torch.Tensor]
     steps: Mapping[Member, torch.Tensor]
     verdict: Verdict | None
     groups: Sequence[Mapping[str, Any]]
-    staging: Mapping[Member, tuple[int, torch.Tensor]]
+    weights: Weights
 
     def gradient(self, piece: Piece) -> torch.Tensor:
         """Return the gradient of `piece`."""
         return piece.member.flat(self.gradients[piece.member])[piece.start : piece.stop]
 
-    def weight(self, piece: Piece) -> torch.Tensor:
-        """Return where the new weight of `piece` goes."""
-        first, staged = self.staging.get(piece.member, (0, None))
-        whole = piece.member.flat(piece.member.param_local.detach()) if staged is None else staged
-        return whole[piece.start - first : piece.stop - first]
-
 
 class StreamedUpdate:
-    """Updates chunks through a ring of device buffers and one buffer for fp32 gradients."""
+    """Updates chunks through a ring of device buffers."""
 
     def __init__(self, device: Device, algorithm: Algorithm) -> None:
         """Take nothing yet."""
         self._device = device
         self._algorithm = algorithm
-        self._gradients = torch.empty(0)
+        self._scratch = Scratch(device)
         self._idle: deque[Slot] = deque()
         self._loaded: dict[Chunk, tuple[Slot, Event]] = {}
 
     def make_room(self, chunks: Sequence[Chunk], *, slots: int) -> None:
         """Allocate what `chunks`, all there are, need of `slots` buffers on the live current stream; no update runs."""
-        numel = max((chunk.numel for chunk in chunks), default=0)
-        if numel > self._gradients.numel():
-            self._gradients = torch.empty(numel, dtype=torch.float32, device=self._device.torch_device)
+        self._scratch.make_room(chunks)
         sizes = [chunk.home.nbytes for chunk in chunks if not chunk.resident]
         slot_bytes, slots = max(sizes, default=0), min(slots, len(sizes))
         self.forget()
@@ -118,7 +108,7 @@ class StreamedUpdate:
 
     def close(self) -> None:
         """Let the buffers go, once all copies are done."""
-        self._gradients = torch.empty(0)
+        self._scratch.close()
         self._loaded.clear()
         self._idle.clear()
 
@@ -144,39 +134,43 @@ class StreamedUpdate:
         *,
         after: tuple[Event, ...],
     ) -> Event:
-        """Run the fused kernel on the pieces that have a gradient, then round the masters to the weights."""
+        """Unpack, run the fused kernel on the pieces that have a gradient, round masters to weights, pack."""
         pieces = [piece for piece in chunk.pieces if piece.member in round_.gradients]
-        states = {name: [chunk.state(name, piece, buffer) for piece in pieces] for name in chunk.names}
-        weights = [round_.weight(piece) for piece in pieces]
-        if chunk.masters is not None:
-            kept = chunk.masters
-            masters = [kept[piece.offset : piece.offset + piece.numel] for piece in pieces]
-        else:
-            masters = states.get(MASTER, weights)
-        verdict = round_.verdict
+        weights = [round_.weights.of(piece) for piece in pieces]
         arrived = [round_.gradient(piece) for piece in pieces]
-        widened = [self._gradients[piece.offset : piece.offset + piece.numel] for piece in pieces]
+        widened = [self._scratch.gradient(piece) for piece in pieces]
+        steps = [round_.steps[piece.member] for piece in pieces]
         with _on_update(self._device):
             for event in after:
                 self._device.wait(event)
             # The kernel writes the scaled gradient back, so it gets a copy also where none is needed to widen.
             torch._foreach_copy_(widened, arrived)
+            states = self._scratch.unpack(chunk, buffer, round_.weights)
+            masters = states.get(MASTER, chunk.masters)
+            moments = [states[name] for name in self._algorithm.moments]
             self._algorithm.update(
-                masters,
+                weights if masters is None else _cut(masters, pieces),
                 widened,
-                [states[name] for name in self._algorithm.moments],
-                [round_.steps[piece.member] for piece in pieces],
+                [_cut(moment, pieces) for moment in moments],
+                steps,
                 round_.groups[chunk.group],
-                grad_scale=None if verdict is None else verdict.grad_scale,
-                found_inf=None if verdict is None else verdict.found_inf,
+                grad_scale=None if round_.verdict is None else round_.verdict.grad_scale,
+                found_inf=None if round_.verdict is None else round_.verdict.found_inf,
             )
-            if masters is not weights:
-                torch._foreach_copy_(weights, masters)
+            self._scratch.pack(chunk, buffer, steps[0])
+            if chunk.has(LOW):
+                torch._foreach_copy_(weights, [self._scratch.new_weight(piece) for piece in pieces])
+            elif masters is not None:
+                torch._foreach_copy_(weights, _cut(masters, pieces))
             return self._device.record()
 
 
+def _cut(state: torch.Tensor, pieces: Sequence[Piece]) -> list[torch.Tensor]:
+    return [state[piece.offset : piece.offset + piece.numel] for piece in pieces]
+
+
 def _buffer(chunk: Chunk, slot: Slot) -> torch.Tensor:
-    return slot.bytes[: chunk.home.nbytes].view(torch.float32)
+    return slot.bytes[: chunk.home.nbytes]
 
 
 def _on_update(device: Device) -> AbstractContextManager[object]:
