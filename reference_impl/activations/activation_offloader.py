@@ -22,7 +22,7 @@ from reference_impl.activations.attach import (
     named_layers,
 )
 from reference_impl.activations.budget import BudgetPlan
-from reference_impl.activations.budget_policy import BudgetPolicy
+from reference_impl.activations.budget_policy import Budget, BudgetPolicy
 from reference_impl.activations.clock import Clock
 from reference_impl.activations.offloader import EngineOptions, Offloader
 from reference_impl.activations.parked_weights import ParkedWeights
@@ -52,7 +52,7 @@ class ActivationOffloader(Offloader):
         weights: bool = False,
         fraction: float = 1.0,
         keep_last_bytes: int = 0,
-        budget_bytes: int | None = None,
+        budget_bytes: Budget | None = None,
         plan: BudgetPlan | None = None,
         **options: Unpack[EngineOptions],
     ) -> None:
@@ -70,7 +70,8 @@ class ActivationOffloader(Offloader):
                 pipeline ranks, `rank * delta_bytes` keeps more where fewer micro-batches are in flight.
             budget_bytes: instead, the most device bytes that a step may take. The first step offloads everything
                 and is profiled; from the second on each saved tensor is kept, offloaded or computed again,
-                whichever takes least time. A budget below what must stay raises BudgetError before that step.
+                whichever takes least time. A budget below what must stay raises BudgetError before that step;
+                "least" stands for what must stay, with a little for the allocator's rounding.
             plan: instead, the plan of an earlier offloader's `plan`, carried out from the first step.
             options: see `EngineOptions`.
 
@@ -89,6 +90,10 @@ class ActivationOffloader(Offloader):
             raise ValueError(
                 f"{' and '.join(given)} each choose what moves; expected one of {', '.join(choices)}; "
                 f"try {given[0]} alone"
+            )
+        if isinstance(budget_bytes, str) and budget_bytes != "least":
+            raise ValueError(
+                f"budget_bytes={budget_bytes!r}; expected a number of bytes, or 'least'; try 'least'"
             )
         self._share = Share(fraction=fraction, keep_last_bytes=keep_last_bytes)
         around: Around

@@ -41,7 +41,8 @@ class BudgetError(ValueError):
 class ProfiledStorage:
     """One saved storage: what it is, its bytes, when forward saves and backward needs it, what recomputing costs.
 
-    Times count computation alone, each pass from 0. `recompute_s` is None where it cannot be recomputed.
+    Times count computation alone, each pass from 0. `recompute_s` is None where it cannot be recomputed; otherwise
+    it is computed from the storages `made_from`, given by their places in the order of saving, and weights.
     """
 
     name: str
@@ -49,13 +50,15 @@ class ProfiledStorage:
     saved_at_s: float
     needed_at_s: float
     recompute_s: float | None = None
+    made_from: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepProfile:
     """A step with everything offloaded: its storages in the order of saving, compute times, peaks, and the link.
 
-    `forward_peak_bytes` includes the loss. `backward_peak_bytes[n]` is the peak after `n` storages were needed.
+    `forward_peak_bytes` includes the loss. `backward_peak_bytes[n]` is the peak after `n` storages were needed. Both
+    are without what came early.
     """
 
     storages: tuple[ProfiledStorage, ...]
@@ -134,9 +137,14 @@ def simulate(profile: StepProfile, decisions: Sequence[Decision]) -> float:
             link_free_s = max(link_free_s, storage.saved_at_s) + storage.size_bytes / profile.d2h_bytes_per_s
     forward_s = max(profile.forward_s, link_free_s)
     now_s = last_s = arrived_s = 0.0
-    for storage, decision in sorted(pairs, key=lambda pair: pair[0].needed_at_s):
-        now_s += storage.needed_at_s - last_s
-        last_s = storage.needed_at_s
+    recomputed = {index for index, each in enumerate(decisions) if each is Decision.RECOMPUTE}
+    early = {
+        index: profile.storages[by].needed_at_s for index, by in _first_users(profile, recomputed).items()
+    }
+    in_turn = [(early.get(index, pair[0].needed_at_s), *pair) for index, pair in enumerate(pairs)]
+    for needed_at_s, storage, decision in sorted(in_turn, key=lambda each: each[0]):
+        now_s += needed_at_s - last_s
+        last_s = needed_at_s
         if decision is Decision.OFFLOAD:
             arrived_s += storage.size_bytes / profile.h2d_bytes_per_s
             now_s = max(now_s, arrived_s)
@@ -145,8 +153,8 @@ def simulate(profile: StepProfile, decisions: Sequence[Decision]) -> float:
     return forward_s + profile.loss_s + now_s + profile.backward_s - last_s + CONTENTION * (d2h_s + h2d_s)
 
 
-def plan_budget(profile: StepProfile, budget_bytes: int) -> BudgetPlan:
-    """Return the fastest plan found whose peak stays within `budget_bytes`.
+def plan_budget(profile: StepProfile, budget_bytes: int, *, recomputing: bool = True) -> BudgetPlan:
+    """Return the fastest plan found whose peak stays within `budget_bytes`; it may do without `recomputing`.
 
     Raises BudgetError when even offloading everything does not fit.
     """
@@ -156,11 +164,14 @@ def plan_budget(profile: StepProfile, budget_bytes: int) -> BudgetPlan:
         (index for index, storage in enumerate(profile.storages) if storage.recompute_s is not None),
         key=lambda index: (_seconds_per_byte(profile.storages[index]), -index),
     )
+    counts = {
+        math.ceil(len(cheapest_first) * share / _MOST_CANDIDATES) for share in range(_MOST_CANDIDATES + 1)
+    }
     candidates = []
-    for share in range(_MOST_CANDIDATES + 1):
-        recomputed = cheapest_first[: math.ceil(len(cheapest_first) * share / _MOST_CANDIDATES)]
-        decisions, peak_bytes = _decide(profile, set(recomputed), budget_bytes)
-        candidates.append((simulate(profile, decisions), peak_bytes, decisions))
+    for count in sorted(counts) if recomputing else [0]:
+        decisions, peak_bytes = _decide(profile, set(cheapest_first[:count]), budget_bytes)
+        if peak_bytes <= budget_bytes:
+            candidates.append((simulate(profile, decisions), peak_bytes, decisions))
     seconds, peak_bytes, decisions = min(candidates, key=lambda candidate: candidate[0])
     return BudgetPlan(
         names=tuple(storage.name for storage in profile.storages),
@@ -174,22 +185,46 @@ def plan_budget(profile: StepProfile, budget_bytes: int) -> BudgetPlan:
 def _decide(profile: StepProfile, recomputed: set[int], budget_bytes: int) -> tuple[list[Decision], int]:
     """Keep the last saved that fit, since backward needs them first; offload the rest. Return the peak too."""
     storages = profile.storages
-    by_need = sorted(range(len(storages)), key=lambda index: storages[index].needed_at_s)
-    rank = {index: position for position, index in enumerate(by_need)}
+    rank = {index: position for position, index in enumerate(_by_need(profile))}
     decisions = [Decision.OFFLOAD] * len(storages)
     forward_bytes = profile.forward_peak_bytes
     backward_bytes = numpy.array(profile.backward_peak_bytes, dtype=numpy.int64)
+    early = {index: rank[user] for index, user in _first_users(profile, recomputed).items()}
+    for index, first in early.items():
+        backward_bytes[first : rank[index] + 1] += storages[index].size_bytes
     for index in reversed(range(len(storages))):
         size_bytes = storages[index].size_bytes
-        # A kept storage lies there from its saving to its use.
-        until_used = backward_bytes[: rank[index] + 1]
         if index in recomputed:
             decisions[index] = Decision.RECOMPUTE
-        elif max(forward_bytes, until_used.max()) + size_bytes <= budget_bytes:
+            continue
+        # A kept storage lies there from its saving to its use, whether or not something else needs it early.
+        until_used = backward_bytes[: rank[index] + 1].copy()
+        until_used[: early.get(index, rank[index] + 1)] += size_bytes
+        if max(forward_bytes + size_bytes, until_used.max()) <= budget_bytes:
             decisions[index] = Decision.KEEP
             forward_bytes += size_bytes
-            until_used += size_bytes
+            backward_bytes[: rank[index] + 1] = until_used
     return decisions, int(max(forward_bytes, backward_bytes.max()))
+
+
+def _by_need(profile: StepProfile) -> list[int]:
+    storages = profile.storages
+    return sorted(range(len(storages)), key=lambda index: storages[index].needed_at_s)
+
+
+def _first_users(profile: StepProfile, recomputed: set[int]) -> dict[int, int]:
+    """Return, for each storage that a recomputation needs before its own turn, whose recomputation that is first."""
+    by_need = _by_need(profile)
+    rank = {index: position for position, index in enumerate(by_need)}
+    users: dict[int, int] = {}
+    for index in by_need:
+        waiting = [index] if index in recomputed else []
+        while waiting:
+            for source in profile.storages[waiting.pop()].made_from:
+                if rank[index] < rank[users.get(source, source)]:
+                    users[source] = index
+                    waiting += [source] if source in recomputed else []
+    return users
 
 
 def _seconds_per_byte(storage: ProfiledStorage) -> float:

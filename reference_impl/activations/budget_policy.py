@@ -1,13 +1,14 @@
 """The budget at work: profile a step, plan, carry the plan out, and look whether it kept its word.
 
 The first step offloads everything and is profiled. The plan made from it is carried out from the second step
-on; the second is measured again for the room it leaves, and when its peak is above the budget the plan is made
-anew for that much less.
+on; the second is measured again for the room it leaves. Whenever a later step turns out above the budget, less
+comes early from then on, and when that is not enough the plan is made anew for that much less.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
 from reference_impl.activations.budget import BudgetPlan, StepProfile, plan_budget
 from reference_impl.activations.geometry import Extent
@@ -19,6 +20,12 @@ from reference_impl.device import Device
 from reference_impl.memory.ledger import mark_peak, marked_peak_bytes
 from reference_impl.memory.link import LinkSpeed
 
+# A plan aims this share below the budget: CUDA's allocator rounds up as it happens to find blocks, differently in
+# each step, by up to 1 MiB a block.
+_MARGIN = 1 / 256
+
+Budget = int | Literal["least"]
+
 
 class BudgetPolicy:
     """Decides by a plan, as soon as there is one."""
@@ -29,10 +36,10 @@ class BudgetPolicy:
         device: Device,
         measure_link: Callable[[int], LinkSpeed],
         *,
-        budget_bytes: int | None,
+        budget_bytes: Budget | None,
         plan: BudgetPlan | None,
     ) -> None:
-        """Take a `plan`, or profile for one within `budget_bytes`."""
+        """Take a `plan`, or profile for one within `budget_bytes`, or within the least bytes possible."""
         self._room = room
         self._device = device
         self._measure_link = measure_link
@@ -40,6 +47,8 @@ class BudgetPolicy:
         self._profiler: StepProfiler | None = None
         self._profile: StepProfile | None = None
         self._over_bytes = 0
+        self._is_new = False
+        self._is_shrunk = False
         self.plan = plan
 
     @property
@@ -78,32 +87,38 @@ class BudgetPolicy:
             )
         self._profile = profiler.result(peaks, self._measure_link(profiler.largest_bytes))
         self._profiler = None
+        if self._budget_bytes == "least":
+            self._budget_bytes = int(self._profile.peak_bytes * (1 + 2 * _MARGIN))
         self._make_plan(run)
 
     def _check_peak(self, run: Run) -> None:
-        """Plan anew when the measured step was above the budget; leave less room when a later one was."""
-        assert self._budget_bytes is not None
+        """Do something about a step above the budget: leave less room first, then plan anew."""
+        assert isinstance(self._budget_bytes, int)
         peaks = self._room.learnt_peaks()
         if peaks is None:
             return
-        if self._profile is not None:
-            over_bytes = max(need for needs in peaks.values() for need in needs) - self._budget_bytes
-            if over_bytes > 0:
-                self._over_bytes += over_bytes
-                self._make_plan(run)
-            else:
-                self._profile = None
-                mark_peak(self._device)
-            return
-        over_bytes = (marked_peak_bytes(self._device) or 0) - self._budget_bytes
-        if over_bytes > 0:
+        was_new, self._is_new = self._is_new, False
+        peak_bytes = marked_peak_bytes(self._device) or 0
+        if was_new:
+            peak_bytes = max(need for needs in peaks.values() for need in needs)
+        over_bytes = peak_bytes - self._budget_bytes
+        if over_bytes > 0 and (was_new or self._is_shrunk) and self._profile is not None:
+            self._over_bytes += over_bytes
+            self._make_plan(run)
+        elif over_bytes > 0:
             self._room.shrink(over_bytes)
+            self._is_shrunk = True
+        if over_bytes > 0 or was_new:
             mark_peak(self._device)
 
     def _make_plan(self, run: Run) -> None:
         assert self._profile is not None
-        assert self._budget_bytes is not None
+        assert isinstance(self._budget_bytes, int)
+        aim_bytes = int(self._budget_bytes * (1 - _MARGIN))
         least_bytes = self._profile.peak_bytes
-        within_bytes = max(self._budget_bytes - self._over_bytes, min(least_bytes, self._budget_bytes))
-        self.plan = plan_budget(self._profile, within_bytes)
-        self._room.measure_again(run, ceiling_bytes=self._budget_bytes)
+        within_bytes = min(max(aim_bytes - self._over_bytes, least_bytes), self._budget_bytes)
+        # The least was measured without recomputing, whose own memory is known only roughly.
+        is_last_resort = self._over_bytes > 0 and within_bytes == least_bytes
+        self.plan = plan_budget(self._profile, within_bytes, recomputing=not is_last_resort)
+        self._is_new, self._is_shrunk = True, False
+        self._room.measure_again(run, ceiling_bytes=max(aim_bytes, within_bytes))

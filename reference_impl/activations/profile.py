@@ -31,6 +31,7 @@ class _Observation:
     size_bytes: int
     saved: int
     recipe: Recipe | None
+    sources: set[int]
     needed: int | None = None
 
 
@@ -46,7 +47,6 @@ class StepProfiler:
         self._backward = ComputeClock(clock)
         self._forward_end: int | None = None
         self._observed: dict[int, _Observation] = {}
-        self._is_proving = False
         self._is_backward = False
         self._forward.start()
 
@@ -76,7 +76,8 @@ class StepProfiler:
         """Note that storage `index` stands for `extent`, made by `node`."""
         name = node.operation.name if node.operation is not None else "input"
         recipe = recipe_for(node) if extent.is_whole else None
-        self._observed[index] = _Observation(name, extent.size_bytes, self._forward.stop(), recipe)
+        sources = recipe.sources() if recipe is not None else set()
+        self._observed[index] = _Observation(name, extent.size_bytes, self._forward.stop(), recipe, sources)
 
     def start_loss(self) -> None:
         """Note that the forward is over; its clock goes on for the loss."""
@@ -101,21 +102,19 @@ class StepProfiler:
 
     def fetched(self, index: int, flat: torch.Tensor) -> None:
         """Note when storage `index` was needed first, prove its recipe with `flat`, and go on."""
-        if self._is_proving:
-            return
-        observed = self._observed.get(index)
-        if observed is not None and observed.needed is None:
+        observed, run = self._observed.get(index), self._run()
+        if observed is not None and observed.needed is None and run is not None:
             observed.needed = self._backward.stop()
-            self._prove(observed, flat)
+            self._prove(observed, flat, run)
             # The proof, and what it brought early, is no part of the step that is measured.
-            run = self._run()
-            if run is not None:
-                self._room.restart_segment(run)
+            self._room.restart_segment(run)
         self._backward.start()
 
     def result(self, peaks: SegmentPeaks, link: LinkSpeed) -> StepProfile:
         """Return the profile. Waits for the device."""
         forward_s, backward_s = self._forward.seconds(), self._backward.seconds()
+        # Where storages stayed on the device, numbers are not places.
+        places = {index: place for place, index in enumerate(sorted(self._observed))}
         storages = [
             ProfiledStorage(
                 name=observed.name,
@@ -124,6 +123,7 @@ class StepProfiler:
                 # What backward never asked for is needed last.
                 needed_at_s=backward_s[-1 if observed.needed is None else observed.needed],
                 recompute_s=_cost_s(observed.recipe),
+                made_from=tuple(sorted(places[source] for source in observed.sources if source in places)),
             )
             for _, observed in sorted(self._observed.items())
         ]
@@ -139,17 +139,17 @@ class StepProfiler:
             h2d_bytes_per_s=link.h2d_bytes_per_s,
         )
 
-    def _prove(self, observed: _Observation, flat: torch.Tensor) -> None:
+    def _prove(self, observed: _Observation, flat: torch.Tensor, run: Run) -> None:
         if observed.recipe is None:
             return
-        self._is_proving = True
+        run.is_proving = True
         try:
             computed = observed.recipe.compute().untyped_storage()
             is_same = computed.nbytes() == flat.numel() and torch.equal(
                 flat_bytes(computed, 0, flat.numel()), flat
             )
         finally:
-            self._is_proving = False
+            run.is_proving = False
         observed.recipe.release()
         if not is_same:
             observed.recipe = None

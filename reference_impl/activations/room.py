@@ -67,6 +67,10 @@ class MeasuredStep:
         self.phase, self._movable_bytes = phase, movable_bytes
         mark_peak(self._device)
 
+    def settle(self, movable_bytes: int) -> None:
+        """Take it that `movable_bytes` are there until the running segment ends."""
+        self._movable_bytes = movable_bytes
+
     def restart_segment(self, movable_bytes: int) -> None:
         """Begin the running segment anew."""
         self._movable_bytes = movable_bytes
@@ -136,27 +140,37 @@ class Room:
         """Note that the loss's own backward is over."""
         self._measure(run, "backward", self.in_flight.held_bytes)
 
-    def served(self, run: Run) -> None:
-        """Note that backward has asked for the next storage."""
+    def asked(self, run: Run) -> None:
+        """Note that backward asks for the next storage, which ends a segment."""
         self.in_flight.drain()
         if self._measuring is not None and self._measuring.phase != "backward":
             # Nobody said when backward began: the segment before the first storage is empty.
             self._measure(run, "backward", self.in_flight.held_bytes)
-        self._measure(run, "backward", self.in_flight.held_bytes + run.ahead_bytes)
+        self._measure(run, "backward", self._movable_bytes(run))
+
+    def settled(self, run: Run) -> None:
+        """Note that what comes early in the running segment is there."""
+        if self._measuring is not None and self._measuring.is_about(run):
+            self._measuring.settle(self._movable_bytes(run))
 
     def restart_segment(self, run: Run) -> None:
         """Forget what the running segment has needed so far."""
         if self._measuring is not None and self._measuring.is_about(run):
-            self._measuring.restart_segment(self.in_flight.held_bytes + run.ahead_bytes)
+            self._measuring.restart_segment(self._movable_bytes(run))
 
     def shrink(self, by_bytes: int) -> None:
         """Leave that much less room in every segment."""
         self._free = {phase: [free - by_bytes for free in frees] for phase, frees in self._free.items()}
 
-    def free_bytes(self, served_storages: int) -> int:
-        """Return what may lie on the device early after so many storages of a run were served; less than 0: unknown."""
+    def free_bytes(self, asked_storages: int) -> int | None:
+        """Return how many bytes may be on the device early after so many of a run's storages were asked for."""
         free = self._free["backward"]
-        return free[served_storages] if self._is_ahead and served_storages < len(free) else -1
+        if not self._is_ahead or asked_storages >= len(free):
+            return None
+        return free[asked_storages] - self.in_flight.held_bytes
+
+    def _movable_bytes(self, run: Run) -> int:
+        return self.in_flight.held_bytes + run.ahead_bytes
 
     def _trim(self, free_bytes: int) -> None:
         self.in_flight.trim(max(free_bytes, self._in_flight_bytes))

@@ -50,11 +50,14 @@ class BackwardOrders:
 class PrefetchRoom(Protocol):
     """How much may come early; `room` knows."""
 
-    def served(self, run: Run) -> None:
-        """Note that backward of `run` has asked for one more storage."""
+    def asked(self, run: Run) -> None:
+        """Note that backward of `run` asks for one more storage."""
 
-    def free_bytes(self, served_storages: int) -> int:
-        """Return how many bytes may lie on the device early after `served_storages` were asked for."""
+    def settled(self, run: Run) -> None:
+        """Note that what comes early is on its way."""
+
+    def free_bytes(self, asked_storages: int) -> int | None:
+        """Return how many bytes more may be on the device early after so many were asked for, or None: unknown."""
 
 
 class Observer(Protocol):
@@ -102,7 +105,10 @@ class Run:
         self._next = 0
         self._reached = 0
         self._round = 0
+        # On the device before anybody asked for it.
         self.ahead_bytes = 0
+        # Whether somebody brings storages back for a proof, which is no part of the step.
+        self.is_proving = False
         self.observer: Observer | None = None
 
     @property
@@ -136,20 +142,25 @@ class Run:
         if self.observer is not None:
             self.observer.start_backward()
         self._recall_order()
-        self._prefetch()
+        self.prefetch(after_copy=True)
 
-    def served(self, index: int, round_: int) -> None:
-        """Note that backward has asked for storage `index` in its `round_`, and start the copies of what follows."""
+    def ask(self, index: int, round_: int) -> None:
+        """Note that backward asks for storage `index` in its `round_`."""
         if round_ == 0 and index not in self._trace:
             self._trace[index] = None
-            self._room.served(self)
+            self._room.asked(self)
         self._recall_order()
-        rank = self._rank.get(index, -1)
         if round_ > self._round:
             self._round, self._next = round_, 0
-        self._reached = rank + 1
+        self._reached = self._rank.get(index, -1) + 1
         self._next = max(self._next, self._reached)
+
+    def prefetch(self, *, after_copy: bool) -> None:
+        """Start the copies of what follows the storage that was asked for, which came by a copy or was computed."""
         self._prefetch()
+        # A computation has needed its memory before these copies were there.
+        if after_copy:
+            self._room.settled(self)
 
     def abandon(self, loaded: Event, buffer: torch.Tensor) -> None:
         """Keep `buffer`, which nobody needs any more, until its copy is over. Safe in a finalizer."""
@@ -169,12 +180,12 @@ class Run:
 
     def _prefetch(self) -> None:
         # What comes early lies there through all segments up to its use.
-        limit = min((self._room.free_bytes(rank) for rank in range(self._reached, self._next)), default=2**63)
+        free = [self._room.free_bytes(rank) for rank in range(self._reached, self._next)]
         while self._next < len(self._order):
             saved = self._pending(self._next)
-            limit = min(limit, self._room.free_bytes(self._next))
+            free.append(self._room.free_bytes(self._next))
             if saved is not None and not saved.hold_on_device():
-                if self.ahead_bytes > 0 and self.ahead_bytes + saved.size_bytes > limit:
+                if not self._fits(saved.size_bytes, free):
                     break
                 saved.load()
             self._next += 1
@@ -182,6 +193,13 @@ class Run:
             saved = self._pending(rank)
             if saved is not None:
                 saved.source.prepare()
+
+    def _fits(self, size_bytes: int, free: Sequence[int | None]) -> bool:
+        """Whether so much more may come early; one storage may where nobody knows how much is free."""
+        known = [each for each in free if each is not None]
+        if len(known) < len(free):
+            return self.ahead_bytes == 0
+        return self.ahead_bytes + size_bytes <= min(known)
 
     def _pending(self, rank: int) -> SavedStorage | None:
         """Return the storage at `rank` of the order if backward still needs it and it may come early."""

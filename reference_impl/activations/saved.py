@@ -133,6 +133,11 @@ class MovedTensor:
         self._geometry = geometry
         self._probe = probe
 
+    @property
+    def storage_index(self) -> int:
+        """The number of its storage in the run."""
+        return self._saved.index
+
     def restore(self) -> torch.Tensor:
         """Return a tensor with the saved values and strides on the device; the live current stream may use it.
 
@@ -161,6 +166,7 @@ class SavedStorage:
         "__weakref__",
         "_buffer",
         "_device",
+        "_is_ahead",
         "_is_awaited",
         "_is_whole",
         "_live_tokens",
@@ -196,6 +202,8 @@ class SavedStorage:
         self._on_device = None if in_flight is None else weakref.ref(in_flight)
         self._buffer: torch.Tensor | None = None
         self._loaded: Event = REACHED
+        # On the device before it was asked for.
+        self._is_ahead = False
         self._is_awaited = True
         self._stream = self._device.current_stream_id()
         self._live_tokens = 0
@@ -226,7 +234,8 @@ class SavedStorage:
             original = None if self._on_device is None else self._on_device()
             if original is None:
                 return False
-            self._hold(original)
+            # `in_flight` counts these bytes.
+            self._buffer = original
         return True
 
     def load(self) -> None:
@@ -235,33 +244,43 @@ class SavedStorage:
         buffer, self._loaded = self.source.bring()
         self._on_device = weakref.ref(buffer)
         self._is_awaited = False
-        self._hold(buffer)
+        self._buffer = buffer
+        self._count_ahead(True)
 
     def fetch(self, token: MovedTensor) -> torch.Tensor:
         """Return the bytes on the device for `token`, ready on the live current stream."""
-        observer = self._run.observer
-        if observer is not None:
-            observer.fetching()
+        run = self._run
+        if run.is_proving:
+            return self._bring(token)
+        if run.observer is not None:
+            run.observer.fetching()
+        run.ask(self.index, self.round)
+        flat = self._bring(token)
+        run.prefetch(after_copy=self.source.may_come_early)
+        if run.observer is not None:
+            run.observer.fetched(self.index, flat)
+        return flat
+
+    def _bring(self, token: MovedTensor) -> torch.Tensor:
         if not self.hold_on_device():
             self.load()
+        if not self._run.is_proving:
+            self._count_ahead(False)
         flat = self._buffer
         assert flat is not None
         self._device.wait(self._loaded)
         self._is_awaited = True
         if self._stream != self._device.current_stream_id():
             flat = self._run.copy_for_this_stream(flat)
-        current_round = self.round
-        if token.round == current_round:
+        if token.round == self.round:
             token.round += 1
             self._served_one()
-        self._run.served(self.index, current_round)
-        if observer is not None:
-            observer.fetched(self.index, flat)
         return flat
 
-    def _hold(self, buffer: torch.Tensor) -> None:
-        self._buffer = buffer
-        self._run.ahead_bytes += self.size_bytes
+    def _count_ahead(self, is_ahead: bool) -> None:
+        if is_ahead != self._is_ahead:
+            self._is_ahead = is_ahead
+            self._run.ahead_bytes += self.size_bytes if is_ahead else -self.size_bytes
 
     def _served_one(self) -> None:
         self._unserved_tokens -= 1
@@ -273,7 +292,7 @@ class SavedStorage:
     def _drop_buffer(self) -> None:
         if self._buffer is None:
             return
-        self._run.ahead_bytes -= self.size_bytes
+        self._count_ahead(False)
         if not self._is_awaited:
             # No stream that may reuse this memory has been told to wait for the copy that still writes it.
             self._run.abandon(self._loaded, self._buffer)

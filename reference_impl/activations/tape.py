@@ -177,6 +177,16 @@ class Recipe:
             if isinstance(restorable, _RecipeView):
                 self.operations += restorable.recipe.operations
 
+    def sources(self) -> set[int]:
+        """Return the numbers of the saved storages that it reads."""
+        found: set[int] = set()
+        for restorable in self._inputs.values():
+            if isinstance(restorable, _RecipeView):
+                found |= restorable.recipe.sources()
+            elif isinstance(restorable, MovedTensor):
+                found.add(restorable.storage_index)
+        return found
+
     def compute(self) -> torch.Tensor:
         """Return the result in new memory of the live current stream."""
         restored = {given: restorable.restore() for given, restorable in self._inputs.items()}

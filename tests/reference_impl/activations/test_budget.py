@@ -1,5 +1,6 @@
 """The planner: arithmetic on profiles."""
 
+import dataclasses
 import itertools
 import json
 
@@ -123,6 +124,28 @@ def test_a_peak_in_backward_limits_what_is_kept_until_then():
     assert plan_budget(late, 1020).decisions == (KEEP, KEEP)
     middle = StepProfile(**{**measured.__dict__, "backward_peak_bytes": (1000, 1015, 1000)})
     assert plan_budget(middle, 1020).decisions == (OFFLOAD, KEEP)
+
+
+def chain(count):
+    """Each result is made from the one before it, and only the last ones are needed at first."""
+    measured = profile([(10, 0.0)] * count, link=0.1)
+    made = tuple(
+        dataclasses.replace(storage, made_from=(index - 1,) if index else ())
+        for index, storage in enumerate(measured.storages)
+    )
+    return dataclasses.replace(measured, storages=made)
+
+
+def test_a_chain_of_recomputation_counts_all_that_it_holds():
+    # Recomputing the last result brings every earlier one back, and each stays until its own turn.
+    plan = plan_budget(chain(8), 1000)
+    assert OFFLOAD in plan.decisions
+    assert plan.predicted_peak_bytes <= 1000
+    assert set(plan_budget(chain(8), 1080).decisions) <= {KEEP, RECOMPUTE}
+
+
+def test_a_plan_can_do_without_recomputing():
+    assert set(plan_budget(chain(4), 1000, recomputing=False).decisions) == {OFFLOAD}
 
 
 def test_the_least_possible_is_named():

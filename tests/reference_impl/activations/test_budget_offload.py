@@ -6,18 +6,29 @@ import pytest
 import torch
 from torch import nn
 
-from reference_impl.activations import ActivationOffloader
-from reference_impl.activations.budget import BudgetError
+from reference_impl.activations import ActivationOffloader, activation_offloader, budget_policy
+from reference_impl.activations.budget import BudgetError, ProfiledStorage, StepProfile
+from reference_impl.activations.budget_policy import BudgetPolicy
 from reference_impl.activations.policy import Decision
 from reference_impl.memory.ledger import Ledger
+from reference_impl.memory.link import LinkSpeed
 
 SMALL = {"min_bytes": 1024}
 
 
 @pytest.fixture
 def long_trainee(trainee, device):
-    trainee.ids = torch.randint(512, (2, 1024), device=device.torch_device)
+    # The allocator of CUDA hands out up to 1 MiB more a block than was asked for: no matter among large blocks.
+    tokens = 8192 if device.is_cuda else 1024
+    trainee.ids = torch.randint(512, (2, tokens), device=device.torch_device)
     return trainee
+
+
+@pytest.fixture
+def slow_link(monkeypatch):
+    """A link so slow that much is computed again."""
+    slow = LinkSpeed(d2h_bytes_per_s=1e8, h2d_bytes_per_s=1e8)
+    monkeypatch.setattr(activation_offloader, "measure_link", lambda *_, **__: slow)
 
 
 def peaks(trainee, ledger, steps):
@@ -48,11 +59,94 @@ def test_the_budget_is_kept_and_the_step_is_bitwise_the_same(long_trainee, devic
         Ledger(device, track=long_trainee.model.parameters()) as ledger,
         ActivationOffloader(long_trainee.model, budget_bytes=budget, **SMALL) as offloader,
     ):
-        assert max(peaks(long_trainee, ledger, 6)[3:]) <= budget
+        # A peak that the allocator's rounding made is answered by less room, and then by another plan.
+        assert (
+            max(peaks(long_trainee, ledger, 9 if device.is_cuda else 4)[6 if device.is_cuda else 1 :])
+            <= budget
+        )
         assert long_trainee.step() == expected
         assert offloader.plan.predicted_peak_bytes <= budget
         assert (offloader.plan.bytes_of(Decision.KEEP) > 0) == (share > 0.1) or share == 0.05
         assert offloader.arena.live_bytes == 0
+
+
+@pytest.mark.usefixtures("slow_link")
+@pytest.mark.parametrize("share", [0.02, 0.05, 0.1, 0.3])
+def test_the_budget_is_kept_where_much_is_recomputed(long_trainee, device, share):
+    expected = long_trainee.step()
+    without, everything = extremes(long_trainee, device)
+    budget = int(everything + share * (without - everything)) + 2**16
+    with (
+        Ledger(device, track=long_trainee.model.parameters()) as ledger,
+        ActivationOffloader(long_trainee.model, budget_bytes=budget, **SMALL) as offloader,
+    ):
+        assert (
+            max(peaks(long_trainee, ledger, 9 if device.is_cuda else 4)[6 if device.is_cuda else 1 :])
+            <= budget
+        )
+        assert long_trainee.step() == expected
+        assert offloader.plan.bytes_of(Decision.RECOMPUTE) > 0
+
+
+@pytest.mark.usefixtures("slow_link")
+def test_the_least_is_found_without_a_number(long_trainee, device):
+    expected = long_trainee.step()
+    _, everything = extremes(long_trainee, device)
+    with (
+        Ledger(device, track=long_trainee.model.parameters()) as ledger,
+        ActivationOffloader(long_trainee.model, budget_bytes="least", **SMALL) as offloader,
+    ):
+        assert max(peaks(long_trainee, ledger, 9 if device.is_cuda else 4)[1:]) <= everything * 1.01
+        assert long_trainee.step() == expected
+        assert offloader.plan.bytes_of(Decision.RECOMPUTE) > 0
+
+
+def test_a_budget_in_words_other_than_least_is_refused(trainee):
+    with pytest.raises(ValueError, match="budget_bytes='most'; expected a number of bytes, or 'least'"):
+        ActivationOffloader(trainee.model, budget_bytes="most")
+
+
+class Watched:
+    """Stands for the room of an engine: a plan's measured step, and the room it was told to leave."""
+
+    def __init__(self):
+        self.shrunk = []
+
+    def learnt_peaks(self):
+        return {"forward": [900], "loss": [1000], "backward": [900]}
+
+    def measure_again(self, run, *, ceiling_bytes):
+        pass
+
+    def shrink(self, by_bytes):
+        self.shrunk.append(by_bytes)
+
+
+def test_a_step_above_the_budget_costs_room_first_and_then_a_smaller_plan(monkeypatch, device):
+    room = Watched()
+    policy = BudgetPolicy(room, device, lambda _: None, budget_bytes=10_000, plan=None)
+    policy._profile = StepProfile(
+        storages=tuple(
+            ProfiledStorage(name="op", size_bytes=1000, saved_at_s=n, needed_at_s=8.0 - n) for n in range(8)
+        ),
+        forward_s=8.0,
+        loss_s=0.0,
+        backward_s=8.0,
+        forward_peak_bytes=4000,
+        backward_peak_bytes=(4000,) * 9,
+        d2h_bytes_per_s=1e6,
+        h2d_bytes_per_s=1e6,
+    )
+    policy._make_plan(None)
+    first = policy.plan.bytes_of(Decision.KEEP)
+    monkeypatch.setattr(budget_policy, "mark_peak", lambda _: None)
+    monkeypatch.setattr(budget_policy, "marked_peak_bytes", lambda _: 11_300)
+    policy.start_run(None)  # The plan's own first step was measured segment by segment.
+    policy.start_run(None)
+    assert room.shrunk == [1300]
+    policy.start_run(None)
+    assert policy.plan.bytes_of(Decision.KEEP) < first
+    assert room.shrunk == [1300]
 
 
 def plan_of(trainee, device, decision):
