@@ -89,6 +89,7 @@ def _planned_run(document: Mapping[str, Any], steps: int) -> PlannedRun:
             tokens=layout["seq_length"],
             micro_batches=layout["micro_batches"],
             steps=steps,
+            lora_rank=document["model"].get("adapter", {}).get("rank", 0),
         ),
         document=document,
         machine=document["machine"]["name"],

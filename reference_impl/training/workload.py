@@ -76,4 +76,5 @@ class Workload:
             "tokens": self.tokens,
             "micro_batches": self.micro_batches,
             "steps": self.steps,
+            "lora_rank": self.lora_rank,
         }

@@ -7,6 +7,7 @@ offloading) hide less.
 
 from collections.abc import Sequence
 
+from skill_tools.planning import states
 from skill_tools.planning.costs import Cost
 from skill_tools.planning.machine import Machine
 from skill_tools.planning.memory import Memory
@@ -84,7 +85,9 @@ def hidden_s(costs: Sequence[Cost], *names: str) -> float:
     return sum(cost.work_s - cost.exposed_s for cost in costs if cost.name in names)
 
 
-def weights(mode: Mode, memory: Memory, machine: Machine, speed: Pace, copies: Sequence[Cost]) -> list[Cost]:
+def weights(
+    run: Run, mode: Mode, memory: Memory, machine: Machine, speed: Pace, copies: Sequence[Cost]
+) -> list[Cost]:
     """Return the costs of streaming frozen layers through one micro-batch, beside the activations' `copies`."""
     moved = sum(line.bytes for line in memory.host if line.name == "base weights")
     if not moved or not mode.weight_layers:
@@ -99,12 +102,17 @@ def weights(mode: Mode, memory: Memory, machine: Machine, speed: Pace, copies: S
                 "2 x bytes / link, out on the compute stream",
             )
         ]
-    each = moved / machine.h2d_copy
-    free = speed.backward_s - hidden_s(copies, BACK)
+    # What the window holds at the end of a pass is what the next one begins with.
+    each = max(moved - states.window_bytes(run, mode, moved), 0) / machine.h2d_copy
+    forward = gated(run, speed.forward_s)
+    backward = gated(run, speed.backward_s) - hidden_s(copies, BACK)
     return [
-        Cost("frozen layers for forward", each, max(0.0, each - speed.forward_s), "bytes / H2D - forward"),
+        Cost("frozen layers for forward", each, max(0.0, each - forward), "bytes / H2D - forward"),
         Cost(
-            "frozen layers for backward", each, max(0.0, each - free), "bytes / H2D - what backward has left"
+            "frozen layers for backward",
+            each,
+            max(0.0, each - backward),
+            "bytes / H2D - what backward has left",
         ),
     ]
 

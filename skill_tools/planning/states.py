@@ -9,10 +9,12 @@ from skill_tools.planning import own_optimizer
 from skill_tools.planning.layout import LocalParameters
 from skill_tools.planning.lines import Line, each
 from skill_tools.planning.run import Adapter, Mode, OptimizerEngine, Run, WeightEngine
+from skill_tools.planning.units import gib
 
 HOST_BYTES_CPU_SHARE = 16  # fp32 master, gradient and two moments
 HOST_BYTES_STREAMED_SHARE = 12  # fp32 master and two moments
 STATE_CHUNK_BYTES = 512 << 20
+WINDOW_LAYERS = 3  # a frozen layer in use, and two that come in ahead
 
 
 def lines(run: Run, mode: Mode, local: LocalParameters) -> tuple[list[Line], list[Line]]:
@@ -107,20 +109,21 @@ def _adapter(run: Run, adapter: Adapter, mode: Mode, local: LocalParameters) -> 
     trained = adapter.parameters // run.weight_shards
     formula = each(adapter.base_weight_bytes, held, "frozen parameters")
     gpu = [
-        Line("adapter weights, gradients and states", 16 * trained, each(16, trained, "adapter parameters"))
+        Line("adapter weights and states", 14 * trained, each(14, trained, "adapter parameters")),
+        Line("adapter gradients", 2 * trained, each(2, trained, "adapter parameters"), "backward"),
     ]
     if mode.offload_parameters:
         return [*gpu, *_gathered(run, mode, local)], [Line("base weights", base, formula)]
     streamed = _streamed_weights(run, mode, base, local)
     if not streamed:
         return [*gpu, Line("base weights", base, formula), *_gathered(run, mode, local)], []
-    ring = 2 * streamed // mode.weight_layers
-    kept = f"{run.shape.num_layers - mode.weight_layers} layers and the ends, and a ring of 2 layers"
+    ring = min(window_bytes(run, mode, streamed), streamed)
+    kept = f"{run.shape.num_layers - mode.weight_layers} layers' worth, the ends, and {gib(ring)} that come and go"
     if _frees_nothing(run, mode):
         return [*gpu, Line("base weights", base, f"{formula}: autograd keeps views of what left")], [
             Line("base weights", streamed, f"{mode.weight_layers} layers, pinned")
         ]
-    gpu.append(Line("base weights", base - streamed + min(ring, streamed), kept))
+    gpu.append(Line("base weights", base - streamed + ring, kept))
     return gpu, [
         Line("base weights", streamed, f"{mode.weight_layers} of {run.shape.num_layers} layers, pinned")
     ]
@@ -132,6 +135,17 @@ def _streamed_weights(run: Run, mode: Mode, base: int, local: LocalParameters) -
     ends = run.shape.vocab * run.shape.hidden * (1 if run.shape.tied_embeddings else 2)
     in_layers = max(local.total - ends, 0) / local.total
     return round(base * in_layers * mode.weight_layers / run.shape.num_layers)
+
+
+def window_bytes(run: Run, mode: Mode, streamed: int) -> int:
+    """Return the GPU bytes that `streamed` bytes of frozen layers pass through.
+
+    The reference implementation streams the same share of every layer, with two layers ahead of the one in use;
+    Axolotl whole layers, with one ahead.
+    """
+    if mode.weight_engine is WeightEngine.REFERENCE:
+        return WINDOW_LAYERS * streamed // run.shape.num_layers
+    return 2 * streamed // mode.weight_layers
 
 
 def _frees_nothing(run: Run, mode: Mode) -> bool:

@@ -38,7 +38,7 @@ def estimate(run: Run, mode: Mode, memory: Memory, machine: Machine, speed: Pace
         *_recompute(run, mode, memory, machine, speed),
         *_within_budget(run, mode, machine, speed),
         *copies,
-        *copy_time.weights(mode, memory, machine, speed, copies),
+        *copy_time.weights(run, mode, memory, machine, speed, copies),
         *copy_time.sharded_parameters(mode, memory, machine, speed),
     ]
     times = run.micro_batches

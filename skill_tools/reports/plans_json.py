@@ -10,7 +10,7 @@ from skill_tools.planning.lines import Line
 from skill_tools.planning.memory import Memory
 from skill_tools.planning.options import Option
 from skill_tools.planning.planner import Plan
-from skill_tools.planning.run import PYTORCH
+from skill_tools.planning.run import PYTORCH, Run
 
 SCHEMA_VERSION = "1.0"
 
@@ -52,6 +52,7 @@ def document(plan: Plan) -> dict[str, Any]:
             "parameters": parameters.model(run.shape).total,
             "active_parameters": parameters.active(run.shape),
             "shape": shape,
+            **_adapter(plan.run),
         },
         "layout": {
             "gpus": layout.gpus,
@@ -74,6 +75,12 @@ def document(plan: Plan) -> dict[str, Any]:
         "budget": {"gpu_bytes": plan.budget.gpu_bytes, "host_bytes_per_node": plan.budget.host_bytes},
         "assumptions": list(plan.assumptions),
     }
+
+
+def _adapter(run: Run) -> dict[str, Any]:
+    if run.adapter is None:
+        return {}
+    return {"adapter": {"rank": run.adapter.rank, "parameters": run.adapter.parameters}}
 
 
 def _execute(option: Option, plan: Plan) -> dict[str, object] | None:

@@ -15,8 +15,8 @@ def concise(document: Mapping[str, Any]) -> str:
     work, plan = document["workload"], document["plan"]
     lines = [
         f"{document['device']}, torch {document['torch']}; the plan is for {plan['machine']}: a decoder of "
-        f"{work['parameters'] / 1e6:.1f}e6 parameters in {work['dtype']}, {work['micro_batches']} x {work['batch']} x "
-        f"{work['tokens']} tokens, {work['steps']} steps"
+        f"{work['parameters'] / 1e6:.1f}e6 parameters in {work['dtype']}{_lora(work)}, "
+        f"{work['micro_batches']} x {work['batch']} x {work['tokens']} tokens, {work['steps']} steps"
     ]
     for run in plan["runs"]:
         rows = [_cells(quantity) for quantity in run["quantities"]]
@@ -33,6 +33,11 @@ def concise(document: Mapping[str, Any]) -> str:
     lines.extend(plan["problems"])
     lines.append("the plan was true" if document["passed"] else "the plan was not true")
     return "\n".join(lines)
+
+
+def _lora(work: Mapping[str, Any]) -> str:
+    rank = work.get("lora_rank", 0)
+    return f", frozen but for adapters of rank {rank}" if rank else ""
 
 
 def _row(cells: tuple[str, ...]) -> str:

@@ -24,16 +24,26 @@ CONFIG = {
 
 
 @pytest.fixture(scope="module")
-def plan(tmp_path_factory):
-    """What the planner writes for a tiny model that has room for everything."""
+def made(tmp_path_factory):
+    """Makes plans for tiny models as `offload plan` does."""
     folder = tmp_path_factory.mktemp("model")
-    (folder / "config.json").write_text(json.dumps(CONFIG))
-    written: list[str] = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("builtins.print", lambda text, **_: written.append(text))
-        arguments = [str(folder / "config.json"), "--gpu", "h200", "--gpu-memory", "2GiB", "--format", "json"]
-        assert main(["plan", *arguments, "--overrides", "seq_length=128 micro_batch_size=2"]) == 0
-    return json.loads(written[0])
+
+    def make(gpu_memory, *overrides, **sizes):
+        (folder / "config.json").write_text(json.dumps(CONFIG | sizes))
+        written: list[str] = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("builtins.print", lambda text, **_: written.append(text))
+            arguments = [str(folder / "config.json"), "--gpu", "h200", "--gpu-memory", gpu_memory]
+            assert main(["plan", *arguments, "--format", "json", "--overrides", *overrides]) == 0
+        return json.loads(written[0])
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def plan(made):
+    """What the planner writes for a tiny model that has room for everything."""
+    return made("2GiB", "seq_length=128", "micro_batch_size=2")
 
 
 @pytest.fixture
@@ -75,6 +85,36 @@ def test_an_executed_mechanism_shows_in_what_is_measured(written):
     assert len(found.problems) == 1
     schema = json.loads(schema_path("verify").read_text(encoding="utf-8"))
     jsonschema.validate(found.document(), schema)
+
+
+def test_a_split_plan_takes_what_it_says(written):
+    split = {"resident": 0.25, "streamed": 0.5, "cpu": 0.25}
+    path = written(execute={"optimizer": {"offload_fraction": 0.75, "split": split}})
+    found = verify_plan(Device.of("cpu"), read_plan(path, steps=6))
+    host = next(iter(found.runs.values()))[2]
+    assert host.measured == pytest.approx(
+        (12 * 0.5 + 14 * 0.25) * found.planned.workload.parameters, rel=0.01
+    )
+    assert found.trained.losses == found.without_offload.losses
+
+
+def test_adapters_are_trained_over_layers_that_stream(made, tmp_path):
+    sizes = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 8, "vocab_size": 2048}
+    lora = made("790.5MiB", "seq_length=256", "lora_rank=8", **sizes)
+    assert lora["execute"]["weights"]["resident_layers"] < 8
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(lora))
+    found = verify_plan(Device.of("cpu"), read_plan(path, steps=6))
+    assert found.problems == []
+    assert found.planned.workload.lora_rank == 8
+    assert found.trained.losses == found.without_offload.losses
+    streamed = sum(
+        line["bytes"]
+        for line in lora["recommendation"]["option"]["memory"]["host_per_rank"]
+        if line["name"] == "base weights"
+    )
+    assert streamed > 0
+    assert found.trained.peak_host_bytes >= 0.99 * streamed
 
 
 def test_micro_batches_are_accumulated(written):

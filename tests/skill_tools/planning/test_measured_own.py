@@ -15,7 +15,15 @@ from skill_tools.bundle import root
 from skill_tools.card.load import load_card
 from skill_tools.planning import budget_engine, machine, memory, pace, time
 from skill_tools.planning.layout import Layout
-from skill_tools.planning.run import ActivationEngine, Mode, OptimizerEngine, Precision, Recompute, Run
+from skill_tools.planning.run import (
+    ActivationEngine,
+    Adapter,
+    Mode,
+    OptimizerEngine,
+    Precision,
+    Recompute,
+    Run,
+)
 from skill_tools.planning.shapes import ModelShape
 
 H200 = machine.from_profile(
@@ -139,3 +147,24 @@ def test_our_own_activation_engines(name: str) -> None:
     assert step.total_s == pytest.approx(row["step_ms"] / 1000, rel=0.15)
     ratio = row["step_ms"] / ROWS["own-act-none-32k"]["step_ms"]
     assert step.total_s / step.compute_s == pytest.approx(ratio, rel=0.05)
+
+
+# This project's first run of benchmarks/frozen_layers.py on such a machine: tokens, layers that stream, ratio to the
+# resident step, decimal GB that the peak fell by.
+STREAMING_ROWS = [
+    (2048, 16, 3.42, 6.33),
+    (8192, 16, 1.015, 6.33),
+    (16384, 16, 1.003, 6.33),
+    (8192, 8, 1.017, 3.14),
+]
+
+
+@pytest.mark.parametrize(("tokens", "layers", "ratio", "less_gb"), STREAMING_ROWS)
+def test_our_own_frozen_layers(tokens: int, layers: int, ratio: float, less_gb: float) -> None:
+    shape = replace(ACTIVATION_MODEL, num_layers=16)
+    adapter = Adapter(rank=16, parameters=16 * 16 * ((4096 + 3 * 4096) + 2 * 4096 + 3 * (4096 + 14336)))
+    given = replace(run(tokens), shape=shape, seq_length=tokens, micro_batch=1, adapter=adapter)
+    without, found = memory.estimate(given), memory.estimate(given, Mode(weight_layers=layers))
+    assert (without.allocated_bytes - found.allocated_bytes) / 1e9 == pytest.approx(less_gb, rel=0.07)
+    step = time.estimate(given, Mode(weight_layers=layers), found, H200, pace.of(given, H200, 0))
+    assert step.total_s / step.compute_s == pytest.approx(ratio, rel=0.15)
