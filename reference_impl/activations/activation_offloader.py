@@ -126,7 +126,7 @@ class ActivationOffloader(Offloader):
             self._undo.append(self._parked.close)
         for module in chosen:
             self._wrap(module, around)
-        self._follow(blocks_or_none(model) or chosen)
+        self._follow(blocks_or_none(model) or chosen, chosen)
 
     @property
     def has_budget(self) -> bool:

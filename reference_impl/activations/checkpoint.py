@@ -72,7 +72,7 @@ class CheckpointOffloader(Offloader):
             self._wrap(module, self._around_kept)
         for layer in chosen:
             self._wrap(layer, self._around_layer)
-        self._follow(blocks_or_none(model) or chosen)
+        self._follow(blocks_or_none(model) or chosen, chosen)
 
     def _outside_layers(self, model: nn.Module) -> AbstractContextManager[object]:
         return self.engine.saving(model, self._outside)

@@ -137,10 +137,11 @@ class SavedTensorEngine:
         """Return a token for `tensor`, as `saving` would give autograd."""
         return self._pack(tensor, policy)
 
-    def end_block(self) -> None:
-        """Note that a block's forward has ended."""
+    def end_block(self) -> Run:
+        """Note that a block's forward has ended; return the run that it was part of."""
         if torch.is_grad_enabled() and self._run.has_saved:
             self.room.end_forward_segment(self._run)
+        return self._run
 
     def start_loss(self, run: Run) -> None:
         """Note that `run`'s forward has ended; what follows is the loss."""

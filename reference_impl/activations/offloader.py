@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from reference_impl.activations.attach import Around, Forward, wrap_forward
 from reference_impl.activations.engine import SavedTensorEngine
+from reference_impl.activations.forecast import Forecast
 from reference_impl.activations.room import IN_FLIGHT_BYTES, Room
 from reference_impl.activations.run import Run
 from reference_impl.device import Device
@@ -78,6 +79,7 @@ class Offloader:
             room=Room(self.device, in_flight_bytes=in_flight_bytes, is_ahead=double_buffering),
             min_bytes=min_bytes,
         )
+        self._forecast: Forecast | None = None
         self._undo: list[Callable[[], None]] = []
         self._wrap(model, self._around_model)
 
@@ -105,16 +107,19 @@ class Offloader:
     def _wrap(self, module: nn.Module, around: Around) -> None:
         self._undo.append(wrap_forward(module, around))
 
-    def _follow(self, blocks: list[nn.Module]) -> None:
-        """Tell the engine when each of a model's blocks has run."""
+    def _follow(self, blocks: list[nn.Module], chosen: list[nn.Module]) -> None:
+        """Tell the engine when each of a model's blocks has run; in some of them modules were `chosen` to offload."""
+        self._forecast = Forecast(self.arena, blocks, chosen)
         for block in blocks:
             self._wrap(block, self._around_block)
 
     def _around_block(
-        self, forward: Forward, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, forward: Forward, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         result = forward(*args, **kwargs)
-        self.engine.end_block()
+        run = self.engine.end_block()
+        if self._forecast is not None:
+            self._forecast.end_block(block, run)
         return result
 
     def _around_model(
@@ -125,6 +130,8 @@ class Offloader:
             with self._outside_layers(model):
                 result = forward(*args, **kwargs)
             self.engine.start_loss(run)
+        if run.has_saved:
+            self._forecast = None
         self._announce_backward(result, run)
         return result
 

@@ -128,6 +128,11 @@ class Run:
         """How many storages were saved so far."""
         return len(self._storages)
 
+    def moved_sizes(self, since: int) -> list[int]:
+        """Return the bytes of each storage that went to the tier, in the order of saving, from number `since` on."""
+        saved = [reference() for reference in self._storages[since:] if reference is not None]
+        return [each.size_bytes for each in saved if each is not None and each.source.may_come_early]
+
     def add(self, saved: SavedStorage) -> int:
         """Give `saved` its number."""
         self._storages.append(weakref.ref(saved))

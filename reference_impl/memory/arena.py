@@ -11,13 +11,14 @@ import math
 import threading
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
 from reference_impl.device import REACHED, Device, Event
 from reference_impl.memory.host import HostMemoryError, host_book
 from reference_impl.memory.slab import Slab
+from reference_impl.memory.slab_supply import SlabSupply
 
 ALIGNMENT_BYTES = 256
 _SLAB_BYTES = 256 * 2**20
@@ -82,6 +83,7 @@ class HostArena:
         self._slabs: list[Slab] = []
         self._free: list[HostBlock] = []
         self._recycled: defaultdict[int, deque[HostBlock]] = defaultdict(deque)
+        self._supply = SlabSupply(device, remedy=self._remedy, pinned=pinned)
         self._live = _Live()
         # An arena that is forgotten without close() leaves nothing in the book.
         weakref.finalize(self, self._live.drop)
@@ -101,17 +103,41 @@ class HostArena:
         with self._lock:
             self._grow(size_bytes)
 
+    def expect(self, sizes: Iterable[int]) -> None:
+        """Prepare for blocks of these sizes, in this order, in the background; what is free already counts.
+
+        A guess that is too large costs host memory, one that is too small or wrong only time.
+        """
+        with self._lock:
+            self._take_back()
+            spare = sum(block.size_bytes for block in self._free) + self._supply.ordered_bytes
+            gathered = 0
+            for size_bytes in sizes:
+                size_bytes = _aligned(size_bytes)
+                if spare >= size_bytes:
+                    spare -= size_bytes
+                    continue
+                gathered += size_bytes
+                if gathered >= self._slab_bytes:
+                    self._order(gathered)
+                    gathered = 0
+            if gathered:
+                self._order(gathered)
+
     def allocate(self, size_bytes: int) -> HostBlock:
         """Return a block of at least `size_bytes`, 256-byte aligned; write it after its `ready` event.
 
         Raises HostMemoryError when neither the limit nor the host has room.
         """
-        size_bytes = max(-(-size_bytes // ALIGNMENT_BYTES), 1) * ALIGNMENT_BYTES
+        size_bytes = _aligned(size_bytes)
         with self._lock:
             self._take_back()
             block = self._recycle(size_bytes) or self._carve(size_bytes)
             if block is None:
                 self._merge()
+                block = self._carve(size_bytes)
+            while block is None and (slab := self._supply.take()) is not None:
+                self._add(slab)
                 block = self._carve(size_bytes)
             if block is None:
                 self._grow(max(size_bytes, self._next_slab_bytes()))
@@ -139,6 +165,7 @@ class HostArena:
         self._device.synchronize()
         with self._lock:
             self._take_back()
+            self._supply.close()
             for slab in self._slabs:
                 slab.close()
             self._slabs.clear()
@@ -197,6 +224,17 @@ class HostArena:
             room = self._limit_bytes - self.reserved_bytes
             if size_bytes > room:
                 raise HostMemoryError(needed_bytes=size_bytes, available_bytes=room, remedy=self._remedy)
-        slab = Slab(self._device, size_bytes, remedy=self._remedy, pinned=self._pinned)
+        self._add(Slab(self._device, size_bytes, remedy=self._remedy, pinned=self._pinned))
+
+    def _order(self, size_bytes: int) -> None:
+        taken_bytes = self.reserved_bytes + self._supply.ordered_bytes
+        if self._limit_bytes is None or taken_bytes + size_bytes <= self._limit_bytes:
+            self._supply.order(size_bytes)
+
+    def _add(self, slab: Slab) -> None:
         self._slabs.append(slab)
         self._free.append(HostBlock(slab, 0, slab.size_bytes))
+
+
+def _aligned(size_bytes: int) -> int:
+    return max(-(-size_bytes // ALIGNMENT_BYTES), 1) * ALIGNMENT_BYTES

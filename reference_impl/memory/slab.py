@@ -2,13 +2,17 @@
 
 Pinning is where the first step's time goes: `torch.empty(pin_memory=True)` pins about 2.5 GiB/s and rounds
 sizes up to powers of two, while a slab that several threads touch and that is registered once pins above
-8 GiB/s (measured on one NVIDIA H200 host, 16 cores). A slab does not hand out parts of itself; `arena` does.
+8 GiB/s (measured on one NVIDIA H200 host, 16 cores). The mapping is private, because only private memory gets huge
+pages where the host leaves shared memory at small ones, which is the default: huge pages are zeroed faster, and by
+more threads at once. A slab does not hand out parts of itself; `arena` does.
 """
 
 from __future__ import annotations
 
 import ctypes
 import mmap
+import os
+import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 
@@ -19,12 +23,35 @@ from reference_impl.memory.host import HostMemoryError, available_bytes, host_bo
 
 _HUGE_PAGE_BYTES = 2 * 2**20
 _RESERVE_BYTES = 2**30
-# More threads get in each other's way: on one H200 host 4 touch 7.9 GiB/s, 16 touch 5.7 GiB/s.
-_TOUCHING_THREADS = 4
+# The threads that launch kernels need cores too, and small pages, where there are no huge ones, are touched slower by
+# many: on one H200 host 4 threads touched 7.9 GiB/s of them, 16 threads 5.7 GiB/s.
+TOUCHING_THREADS = max(1, min(8, len(os.sched_getaffinity(0)) // 2))
 # Linux 5.14; Python's mmap module does not name it, and holds the interpreter lock while it advises.
 _MADV_POPULATE_WRITE = 23
 _libc = ctypes.CDLL(None)
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+
+class _Promises:
+    """Bytes of slabs that are being touched: the kernel still counts them as available."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._size_bytes = 0
+
+    def make(self, size_bytes: int, remedy: str) -> None:
+        with self._lock:
+            available = available_bytes() - self._size_bytes - _RESERVE_BYTES
+            if size_bytes > available:
+                raise HostMemoryError(needed_bytes=size_bytes, available_bytes=available, remedy=remedy)
+            self._size_bytes += size_bytes
+
+    def keep(self, size_bytes: int) -> None:
+        with self._lock:
+            self._size_bytes -= size_bytes
+
+
+_promises = _Promises()
 
 
 class Slab:
@@ -36,20 +63,34 @@ class Slab:
     driver refuses to register the pages (usually the memlock limit).
     """
 
-    def __init__(self, device: Device, size_bytes: int, *, remedy: str, pinned: bool = True) -> None:
-        """Map, touch in parallel, register."""
+    def __init__(
+        self,
+        device: Device,
+        size_bytes: int,
+        *,
+        remedy: str,
+        pinned: bool = True,
+        touching_threads: int = TOUCHING_THREADS,
+    ) -> None:
+        """Map, touch with so many threads, register."""
         self.size_bytes = -(-size_bytes // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
-        available = available_bytes() - _RESERVE_BYTES
-        if self.size_bytes > available:
-            raise HostMemoryError(needed_bytes=self.size_bytes, available_bytes=available, remedy=remedy)
-        pages = mmap.mmap(-1, self.size_bytes)
+        _promises.make(self.size_bytes, remedy)
+        try:
+            self._map(pinned and device.is_cuda, touching_threads)
+        finally:
+            _promises.keep(self.size_bytes)
+
+    def _map(self, pinned: bool, touching_threads: int) -> None:
+        pages = mmap.mmap(-1, self.size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         pages.madvise(mmap.MADV_HUGEPAGE)
+        if pinned:
+            # A forked child must neither copy locked pages nor make the parent write to others.
+            pages.madvise(mmap.MADV_DONTFORK)
         self.bytes = torch.frombuffer(pages, dtype=torch.uint8)
         storage = self.bytes.untyped_storage()
         host_storages.add(storage.data_ptr())
-        pinned = pinned and device.is_cuda
         try:
-            _touch(self.bytes)
+            _touch(self.bytes, touching_threads)
             if pinned:
                 _register(self.bytes)
         except BaseException:
@@ -68,11 +109,14 @@ class Slab:
         self._finalizer()
 
 
-def _touch(bytes_: torch.Tensor) -> None:
+def _touch(bytes_: torch.Tensor, threads: int) -> None:
     """Make every page present, one slice a thread, so that page faults run in parallel."""
+    if threads == 1:
+        _populate(bytes_)
+        return
     pages = bytes_.numel() // _HUGE_PAGE_BYTES
-    with ThreadPoolExecutor(_TOUCHING_THREADS) as pool:
-        list(pool.map(_populate, bytes_.split(-(-pages // _TOUCHING_THREADS) * _HUGE_PAGE_BYTES)))
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(_populate, bytes_.split(-(-pages // threads) * _HUGE_PAGE_BYTES)))
 
 
 def _populate(bytes_: torch.Tensor) -> None:
