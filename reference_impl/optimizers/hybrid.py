@@ -27,6 +27,7 @@ from reference_impl.optimizers.layout import Member, local_numel, members_of
 from reference_impl.optimizers.live_state import LiveState
 from reference_impl.optimizers.rounds import Round, snapshot
 from reference_impl.optimizers.shares import Shares
+from reference_impl.optimizers.state_offload_checks import check_chunk
 from reference_impl.optimizers.streamed_share import StreamedShare
 from reference_impl.optimizers.verdict import Verdict, judge
 
@@ -45,8 +46,7 @@ class HybridDeviceOptimizer(HostedOptimizer):
         params: parameters or groups, in the order in which the forward uses them; bf16, fp16 or fp32.
         offload_fraction: share of the state's bytes that the CPU holds and updates, exact to 64 elements.
         offload_filter: instead of the fraction, which parameters leave whole.
-        split: instead of both, the shares (resident, streamed, CPU), which sum to 1; `auto` for the fastest that fits,
-            which then stands in `optimizer.split`.
+        split: instead of both, the shares (resident, streamed, CPU), which sum to 1, or `auto` for the fastest.
         device_budget_bytes, host_budget_bytes: what `auto` may use for states; by default no more of the device
             than streaming needs, and 95 % of what the host has.
         profile: this machine's rates for `auto`, as `reference_impl.probe` returns them or a file of them; by default
@@ -101,6 +101,7 @@ class HybridDeviceOptimizer(HostedOptimizer):
         self._algorithm = algorithm or Adam()
         checks.check_options(self._algorithm, hyper_parameters, offload_fraction, backward_overlap)
         budgets = (device_budget_bytes, host_budget_bytes, profile)
+        check_chunk(chunk_bytes, state_bytes=4 * (1 + len(self._algorithm.moments)))
         checks.check_split(split, offload_fraction, filtered=offload_filter is not None, budgets=budgets)
         self._filter = offload_filter
         self._max_grad_norm = max_grad_norm
@@ -255,13 +256,13 @@ class HybridDeviceOptimizer(HostedOptimizer):
                 loss = closure()
         if any(param.grad is not None for param in self._idle):
             self._admit()
-        measure = self._backward_overlap != "update"
+        streamed, measure = self._open.streamed_gradients(), self._backward_overlap != "update"
         self._left.update(self._share.leave_rest(self._members.values(), measure=measure))
         if self._round is None:
             self._round = Round(snapshot(self.param_groups), self._judge())
         else:
             self._round.check_unchanged(snapshot(self.param_groups))
-        self._open.update(self._round, self._left, take_gradients=self._gates is not None)
+        self._open.update(self._round, self._left, streamed, take_gradients=self._gates is not None)
         self._round = None
         self._left.clear()
         if self._gates is None or not self._overlaps:

@@ -6,7 +6,7 @@ waits for a whole parameter, and where the parts of a split parameter are brough
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -77,16 +77,34 @@ class Shares:
             if not member.pieces and member.gradient is not None
         ]
 
-    def update(self, round_: Round, left: Iterable[Member], *, take_gradients: bool) -> None:
+    def streamed_gradients(self) -> dict[Member, torch.Tensor]:
+        """Return the gradients of members that stream; RuntimeError when one was computed with an old weight."""
+        found = {
+            member: gradient_of(member)
+            for member in self._members
+            if member.streamed and member.gradient is not None
+        }
+        for member in found:
+            if member.pending:
+                raise used_early(member)
+        return found
+
+    def update(
+        self,
+        round_: Round,
+        left: Iterable[Member],
+        streamed: Mapping[Member, torch.Tensor],
+        *,
+        take_gradients: bool,
+    ) -> None:
         """Queue one step: the CPU share of members that `left` by deadline, what streams, and what stays.
 
-        With `take_gradients` those of streamed members are taken off the parameters: whoever writes into them later
-        does not know that the update still reads them.
+        `streamed` are what `streamed_gradients` returned. With `take_gradients` they are taken off the parameters:
+        whoever writes into them later does not know that the update still reads them.
         """
         verdict, groups = round_.verdict, round_.groups
         scale = None if verdict is None else verdict.grad_scale
         found = None if verdict is None else verdict.found_inf
-        gradients = self._streamed_gradients()
         buckets = [bucket for bucket in self.host.buckets_of(left) if bucket not in round_.submitted]
         buckets.sort(key=lambda bucket: bucket.deadline)
         if verdict is not None and buckets:
@@ -97,11 +115,11 @@ class Shares:
             if not _is_staged(bucket):
                 self.host.submit(bucket, round_, self._fresh, last_use=last_use)
         self.resident.update(groups, split=False, grad_scale=scale, found_inf=found)
-        self.streamed.update(gradients, verdict, groups)
+        self.streamed.update(streamed, verdict, groups)
         for bucket in buckets:
             if _is_staged(bucket):
                 self.host.submit(bucket, round_, self._fresh, last_use=last_use)
-        for member in gradients:
+        for member in streamed:
             member.pending = True
             if take_gradients:
                 member.param.grad = None
@@ -109,17 +127,6 @@ class Shares:
     def submit(self, bucket: Bucket, round_: Round) -> None:
         """Queue the CPU update of a bucket during backward; only for members that the device updates no part of."""
         self.host.submit(bucket, round_, self._fresh, last_use=None)
-
-    def _streamed_gradients(self) -> dict[Member, torch.Tensor]:
-        found = {
-            member: gradient_of(member)
-            for member in self._members
-            if member.streamed and member.gradient is not None
-        }
-        for member in found:
-            if member.pending:
-                raise used_early(member)
-        return found
 
     def _fresh(self, member: Member) -> Iterator[Fresh]:
         """Yield the new weights of a member that the device has and its parameter has not."""

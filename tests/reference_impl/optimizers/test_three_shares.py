@@ -1,0 +1,302 @@
+import copy
+import logging
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from optimizer_reference import MasterAdamW, Toy, batches
+
+from reference_impl import HybridDeviceOptimizer
+from reference_impl.device import Device
+from reference_impl.memory.host import HostMemoryError, host_book
+from reference_impl.optimizers import auto_split
+from reference_impl.optimizers.split import MachineRates
+
+OPTIONS = {"lr": 1e-2, "betas": (0.8, 0.95), "eps": 1e-7, "weight_decay": 0.1}
+SPLITS = [(0, 1, 0), (0, 0.6, 0.4), (0.3, 0.4, 0.3), (0.5, 0.5, 0), (0.2, 0, 0.8), (1, 0, 0)]
+
+
+def build(model, **options):
+    sizes = {"bucket_elements": 1024, "chunk_bytes": 3000}
+    return HybridDeviceOptimizer(model.parameters(), **{**sizes, **OPTIONS, **options})
+
+
+def twins(device, dtype=torch.bfloat16):
+    torch.manual_seed(3)
+    model = Toy(dtype).to(device.torch_device)
+    return model, copy.deepcopy(model)
+
+
+def train(model, optimizer, data):
+    losses = []
+    for batch in data:
+        loss = model(batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return losses
+
+
+def assert_each_element_follows_its_tier(model, optimizer, on_device, on_cpu):
+    """The device's elements equal those of `on_device`, the CPU's those of `on_cpu`."""
+    for param, gpu, cpu in zip(model.parameters(), on_device.parameters(), on_cpu.parameters(), strict=True):
+        if param in optimizer._members:
+            cut = optimizer._members[param].on_device
+            assert torch.equal(param.flatten()[:cut], gpu.flatten()[:cut])
+            assert torch.equal(param.flatten()[cut:], cpu.flatten()[cut:])
+
+
+def step_on_equal_gradients(models, optimizers, steps):
+    for seed in range(steps):
+        generator = torch.Generator().manual_seed(seed)
+        for params in zip(*(model.parameters() for model in models), strict=True):
+            if params[0].requires_grad:
+                gradient = torch.randn(params[0].shape, generator=generator).to(params[0])
+                for param in params:
+                    param.grad = gradient.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+@pytest.mark.parametrize("split", SPLITS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_every_share_is_bitwise_torch_on_its_device(device, split, dtype):
+    model, on_cpu = twins(device, dtype)
+    _, on_device = twins(device, dtype)
+    with build(model, split=split) as optimizer:
+        references = [
+            MasterAdamW(on_cpu, on_cpu=True, **OPTIONS),
+            MasterAdamW(on_device, on_cpu=False, **OPTIONS),
+        ]
+        step_on_equal_gradients([model, on_cpu, on_device], [optimizer, *references], 4)
+        assert_each_element_follows_its_tier(model, optimizer, on_device, on_cpu)
+
+
+shares = st.lists(st.integers(0, 9), min_size=3, max_size=3).filter(any)
+
+
+@settings(deadline=None, max_examples=40)
+@given(shares, st.integers(768, 20000), st.integers(64, 4096), st.booleans())
+def test_no_split_chunk_or_bucket_changes_a_bit(parts, chunk_bytes, bucket_elements, attached):
+    device = Device.of("cpu")
+    model, plain = twins(device)
+    split = tuple(part / sum(parts) for part in parts)
+    data = batches(device.torch_device, 3)
+    sizes = {"chunk_bytes": chunk_bytes, "bucket_elements": bucket_elements}
+    with build(model, split=split, max_grad_norm=0.5, **sizes) as optimizer:
+        if attached:
+            optimizer.attach(model)
+        train(model, optimizer, data)
+        optimizer.synchronize()
+    train(plain, MasterAdamW(plain, on_cpu=True, max_grad_norm=0.5, **OPTIONS), data)
+    for left, right in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(left, right)
+
+
+@pytest.mark.parametrize("backward_overlap", ["nothing", "gradients", "update"])
+@pytest.mark.parametrize("attached", [False, True])
+def test_training_agrees_with_no_offload(device, backward_overlap, attached):
+    model, plain = twins(device)
+    data = batches(device.torch_device, 100)
+    with build(model, split=(0.2, 0.5, 0.3), backward_overlap=backward_overlap, lr=1e-3) as optimizer:
+        if attached:
+            optimizer.attach(model)
+        ours = train(model, optimizer, data)
+    theirs = train(plain, MasterAdamW(plain, on_cpu=False, **{**OPTIONS, "lr": 1e-3}), data)
+    assert max(abs(a.item() - b.item()) for a, b in zip(ours, theirs, strict=True)) < 1e-3
+
+
+@pytest.mark.parametrize("attached", [False, True])
+def test_a_step_that_is_not_finite_changes_nothing(device, attached):
+    model, _ = twins(device)
+    data = batches(device.torch_device, 3)
+    with build(model, split=(0.2, 0.5, 0.3)) as optimizer:
+        if attached:
+            optimizer.attach(model)
+        train(model, optimizer, data[:2])
+        before = copy.deepcopy((model.state_dict(), optimizer.state_dict()["state"]))
+        (model(data[2]) * float("nan")).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        after = model.state_dict(), optimizer.state_dict()["state"]
+    assert all(torch.equal(after[0][name], value) for name, value in before[0].items())
+    for index, states in before[1].items():
+        assert all(torch.equal(after[1][index][name], value) for name, value in states.items())
+
+
+@pytest.mark.parametrize("split", SPLITS, ids=str)
+def test_checkpoints_pass_between_splits_and_torch(device, split):
+    model, other = twins(device)
+    data = batches(device.torch_device, 5)
+    with build(model, split=split) as optimizer:
+        train(model, optimizer, data[:3])
+        weights, states = copy.deepcopy(model.state_dict()), optimizer.state_dict()
+        other.load_state_dict(weights)
+        with build(other, split=(0.1, 0.3, 0.6)) as loaded:
+            loaded.load_state_dict(states)
+            again = loaded.state_dict()["state"]
+    assert again.keys() == states["state"].keys()
+    for index, expected in states["state"].items():
+        assert expected.keys() == again[index].keys()
+        for name, value in expected.items():
+            assert torch.equal(again[index][name].cpu(), value.cpu()), name
+
+
+def test_a_loaded_checkpoint_trains_on_with_the_same_bits(device):
+    model, other = twins(device)
+    data = batches(device.torch_device, 6)
+    with build(model, split=(0.2, 0.5, 0.3)) as optimizer, build(other, split=(0.2, 0.5, 0.3)) as loaded:
+        train(model, optimizer, data[:3])
+        other.load_state_dict(model.state_dict())
+        loaded.load_state_dict(optimizer.state_dict())
+        for each, its in ((model, optimizer), (other, loaded)):
+            train(each, its, data[3:])
+        for left, right in zip(model.parameters(), other.parameters(), strict=True):
+            assert torch.equal(left, right)
+
+
+def test_gradients_of_streamed_parameters_are_freed_by_the_next_forward(device):
+    model, _ = twins(device)
+    data = batches(device.torch_device, 2)
+    with build(model, split=(0, 0.7, 0.3)) as optimizer:
+        optimizer.attach(model)
+        model(data[0]).backward()
+        optimizer.step()
+        assert all(param.grad is None for param in optimizer._members)
+        model(data[1])
+        assert not optimizer._open.streamed._gradients
+
+
+def test_a_weight_used_before_it_is_new_is_refused(device):
+    model, _ = twins(device)
+    with build(model, split=(0, 1, 0)) as optimizer:
+        optimizer.attach(model)
+        model(batches(device.torch_device, 1)[0]).backward()
+        optimizer.step()
+        param = next(iter(optimizer._members))
+        (param.float() ** 2).sum().backward()
+        with pytest.raises(RuntimeError, match="used before its new weight had arrived"):
+            optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_everything_is_given_back(device):
+    before = (host_book.live_bytes, host_book.reserved_bytes)
+    model, _ = twins(device)
+    optimizer = build(model, split=(0.2, 0.5, 0.3))
+    train(model, optimizer, batches(device.torch_device, 1))
+    optimizer.close()
+    assert (host_book.live_bytes, host_book.reserved_bytes) == before
+
+
+@pytest.fixture
+def rates(monkeypatch):
+    """Let the short probe return given rates, and count its calls."""
+    calls = []
+
+    def give(link, host, cpu):
+        found = MachineRates(link_bytes_per_s=link, host_bytes_per_s=host, cpu_elements_per_s=cpu)
+        monkeypatch.setattr(auto_split, "_short_probe", lambda device: (calls.append(device), found)[1])
+        return calls
+
+    return give
+
+
+def test_auto_follows_the_machine(device, rates):
+    model, _ = twins(device)
+    rates(49e9, 115e9, 4.1e9)
+    with build(model, split="auto") as optimizer:
+        assert optimizer.split.resident == 0
+        assert optimizer.split.streamed == pytest.approx(0.87, abs=0.02)
+    rates(49e9, 400e9, 40e9)
+    with build(model, split="auto") as optimizer:
+        assert optimizer.split.cpu > 0.8
+
+
+def test_auto_keeps_what_the_device_budget_holds(device, rates):
+    rates(49e9, 115e9, 4.1e9)
+    model, _ = twins(device)
+    state_bytes = 12 * sum(param.numel() for param in model.parameters() if param.requires_grad)
+    with build(model, split="auto", chunk_bytes=768, device_budget_bytes=2 * state_bytes) as optimizer:
+        assert optimizer.split == (1, 0, 0)
+    with build(model, split="auto", chunk_bytes=768, device_budget_bytes=state_bytes // 2) as optimizer:
+        assert 0.3 < optimizer.split.resident < 0.5
+
+
+def test_auto_obeys_the_host_budget(device, rates):
+    rates(49e9, 400e9, 40e9)
+    model, _ = twins(device)
+    with pytest.raises(HostMemoryError, match="device_budget_bytes"):
+        build(model, split="auto", host_budget_bytes=1000)
+
+
+def test_the_split_is_said_in_the_log(device, rates, caplog):
+    rates(49e9, 115e9, 4.1e9)
+    model, _ = twins(device)
+    with caplog.at_level(logging.INFO), build(model, split="auto"):
+        assert "86.8 % streamed, 13.2 % on the CPU" in caplog.text
+
+
+def profile(device, **changed):
+    import os
+
+    hardware = {
+        "gpu": device.name,
+        "cpus": len(os.sched_getaffinity(0)),
+        "duplex_total_GBs": 98.0,
+        "host_triad_GBs": 400.0,
+        "cpu_adam_fused_Gparam_s": 40.0,
+    }
+    return {"schema_version": "1.0", "hardware": {**hardware, **changed}}
+
+
+def test_a_profile_of_this_machine_is_believed(device, rates):
+    calls = rates(49e9, 115e9, 4.1e9)
+    model, _ = twins(device)
+    with build(model, split="auto", profile=profile(device)) as optimizer:
+        assert optimizer.split.cpu > 0.8
+    assert not calls
+
+
+def test_a_profile_of_another_machine_is_not(device, rates):
+    calls = rates(49e9, 115e9, 4.1e9)
+    model, _ = twins(device)
+    with (
+        pytest.warns(UserWarning, match="another GPU"),
+        build(model, split="auto", profile=profile(device, gpu="another GPU")) as optimizer,
+    ):
+        assert optimizer.split.streamed > 0.8
+    assert calls
+
+
+def test_the_short_probe_measures_this_machine(device):
+    auto_split._short_probe.cache_clear()
+    found = auto_split._short_probe(device)
+    assert min(found.link_bytes_per_s, found.host_bytes_per_s, found.cpu_elements_per_s) > 1e6
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"split": (0.5, 0.6, 0.1)}, "sum to 1, not 1.2"),
+        ({"split": (-0.1, 0.6, 0.5)}, "three shares in"),
+        ({"split": (0.5, 0.5)}, "three shares"),
+        ({"split": "all"}, "'auto' or three shares"),
+        ({"split": (0, 1, 0), "offload_fraction": 0.5}, "beside offload_fraction"),
+        ({"split": (0, 1, 0), "offload_filter": lambda _: True}, "offload_filter"),
+        ({"device_budget_bytes": 10**9}, "expected split='auto'"),
+        ({"split": (0, 1, 0), "profile": {}}, "expected split='auto'"),
+        ({"split": "auto", "profile": {}}, "no hardware.gpu"),
+        ({"split": "auto", "device_budget_bytes": 100}, r"device_budget_bytes is 100; expected"),
+        ({"split": (0, 1, 0), "chunk_bytes": 700}, "chunk_bytes is 700"),
+    ],
+    ids=str,
+)
+def test_bad_options(device, options, message):
+    model, _ = twins(device)
+    before = host_book.live_bytes
+    with pytest.raises(ValueError, match=message):
+        build(model, **options)
+    assert host_book.live_bytes == before
