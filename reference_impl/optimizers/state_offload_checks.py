@@ -49,11 +49,16 @@ def check_wrapped_group(group: Mapping[str, Any]) -> None:
 
 
 def check_sizes(*, fraction: float, chunk_bytes: int, state_bytes: int) -> None:
-    """Raise ValueError for a fraction outside [0, 1] or a chunk below `ALIGNMENT` elements of `state_bytes`."""
+    """Raise ValueError for a fraction outside [0, 1] or a chunk that is too small."""
     if not 0 <= fraction <= 1:
         raise ValueError(
             f"fraction is {fraction}; expected a share of bytes in [0, 1]; try {min(max(fraction, 0.0), 1.0)}"
         )
+    check_chunk(chunk_bytes, state_bytes=state_bytes)
+
+
+def check_chunk(chunk_bytes: int, *, state_bytes: int) -> None:
+    """Raise ValueError for a chunk below `ALIGNMENT` elements of `state_bytes`."""
     if chunk_bytes < ALIGNMENT * state_bytes:
         raise ValueError(
             f"chunk_bytes is {chunk_bytes}; expected {ALIGNMENT * state_bytes} or more, {ALIGNMENT} elements of "
