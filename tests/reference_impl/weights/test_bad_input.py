@@ -2,7 +2,10 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 from reference_impl.memory import slab
 from reference_impl.memory.host import HostMemoryError
@@ -48,6 +51,29 @@ def test_a_budget_below_the_window(trainee):
 
 def test_two_ways_to_say_what_stays(trainee):
     refused(trainee.model, "say the same thing twice", budget_bytes=10**9, resident_layers=2)
+
+
+@pytest.fixture(scope="module")
+def group(tmp_path_factory):
+    store = dist.FileStore(str(tmp_path_factory.mktemp("store") / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_fsdp(group):
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).requires_grad_(False)
+    for layer in (*model, model):
+        fully_shard(layer, mesh=init_device_mesh("cpu", (1,)))
+    refused(model, r"0\.weight is sharded \(DTensor\); expected whole parameters.* try one of the two")
+
+
+def test_the_older_fsdp(group):
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).requires_grad_(False)
+    model = nn.Sequential(
+        *(FullyShardedDataParallel(layer, device_id=torch.device("cpu")) for layer in model)
+    )
+    refused(model, r"_flat_param is sharded \(\w+\); expected whole parameters")
 
 
 def test_sharded_parameters():

@@ -5,10 +5,12 @@ import gc
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from reference_impl.device import Device
 from reference_impl.memory.ledger import Ledger
 from reference_impl.weights import FrozenLayerStreamer
+from reference_impl.weights.host_copy import PinnedCopy
 
 
 def all_tensors(model):
@@ -45,6 +47,42 @@ def test_weights_are_freed_although_autograd_saved_views_of_them(trainee):
         loss.backward()
         alive = [layer.qkv.base.weight.untyped_storage().nbytes() > 0 for layer in trainee.layers]
         assert alive == [True] + [False] * 5
+
+
+def test_weights_are_freed_under_checkpointing_too(trainee, device):
+    """Each backward block is recomputed first; the window bounds both its forward and its backward."""
+    layers = trainee.layers
+    for layer in layers:
+        forward = layer.forward
+        layer.forward = lambda x, forward=forward: checkpoint(forward, x, use_reentrant=False)
+    trainee.model.embedding.register_forward_hook(lambda _, __, output: output.requires_grad_())
+    resident, _ = peak_bytes(trainee, device, resident_layers=6)
+    streamed, report = peak_bytes(trainee, device, prefetch=1)
+    saved = report.streamed_bytes - report.window_bytes
+    assert saved >= 4 * trainee.layer_bytes
+    assert resident - streamed == pytest.approx(saved, abs=trainee.layer_bytes / 10)
+
+
+def test_what_trains_stays_where_it_is(trainee, device):
+    trained = {name: p for name, p in trainee.model.named_parameters() if p.requires_grad}
+    before = {name: p.data_ptr() for name, p in trained.items()}
+    with FrozenLayerStreamer(trainee.model, prefetch=0):
+        trainee.step()
+        assert {name: p.data_ptr() for name, p in trained.items()} == before
+        assert all(p.device == device.torch_device and p.grad is not None for p in trained.values())
+
+
+@pytest.mark.cuda
+def test_what_copies_read_is_pinned(trainee, device):
+    if not device.is_cuda:
+        pytest.skip("the CPU twin does not pin")
+    for limit in (None, 3 * trainee.layer_bytes):
+        with FrozenLayerStreamer(trainee.model, prefetch=1, host_limit_bytes=limit) as streamer:
+            staging = streamer._host._staging
+            pinned = [block._host._bytes for block in streamer._blocks if isinstance(block._host, PinnedCopy)]
+            pinned += [b.view(torch.uint8, (1,)) for b in staging._blocks] if staging else []
+            assert len(pinned) == (6 if limit is None else 1 + 2)
+            assert all(host.is_pinned() for host in pinned)
 
 
 def test_nothing_is_ever_copied_back(trainee, monkeypatch):
