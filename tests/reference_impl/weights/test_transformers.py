@@ -130,7 +130,12 @@ def test_adapters_are_saved_and_loaded(model, ids, tmp_path):
 def test_an_encoder_and_a_decoder_that_generates(device):
     """T5: two lists of blocks, relative positions that the first block makes, and a cache in generation."""
     config = transformers.T5Config(
-        **{"d_model": 128, "d_ff": 256, "d_kv": 32, "num_layers": 3, "num_heads": 4, "vocab_size": 256},
+        d_model=128,
+        d_ff=256,
+        d_kv=32,
+        num_layers=3,
+        num_heads=4,
+        vocab_size=256,
         dropout_rate=0.0,
         decoder_start_token_id=0,
     )
