@@ -6,8 +6,9 @@
     python benchmarks/frozen_layers.py --trace trace.json       # with a Perfetto trace of two steps
 
 A row is LoRA training at batch 1: forward, backward, AdamW on the adapters, zero_grad. Times are medians of
-steps 3 to 6; the peak is the allocator's. `same_bits` is a run of its own, with deterministic kernels, because
-flash attention's backward adds up in another order each time: losses and gradients equal the resident run's.
+steps 3 to 6; the peak is the allocator's. `same_bits` is a run of its own, for every row and size, with deterministic
+kernels, because flash attention's backward adds up in another order each time: losses and gradients equal the
+resident run's. The program ends with an error when they do not, after everything has been printed and written.
 """
 
 from __future__ import annotations
@@ -264,6 +265,20 @@ def main() -> None:
         print("overlap", report["overlap"])
     if args.out:
         args.out.write_text(json.dumps(report, indent=1))
+    other = other_bits(report)
+    if other:
+        raise SystemExit(f"other bits than resident: {'; '.join(other)}")
+    print("\nsame bits in every row")
+
+
+def other_bits(report: dict[str, Any]) -> list[str]:
+    """Return which rows of a report did not give the resident run's bits."""
+    rows_ = {
+        f"{name}, {tokens} tokens": row for tokens, of in report["tokens"].items() for name, row in of.items()
+    }
+    if "does_not_fit" in report:
+        rows_["the model that does not fit"] = report["does_not_fit"]
+    return [name for name, row in rows_.items() if not row["same_bits"]]
 
 
 if __name__ == "__main__":
