@@ -11,15 +11,17 @@ It does not compute on the CPU (`hybrid` does) and it does not shard: each rank 
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from reference_impl.optimizers import checks, state_offload_dict
 from reference_impl.optimizers.chunks import Part
-from reference_impl.optimizers.gradients import gradient_of
+from reference_impl.optimizers.gradients import forgetful_hook, gradient_of
 from reference_impl.optimizers.layout import Member, members_of
 from reference_impl.optimizers.publish import Gates
 from reference_impl.optimizers.state_offload_checks import (
@@ -49,8 +51,9 @@ class OptimizerStateOffloader(torch.optim.Optimizer):
         optimizer: `torch.optim.AdamW`, `Adam` or `SGD` with `fused=True`, with or without states.
         fraction: share of the elements whose states leave, exact to 64; what the forward uses last leaves first.
         chunk_bytes: most bytes of states that travel at once.
-        device_budget_bytes: device memory for slots of `chunk_bytes` and fp32 gradients of one chunk; by default
-            three slots. What fits beyond three brings that much of the next step's states in during backward.
+        device_budget_bytes: device memory for slots of a chunk each and for what one chunk needs beside them (fp32
+            gradients, unpacked states); by default three slots. With a model attached, more are borrowed from what
+            backward frees, so that states come in behind it, and go back when these have left.
         offload_masters: False keeps the masters on the device, so that only moments travel.
         hi_lo_masters: only the lower half of a bf16 parameter's master travels; the weight is the upper one. Exact.
             After writing a weight call `refresh_masters`; loading states sets weights to their masters rounded.
@@ -102,6 +105,7 @@ class OptimizerStateOffloader(torch.optim.Optimizer):
         self._reduce_norm_squared = reduce_norm_squared
         self._members: dict[torch.Tensor, Member] = {}
         self._gates: Gates | None = None
+        self._hooks: list[RemovableHandle] = []
         share = StreamedShare(
             self._device,
             self._algorithm,
@@ -220,6 +224,17 @@ class OptimizerStateOffloader(torch.optim.Optimizer):
             wait_for=self._wait_for,
             refresh_masters=self._refresh,
         )
+        if self._share.borrows:
+            self._unhook()
+            hook = forgetful_hook(weakref.WeakMethod(self._on_gradient))
+            self._hooks = [param.register_post_accumulate_grad_hook(hook) for param in self._members]
+
+    def _on_gradient(self, param: torch.Tensor) -> None:
+        self._share.gradient(self._members[param])
+
+    def _unhook(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
 
     def _wait_for(self, members: Sequence[Member]) -> None:
         """Make the live current stream run behind the updates of `members`, and let their gradients go."""
@@ -288,6 +303,7 @@ class OptimizerStateOffloader(torch.optim.Optimizer):
         if self._open_share is None:
             return
         self.synchronize()
+        self._unhook()
         if self._gates is not None:
             self._gates.close()
         self._open_share.close()

@@ -7,6 +7,7 @@ here they become one share of an optimizer, beside others that update other elem
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,14 +16,14 @@ import torch
 from reference_impl.device import REACHED, Device, Event
 from reference_impl.optimizers.algorithms import Algorithm
 from reference_impl.optimizers.chunks import Chunk, Part, Weights
+from reference_impl.optimizers.freed_room import FreedRoom
 from reference_impl.optimizers.layout import Member
+from reference_impl.optimizers.rounds import snapshot
 from reference_impl.optimizers.streamed_homes import Homes, Travel, check_travel
+from reference_impl.optimizers.streamed_slots import LEAST_SLOTS
 from reference_impl.optimizers.streamed_states import MemberStates
 from reference_impl.optimizers.streamed_update import StreamedRound, StreamedUpdate
 from reference_impl.optimizers.verdict import Verdict
-
-# Copy in, update and copy out each hold one slot.
-LEAST_SLOTS = 3
 
 
 class StreamedShare:
@@ -32,8 +33,8 @@ class StreamedShare:
         device: where the parameters are.
         algorithm: the formula, run by torch's fused kernel on the device.
         chunk_bytes: most bytes of states that travel at once.
-        device_budget_bytes: device memory for slots of `chunk_bytes` and one chunk's fp32 gradients; by default three
-            slots.
+        device_budget_bytes: device memory for slots of a chunk each and for what one chunk needs beside them; by
+            default three slots. More are borrowed in backward, see `gradient`.
         travel: which states travel, and in how many bytes; by default masters and moments in fp32.
         remedy: ends the message when the host has no room.
     """
@@ -62,7 +63,9 @@ class StreamedShare:
         self._stream = StreamedUpdate(device, algorithm)
         self._chunks: list[Chunk] = []
         self._gradients: dict[Member, torch.Tensor] = {}
-        self._updated: dict[Member, Event] = {}
+        self._freed = FreedRoom(device)
+        self._expected: deque[Chunk] | None = None
+        self._budget_slots = LEAST_SLOTS
         self._verdict: Verdict | None = None
         self.moments = algorithm.moments
         self.steps: dict[Member, torch.Tensor] = {}
@@ -75,10 +78,10 @@ class StreamedShare:
 
         Raises ValueError for a budget below three chunks and HostMemoryError: both before anything is taken.
         """
-        slots = self._slots([member.param for member in (*self.steps, *parts)])
+        self._budget_slots = self._slots([member.param for member in (*self.steps, *parts)])
         chunks = self._homes.make(parts)
         self._chunks.extend(chunks)
-        self._stream.make_room(self._chunks, slots=slots)
+        self._stream.make_room(self._chunks, slots=self._budget_slots)
         for chunk in chunks:
             self._states.add(chunk)
         for member, part in parts.items():
@@ -124,14 +127,16 @@ class StreamedShare:
         verdict: Verdict | None,
         groups: Sequence[Mapping[str, Any]],
     ) -> None:
-        """Queue the update of members here, behind the live current stream; the host waits for nothing.
+        """Start the update of members here, behind the live current stream; the host waits for nothing.
 
-        Chunks go in the order of the next forward, followed by the first of the step after it. `gradients` of other
-        members are passed over; each has the shape of its (local) parameter and is kept until `wait_for`. Each call
-        moves every chunk that it touches, so one call a step is best. Without a verdict gradients are taken as they
-        are.
+        Chunks go in the order of the next forward, the first at once and others as `wait_for` asks for them, followed
+        by the first of the step after it. `gradients` of other members are passed over; each has the shape of its
+        (local) parameter and is kept until `wait_for`. Each call moves every chunk that it touches, so one call a
+        step is best. Without a verdict gradients are taken as they are.
         """
         self.wait_for(self._gradients)
+        self._freed.step()
+        self._expected = None
         ours = {member: gradient for member, gradient in gradients.items() if member in self.steps}
         if not ours:
             return
@@ -140,18 +145,41 @@ class StreamedShare:
         torch._foreach_add_(steps, 1)
         if verdict is not None:
             torch._foreach_sub_(steps, [verdict.found_inf] * len(steps))
-        ordered = sorted(self._chunks, key=lambda chunk: chunk.deadline)
-        due = [chunk for chunk in ordered if any(piece.member in ours for piece in chunk.pieces)]
-        round_ = StreamedRound(ours, self.steps, verdict, groups, self._weights)
-        self._updated.update(self._stream.run(due, round_))
-        self._stream.prefetch(due)
+        due = [chunk for chunk in self._ordered() if any(piece.member in ours for piece in chunk.pieces)]
+        round_ = StreamedRound(ours, self.steps, verdict, snapshot(groups), self._weights)
+        self._stream.begin(due, round_, at_once=sum(map(self._is_staged, due)))
+
+    def _ordered(self) -> list[Chunk]:
+        """Return all chunks in the order of the next forward; first those whose weights a CPU worker fetches."""
+        return sorted(self._chunks, key=lambda chunk: (not self._is_staged(chunk), chunk.deadline))
+
+    def _is_staged(self, chunk: Chunk) -> bool:
+        return any(self._weights.staged(piece.member) is not None for piece in chunk.pieces)
+
+    @property
+    def borrows(self) -> bool:
+        """Whether the budget has room for more than the slots that stay."""
+        return self._budget_slots > LEAST_SLOTS
+
+    @torch.no_grad()
+    def gradient(self, member: Member) -> None:
+        """Hear in backward that a gradient is final: bring states in to memory that backward has freed.
+
+        For a hook on every parameter, where `borrows` and somebody calls `wait_for` during forward.
+        """
+        if self._freed.gradient(member) and not self._stream.slots.full:
+            if self._expected is None:
+                self._expected = deque(self._ordered())
+            room_bytes = self._freed.room_bytes(self._stream.slots.borrowed_bytes)
+            self._stream.borrow(self._expected, room_bytes=room_bytes)
 
     def wait_for(self, members: Iterable[Member]) -> None:
         """Make the live current stream run behind the updates of `members`, and let their gradients go."""
-        for member in list(members):
-            if member in self._gradients:
-                self._device.wait(self._updated.get(member, REACHED))
-                del self._gradients[member]
+        listed = [member for member in members if member in self._gradients]
+        self._stream.queue(listed)
+        for member in listed:
+            self._device.wait(self._stream.updated.get(member, REACHED))
+            del self._gradients[member]
 
     def staged(self, member: Member) -> tuple[int, torch.Tensor, Event] | None:
         """Return where the new weights of a staged member stand after `update`, or None for one written in place.
@@ -160,11 +188,13 @@ class StreamedShare:
         behind whoever reads them before the next `update` with this member.
         """
         staged = self._weights.staged(member)
-        return None if staged is None else (*staged, self._updated.get(member, REACHED))
+        return None if staged is None else (*staged, self._stream.updated.get(member, REACHED))
 
     def settle(self, *, for_writing: bool) -> None:
         """Block until the homes are whole and, `for_writing`, nobody reads them either."""
         self.wait_for(self._gradients)
+        self._stream.finish()
+        self._expected = None
         for chunk in self._chunks:
             chunk.stored.synchronize()
         if for_writing:
@@ -201,7 +231,6 @@ class StreamedShare:
         # The device buffers, and the views that keep the host's pages.
         self._chunks.clear()
         self._gradients.clear()
-        self._updated.clear()
         self._weights.clear()
         self._states = MemberStates(self._weights)
         self._stream.close()

@@ -26,15 +26,24 @@ def slowly(call, stream):
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("slow", ["copy_in", "copy_out", "update", "backward"])
-@pytest.mark.parametrize("fraction", [0.5, 1.0])
-def test_a_slow_stream_changes_no_bit(monkeypatch, slow, fraction):
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"fraction": 0.5},
+        {"chunk_bytes": 768},
+        {"device_budget_bytes": 12 * 448 * 20},
+        {"hi_lo_masters": True, "device_budget_bytes": 12 * 448 * 20},
+    ],
+    ids=str,
+)
+def test_a_slow_stream_changes_no_bit(monkeypatch, slow, options):
     device = Device.of("cuda")
     torch.manual_seed(3)
     model = Toy().to(device.torch_device)
     plain = copy.deepcopy(model)
     inner = torch.optim.AdamW(model.parameters(), fused=True, **OPTIONS)
     reference = MasterAdamW(plain, on_cpu=False, **OPTIONS)
-    with OptimizerStateOffloader(inner, chunk_bytes=12 * 448, fraction=fraction) as optimizer:
+    with OptimizerStateOffloader(inner, **{"chunk_bytes": 12 * 448, **options}) as optimizer:
         optimizer.attach(model)
         if slow == "update":
             stream = streamed_update._update_stream(device.torch_device)

@@ -1,0 +1,148 @@
+"""Beyond three slots, memory is borrowed from what backward frees, and is back before the next forward's peak."""
+
+import gc
+
+import pytest
+import torch
+from optimizer_reference import MasterAdamW, Toy, batches
+
+from reference_impl import OptimizerStateOffloader
+from reference_impl.device import Device
+from reference_impl.memory.ledger import Ledger
+
+OPTIONS = {"lr": 1e-2, "betas": (0.8, 0.95), "eps": 1e-7, "weight_decay": 0.1}
+CHUNK_ELEMENTS = 2**13
+WIDTH, LAYERS, TOKENS = 128, 6, 2048
+MANY = 1000 * 12 * CHUNK_ELEMENTS
+
+
+def build(model, **options):
+    inner = torch.optim.AdamW(model.parameters(), fused=True, **OPTIONS)
+    optimizer = OptimizerStateOffloader(inner, **options)
+    optimizer.attach(model)
+    return optimizer
+
+
+class Wide(torch.nn.Sequential):
+    """More activations than states: six layers on 2048 tokens."""
+
+    def __init__(self):
+        torch.manual_seed(0)
+        layers = [torch.nn.Linear(WIDTH, WIDTH, dtype=torch.bfloat16) for _ in range(LAYERS)]
+        super().__init__(*(part for layer in layers for part in (layer, torch.nn.GELU())))
+
+    def loss(self):
+        torch.manual_seed(1)
+        return self(torch.randn(TOKENS, WIDTH, dtype=torch.bfloat16)).float().square().mean()
+
+
+def observe(budget):
+    """Train five steps on the twin; return bytes at the end of forward, peak of backward, and what has come in."""
+    model = Wide()
+    seen = []
+    with Ledger(Device.of("cpu"), track=model.parameters()) as ledger:
+        options = {"chunk_bytes": 12 * CHUNK_ELEMENTS, "device_budget_bytes": budget}
+        with build(model, **options) as optimizer:
+            for _ in range(5):
+                loss = model.loss()
+                gc.collect()
+                end_of_forward = ledger.device_bytes
+                ledger.reset_peak()
+                loss.backward()
+                del loss
+                gc.collect()
+                stream = optimizer._share._stream
+                seen.append(
+                    (
+                        end_of_forward,
+                        ledger.peak_device_bytes,
+                        len(stream._loaded),
+                        stream.slots.borrowed_bytes,
+                    )
+                )
+                ledger.reset_peak()
+                optimizer.step()
+    return seen, [param.detach().clone() for param in model.parameters()]
+
+
+def test_states_come_in_to_memory_that_backward_frees_and_peaks_stay():
+    plain, weights = observe(None)
+    borrowing, same = observe(MANY)
+    assert all(torch.equal(one, other) for one, other in zip(weights, same, strict=True))
+    for (forward, peak, loaded, borrowed), (base_forward, base_peak, base_loaded, nothing) in zip(
+        borrowing[2:], plain[2:], strict=True
+    ):
+        assert forward == base_forward
+        assert peak == base_peak
+        assert nothing == 0
+        assert base_loaded == 3
+        assert loaded == 3 + borrowed // (12 * CHUNK_ELEMENTS)
+        # Half of what backward frees has room for half of all chunks or more.
+        assert loaded >= LAYERS
+    assert borrowing[0][3] == 0
+
+
+def test_the_budget_holds():
+    slots = 5
+    seen, _ = observe((slots * 12 + 4) * CHUNK_ELEMENTS)
+    assert {borrowed for *_, borrowed in seen[1:]} == {(slots - 3) * 12 * CHUNK_ELEMENTS}
+
+
+def test_only_the_last_backward_of_a_step_borrows(device):
+    model = Toy().to(device.torch_device)
+    data = batches(device.torch_device, 6)
+    with build(model, chunk_bytes=12 * 448, device_budget_bytes=12 * 448 * 20) as optimizer:
+        slots = optimizer._share._stream.slots
+        borrowed = []
+        for index, batch in enumerate(data):
+            model(batch).backward()
+            borrowed.append(slots.borrowed_bytes > 0)
+            if index % 2:
+                optimizer.step()
+        assert borrowed == [False, False, False, True, False, True]
+
+
+def test_loading_while_chunks_are_borrowed_changes_no_bit(device):
+    torch.manual_seed(3)
+    model = Toy().to(device.torch_device)
+    torch.manual_seed(3)
+    plain = Toy().to(device.torch_device)
+    reference = MasterAdamW(plain, on_cpu=False, **OPTIONS)
+    with build(model, chunk_bytes=12 * 448, device_budget_bytes=MANY) as optimizer:
+        for index, batch in enumerate(batches(device.torch_device, 6)):
+            model(batch).backward()
+            plain(batch).backward()
+            if index == 3:
+                assert optimizer._share._stream.slots.borrowed_bytes
+                optimizer.load_state_dict(optimizer.state_dict())
+                assert not optimizer._share._stream.slots.borrowed_bytes
+            for each in (optimizer, reference):
+                each.step()
+                each.zero_grad()
+        for (name, left), right in zip(model.state_dict().items(), plain.state_dict().values(), strict=True):
+            assert torch.equal(left, right), name
+
+
+@pytest.mark.parametrize("chunk_bytes", [768, 12 * 448])
+def test_a_step_keeps_the_hyper_parameters_that_it_began_with(device, chunk_bytes):
+    """Chunks are queued as the next forward asks for them, when a scheduler has already gone on."""
+    torch.manual_seed(3)
+    model = Toy().to(device.torch_device)
+    torch.manual_seed(3)
+    plain = Toy().to(device.torch_device)
+    reference = MasterAdamW(plain, on_cpu=False, **OPTIONS)
+    with build(model, chunk_bytes=chunk_bytes) as optimizer:
+        for index, batch in enumerate(batches(device.torch_device, 4)):
+            for net, each, groups in (
+                (model, optimizer, optimizer.param_groups),
+                (plain, reference, reference.inner.param_groups),
+            ):
+                net(batch).backward()
+                each.step()
+                each.zero_grad()
+                groups[0]["lr"] = 1e-2 / (index + 2)
+        waiting = len(optimizer._share._stream._due)
+        assert (waiting > 0) == (chunk_bytes == 768)
+        for (name, left), right in zip(model.state_dict().items(), plain.state_dict().values(), strict=True):
+            assert torch.equal(left, right), name
+        assert not optimizer._share._stream._due
