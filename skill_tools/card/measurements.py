@@ -3,6 +3,7 @@
 Every table states hardware and workload beside its numbers, because a ratio without them says nothing.
 """
 
+import statistics
 import string
 from collections.abc import Sequence
 
@@ -11,8 +12,12 @@ from skill_tools.card.measured import Row, rows_by_id, saved_gb, slowdown
 
 
 def measured_tables(card: Card) -> dict[str, str]:
-    """Return the blocks `measured` (all rows), `measured-MECHANISM` and `comparison` (chosen rows), by name."""
-    tables = {"measured": _by_setting(card, card["measured_results"]), "comparison": _comparison(card)}
+    """Return `measured` (all rows), `measured-MECHANISM`, `comparison` (chosen rows) and `verified-plans`, by name."""
+    tables = {
+        "measured": _by_setting(card, card["measured_results"]),
+        "comparison": _comparison(card),
+        "verified-plans": _verified_plans(card),
+    }
     for mechanism in card["mechanisms"]:
         rows = [row for row in card["measured_results"] if row.get("mechanism") == mechanism]
         tables[f"measured-{mechanism}"] = _by_setting(card, _with_baselines(card, rows))
@@ -32,17 +37,43 @@ def _by_setting(card: Card, rows: Sequence[Row]) -> str:
     return "\n\n".join(section for section in sections if section) or "Not measured yet."
 
 
+def _verified_plans(card: Card) -> str:
+    """Return what plans predicted beside what `verify --plan` measured, with the median of each error."""
+    rows = card.get("verified_plans", [])
+    sections = []
+    for name in dict.fromkeys(row["setting"] for row in rows):
+        lines = [
+            "| Plan | Peak, GB, predicted | measured | off | Step, ms, predicted | measured | off |",
+            "|---|---|---|---|---|---|---|",
+        ]
+        errors: dict[str, list[float]] = {"peak_gb": [], "step_ms": []}
+        for row in (row for row in rows if row["setting"] == name):
+            cells = [row["what"]]
+            for field, found in errors.items():
+                found.append(row[field] / row[f"predicted_{field}"] - 1)
+                cells += [f"{row[f'predicted_{field}']:g}", f"{row[field]:g}", f"{100 * found[-1]:+.1f} %"]
+            lines.append(f"| {' | '.join(cells)} |")
+        peak, step = (statistics.median(map(abs, found)) for found in errors.values())
+        lines += ["", f"The median error is {100 * peak:.1f} % of memory and {100 * step:.1f} % of time."]
+        sections.append("\n".join([_head(card, name), "", *lines]))
+    return "\n\n".join(sections) or "Not measured yet."
+
+
 def _section(card: Card, name: str, rows: Sequence[Row]) -> str:
     if not rows:
         return ""
+    lines = ["| Configuration | Step, ms | Ratio | Memory, GB | Less, GB |", "|---|---|---|---|---|"]
+    lines += [_line(card, row) for row in rows]
+    return _head(card, name) + "\n\n" + "\n".join(lines)
+
+
+def _head(card: Card, name: str) -> str:
+    """Say where the rows of a setting were measured, by whom and when."""
     setting = card["measured_settings"][name]
     who = "Published by the peer" if setting["origin"] == "published" else "Measured for this project"
     note = f" {setting['note']}" if "note" in setting else ""
     source = f"{setting['source']} (recorded {setting['recorded_on']})"
-    head = f"**{setting['workload']}** on {setting['hardware']}. {who}: {source}.{note}"
-    lines = ["| Configuration | Step, ms | Ratio | Memory, GB | Less, GB |", "|---|---|---|---|---|"]
-    lines += [_line(card, row) for row in rows]
-    return head + "\n\n" + "\n".join(lines)
+    return f"**{setting['workload']}** on {setting['hardware']}. {who}: {source}.{note}"
 
 
 def _comparison(card: Card) -> str:

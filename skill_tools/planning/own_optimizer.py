@@ -21,6 +21,7 @@ from skill_tools.planning.run import Mode
 BUCKET_ELEMENTS = 16 << 20
 CHUNK_BYTES = 96 << 20
 CHUNK_ELEMENTS = CHUNK_BYTES // STREAM_LINK_BYTES
+WIDENED_ELEMENTS = 64 << 20  # whose gradients the GPU's own share widens to fp32 at once
 SLOTS = 3  # one chunk comes in, one is updated, one goes out
 
 

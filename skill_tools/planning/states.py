@@ -8,7 +8,7 @@ reference implementation moves all state and frees the gradients of the share th
 from skill_tools.planning import own_optimizer
 from skill_tools.planning.layout import LocalParameters
 from skill_tools.planning.lines import Line, each
-from skill_tools.planning.run import Adapter, Mode, OptimizerEngine, Run, WeightEngine
+from skill_tools.planning.run import PYTORCH, Adapter, Mode, OptimizerEngine, Run, WeightEngine
 from skill_tools.planning.units import gib
 
 HOST_BYTES_CPU_SHARE = 16  # fp32 master, gradient and two moments
@@ -70,6 +70,10 @@ def _optimizer(run: Run, mode: Mode, shard: int) -> tuple[list[Line], list[Line]
         gpu.append(
             Line("fp32 copy of gradients", 4 * resident, each(4, resident, "kept by HybridDeviceOptimizer"))
         )
+    if run.dialect == PYTORCH and resident and moments_bytes:
+        widened = min(resident, max(own_optimizer.WIDENED_ELEMENTS, run.shape.vocab * run.shape.hidden))
+        formula = each(4, widened, "updated at once, as a list of tensors or the largest one")
+        gpu.append(Line("fp32 gradients", 4 * widened, formula, "update"))
     if not fraction:
         return gpu, []
     streamed = round(shard * mode.streamed_fraction)

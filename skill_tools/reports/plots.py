@@ -18,7 +18,7 @@ SUFFIXES = (".svg", ".png", ".html")
 _INK = "#010203"  # stands for the page's text colour until the figure is written
 _PARTS = (  # name, lines that belong to it, colour (readable on light and dark grounds)
     ("weights", ("weights", "base weights", "gathered layers"), "#4c78a8"),
-    ("gradients", ("gradients", "adapter gradients", "fp32 copy of gradients"), "#72b7b2"),
+    ("gradients", ("gradients", "fp32 gradients", "adapter gradients", "fp32 copy of gradients"), "#72b7b2"),
     (
         "optimizer",
         ("master weights", "moments", "streaming slots", "adapter weights and states"),

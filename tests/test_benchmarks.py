@@ -1,0 +1,88 @@
+"""Benchmarks run at toy size on any machine, so that they still run when somebody has a GPU."""
+
+import importlib
+import json
+from pathlib import Path
+
+import jsonschema
+import pytest
+
+from skill_tools.bundle import root, schema_path
+from skill_tools.card.load import load_card
+from skill_tools.card.measurements import measured_tables
+
+HARDWARE = {
+    "gpu": "a machine that a test made up",
+    "cpus": 2,
+    "torch": "2",
+    "gpu_memory_bytes": 2**37,
+    "host_memory_bytes": 2**36,
+    "gpus_per_node": 1,
+    "h2d_pinned_GBs": 55.5,
+    "d2h_pinned_GBs": 55.4,
+    "duplex_total_GBs": 101.6,
+    "host_triad_GBs": 105.8,
+    "hbm_GBs": 4800,
+    "bf16_matmul_TFLOPs": 766.7,
+    "cpu_adam_fused_Gparam_s": 5.4,
+    "cpu_adam_perparam_fused_Gparam_s": 3.2,
+    "cpu_with_copies_Gparam_s": 4.5,
+    "streamed_Gparam_s": 3.9,
+    "both_Gparam_s": 4.6,
+    "both_cpu_share": 0.5,
+}
+
+
+@pytest.fixture
+def plans(monkeypatch):
+    monkeypatch.syspath_prepend(str(root() / "benchmarks"))
+    module = importlib.import_module("plans")
+    monkeypatch.setattr(module, "probe", lambda device: {"hardware": HARDWARE})
+    monkeypatch.setattr(module, "available_device", lambda: module.Device.of("cpu"))
+    return module
+
+
+def test_plans_are_made_and_trained_at_toy_size(plans, tmp_path, monkeypatch, capsys):
+    out = tmp_path / "plans.json"
+    arguments = ["plans.py", "--tiny", "--plans", "optimizer on,LoRA", "--out", str(out)]
+    monkeypatch.setattr("sys.argv", arguments)
+    plans.main()
+    report = json.loads(out.read_text())
+    assert [line["plan"] for line in report["plans"]] == [
+        "optimizer on the CPU",
+        "LoRA, frozen layers streamed",
+    ]
+    for line in report["plans"]:
+        # Norms of the CPU twin keep more than CUDA's, which shows at this size.
+        assert abs(line["peak_error"]) < 0.15
+        assert line["predicted_host_gb"] > 0
+    assert report["medians"]["peak_error"] < 0.15
+    assert "| plan |" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("size", ["small", "medium", "large"])
+def test_every_case_has_a_plan_on_a_machine_like_the_measured_one(plans, size, tmp_path):
+    profile = tmp_path / "profile.json"
+    profile.write_text(json.dumps({"hardware": HARDWARE}))
+    schema = json.loads(schema_path("plan").read_text(encoding="utf-8"))
+    for case in (case for case in plans.CASES if case.size == size):
+        plan = plans.make_plan(case, plans.SIZES[size], profile, tmp_path)
+        document = plans.document(plan)
+        jsonschema.validate(document, schema)
+        assert tuple(document["recommendation"]["option"]["mechanisms"]) == case.mechanisms
+        assert document["recommendation"]["option"]["fits"]
+
+
+def test_the_card_takes_the_rows_that_the_benchmark_prints(plans):
+    import yaml
+
+    line = {
+        "model": "1.36e9", "tokens": 8192, "mode": "optimizer offload 50%",
+        "predicted_peak_gb": 20.0, "peak_gb": 20.2, "predicted_step_ms": 100.0, "step_ms": 90.0,
+    }  # fmt: skip
+    card = load_card(Path(root()) / "card.yaml")
+    setting = next(iter(card["measured_settings"]))
+    rows = yaml.safe_load("\n".join(plans.card_rows([line])).replace("SETTING", setting))
+    table = measured_tables({**card, "verified_plans": rows})["verified-plans"]
+    assert "| 20 | 20.2 | +1.0 % | 100 | 90 | -10.0 % |" in table
+    assert "median error" in table
