@@ -2,11 +2,12 @@
 
     python benchmarks/activations.py --out activations.json        # the published model, needs a large GPU
     python benchmarks/activations.py --tiny                        # the same code at toy size, also on the CPU twin
-    python benchmarks/activations.py --rows everything --tokens 32768 --trace trace.json
+    python benchmarks/activations.py --figure docs/figures/activation-timeline.svg     # and a timeline of one step
 
-A row is forward and backward, no optimizer. Times are medians of the steps after warm-up; the peak is the allocator's.
-Beside each time stands what the link allows: forward and backward without offload, or the copies, whichever is longer.
-Peers are imported where they are installed and left out where not.
+A row is forward and backward, no optimizer. Times are medians of the steps after warm-up; the peak is the allocator's,
+the highest of these steps. Beside each time stands what the link allows: forward and backward without offload, or the
+copies, whichever is longer. First steps are those of processes of their own, which run before everything else. Peers
+are imported where they are installed and left out where not.
 """
 
 from __future__ import annotations
@@ -15,102 +16,49 @@ import argparse
 import gc
 import json
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
+from activation_bytes import count_bytes
+from activation_rows import (
+    EVERYTHING,
+    FIRST_OVER_STEADY,
+    GB,
+    GOAL_TOKENS,
+    GOALS,
+    HALF,
+    INPUTS,
+    INPUTS_OVER_RECOMPUTE,
+    NONE,
+    PUBLISHED,
+    RECOMPUTE,
+    SAVE_ON_CPU,
+    TINY,
+    Attach,
+    default_budgets,
+    options,
+    rows,
+)
+from draw_trace import draw
 from machine import machine, print_table
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 from trace_overlap import record
 
-from reference_impl.activations import ActivationOffloader, CheckpointOffloader, LegacyCheckpointOffloader
-from reference_impl.activations.attach import find_blocks, wrap_forward
+from reference_impl.activations import ActivationOffloader
 from reference_impl.activations.offloader import Offloader
 from reference_impl.device import Device
 from reference_impl.memory.ledger import Ledger
 from reference_impl.training.model import Decoder, DecoderShape, decoder_loss
 
-PUBLISHED = DecoderShape(hidden=4096, ffn=14336, layers=8, heads=32, vocab=32000)
-TINY = DecoderShape(hidden=128, ffn=384, layers=4, heads=4, vocab=512)
-# A budget profiles, plans and measures in its first steps; the others have learnt all after two.
-WARM_UP, BUDGET_WARM_UP, MEASURED = 2, 5, 3
-GB = 10**9
-
-Attach = Callable[[nn.Module], AbstractContextManager[Any]]
-
-
-@contextmanager
-def recompute(model: nn.Module) -> Any:
-    """Checkpoint every layer with torch.utils.checkpoint."""
-    undo = [
-        wrap_forward(block, lambda forward, _, args, kwargs: checkpoint(forward, *args, use_reentrant=False))
-        for block in find_blocks(model).values()
-    ]
-    yield
-    for each in undo:
-        each()
-
-
-def save_on_cpu(blocks: slice) -> Attach:
-    """Return torch's own save_on_cpu with pinned memory around the layers of `blocks`."""
-
-    @contextmanager
-    def attach(model: nn.Module) -> Any:
-        def around(forward: Any, _: nn.Module, args: Any, kwargs: Any) -> Any:
-            with torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available()):
-                return forward(*args, **kwargs)
-
-        undo = [wrap_forward(block, around) for block in list(find_blocks(model).values())[blocks]]
-        yield
-        for each in undo:
-            each()
-
-    return attach
-
-
-@contextmanager
-def trl_offload(model: nn.Module, *, with_recompute: bool = False) -> Any:
-    """Yield TRL's OffloadActivations with streams, which belongs around whole steps, with or without recomputation."""
-    from trl.models.activation_offloading import OffloadActivations
-
-    with recompute(model) if with_recompute else nullcontext():
-        yield OffloadActivations(use_streams=True)
-
-
-def rows(shape: DecoderShape, budgets: list[float]) -> dict[str, Attach]:
-    """Return every row of the table by name."""
-    half, options = shape.layers // 2, {"min_bytes": 2**20 if shape is PUBLISHED else 2**10}
-    table: dict[str, Attach] = {
-        "none": lambda model: nullcontext(),
-        "ours: everything": lambda model: ActivationOffloader(model, **options),
-        "ours: half the layers": lambda model: ActivationOffloader(
-            model, num_layers=half, in_flight_bytes=2**30, **options
-        ),
-        "ours: layer inputs + recompute": lambda model: CheckpointOffloader(
-            model, in_flight_bytes=0, **options
-        ),
-        "ours: layer inputs + recompute, attention kept": lambda model: CheckpointOffloader(
-            model, keep=["core_attention"], in_flight_bytes=0, **options
-        ),
-        "ours: core_attention and down, inputs": lambda model: ActivationOffloader(
-            model, modules=["core_attention", "down"], **options
-        ),
-    }
-    for budget in budgets:
-        table[f"ours: budget {budget:g} GB"] = lambda model, budget=budget: ActivationOffloader(
-            model, budget_bytes=int(budget * GB), **options
-        )
-    table["recompute"] = recompute
-    table["legacy: blocking copies of layer inputs"] = lambda model: LegacyCheckpointOffloader(model)
-    table["save_on_cpu"] = save_on_cpu(slice(None))
-    table["save_on_cpu, half the layers"] = save_on_cpu(slice(half))
-    table["TRL"] = trl_offload
-    table["TRL + recompute"] = lambda model: trl_offload(model, with_recompute=True)
-    return table
+# A budget profiles, plans, measures, and may have to plan again; the others have learnt all after two.
+WARM_UP, BUDGET_WARM_UP, MEASURED = 2, 8, 3
+FIRST_STEPS = (NONE, EVERYTHING, INPUTS, SAVE_ON_CPU)
 
 
 class Step:
@@ -155,30 +103,27 @@ class Step:
 
 def measure(attach: Attach, step: Step) -> dict[str, Any]:
     """Return times in seconds, sizes in decimal GB, and what the offloader says about itself."""
-    gc.collect()
-    if step.device.is_cuda:
-        torch.cuda.empty_cache()
+    forget_caches(step.device)
     with ExitStack() as stack:
         ledger = stack.enter_context(Ledger(step.device, track=step.model.parameters()))
-        attached = stack.enter_context(attach(step.model))
-        step.context = (
-            attached if isinstance(attached, torch.autograd.graph.saved_tensors_hooks) else nullcontext()
-        )
-        offloader = attached if isinstance(attached, Offloader) else None
+        offloader = attach_to(step, attach, stack)
         first_s = step()[2]
         has_plan = isinstance(offloader, ActivationOffloader) and offloader.has_budget
         for _ in range((BUDGET_WARM_UP if has_plan else WARM_UP) - 1):
             step()
-        step.model.zero_grad()
-        ledger.reset_peak()
         before = offloader.offloaded_bytes if offloader is not None else 0
-        times = [step() for _ in range(MEASURED)]
+        times, peaks = [], []
+        for _ in range(MEASURED):
+            step.model.zero_grad()
+            ledger.reset_peak()
+            times.append(step())
+            peaks.append(ledger.peak_device_bytes)
         result: dict[str, Any] = {
             "step_s": statistics.median(total for _, _, total in times),
             "forward_s": statistics.median(forward for forward, _, _ in times),
             "backward_s": statistics.median(backward for _, backward, _ in times),
             "first_s": first_s,
-            "peak_gb": ledger.peak_device_bytes / GB,
+            "peak_gb": max(peaks) / GB,
             "loss": step.loss,
             "gradient_norm": step.gradient_norm(),
         }
@@ -194,6 +139,22 @@ def measure(attach: Attach, step: Step) -> dict[str, Any]:
     return result
 
 
+def attach_to(step: Step, attach: Attach, stack: ExitStack) -> Offloader | None:
+    """Attach a row's mechanism until `stack` closes; return it when it is ours."""
+    attached = stack.enter_context(attach(step.model))
+    around_steps = isinstance(attached, torch.autograd.graph.saved_tensors_hooks)
+    step.context = attached if around_steps else nullcontext()
+    return attached if isinstance(attached, Offloader) else None
+
+
+def forget_caches(device: Device) -> None:
+    """Give back what the row before has left in torch's caches, pinned memory among it."""
+    gc.collect()
+    if device.is_cuda:
+        torch.cuda.empty_cache()
+        torch._C._host_emptyCache()
+
+
 def predict(
     result: dict[str, Any], none: dict[str, Any], recomputed: dict[str, Any] | None, facts: dict[str, Any]
 ) -> float:
@@ -204,72 +165,161 @@ def predict(
     )
 
 
+def build(shape: DecoderShape, device: Device) -> Decoder:
+    """Return the model, the same in every process."""
+    torch.manual_seed(0)
+    with device.torch_device:
+        return Decoder(shape).to(torch.bfloat16)
+
+
+def batch(shape: DecoderShape, tokens: int, device: Device) -> torch.Tensor:
+    """Return the ids of one sequence, the same in every process."""
+    ids = torch.randint(0, shape.vocab, (1, tokens), generator=torch.Generator().manual_seed(0))
+    return ids.to(device.torch_device)
+
+
+def first_step(name: str, tokens: int, *, tiny: bool) -> float:
+    """Return the seconds of the first step of row `name` in a process of its own."""
+    command = [
+        sys.executable,
+        __file__,
+        "--first",
+        name,
+        "--tokens",
+        str(tokens),
+        *(["--tiny"] if tiny else []),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"the first step of {name!r} failed:\n{done.stderr}")
+    return float(done.stdout.splitlines()[-1])
+
+
+def time_first_step(name: str, shape: DecoderShape, tokens: int, device: Device) -> float:
+    """Take the first step of row `name` in this process; return its seconds."""
+    step = Step(build(shape, device), batch(shape, tokens, device), device)
+    with ExitStack() as stack:
+        stack.enter_context(Ledger(device, track=step.model.parameters()))
+        attach_to(step, rows(shape, [])[name], stack)
+        return step()[2]
+
+
+def run_rows(
+    table: dict[str, Attach], wanted: list[str], step: Step, facts: dict[str, Any]
+) -> dict[str, dict[str, Any]]:
+    """Measure the rows whose names contain one of `wanted`, or all; `none` comes first and always."""
+    results: dict[str, dict[str, Any]] = {}
+    for name, attach in table.items():
+        if wanted and name != NONE and not any(part in name for part in wanted):
+            continue
+        try:
+            result = measure(attach, step)
+        except (ImportError, ValueError, torch.OutOfMemoryError) as missing:
+            results[name] = {"left out": f"{type(missing).__name__}: {missing}"}
+            continue
+        results[name] = result = {"ratio": result["step_s"] / results.get(NONE, result)["step_s"], **result}
+        if "offloaded_gb" in result and "predicted_s" not in result and step.device.is_cuda:
+            baseline = results.get(RECOMPUTE) if "recompute" in name else None
+            result["predicted_s"] = predict(result, results[NONE], baseline, facts)
+        print(step.ids.numel(), name, {k: v for k, v in rounded(result).items() if k != "plan"}, flush=True)
+    return results
+
+
+def judge(results: dict[str, dict[str, Any]], first_steps: dict[str, float]) -> list[dict[str, Any]]:
+    """Return a line for each goal: what was to be reached, what was, and whether."""
+    lines = []
+
+    def add(what: str, goal: float, reached: float) -> None:
+        lines.append({"what": what, "goal": goal, "reached": reached, "met": reached <= goal})
+
+    for name, goal in GOALS.items():
+        if "ratio" in results.get(name, {}):
+            add(f"{name}: time / no offload", goal.ratio, results[name]["ratio"])
+            add(f"{name}: peak GB", goal.peak_gb, results[name]["peak_gb"])
+    if {INPUTS, RECOMPUTE} <= results.keys():
+        over = results[INPUTS]["step_s"] / results[RECOMPUTE]["step_s"]
+        add(f"{INPUTS}: time / recompute", INPUTS_OVER_RECOMPUTE, over)
+    if EVERYTHING in first_steps and "step_s" in results.get(EVERYTHING, {}):
+        over = first_steps[EVERYTHING] / results[EVERYTHING]["step_s"]
+        add(f"{EVERYTHING}: first step of a process / steady step", FIRST_OVER_STEADY, over)
+    return lines
+
+
+def trace(path: Path, figure: Path | None, shape: DecoderShape, step: Step) -> dict[str, float]:
+    """Write a Perfetto trace of two steps with half the layers offloaded, and draw the second."""
+    with ExitStack() as stack:
+        attach_to(step, rows(shape, [])[HALF], stack)
+        for _ in range(WARM_UP):
+            step()
+        overlap = record(lambda: step() and None, path)
+    if figure is not None:
+        draw(path, figure, f"Half of {shape.layers} layers offloaded, {step.ids.numel()} tokens")
+    return overlap
+
+
 def main() -> None:
     """Run the rows that are asked for, print the tables, write JSON."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--tiny", action="store_true", help="toy size, any machine")
-    parser.add_argument("--tokens", default="32768,8192", help="tokens of the one sequence, comma separated")
+    parser.add_argument("--tokens", default="", help="tokens of the one sequence, comma separated")
     parser.add_argument(
         "--rows", default="", help="only rows whose name contains one of these, comma separated"
     )
     parser.add_argument("--budgets", default="", help="budgets in GB, comma separated; default: by size")
     parser.add_argument("--out", type=Path, help="write all numbers as JSON")
     parser.add_argument("--trace", type=Path, help="write a Perfetto trace of two steps of `half the layers`")
+    parser.add_argument("--figure", type=Path, help="draw the second of these steps as an SVG")
+    parser.add_argument("--first", default="", help=argparse.SUPPRESS)
     args = parser.parse_args()
     device = Device.of("cuda" if torch.cuda.is_available() else "cpu")
     shape = TINY if args.tiny else PUBLISHED
-    facts = machine(device)
-    print(json.dumps(facts))
-    report: dict[str, Any] = {"machine": facts, "shape": vars(shape), "tokens": {}}
-    torch.manual_seed(0)
-    with device.torch_device:
-        model = Decoder(shape).to(torch.bfloat16)
-    wanted = [part for part in args.rows.split(",") if part]
-    for tokens in [256] if args.tiny else [int(part) for part in args.tokens.split(",")]:
-        ids = torch.randint(0, shape.vocab, (1, tokens), generator=torch.Generator().manual_seed(0))
-        step = Step(model, ids.to(device.torch_device), device)
-        budgets = [float(part) for part in args.budgets.split(",") if part] or default_budgets(shape, tokens)
-        results: dict[str, Any] = {}
-        for name, attach in rows(shape, budgets).items():
-            if wanted and name != "none" and not any(part in name for part in wanted):
-                continue
-            try:
-                results[name] = measure(attach, step)
-            except (ImportError, ValueError, torch.OutOfMemoryError) as missing:
-                results[name] = {"left out": f"{type(missing).__name__}: {missing}"}
-                continue
-            results[name] = {"ratio": results[name]["step_s"] / results["none"]["step_s"], **results[name]}
-            if "offloaded_gb" in results[name] and "predicted_s" not in results[name] and device.is_cuda:
-                baseline = results.get("recompute") if "recompute" in name else None
-                results[name]["predicted_s"] = predict(results[name], results["none"], baseline, facts)
-            print(tokens, name, {k: v for k, v in rounded(results[name]).items() if k != "plan"}, flush=True)
-        print(f"\n{tokens} tokens")
-        print_table(
-            [
-                {"row": name, **{k: v for k, v in result.items() if k != "plan"}}
-                for name, result in results.items()
-            ]
-        )
-        report["tokens"][tokens] = results
-    if args.out:
-        args.out.write_text(json.dumps(report, indent=1))
-    if args.trace:
-        with rows(shape, [])["ours: half the layers"](model):
-            for _ in range(WARM_UP):
-                step()
-            report["overlap"] = record(lambda: step() and None, args.trace)
-        print("overlap", report["overlap"])
+    lengths = [int(part) for part in (args.tokens or ("256" if args.tiny else "32768,8192")).split(",")]
+    if args.first:
+        print(time_first_step(args.first, shape, lengths[0], device))
+        return
+    if (args.trace or args.figure) and not device.is_cuda:
+        parser.error("--trace and --figure need a CUDA device")
+    report: dict[str, Any] = {"shape": vars(shape), "tokens": {}}
+
+    def write() -> None:
         if args.out:
             args.out.write_text(json.dumps(report, indent=1))
 
-
-def default_budgets(shape: DecoderShape, tokens: int) -> list[float]:
-    """Return budgets between the least possible and everything, in GB."""
-    if shape is TINY:
-        return [0.006, 0.012]
-    return [18, 20, 40] if tokens == 32768 else [10, 12, 16]
+    wanted = [part for part in args.rows.split(",") if part]
+    names = [name for name in FIRST_STEPS if not wanted or any(part in name for part in wanted)]
+    # The largest first, before this process holds any memory.
+    report["first_steps"] = {name: first_step(name, lengths[0], tiny=args.tiny) for name in names}
+    print("first steps", rounded(report["first_steps"]), flush=True)
+    report["machine"] = facts = machine(device)
+    print(json.dumps(facts), flush=True)
+    model = build(shape, device)
+    for tokens in lengths:
+        step = Step(model, batch(shape, tokens, device), device)
+        budgets = [float(part) for part in args.budgets.split(",") if part] or default_budgets(shape, tokens)
+        report["tokens"][tokens] = results = run_rows(rows(shape, budgets), wanted, step, facts)
+        step.context = nullcontext()
+        crossed = count_bytes(model, step, min_bytes=options(shape)["min_bytes"])
+        print(f"\n{tokens} tokens; copies of everything: {rounded(crossed)}")
+        print_table(
+            [
+                {"row": name, **{k: v for k, v in each.items() if k != "plan"}}
+                for name, each in results.items()
+            ]
+        )
+        report.setdefault("bytes", {})[tokens] = crossed
+        if shape is PUBLISHED and tokens == GOAL_TOKENS:
+            report["goals"] = judge(results, report["first_steps"])
+            print_table(report["goals"])
+        write()
+    if args.trace or args.figure:
+        step = Step(model, batch(shape, lengths[0], device), device)
+        with tempfile.TemporaryDirectory() as folder:
+            path = args.trace or Path(folder) / "trace.json"
+            report["overlap"] = trace(path, args.figure, shape, step)
+        print("overlap", report["overlap"])
+        write()
 
 
 def rounded(values: dict[str, Any]) -> dict[str, Any]:

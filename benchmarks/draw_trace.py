@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from html import escape
 from pathlib import Path
 
-from trace_overlap import Interval, merge
+from trace_overlap import STEP, Interval, merge
 
 LANES = (("kernels", "#4c78a8"), ("H2D", "#e45756"), ("D2H", "#54a24b"))
 WIDTH, LEFT, LANE, BAR = 960, 70, 34, 20
@@ -38,19 +38,26 @@ def lanes(events: list[dict[str, object]]) -> dict[str, list[Interval]]:
     return found
 
 
-def second_half(found: dict[str, list[Interval]]) -> dict[str, list[Interval]]:
-    """Return what lies in the later half of the trace, moved to 0, in milliseconds."""
+def second_step(events: list[dict[str, object]]) -> dict[str, list[Interval]]:
+    """Return the busy intervals of the trace's second step, from its begin, in milliseconds."""
+    found = lanes(events)
+    marks = [float(event["ts"]) for event in events if _is_mark(event)]  # type: ignore[arg-type]
     begin = min(start for intervals in found.values() for start, _ in intervals)
     end = max(stop for intervals in found.values() for _, stop in intervals)
-    middle = (begin + end) / 2
+    # A trace without marks is cut in the middle.
+    begin = max(marks) if len(marks) > 1 else (begin + end) / 2
     return {
         lane: [
-            ((max(start, middle) - middle) / 1e3, (stop - middle) / 1e3)
+            ((max(start, begin) - begin) / 1e3, (stop - begin) / 1e3)
             for start, stop in intervals
-            if stop > middle
+            if stop > begin
         ]
         for lane, intervals in found.items()
     }
+
+
+def _is_mark(event: dict[str, object]) -> bool:
+    return event.get("name") == STEP and event.get("cat") == "user_annotation" and event.get("ph") == "X"
 
 
 def svg(found: dict[str, list[Interval]], title: str) -> str:
@@ -70,7 +77,7 @@ def svg(found: dict[str, list[Interval]], title: str) -> str:
         parts.append(f'<text x="{LEFT - 8}" y="{top + 15}" text-anchor="end">{name}</text>')
         parts += rectangles(found[name], scale, top, colour)
     bottom = 36 + LANE * len(drawn)
-    for mark in range(0, int(end_ms) + 1, 50):
+    for mark in range(0, int(end_ms) + 1, 50 if end_ms < 800 else 100):
         x = LEFT + mark * scale
         parts.append(
             f'<line x1="{x:.1f}" x2="{x:.1f}" y1="32" y2="{bottom}" stroke="#ccc" stroke-width="0.5"/>'
@@ -88,6 +95,13 @@ def rectangles(intervals: Iterable[Interval], scale: float, top: int, colour: st
     ]
 
 
+def draw(trace: Path, figure: Path, title: str) -> None:
+    """Write the drawing of a trace, gzipped or not, to `figure`."""
+    raw = trace.read_bytes()
+    text = gzip.decompress(raw) if trace.suffix == ".gz" else raw
+    figure.write_text(svg(second_step(json.loads(text)["traceEvents"]), title))
+
+
 def main() -> None:
     """Read a trace, write the drawing."""
     parser = argparse.ArgumentParser(
@@ -97,9 +111,7 @@ def main() -> None:
     parser.add_argument("svg", type=Path, help="the file to write")
     parser.add_argument("--title", default="", help="one line above the lanes")
     args = parser.parse_args()
-    raw = args.trace.read_bytes()
-    text = gzip.decompress(raw) if args.trace.suffix == ".gz" else raw
-    args.svg.write_text(svg(second_half(lanes(json.loads(text)["traceEvents"])), args.title))
+    draw(args.trace, args.svg, args.title)
 
 
 if __name__ == "__main__":
