@@ -47,11 +47,11 @@ def chosen_split(
     *,
     profile: Profile | None,
     moments: int,
+    moment_bytes: int,
+    hi_lo_masters: bool,
     ring_bytes: int,
     device_budget_bytes: int | None,
     host_budget_bytes: int | None,
-    moment_bytes: int = 4,
-    hi_lo_masters: bool = False,
 ) -> Split:
     """Return what was `asked` for; for `auto` that with which one update of `params` takes least time, and log it.
 
@@ -67,7 +67,7 @@ def chosen_split(
         hi_lo_masters=hi_lo_masters,
     )
     elements = sum(local_numel(param) for param in params)
-    rates = _rates(device, profile)
+    rates = machine_rates(device, profile)
     split = fastest_split(
         elements,
         each,
@@ -80,7 +80,7 @@ def chosen_split(
     return split
 
 
-def _rates(device: Device, profile: Profile | None) -> MachineRates:
+def machine_rates(device: Device, profile: Profile | None = None) -> MachineRates:
     """Return the rates of `profile` if it is of this machine, else those of a short probe."""
     if profile is not None:
         hardware = _hardware(profile)

@@ -19,7 +19,7 @@ import torch
 
 from reference_impl.optimizers import checks, state
 from reference_impl.optimizers.algorithms import Adam, Algorithm
-from reference_impl.optimizers.auto_split import Profile, chosen_split
+from reference_impl.optimizers.auto_split import Profile
 from reference_impl.optimizers.gradients import forgetful_hook
 from reference_impl.optimizers.host_share import HostShare
 from reference_impl.optimizers.hosted import HostedOptimizer
@@ -27,8 +27,7 @@ from reference_impl.optimizers.layout import Member, local_numel, members_of
 from reference_impl.optimizers.live_state import LiveState
 from reference_impl.optimizers.rounds import Round, snapshot
 from reference_impl.optimizers.shares import Shares
-from reference_impl.optimizers.state_offload_checks import check_chunk
-from reference_impl.optimizers.streamed_share import StreamedShare
+from reference_impl.optimizers.streamed_homes import Travel
 from reference_impl.optimizers.verdict import Verdict, judge
 
 
@@ -51,7 +50,7 @@ class HybridDeviceOptimizer(HostedOptimizer):
             than streaming needs, and 95 % of what the host has.
         profile: this machine's rates for `auto`, as `reference_impl.probe` returns them or a file of them; by default
             a probe of at most 3 s.
-        chunk_bytes: most bytes of streamed states that travel at once; the device holds three such chunks.
+        chunk_bytes, hi_lo_masters, moments_dtype: how the streamed share travels, as in `OptimizerStateOffloader`.
         algorithm: the formula; `Adam()` is AdamW. Its hyper-parameters (`lr`, `betas`, ...) follow as keywords.
         max_grad_norm: clip the global norm exactly; gradients are divided by `max(1, (norm + 1e-6) / max)`.
         reduce_norm_squared: given this rank's squared norm (0-dim fp32), returns that over all ranks.
@@ -86,6 +85,8 @@ class HybridDeviceOptimizer(HostedOptimizer):
         host_budget_bytes: int | None = None,
         profile: Profile | None = None,
         chunk_bytes: int = 96 * 2**20,
+        hi_lo_masters: bool = False,
+        moments_dtype: torch.dtype = torch.float32,
         algorithm: Algorithm | None = None,
         max_grad_norm: float | None = None,
         reduce_norm_squared: Callable[[torch.Tensor], torch.Tensor] | None = None,
@@ -101,7 +102,6 @@ class HybridDeviceOptimizer(HostedOptimizer):
         self._algorithm = algorithm or Adam()
         checks.check_options(self._algorithm, hyper_parameters, offload_fraction, backward_overlap)
         budgets = (device_budget_bytes, host_budget_bytes, profile)
-        check_chunk(chunk_bytes, state_bytes=4 * (1 + len(self._algorithm.moments)))
         checks.check_split(split, offload_fraction, filtered=offload_filter is not None, budgets=budgets)
         self._filter = offload_filter
         self._max_grad_norm = max_grad_norm
@@ -125,26 +125,22 @@ class HybridDeviceOptimizer(HostedOptimizer):
             updates_in_backward=backward_overlap == "update",
         )
         self._device = checks.one_device(everything)
-        streamed = StreamedShare(self._device, self._algorithm, chunk_bytes=chunk_bytes)
-        self.split = chosen_split(
-            split or (1 - offload_fraction, 0.0, offload_fraction),
-            everything,
-            self._device,
-            profile=profile,
-            moments=len(self._algorithm.moments),
-            ring_bytes=streamed.ring_bytes,
-            device_budget_bytes=device_budget_bytes,
-            host_budget_bytes=host_budget_bytes,
-        )
         self._shares = Shares(
             self._device,
             self._algorithm,
-            streamed=streamed,
+            everything,
+            split=split or (1 - offload_fraction, 0.0, offload_fraction),
+            device_budget_bytes=device_budget_bytes,
+            host_budget_bytes=host_budget_bytes,
+            profile=profile,
+            chunk_bytes=chunk_bytes,
+            travel=Travel(hi_lo_masters=hi_lo_masters, moments_dtype=moments_dtype),
             bucket_elements=bucket_elements,
             whole_members=self._whole_members,
             pinned=pin_cpu_grads and pin_cpu_params,
             threads=cpu_threads,
         )
+        self.split = self._shares.split
         try:
             self._admit()
         except BaseException:

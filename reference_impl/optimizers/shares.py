@@ -7,11 +7,13 @@ waits for a whole parameter, and where the parts of a split parameter are brough
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Literal
 
 import torch
 
 from reference_impl.device import REACHED, Device
 from reference_impl.optimizers.algorithms import Algorithm
+from reference_impl.optimizers.auto_split import Profile, chosen_split
 from reference_impl.optimizers.buckets import Bucket
 from reference_impl.optimizers.checks import used_early
 from reference_impl.optimizers.chunks import Part
@@ -22,6 +24,8 @@ from reference_impl.optimizers.publish import Fresh
 from reference_impl.optimizers.resident import ResidentShare
 from reference_impl.optimizers.rounds import Round
 from reference_impl.optimizers.schedule import cpu_budget
+from reference_impl.optimizers.state_offload_checks import check_chunk
+from reference_impl.optimizers.streamed_homes import Travel
 from reference_impl.optimizers.streamed_share import StreamedShare
 
 
@@ -32,17 +36,39 @@ class Shares:
         self,
         device: Device,
         algorithm: Algorithm,
+        params: Sequence[torch.Tensor],
         *,
-        streamed: StreamedShare,
+        split: tuple[float, float, float] | Literal["auto"],
+        device_budget_bytes: int | None,
+        host_budget_bytes: int | None,
+        profile: Profile | None,
+        chunk_bytes: int,
+        travel: Travel,
         bucket_elements: int,
         whole_members: bool,
         pinned: bool,
         threads: int | None,
     ) -> None:
-        """Start the worker threads of the CPU share, by default as many as this rank may use; hold no member yet."""
+        """Choose the split for `params` and start the CPU share's threads, by default as many as this rank may use.
+
+        Holds no member yet. Raises ValueError and HostMemoryError as `chosen_split` and `check_travel` do.
+        """
+        check_chunk(chunk_bytes, state_bytes=4 * (1 + len(algorithm.moments)))
         self._device = device
         self.resident = ResidentShare(algorithm)
-        self.streamed = streamed
+        self.streamed = StreamedShare(device, algorithm, chunk_bytes=chunk_bytes, travel=travel)
+        self.split = chosen_split(
+            split,
+            params,
+            device,
+            profile=profile,
+            moments=len(algorithm.moments),
+            moment_bytes=travel.moments_dtype.itemsize,
+            hi_lo_masters=travel.hi_lo_masters,
+            ring_bytes=self.streamed.ring_bytes,
+            device_budget_bytes=device_budget_bytes,
+            host_budget_bytes=host_budget_bytes,
+        )
         self.host = HostShare(
             device,
             algorithm,
