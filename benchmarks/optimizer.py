@@ -29,6 +29,8 @@ from trace_overlap import record
 from reference_impl import HybridDeviceOptimizer, OptimizerStateOffloader
 from reference_impl.device import Device
 from reference_impl.memory.ledger import Ledger
+from reference_impl.optimizers.auto_split import machine_rates
+from reference_impl.optimizers.split import state_bytes, update_seconds
 from reference_impl.training.model import Decoder, DecoderShape, decoder_loss
 
 PUBLISHED = DecoderShape(hidden=2048, ffn=5632, layers=24, heads=16, vocab=32000)
@@ -106,6 +108,11 @@ def rows() -> dict[str, Build]:
     table["streamed 100% exact clipping, 8 GB ring"] = streamed(
         max_grad_norm=1.0, device_budget_bytes=8 * 10**9
     )
+    packed = {"hi_lo_masters": True, "moments_dtype": torch.bfloat16}
+    table["auto split exact clipping"] = ours(1.0, split="auto", max_grad_norm=1.0)
+    table["auto split exact clipping, bf16 moments, half masters"] = ours(
+        1.0, split="auto", max_grad_norm=1.0, **packed
+    )
     # Peers last: what one leaves behind on the GPU would count against those after it.
     table["torchao 100% bf16 states"] = torchao_offload
     for fraction in (0.25, 0.5, 1.0):
@@ -168,7 +175,40 @@ def measure(build: Build, shape: DecoderShape, device: Device, batch: int, token
             "peak_gb": peak_bytes / 1e9,
             "resident_gb": ledger.device_bytes / 1e9,
             "loss": losses,
+            **({"split": list(optimizer.split)} if isinstance(optimizer, HybridDeviceOptimizer) else {}),
         }
+
+
+def solved_split(device: Device, numel: int) -> dict[str, object]:
+    """Return the split that `auto` chooses, and the seconds of one bare update that it predicts and that it takes."""
+    rates = machine_rates(device)
+    weights = [
+        nn.Parameter(torch.zeros(numel // 16, dtype=torch.bfloat16, device=device.torch_device))
+        for _ in range(16)
+    ]
+    times: list[float] = []
+    # Chunks that are small against the whole, so that it is split at toy size too.
+    options = {**OPTIONS, "max_grad_norm": 1.0, "chunk_bytes": min(96 * 2**20, numel)}
+    with HybridDeviceOptimizer(weights, split="auto", **options) as optimizer:
+        for _ in range(WARM_UP + MEASURED):
+            for weight in weights:
+                weight.grad = torch.zeros_like(weight)
+            device.synchronize()
+            start = time.perf_counter()
+            optimizer.step()
+            optimizer.synchronize()
+            device.synchronize()
+            times.append(time.perf_counter() - start)
+        split = optimizer.split
+    each = state_bytes([(numel, 2)], moments=2)
+    predicted, measured = update_seconds(split, numel, each, rates), statistics.median(times[WARM_UP:])
+    return {
+        "split": list(split),
+        "rates": vars(rates),
+        "predicted_s": predicted,
+        "measured_s": measured,
+        "off": measured / predicted - 1,
+    }
 
 
 def trace(build: Build, shape: DecoderShape, device: Device, tokens: int, path: Path) -> dict[str, float]:
@@ -225,6 +265,9 @@ def main() -> None:
         print(f"\n{total} tokens a step")
         print_table([{"row": name, **result} for name, result in results.items()])
         report["tokens"][total] = results
+    if not wanted or "auto" in args.rows:
+        report["solved_split"] = solved_split(device, 2**16 if args.tiny else 2**30)
+        print("solved split", report["solved_split"])
     if args.trace:
         report["overlap"] = trace(ours(1.0, backward_overlap="update"), shape, device, tokens, args.trace)
         print("overlap", report["overlap"])
