@@ -11,7 +11,7 @@ It knows chunks and gradients; which of them take part, and who waits for the we
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -62,7 +62,7 @@ class StreamedUpdate:
         self._next: list[Chunk] = []
         self._due: deque[Chunk] = deque()
         self._to_come = 0
-        self._undone: Counter[Member] = Counter()
+        self._chunks_until: dict[Member, int] = {}
         self._round: StreamedRound | None = None
         self._ready: Event = REACHED
         self.updated: dict[Member, Event] = {}
@@ -88,16 +88,16 @@ class StreamedUpdate:
         self._round, self._ready = round_, self._device.record()
         self._next, self._due = list(chunks), deque(chunks)
         self._to_come = sum(not chunk.resident and chunk not in self._loaded for chunk in chunks)
-        self._undone = Counter(piece.member for chunk in chunks for piece in chunk.pieces)
+        self._chunks_until = {
+            piece.member: count for count, chunk in enumerate(chunks, start=1) for piece in chunk.pieces
+        }
         self._advance(max(at_once, _AHEAD))
 
     def queue(self, members: Iterable[Member]) -> None:
-        """Queue the update of `members`, and some of what follows."""
-        awaited = [member for member in members if self._undone[member]]
-        while any(self._undone[member] for member in awaited):
-            self._advance(1)
-        if awaited:
-            self._advance(_AHEAD)
+        """Queue the update of `members`, and of `_AHEAD` chunks that follow."""
+        wanted = max((self._chunks_until.get(member, 0) for member in members), default=0)
+        if wanted:
+            self._advance(wanted + _AHEAD - (len(self._next) - len(self._due)))
         self.slots.reap()
 
     def finish(self) -> None:
@@ -122,7 +122,6 @@ class StreamedUpdate:
             self.slots.put(slot, needed=self._to_come)
         for piece in chunk.pieces:
             self.updated[piece.member] = updated
-            self._undone[piece.member] -= 1
 
     def _prefetch(self) -> None:
         """Start bringing in the next step's first chunks, each once one of the slots that stay falls free."""
