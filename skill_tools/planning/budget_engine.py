@@ -49,12 +49,12 @@ def recompute_seconds(run: Run, machine: Machine, speed: Pace, share: float) -> 
 def _kinds(run: Run, machine: Machine, speed: Pace) -> tuple[tuple[float, float], ...]:
     """Return (seconds a byte, bytes) of what can be computed again in one micro-batch, cheapest first."""
     per_flop = speed.layers_forward_s / flops.micro_batch(run).layers_forward
-    found = [
-        (cost, part.token_bytes * run.tokens)
-        for part in _parts(run)
-        if (cost := _seconds_a_byte(part, run, machine, per_flop)) is not None
-    ]
-    return tuple(sorted(found))
+    found: dict[float, float] = {}
+    for part in _parts(run):
+        cost = _seconds_a_byte(part, run, machine, per_flop)
+        if cost is not None:
+            found[cost] = found.get(cost, 0.0) + part.token_bytes * run.tokens
+    return tuple(sorted(found.items()))
 
 
 def _seconds_a_byte(part: Part, run: Run, machine: Machine, per_flop: float) -> float | None:
@@ -75,8 +75,8 @@ def _saved(run: Run) -> float:
 
 
 def _parts(run: Run) -> list[Part]:
-    return [
-        part
-        for index in range(run.shape.num_layers)
-        for part in activations.layer_parts(run, moe=run.shape.is_moe(index))
-    ]
+    """List what all layers save; layers of one kind save the same."""
+    kinds = {
+        moe: activations.layer_parts(run, moe=moe) for moe in (False, True) if not moe or run.shape.experts
+    }
+    return [part for index in range(run.shape.num_layers) for part in kinds[run.shape.is_moe(index)]]

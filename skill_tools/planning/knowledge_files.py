@@ -1,5 +1,6 @@
 """Loads the planner's own knowledge files with the fastest safe YAML loader there is."""
 
+from functools import cache
 from typing import Any
 
 import yaml
@@ -13,6 +14,7 @@ except ImportError:  # PyYAML without libyaml
     from yaml import SafeLoader as _Loader
 
 
+@cache
 def read_knowledge(name: str) -> dict[str, Any]:
     """Return the mapping in `skill_tools/knowledge/<name>`."""
     with knowledge_path(name).open("rb") as stream:

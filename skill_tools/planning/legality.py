@@ -20,7 +20,7 @@ from skill_tools.planning.modes import (
     Candidate,
 )
 from skill_tools.planning.modes import INPUTS as CHECKPOINT
-from skill_tools.rules.finding import Finding, Severity, Undecided
+from skill_tools.rules.finding import Finding, Severity
 from skill_tools.rules.knowledge import Rule, load_rules
 from skill_tools.rules.lint import lint
 
@@ -107,7 +107,7 @@ class Judge:
             tuple(
                 Condition(each.rule, each.title, each.missing)
                 for each in verdict.undecided
-                if _is_serious(each)
+                if each.rule in _serious()
             ),
         )
 
@@ -115,12 +115,20 @@ class Judge:
 @cache
 def _rules_about(keys: frozenset[str]) -> tuple[Rule, ...]:
     """Return the rules whose condition names one of `keys`: no other rule can find fault with them."""
-    return tuple(rule for rule in load_rules() if any(key in rule.when for key in keys))
+    about = frozenset[int]().union(*map(_naming, keys))
+    return tuple(rule for index, rule in enumerate(load_rules()) if index in about)
 
 
-def _is_serious(each: Undecided) -> bool:
-    """Whether the rule would rule the candidate out if it held."""
-    return any(rule.id == each.rule and rule.severity is Severity.ERROR for rule in load_rules())
+@cache
+def _naming(key: str) -> frozenset[int]:
+    """Return the places of the rules whose condition names `key`."""
+    return frozenset(index for index, rule in enumerate(load_rules()) if key in rule.when)
+
+
+@cache
+def _serious() -> frozenset[str]:
+    """Return the rules that rule a candidate out where they hold."""
+    return frozenset(rule.id for rule in load_rules() if rule.severity is Severity.ERROR)
 
 
 def _line(finding: Finding) -> RuledOut:

@@ -17,7 +17,7 @@ from skill_tools.planning.memory import Memory
 from skill_tools.planning.modes import DISTRIBUTED, OPTIMIZER, RECOMPUTE, Candidate, at_fraction
 from skill_tools.planning.options import Budget, Option, limit_of, preference
 from skill_tools.planning.pace import Pace
-from skill_tools.planning.run import PYTORCH, Run
+from skill_tools.planning.run import PYTORCH, Mode, Run
 
 _STEPS = 100
 
@@ -41,6 +41,7 @@ class Search:
         self._legal: list[tuple[Candidate, Legality]] = []
         self.ruled_out: list[Forbidden] = []
         self.considered = 0
+        self._memories: dict[Mode, Memory] = {}
         for candidate in _candidates(config, run, machine, speed):
             self.considered += _STEPS if candidate.mode.optimizer_fraction else 1
             verdict = self.judge(candidate)
@@ -51,13 +52,20 @@ class Search:
             ):
                 self.ruled_out.append(Forbidden(candidate, verdict.ruled_out))
 
+    def _memory(self, mode: Mode) -> Memory:
+        """Return the memory of `mode`, which no budget changes."""
+        known = self._memories.get(mode)
+        if known is None:
+            known = self._memories[mode] = memory.estimate(self._run, mode)
+        return known
+
     def judge(self, candidate: Candidate) -> Legality:
         """Return what the rules say; a plain PyTorch loop has no rules to break."""
         return LEGAL if self._run.dialect == PYTORCH else self._judge.of(candidate)
 
     def evaluate(self, candidate: Candidate, legality: Legality, budget: Budget) -> Option:
         """Return the candidate as it is, with its memory and time."""
-        return self._option(candidate, legality, memory.estimate(self._run, candidate.mode), budget)
+        return self._option(candidate, legality, self._memory(candidate.mode), budget)
 
     def options(self, budget: Budget) -> list[Option]:
         """Return every legal combination with the least offload that fits: fitting ones first, fastest first."""
@@ -74,11 +82,11 @@ class Search:
 
         Nothing is returned where it fits without that offload: the combination without it is a candidate too.
         """
-        found = memory.estimate(self._run, candidate.mode)
+        found = self._memory(candidate.mode)
         if OPTIMIZER not in candidate.mechanisms:
             return self._option(candidate, legality, found, budget)
         without = replace(candidate.mode, optimizer_fraction=0.0, streamed_fraction=0.0)
-        if memory.estimate(self._run, without).device_bytes <= budget.gpu_bytes:
+        if self._memory(without).device_bytes <= budget.gpu_bytes:
             return None
         partial = self.judge(at_fraction(candidate, 1 / _STEPS))
         if found.device_bytes > budget.gpu_bytes or not partial.legal:
@@ -94,7 +102,7 @@ class Search:
         step = self._guess(candidate, found, budget)
         while high - low > 1:
             tried = at_fraction(candidate, step / _STEPS)
-            tried_memory = memory.estimate(self._run, tried.mode)
+            tried_memory = self._memory(tried.mode)
             if tried_memory.device_bytes <= budget.gpu_bytes:
                 high, best = step, (tried, tried_memory)
                 step -= 1
@@ -107,7 +115,7 @@ class Search:
 
     def _guess(self, candidate: Candidate, full: Memory, budget: Budget) -> int:
         """Interpolate where the fraction meets the budget: memory falls nearly in proportion to it."""
-        least = memory.estimate(self._run, at_fraction(candidate, 1 / _STEPS).mode)
+        least = self._memory(at_fraction(candidate, 1 / _STEPS).mode)
         fall = least.device_bytes - full.device_bytes
         if fall <= 0:
             return 1

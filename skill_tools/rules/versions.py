@@ -4,6 +4,7 @@ Facts about releases are in `knowledge/releases.yaml`. `packaging` is imported o
 compared, because most lints state none and its import would double their time.
 """
 
+import operator
 import re
 from collections.abc import Iterable, Mapping
 from enum import Enum
@@ -14,6 +15,8 @@ from skill_tools import knowledge
 from skill_tools.errors import UnusableInput
 
 Versions = Mapping[str, str]
+_COMPARISONS = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt, "==": operator.eq}
+_CLAUSE = re.compile(r"(>=|<=|==|<|>)\s*([^*=]+)")  # not the wildcards and the rarer operators of PEP 440
 
 
 class Standing(Enum):
@@ -136,10 +139,16 @@ def conditional(wanted: Versions, facts: Mapping[str, Any] | None = None) -> dic
 @cache
 def admits(specifier: str, version: str) -> bool:
     """Return whether `specifier` admits `version`; a pre-release counts as the release that it leads to."""
-    from packaging.specifiers import SpecifierSet
     from packaging.version import Version
 
-    return SpecifierSet(specifier).contains(Version(version).base_version, prereleases=True)
+    release = Version(Version(version).base_version)
+    clauses = [_CLAUSE.fullmatch(clause.strip()) for clause in specifier.split(",")]
+    if all(clauses):
+        # The import of packaging.specifiers costs as much as a whole lint.
+        return all(_COMPARISONS[found[1]](release, Version(found[2])) for found in clauses if found)
+    from packaging.specifiers import SpecifierSet
+
+    return SpecifierSet(specifier).contains(release, prereleases=True)
 
 
 @cache

@@ -1,8 +1,12 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
 from skill_tools.errors import UnusableInput
+from skill_tools.knowledge import index
+from skill_tools.rules.knowledge import load_rules
 from skill_tools.rules.versions import (
     Standing,
     admits,
@@ -109,3 +113,13 @@ def test_a_rule_about_every_release_is_not_about_the_development_branch() -> Non
 def test_a_range_that_every_known_release_satisfies_is_no_condition() -> None:
     wanted = {"megatron-core": ">=0.10", "transformer-engine": ">=2.10", "something-else": ">=0"}
     assert conditional(wanted) == {"transformer-engine": ">=2.10", "something-else": ">=0"}
+
+
+def test_ranges_are_read_as_packaging_reads_them() -> None:
+    ranges = {specifier for rule in load_rules() for specifier in rule.versions.values()}
+    ranges |= {"==0.16", "==0.16.*", ">0.15", "<=0.16.1", "~=0.16", "!=0.17.*,>=0.16"}
+    releases = {each for known in index()["releases"]["known"].values() for each in known}
+    for specifier in ranges:
+        for release in releases | {"0.16.0rc1", "0.16.1+local", "2.10.0.dev0"}:
+            expected = SpecifierSet(specifier).contains(Version(release).base_version, prereleases=True)
+            assert admits(specifier, release) is expected, (specifier, release)
