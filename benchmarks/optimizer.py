@@ -2,7 +2,7 @@
 
     python benchmarks/optimizer.py --out optimizer.json            # the published model, needs a large GPU
     python benchmarks/optimizer.py --tiny                          # the same code at toy size, also on the CPU twin
-    python benchmarks/optimizer.py --rows ours --trace trace.json  # with a Perfetto trace of one step
+    python benchmarks/optimizer.py --rows streamed --trace trace.json --trace-row "8 GB"  # with a Perfetto trace
 
 A row is one optimizer in training: forward, backward, step, zero_grad. Times are medians of steps 3 to 6, from one end
 of the compute stream's work to the next: what should hide behind the next forward is paid there where it does not.
@@ -105,10 +105,16 @@ def rows() -> dict[str, Build]:
         table[f"ours {fraction:.0%}"] = ours(fraction, backward_overlap="update")
     table["ours 100% exact clipping"] = ours(1.0, max_grad_norm=1.0)
     table["streamed 100% exact clipping"] = streamed(max_grad_norm=1.0)
-    table["streamed 100% exact clipping, 8 GB ring"] = streamed(
+    table["streamed 100% exact clipping, 8 GB borrowed"] = streamed(
         max_grad_norm=1.0, device_budget_bytes=8 * 10**9
     )
+    # Whatever else the link carries waits for the chunk before it.
+    table["streamed 100% exact clipping, 8 GB borrowed, chunks of 16 MiB"] = streamed(
+        max_grad_norm=1.0, device_budget_bytes=8 * 10**9, chunk_bytes=16 * 2**20
+    )
     packed = {"hi_lo_masters": True, "moments_dtype": torch.bfloat16}
+    table["streamed 100% exact clipping, half masters"] = streamed(max_grad_norm=1.0, hi_lo_masters=True)
+    table["streamed 100% exact clipping, bf16 moments, half masters"] = streamed(max_grad_norm=1.0, **packed)
     table["auto split exact clipping"] = ours(1.0, split="auto", max_grad_norm=1.0)
     table["auto split exact clipping, bf16 moments, half masters"] = ours(
         1.0, split="auto", max_grad_norm=1.0, **packed
@@ -146,7 +152,7 @@ def measure(build: Build, shape: DecoderShape, device: Device, batch: int, token
         device.torch_device
     )
     with training(build, shape, device) as (model, optimizer, built_s), Ledger(device) as ledger:
-        times, step_times, losses = [], [], []
+        times, step_times, host_times, losses = [], [], [], []
         for index in range(WARM_UP + MEASURED):
             device.record().synchronize()
             if index == 1:
@@ -157,11 +163,13 @@ def measure(build: Build, shape: DecoderShape, device: Device, batch: int, token
             in_step = time.perf_counter()
             optimizer.step()
             optimizer.zero_grad()
+            host_times.append(time.perf_counter() - in_step)
             device.record().synchronize()
             end = time.perf_counter()
             times.append(end - start)
             step_times.append(end - in_step)
-            losses.append(round(loss.item(), 4))
+            # Read at the end: a copy of one number may wait behind copies of states, outside of what is timed.
+            losses.append(loss.detach())
         del loss
         peak_bytes = ledger.peak_device_bytes
         if isinstance(optimizer, HybridDeviceOptimizer | OptimizerStateOffloader):
@@ -170,11 +178,12 @@ def measure(build: Build, shape: DecoderShape, device: Device, batch: int, token
         return {
             "step_s": statistics.median(times[WARM_UP:]),
             "step_call_s": statistics.median(step_times[WARM_UP:]),
+            "step_on_host_s": statistics.median(host_times[WARM_UP:]),
             "first_step_s": times[0],
             "build_s": built_s,
             "peak_gb": peak_bytes / 1e9,
             "resident_gb": ledger.device_bytes / 1e9,
-            "loss": losses,
+            "loss": [round(loss.item(), 4) for loss in losses],
             **({"split": list(optimizer.split)} if isinstance(optimizer, HybridDeviceOptimizer) else {}),
         }
 
@@ -211,19 +220,21 @@ def solved_split(device: Device, numel: int) -> dict[str, object]:
     }
 
 
-def trace(build: Build, shape: DecoderShape, device: Device, tokens: int, path: Path) -> dict[str, float]:
-    """Write a trace of a row in its steady state; return its copy times and overlap."""
-    ids = torch.randint(0, shape.vocab, (8192 // tokens, tokens), device=device.torch_device)
+def trace(
+    build: Build, shape: DecoderShape, device: Device, batch: int, tokens: int, path: Path
+) -> dict[str, float]:
+    """Write a trace of three steps of a row in its steady state, one behind the other; return its overlap."""
+    ids = torch.randint(0, shape.vocab, (batch, tokens), device=device.torch_device)
     with training(build, shape, device) as (model, optimizer, _):
 
-        def step() -> None:
-            decoder_loss(model(ids), ids).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        def steps(count: int = 3) -> None:
+            for _ in range(count):
+                decoder_loss(model(ids), ids).backward()
+                optimizer.step()
+                optimizer.zero_grad()
 
-        for _ in range(WARM_UP):
-            step()
-        return record(step, path)
+        steps(WARM_UP)
+        return record(steps, path)
 
 
 def main() -> None:
@@ -237,7 +248,10 @@ def main() -> None:
         "--rows", default="", help="only rows whose name contains one of these, comma separated"
     )
     parser.add_argument("--out", type=Path, help="write all numbers as JSON")
-    parser.add_argument("--trace", type=Path, help="write a Perfetto trace of one step at 100 percent")
+    parser.add_argument(
+        "--trace", type=Path, help="write a Perfetto trace of a row, at the first of --tokens"
+    )
+    parser.add_argument("--trace-row", default="ours 100%", help="the first row whose name contains this")
     args = parser.parse_args()
     device = Device.of("cuda" if torch.cuda.is_available() else "cpu")
     shape, tokens = (TINY, 32) if args.tiny else (PUBLISHED, 2048)
@@ -269,7 +283,9 @@ def main() -> None:
         report["solved_split"] = solved_split(device, 2**16 if args.tiny else 2**30)
         print("solved split", report["solved_split"])
     if args.trace:
-        report["overlap"] = trace(ours(1.0, backward_overlap="update"), shape, device, tokens, args.trace)
+        build = next(build for name, build in rows().items() if args.trace_row in name)
+        batch = int(args.tokens.split(",")[0]) // tokens
+        report["overlap"] = trace(build, shape, device, batch, tokens, args.trace)
         print("overlap", report["overlap"])
     if args.out:
         args.out.write_text(json.dumps(report, indent=1))
