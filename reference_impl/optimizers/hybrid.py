@@ -51,6 +51,7 @@ class HybridDeviceOptimizer(HostedOptimizer):
         profile: this machine's rates for `auto`, as `reference_impl.probe` returns them or a file of them; by default
             a probe of at most 3 s.
         chunk_bytes, hi_lo_masters, moments_dtype: how the streamed share travels, as in `OptimizerStateOffloader`.
+        prefetch_bytes: how much of it may come in during an attached model's backward, into memory that this frees.
         algorithm: the formula; `Adam()` is AdamW. Its hyper-parameters (`lr`, `betas`, ...) follow as keywords.
         max_grad_norm: clip the global norm exactly; gradients are divided by `max(1, (norm + 1e-6) / max)`.
         reduce_norm_squared: given this rank's squared norm (0-dim fp32), returns that over all ranks.
@@ -87,6 +88,7 @@ class HybridDeviceOptimizer(HostedOptimizer):
         chunk_bytes: int = 96 * 2**20,
         hi_lo_masters: bool = False,
         moments_dtype: torch.dtype = torch.float32,
+        prefetch_bytes: int = 0,
         algorithm: Algorithm | None = None,
         max_grad_norm: float | None = None,
         reduce_norm_squared: Callable[[torch.Tensor], torch.Tensor] | None = None,
@@ -134,6 +136,7 @@ class HybridDeviceOptimizer(HostedOptimizer):
             host_budget_bytes=host_budget_bytes,
             profile=profile,
             chunk_bytes=chunk_bytes,
+            prefetch_bytes=prefetch_bytes,
             travel=Travel(hi_lo_masters=hi_lo_masters, moments_dtype=moments_dtype),
             bucket_elements=bucket_elements,
             whole_members=self._whole_members,
@@ -179,9 +182,8 @@ class HybridDeviceOptimizer(HostedOptimizer):
         self._open.add(members, total_numel=max(sum(local_numel(param) for param, _ in params), 1))
         for member in members:
             self._members[member.param] = member
-            if member.pieces and self._backward_overlap != "nothing":
-                hook = forgetful_hook(weakref.WeakMethod(self._on_gradient))
-                self._hooks.append(member.param.register_post_accumulate_grad_hook(hook))
+            hook = forgetful_hook(weakref.WeakMethod(self._on_gradient))
+            self._hooks.append(member.param.register_post_accumulate_grad_hook(hook))
         self._idle = [param for param, _ in listed if param not in self._members]
         self._attach_again()
 
@@ -197,11 +199,13 @@ class HybridDeviceOptimizer(HostedOptimizer):
     @torch.no_grad()
     def _on_gradient(self, param: torch.Tensor) -> None:
         """A gradient is final: send it off, and in mode `update` start what it completes."""
-        if self._accumulating:
+        member = self._members[param]
+        if self._gates is not None and self._open.streamed.borrows:
+            self._open.streamed.gradient(member)
+        if self._accumulating or not member.pieces or not self._moves_in_backward:
             return
         self._check_usable()
         self._device.refuse_capture("optimizer offload")
-        member = self._members[param]
         updating = self._backward_overlap == "update"
         complete = list(self._share.leave(member, measure=not updating))
         self._left.add(member)

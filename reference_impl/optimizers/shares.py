@@ -43,6 +43,7 @@ class Shares:
         host_budget_bytes: int | None,
         profile: Profile | None,
         chunk_bytes: int,
+        prefetch_bytes: int,
         travel: Travel,
         bucket_elements: int,
         whole_members: bool,
@@ -56,7 +57,9 @@ class Shares:
         check_chunk(chunk_bytes, state_bytes=4 * (1 + len(algorithm.moments)))
         self._device = device
         self.resident = ResidentShare(algorithm)
-        self.streamed = StreamedShare(device, algorithm, chunk_bytes=chunk_bytes, travel=travel)
+        self.streamed = StreamedShare(
+            device, algorithm, chunk_bytes=chunk_bytes, prefetch_bytes=prefetch_bytes, travel=travel
+        )
         self.split = chosen_split(
             split,
             params,
@@ -168,8 +171,9 @@ class Shares:
     def wait_for(self, members: Iterable[Member]) -> None:
         """Make the live current stream wait for the members' new weights; the host only until they are sent."""
         pending = [member for member in members if member.pending]
-        self.host.wait_for([member for member in pending if member.pieces])
+        # The device gets its work before the host blocks for the CPU's.
         self.streamed.wait_for(pending)
+        self.host.wait_for([member for member in pending if member.pieces])
         for member in pending:
             member.pending = False
 

@@ -35,6 +35,7 @@ class StreamedShare:
         chunk_bytes: most bytes of states that travel at once.
         device_budget_bytes: device memory for slots of a chunk each and for what one chunk needs beside them; by
             default three slots. More are borrowed in backward, see `gradient`.
+        prefetch_bytes: without a budget, how much may be borrowed beside the three slots.
         travel: which states travel, and in how many bytes; by default masters and moments in fp32.
         remedy: ends the message when the host has no room.
     """
@@ -46,6 +47,7 @@ class StreamedShare:
         *,
         chunk_bytes: int,
         device_budget_bytes: int | None = None,
+        prefetch_bytes: int = 0,
         travel: Travel | None = None,
         remedy: str = "try a smaller fraction",
     ) -> None:
@@ -53,6 +55,7 @@ class StreamedShare:
         self._device = device
         self._chunk_bytes = chunk_bytes
         self._budget_bytes = device_budget_bytes
+        self._prefetch_bytes = prefetch_bytes
         travel = travel or Travel()
         check_travel(travel, algorithm, device)
         self._homes = Homes(
@@ -93,9 +96,11 @@ class StreamedShare:
 
     def _slots(self, params: Sequence[torch.Tensor]) -> int:
         """Return how many slots the budget has room for, given all parameters."""
-        if self._budget_bytes is None or not params:
+        if not params:
             return LEAST_SLOTS
         slot_bytes, scratch_bytes = self._sizes({param.dtype for param in params})
+        if self._budget_bytes is None:
+            return LEAST_SLOTS + self._prefetch_bytes // slot_bytes
         slots = (self._budget_bytes - scratch_bytes) // slot_bytes
         if slots < LEAST_SLOTS:
             needed = LEAST_SLOTS * slot_bytes + scratch_bytes

@@ -196,6 +196,28 @@ def test_gradients_of_streamed_parameters_are_freed_by_the_next_forward(device):
         assert not optimizer._open.streamed._gradients
 
 
+@pytest.mark.parametrize("backward_overlap", ["nothing", "gradients", "update"])
+@pytest.mark.parametrize("packing", [{}, {"hi_lo_masters": True}], ids=str)
+def test_states_that_come_in_during_backward_change_no_bit(device, backward_overlap, packing):
+    model, plain = twins(device)
+    data = batches(device.torch_device, 5)
+    options = {"split": (0.1, 0.6, 0.3), "backward_overlap": backward_overlap, **packing}
+    with (
+        build(model, prefetch_bytes=10**6, **options) as early,
+        build(plain, **options) as late,
+    ):
+        early.attach(model)
+        late.attach(plain)
+        for each, its in ((model, early), (plain, late)):
+            train(each, its, data)
+        model(data[0]).backward()
+        assert len(early._open.streamed._stream._loaded) > len(late._open.streamed._stream._loaded)
+        for its in (early, late):
+            its.synchronize()
+        for left, right in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(left, right)
+
+
 def test_a_weight_used_before_it_is_new_is_refused(device):
     model, _ = twins(device)
     with build(model, split=(0, 1, 0)) as optimizer:
