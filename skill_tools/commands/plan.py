@@ -18,6 +18,7 @@ from skill_tools.errors import UnusableInput
 from skill_tools.planning import shape_sources
 from skill_tools.planning.options import HOST_MEMORY
 from skill_tools.planning.planner import Plan
+from skill_tools.planning.run import PYTORCH
 from skill_tools.planning.shape_sources import UnknownShapeError
 from skill_tools.planning.units import gib
 
@@ -78,6 +79,8 @@ def _below_the_floor(plan: Plan) -> UnusableInput:
     floor = plan.floor.memory
     needs = f"{gib(floor.device_bytes)} a GPU"
     attempt = "more GPUs (--gpus), a larger tensor or pipeline parallel size, or a shorter sequence"
+    if plan.run.dialect == PYTORCH:
+        attempt = "a shorter sequence or a smaller micro-batch (--overrides), or adapters with lora_rank=16"
     problem = f"nothing legal fits {gib(plan.budget.gpu_bytes)} a GPU"
     if plan.floor.limit == HOST_MEMORY and plan.budget.host_bytes is not None:
         problem += f" and {gib(plan.budget.host_bytes)} of host memory a node"

@@ -35,7 +35,7 @@ def build(config: Config, shape: ModelShape, *, gpus: int | None) -> Run:
         world = 8 if stage else 1
         why = "one node, because it shards" if stage else "nothing shards it"
         assumptions.append(f"{world} GPU{'s' if world > 1 else ''} ({why}); say --gpus N for yours")
-    seq_length = fields.integer(config, "sequence_len")
+    seq_length = fields.count(config, "sequence_len")
     if seq_length is None:
         seq_length = 2048
         assumptions.append("sequence length 2048: sequence_len is not set")
@@ -44,10 +44,10 @@ def build(config: Config, shape: ModelShape, *, gpus: int | None) -> Run:
     return Run(
         dialect=config.framework.value,
         shape=shape,
-        layout=Layout(gpus=world, context=fields.integer(config, "context_parallel_size") or 1),
+        layout=Layout(gpus=world, context=fields.count(config, "context_parallel_size") or 1),
         seq_length=seq_length,
-        micro_batch=fields.integer(config, "micro_batch_size") or 1,
-        micro_batches=fields.integer(config, "gradient_accumulation_steps") or 1,
+        micro_batch=fields.count(config, "micro_batch_size") or 1,
+        micro_batches=fields.count(config, "gradient_accumulation_steps") or 1,
         precision=_precision(config, stage, assumptions),
         recompute=Recompute(granularity="full") if checkpoints(config) else Recompute(),
         adapter=adapter,
@@ -122,7 +122,7 @@ def _adapter(config: Config, shape: ModelShape, assumptions: list[str]) -> Adapt
     kind = fields.text(config, "adapter")
     if kind not in {"lora", "qlora", "dora"}:
         return None
-    rank = fields.integer(config, "lora_r") or 8
+    rank = fields.count(config, "lora_r") or 8
     four, eight = fields.flag(config, "load_in_4bit"), fields.flag(config, "load_in_8bit")
     base = _NF4_BYTES if four else 1.0 if eight else 2.0
     assumptions.append(

@@ -28,7 +28,7 @@ def _typed(config: Config, keys: tuple[str, ...], expected: str, convert: Callab
         return None
     try:
         return convert(setting.value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise UnusableInput(
             f"{setting.written} = {setting.value!r} ({setting.place})",
             expected=expected,
@@ -43,6 +43,12 @@ def _to_integer(value: object) -> int:
     if number != int(number):
         raise ValueError
     return int(number)
+
+
+def _to_count(value: object) -> int:
+    if (number := _to_integer(value)) < 1:
+        raise ValueError
+    return number
 
 
 def _to_number(value: object) -> float:
@@ -64,6 +70,11 @@ def _to_flag(value: object) -> bool:
 def integer(config: Config, *keys: str) -> int | None:
     """Return the first of `keys` that was set, as an integer."""
     return _typed(config, keys, "a whole number", _to_integer)
+
+
+def count(config: Config, *keys: str) -> int | None:
+    """Return the first of `keys` that was set, as a number of things: 1 or more."""
+    return _typed(config, keys, "a whole number above zero", _to_count)
 
 
 def number(config: Config, *keys: str) -> float | None:

@@ -128,7 +128,13 @@ def _expanded(layout: str) -> list[str]:
     position, pieces = 0, []
     while position < len(text):
         if text[position] == "(":
-            end = text.index(")", position)
+            end = text.find(")", position)
+            if end < 0:
+                raise UnusableInput(
+                    f"pipeline_model_parallel_layout = {layout!r} opens a bracket that it does not close",
+                    expected="stages such as Et*3|(tt|)*14L",
+                    attempt="correct the layout",
+                )
             unit, position = text[position + 1 : end], end + 1
         else:
             unit, position = text[position], position + 1

@@ -17,6 +17,17 @@ from skill_tools.planning.units import GIB
 # What one parameter's update by `reference_impl`'s optimizer moves: through host memory, and over the link one way.
 CPU_DRAM_BYTES, STREAM_DRAM_BYTES = 32, 24
 CPU_LINK_BYTES, STREAM_LINK_BYTES = 2, 12  # bf16 gradient or weight; fp32 master and moments
+_RATES = (
+    "bf16_matmul_TFLOPs",
+    "h2d_pinned_GBs",
+    "d2h_pinned_GBs",
+    "duplex_total_GBs",
+    "host_triad_GBs",
+    "cpu_adam_fused_Gparam_s",
+    "cpu_adam_perparam_fused_Gparam_s",
+)
+_UPDATE_RATES = ("cpu_with_copies_Gparam_s", "streamed_Gparam_s", "both_Gparam_s", "both_cpu_share")
+_SIZES = ("hbm_GBs", "gpu_memory_bytes", "host_memory_bytes", "gpus_per_node")
 _NUMBERS = ("tflops", "link_GBs", "dram_GBs", "hbm_GBs")
 
 
@@ -140,30 +151,46 @@ def _of_numbers(text: str, constants: dict[str, float]) -> Machine:
 
 def from_profile(data: Mapping[str, Any], *, name: str, source: str) -> Machine:
     """Return the machine that a profile's `hardware` numbers describe: GB/s, Gparam/s and TFLOP/s, decimal."""
-    try:
-        return Machine(
-            name=name,
-            source=source,
-            gpu_memory_bytes=round(data.get("gpu_memory_bytes", 0)),
-            host_memory_bytes=round(data.get("host_memory_bytes", 0)),
-            gpus_per_node=int(data.get("gpus_per_node", 1)),
-            gemm=data["bf16_matmul_TFLOPs"] * 1e12,
-            hbm=data.get("hbm_GBs", 4800) * 1e9,
-            h2d_copy=data["h2d_pinned_GBs"] * 1e9,
-            d2h_copy=data["d2h_pinned_GBs"] * 1e9,
-            duplex_copy=data["duplex_total_GBs"] * 1e9 / 2,
-            dram=data["host_triad_GBs"] * 1e9,
-            cpu_adam=data["cpu_adam_fused_Gparam_s"] * 1e9,
-            cpu_adam_per_tensor=data["cpu_adam_perparam_fused_Gparam_s"] * 1e9,
-            measured=True,
-            **_update_rates(data),
-        )
-    except (KeyError, TypeError) as error:
+    _check_rates(data, source)
+    return Machine(
+        name=name,
+        source=source,
+        gpu_memory_bytes=round(data.get("gpu_memory_bytes", 0)),
+        host_memory_bytes=round(data.get("host_memory_bytes", 0)),
+        gpus_per_node=round(data.get("gpus_per_node", 1)),
+        gemm=data["bf16_matmul_TFLOPs"] * 1e12,
+        hbm=data.get("hbm_GBs", 4800) * 1e9,
+        h2d_copy=data["h2d_pinned_GBs"] * 1e9,
+        d2h_copy=data["d2h_pinned_GBs"] * 1e9,
+        duplex_copy=data["duplex_total_GBs"] * 1e9 / 2,
+        dram=data["host_triad_GBs"] * 1e9,
+        cpu_adam=data["cpu_adam_fused_Gparam_s"] * 1e9,
+        cpu_adam_per_tensor=data["cpu_adam_perparam_fused_Gparam_s"] * 1e9,
+        measured=True,
+        **_update_rates(data),
+    )
+
+
+def _check_rates(data: Mapping[str, Any], source: str) -> None:
+    """Raise `UnusableInput` for a profile that lacks a rate, or says something that is none."""
+    expected = "h2d_pinned_GBs, d2h_pinned_GBs, duplex_total_GBs and the other measured rates"
+    attempt = f"offload probe --out {source}, or --gpu NAME for rates that are known"
+    missing = [name for name in _RATES if name not in data]
+    if not missing and "streamed_Gparam_s" in data:
+        missing = [name for name in _UPDATE_RATES if name not in data]
+    if missing:
         raise UnusableInput(
-            f"the machine profile {source} lacks {error}",
-            expected="h2d_pinned_GBs, d2h_pinned_GBs, duplex_total_GBs and the other measured rates",
-            attempt="--gpu NAME, for rates that are known",
-        ) from None
+            f"the machine profile {source} lacks {', '.join(missing)}", expected=expected, attempt=attempt
+        )
+    for name in {*_RATES, *_UPDATE_RATES, *_SIZES} & set(data):
+        value = data[name]
+        least = 0 if name in {"both_cpu_share", *_SIZES} else 1e-9
+        if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value < float("inf"):
+            raise UnusableInput(
+                f"the machine profile {source} says {name} = {value!r}",
+                expected="a number above zero",
+                attempt=attempt,
+            )
 
 
 def _update_rates(data: Mapping[str, Any]) -> dict[str, float]:

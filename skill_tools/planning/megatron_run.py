@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from skill_tools.configs.config import Config, Framework
 from skill_tools.errors import UnusableInput
-from skill_tools.planning import fields, layout_sources
+from skill_tools.planning import fields, layout_checks, layout_sources
 from skill_tools.planning.layout import Layout
 from skill_tools.planning.run import Adapter, Precision, Recompute, Run
 from skill_tools.planning.shapes import ModelShape
@@ -29,21 +29,21 @@ _FUSED_LOSS_BYTES, _PLAIN_LOSS_BYTES = 4.0, 6.0
 def build(config: Config, shape: ModelShape, *, gpus: int | None) -> Run:
     """Return the run; raise `UnusableInput` for sizes that cannot be."""
     found = layout_sources.of_megatron(config, gpus=gpus, num_layers=shape.num_layers, moe=shape.experts > 0)
-    assumptions = list(found.assumptions)
-    seq_length = fields.integer(
+    assumptions = [*found.assumptions, *layout_checks.check(shape, found.layout, config)]
+    seq_length = fields.count(
         config, "seq_length", "dataset.seq_length", "model.seq_length", "dataset.sequence_length"
     )
     if seq_length is None:
         seq_length = 4096
         assumptions.append("sequence length 4096: not set here")
-    micro_batch = fields.integer(config, "micro_batch_size") or 1
+    micro_batch = fields.count(config, "micro_batch_size") or 1
     precision_aware = bool(fields.flag(config, "use_precision_aware_optimizer"))
     return Run(
         dialect=config.framework.value,
         shape=shape,
         layout=found.layout,
-        seq_length=_positive("seq_length", seq_length),
-        micro_batch=_positive("micro_batch_size", micro_batch),
+        seq_length=seq_length,
+        micro_batch=micro_batch,
         micro_batches=_micro_batches(config, found.layout, micro_batch, assumptions),
         precision=_precision(config, precision_aware, assumptions),
         recompute=_recompute(config, assumptions),
@@ -57,14 +57,8 @@ def build(config: Config, shape: ModelShape, *, gpus: int | None) -> Run:
     )
 
 
-def _positive(name: str, value: int) -> int:
-    if value < 1:
-        raise UnusableInput(f"{name} = {value}", expected="1 or more", attempt=f"{name}=1")
-    return value
-
-
 def _micro_batches(config: Config, layout: Layout, micro_batch: int, assumptions: list[str]) -> int:
-    batch = fields.integer(config, "global_batch_size")
+    batch = fields.count(config, "global_batch_size")
     if batch is None:
         assumptions.append(f"{layout.pipeline} micro-batches a step: no global batch size is set here")
         return layout.pipeline
@@ -113,13 +107,13 @@ def _recompute(config: Config, assumptions: list[str]) -> Recompute:
     return Recompute(
         granularity=granularity,
         method=fields.text(config, "recompute_method") or "uniform",
-        layers=fields.integer(config, "recompute_num_layers") or 1,
+        layers=fields.count(config, "recompute_num_layers") or 1,
         modules=fields.words(config, "recompute_modules") or ("core_attn",),
     )
 
 
 def _adapter(config: Config, shape: ModelShape) -> Adapter | None:
-    rank = fields.integer(config, "peft.dim")
+    rank = fields.count(config, "peft.dim")
     if rank is None:
         return None
     return Adapter(rank=rank, parameters=lora_parameters(shape, rank))

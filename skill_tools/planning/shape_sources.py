@@ -167,6 +167,8 @@ def _changed(shape: ModelShape, config: Config | None) -> ModelShape:
     for name, keys in integers.items():
         if (value := fields.integer(config, *keys)) is not None:
             changes[name] = value
+    if "vocab_size" in config.settings or "padded_vocab_size" in config.settings:
+        changes["vocab"] = _vocabulary(config)
     groups = fields.integer(config, "num_query_groups")
     if groups is not None:
         changes["kv_heads"] = groups

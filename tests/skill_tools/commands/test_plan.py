@@ -8,6 +8,7 @@ from skill_tools.__main__ import main
 from skill_tools.bundle import schema_path
 
 SCHEMA = json.loads(schema_path("plan").read_text(encoding="utf-8"))
+MOE = ["--framework", "megatron-bridge", "--model", "qwen3-30b-a3b", "--overrides"]
 
 
 def plan(*arguments: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
@@ -43,6 +44,25 @@ def test_a_pytorch_plan_follows_its_schema_and_can_be_executed(capsys: pytest.Ca
         (["--model", "llama-3-8b", "--overrides", "num_query_groups=5"], "contradicts itself"),
         (["--model", "llama-3-8b", "--overrides", "hidden_size=wide"], "wide"),
         (["--model", "llama-3-8b", "--overrides", "model.num_layers=4"], "--framework megatron-bridge"),
+        (["--model", "llama-3-8b", "--overrides", "seq_length=0"], "above zero"),
+        (["--model", "llama-3-8b", "--overrides", "seq_length=1e400"], "1e400"),
+        (["--model", "llama-3-8b", "--overrides", "lora_rank=-4"], "lora_rank"),
+        (["--model", "llama-3-8b", "--overrides", "max_grad_norm=-1"], "no clipping"),
+        (["--model", "llama-3-8b", "--overrides", "recompute_granularity=sometimes"], "full or none"),
+        (["--model", "llama-3-8b", "--overrides", "vocab_size=0"], "contradicts itself"),
+        ([*MOE, "model.tensor_model_parallel_size=3"], "32 attention heads do not divide"),
+        ([*MOE, "model.expert_model_parallel_size=5"], "128 experts do not divide"),
+        ([*MOE, "train.global_batch_size=0"], "above zero"),
+        (
+            [
+                "--framework",
+                "megatron-lm",
+                "--model",
+                "llama-3-8b",
+                "--overrides=--pipeline-model-parallel-size 5",
+            ],
+            "pipeline_model_parallel_size=4",
+        ),
         ([], "--model"),
     ],
 )

@@ -44,6 +44,39 @@ def test_numbers_that_are_not_the_four_are_refused(text: str) -> None:
         machine.known(text)
 
 
+RATES = {
+    "h2d_pinned_GBs": 55,
+    "d2h_pinned_GBs": 55,
+    "duplex_total_GBs": 100,
+    "host_triad_GBs": 100,
+    "cpu_adam_fused_Gparam_s": 5,
+    "cpu_adam_perparam_fused_Gparam_s": 3,
+    "bf16_matmul_TFLOPs": 700,
+}
+
+
 def test_a_profile_without_its_rates_is_refused() -> None:
     with pytest.raises(UnusableInput, match="h2d_pinned_GBs"):
         machine.from_profile({"bf16_matmul_TFLOPs": 700}, name="x", source="profile.json")
+    with pytest.raises(UnusableInput, match="both_cpu_share"):
+        machine.from_profile({**RATES, "streamed_Gparam_s": 4}, name="x", source="profile.json")
+
+
+@pytest.mark.parametrize("value", [0, -1, float("nan"), float("inf"), "fast", True, None])
+def test_a_rate_that_is_none_is_refused(value: object) -> None:
+    with pytest.raises(UnusableInput, match="h2d_pinned_GBs = "):
+        machine.from_profile({**RATES, "h2d_pinned_GBs": value}, name="x", source="profile.json")
+
+
+def test_updates_that_were_measured_whole_win_over_what_the_machine_could_do() -> None:
+    updates = {
+        "cpu_with_copies_Gparam_s": 4,
+        "streamed_Gparam_s": 3,
+        "both_Gparam_s": 5,
+        "both_cpu_share": 0.5,
+    }
+    found = machine.from_profile({**RATES, **updates}, name="x", source="profile.json")
+    assert found.update_link == 12 * 3e9
+    assert found.update_cpu == 4e9
+    assert found.update_dram == 28 * 5e9
+    assert machine.from_profile(RATES, name="x", source="profile.json").update_link == 55e9

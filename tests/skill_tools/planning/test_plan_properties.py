@@ -42,6 +42,8 @@ def bridge_config(tensor: int, pipeline: int, batch: int, recompute: str | None)
 
 def plan(given_config: Config, model: str, budget: Budget, *, pytorch: bool = False) -> Plan:
     shape = known_models.shape(model)
+    if pytorch:
+        given_config = with_settings(given_config, {"recompute_granularity": None})
     build = pytorch_run.build if pytorch else megatron_run.build
     run = build(given_config, shape, gpus=None)
     return planner.make_plan(
