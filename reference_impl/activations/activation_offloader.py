@@ -78,22 +78,24 @@ class ActivationOffloader(Offloader):
         Raises:
             ValueError: an option out of range, a name that matches nothing, or two ways of choosing at once.
         """
-        choices = {
-            "num_layers": num_layers,
-            "layers": layers,
-            "modules": modules,
-            "budget_bytes": budget_bytes,
-            "plan": plan,
-        }
-        given = [name for name, choice in choices.items() if choice is not None]
-        if len(given) > 1:
+        _check_choices(
+            num_layers=num_layers, layers=layers, modules=modules, budget_bytes=budget_bytes, plan=plan
+        )
+        is_planned = budget_bytes is not None or plan is not None
+        if weights and (modules is not None or is_planned):
             raise ValueError(
-                f"{' and '.join(given)} each choose what moves; expected one of {', '.join(choices)}; "
-                f"try {given[0]} alone"
+                "weights=True parks whole layers, whose weights nothing else may read; expected num_layers or layers, "
+                "not modules, a budget or a plan; try weights=False"
             )
-        if isinstance(budget_bytes, str) and budget_bytes != "least":
+        if not activations and (modules is not None or is_planned or not weights):
             raise ValueError(
-                f"budget_bytes={budget_bytes!r}; expected a number of bytes, or 'least'; try 'least'"
+                "activations=False leaves nothing to move; expected weights=True beside num_layers or layers; "
+                "try activations=True"
+            )
+        if is_planned and (fraction != 1.0 or keep_last_bytes):
+            raise ValueError(
+                f"fraction={fraction} and keep_last_bytes={keep_last_bytes} choose what moves, and so does a plan; "
+                "expected one of them; try a smaller or larger budget_bytes alone"
             )
         self._share = Share(fraction=fraction, keep_last_bytes=keep_last_bytes)
         around: Around
@@ -102,14 +104,12 @@ class ActivationOffloader(Offloader):
         else:
             chosen = first_blocks(model, num_layers) if layers is None else named_layers(model, layers)
             around = self._around_layer
-        if weights and modules is not None:
-            raise ValueError("weights=True parks whole layers; expected num_layers or layers, not modules")
         if budget_bytes is not None:
             # The plan leaves no allowance beyond what it measures.
             options = {"in_flight_bytes": 0, **options}
         super().__init__(model, **options)
         self._budget: BudgetPolicy | None = None
-        if budget_bytes is not None or plan is not None:
+        if is_planned:
             self._budget = BudgetPolicy(
                 self.engine.room,
                 self.device,
@@ -170,3 +170,21 @@ class ActivationOffloader(Offloader):
         }
         with self.engine.saving(module, self._share, only=inputs):
             return forward(*args, **kwargs)
+
+
+def _check_choices(*, budget_bytes: Budget | None, **others: object) -> None:
+    """Raise ValueError for two ways of choosing what moves, or a budget that is none."""
+    choices = {**others, "budget_bytes": budget_bytes}
+    given = [name for name, choice in choices.items() if choice is not None]
+    if len(given) > 1:
+        raise ValueError(
+            f"{' and '.join(given)} each choose what moves; expected one of {', '.join(choices)}; try {given[0]} alone"
+        )
+    for name in ("layers", "modules"):
+        names = others[name]
+        if isinstance(names, str) or (isinstance(names, Sequence) and not names):
+            raise ValueError(f"{name}={names!r}; expected a list of one or more names; try {name}=['...']")
+    if isinstance(budget_bytes, str) and budget_bytes != "least":
+        raise ValueError(
+            f"budget_bytes={budget_bytes!r}; expected a number of bytes, or 'least'; try 'least'"
+        )

@@ -88,10 +88,10 @@ def first_blocks(model: nn.Module, num_layers: int | None) -> list[nn.Module]:
     blocks = list(find_blocks(model).values())
     if num_layers is None:
         return blocks
-    if not 1 <= num_layers <= len(blocks):
+    if not isinstance(num_layers, int) or not 1 <= num_layers <= len(blocks):
         raise ValueError(
             f"num_layers={num_layers} is outside the model's range; expected 1 to {len(blocks)}, "
-            f"the blocks of {type(model).__name__}; try num_layers={min(max(num_layers, 1), len(blocks))}"
+            f"the blocks of {type(model).__name__}; try num_layers={min(max(int(num_layers), 1), len(blocks))}"
         )
     return blocks[:num_layers]
 

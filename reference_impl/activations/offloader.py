@@ -66,6 +66,10 @@ class Offloader:
             raise ValueError(f"min_bytes={min_bytes}; expected at least 1; try {MIN_BYTES}")
         if in_flight_bytes < 0:
             raise ValueError(f"in_flight_bytes={in_flight_bytes}; expected at least 0; try {IN_FLIGHT_BYTES}")
+        if host_limit_bytes is not None and host_limit_bytes < 1:
+            raise ValueError(
+                f"host_limit_bytes={host_limit_bytes}; expected at least 1, or None for what the host has; try None"
+            )
         self.min_bytes = min_bytes
         self.device = Device.of(_device_of(model))
         self.arena = HostArena(
@@ -80,6 +84,7 @@ class Offloader:
             min_bytes=min_bytes,
         )
         self._forecast: Forecast | None = None
+        self._is_closed = False
         self._undo: list[Callable[[], None]] = []
         self._wrap(model, self._around_model)
 
@@ -93,9 +98,15 @@ class Offloader:
         while self._undo:
             self._undo.pop()()
         self.engine.tier.close()
+        self._is_closed = True
 
     def __enter__(self) -> Self:
-        """Return the offloader, which is attached already."""
+        """Return the offloader, which is attached already. Raises RuntimeError when it was closed."""
+        if self._is_closed:
+            raise RuntimeError(
+                f"this {type(self).__name__} was closed and has left its model; expected an open one; "
+                f"try {type(self).__name__}(model, ...) again"
+            )
         return self
 
     def __exit__(

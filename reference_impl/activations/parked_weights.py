@@ -1,8 +1,9 @@
 """The weights of offloaded layers wait on the host too, from the end of a layer's forward until its backward.
 
-A layer's weights leave while it computes, and only when they have changed since they last left, so frozen ones
-leave once. The device storage is resized to nothing under them and filled again before backward asks for it;
-views that autograd saved stay valid. After backward every weight is on the device for the optimizer.
+A layer's weights leave while it computes. Frozen ones leave once, and again when something has written them in
+place; others leave in every forward, because an optimizer may write `.data`, which nothing counts. The device
+storage is resized to nothing under them and filled again before backward asks for it; views that autograd saved
+stay valid. After backward every weight is on the device for the optimizer.
 
 Between a forward and the end of its backward the weights of offloaded layers must not be read from outside,
 except through `state_dict()`.
@@ -37,7 +38,8 @@ class ParkedStorage:
 
     def start_leaving(self) -> int:
         """Start the D2H copy when the host's copy is stale; return the bytes it moves."""
-        if self._block is not None and self._version == self._tensor._version:
+        is_same = not self._tensor.requires_grad and self._version == self._tensor._version
+        if self._block is not None and is_same:
             return 0
         self._size_bytes = int(self._tensor.untyped_storage().nbytes())
         if self._block is None:

@@ -36,6 +36,14 @@ class DiskSpace:
     limit_bytes: int
     staging_bytes: int = _STAGING_BYTES
 
+    def __post_init__(self) -> None:
+        """Raise ValueError for sizes that hold nothing."""
+        for name, size_bytes in (("limit_bytes", self.limit_bytes), ("staging_bytes", self.staging_bytes)):
+            if size_bytes < PAGE_BYTES:
+                raise ValueError(
+                    f"{name}={size_bytes}; expected at least a page of {PAGE_BYTES} bytes; try {name}={2**31}"
+                )
+
 
 class SpillTier:
     """Pinned memory first, then disk."""

@@ -97,3 +97,25 @@ def test_an_exception_leaves_no_room_taken(trainee, tmp_path):
         hook.remove()
         assert trainee.step() == expected
         assert offloader.arena.live_bytes == 0
+
+
+@pytest.mark.parametrize("size", ["limit_bytes", "staging_bytes"])
+def test_a_disk_that_holds_nothing_is_refused(tmp_path, size):
+    with pytest.raises(ValueError, match=f"{size}=0; expected at least a page"):
+        space(tmp_path, **{size: 0})
+
+
+def test_a_disk_that_cannot_be_used_is_refused_before_the_model_is_touched(trainee, tmp_path):
+    before = dict(trainee.model.__dict__)
+    with pytest.raises(DiskError, match="expected a writable directory; try another path"):
+        ActivationOffloader(trainee.model, disk=space(tmp_path / "missing"), **SMALL)
+    with pytest.raises(DiskError, match="try a smaller limit_bytes or another disk"):
+        ActivationOffloader(trainee.model, disk=space(tmp_path, limit_bytes=2**60), **SMALL)
+    assert trainee.model.__dict__ == before
+
+
+def test_many_small_storages(trainee, tmp_path):
+    expected = trainee.step()
+    with ActivationOffloader(trainee.model, disk=space(tmp_path), min_bytes=1, host_limit_bytes=2 * MIB):
+        for _ in range(2):
+            assert trainee.step() == expected

@@ -1,7 +1,9 @@
 import pytest
 import torch
+from torch import nn
 
 from reference_impl.activations import ActivationOffloader
+from reference_impl.activations.budget import BudgetPlan
 from reference_impl.memory.host import HostMemoryError
 from reference_impl.memory.ledger import Ledger
 
@@ -76,7 +78,8 @@ def test_fifty_steps_do_not_grow(trainee, device):
         held = []
         for _ in range(50):
             trainee.loss().backward()
-            held.append((ledger.device_bytes, ledger.host_bytes, offloader.arena.reserved_bytes))
+            cached = torch.cuda.memory_reserved() if device.is_cuda else 0
+            held.append((ledger.device_bytes, ledger.host_bytes, offloader.arena.reserved_bytes, cached))
         assert held[5] == held[-1]
 
 
@@ -114,7 +117,7 @@ def test_layers_can_be_named_or_handed_over(trainee):
         assert part == offloader.offloaded_bytes / 2
 
 
-@pytest.mark.parametrize("num_layers", [0, 5, -1])
+@pytest.mark.parametrize("num_layers", [0, 5, -1, 2.5])
 def test_a_number_of_layers_outside_the_model_is_refused(trainee, num_layers):
     with pytest.raises(ValueError, match=rf"num_layers={num_layers} .*expected 1 to 4"):
         ActivationOffloader(trainee.model, num_layers=num_layers)
@@ -128,6 +131,53 @@ def test_an_unknown_layer_is_refused_with_the_nearest_names(trainee):
 def test_two_ways_of_choosing_are_refused(trainee):
     with pytest.raises(ValueError, match="num_layers and layers each choose"):
         ActivationOffloader(trainee.model, num_layers=1, layers=["layers.1"])
+
+
+PLAN = BudgetPlan(names=(), size_bytes=(), decisions=(), predicted_s=0.0, predicted_peak_bytes=0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"modules": []}, r"modules=\[\]; expected a list of one or more names"),
+        ({"layers": []}, r"layers=\[\]; expected a list"),
+        ({"modules": "down"}, "modules='down'; expected a list"),
+        ({"activations": False}, "activations=False leaves nothing to move"),
+        ({"activations": False, "modules": ["down"]}, "activations=False leaves nothing to move"),
+        ({"budget_bytes": 2**30, "fraction": 0.5}, "fraction=0.5 and keep_last_bytes=0 choose what moves"),
+        ({"plan": PLAN, "keep_last_bytes": 8}, "keep_last_bytes=8 choose what moves"),
+        ({"budget_bytes": 2**30, "plan": PLAN}, "budget_bytes and plan|plan and budget_bytes"),
+        ({"budget_bytes": 2**30, "weights": True}, "weights=True parks whole layers"),
+        ({"plan": PLAN, "weights": True}, "weights=True parks whole layers"),
+        ({"in_flight_bytes": -1}, "in_flight_bytes=-1; expected at least 0"),
+        ({"host_limit_bytes": 0}, "host_limit_bytes=0; expected at least 1"),
+    ],
+)
+def test_options_that_mean_nothing_are_refused_and_leave_the_model_alone(trainee, options, message):
+    before = [dict(module.__dict__) for module in trainee.model.modules()]
+    with pytest.raises(ValueError, match=message):
+        ActivationOffloader(trainee.model, **options)
+    assert [dict(module.__dict__) for module in trainee.model.modules()] == before
+
+
+def test_a_model_without_parameters_or_on_two_devices_is_refused():
+    with pytest.raises(ValueError, match="devices: none; expected exactly one"):
+        ActivationOffloader(nn.Sequential(nn.ReLU()), layers=["0"])
+    model = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2, device="meta")])
+    with pytest.raises(ValueError, match="devices: cpu, meta; expected exactly one"):
+        ActivationOffloader(model, layers=["0"])
+
+
+def test_a_closed_offloader_cannot_be_entered_again_but_a_new_one_can(trainee):
+    expected = trainee.step()
+    offloader = ActivationOffloader(trainee.model, **SMALL)
+    offloader.close()
+    with pytest.raises(RuntimeError, match="was closed and has left its model"), offloader:
+        pass
+    for _ in range(2):
+        with ActivationOffloader(trainee.model, **SMALL) as again:
+            assert trainee.step() == expected
+            assert again.offloaded_bytes > 0
 
 
 def test_no_room_on_the_host_is_clear_and_leaves_the_model_usable(trainee):

@@ -53,6 +53,33 @@ def test_changed_weights_leave_once_a_step_and_frozen_ones_once(trainee):
         assert offloader._parked.moved_bytes == 3 * layer_bytes(trainee.model)
 
 
+def test_weights_that_an_optimizer_writes_past_the_version_counter_are_not_lost(trainee):
+    def train_by_data():
+        for _ in range(3):
+            trainee.model.zero_grad()
+            trainee.loss().backward()
+            for parameter in trainee.model.parameters():
+                parameter.data.sub_(parameter.grad, alpha=0.1)
+        return {name: value.clone() for name, value in trainee.model.state_dict().items()}
+
+    start = {name: value.clone() for name, value in trainee.model.state_dict().items()}
+    expected = train_by_data()
+    trainee.model.load_state_dict(start)
+    with ActivationOffloader(trainee.model, weights=True, **SMALL):
+        for name, value in train_by_data().items():
+            assert torch.equal(value, expected[name])
+
+
+def test_frozen_weights_that_were_written_leave_again(trainee):
+    trainee.model.layers.requires_grad_(False)
+    with ActivationOffloader(trainee.model, weights=True, **SMALL):
+        trainee.step()
+        with torch.no_grad():
+            trainee.model.layers[0].down.weight.mul_(2)
+        got = trainee.step()
+    assert got == trainee.step()
+
+
 def test_between_forward_and_backward_the_weights_are_off_the_device(trainee, device):
     with (
         Ledger(device, track=trainee.model.parameters()) as ledger,
