@@ -5,6 +5,7 @@ Peaks are judged; step times are shown, since they are predictions for the machi
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -12,8 +13,9 @@ from typing import Any
 
 import torch
 
+from reference_impl.activations.budget import BudgetError
 from reference_impl.device import Device
-from reference_impl.memory.host import available_bytes
+from reference_impl.memory.host import HostMemoryError, available_bytes
 from reference_impl.training.apply import apply_plan
 from reference_impl.training.attachments import OPTIONS, plain
 from reference_impl.training.model import Decoder
@@ -124,7 +126,14 @@ def verify_plan(device: Device, planned: PlannedRun, *, progress: Progress = uns
     compares = _needed_bytes(device, planned.without_offload) <= room_bytes
     steps = Steps(progress, total=planned.workload.steps * (1 + compares))
     baseline = _train(device, planned, plain(), steps, "without offload") if compares else None
-    trained = _train(device, planned, _applied(planned), steps, planned.with_plan.label)
+    try:
+        trained = _train(device, planned, _applied(planned), steps, planned.with_plan.label)
+    except (BudgetError, HostMemoryError) as error:
+        raise PlanError(
+            f"the plan cannot be kept here: {error}",
+            expected="a plan whose budgets this machine can keep",
+            attempt="a plan with --gpu-memory and --host-memory as they are here",
+        ) from None
     return PlanVerification(
         device=device.name,
         is_timed=device.is_cuda,
@@ -179,4 +188,9 @@ def _needed_bytes(device: Device, predicted: Predicted) -> int:
 
 
 def _room_bytes(device: Device) -> int:
-    return torch.cuda.mem_get_info(device.torch_device)[0] if device.is_cuda else available_bytes()
+    if not device.is_cuda:
+        return available_bytes()
+    # What an earlier run has left in the allocator's cache is free.
+    gc.collect()
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(device.torch_device)[0]

@@ -162,6 +162,17 @@ def test_a_file_that_is_no_plan_is_one_line(text, tmp_path, capsys):
     assert "plan.json" in error
 
 
+def test_a_budget_that_cannot_be_kept_is_one_line(made, tmp_path, capsys):
+    document = made("2GiB", "seq_length=1024", intermediate_size=1024, vocab_size=512)
+    document["execute"] = {"activations": {"mode": "budget", "budget_bytes": 1000}}
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(document))
+    assert main(["verify", "--device", "cpu", "--plan", str(path)]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert "budget_bytes=1000" in error
+    assert "try a plan with --gpu-memory" in error
+
+
 def test_a_mechanism_that_is_not_here_is_one_line(written, capsys):
     path = written(execute={"teleport": {}})
     assert main(["verify", "--device", "cpu", "--plan", str(path)]) == 2
