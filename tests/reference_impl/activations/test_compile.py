@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from torch import nn
+from torch._dynamo import compiled_autograd
 
 from reference_impl.activations import ActivationOffloader
 from reference_impl.training.model import Decoder, DecoderShape
@@ -41,6 +43,34 @@ def test_a_compiled_model_around_the_layers(trainee):
     with ActivationOffloader(trainee.model, min_bytes=1024):
         trainee.model.compile(backend="aot_eager")
         assert trainee.step() == expected
+
+
+@pytest.mark.slow
+def test_compiled_autograd_fetches_what_was_saved():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(2))
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = layer(x).sin()
+            return x
+
+    model, x = Model(), torch.randn(16, 32)
+
+    def gradients():
+        model.zero_grad()
+        loss = model(x).sum()
+        with compiled_autograd._enable(torch.compile(backend="eager")):
+            loss.backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    expected = gradients()
+    with ActivationOffloader(model, min_bytes=16) as offloader:
+        for _ in range(2):
+            assert all(torch.equal(a, b) for a, b in zip(gradients(), expected, strict=True))
+        assert offloader.offloaded_bytes > 0
 
 
 @pytest.mark.cuda

@@ -93,6 +93,12 @@ def test_nested_tensors_are_not_plain(device):
     assert not is_plain(torch.nested.nested_tensor(parts), device.torch_device)
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_quantized_tensors_are_not_plain():
+    quantized = torch.quantize_per_tensor(torch.ones(4), scale=0.1, zero_point=0, dtype=torch.qint8)
+    assert not is_plain(quantized, torch.device("cpu"))
+
+
 class Tagged(torch.Tensor):
     pass
 
