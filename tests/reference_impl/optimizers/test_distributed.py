@@ -1,11 +1,14 @@
-"""Process groups of one rank: sharded parameters, other people's hooks, and distributed checkpoints."""
+"""Process groups of one rank and two: sharded parameters, other people's hooks, and distributed checkpoints."""
 
 import copy
+import subprocess
+import sys
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+import two_ranks
 from optimizer_training import OPTIONS, hybrid
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
@@ -208,3 +211,20 @@ def test_gradients_that_leave_before_they_are_reduced_are_an_error(device, group
         parallel(data_of(device, 1)[0]).sum().backward()
         with pytest.raises(RuntimeError, match="written after it had left"):
             optimizer.step()
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("how", ["fsdp", "ddp"])
+def test_two_ranks_train_like_one_that_sees_all_data(device, tmp_path, how, fraction):
+    """With shards of different size and none, and the exact norm over both ranks."""
+    if device.is_cuda and torch.cuda.device_count() < two_ranks.RANKS:
+        pytest.skip("needs two CUDA devices")
+    words = [str(tmp_path / "store"), device.torch_device.type, how, str(fraction)]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, two_ranks.__file__, str(rank), *words], stderr=subprocess.PIPE, text=True
+        )
+        for rank in range(two_ranks.RANKS)
+    ]
+    said = [process.communicate(timeout=120)[1] for process in ranks]
+    assert [process.returncode for process in ranks] == [0, 0], "\n".join(text[-3000:] for text in said)

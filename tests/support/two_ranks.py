@@ -1,0 +1,105 @@
+"""Runs as a script, once a rank: FSDP2 with uneven and empty shards, or DDP, over two ranks that see different data.
+
+    python two_ranks.py RANK STORE_FILE cpu|cuda fsdp|ddp OFFLOAD_FRACTION
+
+Compares four clipped steps with one process that has seen all of the data, and ends with an error where they differ.
+"""
+
+import sys
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from optimizer_training import OPTIONS, hybrid
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+RANKS, MAX_NORM = 2, 0.05
+
+
+def net(device):
+    """Rows 5, 3 and 1: of the last layer the second rank has nothing."""
+    torch.manual_seed(2)
+    return nn.Sequential(nn.Linear(13, 5), nn.Tanh(), nn.Linear(5, 3), nn.Tanh(), nn.Linear(3, 1)).to(device)
+
+
+def data_of(rank, device):
+    generator = torch.Generator().manual_seed(rank)
+    return [torch.randn(6, 13, generator=generator).to(device) for _ in range(4)]
+
+
+def over_ranks(squared):
+    dist.all_reduce(squared)
+    return squared
+
+
+def train(model, optimizer, data):
+    norms = []
+    for batch in data:
+        model(batch).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        norms.append(optimizer.grad_norm)
+    optimizer.synchronize()
+    return torch.stack(norms)
+
+
+def train_alone(model, halves):
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True, **OPTIONS)
+    norms = []
+    for batches in zip(*halves, strict=True):
+        for batch in batches:
+            (model(batch).square().sum() / RANKS).backward()
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM))
+        optimizer.step()
+        optimizer.zero_grad()
+    return torch.stack(norms)
+
+
+def main(rank, store, place, how, fraction):
+    rank = int(rank)
+    device = torch.device(place, rank) if place == "cuda" else torch.device(place)
+    if place == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "nccl" if place == "cuda" else "gloo",
+        store=dist.FileStore(store, RANKS),
+        rank=rank,
+        world_size=RANKS,
+        # A rank whose neighbour has ended with an error ends too.
+        timeout=timedelta(seconds=40),
+    )
+    model, plain = net(device), net(device)
+    options = {"offload_fraction": float(fraction), "max_grad_norm": MAX_NORM, "bucket_elements": 64}
+    if how == "fsdp":
+        for layer in (model[0], model[2], model[4], model):
+            fully_shard(layer, mesh=init_device_mesh(place, (RANKS,)))
+        assert model[4].weight.to_local().numel() == (3 if rank == 0 else 0)
+        options["reduce_norm_squared"] = over_ranks
+        trained = model
+    else:
+        trained = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        options["backward_overlap"] = "nothing"
+    with hybrid(model, **options) as optimizer:
+        if how == "ddp":
+            optimizer.attach(trained)
+        norms = train(trained, optimizer, data_of(rank, device))
+        expected = train_alone(plain, [data_of(other, device) for other in range(RANKS)])
+        assert expected.min() > MAX_NORM
+        torch.testing.assert_close(norms, expected)
+        for one, its in zip(model.parameters(), plain.parameters(), strict=True):
+            whole = one.detach().full_tensor() if isinstance(one, DTensor) else one.detach()
+            torch.testing.assert_close(whole, its.detach())
+            others = [torch.empty_like(whole) for _ in range(RANKS)]
+            dist.all_gather(others, whole)
+            assert all(torch.equal(other, whole) for other in others)
+        for param, state in optimizer.state.items():
+            assert state["exp_avg"].shape == param.shape
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
