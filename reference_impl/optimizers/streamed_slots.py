@@ -45,17 +45,26 @@ class Slots:
         self.idle = deque(self._staying)
 
     def borrow(self, room_bytes: int | None) -> bool:
-        """Add a slot, allocated on the live current stream, where number and `room_bytes` of all borrowed allow it."""
-        count = len(self._borrowed) + len(self._leaving)
-        enough = room_bytes is None or (count + 1) * self._slot_bytes <= room_bytes
-        if not enough or len(self._staying) + count >= self._most:
+        """Add a slot where number and `room_bytes` of all borrowed allow it: one that is leaving, or a new one.
+
+        Allocates on the live current stream.
+        """
+        self.reap()
+        if not self._fits(len(self._borrowed) + 1, room_bytes):
             return False
-        slot = Slot(torch.empty(self._slot_bytes, dtype=torch.uint8, device=self._device.torch_device))
-        # The first copy into it must run behind whatever used this memory before.
-        slot.free = self._device.record()
+        if self._leaving:
+            slot = self._leaving.pop(0)
+        else:
+            slot = Slot(torch.empty(self._slot_bytes, dtype=torch.uint8, device=self._device.torch_device))
+            # The first copy into it must run behind whatever used this memory before.
+            slot.free = self._device.record()
         self._borrowed.add(slot)
         self.idle.append(slot)
         return True
+
+    def _fits(self, borrowed: int, room_bytes: int | None) -> bool:
+        fits = room_bytes is None or borrowed * self._slot_bytes <= room_bytes
+        return fits and len(self._staying) + borrowed <= self._most
 
     def put(self, slot: Slot, *, needed: int) -> None:
         """Take `slot` back, to be written after its `free`; a borrowed one leaves if `needed` others are idle."""
@@ -82,7 +91,7 @@ class Slots:
     @property
     def full(self) -> bool:
         """Whether no slot can be borrowed."""
-        return len(self._staying) + len(self._borrowed) + len(self._leaving) >= self._most
+        return not self._fits(len(self._borrowed) + 1, None)
 
     @property
     def borrowed_bytes(self) -> int:

@@ -140,7 +140,6 @@ class StreamedUpdate:
         their chunks have left again.
         """
         self.finish()
-        self.slots.reap()
         while chunks and (self.slots.idle or self.slots.borrow(room_bytes)):
             chunk = chunks.popleft()
             if not chunk.resident and chunk not in self._loaded:

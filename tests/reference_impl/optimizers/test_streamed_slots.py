@@ -47,11 +47,28 @@ def test_a_borrowed_slot_is_freed_once_nobody_reads_it(device):
         slots.put(slot, needed=1)
         del slot
         assert ledger.device_bytes == base + BYTES
-        assert slots.full
+        assert slots.borrowed_bytes == BYTES
         event.reached = True
         slots.reap()
         assert ledger.device_bytes == base
         assert slots.borrowed_bytes == 0
+
+
+def test_a_slot_on_its_way_out_is_borrowed_again(device):
+    slots = Slots(device)
+    slots.make(BYTES, stay=1, most=3)
+    slots.borrow(None)
+    slot = slots.idle.pop()
+    slot.free = event = Unreached()
+    slots.put(slot, needed=0)
+    assert slot not in slots.idle
+    assert not slots.borrow(BYTES - 1)
+    assert slots.borrow(BYTES)
+    assert slots.idle[-1] is slot
+    assert slot.free is event
+    assert slots.borrowed_bytes == BYTES
+    assert slots.borrow(None)
+    assert not slots.borrow(None)
 
 
 def test_slots_that_stay_are_made_anew_only_to_grow(device):
