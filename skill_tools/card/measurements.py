@@ -100,9 +100,10 @@ def _comparison(card: Card) -> str:
 def _line(card: Card, row: Row) -> str:
     ratio, saved = slowdown(card, row), saved_gb(card, row)
     memory = row.get("peak_gb", row.get("allocated_gb"))
+    outcome = "" if row["status"] == "success" else row.get("error", row["status"])
     cells = [
         row["what"],
-        f"{row['step_ms']:g}" if "step_ms" in row else row.get("error", row["status"]),
+        f"{row['step_ms']:g}" if "step_ms" in row else outcome,
         f"{ratio:.2f}" if ratio is not None else "",
         f"{memory:g}" if memory is not None else "",
         f"{saved:.1f}" if saved is not None else "",
