@@ -42,6 +42,7 @@ class FreedRoom:
         return (self._began_bytes - (now - borrowed_bytes)) // 2
 
     def step(self) -> None:
-        """Start anew after `step()`."""
-        self._expected, self._count = self._count, 0
-        self._passes.clear()
+        """Start anew after `step()`, unless no gradient has come since."""
+        if self._count:
+            self._expected, self._count = self._count, 0
+            self._passes.clear()

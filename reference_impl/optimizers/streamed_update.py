@@ -153,6 +153,7 @@ class StreamedUpdate:
             self.slots.put(slot, needed=0)
         self._loaded.clear()
         self.slots.put_back_borrowed()
+        self.slots.reap()
 
     def close(self) -> None:
         """Let the buffers go, once all copies are done."""

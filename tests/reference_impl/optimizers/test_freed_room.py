@@ -37,6 +37,8 @@ def test_the_last_of_as_many_passes_as_the_step_before_had():
     room.step()
     assert [room.gradient(each) for each in (two, one)] == [False, False]
     room.step()
+    # A step in two parts.
+    room.step()
     assert room.gradient(one)
 
 

@@ -33,7 +33,8 @@ class Wide(torch.nn.Sequential):
 
     def loss(self):
         torch.manual_seed(1)
-        return self(torch.randn(TOKENS, WIDTH, dtype=torch.bfloat16)).float().square().mean()
+        batch = torch.randn(TOKENS, WIDTH, dtype=torch.bfloat16)
+        return self(batch.to(self[0].weight.device)).float().square().mean()
 
 
 def observe(budget):
@@ -89,13 +90,15 @@ def test_the_budget_holds():
 
 
 def test_only_the_last_backward_of_a_step_borrows(device):
-    model = Toy().to(device.torch_device)
-    data = batches(device.torch_device, 6)
-    with build(model, chunk_bytes=12 * 448, device_budget_bytes=12 * 448 * 20) as optimizer:
+    model = Wide().to(device.torch_device)
+    with build(model, chunk_bytes=12 * CHUNK_ELEMENTS, device_budget_bytes=MANY) as optimizer:
         slots = optimizer._share._stream.slots
         borrowed = []
-        for index, batch in enumerate(data):
-            model(batch).backward()
+        for index in range(6):
+            loss = model.loss()
+            device.synchronize()
+            optimizer.synchronize()
+            loss.backward()
             borrowed.append(slots.borrowed_bytes > 0)
             if index % 2:
                 optimizer.step()
@@ -103,15 +106,12 @@ def test_only_the_last_backward_of_a_step_borrows(device):
 
 
 def test_loading_while_chunks_are_borrowed_changes_no_bit(device):
-    torch.manual_seed(3)
-    model = Toy().to(device.torch_device)
-    torch.manual_seed(3)
-    plain = Toy().to(device.torch_device)
+    model, plain = Wide().to(device.torch_device), Wide().to(device.torch_device)
     reference = MasterAdamW(plain, on_cpu=False, **OPTIONS)
-    with build(model, chunk_bytes=12 * 448, device_budget_bytes=MANY) as optimizer:
-        for index, batch in enumerate(batches(device.torch_device, 6)):
-            model(batch).backward()
-            plain(batch).backward()
+    with build(model, chunk_bytes=12 * CHUNK_ELEMENTS, device_budget_bytes=MANY) as optimizer:
+        for index in range(6):
+            model.loss().backward()
+            plain.loss().backward()
             if index == 3:
                 assert optimizer._share._stream.slots.borrowed_bytes
                 optimizer.load_state_dict(optimizer.state_dict())

@@ -1,6 +1,7 @@
 """Half masters are exact, bf16 moments are not; both must leave everything else as it is."""
 
 import copy
+import gc
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from optimizer_reference import MasterAdamW, Toy, batches
 
 from reference_impl import OptimizerStateOffloader
 from reference_impl.memory.host import host_book
+from reference_impl.memory.ledger import Ledger
 
 OPTIONS = {"lr": 1e-2, "betas": (0.8, 0.95), "eps": 1e-7, "weight_decay": 0.1}
 SHORT = {"hi_lo_masters": True, "moments_dtype": torch.bfloat16}
@@ -166,6 +168,28 @@ def test_rounding_does_not_freeze_a_moment(device):
             optimizer.step()
         mean = optimizer.state_dict()["state"][0]["exp_avg_sq"].mean().item()
     assert mean == pytest.approx(1e-3 * 0.999**199, rel=0.01)
+
+
+def test_many_steps_do_not_grow(device):
+    weight = torch.nn.Linear(40, 30, dtype=torch.bfloat16, device=device.torch_device)
+    batch = torch.randn(2, 40, dtype=torch.bfloat16).to(device.torch_device)
+    seen = []
+    with (
+        Ledger(device, track=weight.parameters()) as ledger,
+        build(weight, **SHORT, device_budget_bytes=2**20) as optimizer,
+    ):
+        optimizer.attach(weight)
+        for index in range(100):
+            weight(batch).square().sum().backward()
+            optimizer.step()
+            if index in (5, 99):
+                optimizer.synchronize()
+                device.synchronize()
+                # Slots whose copies are done go back when somebody asks.
+                optimizer.synchronize()
+                gc.collect()
+                seen.append((ledger.device_bytes, host_book.reserved_bytes, host_book.live_bytes))
+    assert seen[0] == seen[1]
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from reference_impl.memory.host import host_book
 from reference_impl.optimizers.algorithms import Adam
 from reference_impl.optimizers.chunks import MASTER, Part
 from reference_impl.optimizers.layout import Member
+from reference_impl.optimizers.streamed_homes import Travel
 from reference_impl.optimizers.streamed_share import StreamedShare
 from reference_impl.optimizers.verdict import judge
 
@@ -96,6 +97,44 @@ def test_a_staged_member_keeps_its_weight_until_somebody_brings_all_of_it_home(d
     device.wait(event)
     assert start == CUTS[0]
     assert torch.equal(staged, plain.weight.detach().flatten()[slice(*CUTS)])
+
+
+def test_a_step_in_parts_is_the_same_step(device, share):
+    """As gradients come during backward, with parts of one chunk in either."""
+    model, plain = layer(device), layer(device)
+    members = members_of(model)
+    share.add({member: Part(range(member.param.numel())) for member in members})
+    reference = MasterAdamW(plain, on_cpu=False, **OPTIONS)
+    for step in range(3):
+        given = gradients(members, step)
+        for member in reversed(members):
+            share.update({member: given[member]}, None, GROUPS)
+        for param, gradient in zip(plain.parameters(), given.values(), strict=True):
+            param.grad = gradient.clone()
+        reference.step()
+    share.wait_for(members)
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_half_masters_of_a_staged_member(device, dtype):
+    """The upper halves stand in the staging tensor, whatever the parameter shows meanwhile."""
+    made = StreamedShare(device, Adam(), chunk_bytes=12 * 128, travel=Travel(hi_lo_masters=True))
+    model, plain = layer(device, dtype), layer(device, dtype)
+    weight, _ = members_of(model)
+    made.add({weight: Part(streamed=range(*CUTS), staged=True)})
+    reference = MasterAdamW(plain, on_cpu=False, **OPTIONS)
+    for step in range(3):
+        given = gradients([weight], step)
+        made.update(given, None, GROUPS)
+        plain.weight.grad = given[weight].clone()
+        reference.step()
+    made.settle(for_writing=False)
+    for start, part in made.parts(weight, MASTER):
+        whole = reference.masters[0].detach().flatten()
+        assert torch.equal(part.cpu(), whole[start : start + part.numel()].cpu())
+    made.close()
 
 
 def test_what_is_written_is_read_and_a_refresh_makes_masters_anew(device, share):
