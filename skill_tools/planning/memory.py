@@ -70,7 +70,7 @@ def estimate(run: Run, mode: Mode | None = None) -> Memory:
     answers = [_of_stage(run, chosen, stage) for stage in layout.stages(run.shape, run.layout)]
     worst = max(answers, key=lambda answer: answer.device_bytes)
     host = max(answers, key=lambda answer: answer.host_bytes_per_node)
-    return replace(worst, host=host.host)
+    return worst if host is worst else replace(worst, host=host.host)
 
 
 def _of_stage(run: Run, mode: Mode, stage: Stage) -> Memory:
@@ -102,9 +102,8 @@ def _of_stage(run: Run, mode: Mode, stage: Stage) -> Memory:
 def _worst_moment(lines: list[Line]) -> list[Line]:
     """Return the lines that are alive at the moment of a step when most is."""
     moments = [[line for line in lines if line.when in moment] for moment in _MOMENTS]
-    backward = [line for line in moments[2] if line.name != "activations"]
-    moments[2] = backward
-    return max(moments, key=lambda alive: sum(line.bytes for line in alive))
+    moments[2] = [line for line in moments[2] if line.name != "activations"]
+    return max(moments, key=lambda alive: sum([line.bytes for line in alive]))
 
 
 def _activation_lines(run: Run, mode: Mode, stage: Stage, found: Kept, flight: float) -> list[Line]:

@@ -8,9 +8,10 @@ from hypothesis import strategies as st
 from skill_tools.configs.config import Config, Framework, Place, Setting
 from skill_tools.planning import known_models, machine, megatron_run, own_optimizer, planner, pytorch_run
 from skill_tools.planning.legality import with_settings
+from skill_tools.planning.memory import estimate
 from skill_tools.planning.options import Budget
 from skill_tools.planning.planner import Plan
-from skill_tools.planning.run import Mode
+from skill_tools.planning.run import Mode, OptimizerEngine
 from skill_tools.planning.states import HOST_BYTES_CPU_SHARE
 from skill_tools.planning.units import GB, GIB, parse_bytes
 from skill_tools.rules.lint import lint
@@ -112,8 +113,6 @@ def test_more_memory_saved_by_the_optimizer_never_costs_less_host_memory(
 ) -> None:
     run = megatron_run.build(config(), known_models.shape(model), gpus=8)
     low, high = sorted((one, other))
-    from skill_tools.planning.memory import estimate
-
     less, more = (estimate(run, Mode(optimizer_fraction=fraction)) for fraction in (low, high))
     assert more.between_steps_bytes <= less.between_steps_bytes
     assert more.host_bytes_per_node >= less.host_bytes_per_node
@@ -140,3 +139,28 @@ def test_the_streamed_share_is_the_best_there_is(link: float, dram: float, cpu: 
     best = own_optimizer.best_streamed_share(host)
     least = own_optimizer.update_seconds(1 - best, best, host)
     assert least <= own_optimizer.update_seconds(1 - share, share, host) * (1 + 1e-9)
+
+
+def test_a_host_with_little_memory_streams_what_the_cpu_would_need_more_for() -> None:
+    given_config = config(seq_length=2048, micro_batch_size=1, recompute_granularity="full")
+    run = pytorch_run.build(given_config, known_models.shape("llama-3.2-1b"), gpus=None)
+    shard = estimate(run).parameters.shard
+    slow_link = replace(machine.known("h100"), update_link=10e9)
+    least = estimate(
+        run, Mode(optimizer_fraction=1.0, streamed_fraction=1.0, optimizer_engine=OptimizerEngine.REFERENCE)
+    )
+    gpu_bytes = least.device_bytes + shard // 2
+
+    def chosen(host_bytes: int) -> Mode:
+        found = planner.make_plan(
+            given_config, run, slow_link, Budget(gpu_bytes, host_bytes), shape_source="", versions={}
+        ).recommendation
+        assert found is not None
+        assert found.memory.host_bytes_per_node <= host_bytes
+        return found.candidate.mode
+
+    # The GPU keeps next to nothing, so nearly all elements need 14 bytes on the CPU, or 12 where they stream.
+    ample = chosen(16 * shard)
+    assert ample.streamed_fraction < ample.optimizer_fraction / 2
+    tight = chosen(int(12.2 * shard))
+    assert tight.streamed_fraction == tight.optimizer_fraction
