@@ -71,9 +71,10 @@ class BudgetPolicy:
         if self.plan is None:
             if self._profiler is not None and self._profiler.is_over and self._profiler.has_seen_backward:
                 self._finish_profile(self._profiler, run)
-            elif self._profiler is None or self._profiler.is_over:
+            elif self._profiler is None or self._profiler.is_over or self._profiler.is_broken:
                 self._profiler = StepProfiler(run, self._device, self._room)
                 run.observer = self._profiler
+                self._room.measure_again(run, ceiling_bytes=None)
         elif self._budget_bytes is not None:
             self._check_peak(run)
 

@@ -48,12 +48,19 @@ class StepProfiler:
         self._forward_end: int | None = None
         self._observed: dict[int, _Observation] = {}
         self._is_backward = False
+        self._is_ended = False
         self._forward.start()
 
     @property
     def is_over(self) -> bool:
         """Whether backward has asked for everything, or the graph is gone."""
-        return self._run() is None
+        run = self._run()
+        return run is None or (run.has_saved and not run.is_pending)
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether backward has begun and, by the time of the next forward, not ended: an error has stopped it."""
+        return self._is_backward and not self._is_ended
 
     @property
     def has_seen_backward(self) -> bool:
@@ -93,6 +100,7 @@ class StepProfiler:
 
     def _end_backward(self) -> None:
         self._backward.stop()
+        self._is_ended = True
 
     def fetching(self) -> None:
         """Stop the backward's clock: the device may have to wait."""

@@ -112,10 +112,13 @@ class Room:
         start = self._measured.start_bytes
         return {phase: [start + need for need in needs] for phase, needs in self._measured.needs.items()}
 
-    def measure_again(self, run: Run, *, ceiling_bytes: int) -> None:
-        """Forget what was learnt; measure `run`, which begins, and then leave room up to `ceiling_bytes` in all."""
+    def measure_again(self, run: Run, *, ceiling_bytes: int | None) -> None:
+        """Forget what was learnt; measure `run`, which begins, and then leave room up to `ceiling_bytes` in all.
+
+        Without a ceiling, leave as much as the measured step takes.
+        """
         self._ceiling_bytes = ceiling_bytes
-        self._measured = None
+        self._measured = self._measuring = None
         self._free = {"forward": [], "loss": [], "backward": []}
         self.start_run(run)
 

@@ -114,9 +114,12 @@ class Run:
     @property
     def is_over(self) -> bool:
         """Whether backward has begun, or the graph has died without one."""
-        return bool(self._trace) or (
-            self.has_saved and not any(saved and saved() for saved in self._storages)
-        )
+        return bool(self._trace) or (self.has_saved and not self.is_pending)
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether backward may still ask for something."""
+        return any(saved and saved() for saved in self._storages)
 
     @property
     def has_saved(self) -> bool:

@@ -279,3 +279,37 @@ def test_another_length_than_planned_is_offloaded(trainee, device):
     with ActivationOffloader(trainee.model, plan=plan, min_bytes=256) as offloader:
         assert trainee.step() == expected
         assert offloader.offloaded_bytes > 0
+
+
+def test_an_error_in_the_profiled_step_is_survived(long_trainee, device):
+    expected = long_trainee.step()
+    without, everything = extremes(long_trainee, device)
+    budget = (without + everything) // 2
+    with (
+        Ledger(device, track=long_trainee.model.parameters()) as ledger,
+        ActivationOffloader(long_trainee.model, budget_bytes=budget, **SMALL) as offloader,
+    ):
+        hook = long_trainee.model.layers[1].down.register_full_backward_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            long_trainee.step()
+        hook.remove()
+        assert long_trainee.step() == expected
+        # What the broken step did not show, the next ones do.
+        assert max(peaks(long_trainee, ledger, 10)[7:]) <= budget
+        assert long_trainee.step() == expected
+        assert offloader.plan is not None
+
+
+def test_evaluation_between_the_steps_of_a_budget_changes_nothing(long_trainee, device):
+    expected = long_trainee.step()
+    without, everything = extremes(long_trainee, device)
+    budget = (without + everything) // 2
+    with (
+        Ledger(device, track=long_trainee.model.parameters()) as ledger,
+        ActivationOffloader(long_trainee.model, budget_bytes=budget, **SMALL),
+    ):
+        for _ in range(4):
+            assert long_trainee.step() == expected
+            with torch.no_grad():
+                long_trainee.loss()
+        assert max(settled_peaks(long_trainee, ledger, device)) <= budget
