@@ -2,7 +2,8 @@
 
     python benchmarks/draw_trace.py trace.json docs/figures/layer-streaming.svg --title "LoRA, 8192 tokens"
 
-The trace is what `trace_overlap.record` wrote: two steps, of which the second is drawn.
+The trace is what `trace_overlap.record` wrote: two steps, of which the second is drawn; where that consists of several
+steps, one behind the other, the last one that another follows.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from collections.abc import Iterable
 from html import escape
 from pathlib import Path
 
-from trace_overlap import STEP, Interval, merge
+from trace_overlap import REPEATED, STEP, Interval, merge
 
-LANES = (("kernels", "#4c78a8"), ("H2D", "#e45756"), ("D2H", "#54a24b"))
-WIDTH, LEFT, LANE, BAR = 960, 70, 34, 20
+LANES = (("kernels", "#4c78a8"), ("H2D", "#e45756"), ("D2H", "#54a24b"), ("CPU update", "#f2a33a"))
+WIDTH, LEFT, LANE, BAR = 960, 90, 34, 20
 # Kernels closer than this look like one: a pixel is about as wide.
 GAP_US = 200.0
 
@@ -30,39 +31,57 @@ def lanes(events: list[dict[str, object]]) -> dict[str, list[Interval]]:
         lane = {
             "kernel": "kernels",
             "gpu_memcpy": "H2D" if "HtoD" in name else "D2H" if "DtoH" in name else "",
+            "cpu_update": "CPU update",
         }
         if (key := lane.get(str(event.get("cat")), "")) and event.get("ph") == "X":
             start = float(event["ts"])  # type: ignore[arg-type]
             found[key].append((start, start + float(event["dur"])))  # type: ignore[arg-type]
     found["kernels"] = merge((start, stop + GAP_US) for start, stop in found["kernels"])
+    # Several threads, one lane.
+    found["CPU update"] = merge(found["CPU update"])
     return found
 
 
 def second_step(events: list[dict[str, object]]) -> dict[str, list[Interval]]:
     """Return the busy intervals of the trace's second step, from its begin, in milliseconds."""
     found = lanes(events)
-    marks = [float(event["ts"]) for event in events if _is_mark(event)]  # type: ignore[arg-type]
-    begin = min(start for intervals in found.values() for start, _ in intervals)
-    end = max(stop for intervals in found.values() for _, stop in intervals)
-    # A trace without marks is cut in the middle.
-    begin = max(marks) if len(marks) > 1 else (begin + end) / 2
+    begin, end = _part(events, found)
     return {
         lane: [
-            ((max(start, begin) - begin) / 1e3, (stop - begin) / 1e3)
+            ((max(start, begin) - begin) / 1e3, (min(stop, end) - begin) / 1e3)
             for start, stop in intervals
-            if stop > begin
+            if stop > begin and start < end
         ]
         for lane, intervals in found.items()
     }
 
 
-def _is_mark(event: dict[str, object]) -> bool:
-    return event.get("name") == STEP and event.get("cat") == "user_annotation" and event.get("ph") == "X"
+def _part(events: list[dict[str, object]], found: dict[str, list[Interval]]) -> Interval:
+    """Return where the part to draw begins and ends, in microseconds."""
+    # The host runs ahead: where the device's own marks are, they say when a step was computed.
+    repeated = _marks(events, REPEATED, "gpu_user_annotation") or _marks(events, REPEATED, "user_annotation")
+    if len(repeated) > 1:
+        return repeated[-2], repeated[-1]
+    marks = _marks(events, STEP, "user_annotation")
+    begin = min(start for intervals in found.values() for start, _ in intervals)
+    end = max(stop for intervals in found.values() for _, stop in intervals)
+    # A trace without marks is cut in the middle.
+    return (marks[-1] if len(marks) > 1 else (begin + end) / 2), end
+
+
+def _marks(events: list[dict[str, object]], name: str, category: str) -> list[float]:
+    """Return when each mark of that name begins, in order."""
+    found = [e for e in events if e.get("name") == name and e.get("cat") == category and e.get("ph") == "X"]
+    return sorted(float(event["ts"]) for event in found)  # type: ignore[arg-type]
 
 
 def svg(found: dict[str, list[Interval]], title: str) -> str:
     """Return the drawing."""
     drawn = [(name, colour) for name, colour in LANES if found[name]]
+    if not drawn:
+        raise ValueError(
+            "the step to draw has no kernel, copy or update; expected a trace made on a CUDA device"
+        )
     end_ms = max(stop for intervals in found.values() for _, stop in intervals)
     scale = (WIDTH - LEFT - 20) / end_ms
     height = 40 + LANE * len(drawn) + 30

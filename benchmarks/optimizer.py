@@ -3,6 +3,7 @@
     python benchmarks/optimizer.py --out optimizer.json            # the published model, needs a large GPU
     python benchmarks/optimizer.py --tiny                          # the same code at toy size, also on the CPU twin
     python benchmarks/optimizer.py --rows streamed --trace trace.json --trace-row "8 GB"  # with a Perfetto trace
+    python benchmarks/optimizer.py --rows none --tokens 8192 --trace trace.json --figure timeline.svg  # one step, drawn
 
 A row is one optimizer in training: forward, backward, step, zero_grad. Times are medians of steps 3 to 6, from one end
 of the compute stream's work to the next: what should hide behind the next forward is paid there where it does not.
@@ -22,9 +23,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from cpu_lane import add_lane, watched_updates
+from draw_trace import draw
 from machine import machine, print_table
 from torch import nn
-from trace_overlap import record
+from trace_overlap import REPEATED, record
 
 from reference_impl import HybridDeviceOptimizer, OptimizerStateOffloader
 from reference_impl.device import Device
@@ -224,16 +227,24 @@ def trace(
 ) -> dict[str, float]:
     """Write a trace of three steps of a row in its steady state, one behind the other; return its overlap."""
     ids = torch.randint(0, shape.vocab, (batch, tokens), device=device.torch_device)
-    with training(build, shape, device) as (model, optimizer, _):
+    begun_ns = 0
+    with training(build, shape, device) as (model, optimizer, _), watched_updates() as updates:
 
         def steps(count: int = 3) -> None:
+            nonlocal begun_ns
+            begun_ns = time.perf_counter_ns()
             for _ in range(count):
-                decoder_loss(model(ids), ids).backward()
-                optimizer.step()
-                optimizer.zero_grad()
+                with torch.profiler.record_function(REPEATED):
+                    decoder_loss(model(ids), ids).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
 
         steps(WARM_UP)
-        return record(steps, path)
+        overlap = record(steps, path)
+        if isinstance(optimizer, HybridDeviceOptimizer | OptimizerStateOffloader):
+            optimizer.synchronize()
+        add_lane(path, updates, begun_ns)
+        return overlap
 
 
 def main() -> None:
@@ -250,8 +261,11 @@ def main() -> None:
     parser.add_argument(
         "--trace", type=Path, help="write a Perfetto trace of a row, at the first of --tokens"
     )
+    parser.add_argument("--figure", type=Path, help="draw one step of --trace as an SVG")
     parser.add_argument("--trace-row", default="ours 100%", help="the first row whose name contains this")
     args = parser.parse_args()
+    if args.figure and not args.trace:
+        parser.error("--figure draws a trace; expected --trace with it; try --trace trace.json")
     device = Device.of("cuda" if torch.cuda.is_available() else "cpu")
     shape, tokens = (TINY, 32) if args.tiny else (PUBLISHED, 2048)
     report: dict[str, Any] = {"machine": machine(device), "shape": vars(shape), "tokens": {}}
@@ -286,6 +300,8 @@ def main() -> None:
         batch = int(args.tokens.split(",")[0]) // tokens
         report["overlap"] = trace(build, shape, device, batch, tokens, args.trace)
         print("overlap", report["overlap"])
+        if args.figure:
+            draw(args.trace, args.figure, f"{args.trace_row}, {batch * tokens} tokens a step")
     if args.out:
         args.out.write_text(json.dumps(report, indent=1))
 

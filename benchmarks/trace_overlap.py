@@ -11,6 +11,8 @@ import torch
 Interval = tuple[float, float]
 # Marks each traced step on the host's lane, so that a drawing finds where one begins.
 STEP = "traced step"
+# Marks each of several steps inside one of these, one behind the other.
+REPEATED = "repeated step"
 
 
 def record(step: Callable[[], None], path: Path) -> dict[str, float]:
@@ -20,7 +22,8 @@ def record(step: Callable[[], None], path: Path) -> dict[str, float]:
         for _ in range(2):
             with torch.profiler.record_function(STEP):
                 step()
-                torch.cuda.synchronize()
+                if torch.cuda.is_available():
+                    torch.cuda.synchronize()
     profiler.export_chrome_trace(str(path))
     events = [event for event in json.loads(path.read_text())["traceEvents"] if event.get("ph") == "X"]
     kernels = merge(_intervals(events, lambda event: event.get("cat") == "kernel"))
