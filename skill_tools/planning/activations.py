@@ -14,6 +14,12 @@ from skill_tools.planning.shapes import ModelShape
 
 IMBALANCE = 1.0  # tokens an expert rank receives, relative to an even spread
 
+_COMPONENTS = (
+    *((start, "attention") for start in ("MLA", "query", "attention output", "attention log")),
+    *((start, "MLP") for start in ("MLP first", "MLP activation")),
+    *((start, "experts") for start in ("router", "dispatched", "expert", "shared expert")),
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Part:
@@ -89,6 +95,21 @@ def kept(parts: Iterable[Part], recomputed: tuple[str, ...], moved: tuple[str, .
         else:
             stays += part.token_bytes
     return stays, leaves
+
+
+def by_component(
+    parts: Iterable[Part], recomputed: tuple[str, ...], moved: tuple[str, ...]
+) -> dict[str, float]:
+    """Return the bytes per token and layer that stay on the GPU, by what they belong to."""
+    found: dict[str, float] = {}
+    for part in parts:
+        stays, _ = kept((part,), recomputed, moved)
+        if stays:
+            name = next(
+                (name for start, name in _COMPONENTS if part.name.startswith(start)), "inputs and norms"
+            )
+            found[name] = found.get(name, 0.0) + stays
+    return found
 
 
 def in_flight(run: Run, stage_rank: int) -> float:

@@ -12,6 +12,7 @@ from skill_tools.planning import activations
 from skill_tools.planning.activations import Part
 from skill_tools.planning.layout import Stage, stages
 from skill_tools.planning.run import ActivationEngine, Mode, Recompute, Run
+from skill_tools.planning.units import GIB
 
 _IN_FLIGHT_BYTES = 512 << 20  # what our own engine lets wait in any case
 
@@ -22,7 +23,8 @@ class Kept:
 
     `stays` and `leaves` after forward; `copied` with the duplicates that leave again; `layer`, what
     backward has at hand of one layer, alive at `layer_when`. `final_token_bytes` is a token's share of the
-    final norm's tensors, `logits_bytes` what an engine's copy window holds of a logit.
+    final norm's tensors, `logits_bytes` what an engine's copy window holds of a logit. `components` says in
+    words what the largest layer keeps where it is.
     """
 
     stays: float
@@ -32,6 +34,7 @@ class Kept:
     layer_when: str
     final_token_bytes: float
     logits_bytes: float
+    components: str = ""
 
 
 def of_stage(run: Run, mode: Mode, stage: Stage) -> Kept:
@@ -76,7 +79,18 @@ def _of_stage(run: Run, mode: Mode, stage: Stage) -> Kept:
         layer_when="recompute" if again else "backward",
         final_token_bytes=0.0 if everything and not mode.layers else 2 * input_bytes(run),
         logits_bytes=2.0 if mode.activation_engine is ActivationEngine.TRL else 0.0,
+        components=_components(run, mode, recompute, tuple(parts.values())),
     )
+
+
+def _components(run: Run, mode: Mode, recompute: Recompute, kinds: tuple[tuple[Part, ...], ...]) -> str:
+    """Say what one layer keeps: of several kinds, the one that keeps most."""
+    if recompute.granularity == "full" or not kinds:
+        return "layer inputs"
+    dropped = recompute.modules if recompute.granularity == "selective" else ()
+    largest = max(kinds, key=lambda parts: sum(part.token_bytes for part in parts))
+    found = activations.by_component(largest, dropped, mode.modules)
+    return ", ".join(f"{name} {size * run.tokens / GIB:.2f}" for name, size in found.items())
 
 
 def _layer(

@@ -113,7 +113,8 @@ def _activation_lines(run: Run, mode: Mode, stage: Stage, found: Kept, flight: f
         Line(
             "activations",
             round(found.stays * flight),
-            f"{found.stays / count / GIB:.4f} GiB x {count} layers x {flight:g} micro-batches, recompute {recompute}",
+            f"{found.stays / count / GIB:.4f} GiB x {count} layers x {flight:g} micro-batches, recompute {recompute}; "
+            f"one layer: {found.components} GiB",
             "step",
         ),
         Line(
