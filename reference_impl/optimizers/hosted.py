@@ -1,6 +1,6 @@
 """What optimizers with state on the host have in common: gates on a model, one process, an end.
 
-It knows no share and no update; `hybrid` does.
+It knows no share and no update; `hybrid` and `state_offload` do.
 """
 
 from __future__ import annotations

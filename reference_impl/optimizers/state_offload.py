@@ -10,9 +10,8 @@ It does not compute on the CPU (`hybrid` does) and it does not shard: each rank 
 
 from __future__ import annotations
 
-import os
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,8 +21,8 @@ from torch.utils.hooks import RemovableHandle
 from reference_impl.optimizers import checks, state_offload_dict
 from reference_impl.optimizers.chunks import Part
 from reference_impl.optimizers.gradients import forgetful_hook, gradient_of
+from reference_impl.optimizers.hosted import HostedOptimizer
 from reference_impl.optimizers.layout import Member, members_of
-from reference_impl.optimizers.publish import Gates
 from reference_impl.optimizers.state_offload_checks import (
     algorithm_of,
     check_gated,
@@ -35,7 +34,7 @@ from reference_impl.optimizers.streamed_share import StreamedShare
 from reference_impl.optimizers.verdict import judge
 
 
-class OptimizerStateOffloader(torch.optim.Optimizer):
+class OptimizerStateOffloader(HostedOptimizer):
     """The wrapped optimizer with `fraction` of its states on the host; use it in its place.
 
     >>> optimizer = OptimizerStateOffloader(torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True))
@@ -70,9 +69,6 @@ class OptimizerStateOffloader(torch.optim.Optimizer):
     the host lacks the room: all before anything is taken.
     """
 
-    # GradScaler hands over its scale and overflow flag instead of touching the gradients itself.
-    _step_supports_amp_scaling = True
-
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
@@ -103,8 +99,6 @@ class OptimizerStateOffloader(torch.optim.Optimizer):
         self._fraction = fraction
         self._max_grad_norm = max_grad_norm
         self._reduce_norm_squared = reduce_norm_squared
-        self._members: dict[torch.Tensor, Member] = {}
-        self._gates: Gates | None = None
         self._hooks: list[RemovableHandle] = []
         share = StreamedShare(
             self._device,
@@ -116,7 +110,6 @@ class OptimizerStateOffloader(torch.optim.Optimizer):
             ),
         )
         self._open_share: StreamedShare | None = share
-        self._pid = os.getpid()
         self.grad_norm: torch.Tensor | None = None
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self._wrapped = optimizer
@@ -143,8 +136,7 @@ class OptimizerStateOffloader(torch.optim.Optimizer):
             except BaseException:
                 self.param_groups.pop()
                 raise
-            if self._gates is not None and self._gates.model is not None:
-                self.attach(self._gates.model)
+            self._attach_again()
 
     @torch.no_grad()
     def _admit(self, groups: Sequence[int]) -> None:
@@ -215,15 +207,7 @@ class OptimizerStateOffloader(torch.optim.Optimizer):
 
         Saving and loading the state_dict of any of them waits too. Raises ValueError under FSDP.
         """
-        checks.check_model(model, moves_in_backward=False)
-        if self._gates is not None:
-            self._gates.close()
-        self._gates = Gates(
-            model,
-            self._members,
-            wait_for=self._wait_for,
-            refresh_masters=self._refresh,
-        )
+        super().attach(model)
         if self._share.borrows:
             self._unhook()
             hook = forgetful_hook(weakref.WeakMethod(self._on_gradient))
@@ -236,20 +220,25 @@ class OptimizerStateOffloader(torch.optim.Optimizer):
         for hook in self._hooks:
             hook.remove()
 
-    def _wait_for(self, members: Sequence[Member]) -> None:
+    @property
+    def _closed(self) -> bool:
+        return self._open_share is None
+
+    @property
+    def _moves_in_backward(self) -> bool:
+        return False
+
+    def _wait_for(self, members: Iterable[Member]) -> None:
         """Make the live current stream run behind the updates of `members`, and let their gradients go."""
-        self._share.wait_for(members)
-        for member in members:
+        listed = list(members)
+        self._share.wait_for(listed)
+        for member in listed:
             member.pending = False
 
     def synchronize(self) -> None:
         """Make the live current stream see finished weights: call it before reading them in your own code."""
         self._check_usable()
         self._wait_for([member for member in self._members.values() if member.pending])
-
-    def refresh_masters(self) -> None:
-        """Make masters from the parameters as they are, after something else has written these."""
-        self._refresh(list(self._members.values()))
 
     def _refresh(self, members: Sequence[Member]) -> None:
         self.synchronize()
@@ -309,20 +298,6 @@ class OptimizerStateOffloader(torch.optim.Optimizer):
         self._open_share.close()
         self._open_share = None
 
-    def __enter__(self) -> OptimizerStateOffloader:
-        """Return the optimizer itself."""
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Close."""
-        self.close()
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Refuse: pinned memory cannot be copied."""
-        raise TypeError(
-            "OptimizerStateOffloader cannot be pickled or copied; try state_dict() and load_state_dict()"
-        )
-
     def _check_usable(self) -> None:
-        checks.check_alive(closed=self._open_share is None, made_by=self._pid)
+        super()._check_usable()
         self._device.refuse_capture("optimizer state offload")
