@@ -137,6 +137,7 @@ def _sections(plan: Plan, *, title: str, bullet: str) -> list[str]:
         sections.append(("to be sure, set", _open_keys(best.legality.conditions)))
         memory = [f"{line.name}: {gib(line.bytes)} = {line.formula}" for line in best.memory.gpu]
         sections.append((f"memory of one GPU on pipeline stage {best.memory.stage}", memory))
+        sections.append(("time of one step", _times(best)))
     sections.append(("would change it", [f"{change}: {answer}" for change, answer in plan.sensitivity]))
     rates = (
         f"rates measured: {plan.machine.source}"
@@ -152,6 +153,16 @@ def _sections(plan: Plan, *, title: str, bullet: str) -> list[str]:
         for name, lines in sections
         if lines
     ]
+
+
+def _times(option: Option) -> list[str]:
+    """One line for the compute and each cost: seconds that lengthen the step, and those that hide beside it."""
+    lines = [f"compute: {seconds(option.time.compute_s)}"]
+    for cost in option.time.costs:
+        hidden = cost.work_s - cost.exposed_s
+        also = f", {seconds(hidden)} more hidden" if hidden > 0.0005 else ""
+        lines.append(f"{cost.name}: {seconds(cost.exposed_s)}{also} = {cost.formula}")
+    return lines
 
 
 def _open_keys(conditions: Iterable[Condition]) -> list[str]:
