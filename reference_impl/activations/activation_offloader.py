@@ -180,10 +180,10 @@ def _check_choices(*, budget_bytes: Budget | None, **others: object) -> None:
         raise ValueError(
             f"{' and '.join(given)} each choose what moves; expected one of {', '.join(choices)}; try {given[0]} alone"
         )
-    for name in ("layers", "modules"):
-        names = others[name]
-        if isinstance(names, str) or (isinstance(names, Sequence) and not names):
-            raise ValueError(f"{name}={names!r}; expected a list of one or more names; try {name}=['...']")
+    if others["modules"] == []:
+        raise ValueError(
+            "modules is empty; expected one or more endings of names; try modules=['core_attention']"
+        )
     if isinstance(budget_bytes, str) and budget_bytes != "least":
         raise ValueError(
             f"budget_bytes={budget_bytes!r}; expected a number of bytes, or 'least'; try 'least'"

@@ -99,13 +99,17 @@ def first_blocks(model: nn.Module, num_layers: int | None) -> list[nn.Module]:
 def named_layers(model: nn.Module, layers: Iterable[str | nn.Module]) -> list[nn.Module]:
     """Return the modules that `layers` names or holds.
 
-    Raises ValueError for a name that the model does not have, with the nearest ones.
+    Raises ValueError for a name that the model does not have, with the nearest ones, and where there is none.
     """
+    _refuse_one_name(layers)
     names = dict(model.named_modules())
-    return [
+    found = [
         layer if isinstance(layer, nn.Module) else names.get(layer) or _unknown(layer, names)
         for layer in layers
     ]
+    if not found:
+        raise ValueError("layers is empty; expected one or more names or modules; try num_layers=1")
+    return found
 
 
 def modules_called(model: nn.Module, endings: Sequence[str]) -> list[nn.Module]:
@@ -113,6 +117,7 @@ def modules_called(model: nn.Module, endings: Sequence[str]) -> list[nn.Module]:
 
     Raises ValueError for an ending that matches nothing, with the nearest ones.
     """
+    _refuse_one_name(endings)
     found: dict[str, nn.Module] = {}
     names = dict(model.named_modules())
     for ending in endings:
@@ -121,6 +126,11 @@ def modules_called(model: nn.Module, endings: Sequence[str]) -> list[nn.Module]:
             _unknown(ending, {name.rpartition(".")[2]: module for name, module in names.items()})
         found |= matches
     return list(found.values())
+
+
+def _refuse_one_name(names: object) -> None:
+    if isinstance(names, str):
+        raise ValueError(f"{names!r} is one name; expected a list of names; try [{names!r}]")
 
 
 def _unknown(name: str, known: Iterable[str]) -> nn.Module:

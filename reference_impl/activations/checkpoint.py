@@ -15,6 +15,7 @@ from typing import Any, Unpack
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from reference_impl.activations.attach import (
@@ -82,19 +83,25 @@ class CheckpointOffloader(Offloader):
     ) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        self._outside.limit_bytes = max(arg.nbytes for arg in args if isinstance(arg, torch.Tensor))
+        # Only what checkpoint gets by position is saved through the engine.
+        leaves, structure = tree_flatten((args, kwargs))
+        self._outside.limit_bytes = max(
+            (leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()),
+            default=0,
+        )
         results = ExpensiveResults(lambda tensor: self.engine.save(tensor, self._share))
 
         def body(*inputs: Any) -> Any:
             results.start_pass()
             self._results.append(results)
+            args, kwargs = tree_unflatten(list(inputs), structure)
             try:
-                return forward(*inputs, **kwargs)
+                return forward(*args, **kwargs)
             finally:
                 self._results.pop()
 
         with self.engine.saving(layer, self._share):
-            return checkpoint(body, *args, use_reentrant=False)
+            return checkpoint(body, *leaves, use_reentrant=False)
 
     def _around_kept(
         self, forward: Forward, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

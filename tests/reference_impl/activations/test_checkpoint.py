@@ -1,3 +1,5 @@
+import gc
+
 import pytest
 import torch
 from torch import nn
@@ -136,3 +138,72 @@ def test_the_legacy_baseline_is_bitwise_the_same_too(trainee):
     with LegacyCheckpointOffloader(trainee.model):
         assert trainee.step() == expected
     assert trainee.step() == expected
+
+
+class ByKeyword(nn.Module):
+    """Calls its layers as many libraries do: everything by keyword, some of it in tuples."""
+
+    def __init__(self, by_keyword):
+        super().__init__()
+        self.layers = nn.ModuleList(KeywordLayer() for _ in range(3))
+        self.by_keyword = by_keyword
+
+    def forward(self, x):
+        turn = (x.new_ones(32), 2.0)
+        for layer in self.layers:
+            x = layer(hidden=x, turn=turn) if self.by_keyword else layer(x, turn)
+        return x
+
+
+class KeywordLayer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(32, 32)
+
+    def forward(self, hidden, turn):
+        scale, factor = turn
+        return (self.linear(hidden) * scale * factor).tanh()
+
+
+@pytest.mark.parametrize("by_keyword", [True, False])
+def test_inputs_by_keyword_move_too(device, by_keyword):
+    model = ByKeyword(by_keyword).to(device.torch_device)
+    x = torch.randn(64, 32, device=device.torch_device)
+
+    def gradients():
+        model.zero_grad()
+        model(x).sum().backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    expected = gradients()
+    with CheckpointOffloader(model, min_bytes=x.nbytes) as offloader:
+        for _ in range(2):
+            assert all(torch.equal(a, b) for a, b in zip(gradients(), expected, strict=True))
+        assert offloader.offloaded_bytes == 2 * 3 * x.nbytes
+
+
+class Failure(Exception):
+    pass
+
+
+@pytest.mark.parametrize("where", ["forward", "recomputation", "backward"])
+def test_after_an_error_the_next_step_is_right(trainee, where):
+    expected = trainee.step()
+    layer, passes = trainee.model.layers[2], []
+
+    def fail(*_):
+        passes.append(1)
+        if where != "recomputation" or len(passes) == 2:
+            raise Failure
+
+    with CheckpointOffloader(trainee.model, keep=["core_attention"], **SMALL) as offloader:
+        gate = layer.gate
+        register = gate.register_full_backward_hook if where == "backward" else gate.register_forward_hook
+        hook = register(fail)
+        with pytest.raises(Failure):
+            trainee.step()
+        hook.remove()
+        assert trainee.step() == expected
+        assert trainee.step() == expected
+        gc.collect()
+        assert offloader.arena.live_bytes == 0

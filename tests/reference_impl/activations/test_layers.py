@@ -139,9 +139,10 @@ PLAN = BudgetPlan(names=(), size_bytes=(), decisions=(), predicted_s=0.0, predic
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"modules": []}, r"modules=\[\]; expected a list of one or more names"),
-        ({"layers": []}, r"layers=\[\]; expected a list"),
-        ({"modules": "down"}, "modules='down'; expected a list"),
+        ({"modules": []}, "modules is empty; expected one or more endings of names"),
+        ({"layers": []}, "layers is empty; expected one or more names or modules"),
+        ({"modules": "down"}, r"'down' is one name; expected a list of names; try \['down'\]"),
+        ({"layers": "layers.1"}, r"'layers.1' is one name; expected a list of names"),
         ({"activations": False}, "activations=False leaves nothing to move"),
         ({"activations": False, "modules": ["down"]}, "activations=False leaves nothing to move"),
         ({"budget_bytes": 2**30, "fraction": 0.5}, "fraction=0.5 and keep_last_bytes=0 choose what moves"),
