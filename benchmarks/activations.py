@@ -195,6 +195,17 @@ def first_step(name: str, tokens: int, *, tiny: bool) -> float:
     return float(done.stdout.splitlines()[-1])
 
 
+def first_steps(names: list[str], tokens: int, *, tiny: bool) -> dict[str, float]:
+    """Return the seconds of each row's first step; a row that fails is named and left out."""
+    found = {}
+    for name in names:
+        try:
+            found[name] = first_step(name, tokens, tiny=tiny)
+        except RuntimeError as error:
+            print(error, file=sys.stderr)
+    return found
+
+
 def time_first_step(name: str, shape: DecoderShape, tokens: int, device: Device) -> float:
     """Take the first step of row `name` in this process; return its seconds."""
     step = Step(build(shape, device), batch(shape, tokens, device), device)
@@ -214,7 +225,7 @@ def run_rows(
             continue
         try:
             result = measure(attach, step)
-        except (ImportError, ValueError, torch.OutOfMemoryError) as missing:
+        except (ImportError, ValueError, MemoryError, RuntimeError) as missing:
             results[name] = {"left out": f"{type(missing).__name__}: {missing}"}
             continue
         results[name] = result = {"ratio": result["step_s"] / results.get(NONE, result)["step_s"], **result}
@@ -290,7 +301,7 @@ def main() -> None:
     wanted = [part for part in args.rows.split(",") if part]
     names = [name for name in FIRST_STEPS if not wanted or any(part in name for part in wanted)]
     # The largest first, before this process holds any memory.
-    report["first_steps"] = {name: first_step(name, lengths[0], tiny=args.tiny) for name in names}
+    report["first_steps"] = first_steps(names, lengths[0], tiny=args.tiny)
     print("first steps", rounded(report["first_steps"]), flush=True)
     report["machine"] = facts = machine(device)
     print(json.dumps(facts), flush=True)
