@@ -162,6 +162,30 @@ def test_a_file_that_is_no_plan_is_one_line(text, tmp_path, capsys):
     assert "plan.json" in error
 
 
+@pytest.mark.cuda
+@pytest.mark.parametrize(
+    ("gpu_memory", "overrides"),
+    [
+        ("64GiB", ()),
+        ("5GiB", ()),
+        ("5GiB", ("max_grad_norm=0",)),
+        ("2.6GiB", ("lora_rank=16",)),
+    ],
+)
+def test_peaks_on_a_gpu_are_those_of_the_plan(made, tmp_path, gpu_memory, overrides):
+    sizes = {
+        "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 12,
+        "num_attention_heads": 8, "num_key_value_heads": 8, "vocab_size": 32000,
+    }  # fmt: skip
+    path = tmp_path / "plan.json"
+    path.write_text(
+        json.dumps(made(gpu_memory, "seq_length=2048", "micro_batch_size=2", *overrides, **sizes))
+    )
+    found = verify_plan(Device.of("cuda"), read_plan(path, steps=8))
+    assert found.problems == []
+    assert found.is_timed
+
+
 def test_a_budget_that_cannot_be_kept_is_one_line(made, tmp_path, capsys):
     document = made("2GiB", "seq_length=1024", intermediate_size=1024, vocab_size=512)
     document["execute"] = {"activations": {"mode": "budget", "budget_bytes": 1000}}
