@@ -221,10 +221,19 @@ class HostArena:
 
     def _grow(self, size_bytes: int) -> None:
         if self._limit_bytes is not None:
+            if size_bytes > self._limit_bytes - self.reserved_bytes:
+                self._drop_unused()
             room = self._limit_bytes - self.reserved_bytes
             if size_bytes > room:
                 raise HostMemoryError(needed_bytes=size_bytes, available_bytes=room, remedy=self._remedy)
         self._add(Slab(self._device, size_bytes, remedy=self._remedy, pinned=self._pinned))
+
+    def _drop_unused(self) -> None:
+        """Unlock slabs of which nothing is handed out, as a wrong guess leaves them."""
+        for block in [block for block in self._free if block.size_bytes == block.slab.size_bytes]:
+            self._free.remove(block)
+            self._slabs.remove(block.slab)
+            block.slab.close()
 
     def _order(self, size_bytes: int) -> None:
         taken_bytes = self.reserved_bytes + self._supply.ordered_bytes

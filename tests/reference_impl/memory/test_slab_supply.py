@@ -5,6 +5,7 @@ import threading
 import pytest
 import torch
 
+from reference_impl.device import Device
 from reference_impl.memory import arena as arena_module
 from reference_impl.memory.arena import HostArena
 from reference_impl.memory.host import HostMemoryError, host_book
@@ -103,3 +104,20 @@ def test_a_guess_stays_within_the_limit(device):
     with pytest.raises(HostMemoryError):
         arena.allocate(4 * MIB)
     arena.close()
+
+
+def test_a_wrong_guess_takes_nothing_from_the_limit(device):
+    arena = HostArena(device, limit_bytes=8 * MIB, slab_bytes=4 * MIB)
+    arena.expect([6 * MIB])
+    arena.allocate(8 * MIB)
+    assert arena.reserved_bytes == 8 * MIB
+    arena.close()
+
+
+@pytest.mark.cuda
+def test_slabs_made_in_the_background_are_pinned():
+    supply = SlabSupply(Device.of("cuda"), remedy="", pinned=True)
+    supply.order(4 * MIB)
+    slab = supply.take()
+    assert slab.bytes.is_pinned()
+    slab.close()
