@@ -19,68 +19,72 @@ LEAST_SLOTS = 3
 
 
 class Slots:
-    """Slots of one size. `idle` ones may be taken from the left, and are written behind their own event."""
+    """Slots of one size. `idle` ones may be taken, from the left, and are written behind their own event.
+
+    Copies in run one after the other, so a slot that falls free late would hold up those behind it: `idle` is in the
+    order in which slots fall free, and the early ones are kept.
+    """
 
     def __init__(self, device: Device) -> None:
         """Hold none."""
         self._device = device
         self._slot_bytes = 0
-        self._most = 0
-        self._staying: list[Slot] = []
-        self._borrowed: set[Slot] = set()
+        self._stay = self._most = self._count = 0
         self._leaving: list[Slot] = []
         self.idle: deque[Slot] = deque()
 
     def make(self, slot_bytes: int, *, stay: int, most: int) -> None:
         """Allocate the slots that stay on the live current stream, unless they are there; all slots are idle."""
         self._most = most
-        if slot_bytes <= self._slot_bytes and stay <= len(self._staying):
+        if slot_bytes <= self._slot_bytes and stay <= self._stay:
             return
-        for slot in self._staying:
+        for slot in (*self.idle, *self._leaving):
             self._device.wait(slot.free)
-        self._staying.clear()
-        self.idle.clear()
-        self._slot_bytes = slot_bytes
-        self._staying = DeviceRing(self._device, slot_bytes=slot_bytes, slots=stay).slots
-        self.idle = deque(self._staying)
+        self._leaving.clear()
+        self._slot_bytes, self._stay = slot_bytes, stay
+        self.idle = deque(DeviceRing(self._device, slot_bytes=slot_bytes, slots=stay).slots)
+        self._count = stay
 
     def borrow(self, room_bytes: int | None) -> bool:
-        """Add a slot where number and `room_bytes` of all borrowed allow it: one that is leaving, or a new one.
+        """Add a slot where number and `room_bytes` of all borrowed allow it: a new one, or else one that is leaving.
 
         Allocates on the live current stream.
         """
         self.reap()
-        if not self._fits(len(self._borrowed) + 1, room_bytes):
-            return False
-        if self._leaving:
-            slot = self._leaving.pop(0)
-        else:
+        borrowed = self._count - self._stay + 1
+        if self._fits(borrowed + len(self._leaving), room_bytes):
             slot = Slot(torch.empty(self._slot_bytes, dtype=torch.uint8, device=self._device.torch_device))
             # The first copy into it must run behind whatever used this memory before.
             slot.free = self._device.record()
-        self._borrowed.add(slot)
+        elif self._leaving and self._fits(borrowed, room_bytes):
+            slot = self._leaving.pop(0)
+        else:
+            return False
+        self._count += 1
         self.idle.append(slot)
         return True
 
     def _fits(self, borrowed: int, room_bytes: int | None) -> bool:
         fits = room_bytes is None or borrowed * self._slot_bytes <= room_bytes
-        return fits and len(self._staying) + borrowed <= self._most
+        return fits and self._stay + borrowed <= self._most
 
     def put(self, slot: Slot, *, needed: int) -> None:
-        """Take `slot` back, to be written after its `free`; a borrowed one leaves if `needed` others are idle."""
-        if slot in self._borrowed and len(self.idle) >= needed:
+        """Take `slot` back, to be written after its `free`; it leaves where there are idle ones enough without it.
+
+        `needed` more are to be taken before those that stay are all that is wanted.
+        """
+        if self._count > self._stay and len(self.idle) >= needed + self._stay:
             self._leave(slot)
         else:
             self.idle.append(slot)
 
     def put_back_borrowed(self) -> None:
-        """Give all borrowed idle slots back."""
-        for slot in [slot for slot in self.idle if slot in self._borrowed]:
-            self.idle.remove(slot)
-            self._leave(slot)
+        """Let idle slots leave, the last first, until only those that stay are here."""
+        while self._count > self._stay and self.idle:
+            self._leave(self.idle.pop())
 
     def _leave(self, slot: Slot) -> None:
-        self._borrowed.remove(slot)
+        self._count -= 1
         self._leaving.append(slot)
         self.reap()
 
@@ -91,9 +95,9 @@ class Slots:
     @property
     def full(self) -> bool:
         """Whether no slot can be borrowed."""
-        return not self._fits(len(self._borrowed) + 1, None)
+        return not self._fits(self._count - self._stay + 1, None)
 
     @property
     def borrowed_bytes(self) -> int:
         """Device bytes that are borrowed and not yet free again."""
-        return (len(self._borrowed) + len(self._leaving)) * self._slot_bytes
+        return (self._count - self._stay + len(self._leaving)) * self._slot_bytes

@@ -41,10 +41,11 @@ def test_a_borrowed_slot_is_freed_once_nobody_reads_it(device):
         slots.borrow(None)
         slot = slots.idle.pop()
         slot.free = event = Unreached()
-        slots.put(slot, needed=2)
+        slots.put(slot, needed=1)
         assert slot in slots.idle
         slots.idle.remove(slot)
-        slots.put(slot, needed=1)
+        slots.put(slot, needed=0)
+        assert slot not in slots.idle
         del slot
         assert ledger.device_bytes == base + BYTES
         assert slots.borrowed_bytes == BYTES
@@ -54,7 +55,20 @@ def test_a_borrowed_slot_is_freed_once_nobody_reads_it(device):
         assert slots.borrowed_bytes == 0
 
 
-def test_a_slot_on_its_way_out_is_borrowed_again(device):
+def test_the_slots_that_fall_free_first_are_kept(device):
+    slots = Slots(device)
+    slots.make(BYTES, stay=2, most=6)
+    while slots.borrow(None):
+        pass
+    taken = [slots.idle.popleft() for _ in range(6)]
+    for slot in taken:
+        slots.put(slot, needed=3)
+    assert list(slots.idle) == taken[:5]
+    slots.put_back_borrowed()
+    assert list(slots.idle) == taken[:2]
+
+
+def test_a_slot_on_its_way_out_is_borrowed_again_where_no_new_one_may(device):
     slots = Slots(device)
     slots.make(BYTES, stay=1, most=3)
     slots.borrow(None)
@@ -67,8 +81,11 @@ def test_a_slot_on_its_way_out_is_borrowed_again(device):
     assert slots.idle[-1] is slot
     assert slot.free is event
     assert slots.borrowed_bytes == BYTES
-    assert slots.borrow(None)
-    assert not slots.borrow(None)
+    slots.idle.remove(slot)
+    slots.put(slot, needed=0)
+    assert slots.borrow(2 * BYTES)
+    assert slots.idle[-1] is not slot
+    assert slots.borrowed_bytes == 2 * BYTES
 
 
 def test_slots_that_stay_are_made_anew_only_to_grow(device):

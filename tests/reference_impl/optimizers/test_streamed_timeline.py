@@ -103,7 +103,7 @@ def clocks(monkeypatch):
     return device
 
 
-def steady_step_ms(device, *, forward_ms, backward_ms, borrowed):
+def steady_step_ms(device, *, forward_ms, backward_ms, borrowed, host_follows=True):
     """Return the time of a step once all steps are alike, and the most chunks on the device at a forward's end."""
     params = [torch.zeros(CHUNK * CHUNKS_A_LAYER, dtype=torch.bfloat16) for _ in range(LAYERS)]
     members = [Member(param, 0, order, resident=0) for order, param in enumerate(params)]
@@ -116,11 +116,11 @@ def steady_step_ms(device, *, forward_ms, backward_ms, borrowed):
         for member in members:
             share.wait_for([member])
             device.work(forward_ms / LAYERS)
-            device.host = device.now["compute"]
+            device.host = device.now["compute"] if host_follows else 0.0
         held.append(share._stream.slots.borrowed_bytes // CHUNK_BYTES)
         for member in reversed(members):
             device.work(backward_ms / LAYERS)
-            device.host = device.now["compute"]
+            device.host = device.now["compute"] if host_follows else 0.0
             share.gradient(member)
         share.update({member: torch.ones_like(member.param) for member in members}, None, GROUPS)
         ends.append(device.now["compute"])
@@ -137,10 +137,16 @@ def test_three_slots_are_bound_by_the_link_until_the_last_weight(clocks, forward
     assert held == 0
 
 
-def test_enough_borrowed_slots_hide_the_update_behind_forward_and_backward(clocks):
-    """What forward has no time to send is what has to be borrowed: `LINK_MS - forward_ms`, and a few."""
+@pytest.mark.parametrize("host_follows", [True, False])
+def test_enough_borrowed_slots_hide_the_update_behind_forward_and_backward(clocks, host_follows):
+    """What forward has no time to send is what has to be borrowed: `LINK_MS - forward_ms`, and a few.
+
+    Also when the host runs so far ahead that it never sees a copy's end, and no slot is given back in time.
+    """
     borrowed = round((LINK_MS - 176) / COPY_MS) + 4
-    step_ms, held = steady_step_ms(clocks, forward_ms=176, backward_ms=352, borrowed=borrowed)
+    step_ms, held = steady_step_ms(
+        clocks, forward_ms=176, backward_ms=352, borrowed=borrowed, host_follows=host_follows
+    )
     assert step_ms <= 1.02 * (176 + 352)
     # More would not be given back by the end of forward either: the link is busy until then.
     assert held <= borrowed
@@ -152,7 +158,9 @@ def test_borrowed_slots_are_back_before_the_end_of_a_long_forward(clocks):
     assert held == 0
 
 
-def test_a_short_backward_brings_in_what_it_has_time_for(clocks):
-    step_ms, _ = steady_step_ms(clocks, forward_ms=44, backward_ms=88, borrowed=1000)
+@pytest.mark.parametrize("borrowed", [60, 80, 1000])
+def test_a_short_backward_brings_in_what_it_has_time_for(clocks, borrowed):
+    """Every step, whatever the number: no copy in waits behind one into a slot that falls free late."""
+    step_ms, _ = steady_step_ms(clocks, forward_ms=44, backward_ms=88, borrowed=borrowed)
     in_backward = 88 * (1 - 1 / LAYERS)
-    assert step_ms == pytest.approx(LINK_MS - in_backward + 88, rel=0.05)
+    assert step_ms == pytest.approx(LINK_MS - in_backward + 88, rel=0.03)
