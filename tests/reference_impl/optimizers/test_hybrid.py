@@ -5,14 +5,13 @@ import weakref
 
 import pytest
 import torch
-from optimizer_reference import MasterAdamW, Toy, batches
+from optimizer_reference import MasterAdamW, batches
+from optimizer_training import OPTIONS, assert_same_weights, train, twins
 
 from reference_impl import HybridDeviceOptimizer
 from reference_impl.memory.host import HostMemoryError
 from reference_impl.memory.ledger import Ledger
 from reference_impl.optimizers import SGD, Adam
-
-OPTIONS = {"lr": 1e-2, "betas": (0.8, 0.95), "eps": 1e-7, "weight_decay": 0.1}
 
 
 @pytest.fixture
@@ -30,28 +29,6 @@ def make(device):
     yield build
     for optimizer in built:
         optimizer.close()
-
-
-def twins(device, dtype=torch.bfloat16):
-    torch.manual_seed(3)
-    model = Toy(dtype).to(device.torch_device)
-    return model, copy.deepcopy(model)
-
-
-def train(model, optimizer, data):
-    losses = []
-    for batch in data:
-        loss = model(batch)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
-    return losses
-
-
-def assert_same_weights(one, other):
-    for (name, left), right in zip(one.state_dict().items(), other.state_dict().values(), strict=True):
-        assert torch.equal(left, right), name
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)

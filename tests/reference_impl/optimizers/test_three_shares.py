@@ -5,38 +5,20 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from optimizer_reference import MasterAdamW, Toy, batches
+from optimizer_reference import MasterAdamW, batches
+from optimizer_training import OPTIONS, assert_same_weights, hybrid, train, twins
 
-from reference_impl import HybridDeviceOptimizer
 from reference_impl.device import Device
 from reference_impl.memory.host import HostMemoryError, host_book
 from reference_impl.optimizers import auto_split
 from reference_impl.optimizers.split import MachineRates
 
-OPTIONS = {"lr": 1e-2, "betas": (0.8, 0.95), "eps": 1e-7, "weight_decay": 0.1}
 SPLITS = [(0, 1, 0), (0, 0.6, 0.4), (0.3, 0.4, 0.3), (0.5, 0.5, 0), (0.2, 0, 0.8), (1, 0, 0)]
 
 
 def build(model, **options):
-    sizes = {"bucket_elements": 1024, "chunk_bytes": 3000}
-    return HybridDeviceOptimizer(model.parameters(), **{**sizes, **OPTIONS, **options})
-
-
-def twins(device, dtype=torch.bfloat16):
-    torch.manual_seed(3)
-    model = Toy(dtype).to(device.torch_device)
-    return model, copy.deepcopy(model)
-
-
-def train(model, optimizer, data):
-    losses = []
-    for batch in data:
-        loss = model(batch)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
-    return losses
+    """Small chunks too, unless stated."""
+    return hybrid(model, **{"chunk_bytes": 3000, **options})
 
 
 def assert_each_element_follows_its_tier(model, optimizer, on_device, on_cpu):
@@ -91,8 +73,7 @@ def test_no_split_chunk_or_bucket_changes_a_bit(parts, chunk_bytes, bucket_eleme
         train(model, optimizer, data)
         optimizer.synchronize()
     train(plain, MasterAdamW(plain, on_cpu=True, max_grad_norm=0.5, **OPTIONS), data)
-    for left, right in zip(model.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(left, right)
+    assert_same_weights(model, plain)
 
 
 @pytest.mark.parametrize("split", [(0, 1, 0), (0.2, 0.5, 0.3)], ids=str)
@@ -104,8 +85,7 @@ def test_half_masters_change_no_bit(device, split):
             train(each, its, data)
             its.synchronize()
         ours, theirs = packed.state_dict()["state"], whole.state_dict()["state"]
-    for left, right in zip(model.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(left, right)
+    assert_same_weights(model, plain)
     for index, states in theirs.items():
         assert all(torch.equal(ours[index][name], value) for name, value in states.items())
 
@@ -180,8 +160,7 @@ def test_a_loaded_checkpoint_trains_on_with_the_same_bits(device):
         loaded.load_state_dict(optimizer.state_dict())
         for each, its in ((model, optimizer), (other, loaded)):
             train(each, its, data[3:])
-        for left, right in zip(model.parameters(), other.parameters(), strict=True):
-            assert torch.equal(left, right)
+        assert_same_weights(model, other)
 
 
 def test_gradients_of_streamed_parameters_are_freed_by_the_next_forward(device):
@@ -214,8 +193,7 @@ def test_states_that_come_in_during_backward_change_no_bit(device, backward_over
         assert len(early._open.streamed._stream._loaded) > len(late._open.streamed._stream._loaded)
         for its in (early, late):
             its.synchronize()
-        for left, right in zip(model.parameters(), plain.parameters(), strict=True):
-            assert torch.equal(left, right)
+        assert_same_weights(model, plain)
 
 
 def test_a_weight_used_before_it_is_new_is_refused(device):
