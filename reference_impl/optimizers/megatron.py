@@ -5,7 +5,7 @@
 >>> from reference_impl.optimizers.megatron import HybridDeviceOptimizer
 >>> theirs.HybridDeviceOptimizer = distrib_optimizer.HybridDeviceOptimizer = HybridDeviceOptimizer
 
-Arguments, defaults and methods are those that megatron-core 0.16.1 uses (`core/optimizer/__init__.py`,
+Arguments, defaults and methods are those that megatron-core 0.16.1 to 0.19.2 use (`core/optimizer/__init__.py`,
 `core/optimizer/distrib_optimizer.py`). What differs from theirs:
 
 - Gradients cross the link in the parameter's dtype: an fp32 `decoupled_grad` of a bf16 parameter is rounded.

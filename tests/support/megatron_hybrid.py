@@ -13,12 +13,19 @@ import pytest
 import torch
 
 RELEASE = "0.16.1"
-TREE = Path(__file__).resolve().parents[2] / ".megatron-core" / RELEASE
+RELEASES = Path(__file__).resolve().parents[2] / ".megatron-core"
+TREE = RELEASES / RELEASE
 SOURCE = TREE / "megatron/core/optimizer/cpu_offloading/hybrid_optimizer.py"
 
 needs_release = pytest.mark.skipif(
     not SOURCE.is_file(), reason=f"megatron-core {RELEASE} is not unpacked; make test-megatron fetches it"
 )
+
+
+def trees():
+    """Return the folders of all unpacked releases that have what our form stands in for, this one at least."""
+    found = (path.parent for path in RELEASES.glob("*/megatron"))
+    return [TREE, *sorted(tree for tree in found if tuple(map(int, tree.name.split(".")[:2])) > (0, 16))]
 
 
 def their_class():

@@ -8,7 +8,7 @@ from pathlib import Path
 import megatron_hybrid
 import pytest
 import torch
-from megatron_hybrid import TREE, needs_release, on_cuda, their_class  # noqa: F401
+from megatron_hybrid import RELEASES, needs_release, on_cuda, their_class, trees  # noqa: F401
 from torch import nn
 
 from reference_impl.optimizers import SGD, Adam
@@ -123,10 +123,11 @@ def test_their_checkpoint_continues_bitwise_in_ours(device, on_cuda):  # noqa: F
 
 @pytest.mark.megatron
 @needs_release
-def test_megatrons_distributed_optimizer_trains_and_resumes_over_ours():
+@pytest.mark.parametrize("tree", trees(), ids=lambda tree: tree.name)
+def test_megatrons_distributed_optimizer_trains_and_resumes_over_ours(tree):
     """Theirs does not resume: its dummy step changes the weights that were loaded before."""
     script = Path(megatron_hybrid.__file__).with_name("megatron_distributed.py")
-    command = [sys.executable, str(script), str(TREE), str(TREE.parent / "extras")]
+    command = [sys.executable, str(script), str(tree), str(RELEASES / "extras")]
     said = {}
     for which in ("theirs", "ours"):
         result = subprocess.run(
