@@ -159,8 +159,9 @@ class Run:
             self._room.asked(self)
         self._recall_order()
         if round_ > self._round:
-            self._round, self._next = round_, 0
-        self._reached = self._rank.get(index, -1) + 1
+            self._round, self._next, self._reached = round_, 0, 0
+        # What several operations have saved is asked for again later, which is no step back.
+        self._reached = max(self._reached, self._rank.get(index, -1) + 1)
         self._next = max(self._next, self._reached)
 
     def prefetch(self, *, after_copy: bool) -> None:
