@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from lora_trainee import Trainee
+from lora_trainee import Trainee, run_step
 
 from reference_impl.device import Device
 from reference_impl.training.lora import add_lora
@@ -87,6 +87,31 @@ def test_staged_weights_that_come_late(trainee, monkeypatch):
     monkeypatch.setattr(Device, "copy_in", late)
     limit = 3 * trainee.layer_bytes
     check_steps(trainee, expected, prefetch=1, host_limit_bytes=limit)
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+def test_a_loss_beside_a_blocks_output_waits_for_its_copy(trainee, monkeypatch, prefetch):
+    """Backward enters in the middle of a block whose weights may be on their way."""
+    seen = []
+    trainee.layers[3].gate.register_forward_hook(lambda _, __, output: seen.append(output))
+
+    def loss():
+        seen.clear()
+        trainee.loss()
+        return seen[0].square().mean()
+
+    expected = run_step(trainee.model, loss)
+    copy_in = Device.copy_in
+
+    def late(self, target, host, *, after):
+        with self.on_h2d():
+            torch.cuda._sleep(LONG)
+        return copy_in(self, target, host, after=after)
+
+    monkeypatch.setattr(Device, "copy_in", late)
+    with FrozenLayerStreamer(trainee.model, prefetch=prefetch):
+        for _ in range(3):
+            assert run_step(trainee.model, loss) == expected
 
 
 def test_nothing_is_copied_back(trainee):
