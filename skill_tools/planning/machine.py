@@ -108,7 +108,7 @@ def _machine(
         dram=dram,
         cpu_adam=adam,
         cpu_adam_per_tensor=adam * constants["per_tensor_share"],
-        update_link=gpu["link_gbs"] * 1e9,
+        update_link=gpu["duplex_gbs"] * 1e9,
         update_dram=dram,
         update_cpu=adam,
         hybrid=None if rate is None else rate * 1e9,
@@ -143,7 +143,7 @@ def _of_numbers(text: str, constants: dict[str, float]) -> Machine:
         dram=dram,
         cpu_adam=adam,
         cpu_adam_per_tensor=adam * constants["per_tensor_share"],
-        update_link=link,
+        update_link=0.89 * link,
         update_dram=dram,
         update_cpu=adam,
     )
@@ -200,8 +200,7 @@ def _update_rates(data: Mapping[str, Any]) -> dict[str, float]:
     Their bytes (`own_optimizer`) bound the link from below, and host memory by the busiest of the three.
     """
     if "streamed_Gparam_s" not in data:
-        adam = data["cpu_adam_fused_Gparam_s"] * 1e9
-        link = min(data["h2d_pinned_GBs"], data["d2h_pinned_GBs"]) * 1e9
+        adam, link = data["cpu_adam_fused_Gparam_s"] * 1e9, data["duplex_total_GBs"] * 1e9 / 2
         return {"update_link": link, "update_dram": 28 * adam, "update_cpu": adam}
     cpu, streamed, share = data["cpu_with_copies_Gparam_s"], data["streamed_Gparam_s"], data["both_cpu_share"]
     both = (CPU_DRAM_BYTES * share + STREAM_DRAM_BYTES * (1 - share)) * data["both_Gparam_s"]

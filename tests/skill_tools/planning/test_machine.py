@@ -79,4 +79,4 @@ def test_updates_that_were_measured_whole_win_over_what_the_machine_could_do() -
     assert found.update_link == 12 * 3e9
     assert found.update_cpu == 4e9
     assert found.update_dram == 28 * 5e9
-    assert machine.from_profile(RATES, name="x", source="profile.json").update_link == 55e9
+    assert machine.from_profile(RATES, name="x", source="profile.json").update_link == 50e9

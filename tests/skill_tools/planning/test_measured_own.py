@@ -87,10 +87,13 @@ def predicted(tokens: int, mode: Mode) -> tuple[memory.Memory, float]:
     return found, time.estimate(given, mode, found, H200, speed).total_s
 
 
-@pytest.mark.parametrize(("suffix", "tokens"), [("8k", 8192), ("32k", 32768)])
-@pytest.mark.parametrize("name", MODES)
-def test_our_own_optimizer(name: str, suffix: str, tokens: int) -> None:
-    row = ROWS[f"{name}-{suffix}"]
+SIZES = {"8k": 8192, "32k": 32768}
+MEASURED = [(name, suffix) for name in MODES for suffix in SIZES if f"{name}-{suffix}" in ROWS]
+
+
+@pytest.mark.parametrize(("name", "suffix"), MEASURED)
+def test_our_own_optimizer(name: str, suffix: str) -> None:
+    row, tokens = ROWS[f"{name}-{suffix}"], SIZES[suffix]
     found, step_s = predicted(tokens, MODES[name])
     assert step_s == pytest.approx(row["step_ms"] / 1000, rel=0.15)
     if "baseline" in row:
