@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -37,6 +39,30 @@ def test_known_machines(link, host, cpu, seconds, cpu_share):
     split = without_budgets(10**9, ADAM, rates)
     assert update_seconds(split, 10**9, ADAM, rates) == pytest.approx(seconds, rel=0.03)
     assert split.cpu == pytest.approx(cpu_share, abs=0.03)
+
+
+def rows_of_the_page():
+    page = (Path(__file__).parents[3] / "docs/optimizer-state-offloading.md").read_text("utf-8")
+    lines = page.split("<!-- table: split -->")[1].strip().splitlines()[2:]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
+
+
+@pytest.mark.parametrize("row", rows_of_the_page(), ids=lambda row: row[0])
+def test_the_table_of_the_page_is_what_the_program_says(row):
+    rates = machine(*(float(cell) * 1e9 for cell in row[1:4]))
+    packed = state_bytes([(10**9, 2)], moments=2, moment_bytes=2, hi_lo_masters=True)
+
+    def seconds(split, each):
+        return f"{update_seconds(split, 10**9, each, rates):.3f}"
+
+    both = without_budgets(10**9, ADAM, rates)
+    assert row[4:] == [
+        seconds(Split(0, 0, 1), ADAM),
+        seconds(Split(0, 1, 0), ADAM),
+        seconds(both, ADAM),
+        f"{100 * both.streamed:.0f} : {100 * both.cpu:.0f}",
+        seconds(without_budgets(10**9, packed, rates), packed),
+    ]
 
 
 def test_bytes_of_adam_by_dtype():
