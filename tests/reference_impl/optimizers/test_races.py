@@ -131,6 +131,19 @@ def test_sleeping_anywhere_changes_no_bit(sleepy, make, backward_overlap, fracti
         assert_same(model, train(model, optimizer, data, before_step=nap), expected)
 
 
+@pytest.mark.parametrize(("make", "split"), [(wide, (0.2, 0.5, 0.3)), (deep, (0.0, 0.7, 0.3))])
+@pytest.mark.parametrize("extra", [{}, {"prefetch_bytes": 2**28}, {"hi_lo_masters": True}], ids=str)
+def test_three_shares_side_by_side_change_no_bit(sleepy, make, split, extra):
+    options = {"split": split, "chunk_bytes": 2**20, "max_grad_norm": 0.05, **extra}
+    model = make()
+    data = inputs_of(model, 40)
+    expected = waiting_run(make, data, **options)
+    with build(model, **options) as optimizer:
+        optimizer.attach(model)
+        nap = sleepy({"d2h", "h2d", "forward", "backward", "step"}, model)
+        assert_same(model, train(model, optimizer, data, before_step=nap), expected)
+
+
 @pytest.mark.parametrize("make", [wide, deep])
 def test_updates_that_start_in_backward_change_no_bit(sleepy, make):
     options = {"offload_fraction": 1.0, "backward_overlap": "update"}

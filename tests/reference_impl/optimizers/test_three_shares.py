@@ -1,5 +1,7 @@
 import copy
+import gc
 import logging
+import os
 
 import pytest
 import torch
@@ -209,6 +211,35 @@ def test_a_weight_used_before_it_is_new_is_refused(device):
         optimizer.zero_grad()
 
 
+def held_bytes(device):
+    """Bytes on the device, reserved there, and live and reserved on the host."""
+    device.synchronize()
+    gc.collect()
+    host = host_book.live_bytes, host_book.reserved_bytes
+    if device.is_cuda:
+        return torch.cuda.memory_allocated(), torch.cuda.memory_reserved(), *host
+    tensors = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
+    storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}
+    return sum(storages.values()), 0, *host
+
+
+def test_a_thousand_steps_hold_no_more_than_ten(device):
+    model = torch.nn.Linear(64, 64, dtype=torch.bfloat16, device=device.torch_device)
+    batch = torch.randn(4, 64, device=device.torch_device, dtype=torch.bfloat16)
+    held = []
+    options = {"split": (0.2, 0.5, 0.3), "chunk_bytes": 12 * 1024, "prefetch_bytes": 10**5}
+    with build(model, **options) as optimizer:
+        optimizer.attach(model)
+        for step in range(1000):
+            model(batch).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step in (9, 999):
+                optimizer.synchronize()
+                held.append(held_bytes(device))
+    assert held[0] == held[1]
+
+
 def test_everything_is_given_back(device):
     before = (host_book.live_bytes, host_book.reserved_bytes)
     model, _ = twins(device)
@@ -267,8 +298,6 @@ def test_the_split_is_said_in_the_log(device, rates, caplog):
 
 
 def profile(device, **changed):
-    import os
-
     hardware = {
         "gpu": device.name,
         "cpus": len(os.sched_getaffinity(0)),
