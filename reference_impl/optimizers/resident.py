@@ -1,7 +1,7 @@
 """The share of the state that stays on the device, updated by the fused GPU kernel.
 
-Masters and moments are fp32; an fp32 parameter is its own master. The update runs in chunks, so that the fp32
-copy of the gradients never takes more than one chunk.
+Masters and moments are fp32; an fp32 parameter is its own master unless the CPU updates another part of it. The
+update runs in chunks, so that the fp32 copy of the gradients never takes more than one chunk.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ class ResidentShare:
     def add(self, member: Member) -> None:
         """Make the state of a member's resident elements, the master from the parameter."""
         weight = member.flat(member.param_local.detach())[: member.resident]
-        master = weight if weight.dtype == torch.float32 else weight.float()
+        # An fp32 weight is its own master, unless its other part comes home from the CPU: then both appear together.
+        own = weight.dtype == torch.float32 and not member.offloaded
+        master = weight if own else weight.to(torch.float32, copy=True)
         moments = tuple(torch.zeros_like(master) for _ in self._algorithm.moments)
         step = torch.zeros((), dtype=torch.float32, device=weight.device)
         self.states[member] = ResidentState(member, weight, master, moments, step)

@@ -89,8 +89,7 @@ class StreamedShare:
             self._states.add(chunk)
         for member, part in parts.items():
             self.steps[member] = torch.zeros((), device=self._device.torch_device)
-            # fp32 weights are their own masters, which the update writes in place.
-            if part.staged and member.param.dtype != torch.float32:
+            if part.staged:
                 self._weights.stage(member, part.streamed)
         self.refresh_masters(parts)
 

@@ -54,9 +54,9 @@ class MemberStates:
     def _read(self, piece: Piece, chunk: Chunk, name: str) -> torch.Tensor:
         if name == MASTER and chunk.has(LOW):
             high = self._weights.of(piece).cpu().view(torch.int16)
-            flag = _flagged(piece, chunk) < 0
-            return packing.join(high, _place(piece, chunk, LOW), flag).view(torch.float32)
-        stored = _place(piece, chunk, name)
+            flag = self._flagged(piece, chunk) < 0
+            return packing.join(high, self._place(piece, chunk, LOW), flag).view(torch.float32)
+        stored = self._place(piece, chunk, name)
         if all(field.name != name for field in chunk.packed):
             return stored
         flagged = chunk.has(LOW) and name == chunk.fields[-1].name
@@ -69,29 +69,27 @@ class MemberStates:
                 # A weight that is right already may be part of a graph.
                 if not torch.equal(weights.cpu().view(torch.int16), high.cpu()):
                     weights.copy_(high.view(torch.bfloat16))
-            _place(piece, chunk, LOW).copy_(low)
-            signed = _flagged(piece, chunk)
+            self._place(piece, chunk, LOW).copy_(low)
+            signed = self._flagged(piece, chunk)
             signed.copy_(packing.with_flag(signed, flag.cpu()))
         elif chunk.has(LOW) and name == chunk.fields[-1].name:
-            signed = _flagged(piece, chunk)
+            signed = self._flagged(piece, chunk)
             flag = signed < 0
-            _place(piece, chunk, name).copy_(value)
+            self._place(piece, chunk, name).copy_(value)
             signed.copy_(packing.with_flag(signed, flag))
         else:
-            _place(piece, chunk, name).copy_(value)
+            self._place(piece, chunk, name).copy_(value)
 
+    def _place(self, piece: Piece, chunk: Chunk, name: str) -> torch.Tensor:
+        """Return where a state of `piece` stands, in the dtype that it is stored in."""
+        if chunk.has(name):
+            whole = chunk.field(name, chunk.home)
+        elif chunk.masters is not None:
+            whole = chunk.masters
+        else:
+            return self._weights.of(piece)
+        return whole[piece.offset : piece.offset + piece.numel]
 
-def _place(piece: Piece, chunk: Chunk, name: str) -> torch.Tensor:
-    """Return where a state of `piece` stands, in the dtype that it is stored in."""
-    if chunk.has(name):
-        whole = chunk.field(name, chunk.home)
-    elif chunk.masters is not None:
-        whole = chunk.masters
-    else:
-        return parameter(piece.member)[piece.start : piece.stop]
-    return whole[piece.offset : piece.offset + piece.numel]
-
-
-def _flagged(piece: Piece, chunk: Chunk) -> torch.Tensor:
-    """Return the bits of the state whose sign says how masters were rounded."""
-    return packing.integers(_place(piece, chunk, chunk.fields[-1].name))
+    def _flagged(self, piece: Piece, chunk: Chunk) -> torch.Tensor:
+        """Return the bits of the state whose sign says how masters were rounded."""
+        return packing.integers(self._place(piece, chunk, chunk.fields[-1].name))

@@ -218,7 +218,8 @@ def held_bytes(device):
     host = host_book.live_bytes, host_book.reserved_bytes
     if device.is_cuda:
         return torch.cuda.memory_allocated(), torch.cuda.memory_reserved(), *host
-    tensors = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
+    plain = [each for each in gc.get_objects() if type(each) in (torch.Tensor, torch.nn.Parameter)]
+    tensors = [each for each in plain if each.layout == torch.strided]
     storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}
     return sum(storages.values()), 0, *host
 
@@ -237,7 +238,36 @@ def test_a_thousand_steps_hold_no_more_than_ten(device):
             if step in (9, 999):
                 optimizer.synchronize()
                 held.append(held_bytes(device))
-    assert held[0] == held[1]
+    # Less is what earlier tests left and has gone meanwhile.
+    assert all(late <= early for early, late in zip(*held, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("split", [(0.35, 0, 0.65), (0, 0.35, 0.65)], ids=str)
+def test_a_parameter_is_old_all_over_when_its_cpu_part_dies(device, dtype, split):
+    model, _ = twins(device, dtype)
+    data = batches(device.torch_device, 3)
+    optimizer = build(model, split=split)
+    optimizer.attach(model)
+    train(model, optimizer, data[:2])
+    optimizer.synchronize()
+    split_members = [each for each in optimizer._members.values() if each.on_device and each.offloaded]
+    before = [member.param.detach().clone() for member in split_members]
+
+    def dies(*args):
+        raise OSError("the disk is on fire")
+
+    optimizer._share._run = dies
+    model(data[2]).backward()
+    with pytest.raises(RuntimeError, match="the disk is on fire"):
+        optimizer.step()
+        optimizer.synchronize()
+    device.synchronize()
+    assert split_members
+    for member, old in zip(split_members, before, strict=True):
+        assert torch.equal(member.param, old)
+    with pytest.raises(RuntimeError):
+        optimizer.close()
 
 
 def test_everything_is_given_back(device):
