@@ -1,9 +1,8 @@
 """AdamW whose state lives partly on the host, at nearly the speed of the GPU.
 
 `HybridDeviceOptimizer` is a real `torch.optim.Optimizer`. A share of the state (fp32 masters and moments) is
-kept and updated on the CPU, another may live on the host and stream through the GPU, the rest stays there. Gradients
-of the CPU share leave during backward, everything is updated in the order in which the next forward needs it, and new
-weights come home behind that forward.
+kept and updated on the CPU, another may live on the host and stream through the GPU, the rest stays there. The CPU's
+gradients leave during backward, and all is updated in the order and behind the compute of the next forward.
 
 It does not shard: each rank offloads what it is given. It does not offload activations or weights.
 """
@@ -180,10 +179,10 @@ class HybridDeviceOptimizer(HostedOptimizer):
             offload=self._filter,
         )
         self._open.add(members, total_numel=max(sum(local_numel(param) for param, _ in params), 1))
-        for member in members:
-            self._members[member.param] = member
-            hook = forgetful_hook(weakref.WeakMethod(self._on_gradient))
-            self._hooks.append(member.param.register_post_accumulate_grad_hook(hook))
+        self._members.update((member.param, member) for member in members)
+        hook = forgetful_hook(weakref.WeakMethod(self._on_gradient))
+        # Megatron's shards require no gradient: theirs are put on them.
+        self._hooks += [p.register_post_accumulate_grad_hook(hook) for p, _ in params if p.requires_grad]
         self._idle = [param for param, _ in listed if param not in self._members]
         self._attach_again()
 
@@ -275,6 +274,7 @@ class HybridDeviceOptimizer(HostedOptimizer):
         checks.check_scaler(used=found is not None, left=bool(self._left), overlap=self._backward_overlap)
         verdict = judge(
             self._open.norms(),
+            self._device,
             reduce_norm_squared=self._reduce_norm_squared,
             max_norm=self._max_grad_norm,
             loss_scale=getattr(self, "grad_scale", None),

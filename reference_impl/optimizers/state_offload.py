@@ -184,6 +184,7 @@ class OptimizerStateOffloader(HostedOptimizer):
         self.synchronize()
         verdict = judge(
             [torch.linalg.vector_norm(each, dtype=torch.float32) for each in gradients.values()],
+            self._device,
             reduce_norm_squared=self._reduce_norm_squared,
             max_norm=self._max_grad_norm,
             loss_scale=getattr(self, "grad_scale", None),

@@ -16,16 +16,19 @@ from reference_impl.memory.arena import HostArena
 
 def judge(
     norms: Sequence[torch.Tensor],
+    device: Device,
     *,
     reduce_norm_squared: Callable[[torch.Tensor], torch.Tensor] | None,
     max_norm: float | None,
     loss_scale: torch.Tensor | None,
     found_inf: torch.Tensor | None,
 ) -> Verdict | None:
-    """Judge gradients of the given `norms` (0-dim fp32 on the device); None when there are none."""
-    if not norms:
+    """Judge gradients of the given `norms` (0-dim fp32 on `device`); None when there are none anywhere."""
+    if not norms and reduce_norm_squared is None:
         return None
-    norm = torch.linalg.vector_norm(torch.stack(list(norms)))
+    # A rank without gradients takes part in the reduction too: the others wait for it.
+    listed = list(norms) or [torch.zeros((), device=device.torch_device)]
+    norm = torch.linalg.vector_norm(torch.stack(listed))
     if reduce_norm_squared is not None:
         norm = reduce_norm_squared(norm.square()).sqrt()
     return Verdict(

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from optimizer_reference import batches
 from optimizer_training import OPTIONS, assert_same_weights, hybrid, reference, train, twins
 
+from reference_impl.device import Device
 from reference_impl.memory.arena import HostArena
 from reference_impl.optimizers.verdict import judge
 
@@ -17,9 +18,10 @@ finite = st.floats(0, 2.0**60, width=32)
 
 
 def verdict_of(norms, device=None, **options):
-    place = device.torch_device if device else "cpu"
+    device = device or Device.of("cpu")
     asked = {"reduce_norm_squared": None, "max_norm": None, "loss_scale": None, "found_inf": None, **options}
-    return judge([torch.tensor(norm, dtype=torch.float32, device=place) for norm in norms], **asked)
+    found = [torch.tensor(norm, dtype=torch.float32, device=device.torch_device) for norm in norms]
+    return judge(found, device, **asked)
 
 
 def read(verdict, device):
@@ -33,6 +35,12 @@ def read(verdict, device):
 
 def test_nothing_is_judged_without_gradients():
     assert verdict_of([]) is None
+
+
+def test_a_rank_without_gradients_takes_part_in_the_reduction():
+    verdict = verdict_of([], reduce_norm_squared=lambda squared: squared + 9, max_norm=1.0)
+    assert verdict.norm == 3
+    assert verdict.found_inf == 0
 
 
 @given(st.lists(finite, min_size=1, max_size=5), st.floats(1e-3, 1e3))
