@@ -54,7 +54,8 @@ def test_it_updates_only_its_own_elements(device, share, dtype, judged):
         verdict = None
         if judged:
             norms = [torch.linalg.vector_norm(each, dtype=torch.float32) for each in given.values()]
-            verdict = judge(norms, reduce_norm_squared=None, max_norm=None, loss_scale=None, found_inf=None)
+            nothing = dict.fromkeys(("reduce_norm_squared", "max_norm", "loss_scale", "found_inf"))
+            verdict = judge(norms, device, **nothing)
         share.update(given, verdict, GROUPS)
         share.wait_for([weight])
         for param, gradient in zip(plain.parameters(), given.values(), strict=True):
