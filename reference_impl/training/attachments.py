@@ -28,14 +28,12 @@ def plain(*, max_grad_norm: float | None = None) -> Attach:
     return attach
 
 
-def hybrid(fraction: float, *, attached: bool, max_grad_norm: float | None) -> Attach:
-    """Offload `fraction` of the optimizer; `attached` lets the next forward start before the update is done."""
+def hybrid(*, attached: bool, **options: Any) -> Attach:
+    """Offload what `options` say; `attached` lets the next forward start before the update is done."""
 
     @contextmanager
     def attach(model: Decoder) -> Iterator[Trainer]:
-        with HybridDeviceOptimizer(
-            model.parameters(), offload_fraction=fraction, max_grad_norm=max_grad_norm, **OPTIONS
-        ) as optimizer:
+        with HybridDeviceOptimizer(model.parameters(), **OPTIONS, **options) as optimizer:
             if attached:
                 optimizer.attach(model)
             yield optimizer
@@ -43,16 +41,13 @@ def hybrid(fraction: float, *, attached: bool, max_grad_norm: float | None) -> A
     return attach
 
 
-def streamed(*, chunk_bytes: int, max_grad_norm: float | None) -> Attach:
+def streamed(**options: Any) -> Attach:
     """Keep all optimizer states on the host and stream them through the device behind the next forward."""
 
     @contextmanager
     def attach(model: Decoder) -> Iterator[Trainer]:
-        with OptimizerStateOffloader(
-            torch.optim.AdamW(model.parameters(), fused=True, **OPTIONS),
-            chunk_bytes=chunk_bytes,
-            max_grad_norm=max_grad_norm,
-        ) as optimizer:
+        adamw = torch.optim.AdamW(model.parameters(), fused=True, **OPTIONS)
+        with OptimizerStateOffloader(adamw, **options) as optimizer:
             optimizer.attach(model)
             yield optimizer
 
