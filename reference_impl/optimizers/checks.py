@@ -180,12 +180,14 @@ def written_late(member: Member) -> RuntimeError:
     )
 
 
-def used_early(member: Member) -> RuntimeError:
-    """Return the error for a gradient that was computed with a weight still on its way."""
-    return RuntimeError(
-        f"a parameter of shape {tuple(member.param.shape)} was used before its new weight had arrived, "
-        "outside the forward of the module that owns it; try optimizer.synchronize() before that use"
-    )
+def check_used_in_time(members: Iterable[Member]) -> None:
+    """Raise RuntimeError when one of `members`, all with new gradients, was used while its weight was on its way."""
+    for member in members:
+        if member.pending:
+            raise RuntimeError(
+                f"a parameter of shape {tuple(member.param.shape)} was used before its new weight had arrived, "
+                "outside the forward of the module that owns it; try optimizer.synchronize() before that use"
+            )
 
 
 def update_begun() -> RuntimeError:

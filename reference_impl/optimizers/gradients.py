@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from reference_impl.device import Device
 from reference_impl.memory.in_flight import InFlight
 from reference_impl.optimizers.buckets import Bucket
-from reference_impl.optimizers.checks import used_early
+from reference_impl.optimizers.checks import check_used_in_time
 from reference_impl.optimizers.layout import Member, Piece
 
 _IN_FLIGHT_BYTES = 2 * 2**30
@@ -44,8 +44,7 @@ class GradientMover:
         Raises RuntimeError when the gradient of the last backward has not been used yet, or when the forward
         used a weight that was still on its way.
         """
-        if member.pending:
-            raise used_early(member)
+        check_used_in_time([member])
         if member.arrival is not None:
             raise RuntimeError(
                 f"a second gradient of a parameter of shape {tuple(member.param.shape)} came before step(); "

@@ -60,8 +60,7 @@ class HybridDeviceOptimizer(HostedOptimizer):
             GradScaler, DistributedDataParallel and code that reads gradients need.
         overlap_cpu_optimizer_d2h_h2d: False means that `step()` returns finished, attached or not.
         pin_cpu_grads, pin_cpu_params: the wire serves both directions and is pinned when both are True.
-        bucket_elements: what one update job covers.
-        cpu_threads: threads of the update; by default this rank's share of the cores less two.
+        bucket_elements, cpu_threads: what one update job covers; by default this rank's share of the cores less two.
 
     Bitwise contract: the CPU share equals `torch.optim.AdamW(fused=True)` on the CPU over the fp32 master, the
     resident and the streamed share equal it on the device, and the parameter is its master rounded to nearest even.
@@ -70,8 +69,7 @@ class HybridDeviceOptimizer(HostedOptimizer):
     lacks the room: all before anything is built.
     """
 
-    # What Megatron's form of this class does otherwise: take parameters that do not require gradients, show a master
-    # for fp32 parameters too, keep each parameter in one bucket.
+    # Megatron's form trains what requires no gradient, shows masters of fp32, keeps a parameter in one bucket.
     _trains_frozen = _masters_of_all = _whole_members = False
 
     def __init__(
@@ -181,8 +179,10 @@ class HybridDeviceOptimizer(HostedOptimizer):
         self._open.add(members, total_numel=max(sum(local_numel(param) for param, _ in params), 1))
         self._members.update((member.param, member) for member in members)
         hook = forgetful_hook(weakref.WeakMethod(self._on_gradient))
+        hears = [m for m in members if self._open.streamed.borrows or (m.pieces and self._moves_in_backward)]
         # Megatron's shards require no gradient: theirs are put on them.
-        self._hooks += [p.register_post_accumulate_grad_hook(hook) for p, _ in params if p.requires_grad]
+        params_heard = [m.param for m in hears if m.param.requires_grad]
+        self._hooks += [param.register_post_accumulate_grad_hook(hook) for param in params_heard]
         self._idle = [param for param, _ in listed if param not in self._members]
         self._attach_again()
 

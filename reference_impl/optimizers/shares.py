@@ -15,7 +15,7 @@ from reference_impl.device import REACHED, Device
 from reference_impl.optimizers.algorithms import Algorithm
 from reference_impl.optimizers.auto_split import Profile, chosen_split
 from reference_impl.optimizers.buckets import Bucket
-from reference_impl.optimizers.checks import used_early
+from reference_impl.optimizers.checks import check_used_in_time
 from reference_impl.optimizers.chunks import Part
 from reference_impl.optimizers.gradients import gradient_of
 from reference_impl.optimizers.host_share import HostShare
@@ -113,9 +113,7 @@ class Shares:
             for member in self._members
             if member.streamed and member.gradient is not None
         }
-        for member in found:
-            if member.pending:
-                raise used_early(member)
+        check_used_in_time(found)
         return found
 
     def update(

@@ -25,7 +25,6 @@ from reference_impl.optimizers.hosted import HostedOptimizer
 from reference_impl.optimizers.layout import Member, members_of
 from reference_impl.optimizers.state_offload_checks import (
     algorithm_of,
-    check_gated,
     check_sizes,
     check_wrapped_group,
 )
@@ -180,7 +179,7 @@ class OptimizerStateOffloader(HostedOptimizer):
             member: gradient_of(member) for member in self._members.values() if member.param.grad is not None
         }
         if self._gates is not None:
-            check_gated(gradients)
+            checks.check_used_in_time(gradients)
         self.synchronize()
         verdict = judge(
             [torch.linalg.vector_norm(each, dtype=torch.float32) for each in gradients.values()],

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from reference_impl.optimizers.algorithms import SGD, Adam, Algorithm
 from reference_impl.optimizers.checks import check_param
-from reference_impl.optimizers.layout import ALIGNMENT, Member
+from reference_impl.optimizers.layout import ALIGNMENT
 
 _NEEDED: Mapping[str, Any] = {
     "fused": True,
@@ -64,13 +64,3 @@ def check_chunk(chunk_bytes: int, *, state_bytes: int) -> None:
             f"chunk_bytes is {chunk_bytes}; expected {ALIGNMENT * state_bytes} or more, {ALIGNMENT} elements of "
             f"{state_bytes} bytes; try {96 * 2**20}"
         )
-
-
-def check_gated(members: Iterable[Member]) -> None:
-    """Raise RuntimeError when one of `members`, all with new gradients, was used with an old weight."""
-    for member in members:
-        if member.pending:
-            raise RuntimeError(
-                f"a parameter of shape {tuple(member.param.shape)} was used before its new weight had arrived, "
-                "outside the forward of the module that owns it; try optimizer.synchronize() before that use"
-            )

@@ -22,6 +22,7 @@ from reference_impl.memory import rates
 from reference_impl.memory.host import available_bytes
 from reference_impl.optimizers.cpu_rate import cpu_update_rates
 from reference_impl.optimizers.schedule import cpu_budget
+from reference_impl.optimizers.split import Split
 from reference_impl.training import update_rates
 from reference_impl.training.steps import Progress, unseen
 
@@ -105,11 +106,11 @@ def _cpu_updates(device: Device, sizes: ProbeSizes) -> dict[str, Any]:
 
 
 def _whole_updates(device: Device, sizes: ProbeSizes) -> dict[str, Any]:
-    cpu = update_rates.hybrid_rate(device, sizes.parameters)
-    streamed = update_rates.streamed_rate(device, sizes.parameters)
+    cpu = update_rates.split_rate(device, sizes.parameters, Split(0, 0, 1))
+    streamed = update_rates.split_rate(device, sizes.parameters, Split(0, 1, 0))
     # So split, both would end at once if they did not share the link and the host's memory.
     cpu_share = cpu / (cpu + streamed)
-    both = update_rates.both_rate(device, sizes.parameters, cpu_share=cpu_share)
+    both = update_rates.split_rate(device, sizes.parameters, Split(0, 1 - cpu_share, cpu_share))
     return {
         "cpu_with_copies_Gparam_s": cpu / 1e9,
         "streamed_Gparam_s": streamed / 1e9,

@@ -1,6 +1,6 @@
 """How many parameters a second the optimizers update on this machine, for bf16 weights with fp32 masters.
 
-Whole steps with their copies, through the optimizers themselves; the CPU update alone is `optimizers.cpu_rate`.
+Whole steps with their copies, through the optimizer itself; the CPU update alone is `optimizers.cpu_rate`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from torch import nn
 
 from reference_impl.device import Device
 from reference_impl.memory.rates import best_seconds
-from reference_impl.optimizers import HybridDeviceOptimizer, OptimizerStateOffloader
+from reference_impl.optimizers import HybridDeviceOptimizer
+from reference_impl.optimizers.split import Split
 
 _BUCKET_ELEMENTS = 2**24
 _TENSOR_ELEMENTS = 2**20
@@ -48,10 +49,10 @@ class _Weights(nn.Module):
             weight.grad = torch.zeros_like(weight)
 
 
-def hybrid_rate(device: Device, numel: int) -> float:
-    """Return parameters/s of `HybridDeviceOptimizer`'s whole step: gradients down, CPU update, weights up."""
+def split_rate(device: Device, numel: int, split: Split) -> float:
+    """Return parameters/s of `HybridDeviceOptimizer`'s whole step at `split`, copies included."""
     weights = _Weights(device, numel)
-    with HybridDeviceOptimizer(weights.parameters(), offload_fraction=1.0) as optimizer:
+    with HybridDeviceOptimizer(weights.parameters(), split=split) as optimizer:
 
         def run() -> None:
             weights.make_gradients()
@@ -59,43 +60,3 @@ def hybrid_rate(device: Device, numel: int) -> float:
             device.synchronize()
 
         return weights.numel / best_seconds(run, tries=_TRIES)
-
-
-def streamed_rate(device: Device, numel: int) -> float:
-    """Return parameters/s of `OptimizerStateOffloader`'s whole step: states in, updated on the device, out."""
-    weights = _Weights(device, numel)
-    with _streaming(weights) as optimizer:
-
-        def run() -> None:
-            weights.make_gradients()
-            optimizer.step()
-            device.synchronize()
-
-        return weights.numel / best_seconds(run, tries=_TRIES)
-
-
-def both_rate(device: Device, numel: int, *, cpu_share: float) -> float:
-    """Return parameters/s of both optimizers at once, `cpu_share` of the parameters updated on the CPU."""
-    cpu, streamed = (
-        _Weights(device, round(cpu_share * numel)),
-        _Weights(device, round((1 - cpu_share) * numel)),
-    )
-    with (
-        HybridDeviceOptimizer(cpu.parameters(), offload_fraction=1.0) as hybrid,
-        _streaming(streamed) as streaming,
-    ):
-        hybrid.attach(cpu)
-
-        def run() -> None:
-            cpu.make_gradients()
-            streamed.make_gradients()
-            hybrid.step()
-            streaming.step()
-            hybrid.synchronize()
-            device.synchronize()
-
-        return (cpu.numel + streamed.numel) / best_seconds(run, tries=_TRIES)
-
-
-def _streaming(weights: _Weights) -> OptimizerStateOffloader:
-    return OptimizerStateOffloader(torch.optim.AdamW(weights.parameters(), fused=True))

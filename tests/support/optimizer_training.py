@@ -1,18 +1,22 @@
-"""Twin models, one trained by the hybrid optimizer and one by what it must equal."""
+"""Twin models, one trained by an optimizer with state on the host and one by what it must equal."""
 
 import copy
 
 import torch
 from optimizer_reference import MasterAdamW, Toy
 
-from reference_impl import HybridDeviceOptimizer
+from reference_impl import HybridDeviceOptimizer, OptimizerStateOffloader
 
 OPTIONS = {"lr": 1e-2, "betas": (0.8, 0.95), "eps": 1e-7, "weight_decay": 0.1}
 
 
-def twins(device, dtype=torch.bfloat16):
+def fresh(device, dtype=torch.bfloat16):
     torch.manual_seed(3)
-    model = Toy(dtype).to(device.torch_device)
+    return Toy(dtype).to(device.torch_device)
+
+
+def twins(device, dtype=torch.bfloat16):
+    model = fresh(device, dtype)
     return model, copy.deepcopy(model)
 
 
@@ -20,6 +24,12 @@ def hybrid(params, **options):
     """All on the CPU in small buckets, unless stated."""
     listed = params.parameters() if isinstance(params, torch.nn.Module) else params
     return HybridDeviceOptimizer(listed, **{"bucket_elements": 1024, **OPTIONS, **options})
+
+
+def streaming(model, *, wraps=torch.optim.AdamW, hyper=OPTIONS, **options):
+    """The wrapped optimizer with all states on the host in small chunks, unless stated."""
+    inner = wraps(model.parameters(), fused=True, **hyper)
+    return OptimizerStateOffloader(inner, **{"chunk_bytes": 12 * 1024, **options})
 
 
 def reference(model, *, on_cpu=True, **options):

@@ -1,39 +1,12 @@
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
 import torch
-from torch import nn
+from one_step import Result, run_step
 
 from reference_impl.device import Device
 from reference_impl.memory.host import host_book
 from reference_impl.training.model import Decoder, DecoderShape, decoder_loss
-
-
-@dataclass
-class Result:
-    """What one forward and backward gave: bitwise comparable."""
-
-    loss: torch.Tensor
-    gradients: dict[str, torch.Tensor]
-
-    def __eq__(self, other: object) -> bool:
-        assert isinstance(other, Result)
-        assert torch.equal(self.loss, other.loss)
-        assert self.gradients.keys() == other.gradients.keys()
-        for name, gradient in self.gradients.items():
-            assert torch.equal(gradient, other.gradients[name]), name
-        return True
-
-
-def run_step(model: nn.Module, loss_of: Callable[[], torch.Tensor]) -> Result:
-    model.zero_grad()
-    loss = loss_of()
-    loss.backward()
-    return Result(
-        loss.detach().clone(),
-        {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None},
-    )
 
 
 @dataclass

@@ -1,14 +1,8 @@
 import pytest
 
 from reference_impl.memory import rates
-from reference_impl.memory.host import host_book
 
-
-@pytest.fixture(autouse=True)
-def host_memory_comes_back():
-    before = (host_book.live_bytes, host_book.reserved_bytes)
-    yield
-    assert (host_book.live_bytes, host_book.reserved_bytes) == before
+pytestmark = pytest.mark.usefixtures("host_memory_comes_back")
 
 
 def test_the_first_run_does_not_count():

@@ -1,15 +1,9 @@
 import pytest
 import torch
 
-from reference_impl.memory.host import host_book
 from reference_impl.optimizers.cpu_rate import cpu_update_rates
 
-
-@pytest.fixture(autouse=True)
-def host_memory_comes_back():
-    before = (host_book.live_bytes, host_book.reserved_bytes)
-    yield
-    assert (host_book.live_bytes, host_book.reserved_bytes) == before
+pytestmark = pytest.mark.usefixtures("host_memory_comes_back")
 
 
 def test_updates_are_rated_by_threads_and_leave_the_callers_alone(device):

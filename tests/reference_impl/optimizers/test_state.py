@@ -2,32 +2,9 @@ import copy
 
 import pytest
 import torch
-from optimizer_reference import MasterAdamW, Toy, batches
-
-from reference_impl import HybridDeviceOptimizer
-
-OPTIONS = {"lr": 1e-2, "betas": (0.8, 0.95), "eps": 1e-7, "weight_decay": 0.1}
-
-
-def build(model, **options):
-    return HybridDeviceOptimizer(model.parameters(), **{"bucket_elements": 1024, **OPTIONS, **options})
-
-
-def train(model, optimizer, data):
-    for batch in data:
-        model(batch).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def fresh(device, dtype=torch.bfloat16):
-    torch.manual_seed(3)
-    return Toy(dtype).to(device.torch_device)
-
-
-def assert_same_weights(one, other):
-    for (name, left), right in zip(one.state_dict().items(), other.state_dict().values(), strict=True):
-        assert torch.equal(left, right), name
+from optimizer_reference import MasterAdamW, batches
+from optimizer_training import OPTIONS, assert_same_weights, fresh, train
+from optimizer_training import hybrid as build
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

@@ -4,13 +4,12 @@ import weakref
 
 import pytest
 import torch
-from optimizer_reference import MasterAdamW, Toy, batches
+from optimizer_reference import MasterAdamW, batches
+from optimizer_training import OPTIONS, assert_same_weights, streaming, train, twins
 
 from reference_impl import OptimizerStateOffloader
 from reference_impl.memory.host import HostMemoryError, host_book
 from reference_impl.memory.ledger import Ledger
-
-OPTIONS = {"lr": 1e-2, "betas": (0.8, 0.95), "eps": 1e-7, "weight_decay": 0.1}
 
 
 @pytest.fixture
@@ -18,32 +17,13 @@ def make():
     """Build offloaders that are closed at the end."""
     built = []
 
-    def build(model, *, wraps=torch.optim.AdamW, hyper=OPTIONS, **options):
-        inner = wraps(model.parameters(), fused=True, **hyper)
-        built.append(OptimizerStateOffloader(inner, **{"chunk_bytes": 12 * 1024, **options}))
+    def build(model, **options):
+        built.append(streaming(model, **options))
         return built[-1]
 
     yield build
     for optimizer in built:
         optimizer.close()
-
-
-def twins(device, dtype=torch.bfloat16):
-    torch.manual_seed(3)
-    model = Toy(dtype).to(device.torch_device)
-    return model, copy.deepcopy(model)
-
-
-def train(model, optimizer, data):
-    for batch in data:
-        model(batch).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def assert_same_weights(one, other):
-    for (name, left), right in zip(one.state_dict().items(), other.state_dict().values(), strict=True):
-        assert torch.equal(left, right), name
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)

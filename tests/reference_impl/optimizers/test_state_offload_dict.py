@@ -2,33 +2,11 @@ import copy
 
 import pytest
 import torch
-from optimizer_reference import Toy, batches
+from optimizer_reference import batches
+from optimizer_training import OPTIONS, assert_same_weights, fresh, train
+from optimizer_training import streaming as build
 
 from reference_impl import OptimizerStateOffloader
-
-OPTIONS = {"lr": 1e-2, "betas": (0.8, 0.95), "eps": 1e-7, "weight_decay": 0.1}
-
-
-def build(model, *, lr=1e-2, **options):
-    inner = torch.optim.AdamW(model.parameters(), fused=True, **{**OPTIONS, "lr": lr})
-    return OptimizerStateOffloader(inner, **{"chunk_bytes": 12 * 1024, **options})
-
-
-def train(model, optimizer, data):
-    for batch in data:
-        model(batch).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def fresh(device, dtype=torch.bfloat16):
-    torch.manual_seed(3)
-    return Toy(dtype).to(device.torch_device)
-
-
-def assert_same_weights(one, other):
-    for (name, left), right in zip(one.state_dict().items(), other.state_dict().values(), strict=True):
-        assert torch.equal(left, right), name
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -36,7 +14,7 @@ def assert_same_weights(one, other):
 def test_resuming_with_other_options_changes_no_bit(device, tmp_path, dtype, after):
     data = batches(device.torch_device, 5)
     whole, resumed = fresh(device, dtype), fresh(device, dtype)
-    with build(whole) as one, build(resumed, lr=99.0, **after) as other:
+    with build(whole) as one, build(resumed, hyper={**OPTIONS, "lr": 99.0}, **after) as other:
         one.attach(whole)
         other.attach(resumed)
         train(whole, one, data[:2])

@@ -5,36 +5,15 @@ import gc
 
 import pytest
 import torch
-from optimizer_reference import MasterAdamW, Toy, batches
+from optimizer_reference import MasterAdamW, batches
+from optimizer_training import OPTIONS, assert_same_weights, fresh, train
+from optimizer_training import streaming as build
 
 from reference_impl import OptimizerStateOffloader
 from reference_impl.memory.host import host_book
 from reference_impl.memory.ledger import Ledger
 
-OPTIONS = {"lr": 1e-2, "betas": (0.8, 0.95), "eps": 1e-7, "weight_decay": 0.1}
 SHORT = {"hi_lo_masters": True, "moments_dtype": torch.bfloat16}
-
-
-def fresh(device, dtype=torch.bfloat16):
-    torch.manual_seed(3)
-    return Toy(dtype).to(device.torch_device)
-
-
-def build(model, **options):
-    inner = torch.optim.AdamW(model.parameters(), fused=True, **OPTIONS)
-    return OptimizerStateOffloader(inner, **{"chunk_bytes": 12 * 1024, **options})
-
-
-def train(model, optimizer, data):
-    for batch in data:
-        model(batch).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def assert_same_weights(one, other):
-    for (name, left), right in zip(one.state_dict().items(), other.state_dict().values(), strict=True):
-        assert torch.equal(left, right), name
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from lora_trainee import run_step
+from one_step import run_step
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from lora_trainee import Trainee, run_step
+from lora_trainee import Trainee
+from one_step import run_step
 
 from reference_impl.device import Device
 from reference_impl.training.lora import add_lora

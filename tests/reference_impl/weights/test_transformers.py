@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from lora_trainee import run_step
+from one_step import run_step
 
 from reference_impl.weights import FrozenLayerStreamer
 

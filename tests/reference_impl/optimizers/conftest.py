@@ -1,0 +1,16 @@
+import pytest
+from optimizer_training import hybrid
+
+
+@pytest.fixture
+def make():
+    """Build hybrid optimizers that are closed at the end."""
+    built = []
+
+    def build(model, **options):
+        built.append(hybrid(model, **options))
+        return built[-1]
+
+    yield build
+    for optimizer in built:
+        optimizer.close()

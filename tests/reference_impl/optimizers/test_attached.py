@@ -1,0 +1,148 @@
+"""An attached optimizer between steps: who waits for weights, what a death leaves, and how it ends."""
+
+import copy
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+from optimizer_reference import MasterAdamW, batches
+from optimizer_training import OPTIONS, assert_same_weights, train, twins
+
+from reference_impl import HybridDeviceOptimizer
+
+
+def test_attached_step_returns_while_weights_are_on_their_way(device, make):
+    model, plain = twins(device)
+    optimizer = make(model)
+    optimizer.attach(model)
+    gate = threading.Event()
+    update = optimizer._share._run
+    optimizer._share._run = lambda *args: (gate.wait(10), update(*args))
+    data = batches(device.torch_device, 2)
+    model(data[0]).backward()
+    optimizer.step()
+    assert any(member.pending for member in optimizer._members.values())
+    threading.Timer(0.2, gate.set).start()
+    model(data[1]).backward()
+    optimizer.step()
+    train(plain, MasterAdamW(plain, on_cpu=True, **OPTIONS), data)
+    assert_same_weights(model, plain)
+
+
+def test_use_outside_the_owning_forward_is_caught(device, make):
+    model, _ = twins(device)
+    optimizer = make(model)
+    optimizer.attach(model)
+    gate = threading.Event()
+    update = optimizer._share._run
+    optimizer._share._run = lambda *args: (gate.wait(10), update(*args))
+    ids = batches(device.torch_device, 1)[0]
+    model(ids).backward()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="synchronize"):
+        torch.nn.functional.linear(
+            torch.ones(1, 48, dtype=torch.bfloat16).to(ids.device), model.first.weight
+        ).sum().backward()
+    gate.set()
+
+
+def test_state_dict_and_evaluation_see_finished_weights(device, make):
+    model, plain = twins(device)
+    optimizer = make(model)
+    optimizer.attach(model)
+    data = batches(device.torch_device, 2)
+    train(model, optimizer, data)
+    saved = copy.deepcopy(model.state_dict())
+    train(plain, MasterAdamW(plain, on_cpu=True, **OPTIONS), data)
+    for name, value in plain.state_dict().items():
+        assert torch.equal(saved[name], value), name
+    with torch.no_grad():
+        assert torch.equal(model(data[0]), plain(data[0]))
+
+
+def test_a_loaded_model_refreshes_masters(device, make):
+    model, plain = twins(device)
+    optimizer = make(model, offload_fraction=0.5)
+    optimizer.attach(model)
+    data = batches(device.torch_device, 2)
+    train(model, optimizer, data[:1])
+    model.load_state_dict(plain.state_dict())
+    state = optimizer.state_dict()["state"]
+    for index, param in enumerate(p for p in model.parameters()):
+        if index in state:
+            assert torch.equal(state[index]["master_param"].to(param), param)
+
+
+def test_a_worker_that_dies_is_reported_and_tears_nothing(device, make):
+    model, _ = twins(device)
+    optimizer = make(model, bucket_elements=448)
+    before = copy.deepcopy(model.state_dict())
+    update, calls = optimizer._share._run, []
+
+    def dies_midway(*args):
+        calls.append(1)
+        if len(calls) == 4:
+            raise OSError("the disk is on fire")
+        update(*args)
+
+    optimizer._share._run = dies_midway
+    model(batches(device.torch_device, 1)[0]).backward()
+    with pytest.raises(RuntimeError, match="the disk is on fire") as caught:
+        optimizer.step()
+    assert isinstance(caught.value.__cause__, OSError)
+    device.synchronize()
+    homes = optimizer._share.homes
+    for member in optimizer._members.values():
+        new = torch.cat(
+            [
+                homes[p].master[p.offset : p.offset + p.numel]
+                for p in sorted(member.pieces, key=lambda p: p.start)
+            ]
+        )
+        old = next(before[n] for n, p in model.named_parameters() if p is member.param)
+        now = member.param.detach()
+        assert torch.equal(now, old) or torch.equal(now.flatten().cpu(), new.to(now.dtype))
+    with pytest.raises(RuntimeError, match="the disk is on fire"):
+        optimizer.step()
+    with pytest.raises(RuntimeError):
+        optimizer.close()
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_the_callers_threads_are_left_alone(device, make, threads):
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        make(twins(device)[0])
+        assert torch.get_num_threads() == threads
+        seen = []
+        thread = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
+        thread.start()
+        thread.join()
+        assert seen == [threads]
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_close_is_final_and_repeatable(device, make):
+    model, _ = twins(device)
+    optimizer = make(model)
+    with optimizer:
+        pass
+    optimizer.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        optimizer.step()
+    model(batches(device.torch_device, 1)[0]).backward()
+    assert model.first.weight.grad is not None
+
+
+def test_a_forgotten_optimizer_is_collected(device):
+    model, _ = twins(device)
+    optimizer = HybridDeviceOptimizer(model.parameters(), bucket_elements=1024)
+    train(model, optimizer, batches(device.torch_device, 1))
+    watcher = weakref.ref(optimizer)
+    del optimizer
+    gc.collect()
+    assert watcher() is None

@@ -1,0 +1,66 @@
+"""What the hybrid optimizer cannot serve is named, before anything is built."""
+
+import pytest
+import torch
+from optimizer_training import twins
+
+from reference_impl import HybridDeviceOptimizer
+from reference_impl.memory.host import HostMemoryError
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"offload_fraction": 1.5}, ValueError, r"offload_fraction is 1\.5.*\[0, 1\]"),
+        ({"offload_fraction": -0.1}, ValueError, "offload_fraction"),
+        ({"amsgrad": True}, TypeError, "amsgrad"),
+        ({"capturable": True}, TypeError, "capturable"),
+        ({"lr": -1.0}, ValueError, "lr is"),
+        ({"betas": (0.9, 1.0)}, ValueError, "betas"),
+        ({"max_grad_norm": 0}, ValueError, "max_grad_norm"),
+        ({"max_grad_norm": 1.0, "backward_overlap": "update"}, ValueError, "gradients"),
+        ({"backward_overlap": "everything"}, ValueError, "everything"),
+    ],
+)
+def test_bad_options_are_named(device, options, error, words):
+    with pytest.raises(error, match=words):
+        HybridDeviceOptimizer(twins(device)[0].parameters(), **options)
+
+
+@pytest.mark.parametrize(
+    ("param", "words"),
+    [
+        (torch.zeros(3, dtype=torch.complex64), "complex64"),
+        (torch.zeros(3, device="meta"), "no storage"),
+        (torch.zeros(4, 4)[:, ::2], "dense"),
+        (torch.zeros(4, 4).to_sparse(), "sparse"),
+    ],
+    ids=["complex", "meta", "gaps", "sparse"],
+)
+def test_bad_parameters_are_named(param, words):
+    with pytest.raises(ValueError, match=words):
+        HybridDeviceOptimizer([param.requires_grad_()])
+
+
+def test_sparse_gradients_are_named(device):
+    layer = torch.nn.Embedding(100, 4, sparse=True, device=device.torch_device)
+    with HybridDeviceOptimizer(layer.parameters()), pytest.raises(RuntimeError, match="sparse"):
+        layer(torch.tensor([1, 2], device=device.torch_device)).sum().backward()
+
+
+def test_host_memory_is_checked_before_anything_is_taken(device, monkeypatch):
+    monkeypatch.setattr("reference_impl.optimizers.buckets.available_bytes", lambda: 100_000)
+    model, _ = twins(device)
+    with pytest.raises(HostMemoryError, match=r"GiB needed.*GiB available; try offload_fraction=0\."):
+        HybridDeviceOptimizer(model.parameters())
+
+
+def test_distributed_data_parallel_is_refused(device, make):
+    class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
+        def __init__(self, module):
+            torch.nn.Module.__init__(self)
+            self.module = module
+
+    model, _ = twins(device)
+    with pytest.raises(ValueError, match="DistributedDataParallel"):
+        make(model).attach(DistributedDataParallel(model))
