@@ -21,9 +21,10 @@ def twins(device, dtype=torch.bfloat16):
 
 
 def hybrid(params, **options):
-    """All on the CPU in small buckets, unless stated."""
+    """All on the CPU in small buckets (and chunks, where some is streamed), unless stated."""
     listed = params.parameters() if isinstance(params, torch.nn.Module) else params
-    return HybridDeviceOptimizer(listed, **{"bucket_elements": 1024, **OPTIONS, **options})
+    sizes = {"bucket_elements": 1024, "chunk_bytes": 3000}
+    return HybridDeviceOptimizer(listed, **{**sizes, **OPTIONS, **options})
 
 
 def streaming(model, *, wraps=torch.optim.AdamW, hyper=OPTIONS, **options):

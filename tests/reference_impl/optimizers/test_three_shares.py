@@ -1,26 +1,18 @@
 import copy
 import gc
-import logging
-import os
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from optimizer_reference import MasterAdamW, batches
-from optimizer_training import OPTIONS, assert_same_weights, hybrid, train, twins
+from optimizer_training import OPTIONS, assert_same_weights, train, twins
+from optimizer_training import hybrid as build
 
 from reference_impl.device import Device
-from reference_impl.memory.host import HostMemoryError, host_book
-from reference_impl.optimizers import auto_split
-from reference_impl.optimizers.split import MachineRates
+from reference_impl.memory.host import host_book
 
 SPLITS = [(0, 1, 0), (0, 0.6, 0.4), (0.3, 0.4, 0.3), (0.5, 0.5, 0), (0.2, 0, 0.8), (1, 0, 0)]
-
-
-def build(model, **options):
-    """Small chunks too, unless stated."""
-    return hybrid(model, **{"chunk_bytes": 3000, **options})
 
 
 def assert_each_element_follows_its_tier(model, optimizer, on_device, on_cpu):
@@ -280,90 +272,6 @@ def test_everything_is_given_back(device):
     train(model, optimizer, batches(device.torch_device, 1))
     optimizer.close()
     assert (host_book.live_bytes, host_book.reserved_bytes) == before
-
-
-@pytest.fixture
-def rates(monkeypatch):
-    """Let the short probe return given rates, and count its calls."""
-    calls = []
-
-    def give(link, host, cpu):
-        found = MachineRates(link_bytes_per_s=link, host_bytes_per_s=host, cpu_elements_per_s=cpu)
-        monkeypatch.setattr(auto_split, "_short_probe", lambda device: (calls.append(device), found)[1])
-        return calls
-
-    return give
-
-
-def test_auto_follows_the_machine(device, rates):
-    model, _ = twins(device)
-    rates(49e9, 115e9, 4.1e9)
-    with build(model, split="auto") as optimizer:
-        assert optimizer.split.resident == 0
-        assert optimizer.split.streamed == pytest.approx(0.87, abs=0.02)
-    rates(49e9, 400e9, 40e9)
-    with build(model, split="auto") as optimizer:
-        assert optimizer.split.cpu > 0.8
-
-
-def test_auto_keeps_what_the_device_budget_holds(device, rates):
-    rates(49e9, 115e9, 4.1e9)
-    model, _ = twins(device)
-    state_bytes = 12 * sum(param.numel() for param in model.parameters() if param.requires_grad)
-    with build(model, split="auto", chunk_bytes=768, device_budget_bytes=2 * state_bytes) as optimizer:
-        assert optimizer.split == (1, 0, 0)
-    with build(model, split="auto", chunk_bytes=768, device_budget_bytes=state_bytes // 2) as optimizer:
-        assert 0.3 < optimizer.split.resident < 0.5
-
-
-def test_auto_obeys_the_host_budget(device, rates):
-    rates(49e9, 400e9, 40e9)
-    model, _ = twins(device)
-    with pytest.raises(HostMemoryError, match="device_budget_bytes"):
-        build(model, split="auto", host_budget_bytes=1000)
-
-
-def test_the_split_is_said_in_the_log(device, rates, caplog):
-    rates(49e9, 115e9, 4.1e9)
-    model, _ = twins(device)
-    with caplog.at_level(logging.INFO), build(model, split="auto"):
-        assert "86.8 % streamed, 13.2 % on the CPU" in caplog.text
-
-
-def profile(device, **changed):
-    hardware = {
-        "gpu": device.name,
-        "cpus": len(os.sched_getaffinity(0)),
-        "duplex_total_GBs": 98.0,
-        "host_triad_GBs": 400.0,
-        "cpu_adam_fused_Gparam_s": 40.0,
-    }
-    return {"schema_version": "1.0", "hardware": {**hardware, **changed}}
-
-
-def test_a_profile_of_this_machine_is_believed(device, rates):
-    calls = rates(49e9, 115e9, 4.1e9)
-    model, _ = twins(device)
-    with build(model, split="auto", profile=profile(device)) as optimizer:
-        assert optimizer.split.cpu > 0.8
-    assert not calls
-
-
-def test_a_profile_of_another_machine_is_not(device, rates):
-    calls = rates(49e9, 115e9, 4.1e9)
-    model, _ = twins(device)
-    with (
-        pytest.warns(UserWarning, match="another GPU"),
-        build(model, split="auto", profile=profile(device, gpu="another GPU")) as optimizer,
-    ):
-        assert optimizer.split.streamed > 0.8
-    assert calls
-
-
-def test_the_short_probe_measures_this_machine(device):
-    auto_split._short_probe.cache_clear()
-    found = auto_split._short_probe(device)
-    assert min(found.link_bytes_per_s, found.host_bytes_per_s, found.cpu_elements_per_s) > 1e6
 
 
 @pytest.mark.parametrize(
