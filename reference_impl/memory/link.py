@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from reference_impl.device import Device
 from reference_impl.memory.arena import HostArena
+from reference_impl.memory.rates import best_seconds
 
 _PROBE_BYTES = 128 * 2**20
-_REPEATS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,19 +29,8 @@ def measure_link(device: Device, arena: HostArena, *, probe_bytes: int = _PROBE_
     on_device = torch.empty(probe_bytes, dtype=torch.uint8, device=device.torch_device)
     device.synchronize()
     try:
-        d2h_s = min(
-            _seconds(lambda: device.copy_out(host, on_device, after=()).synchronize())
-            for _ in range(_REPEATS)
-        )
-        h2d_s = min(
-            _seconds(lambda: device.copy_in(on_device, host, after=()).synchronize()) for _ in range(_REPEATS)
-        )
+        d2h_s = best_seconds(lambda: device.copy_out(host, on_device, after=()).synchronize())
+        h2d_s = best_seconds(lambda: device.copy_in(on_device, host, after=()).synchronize())
     finally:
         arena.free(block)
     return LinkSpeed(d2h_bytes_per_s=probe_bytes / d2h_s, h2d_bytes_per_s=probe_bytes / h2d_s)
-
-
-def _seconds(copy: Callable[[], None]) -> float:
-    began = time.perf_counter()
-    copy()
-    return time.perf_counter() - began
