@@ -103,7 +103,7 @@ def make_plan(case: Case, sizes: dict[str, int], profile: Path, folder: Path) ->
     chosen = next((option for option in plan.search.options(plan.budget) if case.accepts(option)), None)
     if chosen is None:
         raise ValueError(f"no plan uses {', '.join(case.mechanisms)} at {case.share:.0%} of the memory")
-    return replace(plan, recommendation=chosen, patch=plan.patch or plan.simpler_patch)
+    return plan._replace(recommendation=chosen, patch=plan.patch or plan.simpler_patch)
 
 
 def llama(sizes: dict[str, int]) -> dict[str, Any]:

@@ -10,7 +10,6 @@ budget follows. Exit codes: 0 nothing recognised, 1 something was, 2 unusable in
 
 import argparse
 import sys
-from dataclasses import replace
 from typing import Any
 
 from skill_tools.commands import plan_request
@@ -83,7 +82,7 @@ def _plan_within(args: argparse.Namespace, found: Diagnosis, gpu_bytes: int) -> 
     args.gpu_memory = f"{max(gpu_bytes - beyond, 1)}bytes"
     note = diagnosis.budget_note(gpu_bytes, predicted, beyond)
     plan = plan_request.make_plan(args, args.inputs)
-    return replace(plan, assumptions=(note, *plan.assumptions)), f"{note}\n"
+    return plan._replace(assumptions=(note, *plan.assumptions)), f"{note}\n"
 
 
 def _plan_data(plan: Plan | None) -> dict[str, Any] | None:

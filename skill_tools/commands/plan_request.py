@@ -2,7 +2,6 @@
 
 import argparse
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from types import MappingProxyType
 
 from skill_tools.configs.config import Config, Framework, Place, Setting
@@ -74,7 +73,7 @@ def make_plan(args: argparse.Namespace, inputs: Sequence[str]) -> Plan:
     if not args.what_if:
         return plan
     before = _plan(args, inputs, what_if=())
-    return replace(plan, sensitivity=(_without_what_if(before, plan), *plan.sensitivity))
+    return plan._replace(sensitivity=(_without_what_if(before, plan), *plan.sensitivity))
 
 
 def _without_what_if(before: Plan, plan: Plan) -> tuple[str, str]:
@@ -101,7 +100,7 @@ def _plan(args: argparse.Namespace, inputs: Sequence[str], *, what_if: Sequence[
     budget, notes = _budget(args, where)
     return planner.make_plan(
         config,
-        replace(built, assumptions=(*notes, *built.assumptions)),
+        built._replace(assumptions=(*notes, *built.assumptions)),
         where,
         budget,
         shape_source=source,

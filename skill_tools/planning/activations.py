@@ -7,7 +7,7 @@ MLP or the experts keep.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from skill_tools.planning.run import Run
 from skill_tools.planning.shapes import ModelShape
@@ -21,8 +21,7 @@ _COMPONENTS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(NamedTuple):
     """One kept tensor: its bytes a token, and the modules whose recompute drops or whose offload moves it."""
 
     name: str

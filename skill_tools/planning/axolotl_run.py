@@ -8,7 +8,7 @@ from pathlib import PurePath
 
 from skill_tools.configs.config import Config
 from skill_tools.planning import fields
-from skill_tools.planning.layout import Layout
+from skill_tools.planning.layout import Layout, checked
 from skill_tools.planning.megatron_run import lora_parameters
 from skill_tools.planning.run import (
     ActivationEngine,
@@ -44,7 +44,7 @@ def build(config: Config, shape: ModelShape, *, gpus: int | None) -> Run:
     return Run(
         dialect=config.framework.value,
         shape=shape,
-        layout=Layout(gpus=world, context=fields.count(config, "context_parallel_size") or 1),
+        layout=checked(Layout(gpus=world, context=fields.count(config, "context_parallel_size") or 1)),
         seq_length=seq_length,
         micro_batch=fields.count(config, "micro_batch_size") or 1,
         micro_batches=fields.count(config, "gradient_accumulation_steps") or 1,

@@ -1,10 +1,9 @@
 """One cost of a step: work that a mode adds, and the part of it that compute does not hide."""
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class Cost:
+class Cost(NamedTuple):
     """Seconds of `work_s` of which `exposed_s` lengthen the step, by a formula in words."""
 
     name: str

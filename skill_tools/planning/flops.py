@@ -5,15 +5,14 @@ score matrix, two products); backward costs twice the linears and 2.5 times the 
 attention computes the scores again.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from skill_tools.planning import parameters
 from skill_tools.planning.run import Run
 from skill_tools.planning.shapes import ModelShape
 
 
-@dataclass(frozen=True, slots=True)
-class LayerFlops:
+class LayerFlops(NamedTuple):
     """Forward FLOPs a token of one decoder layer: attention's linears and core, and the MLP or experts."""
 
     projections: float
@@ -43,8 +42,7 @@ def layer(shape: ModelShape, seq_length: int, *, moe: bool) -> LayerFlops:
     return LayerFlops(2 * attention, 2 * seq_length * width, 2 * inner)
 
 
-@dataclass(frozen=True, slots=True)
-class PassFlops:
+class PassFlops(NamedTuple):
     """FLOPs of one micro-batch through the whole model: forward, backward, and one more forward of the layers."""
 
     forward: float

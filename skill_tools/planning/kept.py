@@ -5,8 +5,8 @@ own: layers that leave are copied one layer late, checkpointed inputs are double
 saves twice.
 """
 
-from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from skill_tools.planning import activations
 from skill_tools.planning.activations import Part
@@ -17,8 +17,7 @@ from skill_tools.planning.units import GIB
 _IN_FLIGHT_BYTES = 512 << 20  # what our own engine lets wait in any case
 
 
-@dataclass(frozen=True, slots=True)
-class Kept:
+class Kept(NamedTuple):
     """Bytes of one micro-batch on one GPU.
 
     `stays` and `leaves` after forward; `copied` with the duplicates that leave again; `layer`, what

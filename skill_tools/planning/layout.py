@@ -6,8 +6,8 @@ the data-parallel group (context ranks included), experts over the expert-data-p
 """
 
 import math
-from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from skill_tools.errors import UnusableInput
 from skill_tools.planning import parameters
@@ -15,8 +15,7 @@ from skill_tools.planning.parameters import Parameters
 from skill_tools.planning.shapes import ModelShape
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
+class Layout(NamedTuple):
     """Sizes of the parallel groups. `virtual_stages` is the number of model chunks a pipeline rank holds."""
 
     gpus: int = 1
@@ -29,20 +28,6 @@ class Layout:
     sequence_parallel: bool = False
     gpus_per_node: int = 8
     stage_layers: tuple[int, ...] = ()
-
-    def __post_init__(self) -> None:
-        """Refuse a number of GPUs that the groups do not divide (`UnusableInput`)."""
-        dense, sparse = self.model_ranks, self.expert * self.expert_tensor * self.pipeline
-        for ranks, named in (
-            (dense, f"TP {self.tensor} x PP {self.pipeline} x CP {self.context}"),
-            (sparse, f"EP {self.expert} x ETP {self.expert_tensor} x PP {self.pipeline}"),
-        ):
-            if ranks < 1 or self.gpus < 1 or self.gpus % ranks:
-                raise UnusableInput(
-                    f"{self.gpus} GPUs do not divide into {named} = {ranks}",
-                    expected=f"a multiple of {math.lcm(max(dense, 1), max(sparse, 1))}",
-                    attempt=f"--gpus {math.lcm(max(dense, 1), max(sparse, 1))}",
-                )
 
     @property
     def model_ranks(self) -> int:
@@ -70,8 +55,23 @@ class Layout:
         return min(self.gpus, self.gpus_per_node)
 
 
-@dataclass(frozen=True, slots=True)
-class Stage:
+def checked(layout: Layout) -> Layout:
+    """Return `layout`, or raise `UnusableInput` where its groups do not divide the GPUs."""
+    dense, sparse = layout.model_ranks, layout.expert * layout.expert_tensor * layout.pipeline
+    for ranks, named in (
+        (dense, f"TP {layout.tensor} x PP {layout.pipeline} x CP {layout.context}"),
+        (sparse, f"EP {layout.expert} x ETP {layout.expert_tensor} x PP {layout.pipeline}"),
+    ):
+        if ranks < 1 or layout.gpus < 1 or layout.gpus % ranks:
+            raise UnusableInput(
+                f"{layout.gpus} GPUs do not divide into {named} = {ranks}",
+                expected=f"a multiple of {math.lcm(max(dense, 1), max(sparse, 1))}",
+                attempt=f"--gpus {math.lcm(max(dense, 1), max(sparse, 1))}",
+            )
+    return layout
+
+
+class Stage(NamedTuple):
     """What one pipeline rank holds: decoder layers, and the ends of the model."""
 
     rank: int
@@ -80,8 +80,7 @@ class Stage:
     has_head: bool
 
 
-@dataclass(frozen=True, slots=True)
-class LocalParameters:
+class LocalParameters(NamedTuple):
     """Parameters on one GPU: `dense` and `expert`, and how many of them its optimizer shard updates."""
 
     dense: int
@@ -135,16 +134,14 @@ def stage_parameters(shape: ModelShape, stage: Stage) -> Parameters:
 
     A tied model with several stages keeps a copy of the embedding on the last one.
     """
-    counted = parameters.layers(shape, stage.layers)
+    counted = [parameters.layers(shape, stage.layers)]
     if stage.has_embedding:
-        counted += parameters.embedding(shape)
+        counted.append(parameters.embedding(shape))
     if stage.has_head:
-        counted += parameters.head(shape)
-        for _ in range(shape.mtp_layers):
-            counted += parameters.mtp_layer(shape)
+        counted += [parameters.head(shape), *[parameters.mtp_layer(shape)] * shape.mtp_layers]
         if not stage.has_embedding and (shape.tied_embeddings or shape.mtp_layers):
-            counted += parameters.embedding(shape)
-    return counted
+            counted.append(parameters.embedding(shape))
+    return parameters.together(*counted)
 
 
 @lru_cache

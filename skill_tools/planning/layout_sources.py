@@ -1,16 +1,15 @@
 """Finds the layout of a run: how many GPUs, and how the framework's own sizes divide them."""
 
 import re
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from skill_tools.configs.config import Config, Framework
 from skill_tools.errors import UnusableInput
 from skill_tools.planning import fields
-from skill_tools.planning.layout import Layout, smallest_world
+from skill_tools.planning.layout import Layout, checked, smallest_world
 
 
-@dataclass(frozen=True, slots=True)
-class FoundLayout:
+class FoundLayout(NamedTuple):
     """The layout, and what had to be assumed about it."""
 
     layout: Layout
@@ -59,7 +58,7 @@ def of_megatron(config: Config, *, gpus: int | None, num_layers: int, moe: bool)
     )
     if moe and tensor > 1 and not fields.flag(config, "sequence_parallel"):
         assumptions.append("sequence parallelism on: Megatron requires it for experts with TP > 1")
-    return FoundLayout(layout, tuple(assumptions))
+    return FoundLayout(checked(layout), tuple(assumptions))
 
 
 def _size(config: Config, key: str) -> int:

@@ -6,8 +6,8 @@ key nobody set becomes a condition.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 from skill_tools.configs.config import Config, Place, Setting
 from skill_tools.planning.modes import (
@@ -36,16 +36,14 @@ _OWN_KEYS: Mapping[str, tuple[str, ...]] = {
 _PLAN = Place("<plan>", 1, 1)
 
 
-@dataclass(frozen=True, slots=True)
-class RuledOut:
+class RuledOut(NamedTuple):
     """Why a candidate cannot run: the rule and its message in one line."""
 
     rule: str
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Condition:
+class Condition(NamedTuple):
     """A rule that stays open: it would rule the candidate out, depending on keys that nobody set."""
 
     rule: str
@@ -53,8 +51,7 @@ class Condition:
     missing: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Legality:
+class Legality(NamedTuple):
     """The rules' answer: what rules a candidate out, what to watch, and which unset keys decide."""
 
     ruled_out: tuple[RuledOut, ...]

@@ -1,10 +1,9 @@
 """One line of a memory account, with the formula that made it."""
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class Line:
+class Line(NamedTuple):
     """`bytes` under a name, by a formula in words.
 
     `when` it is alive: `always`; `step`, from forward to the end of backward; `loss`, at the start of

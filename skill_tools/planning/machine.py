@@ -6,9 +6,8 @@ was measured on the machine itself. Rates are per GPU; what a node's ranks share
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from skill_tools.errors import UnusableInput
 from skill_tools.planning.knowledge_files import read_knowledge
@@ -31,8 +30,7 @@ _SIZES = ("hbm_GBs", "gpu_memory_bytes", "host_memory_bytes", "gpus_per_node")
 _NUMBERS = ("tflops", "link_GBs", "dram_GBs", "hbm_GBs")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
+class Machine(NamedTuple):
     """Rates in FLOP/s, bytes/s and parameters/s. `*_copy` are pinned copies of one direction alone.
 
     `duplex_copy` is one direction while the other runs too. `dram` is one rank's share of the node's host

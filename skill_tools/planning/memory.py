@@ -6,7 +6,7 @@ what stays when no activation is alive (what Megatron logs as allocated memory),
 context, communicators and a margin for fragmentation.
 """
 
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from skill_tools.planning import activations, kept, layout, states
 from skill_tools.planning.kept import Kept
@@ -26,8 +26,7 @@ _MOMENTS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Memory:
+class Memory(NamedTuple):
     """The answer for one mode: GPU lines of the most loaded stage, host lines of one rank.
 
     `moved_bytes` are the activations that one micro-batch sends to the host, `copied_bytes` what that copies
@@ -70,7 +69,7 @@ def estimate(run: Run, mode: Mode | None = None) -> Memory:
     answers = [_of_stage(run, chosen, stage) for stage in layout.stages(run.shape, run.layout)]
     worst = max(answers, key=lambda answer: answer.device_bytes)
     host = max(answers, key=lambda answer: answer.host_bytes_per_node)
-    return worst if host is worst else replace(worst, host=host.host)
+    return worst if host is worst else worst._replace(host=host.host)
 
 
 def _of_stage(run: Run, mode: Mode, stage: Stage) -> Memory:

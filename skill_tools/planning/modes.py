@@ -6,7 +6,7 @@ others off) in the user's framework. This module knows which combinations exist;
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from skill_tools.configs.config import Config
 from skill_tools.planning.run import Mode, Run
@@ -24,8 +24,7 @@ WEIGHTS = "layer-streaming"
 SHARDED = "parameter-offload"
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(NamedTuple):
     """One way to run: its mode, the mechanisms it uses, and the settings that differ from the user's."""
 
     mode: Mode
@@ -56,7 +55,7 @@ def at_fraction(candidate: Candidate, fraction: float) -> Candidate:
     if "optimizer_offload_fraction" in settings:
         settings["optimizer_offload_fraction"] = fraction
     return Candidate(
-        replace(candidate.mode, optimizer_fraction=fraction, streamed_fraction=streamed),
+        candidate.mode._replace(optimizer_fraction=fraction, streamed_fraction=streamed),
         candidate.label.replace(
             f"{OPTIMIZER_LABEL} {candidate.mode.optimizer_fraction:.0%}", f"{OPTIMIZER_LABEL} {fraction:.0%}"
         ),

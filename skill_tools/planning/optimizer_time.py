@@ -4,7 +4,7 @@
 over rates that follow from the machine's own; the latter are calibrated only when the machine was measured.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from skill_tools.planning import own_optimizer
 from skill_tools.planning.costs import Cost
@@ -13,8 +13,7 @@ from skill_tools.planning.own_optimizer import Compute
 from skill_tools.planning.run import Mode, OptimizerEngine
 
 
-@dataclass(frozen=True, slots=True)
-class Update:
+class Update(NamedTuple):
     """The cost of an offloaded update, and whether its rate was measured."""
 
     cost: Cost

@@ -1,6 +1,6 @@
 """One evaluated candidate, the budgets it is held against, and the order of preference."""
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from skill_tools.planning.legality import Legality
 from skill_tools.planning.memory import Memory
@@ -10,16 +10,14 @@ from skill_tools.planning.time import StepTime
 GPU_MEMORY, HOST_MEMORY = "GPU memory", "host memory"
 
 
-@dataclass(frozen=True, slots=True)
-class Budget:
+class Budget(NamedTuple):
     """What has to hold: bytes of one GPU, and of one node's host memory (None: not known, not held)."""
 
     gpu_bytes: int
     host_bytes: int | None
 
 
-@dataclass(frozen=True, slots=True)
-class Option:
+class Option(NamedTuple):
     """One candidate with its predicted memory and time, and what limits it."""
 
     candidate: Candidate

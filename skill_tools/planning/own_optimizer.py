@@ -6,7 +6,7 @@ behind the next forward, whose layers wait for their own weights, and where noth
 backward already. Rates are the machine's; no constant here was fitted to a step time.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from skill_tools.planning.costs import Cost
 from skill_tools.planning.machine import (
@@ -25,8 +25,7 @@ WIDENED_ELEMENTS = 64 << 20  # whose gradients the GPU's own share widens to fp3
 SLOTS = 3  # one chunk comes in, one is updated, one goes out
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Compute:
+class Compute(NamedTuple):
     """What the update may hide behind, in seconds: one micro-batch's passes, and the GPU's update of everything."""
 
     forward_s: float

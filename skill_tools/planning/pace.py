@@ -5,15 +5,14 @@ facts in `hardware.yaml`; they are what a step time in a plan can be wrong by.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from skill_tools.planning import flops
 from skill_tools.planning.machine import Machine, model_constants
 from skill_tools.planning.run import PYTORCH, Run
 
 
-@dataclass(frozen=True, slots=True)
-class Pace:
+class Pace(NamedTuple):
     """Seconds of one GPU for one micro-batch, and of the compute of a whole step."""
 
     forward_s: float

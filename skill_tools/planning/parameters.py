@@ -6,28 +6,27 @@ against the published totals of `knowledge/models.yaml` in the tests.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from skill_tools.planning.shapes import ModelShape
 
 
-@dataclass(frozen=True, slots=True)
-class Parameters:
+class Parameters(NamedTuple):
     """A number of parameters, by how parallelism divides them."""
 
     split: int = 0
     replicated: int = 0
     expert: int = 0
 
-    def __add__(self, other: "Parameters") -> "Parameters":
-        return Parameters(
-            self.split + other.split, self.replicated + other.replicated, self.expert + other.expert
-        )
-
     @property
     def total(self) -> int:
         """All of them, before any division."""
         return self.split + self.replicated + self.expert
+
+
+def together(*counts: Parameters) -> Parameters:
+    """Add counts, each kind on its own."""
+    return Parameters(*map(sum, zip(*counts, strict=True)))
 
 
 def attention(shape: ModelShape) -> Parameters:
@@ -74,18 +73,19 @@ def norm(shape: ModelShape) -> int:
 
 def layer(shape: ModelShape, *, moe: bool) -> Parameters:
     """Count one decoder layer."""
-    counted = attention(shape) + Parameters(replicated=shape.norms_per_layer * norm(shape))
+    norms = Parameters(replicated=shape.norms_per_layer * norm(shape))
     if not moe:
-        return counted + Parameters(split=mlp(shape, shape.ffn))
+        return together(attention(shape), norms, Parameters(split=mlp(shape, shape.ffn)))
     router = shape.hidden * shape.experts + (shape.experts if shape.linear_bias else 0)
     shared = mlp(shape, shape.shared_ffn) if shape.shared_ffn else 0
-    return counted + Parameters(shared, router, shape.experts * mlp(shape, shape.moe_ffn))
+    experts = Parameters(shared, router, shape.experts * mlp(shape, shape.moe_ffn))
+    return together(attention(shape), norms, experts)
 
 
 def mtp_layer(shape: ModelShape) -> Parameters:
     """Count one multi-token-prediction layer: a decoder layer, the joining projection and three norms."""
     own = Parameters(split=2 * shape.hidden * shape.hidden, replicated=3 * norm(shape))
-    return layer(shape, moe=shape.is_moe(shape.num_layers - 1)) + own
+    return together(layer(shape, moe=shape.is_moe(shape.num_layers - 1)), own)
 
 
 def embedding(shape: ModelShape) -> Parameters:
@@ -101,7 +101,7 @@ def head(shape: ModelShape) -> Parameters:
 
 def model(shape: ModelShape) -> Parameters:
     """Count the whole model without MTP layers, as published totals do."""
-    return embedding(shape) + head(shape) + layers(shape, range(shape.num_layers))
+    return together(embedding(shape), head(shape), layers(shape, range(shape.num_layers)))
 
 
 def layers(shape: ModelShape, indices: Sequence[int]) -> Parameters:

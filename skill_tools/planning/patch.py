@@ -6,8 +6,7 @@ files.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -15,8 +14,7 @@ from skill_tools.configs.config import Config, Framework
 from skill_tools.configs.keys import Key, load_keys
 
 
-@dataclass(frozen=True, slots=True)
-class Patch:
+class Patch(NamedTuple):
     """The change in the user's dialect: `overrides` for a command line, `text` for a file, or what to remove;
     `environment` what to export first."""
 

@@ -5,7 +5,7 @@ what would change the answer. It neither reads files nor prints.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from skill_tools.configs.config import Config, Framework
 from skill_tools.planning import axolotl_run, megatron_modes, memory, pace, sensitivity
@@ -31,8 +31,7 @@ _ALTERNATIVES = 8
 _LITTLE_MORE = 1.05  # half of what a predicted step time is usually wrong by
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(NamedTuple):
     """The answer. `recommendation` is None when nothing legal fits; `floor` is then the smallest there is.
     `simpler` is an
     option with fewer mechanisms at nearly the same time, `search` answers for other budgets.

@@ -5,8 +5,8 @@ from what the user wrote, memory and time are computed from it alone. Whatever w
 assumed stands in `assumptions`, in words.
 """
 
-from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 from skill_tools.planning.layout import Layout
 from skill_tools.planning.shapes import ModelShape
@@ -14,8 +14,7 @@ from skill_tools.planning.shapes import ModelShape
 PYTORCH = "pytorch"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Precision:
+class Precision(NamedTuple):
     """Bytes of one parameter's weight, gradient and optimizer state.
 
     `gradient_is_buffer` says that gradients live in a buffer of their own for the whole step (Megatron's main
@@ -29,8 +28,7 @@ class Precision:
     gradient_is_buffer: bool = True
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Recompute:
+class Recompute(NamedTuple):
     """Activation recomputation. `granularity` is `none`, `selective` or `full`; `layers` as in Megatron."""
 
     granularity: str = "none"
@@ -39,8 +37,7 @@ class Recompute:
     modules: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Adapter:
+class Adapter(NamedTuple):
     """LoRA: `parameters` are trained, the base is frozen at `base_weight_bytes` a parameter."""
 
     rank: int
@@ -48,8 +45,7 @@ class Adapter:
     base_weight_bytes: float = 2
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class Run(NamedTuple):
     """One training run. `micro_batches` are those one data-parallel rank does in a step.
 
     `weight_shards` and `gradient_shards` are the ranks that share weights and gradients (FSDP, ZeRO);
@@ -118,8 +114,7 @@ class WeightEngine(StrEnum):
     REFERENCE = "reference"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Mode:
+class Mode(NamedTuple):
     """What is moved off the GPU, and what is recomputed instead of kept.
 
     `optimizer_fraction` is a share of the optimizer shard's parameters, `streamed_fraction` the part of it

@@ -7,7 +7,7 @@ look.
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from skill_tools.configs.config import Config, Framework
 from skill_tools.planning import axolotl_modes, megatron_modes, memory, pytorch_modes, time
@@ -22,8 +22,7 @@ from skill_tools.planning.run import PYTORCH, Mode, Run
 _STEPS = 100
 
 
-@dataclass(frozen=True, slots=True)
-class Forbidden:
+class Forbidden(NamedTuple):
     """A mechanism that the rules rule out for this configuration."""
 
     candidate: Candidate
@@ -85,7 +84,7 @@ class Search:
         found = self._memory(candidate.mode)
         if OPTIMIZER not in candidate.mechanisms:
             return self._option(candidate, legality, found, budget)
-        without = replace(candidate.mode, optimizer_fraction=0.0, streamed_fraction=0.0)
+        without = candidate.mode._replace(optimizer_fraction=0.0, streamed_fraction=0.0)
         if self._memory(without).device_bytes <= budget.gpu_bytes:
             return None
         partial = self.judge(at_fraction(candidate, 1 / _STEPS))

@@ -5,7 +5,6 @@ evaluated again; for the link, the fitting options are timed again.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from skill_tools.planning import memory, time
 from skill_tools.planning.machine import Machine
@@ -22,8 +21,8 @@ def answers(
     best = options[0]
     found = [_other_budget(search, budget, factor, best) for factor in (0.9, 1.25)]
     found += [
-        _larger("twice the sequence length", replace(run, seq_length=2 * run.seq_length), budget, best),
-        _larger("twice the micro-batch", replace(run, micro_batch=2 * run.micro_batch), budget, best),
+        _larger("twice the sequence length", run._replace(seq_length=2 * run.seq_length), budget, best),
+        _larger("twice the micro-batch", run._replace(micro_batch=2 * run.micro_batch), budget, best),
     ]
     if best.candidate.mechanisms:
         found.append(_slower_link(run, machine, search, [option for option in options if option.fits]))
@@ -51,8 +50,7 @@ def _larger(change: str, run: Run, budget: Budget, best: Option) -> tuple[str, s
 
 def _slower_link(run: Run, machine: Machine, search: Search, fitting: Sequence[Option]) -> tuple[str, str]:
     best = fitting[0]
-    slower = replace(
-        machine,
+    slower = machine._replace(
         h2d_copy=machine.h2d_copy / 2,
         d2h_copy=machine.d2h_copy / 2,
         duplex_copy=machine.duplex_copy / 2,

@@ -7,14 +7,13 @@ name, but it may be suggested.
 
 import json
 import re
-from dataclasses import replace
 from pathlib import Path, PurePath
 from typing import Any
 
 from skill_tools.configs.config import Config, Framework
 from skill_tools.errors import UnusableInput
 from skill_tools.planning import fields, known_models
-from skill_tools.planning.shapes import ModelShape
+from skill_tools.planning.shapes import ModelShape, checked
 
 _WORD = re.compile(r"[A-Za-z][\w./-]{5,}\d[\w./-]*")  # long enough for a model's name, with a digit in it
 _HYBRID = ("linear_num_key_heads", "mamba_num_heads", "ssm_state_size", "state_size", "layer_types_linear")
@@ -176,7 +175,7 @@ def _changed(shape: ModelShape, config: Config | None) -> ModelShape:
         changes["kv_heads"] = changes["heads"]
     changes |= _changed_attention(config)
     changes |= _changed_experts(config, shape, changes)
-    return replace(shape, **changes)
+    return checked(shape._replace(**changes))
 
 
 def _changed_attention(config: Config) -> dict[str, Any]:
@@ -248,7 +247,7 @@ def from_config_json(path: str) -> ModelShape:
     values: dict[str, Any] = {name: data[key] for name, key in known.items()}
     values |= _json_attention(data) | _json_experts(data)
     architecture = (data.get("architectures") or [data.get("model_type", "")])[0]
-    return ModelShape(name=f"{architecture or 'model'} of {path}", **values)
+    return checked(ModelShape(name=f"{architecture or 'model'} of {path}", **values))
 
 
 def _json_attention(data: dict[str, Any]) -> dict[str, Any]:

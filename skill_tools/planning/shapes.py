@@ -7,13 +7,12 @@ prediction (MTP). State-space and linear-attention layers and vision towers are 
 that has them is refused.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from skill_tools.errors import UnusableInput
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelShape:
+class ModelShape(NamedTuple):
     """One decoder. Sizes are elements; `ffn` is one MLP's inner size, `moe_ffn` one expert's.
 
     `head_dim` 0 means hidden / heads. `shared_ffn` is the inner size of all shared experts together.
@@ -52,10 +51,6 @@ class ModelShape:
     v_head_dim: int = 0
     mtp_layers: int = 0
 
-    def __post_init__(self) -> None:
-        """Refuse shapes that contradict themselves (`UnusableInput`)."""
-        _check(self)
-
     @property
     def attention_head_dim(self) -> int:
         """Elements of one query head."""
@@ -75,7 +70,8 @@ class ModelShape:
         return (layer + 1) % self.moe_every == 0
 
 
-def _check(shape: ModelShape) -> None:
+def checked(shape: ModelShape) -> ModelShape:
+    """Return `shape`, or raise `UnusableInput` where its sizes contradict each other."""
     positive = ("num_layers", "hidden", "ffn", "heads", "kv_heads", "vocab")
     values = (shape.num_layers, shape.hidden, shape.ffn, shape.heads, shape.kv_heads, shape.vocab)
     for name, value in zip(positive, values, strict=True):
@@ -109,6 +105,7 @@ def _check(shape: ModelShape) -> None:
             f"the MoE pattern names {len(shape.moe_pattern)} layers of {shape.num_layers}",
             "one entry a layer",
         )
+    return shape
 
 
 def _contradiction(shape: ModelShape, problem: str, expected: str) -> UnusableInput:

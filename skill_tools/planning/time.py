@@ -6,7 +6,7 @@ published for it.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from skill_tools.planning import budget_engine, copy_time, kept, optimizer_time
 from skill_tools.planning.costs import Cost
@@ -17,8 +17,7 @@ from skill_tools.planning.pace import Pace
 from skill_tools.planning.run import Mode, OptimizerEngine, Run
 
 
-@dataclass(frozen=True, slots=True)
-class StepTime:
+class StepTime(NamedTuple):
     """One step: `compute_s` of forward and backward alone, and the costs on top of it."""
 
     compute_s: float

@@ -1,12 +1,10 @@
 """A plan as the JSON document of `schema/plan.schema.json`: recommendation and patch first, then what it rests on."""
 
-import dataclasses
 import json
 from typing import Any
 
 from skill_tools.planning import parameters, pytorch_modes
 from skill_tools.planning.legality import RuledOut
-from skill_tools.planning.lines import Line
 from skill_tools.planning.memory import Memory
 from skill_tools.planning.options import Option
 from skill_tools.planning.planner import Plan
@@ -30,15 +28,15 @@ def document(plan: Plan) -> dict[str, Any]:
         "dialect": run.dialect,
     }
     if plan.recommendation is not None and plan.patch is not None:
-        patch = dataclasses.asdict(plan.patch)
+        patch = plan.patch._asdict()
         found["recommendation"] = {"patch": patch, "option": _option(plan.recommendation, plan)}
         if plan.simpler is not None and plan.simpler_patch is not None:
             found["simpler"] = {
-                "patch": dataclasses.asdict(plan.simpler_patch),
+                "patch": plan.simpler_patch._asdict(),
                 "option": _option(plan.simpler, plan),
             }
         found["execute"] = _execute(plan.recommendation, plan)
-    shape = {key: value for key, value in dataclasses.asdict(run.shape).items() if value and key != "name"}
+    shape = {key: value for key, value in run.shape._asdict().items() if value and key != "name"}
     return found | {
         "alternatives": [_option(option, plan) for option in plan.alternatives],
         "as_it_is": _option(plan.as_it_is, plan) | {"breaks": _rules(plan.as_it_is.legality.ruled_out)},
@@ -102,10 +100,10 @@ def _option(option: Option, plan: Plan) -> dict[str, Any]:
             "ratio": option.time.total_s / plan.without_offload.time.total_s,
             "compute_s": option.time.compute_s,
             "calibrated": option.time.calibrated,
-            "costs": [dataclasses.asdict(cost) for cost in option.time.costs],
+            "costs": [cost._asdict() for cost in option.time.costs],
         },
         "watch": _rules(option.legality.watch),
-        "conditions": [dataclasses.asdict(each) for each in option.legality.conditions],
+        "conditions": [each._asdict() for each in option.legality.conditions],
     }
 
 
@@ -116,14 +114,10 @@ def _memory(memory: Memory) -> dict[str, Any]:
         "allocated_bytes": memory.allocated_bytes,
         "between_steps_bytes": memory.between_steps_bytes,
         "host_bytes_per_node": memory.host_bytes_per_node,
-        "gpu": [_line(line) for line in memory.gpu],
-        "host_per_rank": [_line(line) for line in memory.host],
+        "gpu": [line._asdict() for line in memory.gpu],
+        "host_per_rank": [line._asdict() for line in memory.host],
     }
 
 
-def _line(line: Line) -> dict[str, Any]:
-    return dataclasses.asdict(line)
-
-
 def _rules(rules: tuple[RuledOut, ...]) -> list[dict[str, str]]:
-    return [dataclasses.asdict(rule) for rule in rules]
+    return [rule._asdict() for rule in rules]

@@ -6,6 +6,7 @@ from skill_tools.planning import known_models, layout, layout_sources, megatron_
 from skill_tools.planning.activations import in_flight
 from skill_tools.planning.layout import Layout
 from skill_tools.planning.run import Run
+from skill_tools.planning.shape_sources import from_fields
 from skill_tools.planning.shapes import ModelShape
 
 
@@ -55,7 +56,7 @@ def test_a_world_size_that_does_not_divide_is_refused_with_one_that_does(
     gpus: int, sizes: dict[str, int]
 ) -> None:
     with pytest.raises(UnusableInput, match="do not divide"):
-        Layout(gpus=gpus, **sizes)
+        layout.checked(Layout(gpus=gpus, **sizes))
 
 
 def test_a_global_batch_that_does_not_divide_is_refused() -> None:
@@ -93,11 +94,18 @@ def test_moe_layers_by_megatrons_pattern() -> None:
         num_moe_experts=8,
         moe_layer_freq="([0]*1+[1]*3)",
     )
-    from skill_tools.planning.shape_sources import from_fields
-
     shape = from_fields(shape_config)
     assert isinstance(shape, ModelShape)
     assert [shape.is_moe(index) for index in range(4)] == [False, True, True, True]
+
+
+def test_a_head_size_of_its_own_needs_no_hidden_size_that_divides() -> None:
+    sizes = {"num_layers": 4, "hidden_size": 1000, "num_attention_heads": 16, "vocab_size": 1000}
+    with pytest.raises(UnusableInput, match="does not divide into 16 heads"):
+        from_fields(config(**sizes))
+    shape = from_fields(config(**sizes, kv_channels=64))
+    assert shape is not None
+    assert shape.attention_head_dim == 64
 
 
 @pytest.mark.parametrize(

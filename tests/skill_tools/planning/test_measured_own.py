@@ -6,7 +6,6 @@ Peak memory within 7 percent, step time and its ratio to the run without offload
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -114,8 +113,7 @@ def test_host_bytes_are_those_of_the_buckets() -> None:
 ACTIVATION_MODEL = ModelShape(
     name="decoder", num_layers=8, hidden=4096, ffn=14336, heads=32, kv_heads=32, vocab=32000
 )
-ACTIVATION_RUN = replace(
-    run(32768),
+ACTIVATION_RUN = run(32768)._replace(
     shape=ACTIVATION_MODEL,
     seq_length=32768,
     micro_batch=1,
@@ -164,9 +162,9 @@ STREAMING_ROWS = [
 
 @pytest.mark.parametrize(("tokens", "layers", "ratio", "less_gb"), STREAMING_ROWS)
 def test_our_own_frozen_layers(tokens: int, layers: int, ratio: float, less_gb: float) -> None:
-    shape = replace(ACTIVATION_MODEL, num_layers=16)
+    shape = ACTIVATION_MODEL._replace(num_layers=16)
     adapter = Adapter(rank=16, parameters=16 * 16 * ((4096 + 3 * 4096) + 2 * 4096 + 3 * (4096 + 14336)))
-    given = replace(run(tokens), shape=shape, seq_length=tokens, micro_batch=1, adapter=adapter)
+    given = run(tokens)._replace(shape=shape, seq_length=tokens, micro_batch=1, adapter=adapter)
     without, found = memory.estimate(given), memory.estimate(given, Mode(weight_layers=layers))
     assert (without.allocated_bytes - found.allocated_bytes) / 1e9 == pytest.approx(less_gb, rel=0.07)
     step = time.estimate(given, Mode(weight_layers=layers), found, H200, pace.of(given, H200, 0))

@@ -4,8 +4,6 @@ Peak memory within 7 percent, step time within 15 percent. The machine is the on
 profile.
 """
 
-from dataclasses import replace
-
 import pytest
 
 from skill_tools.planning import machine, memory, pace, time
@@ -112,7 +110,7 @@ ACTIVATION_ROWS = [
 
 @pytest.mark.parametrize(("tokens", "mode", "peak_gb", "step_s"), ACTIVATION_ROWS)
 def test_activation_rows(tokens: int, mode: Mode, peak_gb: float, step_s: float) -> None:
-    without_optimizer = replace(run(ACTIVATION_MODEL, tokens=tokens, seq_length=tokens), precision=NO_STATES)
+    without_optimizer = run(ACTIVATION_MODEL, tokens=tokens, seq_length=tokens)._replace(precision=NO_STATES)
     check(without_optimizer, mode, peak_gb, step_s, updates=False)
 
 

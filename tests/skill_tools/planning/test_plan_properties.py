@@ -1,7 +1,5 @@
 """What must hold for any run: budgets are respected, more budget is never slower, units never mix."""
 
-from dataclasses import replace
-
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -135,7 +133,7 @@ rates = st.floats(1e9, 1e12)
 
 @given(rates, rates, rates, st.floats(0, 1))
 def test_the_streamed_share_is_the_best_there_is(link: float, dram: float, cpu: float, share: float) -> None:
-    host = replace(machine.known("h100"), update_link=link, update_dram=dram, update_cpu=cpu / 28)
+    host = machine.known("h100")._replace(update_link=link, update_dram=dram, update_cpu=cpu / 28)
     best = own_optimizer.best_streamed_share(host)
     least = own_optimizer.update_seconds(1 - best, best, host)
     assert least <= own_optimizer.update_seconds(1 - share, share, host) * (1 + 1e-9)
@@ -145,7 +143,7 @@ def test_a_host_with_little_memory_streams_what_the_cpu_would_need_more_for() ->
     given_config = config(seq_length=2048, micro_batch_size=1, recompute_granularity="full")
     run = pytorch_run.build(given_config, known_models.shape("llama-3.2-1b"), gpus=None)
     shard = estimate(run).parameters.shard
-    slow_link = replace(machine.known("h100"), update_link=10e9)
+    slow_link = machine.known("h100")._replace(update_link=10e9)
     least = estimate(
         run, Mode(optimizer_fraction=1.0, streamed_fraction=1.0, optimizer_engine=OptimizerEngine.REFERENCE)
     )
