@@ -1,7 +1,7 @@
 """The facts, as data, and the one way to their compiled form.
 
 People write YAML; `index.json` is what the commands load, because parsing the YAML would cost more than the
-lint itself. `rules/index.py` writes it. Nothing here interprets a fact.
+lint or the plan itself. `rules/index.py` writes it. Nothing here interprets a fact.
 """
 
 import json
@@ -21,6 +21,6 @@ def load_yaml(*parts: str) -> Any:
 
 @cache
 def index() -> dict[str, Any]:
-    """Return `index.json`: `keys`, `rules`, `vocabulary` and `releases`, each as in its source."""
+    """Return `index.json`: `keys`, `rules`, `vocabulary`, `releases`, `models`, `hardware`, as in their sources."""
     loaded: dict[str, Any] = json.loads(knowledge_path("index.json").read_text(encoding="utf-8"))
     return loaded

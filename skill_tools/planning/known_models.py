@@ -10,17 +10,16 @@ import re
 from functools import cache
 from typing import Any
 
+from skill_tools import knowledge
 from skill_tools.errors import UnusableInput
-from skill_tools.planning.knowledge_files import read_knowledge
 from skill_tools.planning.shapes import ModelShape
 
 _NOT_SHAPE = ("names", "source", "parameters")
 
 
-@cache
 def entries() -> dict[str, dict[str, Any]]:
     """Return the models as they stand in the knowledge file."""
-    models: dict[str, dict[str, Any]] = read_knowledge("models.yaml")["models"]
+    models: dict[str, dict[str, Any]] = knowledge.index()["models"]
     return models
 
 

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from skill_tools import knowledge
 from skill_tools.errors import UnusableInput
-from skill_tools.planning.knowledge_files import read_knowledge
 from skill_tools.planning.units import GIB
 
 # What one parameter's update by `reference_impl`'s optimizer moves: through host memory, and over the link one way.
@@ -63,7 +63,7 @@ class Machine(NamedTuple):
 
 def model_constants() -> Mapping[str, float]:
     """Return the constants of the time model, each with its source in `hardware.yaml`."""
-    constants: Mapping[str, float] = read_knowledge("hardware.yaml")["model"]
+    constants: Mapping[str, float] = knowledge.index()["hardware"]["model"]
     return constants
 
 
@@ -72,7 +72,7 @@ def known(name: str, *, ranks_on_node: int | None = None) -> Machine:
 
     Raises `UnusableInput` for a GPU that nobody wrote down, and asks for its four numbers.
     """
-    data = read_knowledge("hardware.yaml")
+    data = knowledge.index()["hardware"]
     if "=" in name:
         return _of_numbers(name, data["model"])
     wanted = name.lower().replace("_", "-").replace(" ", "-").removeprefix("nvidia-")

@@ -8,8 +8,6 @@ files.
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import yaml
-
 from skill_tools.configs.config import Config, Framework
 from skill_tools.configs.keys import Key, load_keys
 
@@ -81,7 +79,11 @@ def _yaml(spelled: Mapping[str, object]) -> str:
         for section in sections:
             place = place.setdefault(section, {})
         place[name] = value
-    return yaml.safe_dump(nested, sort_keys=False, default_flow_style=False) if nested else ""
+    if not nested:
+        return ""
+    import yaml
+
+    return yaml.safe_dump(nested, sort_keys=False, default_flow_style=False)
 
 
 def _flags(settings: Mapping[str, object], table: Mapping[str, Key]) -> tuple[str, str]:

@@ -1,8 +1,8 @@
 """Compiles the YAML that people write into the one `index.json` that the commands load.
 
-Compiling also parses each rule's condition and answers which of its version ranges are no condition at all, so that
-a lint parses no text and, without stated versions, compares none. `offload card render` writes
-the index; a test fails when it is stale.
+Keys and rules are a lint's, models and hardware a plan's. Compiling also parses each rule's condition and answers which
+of its version ranges are no condition at all, so that a lint parses no text and, without stated versions, compares
+none. `offload card render` writes the index; a test fails when it is stale.
 """
 
 import json
@@ -22,6 +22,8 @@ def build() -> dict[str, Any]:
         "keys": knowledge.load_yaml("keys.yaml"),
         "rules": [{**entry, "compiled": compiled(entry, releases)} for entry in read_rule_files()],
         "vocabulary": {path.stem: _words(path.read_text(encoding="utf-8")) for path in vocabulary},
+        "models": knowledge.load_yaml("models.yaml")["models"],
+        "hardware": knowledge.load_yaml("hardware.yaml"),
     }
 
 
@@ -42,9 +44,11 @@ def _json(value: object) -> str:
 
 
 def _lines(content: object) -> str:
-    if not isinstance(content, list):
-        return _json(content)
-    return "[\n" + ",\n".join(_json(entry) for entry in content) + "\n]"
+    if isinstance(content, dict):
+        return "{\n" + ",\n".join(f"{_json(name)}:{_json(entry)}" for name, entry in content.items()) + "\n}"
+    if isinstance(content, list):
+        return "[\n" + ",\n".join(map(_json, content)) + "\n]"
+    return _json(content)
 
 
 def is_stale() -> bool:

@@ -1,10 +1,10 @@
 import pytest
 
+from skill_tools import knowledge
 from skill_tools.errors import UnusableInput
 from skill_tools.planning import known_models, machine
-from skill_tools.planning.knowledge_files import read_knowledge
 
-DATA = read_knowledge("hardware.yaml")
+DATA = knowledge.index()["hardware"]
 
 
 @pytest.mark.parametrize("name", DATA["gpus"])
