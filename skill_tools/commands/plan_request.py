@@ -130,11 +130,10 @@ def _is_plain(args: argparse.Namespace, files: Sequence[str]) -> bool:
 
 def _plain_config(overrides: Sequence[str]) -> Config:
     """Return the settings of a plain loop; raises UnusableInput for a name that means nothing to it."""
-    sizes = {name for name, key in load_keys().items() if key.mechanism == "model"}
     place = Place("<overrides>", 1, 1)
     settings = {}
     for key, value in _pairs([word for text in overrides for word in text.split()]).items():
-        if key not in sizes.union(PLAIN_SETTINGS):
+        if key not in PLAIN_SETTINGS and not _is_size(key):
             raise UnusableInput(
                 f"--overrides {key}={value} means nothing to a plain PyTorch loop",
                 expected=f"one of {', '.join(PLAIN_SETTINGS)} or a size of the model",
@@ -142,6 +141,11 @@ def _plain_config(overrides: Sequence[str]) -> Config:
             )
         settings[key] = Setting(key, value, key, place)
     return Config(Framework.BRIDGE, MappingProxyType(settings), complete=True)
+
+
+def _is_size(name: str) -> bool:
+    key = load_keys().get(name)
+    return key is not None and key.mechanism == "model"
 
 
 def stated_versions(args: argparse.Namespace) -> Mapping[str, str]:

@@ -5,7 +5,6 @@ own: layers that leave are copied one layer late, checkpointed inputs are double
 saves twice.
 """
 
-from functools import lru_cache
 from typing import NamedTuple
 
 from skill_tools.planning import activations
@@ -37,20 +36,7 @@ class Kept(NamedTuple):
 
 
 def of_stage(run: Run, mode: Mode, stage: Stage) -> Kept:
-    """Return what the stage's layers keep; modes that differ in optimizer or weights alone share the answer."""
-    kept_alone = Mode(
-        activation_engine=mode.activation_engine,
-        layers=mode.layers,
-        modules=mode.modules,
-        removed=mode.removed,
-        recomputed=mode.recomputed,
-        recompute=mode.recompute or run.recompute,
-    )
-    return _of_stage(run, kept_alone, stage)
-
-
-@lru_cache(maxsize=1024)
-def _of_stage(run: Run, mode: Mode, stage: Stage) -> Kept:
+    """Return what the stage's layers keep under `mode`."""
     recompute = mode.recompute or run.recompute
     prediction = (run.shape.num_layers - 1,) * (run.shape.mtp_layers if stage.has_head else 0)
     indices = (*stage.layers, *prediction)

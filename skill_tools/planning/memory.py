@@ -6,6 +6,8 @@ what stays when no activation is alive (what Megatron logs as allocated memory),
 context, communicators and a margin for fragmentation.
 """
 
+from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 from skill_tools.planning import activations, kept, layout, states
@@ -76,33 +78,48 @@ def _of_stage(run: Run, mode: Mode, stage: Stage) -> Memory:
     local = layout.local_parameters(
         run.shape, run.layout, stage, sharded=run.shards_optimizer or mode.shards_optimizer
     )
-    gpu, host = states.lines(run, mode, local)
-    found = kept.of_stage(run, mode, stage)
-    flight = activations.in_flight(run, stage.rank)
-    gpu += _activation_lines(run, mode, stage, found, flight)
-    if found.leaves:
-        host = [
-            *host,
-            Line("activations", round(found.leaves * flight), f"{flight:g} micro-batches in flight", "step"),
-        ]
-    alive = _worst_moment(gpu)
+    gpu, host = states.lines(run, mode.of_states, local)
+    found = _activations(run, mode.of_activations, stage)
+    alive = _worst_moment((*gpu, *found.gpu))
     return Memory(
         stage=stage.rank,
         parameters=local,
         gpu=(*alive, *_reserve(run, sum(line.bytes for line in alive))),
-        host=tuple(host),
+        host=(*host, *found.host),
         ranks_on_node=run.layout.ranks_on_node,
-        in_flight=flight,
-        moved_bytes=found.leaves,
-        copied_bytes=found.copied,
+        in_flight=found.in_flight,
+        moved_bytes=found.kept.leaves,
+        copied_bytes=found.kept.copied,
     )
 
 
-def _worst_moment(lines: list[Line]) -> list[Line]:
+def _worst_moment(lines: Sequence[Line]) -> list[Line]:
     """Return the lines that are alive at the moment of a step when most is."""
     moments = [[line for line in lines if line.when in moment] for moment in _MOMENTS]
     moments[2] = [line for line in moments[2] if line.name != "activations"]
     return max(moments, key=lambda alive: sum([line.bytes for line in alive]))
+
+
+class _Activations(NamedTuple):
+    """What the layers of a stage keep, for one micro-batch and as lines for those in flight at once."""
+
+    kept: Kept
+    in_flight: float
+    gpu: tuple[Line, ...]
+    host: tuple[Line, ...]
+
+
+@lru_cache(maxsize=1024)
+def _activations(run: Run, mode: Mode, stage: Stage) -> _Activations:
+    """Return what the stage keeps, once for all modes that are the same `of_activations`."""
+    found, flight = kept.of_stage(run, mode, stage), activations.in_flight(run, stage.rank)
+    host = Line("activations", round(found.leaves * flight), f"{flight:g} micro-batches in flight", "step")
+    return _Activations(
+        found,
+        flight,
+        tuple(_activation_lines(run, mode, stage, found, flight)),
+        (host,) if found.leaves else (),
+    )
 
 
 def _activation_lines(run: Run, mode: Mode, stage: Stage, found: Kept, flight: float) -> list[Line]:

@@ -31,13 +31,13 @@ def render(
     keys: Mapping[str, Key] | None = None,
 ) -> Patch:
     """Return `settings` in the words of `dialect`, with the spellings that `config` already uses."""
+    if dialect not in set(Framework):  # a plain PyTorch loop has no settings to write
+        return Patch(dialect, settings, "", "")
     table = load_keys() if keys is None else keys
     if dialect == Framework.MEGATRON_LM:
         exports, flags = _environment(settings)
         add, remove = _flags(flags, table)
         return Patch(dialect, settings, add, remove, exports)
-    if dialect not in {Framework.BRIDGE, Framework.AXOLOTL}:
-        return Patch(dialect, settings, "", "")
     exports, kept = _environment(settings)
     written = {key: setting.written for key, setting in config.settings.items()} if config else {}
     spelled = {

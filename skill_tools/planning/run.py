@@ -144,3 +144,22 @@ class Mode(NamedTuple):
     weight_layers: int = 0
     weight_engine: WeightEngine = WeightEngine.REFERENCE
     offload_parameters: bool = False
+
+    @property
+    def of_states(self) -> "Mode":
+        """The mode as weights and optimizer see it: modes that differ elsewhere share their memory."""
+        return self._replace(
+            activation_engine=ActivationEngine.NONE, layers=0, modules=(), removed=0.0, recomputed=0.0
+        )
+
+    @property
+    def of_activations(self) -> "Mode":
+        """The mode as activations see it: modes that differ elsewhere share their memory."""
+        return Mode(
+            activation_engine=self.activation_engine,
+            layers=self.layers,
+            modules=self.modules,
+            removed=self.removed,
+            recomputed=self.recomputed,
+            recompute=self.recompute,
+        )

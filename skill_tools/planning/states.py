@@ -5,6 +5,8 @@ unless the precision-aware optimizer is on, and keeps an fp32 copy of gradients 
 reference implementation moves all state and frees the gradients of the share that the CPU updates.
 """
 
+from functools import lru_cache
+
 from skill_tools.planning import own_optimizer
 from skill_tools.planning.layout import LocalParameters
 from skill_tools.planning.lines import Line, each
@@ -17,8 +19,14 @@ STATE_CHUNK_BYTES = 512 << 20
 WINDOW_LAYERS = 3  # a frozen layer in use, and two that come in ahead
 
 
-def lines(run: Run, mode: Mode, local: LocalParameters) -> tuple[list[Line], list[Line]]:
-    """Return GPU lines and host lines of one rank."""
+@lru_cache(maxsize=1024)
+def lines(run: Run, mode: Mode, local: LocalParameters) -> tuple[tuple[Line, ...], tuple[Line, ...]]:
+    """Return GPU lines and host lines of one rank, once for all modes that are the same `of_states`."""
+    gpu, host = _lines(run, mode, local)
+    return tuple(gpu), tuple(host)
+
+
+def _lines(run: Run, mode: Mode, local: LocalParameters) -> tuple[list[Line], list[Line]]:
     if run.adapter is not None:
         return _adapter(run, run.adapter, mode, local)
     precision, held = run.precision, local.total // run.weight_shards

@@ -4,12 +4,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skill_tools.configs.config import Config, Framework, Place, Setting
-from skill_tools.planning import known_models, machine, megatron_run, own_optimizer, planner, pytorch_run
+from skill_tools.planning import (
+    kept,
+    known_models,
+    layout,
+    machine,
+    megatron_run,
+    own_optimizer,
+    planner,
+    pytorch_run,
+    states,
+)
 from skill_tools.planning.legality import with_settings
 from skill_tools.planning.memory import estimate
 from skill_tools.planning.options import Budget
 from skill_tools.planning.planner import Plan
-from skill_tools.planning.run import Mode, OptimizerEngine
+from skill_tools.planning.run import ActivationEngine, Mode, OptimizerEngine, Recompute, WeightEngine
 from skill_tools.planning.states import HOST_BYTES_CPU_SHARE
 from skill_tools.planning.units import GB, GIB, parse_bytes
 from skill_tools.rules.lint import lint
@@ -57,6 +67,35 @@ runs = st.builds(
     batch=st.sampled_from([16, 64]),
     recompute=st.sampled_from([None, "selective", "full"]),
 )
+
+
+modes = st.builds(
+    Mode,
+    optimizer_fraction=st.sampled_from([0.0, 0.5, 1.0]),
+    streamed_fraction=st.sampled_from([0.0, 0.5]),
+    optimizer_engine=st.sampled_from(OptimizerEngine),
+    moves_masters=st.booleans(),
+    state_offload=st.booleans(),
+    activation_engine=st.sampled_from(ActivationEngine),
+    layers=st.integers(min_value=0, max_value=8),
+    modules=st.sampled_from([(), ("core_attn", "attn_proj")]),
+    removed=st.sampled_from([0.0, 0.5]),
+    recomputed=st.sampled_from([0.0, 0.25]),
+    recompute=st.sampled_from([None, Recompute(), Recompute(granularity="full")]),
+    weight_layers=st.integers(min_value=0, max_value=8),
+    weight_engine=st.sampled_from(WeightEngine),
+    offload_parameters=st.booleans(),
+)
+
+
+@given(modes, st.booleans())
+def test_states_and_activations_see_their_own_half_of_a_mode(mode: Mode, adapts: bool) -> None:
+    overrides = config(lora_rank=16) if adapts else config()
+    run = pytorch_run.build(overrides, known_models.shape("llama-3.2-1b"), gpus=1)
+    (stage,) = layout.stages(run.shape, run.layout)
+    local = layout.local_parameters(run.shape, run.layout, stage, sharded=False)
+    assert states.lines(run, mode, local) == states.lines(run, mode.of_states, local)
+    assert kept.of_stage(run, mode, stage) == kept.of_stage(run, mode.of_activations, stage)
 
 
 @settings(max_examples=25, deadline=None)
