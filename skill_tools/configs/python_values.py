@@ -7,7 +7,6 @@ a function of another module returns is an empty section: fields may be set on i
 import ast
 import operator
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 
 from skill_tools.configs.config import Place
 from skill_tools.configs.values import UNREADABLE, dtype_name
@@ -31,13 +30,12 @@ _COMPARISONS: Mapping[type[ast.cmpop], Callable[[object, object], bool]] = {
 }
 
 
-@dataclass(slots=True, eq=False)
 class Section:
     """An object with fields; `made_by` is the class or function whose result it is, empty for a dict."""
 
-    made_by: str = ""
-    is_literal: bool = False
-    fields: dict[str, list[tuple[object, Place]]] = field(default_factory=dict)
+    def __init__(self, made_by: str = "", *, is_literal: bool = False) -> None:
+        self.made_by, self.is_literal = made_by, is_literal
+        self.fields: dict[str, list[tuple[object, Place]]] = {}
 
     def get(self, name: str, place: Place) -> object:
         """Return a field; one that was never set is an unknown section, which is remembered."""

@@ -6,7 +6,6 @@ not `resolved`; one that stands in a branch that may or may not run is not `cert
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 from skill_tools.configs import shell_tests
@@ -25,15 +24,19 @@ _CASE_ENDS = {";;", ";&", ";;&"}
 _SKIPPED = {"then", "do", "{", "}", "function", "time"}
 
 
-@dataclass(slots=True)
 class _Block:
     """An open `if`, `case` or loop. `runs` is about the part being read, `taken` about the parts before it."""
 
-    reading: str = ""
-    runs: bool | None = None
-    taken: bool | None = False
-    subject: Argument | None = None
-    patterns: list[str] = field(default_factory=list)
+    def __init__(
+        self,
+        *,
+        runs: bool | None,
+        reading: str = "",
+        taken: bool | None = False,
+        subject: Argument | None = None,
+    ) -> None:
+        self.reading, self.runs, self.taken, self.subject = reading, runs, taken, subject
+        self.patterns: list[str] = []
 
     def decide(self, holds: bool | None) -> None:
         """Enter the next part, whose condition `holds`."""

@@ -5,7 +5,8 @@ Nothing is expanded and nothing is ever run: `shell` gives the words a value.
 """
 
 import re
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from typing import NamedTuple
 
 from skill_tools.errors import UnusableInput
 
@@ -18,8 +19,7 @@ _NAME = re.compile(r"\$(?:([A-Za-z_]\w*)|([0-9@*#?$!_-]))")
 _PLAIN = re.compile(r"[^ \t\r\n;&|()<>\"'\\$`#]+")
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(NamedTuple):
     """A piece of a word: literal text, an expansion (`text` is what stands in its braces), or a command's output."""
 
     kind: str
@@ -28,13 +28,13 @@ class Part:
     column: int
 
 
-@dataclass(slots=True)
 class Word:
     """A word, or an operator such as `&&`, `;`, `(` or a newline."""
 
-    parts: list[Part] = field(default_factory=list)
-    operator: str = ""
-    touches_next: bool = False
+    def __init__(self, parts: Iterable[Part] = (), *, operator: str = "") -> None:
+        self.parts = list(parts)
+        self.operator = operator
+        self.touches_next = False
 
     @property
     def literal(self) -> str:
