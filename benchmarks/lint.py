@@ -1,9 +1,9 @@
-"""Measures the lint path as ratios taken in one run, so that the numbers mean the same on every machine.
+"""Measures lint and plan as ratios taken in one run, so that the numbers mean the same on every machine.
 
     python benchmarks/lint.py
 
-Prints the whole process on one YAML against `python3 -c "import yaml"`, configurations a second in one call, and the
-process of `--help` against a bare interpreter. Exit code 1 when a limit of the design is missed.
+Prints the whole process of a lint and of plans against `python3 -c "import yaml"`, configurations a second in one call,
+and the process of `--help` against a bare interpreter. Exit code 1 when a limit of the design is missed.
 """
 
 import subprocess
@@ -16,7 +16,20 @@ ROOT = Path(__file__).resolve().parent.parent
 REPEATS = 15
 CONFIGS = 1000
 MOST_TIMES_YAML_IMPORT = 3.0
+MOST_TIMES_YAML_IMPORT_OF_A_PLAN = 4.0
 FEWEST_CONFIGS_PER_S = 500.0
+
+SIX_NUMBERS = (
+    "num_layers=32 hidden_size=4096 ffn_hidden_size=14336 "
+    "num_attention_heads=32 num_query_groups=8 vocab_size=128256"
+)
+PLANS = {
+    "a PyTorch model by name": ["--model", "llama-3-8b"],
+    "a PyTorch model by six numbers": ["--framework", "pytorch", "--overrides", SIX_NUMBERS],
+    "Megatron Bridge": [str(ROOT / "examples/good_bridge.yaml"), "--model", "qwen3-30b-a3b", "--gpus", "16"],
+    "Megatron-LM": [str(ROOT / "examples/good_megatron_lm.sh"), "--model", "llama-3-8b", "--gpus", "16"],
+    "Axolotl": [str(ROOT / "examples/good_axolotl.yaml")],
+}
 
 CONFIG = """\
 model:
@@ -57,13 +70,15 @@ def write_configs(folder: Path) -> list[str]:
 
 def main() -> int:
     """Measure, print one line a figure, and return 1 when a limit is missed."""
-    lint = [sys.executable, str(ROOT / "skill_tools"), "lint"]
+    offload = [sys.executable, str(ROOT / "skill_tools")]
+    lint = [*offload, "lint"]
+    plans = [[*offload, "plan", "--gpu", "h100", "--gpu-memory", "60GiB", *words] for words in PLANS.values()]
     with tempfile.TemporaryDirectory() as name:
         paths = write_configs(Path(name))
         bare = [sys.executable, "-c", "pass"]
         bare_yaml = [sys.executable, "-c", "import yaml"]
-        program_help = [sys.executable, str(ROOT / "skill_tools"), "--help"]
-        bare_s, yaml_s, one_s, help_s = fastest_s([bare, bare_yaml, [*lint, paths[0]], program_help], REPEATS)
+        commands = [bare, bare_yaml, [*lint, paths[0]], [*offload, "--help"], *plans]
+        bare_s, yaml_s, one_s, help_s, *plans_s = fastest_s(commands, REPEATS)
         (many_s,) = fastest_s([[*lint, *paths]], 3)
     configs_per_s = CONFIGS / many_s
     times_yaml = one_s / yaml_s
@@ -74,7 +89,16 @@ def main() -> int:
         f"{CONFIGS} configurations in one call: {configs_per_s:.0f}/s (at least {FEWEST_CONFIGS_PER_S:.0f})"
     )
     print(f"--help: {help_s * 1e3:.0f} ms, {help_s / bare_s:.2f} x a bare interpreter")
-    return int(times_yaml > MOST_TIMES_YAML_IMPORT or configs_per_s < FEWEST_CONFIGS_PER_S)
+    limit = MOST_TIMES_YAML_IMPORT_OF_A_PLAN
+    for what, plan_s in zip(PLANS, plans_s, strict=True):
+        print(
+            f"plan for {what}: {plan_s * 1e3:.0f} ms, {plan_s / yaml_s:.2f} x `import yaml` (limit {limit})"
+        )
+    return int(
+        times_yaml > MOST_TIMES_YAML_IMPORT
+        or configs_per_s < FEWEST_CONFIGS_PER_S
+        or max(plans_s) > limit * yaml_s
+    )
 
 
 if __name__ == "__main__":
