@@ -7,6 +7,7 @@ MLP or the experts keep.
 """
 
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import NamedTuple
 
 from skill_tools.planning.run import Run
@@ -83,7 +84,8 @@ def _expert_parts(run: Run) -> Iterable[Part]:
         yield from _mlp_parts(run, shape.shared_ffn, ("moe", "shared_experts"), "shared expert")
 
 
-def kept(parts: Iterable[Part], recomputed: tuple[str, ...], moved: tuple[str, ...]) -> tuple[float, float]:
+@lru_cache(maxsize=1024)
+def kept(parts: tuple[Part, ...], recomputed: tuple[str, ...], moved: tuple[str, ...]) -> tuple[float, float]:
     """Return (bytes that stay on the GPU, bytes that leave for the host) per token and layer."""
     stays = leaves = 0.0
     for part in parts:

@@ -41,13 +41,10 @@ def of_stage(run: Run, mode: Mode, stage: Stage) -> Kept:
     prediction = (run.shape.num_layers - 1,) * (run.shape.mtp_layers if stage.has_head else 0)
     indices = (*stage.layers, *prediction)
     parts = {moe: activations.layer_parts(run, moe=moe) for moe in {run.shape.is_moe(i) for i in indices}}
-    stays = leaves = copied = largest = 0.0
+    largest = max((_at_hand(run, layer) for layer in parts.values()), default=0.0)
+    stays = leaves = copied = 0.0
     for position, index in enumerate(indices):
-        layer = parts[run.shape.is_moe(index)]
-        largest = max(
-            largest, sum(part.token_bytes for part in layer if not (run.tiled_mlp and "MLP" in part.name))
-        )
-        stay, leave, twice = _layer(run, mode, recompute, layer, position)
+        stay, leave, twice = _layer(run, mode, recompute, parts[run.shape.is_moe(index)], position)
         stays, leaves, copied = stays + stay, leaves + leave, copied + leave + twice
     stays += _room(run, mode, largest, leaves)
     tokens = run.tokens
@@ -66,6 +63,11 @@ def of_stage(run: Run, mode: Mode, stage: Stage) -> Kept:
         logits_bytes=2.0 if mode.activation_engine is ActivationEngine.TRL else 0.0,
         components=_components(run, mode, recompute, tuple(parts.values())),
     )
+
+
+def _at_hand(run: Run, parts: tuple[Part, ...]) -> float:
+    """Bytes a token that backward has at hand of one layer."""
+    return sum(part.token_bytes for part in parts if not (run.tiled_mlp and "MLP" in part.name))
 
 
 def _components(run: Run, mode: Mode, recompute: Recompute, kinds: tuple[tuple[Part, ...], ...]) -> str:
