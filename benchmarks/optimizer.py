@@ -40,6 +40,7 @@ PUBLISHED = DecoderShape(hidden=2048, ffn=5632, layers=24, heads=16, vocab=32000
 TINY = DecoderShape(hidden=64, ffn=176, layers=3, heads=4, vocab=256)
 OPTIONS: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}
 WARM_UP, MEASURED = 2, 4
+GB = 10**9
 
 Build = Callable[[nn.Module], Any]
 
@@ -107,20 +108,21 @@ def rows() -> dict[str, Build]:
     for fraction in (0.25, 0.5, 1.0):
         table[f"ours {fraction:.0%}"] = ours(fraction, backward_overlap="update")
     table["ours 100% exact clipping"] = ours(1.0, max_grad_norm=1.0)
-    table["streamed 100% exact clipping"] = streamed(max_grad_norm=1.0)
-    table["streamed 100% exact clipping, 8 GB borrowed"] = streamed(
-        max_grad_norm=1.0, device_budget_bytes=8 * 10**9
-    )
-    # Whatever else the link carries waits for the chunk before it.
-    table["streamed 100% exact clipping, 8 GB borrowed, chunks of 16 MiB"] = streamed(
-        max_grad_norm=1.0, device_budget_bytes=8 * 10**9, chunk_bytes=16 * 2**20
-    )
     packed = {"hi_lo_masters": True, "moments_dtype": torch.bfloat16}
-    table["streamed 100% exact clipping, half masters"] = streamed(max_grad_norm=1.0, hi_lo_masters=True)
-    table["streamed 100% exact clipping, bf16 moments, half masters"] = streamed(max_grad_norm=1.0, **packed)
-    auto = {"split": "auto", "prefetch_bytes": 8 * 10**9, "max_grad_norm": 1.0}
-    table["auto split exact clipping"] = ours(1.0, **auto)
-    table["auto split exact clipping, bf16 moments, half masters"] = ours(1.0, **auto, **packed)
+    forms = {"": {}, ", half masters": {"hi_lo_masters": True}, ", bf16 moments, half masters": packed}
+    for name, form in forms.items():
+        clipped = {"max_grad_norm": 1.0, **form}
+        table[f"streamed 100% exact clipping{name}"] = streamed(**clipped)
+        table[f"streamed 100% exact clipping{name}, 8 GB borrowed"] = streamed(
+            device_budget_bytes=8 * GB, **clipped
+        )
+        table[f"auto split exact clipping{name}"] = ours(1.0, split="auto", prefetch_bytes=8 * GB, **clipped)
+    # What auto chooses between: is it the best?
+    for cpu in (0.1, 0.2, 0.3):
+        split = (0.0, 1 - cpu, cpu)
+        table[f"split 0/{1 - cpu:.0%}/{cpu:.0%} exact clipping"] = ours(
+            1.0, split=split, prefetch_bytes=8 * GB, max_grad_norm=1.0
+        )
     # Peers last: what one leaves behind on the GPU would count against those after it.
     table["torchao 100% bf16 states"] = torchao_offload
     for fraction in (0.25, 0.5, 1.0):

@@ -224,7 +224,7 @@ class SavedTensorEngine:
         else:
             original = flat_bytes(extent.storage, extent.start, extent.size_bytes)
         stored = self.tier.store(original, after=self.device.record())
-        self.room.hold(stored.stored, original)
+        self.room.hold(self._run, stored.stored, original)
         self.offloaded_bytes += extent.size_bytes
         copied = Copied(self.device, stored, extent.size_bytes)
         return SavedStorage(self._run, extent, copied, version=tensor._version, in_flight=original)

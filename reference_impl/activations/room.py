@@ -12,6 +12,8 @@ is open; without one the fewest remain the rule. What a run of another length le
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Literal
 
 import torch
@@ -36,6 +38,7 @@ class MeasuredStep:
         self.start_bytes = start_bytes
         self.phase: Phase = "forward"
         self._movable_bytes = 0
+        self._need_bytes = 0
         self.peak_bytes = 0
         self.needs: dict[Phase, list[int]] = {"forward": [], "loss": [], "backward": []}
         mark_peak(device)
@@ -56,25 +59,37 @@ class MeasuredStep:
         What this step leaves behind, as a first one does with the states of its optimizer, later steps find there.
         """
         left_bytes = max(live_bytes - self.start_bytes, 0)
-        self.end_segment("backward", movable_bytes, left_bytes=left_bytes)
+        self.end_span(movable_bytes, left_bytes=left_bytes)
+        self.end_segment("backward")
         self.start_bytes += left_bytes
 
-    def end_segment(self, phase: Phase, movable_bytes: int, *, left_bytes: int = 0) -> None:
-        """End the running segment and begin one of `phase`; `movable_bytes` are there by the engine's choice alone."""
+    def end_span(self, movable_bytes: int, *, left_bytes: int = 0) -> None:
+        """End the running part of a segment; `movable_bytes` are there by the engine's choice alone.
+
+        Between two calls nothing that is movable goes, so what was there at the start was there at the peak.
+        """
         peak = (marked_peak_bytes(self._device) or 0) - self.start_bytes - left_bytes
-        self.needs[self.phase].append(peak - min(self._movable_bytes, movable_bytes))
+        self._need_bytes = max(self._need_bytes, peak - min(self._movable_bytes, movable_bytes))
         self.peak_bytes = max(self.peak_bytes, peak)
-        self.phase, self._movable_bytes = phase, movable_bytes
+
+    def begin_span(self, movable_bytes: int) -> None:
+        """Go on in the running segment with `movable_bytes`: what has waited until now may be gone."""
+        self._movable_bytes = movable_bytes
         mark_peak(self._device)
 
+    def end_segment(self, phase: Phase) -> None:
+        """Begin a segment of `phase`, between two spans."""
+        self.needs[self.phase].append(self._need_bytes)
+        self.phase, self._need_bytes = phase, 0
+
     def settle(self, movable_bytes: int) -> None:
-        """Take it that `movable_bytes` are there until the running segment ends."""
+        """Take it that `movable_bytes` are there until the running span ends."""
         self._movable_bytes = movable_bytes
 
     def restart_segment(self, movable_bytes: int) -> None:
         """Begin the running segment anew."""
-        self._movable_bytes = movable_bytes
-        mark_peak(self._device)
+        self._need_bytes = 0
+        self.begin_span(movable_bytes)
 
 
 class Room:
@@ -122,34 +137,36 @@ class Room:
         self._free = {"forward": [], "loss": [], "backward": []}
         self.start_run(run)
 
-    def hold(self, copied: Event, original: torch.Tensor) -> None:
-        """Keep `original` on the device until it is `copied`."""
-        self.in_flight.hold(copied, original, original.numel())
+    def hold(self, run: Run, copied: Event, original: torch.Tensor) -> None:
+        """Keep the `original` of a storage of `run` on the device until it is `copied`."""
+        with self._letting_go(run):
+            self.in_flight.hold(copied, original, original.numel())
 
     def end_forward_segment(self, run: Run) -> None:
         """Go on to the next segment of the forward, with only as many copies waiting as it leaves room for."""
         self._segment += 1
         free = self._free["forward"]
-        self._trim(free[self._segment] if self._segment < len(free) else 0)
-        self._measure(run, "forward", self.in_flight.held_bytes)
+        with self._letting_go(run, "forward"):
+            self._trim(free[self._segment] if self._segment < len(free) else 0)
 
     def start_loss(self, run: Run) -> None:
         """Make room for what comes after the model's last block."""
         free = self._free["loss"]
-        self._trim(free[0] if free else 0)
-        self._measure(run, "loss", self.in_flight.held_bytes)
+        with self._letting_go(run, "loss"):
+            self._trim(free[0] if free else 0)
 
     def start_backward(self, run: Run) -> None:
         """Note that the loss's own backward is over."""
-        self._measure(run, "backward", self.in_flight.held_bytes)
+        with self._letting_go(run, "backward"):
+            self.in_flight.drain()
 
     def asked(self, run: Run) -> None:
         """Note that backward asks for the next storage, which ends a segment."""
-        self.in_flight.drain()
         if self._measuring is not None and self._measuring.phase != "backward":
             # Nobody said when backward began: the segment before the first storage is empty.
-            self._measure(run, "backward", self.in_flight.held_bytes)
-        self._measure(run, "backward", self._movable_bytes(run))
+            self.start_backward(run)
+        with self._letting_go(run, "backward"):
+            self.in_flight.drain()
 
     def settled(self, run: Run) -> None:
         """Note that what comes early in the running segment is there."""
@@ -178,9 +195,21 @@ class Room:
     def _trim(self, free_bytes: int) -> None:
         self.in_flight.trim(max(free_bytes, self._in_flight_bytes))
 
-    def _measure(self, run: Run, phase: Phase, movable_bytes: int) -> None:
-        if self._measuring is not None and self._measuring.is_about(run):
-            self._measuring.end_segment(phase, movable_bytes)
+    @contextmanager
+    def _letting_go(self, run: Run, phase: Phase | None = None) -> Iterator[None]:
+        """Around what lets originals go whose copies are over; with a `phase` a segment of it begins.
+
+        Until then they were there, and afterwards not: the peak of either side is judged by what it held.
+        """
+        measuring = self._measuring
+        if measuring is None or not measuring.is_about(run):
+            yield
+            return
+        measuring.end_span(self._movable_bytes(run))
+        yield
+        if phase is not None:
+            measuring.end_segment(phase)
+        measuring.begin_span(self._movable_bytes(run))
 
     def _learn(self, step: MeasuredStep, live_bytes: int) -> None:
         step.end(self.in_flight.held_bytes, live_bytes)

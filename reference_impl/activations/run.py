@@ -171,6 +171,10 @@ class Run:
         if after_copy:
             self._room.settled(self)
 
+    def take_over(self, original: torch.Tensor) -> None:
+        """Note that `original`, whose copy out is in flight, is held for backward: from now on it came early."""
+        self._in_flight.hand_over(original)
+
     def abandon(self, loaded: Event, buffer: torch.Tensor) -> None:
         """Keep `buffer`, which nobody needs any more, until its copy is over. Safe in a finalizer."""
         self._in_flight.leave(loaded, buffer)
@@ -193,10 +197,11 @@ class Run:
         while self._next < len(self._order):
             saved = self._pending(self._next)
             free.append(self._room.free_bytes(self._next))
-            if saved is not None and not saved.hold_on_device():
-                if not self._fits(saved.size_bytes, free):
+            if saved is not None and not saved.is_held:
+                # What waits for its copy out takes no more room by being held.
+                if not self._fits(0 if saved.is_on_device else saved.size_bytes, free):
                     break
-                saved.load()
+                saved.hold()
             self._next += 1
         for rank in range(self._next, min(self._next + _PREPARED_AHEAD, len(self._order))):
             saved = self._pending(rank)

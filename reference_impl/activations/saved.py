@@ -228,15 +228,27 @@ class SavedStorage:
         if token.round == self.round:
             self._served_one()
 
-    def hold_on_device(self) -> bool:
-        """Hold the bytes if they still are on the device; return whether they are."""
-        if self._buffer is None:
-            original = None if self._on_device is None else self._on_device()
-            if original is None:
-                return False
-            # `in_flight` counts these bytes.
+    @property
+    def is_held(self) -> bool:
+        """Whether the bytes are on the device for backward."""
+        return self._buffer is not None
+
+    @property
+    def is_on_device(self) -> bool:
+        """Whether the bytes are on the device, perhaps only until their copy out is over."""
+        return self.is_held or (self._on_device is not None and self._on_device() is not None)
+
+    def hold(self) -> None:
+        """Hold the bytes for backward: those that still are on the device, or else a copy that begins now."""
+        if self._buffer is not None:
+            return
+        original = None if self._on_device is None else self._on_device()
+        if original is None:
+            self.load()
+        else:
+            self._run.take_over(original)
             self._buffer = original
-        return True
+            self._count_ahead(True)
 
     def load(self) -> None:
         """Start bringing the bytes to the device, into memory of the live current stream."""
@@ -262,8 +274,7 @@ class SavedStorage:
         return flat
 
     def _bring(self, token: MovedTensor) -> torch.Tensor:
-        if not self.hold_on_device():
-            self.load()
+        self.hold()
         if not self._run.is_proving:
             self._count_ahead(False)
         flat = self._buffer

@@ -181,7 +181,7 @@ class DiskBytes:
         self._is_wanted = False
         self._is_written = False
         host = block.view(torch.uint8, (self._size_bytes,))
-        self.stored = tier.device.copy_out(host, source, after=(after, block.ready))
+        self.stored = tier.device.copy_out(host, source, after=(after, block.ready), for_threads=True)
         self._last_copy = self.stored
         self._writing: Future[None] = tier.writer.submit(self._write)
 

@@ -33,6 +33,17 @@ class InFlight:
             self._drop_reached()
             self._trim(self._limit_bytes)
 
+    def hand_over(self, references: object) -> None:
+        """Count `references` no more, since somebody else counts them now; they are kept until their event."""
+        with self._lock:
+            for entry in self._held:
+                event, held, size_bytes = entry
+                if held is references:
+                    self._held.remove(entry)
+                    self.held_bytes -= size_bytes
+                    self._left.append((event, references))
+                    return
+
     def leave(self, event: Event, references: object) -> None:
         """Keep `references`, uncounted, until `event`. Takes no lock, so a finalizer may call it."""
         self._left.append((event, references))

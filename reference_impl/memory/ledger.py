@@ -21,6 +21,7 @@ from reference_impl.device import Device
 from reference_impl.memory.host import host_book, host_storages
 
 _active: list[_StorageWatch] = []
+_open_on_cuda: list[Ledger] = []
 
 
 class _StorageWatch(TorchDispatchMode):
@@ -89,8 +90,10 @@ def device_bytes(device: Device) -> int | None:
 
 
 def mark_peak(device: Device) -> None:
-    """Start a new peak for `marked_peak_bytes`. On CUDA this is the allocator's own peak, which it resets."""
+    """Start a new peak for `marked_peak_bytes`. On CUDA this is the allocator's own, which open ledgers read first."""
     if device.is_cuda:
+        for ledger in _open_on_cuda:
+            ledger.read_peak()
         torch.cuda.reset_peak_memory_stats(device.torch_device)
     elif _active:
         _active[-1].marked_peak_bytes = _active[-1].live_bytes
@@ -118,6 +121,7 @@ class Ledger:
         self._device = device
         self._watch = None if device.is_cuda else _StorageWatch()
         self._track = list(track)
+        self._peak_bytes = 0
 
     def __enter__(self) -> Ledger:
         """Start both peaks from what is live now."""
@@ -125,6 +129,8 @@ class Ledger:
             self._watch.watch(self._track)
             self._watch.__enter__()  # type: ignore[no-untyped-call]
             _active.append(self._watch)
+        else:
+            _open_on_cuda.append(self)
         self._track.clear()
         self.reset_peak()
         return self
@@ -136,14 +142,22 @@ class Ledger:
         if self._watch is not None:
             _active.remove(self._watch)
             self._watch.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+        else:
+            self.read_peak()
+            _open_on_cuda.remove(self)
 
     def reset_peak(self) -> None:
         """Start both peaks from what is live now."""
         host_book.reset_peak()
         if self._watch is None:
-            torch.cuda.reset_peak_memory_stats(self._device.torch_device)
+            mark_peak(self._device)
+            self._peak_bytes = 0
         else:
             self._watch.peak_bytes = self._watch.live_bytes
+
+    def read_peak(self) -> None:
+        """Take over the allocator's peak, which somebody is about to reset."""
+        self._peak_bytes = max(self._peak_bytes, torch.cuda.max_memory_allocated(self._device.torch_device))
 
     @property
     def device_bytes(self) -> int:
@@ -155,9 +169,11 @@ class Ledger:
     @property
     def peak_device_bytes(self) -> int:
         """Most bytes that lived on the device tier at once since the last reset."""
-        if self._watch is None:
-            return torch.cuda.max_memory_allocated(self._device.torch_device)
-        return self._watch.peak_bytes
+        if self._watch is not None:
+            return self._watch.peak_bytes
+        if self in _open_on_cuda:
+            self.read_peak()
+        return self._peak_bytes
 
     @property
     def host_bytes(self) -> int:

@@ -10,15 +10,17 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 import torch
 
-from reference_impl.device import Device
+from reference_impl.device import Device, Event
 from reference_impl.memory.arena import HostArena
 from reference_impl.memory.slab import Slab
 from reference_impl.memory.spill_file import SpillFile
 
 _TRIES = 3
+_COPIES_A_TRY = 8
 
 
 def best_seconds(run: Callable[[], object], *, tries: int = _TRIES) -> float:
@@ -42,34 +44,74 @@ class CopyRates:
     duplex: float
 
 
+class _Copies:
+    """Pinned copies of `size_bytes` each way, side by side."""
+
+    def __init__(self, device: Device, size_bytes: int) -> None:
+        self._device = device
+        self._arena = HostArena(device)
+        self._hosts = [self._arena.allocate(size_bytes).view(torch.uint8, (size_bytes,)) for _ in range(2)]
+        self._ours = [
+            torch.zeros(size_bytes, dtype=torch.uint8, device=device.torch_device) for _ in range(2)
+        ]
+
+    def out(self) -> Event:
+        return self._device.copy_out(self._hosts[0], self._ours[0], after=[self._device.record()])
+
+    def back(self) -> Event:
+        return self._device.copy_in(self._ours[1], self._hosts[1], after=[self._device.record()])
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._arena.close()
+
+
 def copy_rates(device: Device, size_bytes: int) -> CopyRates:
     """Copy `size_bytes` each way."""
-    arena = HostArena(device)
-    hosts = [arena.allocate(size_bytes).view(torch.uint8, (size_bytes,)) for _ in range(2)]
-    ours = [torch.zeros(size_bytes, dtype=torch.uint8, device=device.torch_device) for _ in range(2)]
+    with _Copies(device, size_bytes) as copies:
 
-    def out() -> None:
-        device.copy_out(hosts[0], ours[0], after=[device.record()])
+        def seconds(*directions: Callable[[], Event]) -> float:
+            def run() -> None:
+                for start in directions:
+                    start()
+                device.synchronize()
 
-    def back() -> None:
-        device.copy_in(ours[1], hosts[1], after=[device.record()])
+            return best_seconds(run)
 
-    def seconds(*copies: Callable[[], None]) -> float:
-        def run() -> None:
-            for copy in copies:
-                copy()
-            device.synchronize()
-
-        return best_seconds(run)
-
-    try:
         return CopyRates(
-            d2h=size_bytes / seconds(out),
-            h2d=size_bytes / seconds(back),
-            duplex=2 * size_bytes / seconds(out, back),
+            d2h=size_bytes / seconds(copies.out),
+            h2d=size_bytes / seconds(copies.back),
+            duplex=2 * size_bytes / seconds(copies.out, copies.back),
         )
-    finally:
-        arena.close()
+
+
+def host_rate(device: Device, size_bytes: int) -> float:
+    """Return bytes/s of host memory, read and written, while copies run both ways and all cores update in place.
+
+    That is what shares of an update contend for. `triad_rate` is less: it writes lines that it has not read, which
+    the cores then read first and nobody counts.
+    """
+    updated, read = (torch.ones(size_bytes // 4) for _ in range(2))
+    with _Copies(device, size_bytes) as copies:
+
+        def moved_bytes() -> int:
+            ends = [start() for _ in range(_COPIES_A_TRY) for start in (copies.out, copies.back)]
+            updates = 0
+            while updates == 0 or not all(end.query() for end in ends):
+                updated.add_(read, alpha=2)
+                updates += 1
+            device.synchronize()
+            return (len(ends) + 3 * updates) * size_bytes
+
+        def rate() -> float:
+            start = time.perf_counter()
+            moved = moved_bytes()
+            return moved / (time.perf_counter() - start)
+
+        rate()
+        return max(rate() for _ in range(_TRIES))
 
 
 def triad_rate(size_bytes: int) -> float:

@@ -1,10 +1,11 @@
 """One large piece of host memory, page-locked when copies are to read or write it.
 
-Pinning is where the first step's time goes: `torch.empty(pin_memory=True)` pins about 2.5 GiB/s and rounds
-sizes up to powers of two, while a slab that several threads touch and that is registered once pins above
-8 GiB/s (measured on one NVIDIA H200 host, 16 cores). The mapping is private, because only private memory gets huge
-pages where the host leaves shared memory at small ones, which is the default: huge pages are zeroed faster, and by
-more threads at once. A slab does not hand out parts of itself; `arena` does.
+Pinning is where the first step's time goes: `torch.empty(pin_memory=True)` pins 3 GiB/s and rounds sizes up to powers
+of two, while a slab of huge pages that a few threads touch and that is registered once pins 7.5 to 8.5 GiB/s (measured
+on one NVIDIA H200 host, 16 virtual cores; a page that the virtual machine has never had before costs its host a fault
+too, and then all of this is 2.5 to 4 GiB/s). The mapping is private, because only private memory gets huge pages where
+the host leaves shared memory at small ones, which is the default. A slab does not hand out parts of itself; `arena`
+does.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from reference_impl.memory.host import HostMemoryError, available_bytes, host_bo
 
 _HUGE_PAGE_BYTES = 2 * 2**20
 _RESERVE_BYTES = 2**30
-# The threads that launch kernels need cores too, and small pages, where there are no huge ones, are touched slower by
-# many: on one H200 host 4 threads touched 7.9 GiB/s of them, 16 threads 5.7 GiB/s.
-TOUCHING_THREADS = max(1, min(8, len(os.sched_getaffinity(0)) // 2))
+# More gain nothing, and the threads that launch kernels need cores too: on one H200 host 2, 4, 8 and 16 threads touched
+# and registered huge pages at 7.8, 7.5, 7.0 and 6.8 GiB/s, and 4 and 16 touched small ones at 7.9 and 5.7 GiB/s.
+TOUCHING_THREADS = max(1, min(4, len(os.sched_getaffinity(0)) // 2))
 # Linux 5.14; Python's mmap module does not name it, and holds the interpreter lock while it advises.
 _MADV_POPULATE_WRITE = 23
 _libc = ctypes.CDLL(None)

@@ -20,7 +20,7 @@ import torch
 
 from reference_impl.device import Device
 from reference_impl.memory.host import available_bytes
-from reference_impl.memory.rates import copy_rates, triad_rate
+from reference_impl.memory.rates import copy_rates, host_rate
 from reference_impl.optimizers.cpu_rate import cpu_update_rates
 from reference_impl.optimizers.layout import local_numel
 from reference_impl.optimizers.schedule import cpu_budget
@@ -35,7 +35,8 @@ from reference_impl.optimizers.split import (
 
 _LOG = logging.getLogger(__name__)
 # Large against the start of a copy or a thread, small against the three seconds that a constructor may take.
-_COPY_BYTES, _TRIAD_BYTES, _UPDATED = 2**28, 2**27, 2**26
+_COPY_BYTES, _UPDATED = 2**28, 2**26
+_UPDATES = ("cpu_with_copies_Gparam_s", "streamed_Gparam_s", "both_Gparam_s", "both_cpu_share")
 
 Profile = Mapping[str, Any] | str | Path
 
@@ -87,11 +88,7 @@ def machine_rates(device: Device, profile: Profile | None = None) -> MachineRate
         ours = {"gpu": device.name, "cpus": len(os.sched_getaffinity(0))}
         theirs = {name: hardware[name] for name in ours}
         if theirs == ours:
-            return MachineRates(
-                link_bytes_per_s=hardware["duplex_total_GBs"] * 1e9 / 2,
-                host_bytes_per_s=hardware["host_triad_GBs"] * 1e9,
-                cpu_elements_per_s=hardware["cpu_adam_fused_Gparam_s"] * 1e9,
-            )
+            return _rates_of(hardware)
         warnings.warn(
             f"the profile is of {theirs}; expected one of this machine, {ours}; it is probed now, try `offload "
             "probe` to keep the result",
@@ -100,10 +97,26 @@ def machine_rates(device: Device, profile: Profile | None = None) -> MachineRate
     return _short_probe(device)
 
 
+def _rates_of(hardware: Mapping[str, Any]) -> MachineRates:
+    """Return the rates that a profile's whole updates have shown, those of bf16 weights with fp32 states."""
+    each = state_bytes([(1, 2)], moments=2)
+    cpu, streamed, both, share = (hardware[name] for name in _UPDATES)
+    host = max(
+        cpu * each.cpu_traffic,
+        streamed * each.streamed_traffic,
+        both * (share * each.cpu_traffic + (1 - share) * each.streamed_traffic),
+    )
+    return MachineRates(
+        link_bytes_per_s=hardware["duplex_total_GBs"] * 1e9 / 2,
+        host_bytes_per_s=host * 1e9,
+        cpu_elements_per_s=hardware["cpu_adam_fused_Gparam_s"] * 1e9,
+    )
+
+
 def _hardware(profile: Profile) -> Mapping[str, Any]:
     document = profile if isinstance(profile, Mapping) else json.loads(Path(profile).read_text("utf-8"))
     hardware: Mapping[str, Any] = document.get("hardware", {})
-    for name in ("gpu", "cpus", "duplex_total_GBs", "host_triad_GBs", "cpu_adam_fused_Gparam_s"):
+    for name in ("gpu", "cpus", "duplex_total_GBs", "cpu_adam_fused_Gparam_s", *_UPDATES):
         if name not in hardware:
             raise ValueError(
                 f"the profile has no hardware.{name}; expected what reference_impl.probe returns; try `offload probe`"
@@ -120,7 +133,7 @@ def _short_probe(device: Device) -> MachineRates:
     threads = cpu_budget()
     rates = MachineRates(
         link_bytes_per_s=copy_rates(device, _COPY_BYTES // less).duplex / 2,
-        host_bytes_per_s=triad_rate(_TRIAD_BYTES // less),
+        host_bytes_per_s=host_rate(device, _COPY_BYTES // less),
         cpu_elements_per_s=cpu_update_rates(device, _UPDATED // less, [threads])[threads],
     )
     _LOG.info("probed this machine for %.1f s: %s", time.perf_counter() - began, rates)

@@ -68,7 +68,7 @@ class GradientMover:
             self._device.wait(member.published)
             for piece in member.pieces:
                 self._wires[piece].copy_(flat[piece.start : piece.stop], non_blocking=True)
-            member.arrival = self._device.record()
+            member.arrival = self._device.record(for_threads=True)
         self._in_flight.hold(member.arrival, gradient, gradient.nbytes)
 
     def take_norms(self) -> list[torch.Tensor]:

@@ -65,7 +65,7 @@ def check_travel(travel: Travel, algorithm: Algorithm, device: Device) -> None:
 
 
 class Homes:
-    """Makes chunks of elements whose fp32 states `moments`, and masters if they travel, are `chunk_bytes` at most."""
+    """Makes chunks whose states, as they travel, are `chunk_bytes` at most."""
 
     def __init__(
         self, device: Device, *, moments: tuple[str, ...], chunk_bytes: int, travel: Travel, remedy: str
@@ -80,7 +80,7 @@ class Homes:
 
     def elements(self, dtype: torch.dtype) -> int:
         """Return how many elements of a parameter of `dtype` a chunk holds at most."""
-        fields = self._travel.unpacked(dtype, self._moments)
+        fields = self._travel.fields(dtype, self._moments)
         return self._chunk_bytes // _bytes(fields) // ALIGNMENT * ALIGNMENT
 
     def slot_bytes(self, dtype: torch.dtype) -> int:

@@ -30,7 +30,7 @@ class Slots:
         self._device = device
         self._slot_bytes = 0
         self._stay = self._most = self._count = 0
-        self._leaving: list[Slot] = []
+        self._leaving: deque[Slot] = deque()
         self.idle: deque[Slot] = deque()
 
     def make(self, slot_bytes: int, *, stay: int, most: int) -> None:
@@ -57,7 +57,7 @@ class Slots:
             # The first copy into it must run behind whatever used this memory before.
             slot.free = self._device.record()
         elif self._leaving and self._fits(borrowed, room_bytes):
-            slot = self._leaving.pop(0)
+            slot = self._leaving.popleft()
         else:
             return False
         self._count += 1
@@ -89,8 +89,9 @@ class Slots:
         self.reap()
 
     def reap(self) -> None:
-        """Free the slots that have left and that no copy reads any more."""
-        self._leaving = [slot for slot in self._leaving if not slot.free.query()]
+        """Free the slots that have left and that no copy reads any more, in the order in which they left."""
+        while self._leaving and self._leaving[0].free.query():
+            self._leaving.popleft()
 
     @property
     def full(self) -> bool:

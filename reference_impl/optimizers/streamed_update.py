@@ -1,10 +1,12 @@
 """Chunks pass through the GPU: in, updated by the fused kernel, and out again, all three at once.
 
 Copies in run on the H2D stream, updates on a stream of their own, copies out on the D2H stream; a chunk's events
-order the three, and a slot's event orders its next chunk behind its last. The host waits for nothing, and queues no
-more than `_AHEAD` chunks beyond what somebody waits for: a full launch queue would make it wait until most of the
-update is done, before the forward that should hide it has been launched. Slots that fall free at the end take the
-first chunks of the next step, which therefore arrive behind forward and backward.
+order the three, and a slot's event orders its next chunk behind its last. As soon as a chunk's way out is queued, the
+next that is still to come is given its slot, long before its own turn, so that both directions of the link begin at
+once. The host waits for nothing, and queues no more than `_AHEAD` chunks beyond what somebody waits for: a full launch
+queue would make it wait until most of the update is done, before the forward that should hide it has been launched.
+Slots that fall free at the end take the first chunks of the next step, which therefore arrive behind forward and
+backward.
 
 It knows chunks and gradients; which of them take part, and who waits for the weights, is `streamed_share`.
 """
@@ -30,8 +32,8 @@ from reference_impl.optimizers.streamed_scratch import Scratch
 from reference_impl.optimizers.streamed_slots import LEAST_SLOTS, Slots
 from reference_impl.optimizers.verdict import Verdict
 
-# Ten launches a chunk, of about a thousand that a stream holds before the host has to wait.
-_AHEAD = 40
+# Up to ten launches a chunk, of about a thousand that a stream holds before the host has to wait.
+_AHEAD = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +63,7 @@ class StreamedUpdate:
         self._loaded: dict[Chunk, tuple[Slot, Event]] = {}
         self._next: list[Chunk] = []
         self._due: deque[Chunk] = deque()
-        self._to_come = 0
+        self._to_come: deque[Chunk] = deque()
         self._chunks_until: dict[Member, int] = {}
         self._round: StreamedRound | None = None
         self._ready: Event = REACHED
@@ -87,10 +89,10 @@ class StreamedUpdate:
         self.finish()
         self._round, self._ready = round_, self._device.record()
         self._next, self._due = list(chunks), deque(chunks)
-        self._to_come = sum(not chunk.resident and chunk not in self._loaded for chunk in chunks)
         self._chunks_until = {
             piece.member: count for count, chunk in enumerate(chunks, start=1) for piece in chunk.pieces
         }
+        self._expect()
         self._advance(max(at_once, _AHEAD))
 
     def queue(self, members: Iterable[Member]) -> None:
@@ -119,9 +121,21 @@ class StreamedUpdate:
             buffer = _buffer(chunk, slot)
             updated = self._update(chunk, buffer, after=(self._ready, arrived))
             slot.free = chunk.stored = self._device.copy_out(chunk.home, buffer, after=(updated,))
-            self.slots.put(slot, needed=self._to_come)
+            self.slots.put(slot, needed=len(self._to_come))
+            self._load_ahead()
         for piece in chunk.pieces:
             self.updated[piece.member] = updated
+
+    def _expect(self) -> None:
+        """Note which chunks of this step are still to come, and begin with them."""
+        self._to_come = deque(
+            chunk for chunk in self._due if not chunk.resident and chunk not in self._loaded
+        )
+        self._load_ahead()
+
+    def _load_ahead(self) -> None:
+        while self._to_come and self.slots.idle:
+            self._load(self._to_come.popleft())
 
     def _prefetch(self) -> None:
         """Start bringing in the next step's first chunks, each once one of the slots that stay falls free."""
@@ -131,7 +145,7 @@ class StreamedUpdate:
             if not self.slots.idle:
                 return
             if not chunk.resident and chunk not in self._loaded:
-                self._loaded[chunk] = self._load(chunk)
+                self._load(chunk)
 
     def borrow(self, chunks: deque[Chunk], *, room_bytes: int | None) -> None:
         """Bring in `chunks`, the next step's first, taking them from the left, as far as buffers can be borrowed.
@@ -143,7 +157,7 @@ class StreamedUpdate:
         while chunks and (self.slots.idle or self.slots.borrow(room_bytes)):
             chunk = chunks.popleft()
             if not chunk.resident and chunk not in self._loaded:
-                self._loaded[chunk] = self._load(chunk)
+                self._load(chunk)
 
     def forget(self) -> None:
         """Let go of chunks that have come in for the next step, and wait until their homes may be written."""
@@ -163,20 +177,20 @@ class StreamedUpdate:
         self.slots = Slots(self._device)
 
     def _take(self, chunk: Chunk) -> tuple[Slot, Event]:
-        if chunk in self._loaded:
-            return self._loaded.pop(chunk)
-        if not self.slots.idle:
+        """Return where `chunk` is or will be, and the event after which it is there."""
+        if chunk not in self._loaded:
             # The order has changed since the prefetch: what came in last is needed last.
-            evicted, (slot, arrived) = self._loaded.popitem()
-            self._to_come += evicted in self._due
+            _, (slot, arrived) = self._loaded.popitem()
             slot.free = arrived
             self.slots.put(slot, needed=1)
-        self._to_come -= 1
-        return self._load(chunk)
+            self._load(chunk)
+            self._expect()
+        return self._loaded.pop(chunk)
 
-    def _load(self, chunk: Chunk) -> tuple[Slot, Event]:
+    def _load(self, chunk: Chunk) -> None:
         slot = self.slots.idle.popleft()
-        return slot, self._device.copy_in(_buffer(chunk, slot), chunk.home, after=(slot.free, chunk.stored))
+        arrived = self._device.copy_in(_buffer(chunk, slot), chunk.home, after=(slot.free, chunk.stored))
+        self._loaded[chunk] = slot, arrived
 
     def _update(self, chunk: Chunk, buffer: torch.Tensor, *, after: tuple[Event, ...]) -> Event:
         """Unpack, run the fused kernel on the pieces that have a gradient, round masters to weights, pack."""

@@ -61,7 +61,8 @@ class Verdict:
         self._numbers = torch.stack([self.grad_scale, self.found_inf])
         self._arena, self._block = arena, arena.allocate(8)
         self._host = self._block.view(torch.float32, (2,))
-        self._arrival = device.copy_out(self._host, self._numbers, after=[device.record()])
+        now = device.record()
+        self._arrival = device.copy_out(self._host, self._numbers, after=[now], for_threads=True)
 
     def read(self) -> tuple[torch.Tensor | None, bool]:
         """Wait for the numbers; return the host's scale (None for exactly 1) and whether to skip. Once only."""

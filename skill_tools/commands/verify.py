@@ -11,6 +11,7 @@ predicted within 5 percent, 1 one does not, 2 unusable input or no torch, 3 a fa
 import argparse
 import importlib
 import json
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -35,6 +36,8 @@ def add_device(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Verify and print; raises `UnusableInput` without torch or for a device that is not there."""
+    # Read when torch starts: without it a block may have up to 1 MiB more than was asked for, and peaks are judged.
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     device = chosen_device(args.device)
     with progress() as on_step:
         document = _mechanisms(device, on_step) if args.plan is None else _plan(device, args.plan, on_step)

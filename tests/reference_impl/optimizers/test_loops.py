@@ -123,7 +123,7 @@ def test_peaks_fall_with_the_fraction_and_losses_stay(device):
         losses.append(seen)
     # One element's rounding apart at most: CPU and GPU kernels differ in the last bit.
     for seen in losses:
-        assert seen == pytest.approx(losses[0], rel=1e-6)
+        assert seen == pytest.approx(losses[0], rel=1e-5)
     two_buckets_bytes = 2 * 2**14 * 4
     assert all(after <= before + two_buckets_bytes for before, after in itertools.pairwise(peaks))
     numel = 6 * (256 * 256 + 256)

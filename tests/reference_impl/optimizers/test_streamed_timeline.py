@@ -58,7 +58,7 @@ class Clocks(CpuTwin):
     def work(self, duration):
         self.now[self.stream] += duration
 
-    def record(self):
+    def record(self, *, for_threads=False):
         return Moment(self, self.now[self.stream])
 
     def wait(self, event):
@@ -71,7 +71,7 @@ class Clocks(CpuTwin):
     def on_h2d(self):
         return self.on("h2d")
 
-    def copy_out(self, host, source, *, after):
+    def copy_out(self, host, source, *, after, for_threads=False):
         return self._copy("d2h", host, source, after)
 
     def copy_in(self, target, host, *, after):
@@ -150,6 +150,26 @@ def test_enough_borrowed_slots_hide_the_update_behind_forward_and_backward(clock
     assert step_ms <= 1.02 * (176 + 352)
     # More would not be given back by the end of forward either: the link is busy until then.
     assert held <= borrowed
+
+
+def test_both_ways_begin_at_once_however_many_chunks_came_early(clocks):
+    """A slot takes the next chunk that is to come as soon as its own is queued out, not when that one's turn is."""
+    param = torch.zeros(CHUNK * 100, dtype=torch.bfloat16)
+    member = Member(param, 0, 0, resident=0)
+    share = StreamedShare(
+        clocks, Adam(), chunk_bytes=CHUNK_BYTES, device_budget_bytes=83 * CHUNK_BYTES + 4 * CHUNK
+    )
+    share.add({member: Part(range(param.numel()))})
+    for _ in range(2):
+        share.gradient(member)
+        begun = max(clocks.now.values())
+        clocks.now = dict.fromkeys(clocks.now, begun)
+        share.update({member: torch.ones_like(param)}, None, GROUPS)
+        # 80 are there; nobody has waited for a weight yet, and the other 20 are on their way already.
+        arrive_ms = clocks.now["h2d"] - begun
+        share.wait_for([member])
+    share.close()
+    assert arrive_ms == pytest.approx(20 * COPY_MS, rel=0.1)
 
 
 def test_borrowed_slots_are_back_before_the_end_of_a_long_forward(clocks):

@@ -282,7 +282,7 @@ def test_everything_is_given_back(device):
         ({"split": (0.5, 0.5)}, "three shares"),
         ({"split": "all"}, "'auto' or three shares"),
         ({"split": (0, 1, 0), "offload_fraction": 0.5}, "beside offload_fraction"),
-        ({"split": (0, 1, 0), "offload_filter": lambda _: True}, "offload_filter"),
+        ({"split": (0, 1, 0), "offload_filter": bool}, "offload_filter"),
         ({"device_budget_bytes": 10**9}, "expected split='auto'"),
         ({"split": (0, 1, 0), "profile": {}}, "expected split='auto'"),
         ({"split": "auto", "profile": {}}, "no hardware.gpu"),
