@@ -2,8 +2,8 @@
 
 Every mechanism in this package is written once against `Device`. On CUDA a copy is asynchronous: it runs on a
 copy stream of its own, one for each direction, after the event it is given, and returns the event that marks
-its end. New weights, which a forward is about to need, have a stream of their own besides: they do not queue behind
-the gigabytes that others bring in ahead of time.
+its end. What somebody waits for has a stream of its own besides, each way: new weights, which a forward is about to
+need, and what threads of the host need, such as gradients. It does not queue behind the gigabytes of others.
 The CPU twin makes the same copies between two tiers of ordinary memory, at once, so that the same
 engine can be tested for values, lifetime and memory where there is no GPU.
 
@@ -95,6 +95,10 @@ class Device(ABC):
         """Make the D2H copy stream current. Nothing may be allocated inside."""
 
     @abstractmethod
+    def on_d2h_for_threads(self) -> AbstractContextManager[object]:
+        """Make the stream current on which goes out what threads wait for. Nothing may be allocated inside."""
+
+    @abstractmethod
     def on_h2d(self) -> AbstractContextManager[object]:
         """Make the H2D copy stream current. Nothing may be allocated inside."""
 
@@ -117,7 +121,7 @@ class Device(ABC):
 
         Returns the event of its end, see `record`. The caller keeps both tensors alive until then.
         """
-        with self.on_d2h():
+        with self.on_d2h_for_threads() if for_threads else self.on_d2h():
             for event in after:
                 self.wait(event)
             host.copy_(source, non_blocking=True)
@@ -136,13 +140,14 @@ class Device(ABC):
 
 
 class CudaDevice(Device):
-    """One CUDA device; D2H and H2D run side by side, each in order."""
+    """One CUDA device; D2H and H2D run side by side, each stream in order."""
 
     def __init__(self, torch_device: torch.device) -> None:
         """Make the copy streams, which live as long as the process."""
         super().__init__(torch_device)
         self.d2h = torch.cuda.Stream(torch_device)
         self.h2d = torch.cuda.Stream(torch_device)
+        self.d2h_for_threads = torch.cuda.Stream(torch_device, priority=-1)
         self.h2d_of_weights = torch.cuda.Stream(torch_device, priority=-1)
 
     @property
@@ -175,6 +180,10 @@ class CudaDevice(Device):
     def on_d2h(self) -> AbstractContextManager[object]:
         """Switch to the D2H stream."""
         return torch.cuda.stream(self.d2h)
+
+    def on_d2h_for_threads(self) -> AbstractContextManager[object]:
+        """Switch to the stream of what threads wait for."""
+        return torch.cuda.stream(self.d2h_for_threads)
 
     def on_h2d(self) -> AbstractContextManager[object]:
         """Switch to the H2D stream."""
@@ -222,6 +231,10 @@ class CpuTwin(Device):
         """Return at once."""
 
     def on_d2h(self) -> AbstractContextManager[object]:
+        """Return a context that changes nothing."""
+        return nullcontext()
+
+    def on_d2h_for_threads(self) -> AbstractContextManager[object]:
         """Return a context that changes nothing."""
         return nullcontext()
 

@@ -27,7 +27,6 @@ from reference_impl.optimizers.schedule import cpu_budget
 from reference_impl.optimizers.split import (
     MachineRates,
     Split,
-    StateBytes,
     fastest_split,
     state_bytes,
     update_seconds,
@@ -53,8 +52,12 @@ def chosen_split(
     ring_bytes: int,
     device_budget_bytes: int | None,
     host_budget_bytes: int | None,
+    prefetches: bool,
 ) -> Split:
     """Return what was `asked` for; for `auto` that with which one update of `params` takes least time, and log it.
+
+    Where the stream `prefetches` in backward, it works all step long, and a CPU share beside it, whose work begins only
+    after backward, made steps slower or no faster (`docs/optimizer-state-offloading.md`): so one or the other.
 
     By default the device holds no more than the ring, and the host may give 95 % of what it has. Raises ValueError
     for a device budget below the ring or a profile that is none, HostMemoryError for a host that is too small.
@@ -76,8 +79,9 @@ def chosen_split(
         ring_bytes=ring_bytes,
         device_budget_bytes=ring_bytes if device_budget_bytes is None else device_budget_bytes,
         host_budget_bytes=int(0.95 * available_bytes()) if host_budget_bytes is None else host_budget_bytes,
+        mixed=not prefetches,
     )
-    _say(split, elements, each, rates)
+    _say(split, update_seconds(split, elements, each, rates), elements)
     return split
 
 
@@ -140,8 +144,7 @@ def _short_probe(device: Device) -> MachineRates:
     return rates
 
 
-def _say(split: Split, elements: int, each: StateBytes, rates: MachineRates) -> None:
-    seconds = update_seconds(split, elements, each, rates)
+def _say(split: Split, seconds: float, elements: int) -> None:
     _LOG.info(
         "split of the optimizer's state: %.1f %% resident, %.1f %% streamed, %.1f %% on the CPU; one update of "
         "%d parameters takes %.3f s unless it hides",

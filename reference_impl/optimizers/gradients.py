@@ -63,7 +63,7 @@ class GradientMover:
             gradient = gradient.to(wire_dtype)
         flat = member.flat(gradient)
         computed = self._device.record()
-        with self._device.on_d2h():
+        with self._device.on_d2h_for_threads():
             self._device.wait(computed)
             self._device.wait(member.published)
             for piece in member.pieces:

@@ -98,8 +98,11 @@ def fastest_split(
     ring_bytes: int,
     device_budget_bytes: int,
     host_budget_bytes: int,
+    mixed: bool = True,
 ) -> Split:
     """Return the split with the least update time; `ring_bytes` of the device budget go to streaming.
+
+    Without `mixed` what leaves streams, or is updated on the CPU, as far as the host can hold it.
 
     Raises ValueError when the device budget is smaller than the ring, HostMemoryError when the host cannot hold
     what does not stay on the device.
@@ -115,7 +118,8 @@ def fastest_split(
     resident = (device_budget_bytes - ring_bytes) / everything
     leaving = 1 - resident
     least, most = _cpu_range(leaving, elements, each, host_budget_bytes)
-    candidates = [Split(resident, leaving - cpu, cpu) for cpu in _corners(leaving, least, most, each, rates)]
+    shares = _corners(leaving, least, most, each, rates) if mixed else (least, most)
+    candidates = [Split(resident, leaving - cpu, cpu) for cpu in shares]
     return min(candidates, key=lambda split: (update_seconds(split, elements, each, rates), split.cpu))
 
 

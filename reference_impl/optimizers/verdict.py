@@ -33,32 +33,41 @@ def judge(
         norm = reduce_norm_squared(norm.square()).sqrt()
     return Verdict(
         norm=norm,
-        loss_scale=torch.ones_like(norm) if loss_scale is None else loss_scale.to(norm.device),
-        max_norm=max_norm or float("inf"),
+        loss_scale=None if loss_scale is None else loss_scale.to(norm.device),
+        max_norm=max_norm,
         found=torch.zeros_like(norm) if found_inf is None else torch.as_tensor(found_inf, device=norm.device),
     )
 
 
 class Verdict:
-    """Scale and skip of one step: `grad_scale` and `found_inf`, 0-dim fp32 on the device."""
+    """Scale and skip of one step: `grad_scale` and `found_inf`, 0-dim fp32 on the device.
+
+    `grad_scale` is None where nothing scales: torch's fused SGD on CUDA rounds differently even for a scale of 1.
+    """
 
     def __init__(
-        self, *, norm: torch.Tensor, loss_scale: torch.Tensor, max_norm: float, found: torch.Tensor
+        self,
+        *,
+        norm: torch.Tensor,
+        loss_scale: torch.Tensor | None,
+        max_norm: float | None,
+        found: torch.Tensor,
     ) -> None:
         """Judge gradients of `norm` that carry `loss_scale`.
 
-        `max_norm` is the greatest norm allowed after unscaling, infinity for none. `found` is not 0 when
-        somebody else has already found an overflow.
+        `max_norm` is the greatest norm allowed after unscaling. `found` is not 0 when somebody else has already found
+        an overflow.
         """
-        self.norm = norm / loss_scale
-        clip = torch.clamp((self.norm + 1e-6) / max_norm, min=1.0)
-        self.grad_scale = loss_scale * clip
+        scale = torch.ones_like(norm) if loss_scale is None else loss_scale
+        self.norm = norm / scale
+        self._scale = scale * torch.clamp((self.norm + 1e-6) / (max_norm or float("inf")), min=1.0)
+        self.grad_scale = None if loss_scale is None and max_norm is None else self._scale
         self.found_inf = (~torch.isfinite(norm) | (found != 0)).float()
         self._arrival: Event | None = None
 
     def send(self, device: Device, arena: HostArena) -> None:
         """Start the way of both numbers to the host, for the workers."""
-        self._numbers = torch.stack([self.grad_scale, self.found_inf])
+        self._numbers = torch.stack([self._scale, self.found_inf])
         self._arena, self._block = arena, arena.allocate(8)
         self._host = self._block.view(torch.float32, (2,))
         now = device.record()

@@ -55,7 +55,7 @@ def _streamed(scale: Scale, reference: Reference) -> Mechanism:
 
 
 def _halved(scale: Scale, reference: Reference) -> Mechanism:
-    numel, chunk = reference.workload.parameters, scale.chunk_bytes // STATE_BYTES
+    numel, chunk = reference.workload.parameters, scale.chunk_bytes // _HALVED_BYTES
     # Master, exp_avg_sq and weight are unpacked beside the gradients.
     device_bytes = chunk * (_SLOTS * _HALVED_BYTES + 4 + 4 + 4 + 2)
     return Mechanism(

@@ -5,7 +5,6 @@ import dataclasses
 import pytest
 import torch
 from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from reference_impl.activations import ActivationOffloader, activation_offloader, budget_policy
 from reference_impl.activations.budget import BudgetError, ProfiledStorage, StepProfile
@@ -13,19 +12,18 @@ from reference_impl.activations.budget_policy import BudgetPolicy
 from reference_impl.activations.policy import Decision
 from reference_impl.memory.ledger import Ledger
 from reference_impl.memory.link import LinkSpeed
+from reference_impl.training.kernels import kernels
 
 SMALL = {"min_bytes": 1024}
 
 
 @pytest.fixture
 def long_trainee(trainee, device):
-    """More tokens, so that activations outweigh weights; on CUDA with the only attention that repeats itself."""
+    """More tokens, so that activations outweigh weights, with kernels that repeat themselves bit by bit."""
     trainee.ids = torch.randint(512, (2, 8192 if device.is_cuda else 1024), device=device.torch_device)
-    if not device.is_cuda:
-        yield trainee
-        return
-    trainee.model.to(torch.bfloat16)
-    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+    # The attention that adds in a fixed order takes half precision only.
+    trainee.model.to(torch.bfloat16 if device.is_cuda else torch.float32)
+    with kernels(device, fixed_order=True):
         yield trainee
 
 
