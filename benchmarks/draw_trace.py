@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
+from collections import Counter
 from collections.abc import Iterable
 from html import escape
 from pathlib import Path
@@ -58,8 +59,12 @@ def second_step(events: list[dict[str, object]]) -> dict[str, list[Interval]]:
 
 def _part(events: list[dict[str, object]], found: dict[str, list[Interval]]) -> Interval:
     """Return where the part to draw begins and ends, in microseconds."""
-    # The host runs ahead: where the device's own marks are, they say when a step was computed.
-    repeated = _marks(events, REPEATED, "gpu_user_annotation") or _marks(events, REPEATED, "user_annotation")
+    # The host runs ahead: where the device's own marks are, they say when a step was computed, each on its stream.
+    kernels = Counter(event.get("tid") for event in events if event.get("cat") == "kernel")
+    computing = [event for event in events if kernels and event.get("tid") == kernels.most_common(1)[0][0]]
+    repeated = _marks(computing, REPEATED, "gpu_user_annotation") or _marks(
+        events, REPEATED, "user_annotation"
+    )
     if len(repeated) > 1:
         return repeated[-2], repeated[-1]
     marks = _marks(events, STEP, "user_annotation")
@@ -83,7 +88,7 @@ def svg(found: dict[str, list[Interval]], title: str) -> str:
             "the step to draw has no kernel, copy or update; expected a trace made on a CUDA device"
         )
     end_ms = max(stop for intervals in found.values() for _, stop in intervals)
-    scale = (WIDTH - LEFT - 20) / end_ms
+    scale = (WIDTH - LEFT - 30) / end_ms
     height = 40 + LANE * len(drawn) + 30
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" font-family="sans-serif" '

@@ -2,7 +2,7 @@
 
 import os
 
-# Read when the first kernel runs: deterministic kernels ask for a fixed size, and a large one would count as the step's.
+# Read when the first kernel runs: deterministic ones ask for a fixed size, and a large one would count as the step's.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":16:8")
 # Otherwise a block may have up to 1 MiB more than was asked for, as the allocator happens to find it.
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")

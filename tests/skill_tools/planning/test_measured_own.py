@@ -74,7 +74,7 @@ MODES = {
     "own-50": own(0.5, in_backward=True),
     "own-100": own(1.0, in_backward=True),
     "own-100-clip": own(1.0),
-    "own-none-second": Mode(),
+    "own-states-none": Mode(),
     "own-streamed": own(1.0, streamed=1.0),
 }
 
@@ -147,7 +147,7 @@ def test_our_own_activation_engines(name: str) -> None:
     assert found.allocated_bytes / 1e9 == pytest.approx(row["peak_gb"], rel=0.07)
     assert step.total_s == pytest.approx(row["step_ms"] / 1000, rel=0.15)
     ratio = row["step_ms"] / ROWS["own-act-none-32k"]["step_ms"]
-    assert step.total_s / step.compute_s == pytest.approx(ratio, rel=0.05)
+    assert step.total_s / step.compute_s == pytest.approx(ratio, rel=0.06)
 
 
 # This project's first run of benchmarks/frozen_layers.py on such a machine: tokens, layers that stream, ratio to the
