@@ -43,8 +43,8 @@ def test_known_machines(link, host, cpu, seconds, cpu_share):
 
 def rows_of_the_page():
     page = (Path(__file__).parents[3] / "docs/optimizer-state-offloading.md").read_text("utf-8")
-    lines = page.split("<!-- table: split -->")[1].strip().splitlines()[2:]
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
+    table = page.split("<!-- table: split -->")[1].strip().split("\n\n")[0]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
 
 
 @pytest.mark.parametrize("row", rows_of_the_page(), ids=lambda row: row[0])
