@@ -48,7 +48,11 @@ def _activations(run: Run) -> Iterator[_Part]:
 
 
 def _weights(config: Config, run: Run) -> Iterator[_Part]:
-    """Yield the ways to keep weights; what DeepSpeed's own JSON decides stays as it is."""
+    """Yield the ways to keep weights; what DeepSpeed's own JSON decides stays as it is.
+
+    Each says whether layers are streamed, so that "nothing to change" is said of the run as it is.
+    """
+    held: dict[str, object] = {"layer_offloading": False}
     if config.value("deepspeed"):
         mode = current(config, run)
         arguments: dict[str, object] = {
@@ -56,13 +60,13 @@ def _weights(config: Config, run: Run) -> Iterator[_Part]:
             "optimizer_fraction": mode.optimizer_fraction,
             "optimizer_engine": mode.optimizer_engine,
         }
-        yield arguments, "", (), {}
+        yield arguments, "", (), held
     elif config.value("fsdp") or config.value("fsdp_config"):
         key = "fsdp_config.offload_params"
-        yield {}, "", (), {key: False}
-        yield {"offload_parameters": True}, "FSDP parameter offload", (SHARDED,), {key: True}
+        yield {}, "", (), {**held, key: False}
+        yield {"offload_parameters": True}, "FSDP parameter offload", (SHARDED,), {**held, key: True}
     else:
-        yield {}, "", (), {"layer_offloading": False}
+        yield {}, "", (), held
         if run.adapter is not None:
             layers: dict[str, object] = {
                 "weight_layers": run.shape.num_layers,

@@ -96,8 +96,11 @@ def current(config: Config, run: Run) -> Mode:
 
 
 def _offloads_parameters(config: Config) -> bool:
+    """Whether the weights wait on the host; DeepSpeed's `offload_param` needs them sharded, at stage 3."""
     if fields.flag(config, "fsdp_config.offload_params"):
         return True
+    if _shard_stage(config) < 3:
+        return False
     return fields.text(config, "deepspeed.zero_optimization.offload_param.device") == "cpu"
 
 
