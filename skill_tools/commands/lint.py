@@ -8,12 +8,14 @@ files are one, composed in the framework's own precedence:
   offload lint recipe.py --overrides "model.cpu_offloading=true" overrides.yaml
   offload lint run.sh --target megatron-core==0.16.1 --target transformer-engine==2.12
 
-Exit codes: 0 no finding at or above --fail-on, 1 findings, 2 unusable input, 3 a fault of this tool.
+Exit codes: 0 no finding at or above --fail-on, 1 findings, 2 unusable input, 3 a fault of this tool; with --diff
+those of the files as they are, with --fix those of the files as they have become.
 A comment `# offload: ignore[RULE] reason` on a finding's line, or above it, suppresses it.
 """
 
 import argparse
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -28,7 +30,7 @@ from skill_tools.rules import suppress
 from skill_tools.rules.finding import Severity, Verdict
 from skill_tools.rules.knowledge import load_rules
 from skill_tools.rules.lint import lint
-from skill_tools.rules.repair import Judge, repair
+from skill_tools.rules.repair import Judge, Repaired, repair
 from skill_tools.rules.versions import read_targets, read_versions_text
 
 _SEVERITIES = tuple(Severity)
@@ -78,7 +80,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     fixes = parser.add_argument_group("fixes")
     fixes.add_argument("--fix", action="store_true", help="apply safe fixes to the files")
-    fixes.add_argument("--diff", action="store_true", help="print what --fix would change; write nothing")
+    fixes.add_argument(
+        "--diff",
+        action="store_true",
+        help="print what --fix would change and write nothing; what stays is counted on stderr",
+    )
     fixes.add_argument(
         "--unsafe-fixes", action="store_true", help="include fixes that may change what a run computes"
     )
@@ -89,26 +95,22 @@ def run(args: argparse.Namespace) -> int:
     versions = _versions(args)
     verdicts: list[tuple[str, Verdict]] = []
     errors: list[UnusableInput] = []
-    changed = False
     for names in _groups(args):
         try:
             sources = [_source(name, args) for name in names]
             if args.skip_unrecognized and not _recognized(sources, args):
                 continue
             judge = partial(_judge, args=args, versions=versions)
-            verdict, edited = (
-                _repair(sources, judge, args) if args.fix or args.diff else (judge(sources)[1], False)
-            )
+            verdict = _repair(sources, judge, args) if args.fix or args.diff else judge(sources)[1]
         except UnusableInput as error:
             errors.append(error)
             print(f"offload: {error}", file=sys.stderr)
             continue
-        changed |= edited
         verdicts.append((names[0] if names else "<overrides>", verdict))
     result = report(verdicts, errors, limit=args.limit)
     if not args.diff:
         print(_rendered(result, args))
-    return _exit_code(result, failing=changed if args.diff else _fails(result, Severity(args.fail_on)))
+    return _exit_code(result, failing=_fails(result, Severity(args.fail_on)))
 
 
 def _groups(args: argparse.Namespace) -> list[list[str]]:
@@ -153,8 +155,8 @@ def _judge(
     return config, suppress.apply(verdict, config, load_rules())
 
 
-def _repair(sources: Sequence[Source], judge: Judge, args: argparse.Namespace) -> tuple[Verdict, bool]:
-    """Fix `sources` on disk, or print the difference; return the verdict afterwards and whether anything changed."""
+def _repair(sources: Sequence[Source], judge: Judge, args: argparse.Namespace) -> Verdict:
+    """Fix `sources` on disk and return what is left, or print the difference and return what there is."""
     from skill_tools.rules.fixes import unified_diff
 
     repaired = repair(sources, judge, unsafe=args.unsafe_fixes)
@@ -163,9 +165,34 @@ def _repair(sources: Sequence[Source], judge: Judge, args: argparse.Namespace) -
             print(unified_diff(before.name, before.text, after.text), end="")
         elif before.text != after.text:
             Path(before.name).write_text(after.text, encoding="utf-8", newline="")
-    if repaired.applied and not args.diff:
+    if args.diff:
+        _say_what_stays(repaired, sources, args)
+        return judge(sources)[1]
+    if repaired.applied:
         print(f"offload: {repaired.applied} fixed in {sources[0].name}", file=sys.stderr)
-    return repaired.verdict, repaired.applied > 0
+    return repaired.verdict
+
+
+def _say_what_stays(repaired: Repaired, sources: Sequence[Source], args: argparse.Namespace) -> None:
+    """Say on stderr how many errors and warnings the printed difference leaves; nothing where it leaves none."""
+    counts = Counter(finding.severity for finding in repaired.verdict.findings)
+    left = [
+        f"{counts[severity]} {severity}{'s' * (counts[severity] > 1)}"
+        for severity in (Severity.ERROR, Severity.WARNING)
+        if counts[severity]
+    ]
+    if not left:
+        return
+    kind = "fix" if args.unsafe_fixes else "safe fix"
+    shown = (
+        f"{repaired.applied} {kind}{'es' * (repaired.applied > 1)} shown"
+        if repaired.applied
+        else f"no {kind}"
+    )
+    one = sum(counts[severity] for severity in (Severity.ERROR, Severity.WARNING)) == 1
+    names = " ".join(source.name for source in sources)
+    where = f"offload lint {names}" if names and not args.stdin else "offload lint without --diff"
+    print(f"offload: {shown}; {', '.join(left)} {'remains' if one else 'remain'}: {where}", file=sys.stderr)
 
 
 def _versions(args: argparse.Namespace) -> dict[str, str]:

@@ -236,8 +236,34 @@ def test_diff_shows_the_change_and_writes_nothing(here: Path, capsys: pytest.Cap
     assert (here / "fixable.yaml").read_text() == FIXABLE
     main(["lint", "fixable.yaml", "--fix"])
     capsys.readouterr()
-    assert main(["lint", "fixable.yaml", "--diff"]) == 0
-    assert capsys.readouterr().out == ""
+    assert main(["lint", "fixable.yaml", "--diff"]) == main(["lint", "fixable.yaml", "--fail-on", "warning"])
+    main(["lint", "fixable.yaml", "--diff", "--format", "json"])
+    assert "use_torch_optimizer_for_cpu_offload" not in capsys.readouterr().out
+    (here / "clean.yaml").write_text("optimizer:\n  optimizer_cpu_offload: false\n")
+    assert main(["lint", "clean.yaml", "--diff"]) == 0
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_diff_that_can_change_nothing_says_so_and_fails_as_lint_does(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = main(["lint", "bad.yaml"])
+    capsys.readouterr()
+    assert code == main(["lint", "bad.yaml", "--diff"]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("offload: no safe fix; ")
+    assert " error" in err
+    assert err.endswith(": offload lint bad.yaml\n")
+    assert main(["lint", "bad.yaml", "--fix"]) == 1
+
+
+def test_a_diff_counts_what_it_leaves(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "both.yaml").write_text(BAD + FIXABLE)
+    assert main(["lint", "both.yaml", "--diff"]) == 1
+    out, err = capsys.readouterr()
+    assert "-  use_torch_optimizer_for_cpu_offload: true" in out
+    assert err.startswith("offload: 1 safe fix shown; ")
 
 
 def test_choices_are_never_made(here: Path) -> None:
