@@ -4,6 +4,8 @@ It only finds the command and turns what goes wrong into one line and an exit co
 input, 3 a fault of ours. A command's module is loaded when it is called, so that help stays fast.
 """
 
+from __future__ import annotations  # so that an older Python reads this file and can be told
+
 import argparse
 import gc
 import importlib
@@ -28,6 +30,8 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
     }
 )
 
+PYTHON = (3, 11)
+
 
 class _UsageError(Exception):
     """The command line itself is wrong."""
@@ -42,6 +46,9 @@ class _Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
+    if sys.version_info < PYTHON:
+        print(f"offload: needs Python 3.11 or later, this is {sys.version.split()[0]}", file=sys.stderr)
+        return 2
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         code = _run(arguments)
