@@ -12,7 +12,7 @@ import argparse
 import sys
 from typing import Any
 
-from skill_tools.commands import plan_request
+from skill_tools.commands import plan_request, releases
 from skill_tools.commands.plan import FORMATS
 from skill_tools.errors import UnusableInput
 from skill_tools.planning import diagnosis, log_text
@@ -33,6 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print what the log says; return 1 when something was recognised, else 0."""
+    releases.check(args.target)
     found = diagnosis.diagnose(log_text.read(args.log), broken=_broken(args))
     plan, budget = _plan(args, found)
     if args.format == "json":
@@ -52,9 +53,7 @@ def _broken(args: argparse.Namespace) -> tuple[str, ...]:
     from skill_tools.rules.lint import lint
 
     config = plan_request.read_config(args, args.inputs)
-    return tuple(
-        finding.rule for finding in lint(config, versions=plan_request.stated_versions(args)).findings
-    )
+    return tuple(finding.rule for finding in lint(config, versions=releases.stated(args)).findings)
 
 
 def _plan(args: argparse.Namespace, found: Diagnosis) -> tuple[Plan | None, str]:

@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
+from skill_tools.commands import releases
 from skill_tools.configs import detect
 from skill_tools.configs.config import Config, Framework
 from skill_tools.configs.read import read_sources
@@ -31,7 +32,6 @@ from skill_tools.rules.finding import Severity, Verdict
 from skill_tools.rules.knowledge import load_rules
 from skill_tools.rules.lint import lint
 from skill_tools.rules.repair import Judge, Repaired, repair
-from skill_tools.rules.versions import read_targets, read_versions_text
 
 _SEVERITIES = tuple(Severity)
 
@@ -60,15 +60,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     inputs.add_argument(
         "--skip-unrecognized", action="store_true", help="pass over files of no known framework"
     )
-    releases = parser.add_argument_group("releases")
-    releases.add_argument(
+    versions = parser.add_argument_group("releases")
+    versions.add_argument(
         "--target",
         action="append",
         default=[],
         metavar="NAME==VERSION",
-        help="a release to lint for; repeatable",
+        help="a release to lint for, as megatron-core==0.16.1; repeatable",
     )
-    releases.add_argument("--versions", metavar="FILE", help="output of pip list or pip freeze")
+    versions.add_argument("--versions", metavar="FILE", help="output of pip list or pip freeze")
     output = parser.add_argument_group("output")
     output.add_argument("--format", choices=("concise", "json", "github", "sarif"), default="concise")
     output.add_argument(
@@ -92,7 +92,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Lint every configuration that the arguments describe; return the exit code."""
-    versions = _versions(args)
+    releases.check(args.target)
+    versions = releases.stated(args)
     verdicts: list[tuple[str, Verdict]] = []
     errors: list[UnusableInput] = []
     for names in _groups(args):
@@ -193,20 +194,6 @@ def _say_what_stays(repaired: Repaired, sources: Sequence[Source], args: argpars
     names = " ".join(source.name for source in sources)
     where = f"offload lint {names}" if names and not args.stdin else "offload lint without --diff"
     print(f"offload: {shown}; {', '.join(left)} {'remains' if one else 'remain'}: {where}", file=sys.stderr)
-
-
-def _versions(args: argparse.Namespace) -> dict[str, str]:
-    """Return the stated releases; `--target` wins over `--versions`."""
-    listed: dict[str, str] = {}
-    if args.versions:
-        listed = read_versions_text(load(args.versions).text)
-        if not listed:
-            raise UnusableInput(
-                f"{args.versions} lists no package",
-                expected="the output of pip list or pip freeze",
-                attempt="pip freeze",
-            )
-    return listed | read_targets(args.target)
 
 
 def _rendered(result: Report, args: argparse.Namespace) -> str:

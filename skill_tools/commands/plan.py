@@ -13,7 +13,7 @@ card's decision table is printed, with exit code 2.
 import argparse
 import sys
 
-from skill_tools.commands import plan_request
+from skill_tools.commands import plan_request, releases
 from skill_tools.errors import UnusableInput
 from skill_tools.planning import shape_sources
 from skill_tools.planning.options import HOST_MEMORY
@@ -37,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Plan and print; raises `UnusableInput` when there is nothing to plan with, or nothing that fits."""
+    releases.check(args.target)
     try:
         plan = plan_request.make_plan(args, args.inputs)
     except UnknownShapeError as unknown:
@@ -66,7 +67,7 @@ def _by_situation(args: argparse.Namespace, unknown: UnknownShapeError) -> int:
     from skill_tools.reports import situations as report
 
     files = [path for path in args.inputs if not shape_sources.is_config_json(path)]
-    rows = situations.table(plan_request.read_config(args, files), plan_request.stated_versions(args))
+    rows = situations.table(plan_request.read_config(args, files), releases.stated(args))
     if args.format == "json":
         print(report.as_json(rows, str(unknown)))
     else:

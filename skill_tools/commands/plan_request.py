@@ -4,9 +4,9 @@ import argparse
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
+from skill_tools.commands import releases
 from skill_tools.configs.config import Config, Framework, Place, Setting
 from skill_tools.configs.keys import load_keys
-from skill_tools.configs.source import load
 from skill_tools.errors import UnusableInput
 from skill_tools.planning import axolotl_run, machine, megatron_run, planner, pytorch_run, shape_sources
 from skill_tools.planning.machine import Machine
@@ -15,7 +15,6 @@ from skill_tools.planning.planner import Plan
 from skill_tools.planning.run import PYTORCH, Run
 from skill_tools.planning.shapes import ModelShape
 from skill_tools.planning.units import gib, is_bare_number, parse_bytes, seconds
-from skill_tools.rules.versions import read_targets, read_versions_text
 
 PLAIN_SETTINGS = (
     "seq_length",
@@ -104,7 +103,7 @@ def _plan(args: argparse.Namespace, inputs: Sequence[str], *, what_if: Sequence[
         where,
         budget,
         shape_source=source,
-        versions=stated_versions(args),
+        versions=releases.stated(args),
         measured_step_s=_positive_time(args.step_time),
     )
 
@@ -146,12 +145,6 @@ def _plain_config(overrides: Sequence[str]) -> Config:
 def _is_size(name: str) -> bool:
     key = load_keys().get(name)
     return key is not None and key.mechanism == "model"
-
-
-def stated_versions(args: argparse.Namespace) -> Mapping[str, str]:
-    """Return the stated releases; `--target` wins over `--versions`."""
-    listed = read_versions_text(load(args.versions).text) if args.versions else {}
-    return listed | read_targets(args.target)
 
 
 def _run(config: Config, shape: ModelShape, gpus: int | None, *, plain: bool) -> Run:

@@ -1,0 +1,60 @@
+"""The releases that a command line states: `--target` and `--versions`, read alike by `lint`, `plan` and `diagnose`."""
+
+import argparse
+import difflib
+import sys
+from collections.abc import Iterable, Mapping
+
+from skill_tools import knowledge
+from skill_tools.configs.source import load
+from skill_tools.errors import UnusableInput
+from skill_tools.rules.versions import read_targets, read_versions_text
+
+
+def stated(args: argparse.Namespace) -> dict[str, str]:
+    """Return the stated releases, a distribution's name to its version; `--target` wins over `--versions`."""
+    listed: dict[str, str] = {}
+    if args.versions:
+        listed = read_versions_text(load(args.versions).text)
+        if not listed:
+            raise UnusableInput(
+                f"{args.versions} lists no package",
+                expected="the output of pip list or pip freeze",
+                attempt="pip freeze",
+            )
+    return listed | read_targets(args.target)
+
+
+def check(targets: Iterable[str]) -> None:
+    """Raise `UnusableInput` for a distribution that no rule knows; warn on stderr of a release later than all known."""
+    for name, version in read_targets(targets).items():
+        if name not in _known():
+            raise _unknown(name)
+        _warn_of_later(name, version)
+
+
+def _unknown(name: str) -> UnusableInput:
+    """Return what to say of a name that, as a typo, would weaken findings silently."""
+    nearest = difflib.get_close_matches(name, _known(), n=1, cutoff=0.6) or ["megatron-core"]
+    return UnusableInput(
+        f"--target {name}: no rule knows this distribution",
+        expected=f"one of {', '.join(_known())}",
+        attempt=f"--target {nearest[0]}==RELEASE",
+    )
+
+
+def _warn_of_later(name: str, version: str) -> None:
+    from packaging.version import Version
+
+    newest = max(_known()[name], key=Version, default=version)
+    if Version(Version(version).base_version) > Version(Version(newest).base_version):
+        print(
+            f"offload: --target {name}=={version} is later than {newest}, the latest that the rules know",
+            file=sys.stderr,
+        )
+
+
+def _known() -> Mapping[str, tuple[str, ...]]:
+    """Return the releases that the rules know of each distribution, oldest first; a development branch has none."""
+    facts = knowledge.index()["releases"]
+    return {**facts["known"], **dict.fromkeys(facts["replaces"], ())}

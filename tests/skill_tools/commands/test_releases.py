@@ -1,0 +1,61 @@
+"""The releases that a command line states, the same for every command that takes them."""
+
+from pathlib import Path
+
+import pytest
+
+from skill_tools.__main__ import main
+
+RUN = "model:\n  cpu_offloading: true\n  cpu_offloading_num_layers: 8\n"
+
+
+@pytest.fixture
+def command(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.yaml").write_text(RUN, encoding="utf-8")
+    (tmp_path / "train.log").write_text("all is well\n", encoding="utf-8")
+    return {
+        "lint": ["lint", "run.yaml"],
+        "plan": ["plan", "run.yaml", "--model", "llama-3-8b"],
+        "diagnose": ["diagnose", "train.log"],
+    }[request.param]
+
+
+every_command = pytest.mark.parametrize("command", ["lint", "plan", "diagnose"], indirect=True)
+
+
+@every_command
+@pytest.mark.parametrize("target", ["nosuch==1.0", "megatron-lm==0.16.1", "transformers-engine==2.12"])
+def test_a_distribution_that_no_rule_knows_is_refused(
+    command: list[str], target: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*command, "--target", target]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f"offload: --target {target.partition('==')[0]}: ")
+    assert "megatron-core, megatron-bridge, transformer-engine" in err
+    assert err.count("\n") == 1
+
+
+@every_command
+def test_a_release_beyond_the_known_ones_is_used_with_one_warning(
+    command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = main(command)
+    capsys.readouterr()
+    assert main([*command, "--target", "megatron-core==99"]) == code
+    err = capsys.readouterr().err
+    assert "megatron-core==99 is later than " in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", ["lint"], indirect=True)
+@pytest.mark.parametrize(
+    "target",
+    ["megatron_core==0.16.1", "megatron-core==main", "megatron-core-dev==2026.8.18", "torch==2.8.0+cu128",
+     "transformer-engine-cu12==2.12"],
+)  # fmt: skip
+def test_known_releases_and_other_spellings_pass_in_silence(
+    command: list[str], target: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*command, "--target", target]) != 2
+    assert capsys.readouterr().err == ""
