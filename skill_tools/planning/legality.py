@@ -28,7 +28,11 @@ _OWN_KEYS: Mapping[str, tuple[str, ...]] = {
     OPTIMIZER: ("optimizer_cpu_offload", "optimizer_offload_fraction", "overlap_cpu_optimizer_d2h_h2d"),
     LAYERS: ("cpu_offloading", "cpu_offloading_num_layers", "cpu_offloading_activations"),
     FINE_GRAINED: ("fine_grained_activation_offloading", "offload_modules"),
-    STATES: ("chunked_optimizer_state_offload", "optimizer_state_offload_fraction"),
+    STATES: (
+        "chunked_optimizer_state_offload",
+        "offload_optimizer_states",
+        "optimizer_state_offload_fraction",
+    ),
     CHECKPOINT: ("activation_offloading", "gradient_checkpointing"),
     WEIGHTS: ("layer_offloading",),
     SHARDED: ("fsdp_config.offload_params",),

@@ -33,6 +33,7 @@ _EXPERT_MODULES = (
 )
 _FRACTION = "optimizer_offload_fraction"
 _RESHARDABLE = "dist_ckpt_optim_fully_reshardable"
+_THREADS = "env.OMP_NUM_THREADS"
 _Part = tuple[dict[str, object], str, dict[str, object]]
 
 
@@ -82,7 +83,7 @@ def remarks(config: Config, mode: Mode) -> tuple[str, ...]:
 
 def candidates(config: Config, run: Run) -> Iterator[Candidate]:
     """Yield every combination of recompute, activation offload and optimizer offload worth a look."""
-    optimizers = tuple(_optimizers(run, keeps_checkpoints=_keeps_checkpoints(config)))
+    optimizers = tuple(_optimizers(config, run))
     for parts in product(tuple(_recomputes(run)), tuple(_activations(run)), optimizers):
         arguments: dict[str, object] = {}
         wanted: dict[str, object] = {}
@@ -180,8 +181,24 @@ def _named(modules: tuple[str, ...]) -> str:
     )
 
 
-def _optimizers(run: Run, *, keeps_checkpoints: bool) -> Iterator[_Part]:
-    off: dict[str, object] = {"optimizer_cpu_offload": False, _FRACTION: 0.0}
+def _threads(config: Config, run: Run) -> dict[str, object]:
+    """Return the threads of a rank's CPU update, where the run has torchrun's one; the shell counts the cores."""
+    if _THREADS in config.unresolved:
+        return {}
+    written = config.value(_THREADS)
+    left_to_torchrun = written is None and config.framework is Framework.MEGATRON_LM
+    if not left_to_torchrun and written not in {1, "1"}:
+        return {}
+    return {_THREADS: f"$(( $(env -u OMP_NUM_THREADS nproc) / {run.layout.ranks_on_node} ))"}
+
+
+def _optimizers(config: Config, run: Run) -> Iterator[_Part]:
+    off: dict[str, object] = {
+        "optimizer_cpu_offload": False,
+        _FRACTION: 0.0,
+        "chunked_optimizer_state_offload": False,
+        "offload_optimizer_states": False,
+    }
     yield {}, "", off
     if run.adapter is not None:
         return  # a frozen base has no optimizer state
@@ -198,13 +215,15 @@ def _optimizers(run: Run, *, keeps_checkpoints: bool) -> Iterator[_Part]:
         },
     )
     settings: dict[str, object] = {
+        **off,
         "optimizer_cpu_offload": True,
         _FRACTION: 1.0,
         "overlap_cpu_optimizer_d2h_h2d": True,
         "use_precision_aware_optimizer": True,
         "use_distributed_optimizer": True,
+        **_threads(config, run),
     }
-    if keeps_checkpoints:
+    if _keeps_checkpoints(config):
         settings[_RESHARDABLE] = True
     yield (
         {"optimizer_fraction": 1.0, "overlap": True, "moves_masters": True, "shards_optimizer": True},

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from skill_tools.configs.config import Config, Framework
 from skill_tools.configs.keys import Key, load_keys
+from skill_tools.rules.knowledge import load_rules
 
 
 class Patch(NamedTuple):
@@ -36,7 +37,7 @@ def render(
     table = load_keys() if keys is None else keys
     if dialect == Framework.MEGATRON_LM:
         exports, flags = _environment(settings)
-        add, remove = _flags(flags, table)
+        add, remove = _flags(flags, table, dead=dead_flags(config) if config else ())
         return Patch(dialect, settings, add, remove, exports)
     exports, kept = _environment(settings)
     written = {key: setting.written for key, setting in config.settings.items()} if config else {}
@@ -86,9 +87,19 @@ def _yaml(spelled: Mapping[str, object]) -> str:
     return yaml.safe_dump(nested, sort_keys=False, default_flow_style=False)
 
 
-def _flags(settings: Mapping[str, object], table: Mapping[str, Key]) -> tuple[str, str]:
-    """Return the flags to add, and the line that names those to remove."""
-    add, remove = [], []
+def dead_flags(config: Config) -> tuple[str, ...]:
+    """Return the flags of a launch script that no release knows and that mean to offload: each ends the run."""
+    if not config.unknown:
+        return ()
+    claimed = {spelling for rule in load_rules() for spelling in rule.spellings}
+    return tuple(dict.fromkeys(flag.written for flag in config.unknown if flag.written in claimed))
+
+
+def _flags(
+    settings: Mapping[str, object], table: Mapping[str, Key], *, dead: tuple[str, ...]
+) -> tuple[str, str]:
+    """Return the flags to add, and the line that names those to remove, `dead` ones among them."""
+    add, remove = [], list(dead)
     for key, value in settings.items():
         known = table.get(key)
         flag = known.spelling.get(Framework.MEGATRON_LM) if known else None
