@@ -88,5 +88,5 @@ def reference(module: str) -> Any:
         raise UnusableInput(
             f"{error.name} is not installed",
             expected="the extra that trains on this machine",
-            attempt="pip install 'cpu-offloading[reference]'",
+            attempt="pip install '.[reference]' -c constraints.txt in the clone",
         ) from None

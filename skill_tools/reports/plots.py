@@ -46,7 +46,7 @@ def write(plan: Plan, path: str) -> None:
         raise UnusableInput(
             "matplotlib is not installed",
             expected="the extra `plot`",
-            attempt="pip install 'cpu-offloading[plot]'",
+            attempt="pip install '.[plot]' -c constraints.txt in the clone",
         ) from None
     matplotlib.use("Agg")
     ink = "#24292f" if target.suffix == ".png" else _INK

@@ -6,7 +6,7 @@ import pytest
 from skill_tools.__main__ import main
 from skill_tools.bundle import schema_path
 
-pytest.importorskip("torch", reason="needs torch: pip install 'cpu-offloading[reference]'")
+pytest.importorskip("torch", reason="needs torch: pip install '.[reference]' -c constraints.txt")
 
 
 @pytest.fixture(scope="module")

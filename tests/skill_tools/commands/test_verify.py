@@ -8,7 +8,7 @@ from skill_tools.__main__ import main
 from skill_tools.bundle import schema_path
 from skill_tools.reports import verifications
 
-pytest.importorskip("torch", reason="needs torch: pip install 'cpu-offloading[reference]'")
+pytest.importorskip("torch", reason="needs torch: pip install '.[reference]' -c constraints.txt")
 
 
 @pytest.fixture(scope="module")
@@ -76,4 +76,4 @@ def test_without_torch_the_extra_is_named(monkeypatch, capsys):
     for name in [name for name in sys.modules if name.startswith("reference_impl")]:
         monkeypatch.delitem(sys.modules, name)
     assert main(["verify"]) == 2
-    assert "pip install 'cpu-offloading[reference]'" in capsys.readouterr().err
+    assert "pip install '.[reference]' -c constraints.txt" in capsys.readouterr().err
