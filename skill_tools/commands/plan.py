@@ -5,6 +5,7 @@ Reads the user's own configuration (as `lint` does), a model's Hugging Face conf
   offload plan run.yaml --gpu-memory 80GiB --gpus 16
   offload plan run.yaml --model qwen3-30b-a3b --gpu h100 --what-if model.seq_length=8192
   offload plan --model llama-3-8b --gpu rtx4090 --overrides seq_length=4096
+  offload plan --list-models
 
 Exit codes: 0 a plan that fits, 2 unusable input or nothing that fits, 3 a fault of this tool. Without a known model the
 card's decision table is printed, with exit code 2.
@@ -15,7 +16,7 @@ import sys
 
 from skill_tools.commands import plan_request, releases
 from skill_tools.errors import UnusableInput
-from skill_tools.planning import shape_sources
+from skill_tools.planning import known_models, shape_sources
 from skill_tools.planning.options import HOST_MEMORY
 from skill_tools.planning.planner import Plan
 from skill_tools.planning.run import PYTORCH
@@ -31,13 +32,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "inputs", nargs="*", metavar="FILE", help="configuration files; a model's config.json"
     )
     plan_request.add_arguments(parser)
+    parser.add_argument(
+        "--list-models", action="store_true", help="print the names that --model takes, and end"
+    )
     parser.add_argument("--format", choices=FORMATS, default="concise", help="default: concise")
     parser.add_argument("--plot", metavar="FILE", help="draw the plan into FILE.svg, FILE.png or FILE.html")
 
 
 def run(args: argparse.Namespace) -> int:
     """Plan and print; raises `UnusableInput` when there is nothing to plan with, or nothing that fits."""
-    releases.check(args.target)
+    if args.list_models:
+        print("\n".join(sorted(known_models.entries())))
+        return 0
+    plan_request.check(args)
     try:
         plan = plan_request.make_plan(args, args.inputs)
     except UnknownShapeError as unknown:

@@ -1,18 +1,29 @@
 """What `plan` and `diagnose` have in common: the arguments that describe a run, and the plan made from them."""
 
 import argparse
+import os
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from skill_tools.commands import releases
 from skill_tools.configs.config import Config, Framework, Place, Setting
 from skill_tools.configs.keys import load_keys
+from skill_tools.configs.source import looks_like_configuration
 from skill_tools.errors import UnusableInput
-from skill_tools.planning import axolotl_run, machine, megatron_run, planner, pytorch_run, shape_sources
+from skill_tools.planning import (
+    axolotl_run,
+    known_models,
+    machine,
+    megatron_run,
+    planner,
+    pytorch_run,
+    shape_sources,
+)
 from skill_tools.planning.machine import Machine
 from skill_tools.planning.options import Budget
 from skill_tools.planning.planner import Plan
 from skill_tools.planning.run import PYTORCH, Run
+from skill_tools.planning.shape_sources import UnknownShapeError
 from skill_tools.planning.shapes import ModelShape
 from skill_tools.planning.units import gib, is_bare_number, parse_bytes, seconds
 
@@ -39,7 +50,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     budgets.add_argument("--profile", metavar="FILE", help="rates measured on the machine, as JSON")
     budgets.add_argument("--step-time", type=float, metavar="SECONDS", help="a measured step without offload")
     run = parser.add_argument_group("the run")
-    run.add_argument("--model", metavar="NAME", help="a known model, for example qwen3-30b-a3b")
+    run.add_argument(
+        "--model",
+        metavar="NAME",
+        help="a known model, for example qwen3-30b-a3b; `offload plan --list-models` prints all",
+    )
     run.add_argument("--framework", choices=FRAMEWORKS, help="where the input does not show it")
     run.add_argument(
         "--overrides",
@@ -47,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="extend",
         default=[],
         metavar="KEY=VALUE",
-        help="settings on top of the files",
+        help="settings on top of the files, which stand before this option",
     )
     run.add_argument(
         "--what-if",
@@ -64,6 +79,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a release, as megatron-core==0.16.1",
     )
     run.add_argument("--versions", metavar="FILE", help="output of pip list or pip freeze")
+
+
+def check(args: argparse.Namespace) -> None:
+    """Raise `UnusableInput` for releases of nothing known and for a file that --overrides took."""
+    releases.check(args.target)
+    for word in args.overrides:
+        if _is_file(word):
+            raise UnusableInput(
+                f"--overrides took the file {word!r}",
+                expected="KEY=VALUE after --overrides",
+                attempt="putting files before --overrides",
+            )
+
+
+def _is_file(word: str) -> bool:
+    """Return whether `word` names a file: --overrides takes every word up to the next option."""
+    if "=" in word or word.startswith(("-", "~", "+")):
+        return False
+    return looks_like_configuration(word) or os.path.isfile(word)
 
 
 def make_plan(args: argparse.Namespace, inputs: Sequence[str]) -> Plan:
@@ -93,7 +127,7 @@ def _plan(args: argparse.Namespace, inputs: Sequence[str], *, what_if: Sequence[
     jsons = [path for path in inputs if shape_sources.is_config_json(path)]
     files = [path for path in inputs if path not in jsons]
     config = read_config(args, files, what_if=what_if)
-    shape, source = shape_sources.shape_of(config, model=args.model, config_json=jsons[0] if jsons else None)
+    shape, source = _shape(config, args.model, jsons[0] if jsons else None)
     built = _run(config, shape, args.gpus, plain=_is_plain(args, files))
     where = _machine(args, built)
     budget, notes = _budget(args, where)
@@ -106,6 +140,18 @@ def _plan(args: argparse.Namespace, inputs: Sequence[str], *, what_if: Sequence[
         versions=releases.stated(args),
         measured_step_s=_positive_time(args.step_time),
     )
+
+
+def _shape(config: Config, model: str | None, config_json: str | None) -> tuple[ModelShape, str]:
+    """Return the shape and where it came from; where a name is missing or unknown, the error says what lists them."""
+    try:
+        return shape_sources.shape_of(config, model=model, config_json=config_json)
+    except UnusableInput as error:
+        unnamed = isinstance(error, UnknownShapeError)
+        if not unnamed and (model is None or known_models.find(model) is not None):
+            raise
+        attempt = f"{error.attempt}; `offload plan --list-models` prints the known models"
+        raise type(error)(error.problem, expected=error.expected, attempt=attempt) from None
 
 
 def read_config(args: argparse.Namespace, files: Sequence[str], *, what_if: Sequence[str] = ()) -> Config:

@@ -69,6 +69,11 @@ def load(path: str | Path) -> Source:
     return Source(name, decode(data, name), place.parent, recipe or None)
 
 
+def looks_like_configuration(path: str) -> bool:
+    """Return whether `path`, by its suffix alone, names a configuration rather than a log or a setting."""
+    return Path(path.partition("::")[0]).suffix.lower() in _SUFFIXES
+
+
 def decode(data: bytes, name: str) -> str:
     """Return `data` as text; raises `UnusableInput` for anything but UTF-8 text of at most `MAX_BYTES`."""
     if len(data) > MAX_BYTES:

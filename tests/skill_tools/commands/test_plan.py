@@ -63,7 +63,10 @@ def test_a_pytorch_plan_follows_its_schema_and_can_be_executed(capsys: pytest.Ca
             ],
             "pipeline_model_parallel_size=4",
         ),
-        ([], "--model"),
+        (["--overrides", "seq_length=4096", "run.yaml"], "putting files before --overrides"),
+        (["--model", "qwen9-7b"], "--list-models"),
+        ([], "--list-models"),
+        (["--framework", "pytorch"], "--list-models"),
     ],
 )
 def test_bad_input_is_one_line_that_names_it(
@@ -129,3 +132,11 @@ def test_a_plain_loop_by_its_sizes_is_told_what_was_assumed_and_how_to_carry_it_
     assert code == 0
     assert "gated_linear_unit=true" in out
     assert "apply_plan(model, optimizer" in out
+
+
+def test_the_known_models_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = plan("--list-models", capsys=capsys)
+    assert (code, err) == (0, "")
+    names = out.split()
+    assert "llama-3-8b" in names
+    assert names == sorted(names)
