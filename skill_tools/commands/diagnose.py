@@ -4,8 +4,9 @@
   offload diagnose train.log run.yaml --gpus 16
   offload diagnose - < traceback.txt
 
-With the run's configuration, rules are confirmed by it, and where the log says how large the GPU is a plan for that
-budget follows. Exit codes: 0 nothing recognised, 1 something was, 2 unusable input, 3 a fault of this tool.
+With the run's configuration, rules are confirmed by it, and where the log says how large the GPU is, a plan for that
+budget follows; a known model (--model) or its sizes (--overrides) are enough for the plan.
+Exit codes: 0 nothing recognised, 1 something was, 2 unusable input, 3 a fault of this tool.
 """
 
 import argparse
@@ -14,16 +15,24 @@ from typing import Any
 
 from skill_tools.commands import plan_request, releases
 from skill_tools.commands.plan import FORMATS
+from skill_tools.configs.source import looks_like_configuration
 from skill_tools.errors import UnusableInput
 from skill_tools.planning import diagnosis, log_text
 from skill_tools.planning.diagnosis import Diagnosis
+from skill_tools.planning.log_text import LogText
 from skill_tools.planning.planner import Plan
 from skill_tools.reports import diagnoses
+
+_SAMPLE = 1 << 16
+_IN_LOGS = "\t\n\v\f\r\a\b\x1b"  # blanks, bells, progress bars and colours
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the log, the run's configuration, and the output."""
-    parser.add_argument("log", metavar="LOG", help="a training log or traceback; - reads standard input")
+    # Optional for argparse, which would otherwise say that FILE is required too; `_log` asks for it.
+    parser.add_argument(
+        "log", nargs="?", metavar="LOG", help="a training log or traceback; - reads standard input"
+    )
     parser.add_argument(
         "inputs", nargs="*", metavar="FILE", help="the run's configuration, to confirm and to plan"
     )
@@ -33,8 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print what the log says; return 1 when something was recognised, else 0."""
-    releases.check(args.target)
-    found = diagnosis.diagnose(log_text.read(args.log), broken=_broken(args))
+    plan_request.check(args)
+    found = diagnosis.diagnose(_log(args), broken=_broken(args))
     plan, budget = _plan(args, found)
     if args.format == "json":
         print(diagnoses.as_json(found, _plan_data(plan)))
@@ -45,6 +54,38 @@ def run(args: argparse.Namespace) -> int:
 
         print("\n" + budget + (plans.markdown(plan) if args.format == "markdown" else plans.concise(plan)))
     return 1 if found.recognised else 0
+
+
+def _log(args: argparse.Namespace) -> LogText:
+    """Read the log; raises `UnusableInput` without one, for one that changed places with a FILE, and for a binary."""
+    if args.log is None:
+        raise UnusableInput(
+            "no log is given",
+            expected="LOG, a training log or traceback, or - for standard input",
+            attempt="offload diagnose train.log",
+        )
+    log = next((path for path in args.inputs if not looks_like_configuration(path)), None)
+    if log is not None and looks_like_configuration(args.log):
+        raise UnusableInput(
+            f"{args.log} stands where the log belongs, and {log} after it",
+            expected="LOG first, then the run's configuration",
+            attempt=f"offload diagnose {log} {args.log}",
+        )
+    text = log_text.read(args.log)
+    if _is_binary(text.text[:_SAMPLE]):
+        raise UnusableInput(
+            f"{text.name} is no text", expected="a training log or traceback", attempt="the log of a rank"
+        )
+    return text
+
+
+def _is_binary(sample: str) -> bool:
+    """Return whether a decoded text was none: control bytes, or next to nothing but bytes that are not UTF-8.
+
+    A log in an older encoding keeps its line ends and its Latin letters; a crashed host leaves a few NUL bytes.
+    """
+    control = sum(character < " " and character not in _IN_LOGS for character in sample)
+    return control > len(sample) // 50 or sample.count("\N{REPLACEMENT CHARACTER}") > len(sample) // 3
 
 
 def _broken(args: argparse.Namespace) -> tuple[str, ...]:
@@ -62,7 +103,7 @@ def _plan(args: argparse.Namespace, found: Diagnosis) -> tuple[Plan | None, str]
     The second value is a line on a budget that comes from the log.
     """
     wanted = found.out_of_memory is not None or args.gpu_memory or args.gpu
-    if not wanted or not (args.inputs or args.model):
+    if not wanted or not (args.inputs or args.model or args.overrides):
         return None, ""
     try:
         if args.gpu_memory is None and found.gpu_bytes is not None:

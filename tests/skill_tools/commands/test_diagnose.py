@@ -158,3 +158,64 @@ def test_a_missing_log_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
 @given(st.text())
 def test_any_text_can_be_diagnosed(text: str) -> None:
     diagnose(log(text))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [bytes(range(256)) * 40, b"\x1f\x8b" + bytes(range(1, 256)) * 9, b"weights " + b"\xbc\x80\x3c" * 99],
+)
+def test_a_binary_file_is_no_log(content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "weights.bin"
+    path.write_bytes(content)
+    assert main(["diagnose", str(path)]) == 2
+    assert "is no text" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"\x1b[32mepoch\x1b[0m 1\r\x08 12%\r 13%\n",
+        "Speicher erschöpft: Größe überschritten\n".encode("latin-1"),
+        "训练 loss 正常 step 100\n".encode("gbk"),
+        b"node died \0\0 here\n" + b"a line like any other of the log\n" * 9,
+    ],
+)
+def test_colours_older_encodings_and_a_crash_are_still_text(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "train.log"
+    path.write_bytes(content)
+    assert main(["diagnose", str(path)]) == 0
+
+
+def test_without_a_log_only_the_log_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["diagnose"]) == 2
+    err = capsys.readouterr().err
+    assert "no log is given" in err
+    assert "FILE" not in err
+
+
+def test_swapped_arguments_are_told_in_their_order(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["diagnose", "run.yaml", "train.log"]) == 2
+    err = capsys.readouterr().err
+    assert "try offload diagnose train.log run.yaml\n" in err
+    assert err.count("\n") == 1
+
+
+def test_the_sizes_of_a_model_are_enough_for_a_plan(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "train.log").write_text(OOM, encoding="utf-8")
+    sizes = ["num_layers=28", "hidden_size=3072", "num_attention_heads=24", "vocab_size=128256"]
+    log = str(tmp_path / "train.log")
+    assert main(["diagnose", log, "--framework", "pytorch", "--overrides", *sizes]) == 1
+    assert "recommended: " in capsys.readouterr().out
+    assert main(["diagnose", log, "--framework", "pytorch", "--overrides", "seq_length=4096"]) == 1
+    out, err = capsys.readouterr()
+    assert "recommended: " not in out
+    assert err.startswith("offload: no plan: ")
+
+
+def test_a_log_that_the_overrides_took_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = tmp_path / "train.log"
+    log.write_text(OOM, encoding="utf-8")
+    assert main(["diagnose", "--overrides", "seq_length=4096", str(log)]) == 2
+    assert "putting files before --overrides" in capsys.readouterr().err
