@@ -73,7 +73,7 @@ def _at_hand(run: Run, parts: tuple[Part, ...]) -> float:
 def _components(run: Run, mode: Mode, recompute: Recompute, kinds: tuple[tuple[Part, ...], ...]) -> str:
     """Say what one layer keeps: of several kinds, the one that keeps most."""
     if recompute.granularity == "full" or not kinds:
-        return "layer inputs"
+        return f"layer inputs {input_bytes(run) * run.tokens / GIB:.2f}"
     dropped = recompute.modules if recompute.granularity == "selective" else ()
     largest = max(kinds, key=lambda parts: sum(part.token_bytes for part in parts))
     found = activations.by_component(largest, dropped, mode.modules)

@@ -95,6 +95,13 @@ class Judge:
             known = self._answers[candidate.structure] = self._ask(candidate)
         return known
 
+    def as_it_is(self, candidate: Candidate) -> Legality:
+        """Return the answer for `candidate`, the run as it stands: every error that the linter has counts."""
+        own = self.of(candidate)
+        findings = lint(self._config, versions=self._versions).findings
+        errors = [_line(finding) for finding in findings if finding.severity is Severity.ERROR]
+        return own._replace(ruled_out=tuple(dict.fromkeys((*own.ruled_out, *errors))))
+
     def _ask(self, candidate: Candidate) -> Legality:
         own = frozenset(key for mechanism in candidate.mechanisms for key in _OWN_KEYS.get(mechanism, ()))
         if not own:

@@ -91,7 +91,7 @@ def make_plan(
         shape_source=shape_source,
         machine=machine,
         budget=budget,
-        as_it_is=search.evaluate(current, search.judge(current), budget),
+        as_it_is=search.evaluate(current, search.judge_as_it_is(current), budget),
         without_offload=search.evaluate(Candidate(Mode(), "without offload", (), {}), LEGAL, budget),
         recommendation=best,
         patch=_patch(best, run, config),

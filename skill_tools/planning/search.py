@@ -62,6 +62,10 @@ class Search:
         """Return what the rules say; a plain PyTorch loop has no rules to break."""
         return LEGAL if self._run.dialect == PYTORCH else self._judge.of(candidate)
 
+    def judge_as_it_is(self, candidate: Candidate) -> Legality:
+        """Return what the rules say of the configuration as it stands, which `candidate` is."""
+        return LEGAL if self._run.dialect == PYTORCH else self._judge.as_it_is(candidate)
+
     def evaluate(self, candidate: Candidate, legality: Legality, budget: Budget) -> Option:
         """Return the candidate as it is, with its memory and time."""
         return self._option(candidate, legality, self._memory(candidate.mode), budget)

@@ -8,6 +8,7 @@ from skill_tools.planning.legality import Condition, RuledOut
 from skill_tools.planning.options import Option
 from skill_tools.planning.patch import Patch
 from skill_tools.planning.planner import Plan, shown
+from skill_tools.planning.run import PYTORCH
 from skill_tools.planning.units import gib, seconds
 
 
@@ -22,6 +23,7 @@ _CARRY_OUT = (
     "carry it out: save it (--format json > plan.json), then in the loop "
     'reference_impl.training.apply.apply_plan(model, optimizer, "plan.json")'
 )
+_NOTHING = "nothing to change"
 _ESTIMATED = (
     "times marked estimated rest on rates that nobody measured for this setting: take the true step time as unknown "
     "until a 20-step run, then plan again with --step-time or --profile"
@@ -66,8 +68,8 @@ def _recommendation(plan: Plan, *, code: Callable[[str], str]) -> list[str]:
         f"recommended: {best.candidate.label}: {gib(best.memory.device_bytes)} a GPU, "
         f"{gib(best.memory.host_bytes_per_node)} of host memory a node, {ratio:.2f}x the step time"
     ]
-    if not patch.settings:
-        lines.append("nothing to change" if plan.run.dialect != "pytorch" else _CARRY_OUT)
+    if not _patch_text(patch):
+        lines.append(_CARRY_OUT if plan.run.dialect == PYTORCH and best.candidate.mechanisms else _NOTHING)
         return lines
     lines += ["change:", code(_patch_text(patch))]
     if plan.simpler is not None and plan.simpler_patch is not None:
@@ -100,9 +102,8 @@ def _table(plan: Plan, row: _Row) -> str:
 
 def _cells(option: Option, plan: Plan) -> tuple[str, ...]:
     ratio = option.time.total_s / plan.without_offload.time.total_s
-    broken = f"breaks {option.legality.ruled_out[0].rule}" if option.legality.ruled_out else ""
     notes = [
-        broken,
+        _broken([each.rule for each in option.legality.ruled_out]),
         f"over the {option.limit}" if option.limit else "",
         "" if option.time.calibrated else "time estimated",
     ]
@@ -114,6 +115,12 @@ def _cells(option: Option, plan: Plan) -> tuple[str, ...]:
         f"{ratio:.2f}x",
         ", ".join(note for note in notes if note),
     )
+
+
+def _broken(rules: list[str]) -> str:
+    """Name the first of `rules`, and how many more there are."""
+    more = f" +{len(rules) - 1} more" if len(rules) > 1 else ""
+    return f"breaks {rules[0]}{more}" if rules else ""
 
 
 def _plain_row(cells: tuple[str, ...], widths: list[int], *, head: bool) -> str:
