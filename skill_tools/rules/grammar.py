@@ -44,8 +44,13 @@ def guard_of(tree: Tree) -> str:
 
     It lets the linter pass over most rules without looking at the rest of them.
     """
+    return next(iter(names_needed(tree)), "")
+
+
+def names_needed(tree: Tree) -> list[str]:
+    """Return the names each of which must be true for the condition to hold."""
     parts = tree[1:] if tree[0] == "and" else [tree]
-    return next((part[1] for part in parts if part[0] == "name"), "")
+    return [part[1] for part in parts if part[0] == "name"]
 
 
 def _tree(node: ast.expr) -> Tree:

@@ -17,10 +17,11 @@ def build() -> dict[str, Any]:
     """Return the index's content, read from the YAML and vocabulary files."""
     releases = knowledge.load_yaml("releases.yaml")
     vocabulary = sorted(knowledge_path("vocabulary").glob("*.txt"))
+    keys = knowledge.load_yaml("keys.yaml")
     return {
         "releases": releases,
-        "keys": knowledge.load_yaml("keys.yaml"),
-        "rules": [{**entry, "compiled": compiled(entry, releases)} for entry in read_rule_files()],
+        "keys": keys,
+        "rules": [{**entry, "compiled": compiled(entry, releases, keys)} for entry in read_rule_files()],
         "vocabulary": {path.stem: _words(path.read_text(encoding="utf-8")) for path in vocabulary},
         "models": knowledge.load_yaml("models.yaml")["models"],
         "hardware": knowledge.load_yaml("hardware.yaml"),

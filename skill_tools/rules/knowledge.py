@@ -110,19 +110,38 @@ def rules_from_data(entries: Iterable[Mapping[str, Any]]) -> tuple[Rule, ...]:
     return tuple(_rule(entry) for entry in entries)
 
 
-def compiled(entry: Mapping[str, Any], releases: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def compiled(
+    entry: Mapping[str, Any],
+    releases: Mapping[str, Any] | None = None,
+    keys: Iterable[Mapping[str, Any]] | None = None,
+) -> dict[str, Any]:
     """Return what is derived from a rule's entry once and kept in the index: tree, guard, conditional versions.
 
-    `releases` is the content of `releases.yaml`; by default that of the index.
+    `releases` and `keys` are the contents of `releases.yaml` and `keys.yaml`; by default those of the index.
     """
-    from skill_tools.rules.grammar import guard_of, tree_of
+    from skill_tools.rules.grammar import guard_of, names_needed, tree_of
 
     tree = tree_of(entry["when"]) if "when" in entry else []
+    needed = set(names_needed(tree)) if tree else set()
+    lives = [
+        key["exists"]
+        for key in (knowledge.index()["keys"] if keys is None else keys)
+        if key["key"] in needed and "exists" in key and not _true_by_default(key)
+    ]
     return {
         "tree": tree,
         "guard": guard_of(tree) if tree else "",
-        "conditional": conditional(entry.get("versions", {}), releases),
+        "conditional": conditional(entry.get("versions", {}), releases, lives=lives),
     }
+
+
+def _true_by_default(key: Mapping[str, Any]) -> bool:
+    """Return whether a key that nobody set may be true, so that its truth does not show that it was set."""
+    for default in key.get("default", {}).values():
+        by_release = isinstance(default, list) and all(isinstance(each, dict) for each in default)
+        if any(each["value"] for each in default) if by_release else default:
+            return True
+    return False
 
 
 def _rule(entry: Mapping[str, Any]) -> Rule:

@@ -123,17 +123,25 @@ def displaced(wanted: Versions, versions: Versions) -> bool:
     return any(build in versions and package in wanted for build, package in _facts()["replaces"].items())
 
 
-def conditional(wanted: Versions, facts: Mapping[str, Any] | None = None) -> dict[str, str]:
+def conditional(
+    wanted: Versions, facts: Mapping[str, Any] | None = None, *, lives: Iterable[Versions] = ()
+) -> dict[str, str]:
     """Return the specifiers that some known release does not satisfy; the others hold whatever is installed.
 
-    `facts` is the content of `releases.yaml`, for the compiler, which has no index yet.
+    `facts` is the content of `releases.yaml`, for the compiler, which has no index yet. `lives` are the releases
+    of keys that have to be set: whoever sets such a key runs one of them, so the others do not count.
     """
     known = (facts or _facts())["known"]
-    return {
-        package: specifier
-        for package, specifier in wanted.items()
-        if not known.get(package) or not all(admits(specifier, version) for version in known[package])
-    }
+    lives = tuple(lives)
+    found = {}
+    for package, specifier in wanted.items():
+        within = [life[package] for life in lives if package in life]
+        possible = [
+            version for version in known.get(package, ()) if all(admits(each, version) for each in within)
+        ]
+        if not possible or not all(admits(specifier, version) for version in possible):
+            found[package] = specifier
+    return found
 
 
 @cache

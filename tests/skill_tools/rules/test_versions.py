@@ -6,7 +6,7 @@ from packaging.version import Version
 
 from skill_tools.errors import UnusableInput
 from skill_tools.knowledge import index
-from skill_tools.rules.knowledge import load_rules
+from skill_tools.rules.knowledge import compiled, load_rules
 from skill_tools.rules.versions import (
     Standing,
     admits,
@@ -113,6 +113,27 @@ def test_a_rule_about_every_release_is_not_about_the_development_branch() -> Non
 def test_a_range_that_every_known_release_satisfies_is_no_condition() -> None:
     wanted = {"megatron-core": ">=0.10", "transformer-engine": ">=2.10", "something-else": ">=0"}
     assert conditional(wanted) == {"transformer-engine": ">=2.10", "something-else": ">=0"}
+
+
+def test_a_range_that_every_release_with_the_key_satisfies_is_no_condition() -> None:
+    wanted = {"axolotl": ">=0.16"}
+    assert conditional(wanted) == wanted
+    assert conditional(wanted, lives=[{"axolotl": ">=0.16"}]) == {}
+    assert conditional(wanted, lives=[{"megatron-core": ">=0.16"}, {"axolotl": ">=0.18"}]) == {}
+    assert conditional(wanted, lives=[{"axolotl": ">=0.14"}]) == wanted
+    assert conditional(wanted, lives=[{"axolotl": ">=99"}]) == wanted  # no known release says anything
+
+
+def test_a_key_of_newer_releases_shows_that_one_of_them_runs() -> None:
+    keys = [
+        {"key": "switch", "exists": {"axolotl": ">=0.16"}, "default": {"axolotl": False}},
+        {"key": "on", "exists": {"axolotl": ">=0.16"}, "default": {"axolotl": True}},
+    ]
+    versions = {"axolotl": ">=0.16"}
+    assert compiled({"when": "switch and other", "versions": versions}, keys=keys)["conditional"] == {}
+    for nobody_set_it in ("on and other", "not switch", "switch or other", "switch is None"):
+        entry = {"when": nobody_set_it, "versions": versions}
+        assert compiled(entry, keys=keys)["conditional"] == versions
 
 
 def test_ranges_are_read_as_packaging_reads_them() -> None:
