@@ -72,8 +72,8 @@ def budget_note(gpu_bytes: int, predicted_bytes: int, beyond: int) -> str:
     return f"{left}, less {gib(beyond)} that the run needed beyond the {gib(predicted_bytes)} predicted for it{doubt}"
 
 
-def advice(found: Diagnosis) -> tuple[str, ...]:
-    """Return what to do next, most urgent first, without a plan."""
+def advice(found: Diagnosis, *, planned: bool = False) -> tuple[str, ...]:
+    """Return what to do next, most urgent first; `planned` says that a plan follows, and needs no command."""
     lines = [f"{error.rules[0].id}: {error.rules[0].next}" for error in found.errors]
     memory = found.out_of_memory
     if memory is not None and memory.is_fragmented:
@@ -81,12 +81,20 @@ def advice(found: Diagnosis) -> tuple[str, ...]:
             f"{gib(memory.unallocated_bytes or 0)} was reserved and unused: export "
             "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
         )
-    if memory is not None:
-        capacity = f"{(memory.total_bytes or 0) / (1 << 30):.1f}GiB" if memory.total_bytes else "80GiB"
-        lines.append(f"offload plan CONFIG --gpu-memory {capacity}")
+    if memory is not None and not planned:
+        lines.append(_plan_command(memory))
     if found.host is not None:
         lines.append(
             "plan with --host-memory: a smaller offload fraction needs less (16 bytes an offloaded parameter)"
         )
     lines += [f"{pattern.rule or pattern.seen}: {pattern.points_to}" for pattern in found.patterns]
     return tuple(lines)
+
+
+def _plan_command(memory: OutOfMemory) -> str:
+    """Return the command that plans for the GPU of the log: from a configuration, or for a loop that has none."""
+    capacity = f"{memory.total_bytes / (1 << 30):.1f}GiB" if memory.total_bytes else "80GiB"
+    return (
+        f"offload plan FILE --gpu-memory {capacity}; for a plain PyTorch loop, which has no FILE: "
+        f"offload plan --framework pytorch --model NAME --gpu-memory {capacity}"
+    )

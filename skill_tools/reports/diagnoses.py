@@ -12,8 +12,8 @@ from skill_tools.planning.units import gib, seconds
 SCHEMA_VERSION = "1.0"
 
 
-def concise(found: Diagnosis) -> str:
-    """Return one line a fact, then what to do next."""
+def concise(found: Diagnosis, *, planned: bool = False) -> str:
+    """Return one line a fact, then what to do next; `planned` says that a plan follows."""
     lines = [_error(found.name, error) for error in found.errors]
     if found.out_of_memory is not None:
         lines.append(f"{found.name}:{found.out_of_memory.line}: {_memory(found.out_of_memory)}")
@@ -29,15 +29,16 @@ def concise(found: Diagnosis) -> str:
         lines.append(f"{len(found.steps)} steps, the usual one {seconds(found.usual_step_s)}")
     if not found.recognised:
         return "\n".join([*lines, f"{found.name}: nothing that this tool knows"])
-    return "\n".join([*lines, "next:", *(f"  {line}" for line in advice(found))])
+    following = [f"  {line}" for line in advice(found, planned=planned)]
+    return "\n".join([*lines, *(["next:", *following] if following else [])])
 
 
-def markdown(found: Diagnosis) -> str:
+def markdown(found: Diagnosis, *, planned: bool = False) -> str:
     """Return the same as a list."""
-    return "\n".join(f"- {line.strip()}" for line in concise(found).splitlines())
+    return "\n".join(f"- {line.strip()}" for line in concise(found, planned=planned).splitlines())
 
 
-def document(found: Diagnosis) -> dict[str, Any]:
+def document(found: Diagnosis, *, planned: bool = False) -> dict[str, Any]:
     """Return the JSON document as plain data."""
     return {
         "schema_version": SCHEMA_VERSION,
@@ -71,13 +72,15 @@ def document(found: Diagnosis) -> dict[str, Any]:
             "median_s": found.usual_step_s,
         },
         "patterns": [dataclasses.asdict(each) for each in found.patterns],
-        "next": list(advice(found)),
+        "next": list(advice(found, planned=planned)),
     }
 
 
 def as_json(found: Diagnosis, plan: dict[str, Any] | None) -> str:
     """Return the document as text, with the plan that it handed over to, if any."""
-    return json.dumps(document(found) | {"plan": plan}, indent=2, ensure_ascii=False)
+    return json.dumps(
+        document(found, planned=plan is not None) | {"plan": plan}, indent=2, ensure_ascii=False
+    )
 
 
 def _error(name: str, error: LogError) -> str:
