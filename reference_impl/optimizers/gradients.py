@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch.distributed.tensor import DTensor
 
-from reference_impl.device import Device
+from reference_impl.device import Device, Event
 from reference_impl.memory.in_flight import InFlight
 from reference_impl.optimizers.buckets import Bucket
 from reference_impl.optimizers.checks import check_used_in_time
@@ -68,8 +68,13 @@ class GradientMover:
             self._device.wait(member.published)
             for piece in member.pieces:
                 self._wires[piece].copy_(flat[piece.start : piece.stop], non_blocking=True)
-            member.arrival = self._device.record(for_threads=True)
+            member.arrival = self._device.record()
         self._in_flight.hold(member.arrival, gradient, gradient.nbytes)
+
+    def arrived(self) -> Event:
+        """Return the event for threads after which all gradients that left so far are on the host."""
+        with self._device.on_d2h_for_threads():
+            return self._device.record(for_threads=True)
 
     def take_norms(self) -> list[torch.Tensor]:
         """Return the fp32 norms (0-dim, on the device) of the gradients that left, and forget them."""

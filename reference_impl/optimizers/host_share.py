@@ -147,6 +147,13 @@ class HostShare:
         """Make the live current stream wait until all gradients that left have been read."""
         self._gradients.fence()
 
+    def arrived(self) -> Event:
+        """Return the event for threads after which all gradients that left so far are on the host.
+
+        One for all buckets that are ready together: a stream holds few of its kind, see `CudaDevice.record`.
+        """
+        return self._gradients.arrived()
+
     def send(self, verdict: Verdict) -> None:
         """Bring a verdict to the workers."""
         verdict.send(self._device, self._numbers)
@@ -171,9 +178,10 @@ class HostShare:
         round_: Round,
         fresh: Callable[[Member], Iterable[Fresh]],
         *,
+        arrived: Event,
         last_use: Event | None,
     ) -> None:
-        """Queue a bucket's update; weights are overwritten behind `last_use`, or behind each one's gradient.
+        """Queue a bucket's update behind `arrived`; weights are overwritten behind `last_use`, or each one's gradient.
 
         `fresh` yields what else of a member comes home with it.
         """
@@ -181,19 +189,13 @@ class HostShare:
         for member in present:
             if not member.pending:
                 self._arrivals.expect(member)
-        # Gradients come in the reverse order of the forward, so the first in that order is the last to come.
-        latest = min(present, key=lambda member: member.order).arrival
-        assert latest is not None
         update = _BucketUpdate(bucket, round_, fresh, last_use, present, len(self._tasks[bucket]))
         self._workers.submit(
-            [Job(bucket.deadline, latest, partial(self._run, task, update)) for task in self._tasks[bucket]]
+            [Job(bucket.deadline, arrived, partial(self._run, task, update)) for task in self._tasks[bucket]]
         )
 
     def _run(self, task: Task, update: _BucketUpdate) -> None:
         """Update one task; whoever finishes a bucket sends its weights home."""
-        for member in task.members:
-            if member.arrival is not None:
-                member.arrival.synchronize()
         self._gradients.drain()
         grad_scale, skip = update.round.decide()
         part = None if skip else present_part(task)

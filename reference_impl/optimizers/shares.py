@@ -139,14 +139,15 @@ class Shares:
             self.host.send(verdict)
         self.resident.update(groups, split=True, grad_scale=scale, found_inf=found)
         last_use = self._device.record()
+        arrived = self.host.arrived() if buckets else REACHED
         for bucket in buckets:
             if not _is_staged(bucket):
-                self.host.submit(bucket, round_, self._fresh, last_use=last_use)
+                self.host.submit(bucket, round_, self._fresh, arrived=arrived, last_use=last_use)
         self.resident.update(groups, split=False, grad_scale=scale, found_inf=found)
         self.streamed.update(streamed, verdict, groups)
         for bucket in buckets:
             if _is_staged(bucket):
-                self.host.submit(bucket, round_, self._fresh, last_use=last_use)
+                self.host.submit(bucket, round_, self._fresh, arrived=arrived, last_use=last_use)
         for member in streamed:
             member.pending = True
             if take_gradients:
@@ -154,7 +155,7 @@ class Shares:
 
     def submit(self, bucket: Bucket, round_: Round) -> None:
         """Queue the CPU update of a bucket during backward; only for members that the device updates no part of."""
-        self.host.submit(bucket, round_, self._fresh, last_use=None)
+        self.host.submit(bucket, round_, self._fresh, arrived=self.host.arrived(), last_use=None)
 
     def _fresh(self, member: Member) -> Iterator[Fresh]:
         """Yield the new weights of a member that the device has and its parameter has not."""

@@ -99,10 +99,10 @@ def main(rank, store, place, how, fraction):
             assert all(torch.equal(other, whole) for other in others)
         for param, state in optimizer.state.items():
             assert state["exp_avg"].shape == param.shape
-    dist.destroy_process_group()
+    dist.barrier()
+    # Both ranks remove the store's file as they let go of it, and torch waits for minutes for one that is just gone.
+    os._exit(0)
 
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
-    # Both ranks remove the store's file as they let go of it, and torch waits for minutes for one that is just gone.
-    os._exit(0)

@@ -318,3 +318,12 @@ def test_the_pre_commit_hook_calls_what_exists(here: Path) -> None:
     assert program == "offload"
     assert {"id", "name", "language", "files"} <= hook.keys()
     assert main([*arguments, "bad.yaml", "good.yaml"]) == 1
+
+
+def test_a_deepspeed_file_that_is_not_there_is_named(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "run.yaml").write_text("base_model: a/b\ndeepspeed: ds.json\n")
+    assert main(["lint", "run.yaml"]) == 0
+    assert "run.yaml:2 deepspeed=ds.json: no such file" in capsys.readouterr().err
+    (here / "ds.json").write_text('{"zero_optimization": {"stage": 2}}')
+    main(["lint", "run.yaml"])
+    assert capsys.readouterr().err == ""

@@ -120,11 +120,13 @@ def test_the_files_that_axolotl_ships_are_known() -> None:
     assert value(config, "deepspeed.zero_optimization.offload_param.device") == "cpu"
     assert config.settings["deepspeed.zero_optimization.stage"].place.line == 2
     assert not config.unresolved
+    assert not config.missing_files
 
 
 def test_any_other_file_leaves_its_keys_open() -> None:
     config = axolotl("deepspeed: my_zero3.json\n")
     assert "deepspeed.zero_optimization.offload_optimizer.device" in config.unresolved
+    assert [setting.value for setting in config.missing_files] == ["my_zero3.json"]
 
 
 def test_a_launch_script_leads_to_its_configuration(tmp_path: Path) -> None:
