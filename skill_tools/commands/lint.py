@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from skill_tools.commands import releases
+from skill_tools.commands import missing, releases
 from skill_tools.configs import detect
 from skill_tools.configs.config import Config, Framework
 from skill_tools.configs.read import read_sources
@@ -102,11 +102,15 @@ def run(args: argparse.Namespace) -> int:
             if args.skip_unrecognized and not _recognized(sources, args):
                 continue
             judge = partial(_judge, args=args, versions=versions)
-            verdict = _repair(sources, judge, args) if args.fix or args.diff else judge(sources)[1]
+            config, verdict = judge(sources)
+            if args.fix or args.diff:
+                verdict = _repair(sources, judge, verdict, args)
         except UnusableInput as error:
             errors.append(error)
             print(f"offload: {error}", file=sys.stderr)
             continue
+        for note in missing.notes(config):
+            print(f"offload: {note}", file=sys.stderr)
         verdicts.append((names[0] if names else "<overrides>", verdict))
     result = report(verdicts, errors, limit=args.limit)
     if not args.diff:
@@ -156,8 +160,8 @@ def _judge(
     return config, suppress.apply(verdict, config, load_rules())
 
 
-def _repair(sources: Sequence[Source], judge: Judge, args: argparse.Namespace) -> Verdict:
-    """Fix `sources` on disk and return what is left, or print the difference and return what there is."""
+def _repair(sources: Sequence[Source], judge: Judge, found: Verdict, args: argparse.Namespace) -> Verdict:
+    """Fix `sources` on disk and return what is left, or print the difference and return `found`."""
     from skill_tools.rules.fixes import unified_diff
 
     repaired = repair(sources, judge, unsafe=args.unsafe_fixes)
@@ -168,7 +172,7 @@ def _repair(sources: Sequence[Source], judge: Judge, args: argparse.Namespace) -
             Path(before.name).write_text(after.text, encoding="utf-8", newline="")
     if args.diff:
         _say_what_stays(repaired, sources, args)
-        return judge(sources)[1]
+        return found
     if repaired.applied:
         print(f"offload: {repaired.applied} fixed in {sources[0].name}", file=sys.stderr)
     return repaired.verdict

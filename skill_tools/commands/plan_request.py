@@ -5,7 +5,7 @@ import os
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from skill_tools.commands import releases
+from skill_tools.commands import missing, releases
 from skill_tools.configs.config import Config, Framework, Place, Setting
 from skill_tools.configs.keys import load_keys
 from skill_tools.configs.source import looks_like_configuration
@@ -133,7 +133,7 @@ def _plan(args: argparse.Namespace, inputs: Sequence[str], *, what_if: Sequence[
     budget, notes = _budget(args, where)
     return planner.make_plan(
         config,
-        built._replace(assumptions=(*notes, *built.assumptions)),
+        built._replace(assumptions=(*notes, *missing.notes(config), *built.assumptions)),
         where,
         budget,
         shape_source=source,

@@ -140,6 +140,8 @@ def _write_deepspeed_file(draft: Draft, named: Setting, path: str, folders: Sequ
     key = draft.table.by_name[_DEEPSPEED]
     start = path.rfind(_PRESETS)
     preset = key.implies.get(path[start:]) if start >= 0 else None
+    if preset is None:
+        draft.missing_files.append(named)
     names = [name for name in draft.table.by_name if name.startswith(f"{_DEEPSPEED}.")]
     for name in names:
         if preset is None:

@@ -69,6 +69,7 @@ class Config(NamedTuple):
     and suppressions. `model_name` is the recipe, base model or architecture named by the input, if any.
     `unresolved` holds the keys that the input does set, to something that cannot be read statically (a shell
     variable, a computed value, a file that is not here): they are unknown, whatever their default.
+    `missing_files` holds the settings that name such a file.
     """
 
     framework: Framework
@@ -81,6 +82,7 @@ class Config(NamedTuple):
     sources: Mapping[str, str] = MappingProxyType({})
     model_name: str | None = None
     unresolved: frozenset[str] = frozenset()
+    missing_files: tuple[Setting, ...] = ()
 
     def value(self, key: str, default: object = None) -> object:
         """Return what was set for the canonical `key`, or `default` when nobody set it."""

@@ -17,7 +17,8 @@ MAX_SUGGESTIONS = 20
 class Draft:
     """Collects the values of one configuration.
 
-    `complete`, `model_name`, `versions` and `sources` are the reader's to set; they mean what `Config` says.
+    `complete`, `model_name`, `versions`, `sources` and `missing_files` are the reader's to set; they mean what
+    `Config` says.
     """
 
     def __init__(
@@ -28,6 +29,7 @@ class Draft:
         self.model_name: str | None = None
         self.versions: dict[str, str] = {}
         self.sources: dict[str, str] = {}
+        self.missing_files: list[Setting] = []
         self.table = load_key_table() if table is None else table
         self._vocabulary = vocabulary
         self._settings: dict[str, Setting] = {}
@@ -126,6 +128,7 @@ class Draft:
             sources=MappingProxyType(self.sources),
             model_name=self.model_name,
             unresolved=frozenset(self._unresolved),
+            missing_files=tuple(self.missing_files),
         )
 
     @property
