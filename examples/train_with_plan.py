@@ -3,6 +3,7 @@
     offload plan --model llama-3-8b --gpu-memory 80GiB --format json > plan.json
     python examples/train_with_plan.py plan.json
 
+It needs `reference_impl`, installed (`pip install -c constraints.txt '.[reference]'`) or through `PYTHONPATH=.`.
 The plan's amounts fit the model it was made for; here the mechanisms are what matters, so a plan of any model will do.
 """
 
