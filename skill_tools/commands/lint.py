@@ -14,6 +14,7 @@ A comment `# offload: ignore[RULE] reason` on a finding's line, or above it, sup
 """
 
 import argparse
+import os
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -127,7 +128,26 @@ def _groups(args: argparse.Namespace) -> list[list[str]]:
             expected="FILE, --stdin or --overrides",
             attempt="offload lint run.yaml",
         )
+    _tell_overrides_from_files(args)
     return [names] if args.compose or args.overrides else [[name] for name in names]
+
+
+def _tell_overrides_from_files(args: argparse.Namespace) -> None:
+    """Raise `UnusableInput` for a setting among the files, or a file as an override: here one text is one override."""
+    stray = [name for name in args.files if args.overrides and "=" in name and not os.path.exists(name)]
+    if stray:
+        raise UnusableInput(
+            f"{stray[0]!r} stands among the files",
+            expected="one TEXT after --overrides, in quotes where it holds several settings",
+            attempt=f'--overrides "{args.overrides[-1]} {" ".join(stray)}"',
+        )
+    taken = [text for text in args.overrides if os.path.isfile(text)]
+    if taken:
+        raise UnusableInput(
+            f"--overrides took the file {taken[0]!r}",
+            expected="settings after --overrides",
+            attempt=f"offload lint {taken[0]} --overrides TEXT",
+        )
 
 
 def _source(name: str, args: argparse.Namespace) -> Source:

@@ -112,6 +112,20 @@ def test_overrides_alone_are_a_configuration(here: Path, capsys: pytest.CaptureF
     assert "la-pp" in rules_in(capsys)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        (["good.yaml", "--overrides", "a.b=1", "c.d=2"], '--overrides "a.b=1 c.d=2"'),
+        (["--overrides", "good.yaml"], "offload lint good.yaml --overrides TEXT"),
+    ],
+)
+def test_files_and_overrides_in_each_others_place_are_told(
+    here: Path, arguments: list[str], hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["lint", *arguments]) == 2
+    assert capsys.readouterr().err.endswith(f"try {hint}\n")
+
+
 def test_standard_input_has_a_name(
     here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
