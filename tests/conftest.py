@@ -10,7 +10,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not wanted:
         return
     if importlib.util.find_spec("torch") is None:
-        reason = "needs torch: pip install 'cpu-offloading[reference]'"
+        reason = "needs torch: pip install -c constraints.txt '.[reference]'"
     else:
         import torch
 

@@ -13,7 +13,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 @pytest.fixture
 def load(monkeypatch):
-    pytest.importorskip("torch", reason="needs torch: pip install 'cpu-offloading[reference]'")
+    pytest.importorskip("torch", reason="needs torch: pip install -c constraints.txt '.[reference]'")
     monkeypatch.syspath_prepend(str(root() / "benchmarks"))
     return importlib.import_module
 

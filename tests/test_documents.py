@@ -63,7 +63,7 @@ def test_a_shell_line_of_a_page_works(
 def test_a_python_snippet_of_a_page_runs(
     page: str, snippet: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    torch = pytest.importorskip("torch", reason="needs torch: pip install 'cpu-offloading[reference]'")
+    torch = pytest.importorskip("torch", reason="needs torch: pip install -c constraints.txt '.[reference]'")
     monkeypatch.syspath_prepend(str(ROOT))
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)).bfloat16()
     (tmp_path / "plan.json").write_text(

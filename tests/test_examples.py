@@ -19,7 +19,7 @@ def printed(
 
 
 def test_the_loop_learns_the_same_with_and_without_offload(capsys, monkeypatch):
-    pytest.importorskip("torch", reason="needs torch: pip install 'cpu-offloading[reference]'")
+    pytest.importorskip("torch", reason="needs torch: pip install -c constraints.txt '.[reference]'")
     offloaded = printed("train_with_offload.py", [], capsys, monkeypatch)
     plain = printed("train_with_offload.py", ["--plain"], capsys, monkeypatch)
     losses = [line for line in plain if line.startswith("step")]

@@ -37,7 +37,7 @@ def test_it_has_the_six_fields_of_the_format_and_no_other() -> None:
 def test_the_validator_accepts_it(tmp_path: Path) -> None:
     validator = Path(sys.executable).with_name("agentskills")
     if not validator.is_file():
-        pytest.skip("needs skills-ref: pip install 'cpu-offloading[test]'")
+        pytest.skip("needs skills-ref: pip install -c constraints.txt '.[test]'")
     folder = tmp_path / "cpu-offloading"
     folder.mkdir()
     for name in ("SKILL.md", "card.yaml", "README.md", "LICENSE"):

@@ -48,8 +48,10 @@ def run(args: argparse.Namespace) -> int:
     if args.format == "json":
         print(diagnoses.as_json(found, _plan_data(plan)))
         return 1 if found.recognised else 0
-    print(diagnoses.markdown(found) if args.format == "markdown" else diagnoses.concise(found))
-    if plan is not None and plan.recommendation is not None:
+    planned = plan is not None and plan.recommendation is not None
+    render = diagnoses.markdown if args.format == "markdown" else diagnoses.concise
+    print(render(found, planned=planned))
+    if plan is not None and planned:
         from skill_tools.reports import plans
 
         print("\n" + budget + (plans.markdown(plan) if args.format == "markdown" else plans.concise(plan)))

@@ -178,7 +178,7 @@ LOOP_CHANGES = {
 
 
 def test_the_loop_can_be_repaired_and_trains(grader: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    torch = pytest.importorskip("torch", reason="needs torch: pip install 'cpu-offloading[reference]'")
+    torch = pytest.importorskip("torch", reason="needs torch: pip install -c constraints.txt '.[reference]'")
     text = replaced((FILES / "pytorch_loop.py").read_text(encoding="utf-8"), LOOP_CHANGES)
     assert grader.grade("patch-pytorch-loop", {"files": {"pytorch_loop.py": text}})["passed"]
 
