@@ -43,3 +43,17 @@ def test_record_follows_the_live_current_stream():
     assert not event.query()
     side.synchronize()
     assert event.query()
+
+
+@pytest.mark.cuda
+def test_the_host_queues_hundreds_of_copies_and_waits_for_none():
+    """A stream holds few events that threads may sleep on; a copy's own event is not of that kind."""
+    device = Device.of("cuda")
+    source, host = torch.zeros(1024, device="cuda"), torch.empty(1024, pin_memory=True)
+    device.copy_out(host, source, after=[])
+    torch.cuda._sleep(4_000_000_000)
+    asleep = device.record()
+    for _ in range(400):
+        device.copy_out(host, source, after=[asleep])
+    assert not asleep.query()
+    device.synchronize()
