@@ -44,3 +44,17 @@ def test_clear_lets_everything_go(held):
     held.hold(Pending(), None, 50)
     held.clear()
     assert held.held_bytes == 0
+
+
+def test_what_is_handed_over_lives_until_its_event_and_counts_no_more(held):
+    event, tensor = Pending(), torch.zeros(1)
+    watcher = weakref.ref(tensor)
+    held.hold(event, tensor, 10)
+    held.hand_over(tensor)
+    assert held.held_bytes == 0
+    del tensor
+    held.drain()
+    assert watcher() is not None
+    event.reached = True
+    held.drain()
+    assert watcher() is None
