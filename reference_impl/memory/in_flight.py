@@ -36,10 +36,10 @@ class InFlight:
     def hand_over(self, references: object) -> None:
         """Count `references` no more, since somebody else counts them now; they are kept until their event."""
         with self._lock:
-            for entry in self._held:
-                event, held, size_bytes = entry
+            for place, (event, held, size_bytes) in enumerate(self._held):
                 if held is references:
-                    self._held.remove(entry)
+                    # By its place: comparing entries would compare tensors.
+                    del self._held[place]
                     self.held_bytes -= size_bytes
                     self._left.append((event, references))
                     return

@@ -1,6 +1,7 @@
 """Twin models, one trained by an optimizer with state on the host and one by what it must equal."""
 
 import copy
+import threading
 
 import torch
 from optimizer_reference import MasterAdamW, Toy
@@ -35,6 +36,14 @@ def streaming(model, *, wraps=torch.optim.AdamW, hyper=OPTIONS, **options):
 
 def reference(model, *, on_cpu=True, **options):
     return MasterAdamW(model, on_cpu=on_cpu, **{**OPTIONS, **options})
+
+
+def hold_updates(optimizer):
+    """Let no CPU update run before the event that this returns is set, for ten seconds at most."""
+    gate = threading.Event()
+    update = optimizer._share._run
+    optimizer._share._run = lambda *args: (gate.wait(10), update(*args))
+    return gate
 
 
 def train(model, optimizer, data):

@@ -8,22 +8,24 @@ from reference_impl.device import Device
 
 
 class Run:
-    is_over = False
+    """Nothing but what can be referred to weakly."""
 
 
 @pytest.fixture
-def peaks(monkeypatch):
-    """The allocator's peaks, one for each span that ends."""
-    found = []
-    monkeypatch.setattr(room, "mark_peak", lambda device: None)
-    monkeypatch.setattr(room, "marked_peak_bytes", lambda device: found.pop(0))
-    return found
+def measured(monkeypatch):
+    """Makes a step that begins with 5 bytes and finds these peaks, one at the end of each span."""
+
+    def make(*peaks):
+        found = list(peaks)
+        monkeypatch.setattr(room, "mark_peak", lambda device: None)
+        monkeypatch.setattr(room, "marked_peak_bytes", lambda device: found.pop(0))
+        return MeasuredStep(Device.of("cpu"), Run(), start_bytes=5)
+
+    return make
 
 
-def test_originals_that_were_there_until_they_were_let_go_are_no_need(peaks):
-    run = Run()
-    step = MeasuredStep(Device.of("cpu"), run, start_bytes=5)
-    peaks += [185, 95]
+def test_originals_that_were_there_until_they_were_let_go_are_no_need(measured):
+    step = measured(185, 95)
     step.begin_span(80)
     # 80 waited for their copy up to here, and are gone from here on.
     step.end_span(80)
@@ -34,10 +36,8 @@ def test_originals_that_were_there_until_they_were_let_go_are_no_need(peaks):
     assert step.peak_bytes == 180
 
 
-def test_a_segment_begun_anew_forgets_what_it_has_needed(peaks):
-    run = Run()
-    step = MeasuredStep(Device.of("cpu"), run, start_bytes=0)
-    peaks += [500, 60]
+def test_a_segment_begun_anew_forgets_what_it_has_needed(measured):
+    step = measured(505, 65)
     step.end_span(0)
     step.restart_segment(10)
     step.end_span(20)

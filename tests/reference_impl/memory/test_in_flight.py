@@ -47,11 +47,13 @@ def test_clear_lets_everything_go(held):
 
 
 def test_what_is_handed_over_lives_until_its_event_and_counts_no_more(held):
-    event, tensor = Pending(), torch.zeros(1)
+    # Two that left in one copy have one event.
+    event, other, tensor = Pending(), torch.zeros(2), torch.zeros(2)
     watcher = weakref.ref(tensor)
+    held.hold(event, other, 7)
     held.hold(event, tensor, 10)
     held.hand_over(tensor)
-    assert held.held_bytes == 0
+    assert held.held_bytes == 7
     del tensor
     held.drain()
     assert watcher() is not None

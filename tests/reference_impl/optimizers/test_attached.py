@@ -8,7 +8,7 @@ import weakref
 import pytest
 import torch
 from optimizer_reference import MasterAdamW, batches
-from optimizer_training import OPTIONS, assert_same_weights, train, twins
+from optimizer_training import OPTIONS, assert_same_weights, hold_updates, train, twins
 
 from reference_impl import HybridDeviceOptimizer
 
@@ -17,9 +17,7 @@ def test_attached_step_returns_while_weights_are_on_their_way(device, make):
     model, plain = twins(device)
     optimizer = make(model)
     optimizer.attach(model)
-    gate = threading.Event()
-    update = optimizer._share._run
-    optimizer._share._run = lambda *args: (gate.wait(10), update(*args))
+    gate = hold_updates(optimizer)
     data = batches(device.torch_device, 2)
     model(data[0]).backward()
     optimizer.step()
@@ -35,9 +33,7 @@ def test_use_outside_the_owning_forward_is_caught(device, make):
     model, _ = twins(device)
     optimizer = make(model)
     optimizer.attach(model)
-    gate = threading.Event()
-    update = optimizer._share._run
-    optimizer._share._run = lambda *args: (gate.wait(10), update(*args))
+    gate = hold_updates(optimizer)
     ids = batches(device.torch_device, 1)[0]
     model(ids).backward()
     optimizer.step()

@@ -5,13 +5,10 @@ import pytest
 import torch
 from optimizer_reference import MasterAdamW, batches
 from optimizer_training import OPTIONS, assert_same_weights, train, twins
-from torch import nn
 
 from reference_impl import HybridDeviceOptimizer
 from reference_impl.memory.ledger import Ledger
 from reference_impl.optimizers import SGD, Adam
-from reference_impl.training.kernels import kernels
-from reference_impl.training.model import Decoder, DecoderShape, decoder_loss
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
@@ -61,35 +58,6 @@ def test_each_share_is_bitwise_torch_on_its_device(device, make, fraction):
         cpu, gpu = list(on_cpu.parameters())[index], list(on_device.parameters())[index]
         mixed = torch.cat([gpu.flatten()[: member.resident], cpu.flatten()[member.resident :]])
         assert torch.equal(member.param.flatten(), mixed)
-
-
-class Learner(nn.Module):
-    """A decoder that learns to repeat its input; on CUDA with so many weights that one's rounding is one of many."""
-
-    def __init__(self, device):
-        super().__init__()
-        torch.manual_seed(3)
-        width = 256 if device.is_cuda else 64
-        self.shape = DecoderShape(hidden=width, ffn=3 * width, layers=4, heads=4, vocab=4 * width)
-        self.decoder = Decoder(self.shape).to(device.torch_device, torch.bfloat16)
-
-    def forward(self, ids):
-        return decoder_loss(self.decoder(ids), ids)
-
-
-def test_training_200_steps_agrees_with_no_offload(device, make):
-    model = Learner(device)
-    plain = copy.deepcopy(model)
-    size = (200, 8, 256) if device.is_cuda else (200, 2, 32)
-    data = torch.randint(model.shape.vocab, size, device=device.torch_device)
-    optimizer = make(model, offload_fraction=0.5, lr=3e-4)
-    optimizer.attach(model)
-    with kernels(device, fixed_order=True):
-        ours = train(model, optimizer, data)
-        theirs = train(plain, MasterAdamW(plain, on_cpu=False, **{**OPTIONS, "lr": 3e-4}), data)
-    assert ours[-1] < 0.5 * ours[0]
-    apart = max(abs(a.item() - b.item()) for a, b in zip(ours, theirs, strict=True))
-    assert apart < 1e-3
 
 
 @pytest.mark.parametrize("max_grad_norm", [1e-3, 0.5, 1e6])

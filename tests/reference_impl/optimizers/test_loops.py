@@ -121,9 +121,9 @@ def test_peaks_fall_with_the_fraction_and_losses_stay(device):
             device.synchronize()
             peaks.append(ledger.peak_device_bytes)
         losses.append(seen)
-    # One element's rounding apart at most: CPU and GPU kernels differ in the last bit.
+    # One element's rounding apart at most: CPU and GPU kernels differ in the last bit, which grew to 1.3e-6 on CUDA.
     for seen in losses:
-        assert seen == pytest.approx(losses[0], rel=1e-5)
+        assert seen == pytest.approx(losses[0], rel=1e-5 if device.is_cuda else 1e-6)
     two_buckets_bytes = 2 * 2**14 * 4
     assert all(after <= before + two_buckets_bytes for before, after in itertools.pairwise(peaks)), peaks
     numel = 6 * (256 * 256 + 256)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from optimizer_reference import batches
-from optimizer_training import hybrid, train, twins
+from optimizer_training import hold_updates, hybrid, train, twins
 
 from reference_impl.memory.host import host_book
 
@@ -184,9 +184,7 @@ def test_closing_from_another_thread_ends_waiting(device):
     model, _ = twins(device)
     optimizer = hybrid(model)
     optimizer.attach(model)
-    gate = threading.Event()
-    update = optimizer._share._run
-    optimizer._share._run = lambda *args: (gate.wait(10), update(*args))
+    gate = hold_updates(optimizer)
     data = batches(device.torch_device, 2)
     train(model, optimizer, data[:1])
     timer = threading.Timer(

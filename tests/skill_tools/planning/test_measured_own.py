@@ -147,7 +147,9 @@ def test_our_own_activation_engines(name: str) -> None:
     assert found.allocated_bytes / 1e9 == pytest.approx(row["peak_gb"], rel=0.07)
     assert step.total_s == pytest.approx(row["step_ms"] / 1000, rel=0.15)
     ratio = row["step_ms"] / ROWS["own-act-none-32k"]["step_ms"]
-    assert step.total_s / step.compute_s == pytest.approx(ratio, rel=0.06)
+    # Recomputing took 0.276 s, of a forward of 0.342 s with its loss; the model counts operations.
+    close = 0.06 if name == "own-act-recompute-32k" else 0.05
+    assert step.total_s / step.compute_s == pytest.approx(ratio, rel=close)
 
 
 # This project's first run of benchmarks/frozen_layers.py on such a machine: tokens, layers that stream, ratio to the
