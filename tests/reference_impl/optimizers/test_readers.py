@@ -6,7 +6,7 @@ import threading
 import pytest
 import torch
 from optimizer_reference import batches
-from optimizer_training import OPTIONS, assert_same_weights, hybrid, reference, train, twins
+from optimizer_training import OPTIONS, assert_same_weights, hold_updates, hybrid, reference, train, twins
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -17,11 +17,8 @@ def held():
     gates = []
 
     def hold(optimizer):
-        gate = threading.Event()
-        update = optimizer._share._run
-        optimizer._share._run = lambda *args: (gate.wait(10), update(*args))
-        gates.append(gate)
-        return gate
+        gates.append(hold_updates(optimizer))
+        return gates[-1]
 
     yield hold
     for gate in gates:
