@@ -12,6 +12,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from reference_impl.device import Device
 
+# cuBLAS is deterministic only with a workspace of a fixed size. Torch reads this once, at the first matrix product of
+# the process, which may belong to a run whose kernels have no fixed order.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
+def always_in_fixed_order(device: Device) -> bool:
+    """Return whether the kernels that users get add in a fixed order: on the CPU twin they do, on CUDA not all."""
+    return not device.is_cuda
+
 
 def kernels(device: Device, *, fixed_order: bool) -> AbstractContextManager[None]:
     """Return the context of a run: on CUDA deterministic kernels if `fixed_order`, on the CPU twin one thread.
@@ -35,8 +44,6 @@ def _one_thread() -> Iterator[None]:
 
 @contextmanager
 def _deterministic() -> Iterator[None]:
-    # cuBLAS is deterministic only with a workspace of a fixed size, as torch checks.
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     was_on = torch.are_deterministic_algorithms_enabled()
     module: Any = torch.utils.deterministic
     filled = module.fill_uninitialized_memory

@@ -7,6 +7,7 @@ so that two runs differ by what is attached to the model and by nothing else.
 from __future__ import annotations
 
 import gc
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -40,7 +41,7 @@ Attach = Callable[[Decoder], AbstractContextManager[Trainer]]
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """What a run gave; `parameters` are on the CPU, `step_s` is the median of the timed steps."""
+    """What a run gave; `parameters` are on the CPU, `step_s` is the median of the timed steps, NaN without any."""
 
     losses: list[float]
     parameters: dict[str, torch.Tensor]
@@ -56,14 +57,16 @@ def train(
     attach: Attach,
     *,
     fixed_order: bool = True,
+    steps: int | None = None,
     on_step: Callable[[], None] = lambda: None,
 ) -> Trained:
     """Train from the first weights with `attach`'s optimizer and leave nothing behind; `on_step` follows each step.
 
     Without `fixed_order` the kernels are those that users get: faster, and no two runs need be bitwise the same.
+    `steps` ends the run early.
     """
     gc.collect()
-    batches = workload.batches(device)
+    batches = islice(workload.batches(device), steps)
     losses: list[torch.Tensor] = []
     with kernels(device, fixed_order=fixed_order), ExitStack() as attached:
         with Ledger(device) as ledger:
@@ -96,7 +99,7 @@ def train(
         peak_device_bytes=peak_device_bytes,
         between_steps_bytes=between_steps_bytes,
         peak_host_bytes=peak_host_bytes,
-        step_s=statistics.median(times),
+        step_s=statistics.median(times) if times else math.nan,
     )
 
 

@@ -1,14 +1,16 @@
 """Was the plan true? Trains its model with and without it, and puts what was measured beside what it predicted.
 
-Peaks are judged; step times are shown, since they are predictions for the machine that the plan names.
+Peaks are judged; step times are shown, since they are predictions for the machine that the plan names. Losses are
+judged too: those of runs whose kernels add in a fixed order, since other kernels differ from run to run by themselves.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from reference_impl.device import Device
 from reference_impl.memory.host import HostMemoryError, available_bytes
 from reference_impl.training.apply import apply_plan
 from reference_impl.training.attachments import OPTIONS, plain
+from reference_impl.training.kernels import always_in_fixed_order
 from reference_impl.training.model import Decoder
 from reference_impl.training.plain import PlainAdamW
 from reference_impl.training.planned_run import PlanError, PlannedRun, Predicted
@@ -29,6 +32,9 @@ from reference_impl.training.verification import (
     SCHEMA_VERSION,
     loss_delta,
 )
+
+# Updates that a plan got wrong show after one; further steps only let rounding errors grow.
+COMPARED_STEPS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,13 +49,22 @@ class Quantity:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanVerification:
-    """The plan's run, and the run without it where that fits on the device."""
+    """The plan's run, and the run without it where that fits on the device.
+
+    `compared` are the runs without and with the plan whose losses are judged: on CUDA two short ones of their own.
+    """
 
     device: str
     is_timed: bool
     planned: PlannedRun
     trained: Trained
     without_offload: Trained | None
+    compared: tuple[Trained, Trained] | None
+
+    @property
+    def max_loss_delta(self) -> float | None:
+        """The largest difference of the losses that are judged, or None where there is nothing to compare with."""
+        return None if self.compared is None else loss_delta(*self.compared)
 
     @property
     def runs(self) -> dict[str, list[Quantity]]:
@@ -79,15 +94,14 @@ class PlanVerification:
                     f"{label}: the peak is {peak.measured:,.0f} bytes; the plan says {peak.predicted:,.0f}; expected "
                     f"within {MAX_MEMORY_ERROR:.0%}"
                 )
-        if self.without_offload is not None:
-            delta = loss_delta(self.without_offload, self.trained)
-            if delta >= MAX_LOSS_DELTA:
-                problems.append(f"the loss differs by {delta:.3g}; expected less than {MAX_LOSS_DELTA}")
+        delta = self.max_loss_delta
+        if delta is not None and delta >= MAX_LOSS_DELTA:
+            problems.append(f"the loss differs by {delta:.3g}; expected less than {MAX_LOSS_DELTA}")
         return problems
 
     def document(self) -> dict[str, Any]:
         """Return everything as plain data, by `schema/verify.schema.json`."""
-        baseline, problems = self.without_offload, self.problems
+        problems = self.problems
         return {
             "schema_version": SCHEMA_VERSION,
             "errors": [],
@@ -97,7 +111,7 @@ class PlanVerification:
             "workload": self.planned.workload.describe(),
             "plan": {
                 "machine": self.planned.machine,
-                "max_loss_delta": None if baseline is None else loss_delta(baseline, self.trained),
+                "max_loss_delta": self.max_loss_delta,
                 "runs": [
                     {
                         "label": label,
@@ -124,10 +138,17 @@ def verify_plan(device: Device, planned: PlannedRun, *, progress: Progress = uns
             attempt="a plan for a smaller model or a shorter sequence",
         )
     compares = _needed_bytes(device, planned.without_offload) <= room_bytes
-    steps = Steps(progress, total=planned.workload.steps * (1 + compares))
-    baseline = _train(device, planned, plain(), steps, "without offload") if compares else None
+    compares_apart = compares and not always_in_fixed_order(device)
+    total = planned.workload.steps * (1 + compares) + 2 * COMPARED_STEPS * compares_apart
+    steps = Steps(progress, total=total)
+    # The measured runs are about the kernels that users get, so the order of additions is left to them.
+    measured = partial(_train, device, planned, fixed_order=False)
+    baseline = measured(plain(), steps.of("without offload")) if compares else None
     try:
-        trained = _train(device, planned, _applied(planned), steps, planned.with_plan.label)
+        trained = measured(_applied(planned), steps.of(planned.with_plan.label))
+        compared = None if baseline is None else (baseline, trained)
+        if compares_apart:
+            compared = _in_fixed_order(device, planned, steps)
     except (BudgetError, HostMemoryError) as error:
         raise PlanError(
             f"the plan cannot be kept here: {error}",
@@ -140,12 +161,31 @@ def verify_plan(device: Device, planned: PlannedRun, *, progress: Progress = uns
         planned=planned,
         trained=trained,
         without_offload=baseline,
+        compared=compared,
     )
 
 
-def _train(device: Device, planned: PlannedRun, attach: Attach, steps: Steps, name: str) -> Trained:
-    # The plan is about the kernels that users get, so the order of additions is left to them.
-    return train(planned.workload, device, attach, fixed_order=False, on_step=steps.of(name))
+def _in_fixed_order(device: Device, planned: PlannedRun, steps: Steps) -> tuple[Trained, Trained]:
+    """Train some steps without the plan and with it, so that their losses differ by what the plan does alone."""
+    run = partial(_train, device, planned, fixed_order=True, steps=COMPARED_STEPS)
+    return (
+        run(plain(), steps.of("losses without offload")),
+        run(_applied(planned), steps.of(f"losses, {planned.with_plan.label}")),
+    )
+
+
+def _train(
+    device: Device,
+    planned: PlannedRun,
+    attach: Attach,
+    on_step: Callable[[], None],
+    *,
+    fixed_order: bool,
+    steps: int | None = None,
+) -> Trained:
+    trained = train(planned.workload, device, attach, fixed_order=fixed_order, steps=steps, on_step=on_step)
+    # Nobody asks for the parameters, and their host memory belongs to the runs that follow.
+    return replace(trained, parameters={})
 
 
 def _applied(planned: PlannedRun) -> Attach:

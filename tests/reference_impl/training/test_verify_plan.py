@@ -1,12 +1,21 @@
 import copy
+import importlib
 import json
+import os
+import weakref
+from dataclasses import replace
 
 import jsonschema
 import pytest
 
+from reference_impl.activations.budget import BudgetError
 from reference_impl.device import Device
+from reference_impl.memory.host import HostMemoryError
+from reference_impl.training import kernels
+from reference_impl.training import verify_plan as verifying
 from reference_impl.training.planned_run import PlanError, read_plan
-from reference_impl.training.verify_plan import verify_plan
+from reference_impl.training.verify_plan import COMPARED_STEPS, verify_plan
+from reference_impl.training.workload import Workload
 from skill_tools.__main__ import main
 from skill_tools.bundle import schema_path
 
@@ -63,6 +72,43 @@ def written(plan, tmp_path):
         return file
 
     return write
+
+
+@pytest.fixture
+def runs(monkeypatch):
+    """What each training run was asked for; `change` gets (run's number, what it gave) and returns what it gives."""
+
+    class Runs(list):
+        change = staticmethod(lambda number, trained: trained)
+
+    runs, train = Runs(), verifying.train
+
+    def recorded(*args, fixed_order, steps, **options):
+        runs.append((fixed_order, steps))
+        return runs.change(len(runs), train(*args, fixed_order=fixed_order, steps=steps, **options))
+
+    monkeypatch.setattr(verifying, "train", recorded)
+    return runs
+
+
+@pytest.fixture
+def without_fixed_order(monkeypatch):
+    """The CPU twin passes for a device whose kernels add in another order each time."""
+    monkeypatch.setattr(verifying, "always_in_fixed_order", lambda device: False)
+
+
+MEASURED = [(False, None)] * 2
+COMPARED = [(True, COMPARED_STEPS)] * 2
+LOSS_PROBLEM = "the loss differs by 0.5; expected less than 0.001"
+
+
+def losses_off_in(number):
+    """Add 0.5 to the losses of the run `number`, counted from 1."""
+
+    def change(run, trained):
+        return replace(trained, losses=[loss + 0.5 for loss in trained.losses]) if run == number else trained
+
+    return change
 
 
 def test_the_planner_knows_what_the_twin_takes(written):
@@ -153,6 +199,95 @@ def test_what_does_not_fit_without_offload_is_left_out(written):
     assert found.document()["plan"]["max_loss_delta"] is None
 
 
+def test_the_twin_trains_twice_and_judges_these_losses(written, runs):
+    runs.change = losses_off_in(2)
+    seen = []
+    found = verify_plan(
+        Device.of("cpu"), read_plan(written(), steps=6), progress=lambda *step: seen.append(step)
+    )
+    assert runs == MEASURED
+    assert [each[1:] for each in seen] == [(done, 12) for done in range(1, 13)]
+    assert found.problems == [LOSS_PROBLEM]
+    assert found.document()["plan"]["max_loss_delta"] == pytest.approx(0.5)
+
+
+@pytest.mark.usefixtures("without_fixed_order")
+def test_without_a_fixed_order_short_runs_that_have_one_are_compared(written, runs):
+    execute = {"optimizer": {"offload_fraction": 1.0}}
+    seen = []
+    found = verify_plan(
+        Device.of("cpu"), read_plan(written(execute=execute), steps=6),
+        progress=lambda *step: seen.append(step),
+    )  # fmt: skip
+    assert runs == MEASURED + COMPARED
+    steps = 2 * 6 + 2 * COMPARED_STEPS
+    assert [each[1:] for each in seen] == [(done, steps) for done in range(1, steps + 1)]
+    assert len({name for name, *_ in seen}) == 4
+    without, with_plan = found.compared
+    assert without.losses == found.without_offload.losses[:COMPARED_STEPS]
+    assert (without.peak_host_bytes, with_plan.peak_host_bytes > 0) == (0, True)
+
+
+@pytest.mark.usefixtures("without_fixed_order")
+@pytest.mark.parametrize(("number", "delta"), [(1, 0), (2, 0), (3, 0.5), (4, 0.5)])
+def test_only_losses_in_a_fixed_order_are_judged(written, runs, number, delta):
+    runs.change = losses_off_in(number)
+    found = verify_plan(Device.of("cpu"), read_plan(written(), steps=6))
+    assert found.max_loss_delta == pytest.approx(delta)
+    assert found.document()["passed"] == (delta == 0)
+    assert found.problems == [LOSS_PROBLEM][: int(delta > 0)]
+
+
+@pytest.mark.usefixtures("without_fixed_order")
+def test_with_nothing_to_compare_with_no_further_run_is_made(written, runs):
+    path = written(without_offload__memory__allocated_bytes=2**60)
+    found = verify_plan(Device.of("cpu"), read_plan(path, steps=6))
+    assert runs == MEASURED[:1]
+    assert found.compared is None
+
+
+@pytest.mark.usefixtures("without_fixed_order")
+@pytest.mark.parametrize(
+    "error",
+    [
+        BudgetError(budget_bytes=1, least_bytes=2),
+        HostMemoryError(needed_bytes=2, available_bytes=1, remedy="try less"),
+    ],
+)
+def test_a_further_run_that_has_no_room_is_refused_by_name(written, runs, error):
+    def refuse(number, trained):
+        if number == 4:
+            raise error
+        return trained
+
+    runs.change = refuse
+    with pytest.raises(PlanError, match="the plan cannot be kept here"):
+        verify_plan(Device.of("cpu"), read_plan(written(), steps=6))
+
+
+@pytest.mark.usefixtures("without_fixed_order")
+def test_no_run_meets_what_an_earlier_one_held(written, monkeypatch):
+    new_model, models = Workload.model, []
+
+    def model(self, device):
+        assert [each() for each in models] == [None] * len(models)
+        made = new_model(self, device)
+        models.append(weakref.ref(made))
+        return made
+
+    monkeypatch.setattr(Workload, "model", model)
+    execute = {"optimizer": {"offload_fraction": 1.0}}
+    found = verify_plan(Device.of("cpu"), read_plan(written(execute=execute), steps=6))
+    assert len(models) == 4
+    assert [each.parameters for each in (found.without_offload, found.trained)] == [{}, {}]
+
+
+def test_cublas_has_a_fixed_workspace_before_the_first_run(monkeypatch):
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    importlib.reload(kernels)
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+
+
 @pytest.mark.parametrize("text", ["", "{", "[1]", '{"execute": {}}'])
 def test_a_file_that_is_no_plan_is_one_line(text, tmp_path, capsys):
     (tmp_path / "plan.json").write_text(text)
@@ -184,6 +319,7 @@ def test_peaks_on_a_gpu_are_those_of_the_plan(made, tmp_path, gpu_memory, overri
     found = verify_plan(Device.of("cuda"), read_plan(path, steps=8))
     assert found.problems == []
     assert found.is_timed
+    assert [len(each.losses) for each in found.compared] == [COMPARED_STEPS] * 2
 
 
 def test_a_budget_that_cannot_be_kept_is_one_line(made, tmp_path, capsys):
