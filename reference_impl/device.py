@@ -3,7 +3,8 @@
 Every mechanism in this package is written once against `Device`. On CUDA a copy is asynchronous: it runs on a
 copy stream of its own, one for each direction, after the event it is given, and returns the event that marks
 its end. What somebody waits for has a stream of its own besides, each way: new weights, which a forward is about to
-need, and what threads of the host need, such as gradients. It does not queue behind the gigabytes of others.
+need, and what threads of the host need, such as gradients. It does not queue behind the gigabytes of others, because
+these give way (`GivingWay`).
 The CPU twin makes the same copies between two tiers of ordinary memory, at once, so that the same
 engine can be tested for values, lifetime and memory where there is no GPU.
 
@@ -14,6 +15,7 @@ pool of its own.
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -21,6 +23,9 @@ from functools import cache
 from typing import Protocol
 
 import torch
+
+# Others wait 1.2 ms at most, and a turn takes a few microseconds.
+_TURN_BYTES = 64 * 2**20
 
 
 class Event(Protocol):
@@ -91,16 +96,16 @@ class Device(ABC):
         """Make the live current stream wait for `event`; the host goes on."""
 
     @abstractmethod
-    def on_d2h(self) -> AbstractContextManager[object]:
-        """Make the D2H copy stream current. Nothing may be allocated inside."""
+    def on_d2h(self, size_bytes: int = 0) -> AbstractContextManager[object]:
+        """Make the D2H copy stream current for a copy of `size_bytes`. Nothing may be allocated inside."""
 
     @abstractmethod
     def on_d2h_for_threads(self) -> AbstractContextManager[object]:
         """Make the stream current on which goes out what threads wait for. Nothing may be allocated inside."""
 
     @abstractmethod
-    def on_h2d(self) -> AbstractContextManager[object]:
-        """Make the H2D copy stream current. Nothing may be allocated inside."""
+    def on_h2d(self, size_bytes: int = 0) -> AbstractContextManager[object]:
+        """Make the H2D copy stream current for a copy of `size_bytes`. Nothing may be allocated inside."""
 
     @abstractmethod
     def on_h2d_of_weights(self) -> AbstractContextManager[object]:
@@ -121,7 +126,7 @@ class Device(ABC):
 
         Returns the event of its end, see `record`. The caller keeps both tensors alive until then.
         """
-        with self.on_d2h_for_threads() if for_threads else self.on_d2h():
+        with self.on_d2h_for_threads() if for_threads else self.on_d2h(host.nbytes):
             for event in after:
                 self.wait(event)
             host.copy_(source, non_blocking=True)
@@ -132,11 +137,36 @@ class Device(ABC):
 
         Returns the event of its end. The caller keeps both tensors alive until then.
         """
-        with self.on_h2d():
+        with self.on_h2d(host.nbytes):
             for event in after:
                 self.wait(event)
             target.copy_(host, non_blocking=True)
             return self.record()
+
+
+class GivingWay:
+    """The copies of one direction, in order, on two streams that take turns.
+
+    A copy engine works on one stream until nothing on it is ready, whatever priorities say: behind 2.5 GiB, a copy of
+    8 MiB on another stream waited 42 ms. When a stream waits for another, the engine looks for work elsewhere, so that
+    the small copy was through after 1.3 ms, and the large ones lost 0.5 % (measured: one NVIDIA H200, driver 580).
+    """
+
+    def __init__(self, torch_device: torch.device) -> None:
+        """Make the streams."""
+        self.stream, self._other = torch.cuda.Stream(torch_device), torch.cuda.Stream(torch_device)
+        self._since_turn_bytes = 0
+        self._lock = threading.Lock()
+
+    def take(self, size_bytes: int) -> torch.cuda.Stream:
+        """Return the stream for the next copy, which has `size_bytes`."""
+        with self._lock:
+            if self._since_turn_bytes >= _TURN_BYTES:
+                self.stream, self._other = self._other, self.stream
+                self.stream.wait_stream(self._other)
+                self._since_turn_bytes = 0
+            self._since_turn_bytes += size_bytes
+            return self.stream
 
 
 class CudaDevice(Device):
@@ -145,10 +175,20 @@ class CudaDevice(Device):
     def __init__(self, torch_device: torch.device) -> None:
         """Make the copy streams, which live as long as the process."""
         super().__init__(torch_device)
-        self.d2h = torch.cuda.Stream(torch_device)
-        self.h2d = torch.cuda.Stream(torch_device)
-        self.d2h_for_threads = torch.cuda.Stream(torch_device, priority=-1)
+        self._d2h, self._h2d = GivingWay(torch_device), GivingWay(torch_device)
+        self.d2h_for_threads = torch.cuda.Stream(torch_device)
+        # For the kernels that round masters to weights there; copies know no priority.
         self.h2d_of_weights = torch.cuda.Stream(torch_device, priority=-1)
+
+    @property
+    def d2h(self) -> torch.cuda.Stream:
+        """The stream whose turn it is to copy out."""
+        return self._d2h.stream
+
+    @property
+    def h2d(self) -> torch.cuda.Stream:
+        """The stream whose turn it is to copy in."""
+        return self._h2d.stream
 
     @property
     def is_cuda(self) -> bool:
@@ -177,17 +217,17 @@ class CudaDevice(Device):
         if isinstance(event, torch.cuda.Event):
             torch.cuda.current_stream(self.torch_device).wait_event(event)
 
-    def on_d2h(self) -> AbstractContextManager[object]:
+    def on_d2h(self, size_bytes: int = 0) -> AbstractContextManager[object]:
         """Switch to the D2H stream."""
-        return torch.cuda.stream(self.d2h)
+        return torch.cuda.stream(self._d2h.take(size_bytes))
 
     def on_d2h_for_threads(self) -> AbstractContextManager[object]:
         """Switch to the stream of what threads wait for."""
         return torch.cuda.stream(self.d2h_for_threads)
 
-    def on_h2d(self) -> AbstractContextManager[object]:
+    def on_h2d(self, size_bytes: int = 0) -> AbstractContextManager[object]:
         """Switch to the H2D stream."""
-        return torch.cuda.stream(self.h2d)
+        return torch.cuda.stream(self._h2d.take(size_bytes))
 
     def on_h2d_of_weights(self) -> AbstractContextManager[object]:
         """Switch to the stream of weights."""
@@ -230,7 +270,7 @@ class CpuTwin(Device):
     def wait(self, event: Event) -> None:
         """Return at once."""
 
-    def on_d2h(self) -> AbstractContextManager[object]:
+    def on_d2h(self, size_bytes: int = 0) -> AbstractContextManager[object]:
         """Return a context that changes nothing."""
         return nullcontext()
 
@@ -238,7 +278,7 @@ class CpuTwin(Device):
         """Return a context that changes nothing."""
         return nullcontext()
 
-    def on_h2d(self) -> AbstractContextManager[object]:
+    def on_h2d(self, size_bytes: int = 0) -> AbstractContextManager[object]:
         """Return a context that changes nothing."""
         return nullcontext()
 

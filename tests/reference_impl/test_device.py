@@ -34,6 +34,45 @@ def test_copy_waits_for_its_event():
 
 
 @pytest.mark.cuda
+@pytest.mark.parametrize("way", ["out", "in"])
+def test_gigabytes_let_a_small_copy_through(way):
+    """A copy engine stays on a stream while anything on it is ready, so large copies have to give way."""
+    device = Device.of("cuda")
+    host = torch.empty(2**27, dtype=torch.uint8, pin_memory=True)
+    there = torch.zeros(2**27, dtype=torch.uint8, device="cuda")
+    small, small_there = torch.empty(1024, pin_memory=True), torch.zeros(1024, device="cuda")
+    torch.cuda._sleep(100_000_000)
+    asleep = device.record()
+    for _ in range(32):
+        if way == "out":
+            last = device.copy_out(host, there, after=[asleep])
+        else:
+            last = device.copy_in(there, host, after=[asleep])
+    with device.on_d2h_for_threads() if way == "out" else device.on_h2d_of_weights():
+        device.wait(asleep)
+        (small if way == "out" else small_there).copy_(
+            small_there if way == "out" else small, non_blocking=True
+        )
+        through = device.record()
+    through.synchronize()
+    assert not last.query()
+    device.synchronize()
+
+
+@pytest.mark.cuda
+def test_copies_of_one_direction_stay_in_order():
+    device = Device.of("cuda")
+    host = [torch.full((2**25,), value, dtype=torch.uint8, pin_memory=True) for value in range(6)]
+    target = torch.empty(2**25, dtype=torch.uint8, device="cuda")
+    torch.cuda._sleep(50_000_000)
+    asleep = device.record()
+    for index, each in enumerate(host):
+        last = device.copy_in(target, each, after=[] if index else [asleep])
+    device.wait(last)
+    assert (target == 5).all()
+
+
+@pytest.mark.cuda
 def test_record_follows_the_live_current_stream():
     device = Device.of("cuda")
     side = torch.cuda.Stream()

@@ -36,8 +36,8 @@ def sleepy(monkeypatch):
 
     def napping(original):
         @contextmanager
-        def enter(self):
-            with original(self):
+        def enter(self, *size_bytes):
+            with original(self, *size_bytes):
                 nap()
                 yield
 

@@ -65,10 +65,10 @@ class Clocks(CpuTwin):
         if isinstance(event, Moment):
             self.now[self.stream] = max(self.now[self.stream], event.time)
 
-    def on_d2h(self):
+    def on_d2h(self, size_bytes=0):
         return self.on("d2h")
 
-    def on_h2d(self):
+    def on_h2d(self, size_bytes=0):
         return self.on("h2d")
 
     def copy_out(self, host, source, *, after, for_threads=False):
