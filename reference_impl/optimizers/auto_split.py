@@ -35,6 +35,8 @@ from reference_impl.optimizers.split import (
 _LOG = logging.getLogger(__name__)
 # Large against the start of a copy or a thread, small against the three seconds that a constructor may take.
 _COPY_BYTES, _UPDATED = 2**28, 2**26
+# Threads, hooks and launches of a second share cost what the program does not count.
+_LEAST_GAIN = 0.1
 _UPDATES = ("cpu_with_copies_Gparam_s", "streamed_Gparam_s", "both_Gparam_s", "both_cpu_share")
 
 Profile = Mapping[str, Any] | str | Path
@@ -52,12 +54,12 @@ def chosen_split(
     ring_bytes: int,
     device_budget_bytes: int | None,
     host_budget_bytes: int | None,
-    prefetches: bool,
+    prefetch_bytes: int,
 ) -> Split:
     """Return what was `asked` for; for `auto` that with which one update of `params` takes least time, and log it.
 
-    Where the stream `prefetches` in backward, it works all step long, and a CPU share beside it, whose work begins only
-    after backward, made steps slower or no faster (`docs/optimizer-state-offloading.md`): so one or the other.
+    Of `prefetch_bytes` half are taken to come in during backward, and as many to go out during the next forward, so
+    they are no part of the update: how many do, the length of a backward says, which nobody knows yet.
 
     By default the device holds no more than the ring, and the host may give 95 % of what it has. Raises ValueError
     for a device budget below the ring or a profile that is none, HostMemoryError for a host that is too small.
@@ -79,9 +81,10 @@ def chosen_split(
         ring_bytes=ring_bytes,
         device_budget_bytes=ring_bytes if device_budget_bytes is None else device_budget_bytes,
         host_budget_bytes=int(0.95 * available_bytes()) if host_budget_bytes is None else host_budget_bytes,
-        mixed=not prefetches,
+        hidden_bytes=prefetch_bytes // 2,
+        least_gain=_LEAST_GAIN,
     )
-    _say(split, update_seconds(split, elements, each, rates), elements)
+    _say(split, update_seconds(split, elements, each, rates, hidden_bytes=prefetch_bytes // 2), elements)
     return split
 
 

@@ -71,7 +71,7 @@ class Shares:
             ring_bytes=self.streamed.ring_bytes,
             device_budget_bytes=device_budget_bytes,
             host_budget_bytes=host_budget_bytes,
-            prefetches=prefetch_bytes > 0,
+            prefetch_bytes=prefetch_bytes,
         )
         self.host = HostShare(
             device,

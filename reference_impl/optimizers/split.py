@@ -8,7 +8,7 @@ end. Pure arithmetic: what the machine reaches is `machine_rates`, which element
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from typing import NamedTuple
@@ -81,12 +81,13 @@ def state_bytes(
     )
 
 
-def update_seconds(split: Split, elements: int, each: StateBytes, rates: MachineRates) -> float:
-    """Return the time of one update of `elements`, nothing of it hidden behind forward or backward."""
-    return elements * max(
-        (each.streamed * split.streamed + each.wire * split.cpu) / rates.link_bytes_per_s,
-        (each.streamed_traffic * split.streamed + each.cpu_traffic * split.cpu) / rates.host_bytes_per_s,
-        split.cpu / rates.cpu_elements_per_s,
+def update_seconds(
+    split: Split, elements: int, each: StateBytes, rates: MachineRates, *, hidden_bytes: int = 0
+) -> float:
+    """Return the time of one update of `elements` less `hidden_bytes` each way that the rest of the step hides."""
+    return max(
+        start + slope * split.cpu
+        for start, slope in _lines(split.streamed + split.cpu, elements, each, rates, hidden_bytes)
     )
 
 
@@ -98,11 +99,13 @@ def fastest_split(
     ring_bytes: int,
     device_budget_bytes: int,
     host_budget_bytes: int,
-    mixed: bool = True,
+    hidden_bytes: int = 0,
+    least_gain: float = 0.0,
 ) -> Split:
     """Return the split with the least update time; `ring_bytes` of the device budget go to streaming.
 
-    Without `mixed` what leaves streams, or is updated on the CPU, as far as the host can hold it.
+    `hidden_bytes` of states come in during backward, and as many go out during the next forward. What streams and what
+    the CPU updates are mixed where that gains `least_gain` of the time that streaming alone takes with nothing hidden.
 
     Raises ValueError when the device budget is smaller than the ring, HostMemoryError when the host cannot hold
     what does not stay on the device.
@@ -118,9 +121,11 @@ def fastest_split(
     resident = (device_budget_bytes - ring_bytes) / everything
     leaving = 1 - resident
     least, most = _cpu_range(leaving, elements, each, host_budget_bytes)
-    shares = _corners(leaving, least, most, each, rates) if mixed else (least, most)
-    candidates = [Split(resident, leaving - cpu, cpu) for cpu in shares]
-    return min(candidates, key=lambda split: (update_seconds(split, elements, each, rates), split.cpu))
+    lines = _lines(leaving, elements, each, rates, hidden_bytes)
+    splits = [Split(resident, leaving - cpu, cpu) for cpu in (least, most, *_turns(lines, least, most))]
+    seconds = [update_seconds(split, elements, each, rates, hidden_bytes=hidden_bytes) for split in splits]
+    good = min(seconds) + least_gain * update_seconds(splits[0], elements, each, rates)
+    return next(split for split, taken in zip(splits, seconds, strict=True) if taken <= good)
 
 
 def _cpu_range(
@@ -139,25 +144,29 @@ def _cpu_range(
     return 0.0, min(leaving, spare / (each.cpu_host - each.streamed))
 
 
-def _corners(
-    leaving: float, least: float, most: float, each: StateBytes, rates: MachineRates
-) -> Sequence[float]:
-    """Return the CPU shares at which the slowest resource may change, and both ends."""
-    # Seconds an element of each resource as `start + slope * cpu`.
-    lines = [
-        (each.streamed * leaving, each.wire - each.streamed, rates.link_bytes_per_s),
+def _lines(
+    leaving: float, elements: int, each: StateBytes, rates: MachineRates, hidden_bytes: int
+) -> Sequence[tuple[float, float]]:
+    """Return the seconds of link, host memory and cores, each as `start + slope * cpu` of the CPU share."""
+    link, host = rates.link_bytes_per_s, rates.host_bytes_per_s
+    # What comes in passes through host memory once, and so does what goes out.
+    return [
         (
-            each.streamed_traffic * leaving,
-            each.cpu_traffic - each.streamed_traffic,
-            rates.host_bytes_per_s,
+            (elements * each.streamed * leaving - hidden_bytes) / link,
+            elements * (each.wire - each.streamed) / link,
         ),
-        (0.0, 1.0, rates.cpu_elements_per_s),
+        (
+            (elements * each.streamed_traffic * leaving - 2 * hidden_bytes) / host,
+            elements * (each.cpu_traffic - each.streamed_traffic) / host,
+        ),
+        (0.0, elements / rates.cpu_elements_per_s),
     ]
-    corners = [least, most]
-    for (start, slope, rate), (other_start, other_slope, other_rate) in combinations(lines, 2):
-        turn = slope / rate - other_slope / other_rate
-        if turn:
-            cpu = (other_start / other_rate - start / rate) / turn
+
+
+def _turns(lines: Sequence[tuple[float, float]], least: float, most: float) -> Iterator[float]:
+    """Yield the CPU shares between both ends at which two resources are equally slow."""
+    for (start, slope), (other_start, other_slope) in combinations(lines, 2):
+        if slope != other_slope:
+            cpu = (other_start - start) / (slope - other_slope)
             if least < cpu < most:
-                corners.append(cpu)
-    return corners
+                yield cpu
