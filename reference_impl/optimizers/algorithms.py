@@ -13,7 +13,9 @@ from typing import Any, Protocol
 
 import torch
 
+from reference_impl.optimizers import formulas
 from reference_impl.optimizers.cpu_kernels import adam_blocks, scripted, sgd_blocks
+from reference_impl.optimizers.formulas import Formula
 
 Tensors = list[torch.Tensor]
 
@@ -37,6 +39,13 @@ class Algorithm(Protocol):
 
     def cpu_kernel(self) -> Callable[..., None]:
         """Return the scripted update of blocks; see `cpu_kernels`."""
+
+    @property
+    def formula(self) -> Formula:
+        """The same, element by element; see `formulas`."""
+
+    def numbers_by_step(self, group: Mapping[str, Any], steps: torch.Tensor) -> torch.Tensor:
+        """Return what `formula` takes, a row (fp32) for each of `steps` (fp32, one dimension)."""
 
     def update(
         self,
@@ -110,6 +119,15 @@ class Adam:
         """Blocks of `_fused_adamw_` or `_fused_adam_`."""
         return scripted(adam_blocks)  # type: ignore[no-any-return]
 
+    @property
+    def formula(self) -> Formula:
+        """`formulas.adam`."""
+        return formulas.adam
+
+    def numbers_by_step(self, group: Mapping[str, Any], steps: torch.Tensor) -> torch.Tensor:
+        """Return what `formulas.adam` takes."""
+        return formulas.adam_numbers(group, steps, decoupled=self.decoupled)
+
     def update(
         self,
         params: Tensors,
@@ -172,6 +190,15 @@ class SGD:
     def cpu_kernel(self) -> Callable[..., None]:
         """Blocks of `_fused_sgd_`."""
         return scripted(sgd_blocks)  # type: ignore[no-any-return]
+
+    @property
+    def formula(self) -> Formula:
+        """`formulas.sgd`."""
+        return formulas.sgd
+
+    def numbers_by_step(self, group: Mapping[str, Any], steps: torch.Tensor) -> torch.Tensor:
+        """Return what `formulas.sgd` takes."""
+        return formulas.sgd_numbers(group, steps)
 
     def update(
         self,

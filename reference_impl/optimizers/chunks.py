@@ -42,6 +42,11 @@ class Field(NamedTuple):
     dtype: torch.dtype
 
 
+def is_rounded(fields: tuple[Field, ...]) -> bool:
+    """Whether any of `fields` is a moment in bf16."""
+    return any(field.dtype == torch.bfloat16 for field in fields)
+
+
 def packed_of(fields: tuple[Field, ...]) -> tuple[Field, ...]:
     """Return the fields that are shorter than fp32, and the last one where its sign serves half masters."""
     flagged = fields[-1] if fields[0].name == LOW else None
@@ -53,8 +58,8 @@ class Chunk:
     """`home` holds `fields` of `numel` elements each, flat bytes: on the host, or on the device if resident.
 
     `masters` are the fp32 masters that stay on the device, where none travel; an fp32 parameter is its own master
-    and has none. `first` numbers the first element among those of all chunks, 0-dim on the device. `stored` is the
-    event after which `home` on the host is whole.
+    and has none. `firsts` numbers each piece's first element among those of all chunks, 0-dim on the device. `stored`
+    is the event after which `home` on the host is whole.
     """
 
     pieces: tuple[Piece, ...]
@@ -63,7 +68,7 @@ class Chunk:
     home: torch.Tensor
     masters: torch.Tensor | None
     resident: bool
-    first: torch.Tensor
+    firsts: Mapping[Piece, torch.Tensor]
     stored: Event = REACHED
 
     @property
@@ -79,6 +84,11 @@ class Chunk:
     def has(self, name: str) -> bool:
         """Return whether the state `name` is among the fields."""
         return any(field.name == name for field in self.fields)
+
+    @property
+    def rounded(self) -> bool:
+        """Whether moments are kept in fewer bits than fp32, so that the update is not torch's to the bit."""
+        return is_rounded(self.fields)
 
     @property
     def packed(self) -> tuple[Field, ...]:

@@ -8,9 +8,9 @@ both round to 0x3F80. One more bit says "lower half of 0x8000 or more, and not r
 `exp_avg_sq`, which is never negative. A master that is NaN gives its weight the upper half as it is, so that all its
 bits survive; a NaN whose payload stands only in the lower half therefore shows as infinity in the weight.
 
-bf16 moments are rounded stochastically: 1 - beta2 is 0.001, less than half of what bf16 resolves (2**-8), so rounding
-to nearest would leave `exp_avg_sq` where it is. The noise is a hash of element, step and state: the same in every
-run, without a generator's state.
+bf16 moments (`rounded_update`) are rounded stochastically: 1 - beta2 is 0.001, less than half of what bf16 resolves
+(2**-8), so rounding to nearest would leave `exp_avg_sq` where it is. The noise is a hash of element and step: the same
+in every run, without a generator's state.
 """
 
 from __future__ import annotations
@@ -91,85 +91,57 @@ def integers(stored: torch.Tensor) -> torch.Tensor:
 
 
 class Halves(NamedTuple):
-    """bf16 weights and lower halves (both int16), and the fp32 masters (as int32) that they make."""
+    """bf16 weights and lower halves (both int16), the fp32 masters that they make, and `exp_avg_sq` (both int32)."""
 
     high: torch.Tensor
     low: torch.Tensor
     masters: torch.Tensor
+    flagged: torch.Tensor
 
 
-def unpack(halves: Halves | None, stored: Tensors, wide: Tensors) -> None:
-    """Write masters and moments in fp32 (as int32) from what has come in.
+def unpack(halves: Halves) -> None:
+    """Write the masters, and take the flags off `exp_avg_sq`."""
+    halves.masters.copy_(join(halves.high, halves.low, halves.flagged < 0))
+    halves.flagged.copy_(widen(halves.flagged, flagged=True))
 
-    With `halves` the last of `stored` is `exp_avg_sq` with the flags.
+
+def pack(halves: Halves) -> None:
+    """Write new weights and lower halves from the masters, and put the flags on `exp_avg_sq`."""
+    high, low, flag = split(halves.masters)
+    halves.high.copy_(high)
+    halves.low.copy_(low)
+    halves.flagged.copy_(with_flag(halves.flagged, flag))
+
+
+def noise(count: int, first: torch.Tensor, step: torch.Tensor) -> Tensors:
+    """Return 16 random bits (int32) for each of `count` elements, for each of two moments.
+
+    `first` (0-dim int64) numbers the first element and `step` (0-dim) the step.
     """
-    if halves is not None:
-        halves.masters.copy_(join(halves.high, halves.low, stored[-1] < 0))
-    for index, (source, target) in enumerate(zip(stored, wide, strict=True)):
-        target.copy_(widen(source, flagged=halves is not None and index == len(stored) - 1))
-
-
-def pack(
-    halves: Halves | None, stored: Tensors, wide: Tensors, first: torch.Tensor, step: torch.Tensor
-) -> None:
-    """Write what goes out, and new weights, from masters and moments in fp32 (as int32).
-
-    `first` (0-dim int64) numbers the first element and `step` (0-dim) the step, for the noise.
-    """
-    flag = None
-    if halves is not None:
-        high, low, flag = split(halves.masters)
-        halves.high.copy_(high)
-        halves.low.copy_(low)
-    for index, (target, source) in enumerate(zip(stored, wide, strict=True)):
-        value = source
-        if target.dtype == torch.int16:
-            value = narrow(source, _noise(source, first, step, index))
-        if flag is not None and index == len(stored) - 1:
-            value = with_flag(value, flag)
-        target.copy_(value)
-
-
-def _noise(like: torch.Tensor, first: torch.Tensor, step: torch.Tensor, salt: int) -> torch.Tensor:
-    """Return 16 random bits (int32) for each element of `like`."""
-    place = (torch.arange(like.numel(), device=like.device) + first) & 0xFFFFFFFF
-    key = _mix(step.to(torch.int64) * 8 + salt + 1)
-    return (_mix(place ^ key) & 0xFFFF).to(torch.int32)
+    place = torch.arange(count, dtype=torch.int32, device=first.device) + first.to(torch.int32)
+    bits = _mix(place ^ _mix(step.to(torch.int32) + 1))
+    return bits & 0xFFFF, _shifted(bits, 16)
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:
-    """Scramble 32 bits, held in int64 so that no product overflows."""
-    x = x ^ (x >> 16)
-    x = (x * 0x21F0AAAD) & 0xFFFFFFFF
-    x = x ^ (x >> 15)
-    x = (x * 0x735A2D97) & 0xFFFFFFFF
-    return x ^ (x >> 15)
+    """Scramble int32, whose products wrap around: 64 bits would take the GPU twice as long."""
+    x = (x ^ _shifted(x, 16)) * 0x21F0AAAD
+    x = (x ^ _shifted(x, 15)) * 0x735A2D97
+    return x ^ _shifted(x, 15)
 
 
-def unpack_on(device: Device, halves: Halves | None, stored: Tensors, wide: Tensors) -> None:
-    """Run `unpack` as one kernel on CUDA, block by block on the twin."""
+def _shifted(x: torch.Tensor, by: int) -> torch.Tensor:
+    """Shift to the right and bring zeros in; `>>` brings in the sign."""
+    return (x >> by) & ((1 << (32 - by)) - 1)
+
+
+def run_on(device: Device, function: Callable[[Halves], None], halves: Halves) -> None:
+    """Run `pack` or `unpack` as one kernel on CUDA, block by block on the twin."""
     if device.is_cuda:
-        _compiled(unpack)(_apart(halves), [apart(each) for each in stored], wide)
+        compiled(function)(Halves(*map(apart, halves)))
         return
-    for part in _blocks(stored[0].numel()):
-        unpack(_cut(halves, part), [each[part] for each in stored], [each[part] for each in wide])
-
-
-def pack_on(
-    device: Device,
-    halves: Halves | None,
-    stored: Tensors,
-    wide: Tensors,
-    first: torch.Tensor,
-    step: torch.Tensor,
-) -> None:
-    """Run `pack` as one kernel on CUDA, block by block on the twin."""
-    if device.is_cuda:
-        _compiled(pack)(_apart(halves), [apart(each) for each in stored], wide, first, step)
-        return
-    for part in _blocks(stored[0].numel()):
-        cut = [each[part] for each in stored], [each[part] for each in wide]
-        pack(_cut(halves, part), *cut, first + part.start, step)
+    for part in blocks(halves.low.numel()):
+        function(Halves(*(each[part] for each in halves)))
 
 
 def apart(tensor: torch.Tensor) -> torch.Tensor:
@@ -181,18 +153,11 @@ def apart(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @cache
-def _compiled(function: Callable[..., None]) -> Callable[..., None]:
+def compiled(function: Callable[..., None]) -> Callable[..., None]:
     """Return `function` as one kernel for all sizes, built at its first call."""
     return torch.compile(function, dynamic=True, fullgraph=True)
 
 
-def _blocks(numel: int) -> list[slice]:
+def blocks(numel: int) -> list[slice]:
+    """Return slices small enough for what eager arithmetic allocates on the way."""
     return [slice(start, min(start + _BLOCK, numel)) for start in range(0, numel, _BLOCK)]
-
-
-def _cut(halves: Halves | None, part: slice) -> Halves | None:
-    return halves and Halves(*(each[part] for each in halves))
-
-
-def _apart(halves: Halves | None) -> Halves | None:
-    return halves and halves._replace(low=apart(halves.low))

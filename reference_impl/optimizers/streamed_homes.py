@@ -11,9 +11,10 @@ import torch
 from reference_impl.device import Device
 from reference_impl.memory.arena import HostArena
 from reference_impl.optimizers.algorithms import Algorithm
-from reference_impl.optimizers.chunks import MASTER, Chunk, Field, Part, packed_of, plan_chunks
+from reference_impl.optimizers.chunks import MASTER, Chunk, Field, Part, plan_chunks
 from reference_impl.optimizers.layout import ALIGNMENT, Member
 from reference_impl.optimizers.packing import LOW
+from reference_impl.optimizers.streamed_scratch import scratch_bytes_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,8 +89,8 @@ class Homes:
         return self.elements(dtype) * _bytes(self._travel.fields(dtype, self._moments))
 
     def scratch_bytes(self, dtype: torch.dtype) -> int:
-        """Return the device bytes that one chunk takes beside its slot: fp32 gradients, and what is unpacked."""
-        return self.elements(dtype) * (4 + unpacked_bytes(self._travel.fields(dtype, self._moments)))
+        """Return the device bytes that one chunk takes beside its slot, see `streamed_scratch`."""
+        return self.elements(dtype) * scratch_bytes_of(self._travel.fields(dtype, self._moments))
 
     def make(self, parts: Mapping[Member, Part]) -> list[Chunk]:
         """Return the chunks of members, all states zero. Raises HostMemoryError."""
@@ -119,7 +120,10 @@ class Homes:
                 home=self._on_device(size_bytes) if resident else self._on_host(size_bytes),
                 masters=None if travels or is_own else self._on_device(4 * numel).view(torch.float32),
                 resident=resident,
-                first=torch.tensor(self._numbered, device=self._device.torch_device),
+                firsts={
+                    piece: torch.tensor(self._numbered + piece.offset, device=self._device.torch_device)
+                    for piece in pieces
+                },
             )
             self._numbered += numel
 
@@ -129,11 +133,6 @@ class Homes:
     def _on_host(self, size_bytes: int) -> torch.Tensor:
         """Return part of the slab, which is zeros as long as nothing has come back to it."""
         return self._arena.allocate(size_bytes).view(torch.uint8, (size_bytes,))
-
-
-def unpacked_bytes(fields: tuple[Field, ...]) -> int:
-    """Return the bytes an element of what has to be unpacked for the update: fp32 states, and bf16 weights."""
-    return 4 * len(packed_of(fields)) + 2 * (fields[0].name == LOW)
 
 
 def _bytes(fields: tuple[Field, ...]) -> int:

@@ -27,7 +27,8 @@ from reference_impl.memory.ring import Slot
 from reference_impl.optimizers.algorithms import Algorithm
 from reference_impl.optimizers.chunks import MASTER, Chunk, Weights
 from reference_impl.optimizers.layout import Member, Piece
-from reference_impl.optimizers.packing import LOW
+from reference_impl.optimizers.packing import LOW, integers
+from reference_impl.optimizers.rounded_update import Operands, RoundedUpdate
 from reference_impl.optimizers.streamed_scratch import Scratch
 from reference_impl.optimizers.streamed_slots import LEAST_SLOTS, Slots
 from reference_impl.optimizers.verdict import Verdict
@@ -59,6 +60,8 @@ class StreamedUpdate:
         self._device = device
         self._algorithm = algorithm
         self._scratch = Scratch(device)
+        self._rounded = RoundedUpdate(device, algorithm)
+        self._numbers: Mapping[Member, torch.Tensor] = {}
         self.slots = Slots(device)
         self._loaded: dict[Chunk, tuple[Slot, Event]] = {}
         self._next: list[Chunk] = []
@@ -87,6 +90,10 @@ class StreamedUpdate:
         new in `updated` as soon as their last chunk is queued. The caller keeps what is in `round_` alive until then.
         """
         self.finish()
+        rounded = (piece.member for chunk in chunks if chunk.rounded for piece in chunk.pieces)
+        taking_part = [member for member in dict.fromkeys(rounded) if member in round_.gradients]
+        # Kept until the next step, which begins behind all updates of this one.
+        self._numbers = self._rounded.numbers(taking_part, round_.steps, round_.groups)
         self._round, self._ready = round_, self._device.record()
         self._next, self._due = list(chunks), deque(chunks)
         self._chunks_until = {
@@ -193,37 +200,68 @@ class StreamedUpdate:
         self._loaded[chunk] = slot, arrived
 
     def _update(self, chunk: Chunk, buffer: torch.Tensor, *, after: tuple[Event, ...]) -> Event:
-        """Unpack, run the fused kernel on the pieces that have a gradient, round masters to weights, pack."""
+        """Update the pieces that have a gradient, and their weights."""
         round_ = self._round
         assert round_ is not None
         pieces = [piece for piece in chunk.pieces if piece.member in round_.gradients]
-        weights = [round_.weights.of(piece) for piece in pieces]
-        arrived = [round_.gradient(piece) for piece in pieces]
-        widened = [self._scratch.gradient(piece) for piece in pieces]
-        steps = [round_.steps[piece.member] for piece in pieces]
         with _on_update(self._device):
             for event in after:
                 self._device.wait(event)
-            # The kernel writes the scaled gradient back, so it gets a copy also where none is needed to widen.
-            torch._foreach_copy_(widened, arrived)
-            states = self._scratch.unpack(chunk, buffer, round_.weights)
-            masters = states.get(MASTER, chunk.masters)
-            moments = [states[name] for name in self._algorithm.moments]
-            self._algorithm.update(
-                weights if masters is None else _cut(masters, pieces),
-                widened,
-                [_cut(moment, pieces) for moment in moments],
-                steps,
-                round_.groups[chunk.group],
-                grad_scale=None if round_.verdict is None else round_.verdict.grad_scale,
-                found_inf=None if round_.verdict is None else round_.verdict.found_inf,
-            )
-            self._scratch.pack(chunk, buffer, steps[0])
-            if chunk.has(LOW):
-                torch._foreach_copy_(weights, [self._scratch.new_weight(piece) for piece in pieces])
-            elif masters is not None:
-                torch._foreach_copy_(weights, _cut(masters, pieces))
+            if chunk.rounded:
+                for piece in pieces:
+                    self._update_rounded(chunk, buffer, piece, round_)
+            else:
+                self._update_exactly(chunk, buffer, pieces, round_)
             return self._device.record()
+
+    def _update_exactly(
+        self, chunk: Chunk, buffer: torch.Tensor, pieces: Sequence[Piece], round_: StreamedRound
+    ) -> None:
+        """Unpack, run the fused kernel, round masters to weights, pack."""
+        weights = [round_.weights.of(piece) for piece in pieces]
+        widened = [self._scratch.gradient(piece) for piece in pieces]
+        # The kernel writes the scaled gradient back, so it gets a copy also where none is needed to widen.
+        torch._foreach_copy_(widened, [round_.gradient(piece) for piece in pieces])
+        states = self._scratch.unpack(chunk, buffer, round_.weights)
+        masters = states.get(MASTER, chunk.masters)
+        self._algorithm.update(
+            weights if masters is None else _cut(masters, pieces),
+            widened,
+            [_cut(states[name], pieces) for name in self._algorithm.moments],
+            [round_.steps[piece.member] for piece in pieces],
+            round_.groups[chunk.group],
+            grad_scale=None if round_.verdict is None else round_.verdict.grad_scale,
+            found_inf=None if round_.verdict is None else round_.verdict.found_inf,
+        )
+        self._scratch.pack(chunk, buffer)
+        if chunk.has(LOW):
+            torch._foreach_copy_(weights, [self._scratch.new_weight(piece) for piece in pieces])
+        elif masters is not None:
+            torch._foreach_copy_(weights, _cut(masters, pieces))
+
+    def _update_rounded(
+        self, chunk: Chunk, buffer: torch.Tensor, piece: Piece, round_: StreamedRound
+    ) -> None:
+        """Run the one kernel for all of that."""
+        states = {field.name: _cut(chunk.field(field.name, buffer), [piece])[0] for field in chunk.fields}
+        if chunk.masters is not None:
+            states[MASTER] = _cut(chunk.masters, [piece])[0]
+        weight = round_.weights.of(piece)
+        own = MASTER not in states and LOW not in states
+        self._rounded.update(
+            Operands(
+                weight=None if own else weight.view(torch.int16) if LOW in states else weight,
+                low=states.get(LOW),
+                master=weight if own else states.get(MASTER),
+                gradient=round_.gradient(piece),
+                moments=[integers(states[name]) for name in self._algorithm.moments],
+            ),
+            first=chunk.firsts[piece],
+            step=round_.steps[piece.member],
+            numbers=self._numbers[piece.member],
+            grad_scale=None if round_.verdict is None else round_.verdict.grad_scale,
+            found_inf=None if round_.verdict is None else round_.verdict.found_inf,
+        )
 
 
 def _cut(state: torch.Tensor, pieces: Sequence[Piece]) -> list[torch.Tensor]:
