@@ -30,7 +30,7 @@ def test_training_200_steps_agrees_with_no_offload(device, make):
     plain = copy.deepcopy(model)
     size = (200, 8, 256) if device.is_cuda else (200, 2, 32)
     data = torch.randint(model.shape.vocab, size, device=device.torch_device)
-    optimizer = make(model, offload_fraction=0.5, lr=3e-4)
+    optimizer = make(model, offload_fraction=0.5, lr=3e-4, bucket_elements=2**16)
     optimizer.attach(model)
     with kernels(device, fixed_order=True):
         ours = train(model, optimizer, data)

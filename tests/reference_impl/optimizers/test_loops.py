@@ -98,14 +98,17 @@ def test_a_norm_of_zero_is_a_step_like_any_other(device):
 
 def test_peaks_fall_with_the_fraction_and_losses_stay(device):
     losses, peaks = [], []
+    # On CUDA layers that outweigh the workspaces of cuBLAS, which come and go.
+    width = 1024 if device.is_cuda else 256
+    numel = 6 * (width * width + width)
     for fraction in (0.0, 1e-4, 0.25, 0.5, 0.75, 1.0):
         torch.manual_seed(0)
-        model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(6))).to(device.torch_device)
-        batch = torch.randn(4, 256).to(device.torch_device)
+        model = nn.Sequential(*(nn.Linear(width, width) for _ in range(6))).to(device.torch_device)
+        batch = torch.randn(4, width).to(device.torch_device)
         seen = []
         with (
             Ledger(device, track=model.parameters()) as ledger,
-            hybrid(model, offload_fraction=fraction, bucket_elements=2**14) as optimizer,
+            hybrid(model, offload_fraction=fraction, bucket_elements=width * 64) as optimizer,
         ):
             for index in range(4):
                 if index == 2:
@@ -124,7 +127,7 @@ def test_peaks_fall_with_the_fraction_and_losses_stay(device):
     # One element's rounding apart at most: CPU and GPU kernels differ in the last bit, which grew to 1.3e-6 on CUDA.
     for seen in losses:
         assert seen == pytest.approx(losses[0], rel=1e-5 if device.is_cuda else 1e-6)
-    two_buckets_bytes = 2 * 2**14 * 4
-    assert all(after <= before + two_buckets_bytes for before, after in itertools.pairwise(peaks)), peaks
-    numel = 6 * (256 * 256 + 256)
+    # The gradients of a layer may still be on their way when the next one's come.
+    layer_bytes = 4 * numel / 6
+    assert all(after <= before + layer_bytes for before, after in itertools.pairwise(peaks)), peaks
     assert peaks[0] - peaks[-1] >= 8 * numel * 0.9
