@@ -33,7 +33,7 @@ from reference_impl import HybridDeviceOptimizer, OptimizerStateOffloader
 from reference_impl.device import Device
 from reference_impl.memory.ledger import Ledger
 from reference_impl.optimizers.auto_split import machine_rates
-from reference_impl.optimizers.split import state_bytes, update_seconds
+from reference_impl.optimizers.split import state_bytes, whole_update_seconds
 from reference_impl.training.model import Decoder, DecoderShape, decoder_loss
 
 PUBLISHED = DecoderShape(hidden=2048, ffn=5632, layers=24, heads=16, vocab=32000)
@@ -214,7 +214,7 @@ def solved_split(device: Device, numel: int) -> dict[str, object]:
             times.append(time.perf_counter() - start)
         split = optimizer.split
     each = state_bytes([(numel, 2)], moments=2)
-    predicted, measured = update_seconds(split, numel, each, rates), statistics.median(times[WARM_UP:])
+    predicted, measured = whole_update_seconds(split, numel, each, rates), statistics.median(times[WARM_UP:])
     return {
         "split": list(split),
         "rates": vars(rates),

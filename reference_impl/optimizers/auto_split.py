@@ -29,7 +29,7 @@ from reference_impl.optimizers.split import (
     Split,
     fastest_split,
     state_bytes,
-    update_seconds,
+    whole_update_seconds,
 )
 
 _LOG = logging.getLogger(__name__)
@@ -84,7 +84,8 @@ def chosen_split(
         hidden_bytes=prefetch_bytes // 2,
         least_gain=_LEAST_GAIN,
     )
-    _say(split, update_seconds(split, elements, each, rates, hidden_bytes=prefetch_bytes // 2), elements)
+    seconds = whole_update_seconds(split, elements, each, rates, hidden_bytes=prefetch_bytes // 2)
+    _say(split, seconds, elements)
     return split
 
 

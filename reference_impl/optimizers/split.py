@@ -91,6 +91,17 @@ def update_seconds(
     )
 
 
+def whole_update_seconds(
+    split: Split, elements: int, each: StateBytes, rates: MachineRates, *, hidden_bytes: int = 0
+) -> float:
+    """Return `update_seconds` and what no share fills: the way of the CPU's gradients out, and of its weights back.
+
+    Where gradients are clipped the CPU begins when the last one has come, and its last weight goes home after all else.
+    """
+    wire_seconds = elements * each.wire * split.cpu / rates.link_bytes_per_s
+    return update_seconds(split, elements, each, rates, hidden_bytes=hidden_bytes) + 2 * wire_seconds
+
+
 def fastest_split(
     elements: int,
     each: StateBytes,

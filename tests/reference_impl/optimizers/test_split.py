@@ -12,6 +12,7 @@ from reference_impl.optimizers.split import (
     fastest_split,
     state_bytes,
     update_seconds,
+    whole_update_seconds,
 )
 
 ADAM = state_bytes([(10**9, 2)], moments=2)
@@ -130,6 +131,20 @@ def test_what_hides_takes_work_from_the_cpu():
     assert update_seconds(split, 10**9, ADAM, rates, hidden_bytes=4 * 10**9) == pytest.approx(
         0.118, abs=0.001
     )
+
+
+@pytest.mark.parametrize(
+    ("rates", "streamed", "measured_s"),
+    [
+        ((49.66e9, 165.5e9, 3.08e9), 0.613, 0.2278),
+        ((45.79e9, 156.6e9, 3.14e9), 0.596, 0.2256),
+        ((50.34e9, 162.1e9, 2.90e9), 0.636, 0.2230),
+    ],
+)
+def test_what_three_hosts_took_for_one_whole_update(rates, streamed, measured_s):
+    """One NVIDIA H200, 16 cores, PCIe 5: `solved_split` of benchmarks/optimizer.py, 2**30 parameters."""
+    split = Split(0, streamed, 1 - streamed)
+    assert whole_update_seconds(split, 2**30, ADAM, machine(*rates)) == pytest.approx(measured_s, rel=0.1)
 
 
 @pytest.mark.parametrize(("least_gain", "cpu"), [(0.0, 0.05), (0.03, 0.05), (0.05, 0.0)])
