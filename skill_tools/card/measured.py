@@ -1,7 +1,6 @@
 """Arithmetic over the card's measured rows: ratios and savings against each row's baseline.
 
-A row that has a time or bytes has no ratio or saving in the card: these follow from the rows, so that they cannot
-disagree. A run of which only the ratio or the saving was kept has those instead.
+The card has times and bytes only: what follows from them cannot disagree with them.
 """
 
 from collections.abc import Mapping
@@ -19,8 +18,6 @@ def rows_by_id(card: Card) -> dict[str, Row]:
 
 def slowdown(card: Card, row: Row) -> float | None:
     """Return the row's step time as a ratio to its baseline's, or None where one of them is missing."""
-    if "ratio" in row:
-        return float(row["ratio"])
     baseline = rows_by_id(card).get(row.get("baseline", ""))
     if baseline is None or "step_ms" not in row or "step_ms" not in baseline:
         return None
@@ -29,8 +26,6 @@ def slowdown(card: Card, row: Row) -> float | None:
 
 def saved_gb(card: Card, row: Row) -> float | None:
     """Return how many GB (decimal) the row's peak or allocated memory lies below its baseline's."""
-    if "less_gb" in row:
-        return float(row["less_gb"])
     baseline = rows_by_id(card).get(row.get("baseline", ""))
     if baseline is None or row["status"] != "success":
         return None

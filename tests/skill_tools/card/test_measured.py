@@ -36,12 +36,6 @@ def test_no_number_no_ratio(one: dict[str, Any]) -> None:
     assert saved_gb(card(one), one) is None
 
 
-def test_what_was_kept_instead_of_times_and_bytes() -> None:
-    one = row(ratio=1.017, less_gb=3.14)
-    assert slowdown(card(one), one) == 1.017
-    assert saved_gb(card(one), one) == 3.14
-
-
 def test_a_run_that_failed_saved_nothing() -> None:
     one = row(status="oom", peak_gb=9.0)
     assert saved_gb(card(one), one) is None

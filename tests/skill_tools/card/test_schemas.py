@@ -116,12 +116,3 @@ def test_a_file_that_is_no_card_is_unusable(tmp_path: Path, text: str) -> None:
 def test_a_missing_card_is_unusable(tmp_path: Path) -> None:
     with pytest.raises(UnusableInput, match="cannot be read"):
         load_card(tmp_path / "card.yaml")
-
-
-@pytest.mark.parametrize(("kept", "known"), [("ratio", "step_ms"), ("less_gb", "peak_gb")])
-def test_a_ratio_stands_only_where_its_times_do_not(card: dict[str, Any], kept: str, known: str) -> None:
-    row = next(row for row in card["measured_results"] if kept in row)
-    row[known] = 3.0
-    assert any("measured_results" in problem for problem in schema_problems(card))
-    del row[known], row["baseline"]
-    assert any("baseline" in problem for problem in schema_problems(card))
