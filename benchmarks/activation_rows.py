@@ -21,6 +21,7 @@ GB = 10**9
 
 NONE, RECOMPUTE, SAVE_ON_CPU = "none", "recompute", "save_on_cpu"
 EVERYTHING = "ours: everything copied"
+RESERVED = "ours: everything copied, host memory reserved"
 LEAST = "ours: everything gone, the cheap computed again"
 HALF = "ours: half the layers"
 INPUTS = "ours: layer inputs + recompute"
@@ -90,6 +91,14 @@ def rows(shape: DecoderShape, budgets: list[float]) -> dict[str, Attach]:
     table["TRL"] = trl_offload
     table["TRL + recompute"] = lambda model: trl_offload(model, with_recompute=True)
     return table
+
+
+def first_step_rows(shape: DecoderShape) -> dict[str, Attach]:
+    """Return the rows of which a first step is measured; one takes the host memory of 32768 tokens beforehand."""
+    reserve_bytes = 48 * GB if shape is PUBLISHED else 2**24
+    return rows(shape, []) | {
+        RESERVED: lambda model: ActivationOffloader(model, reserve_bytes=reserve_bytes, **options(shape))
+    }
 
 
 @contextmanager

@@ -38,10 +38,12 @@ from activation_rows import (
     NONE,
     PUBLISHED,
     RECOMPUTE,
+    RESERVED,
     SAVE_ON_CPU,
     TINY,
     Attach,
     default_budgets,
+    first_step_rows,
     options,
     rows,
 )
@@ -59,7 +61,7 @@ from reference_impl.training.model import Decoder, DecoderShape, decoder_loss
 # A budget profiles, plans, measures, and may have to plan again; the others have learnt all after two.
 WARM_UP, BUDGET_WARM_UP, MEASURED = 2, 8, 3
 # Once before it counts: a page that a virtual machine has never touched costs its host a fault, which is no process's.
-FIRST_STEPS = (EVERYTHING, NONE, EVERYTHING, INPUTS, SAVE_ON_CPU)
+FIRST_STEPS = (EVERYTHING, NONE, EVERYTHING, RESERVED, INPUTS, SAVE_ON_CPU)
 
 
 class Step:
@@ -213,7 +215,7 @@ def time_first_step(name: str, shape: DecoderShape, tokens: int, device: Device)
     step = Step(build(shape, device), batch(shape, tokens, device), device)
     with ExitStack() as stack:
         stack.enter_context(Ledger(device, track=step.model.parameters()))
-        attach_to(step, rows(shape, [])[name], stack)
+        attach_to(step, first_step_rows(shape)[name], stack)
         return step()[2]
 
 
@@ -252,9 +254,10 @@ def judge(results: dict[str, dict[str, Any]], first_steps: dict[str, float]) -> 
     if {INPUTS, RECOMPUTE} <= results.keys():
         over = results[INPUTS]["step_s"] / results[RECOMPUTE]["step_s"]
         add(f"{INPUTS}: time / recompute", INPUTS_OVER_RECOMPUTE, over)
-    if EVERYTHING in first_steps and "step_s" in results.get(EVERYTHING, {}):
-        over = first_steps[EVERYTHING] / results[EVERYTHING]["step_s"]
-        add(f"{EVERYTHING}: first step of a process / steady step", FIRST_OVER_STEADY, over)
+    for name in (EVERYTHING, RESERVED):
+        if name in first_steps and "step_s" in results.get(EVERYTHING, {}):
+            over = first_steps[name] / results[EVERYTHING]["step_s"]
+            add(f"{name}: first step of a process / steady step", FIRST_OVER_STEADY, over)
     return lines
 
 

@@ -22,6 +22,7 @@ from reference_impl.activations.run import Run
 from reference_impl.device import Device
 from reference_impl.memory.arena import HostArena
 from reference_impl.memory.disk import DiskSpace, DiskTier, SpillTier
+from reference_impl.memory.host import HostMemoryError
 from reference_impl.memory.tiers import HostTier, Tier
 
 MIN_BYTES = 2**20
@@ -34,6 +35,8 @@ class EngineOptions(TypedDict, total=False):
     in_flight_bytes: how much may wait for its copy out in any case (512 MiB); less lowers the peak.
     double_buffering: bring the next storages back while the last ones are used; False: one at a time.
     host_limit_bytes: the most pinned host memory to take; None: what the host has.
+    reserve_bytes: pinned host memory to take at once (0), so that the first step waits for none. What a step has taken
+        is `arena.reserved_bytes` after it.
     disk: where to go on when `host_limit_bytes` is full; None: nowhere.
     """
 
@@ -41,6 +44,7 @@ class EngineOptions(TypedDict, total=False):
     in_flight_bytes: int
     double_buffering: bool
     host_limit_bytes: int | None
+    reserve_bytes: int
     disk: DiskSpace | None
 
 
@@ -55,12 +59,13 @@ class Offloader:
         in_flight_bytes: int = IN_FLIGHT_BYTES,
         double_buffering: bool = True,
         host_limit_bytes: int | None = None,
+        reserve_bytes: int = 0,
         disk: DiskSpace | None = None,
     ) -> None:
         """Attach to `model`'s own forward.
 
         Raises ValueError for options out of range or a model that is not on one device, DiskError for a disk
-        that cannot be used.
+        that cannot be used, HostMemoryError where `reserve_bytes` cannot be had.
         """
         if min_bytes < 1:
             raise ValueError(f"min_bytes={min_bytes}; expected at least 1; try {MIN_BYTES}")
@@ -70,6 +75,8 @@ class Offloader:
             raise ValueError(
                 f"host_limit_bytes={host_limit_bytes}; expected at least 1, or None for what the host has; try None"
             )
+        if reserve_bytes < 0:
+            raise ValueError(f"reserve_bytes={reserve_bytes}; expected at least 0; try 0")
         self.min_bytes = min_bytes
         self.device = Device.of(_device_of(model))
         self.arena = HostArena(
@@ -83,6 +90,12 @@ class Offloader:
             room=Room(self.device, in_flight_bytes=in_flight_bytes, is_ahead=double_buffering),
             min_bytes=min_bytes,
         )
+        if reserve_bytes:
+            try:
+                self.arena.reserve(reserve_bytes)
+            except HostMemoryError:
+                tier.close()
+                raise
         self._forecast: Forecast | None = None
         self._is_closed = False
         self._undo: list[Callable[[], None]] = []

@@ -4,6 +4,7 @@ from torch import nn
 
 from reference_impl.activations import ActivationOffloader
 from reference_impl.activations.budget import BudgetPlan
+from reference_impl.memory.disk import DiskSpace
 from reference_impl.memory.host import HostMemoryError
 from reference_impl.memory.ledger import Ledger
 
@@ -152,6 +153,7 @@ PLAN = BudgetPlan(names=(), size_bytes=(), decisions=(), predicted_s=0.0, predic
         ({"plan": PLAN, "weights": True}, "weights=True parks whole layers"),
         ({"in_flight_bytes": -1}, "in_flight_bytes=-1; expected at least 0"),
         ({"host_limit_bytes": 0}, "host_limit_bytes=0; expected at least 1"),
+        ({"reserve_bytes": -1}, "reserve_bytes=-1; expected at least 0"),
     ],
 )
 def test_options_that_mean_nothing_are_refused_and_leave_the_model_alone(trainee, options, message):
@@ -189,3 +191,26 @@ def test_no_room_on_the_host_is_clear_and_leaves_the_model_usable(trainee):
         with torch.no_grad():
             trainee.model(trainee.ids)
     assert trainee.step() == expected
+
+
+def test_what_is_reserved_is_there_before_the_first_step_and_serves_it(trainee):
+    with ActivationOffloader(trainee.model, **SMALL) as offloader:
+        trainee.step()
+        taken_bytes = offloader.arena.reserved_bytes
+    expected = trainee.step()
+    with ActivationOffloader(trainee.model, reserve_bytes=taken_bytes, **SMALL) as offloader:
+        reserved_bytes = offloader.arena.reserved_bytes
+        assert reserved_bytes >= taken_bytes
+        assert trainee.step() == expected
+        assert offloader.arena.reserved_bytes == reserved_bytes
+
+
+@pytest.mark.parametrize(
+    "options", [{"reserve_bytes": 2**50}, {"reserve_bytes": 2**30, "host_limit_bytes": 2**21}]
+)
+def test_what_cannot_be_reserved_is_said_before_anything_is_attached(trainee, options, tmp_path):
+    before = [dict(module.__dict__) for module in trainee.model.modules()]
+    with pytest.raises(HostMemoryError, match=f"{options['reserve_bytes'] / 2**30:.2f} GiB needed"):
+        ActivationOffloader(trainee.model, disk=DiskSpace(path=tmp_path, limit_bytes=2**22), **options)
+    assert [dict(module.__dict__) for module in trainee.model.modules()] == before
+    assert list(tmp_path.iterdir()) == []
