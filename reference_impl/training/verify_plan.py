@@ -146,15 +146,15 @@ def verify_plan(device: Device, planned: PlannedRun, *, progress: Progress = uns
     baseline = measured(plain(), steps.of("without offload")) if compares else None
     try:
         trained = measured(_applied(planned), steps.of(planned.with_plan.label))
-        compared = None if baseline is None else (baseline, trained)
-        if compares_apart:
-            compared = _in_fixed_order(device, planned, steps)
     except (BudgetError, HostMemoryError) as error:
         raise PlanError(
             f"the plan cannot be kept here: {error}",
             expected="a plan whose budgets this machine can keep",
             attempt="a plan with --gpu-memory and --host-memory as they are here",
         ) from None
+    compared = None if baseline is None else (baseline, trained)
+    if compares_apart:
+        compared = _in_fixed_order(device, planned, steps)
     return PlanVerification(
         device=device.name,
         is_timed=device.is_cuda,
@@ -165,13 +165,19 @@ def verify_plan(device: Device, planned: PlannedRun, *, progress: Progress = uns
     )
 
 
-def _in_fixed_order(device: Device, planned: PlannedRun, steps: Steps) -> tuple[Trained, Trained]:
-    """Train some steps without the plan and with it, so that their losses differ by what the plan does alone."""
+def _in_fixed_order(device: Device, planned: PlannedRun, steps: Steps) -> tuple[Trained, Trained] | None:
+    """Train some steps without the plan and with it, so that their losses differ by what the plan does alone.
+
+    Return None where these kernels, which take more memory than those that the plan is about, have no room.
+    """
     run = partial(_train, device, planned, fixed_order=True, steps=COMPARED_STEPS)
-    return (
-        run(plain(), steps.of("losses without offload")),
-        run(_applied(planned), steps.of(f"losses, {planned.with_plan.label}")),
-    )
+    try:
+        return (
+            run(plain(), steps.of("losses without offload")),
+            run(_applied(planned), steps.of(f"losses, {planned.with_plan.label}")),
+        )
+    except (BudgetError, HostMemoryError, torch.OutOfMemoryError):
+        return None
 
 
 def _train(

@@ -23,7 +23,7 @@ def concise(document: Mapping[str, Any]) -> str:
         lines.append(_row((f"{run['label']}:", *_HEADER)))
         lines.extend(_row((f"  {name}", *cells)) for name, *cells in rows)
     if plan["max_loss_delta"] is None:
-        lines.append("without offload it does not fit here, so losses were not compared")
+        lines.append("losses were not compared: what they are compared with does not fit here")
     else:
         lines.append(f"losses differ by at most {plan['max_loss_delta']:.2g}")
     if document["device"] == "CPU twin":
