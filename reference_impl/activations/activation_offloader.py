@@ -146,6 +146,8 @@ class ActivationOffloader(Offloader):
             self.engine.tape = None
         elif self.engine.tape is None:
             self.engine.tape = Tape(Clock(self.device), self.engine.weights, min_bytes=self.min_bytes)
+        if self.engine.tape is not None:
+            self.engine.tape.is_timing = self._budget.plan is None
 
     def _around_layer(
         self, forward: Forward, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

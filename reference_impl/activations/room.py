@@ -182,12 +182,12 @@ class Room:
         """Leave that much less room in every segment."""
         self._free = {phase: [free - by_bytes for free in frees] for phase, frees in self._free.items()}
 
-    def free_bytes(self, asked_storages: int) -> int | None:
-        """Return how many bytes may be on the device early after so many of a run's storages were asked for."""
+    def free_bytes(self, first: int, last: int) -> int | None:
+        """Return how many bytes may be on the device early while `first` to `last` storages were asked for."""
         free = self._free["backward"]
-        if not self._is_ahead or asked_storages >= len(free):
+        if not self._is_ahead or last >= len(free):
             return None
-        return free[asked_storages] - self.in_flight.held_bytes
+        return min(free[first : last + 1]) - self.in_flight.held_bytes
 
     def _movable_bytes(self, run: Run) -> int:
         return self.in_flight.held_bytes + run.ahead_bytes

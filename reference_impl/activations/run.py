@@ -56,8 +56,8 @@ class PrefetchRoom(Protocol):
     def settled(self, run: Run) -> None:
         """Note that what comes early is on its way."""
 
-    def free_bytes(self, asked_storages: int) -> int | None:
-        """Return how many bytes more may be on the device early after so many were asked for, or None: unknown."""
+    def free_bytes(self, first: int, last: int) -> int | None:
+        """Return how many bytes may be early while `first` to `last` storages were asked for, or None: unknown."""
 
 
 class Observer(Protocol):
@@ -192,14 +192,13 @@ class Run:
             self._rank = {index: rank for rank, index in enumerate(self._order)}
 
     def _prefetch(self) -> None:
-        # What comes early lies there through all segments up to its use.
-        free = [self._room.free_bytes(rank) for rank in range(self._reached, self._next)]
         while self._next < len(self._order):
             saved = self._pending(self._next)
-            free.append(self._room.free_bytes(self._next))
             if saved is not None and not saved.is_held:
+                # What comes early lies there through all segments up to its use.
+                free_bytes = self._room.free_bytes(self._reached, self._next)
                 # What waits for its copy out takes no more room by being held.
-                if not self._fits(0 if saved.is_on_device else saved.size_bytes, free):
+                if not self._fits(0 if saved.is_on_device else saved.size_bytes, free_bytes):
                     break
                 saved.hold()
             self._next += 1
@@ -208,12 +207,11 @@ class Run:
             if saved is not None:
                 saved.source.prepare()
 
-    def _fits(self, size_bytes: int, free: Sequence[int | None]) -> bool:
+    def _fits(self, size_bytes: int, free_bytes: int | None) -> bool:
         """Whether so much more may come early; one storage may where nobody knows how much is free."""
-        known = [each for each in free if each is not None]
-        if len(known) < len(free):
+        if free_bytes is None:
             return self.ahead_bytes == 0
-        return self.ahead_bytes + size_bytes <= min(known)
+        return self.ahead_bytes + size_bytes <= free_bytes
 
     def _pending(self, rank: int) -> SavedStorage | None:
         """Return the storage at `rank` of the order if backward still needs it and it may come early."""

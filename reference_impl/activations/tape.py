@@ -11,13 +11,13 @@ kernel that writes a tensor behind PyTorch's back would make a recipe wrong; `pr
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, Protocol, TypeGuard
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 
 from reference_impl.activations.clock import Clock, Mark
 from reference_impl.activations.geometry import Geometry, flat_bytes
@@ -36,20 +36,19 @@ class Restorable(Protocol):
 
 
 class Operation:
-    """One call of one operator, its tensors replaced by `Input`s."""
+    """One call of one operator, its tensors replaced by `Input`s; with the marks around it where it was timed."""
 
-    __slots__ = ("args", "began", "ended", "function", "inputs", "kwargs")
+    __slots__ = ("args", "function", "inputs", "kwargs", "marks")
 
     def __init__(
-        self, function: Any, args: Any, kwargs: Any, inputs: list[Input], began: Mark, ended: Mark
+        self, function: Any, args: Any, kwargs: Any, inputs: list[Input], marks: tuple[Mark, Mark] | None
     ) -> None:
         """Keep what a replay needs."""
         self.function = function
         self.args = args
         self.kwargs = kwargs
         self.inputs = inputs
-        self.began = began
-        self.ended = ended
+        self.marks = marks
 
     @property
     def name(self) -> str:
@@ -93,6 +92,8 @@ class Tape(TorchDispatchMode):
         self._weights = weights
         self._min_bytes = min_bytes
         self._is_paused = False
+        # Marks cost more than many an operation.
+        self.is_timing = False
         self._nodes: dict[int, tuple[weakref.ref[torch.UntypedStorage], Node]] = {}
 
     @contextmanager
@@ -124,40 +125,62 @@ class Tape(TorchDispatchMode):
         if not _is_replayable(func, args, kwargs):
             result = func(*args, **kwargs)
             if func._schema.is_mutable:
-                tree_map(self._forget, (args, kwargs))
+                _each(torch.Tensor, self._forget, (args, kwargs))
             return result
-        inputs: list[Input] = []
-        # Below autograd an alias has a version counter of its own, unless this key is back in.
-        with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
-            given_args, given_kwargs = tree_map(lambda leaf: self._as_input(leaf, inputs), (args, kwargs))
-        began = self._clock.mark()
+        began = self._clock.mark() if self.is_timing else None
         result = func(*args, **kwargs)
-        operation = Operation(func, given_args, given_kwargs, inputs, began, self._clock.mark())
-        # Some operators return a view without saying so.
-        known = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if _is_strided(leaf)}
-        for output, tensor in enumerate(result if isinstance(result, (tuple, list)) else (result,)):
-            if _is_strided(tensor) and tensor.untyped_storage()._cdata not in known and inputs:
-                self._remember(tensor.untyped_storage(), Node(operation, output))
+        marks = None if began is None else (began, self._clock.mark())
+        made = [
+            (output, tensor.untyped_storage())
+            for output, tensor in enumerate(result if isinstance(result, (tuple, list)) else (result,))
+            # What is smaller never moves, and is held wherever it is an input.
+            if _is_strided(tensor) and tensor.nbytes >= self._min_bytes
+        ]
+        if made:
+            self._record(func, args, kwargs, made, marks)
         return result
 
-    def _as_input(self, leaf: Any, inputs: list[Input]) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
-        is_held = (
-            leaf.layout is not torch.strided
-            or leaf.nbytes < self._min_bytes
-            or leaf.untyped_storage()._cdata in self._weights
-        )
-        inputs.append(Input(leaf, None if is_held else self.node_of(leaf.untyped_storage())))
-        return inputs[-1]
+    def _record(
+        self,
+        func: Any,
+        args: Any,
+        kwargs: dict[str, Any],
+        made: list[tuple[int, torch.UntypedStorage]],
+        marks: tuple[Mark, Mark] | None,
+    ) -> None:
+        """Remember what `func` has `made` of its arguments, which it has not written: (output, storage) each."""
+        inputs: list[Input] = []
+        # What an operator returns may be a view that it does not declare.
+        given_storages: set[int] = set()
+
+        def as_input(tensor: torch.Tensor) -> Input:
+            inputs.append(self._as_input(tensor, given_storages))
+            return inputs[-1]
+
+        # Below autograd an alias has a version counter of its own, unless this key is back in.
+        with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+            given_args, given_kwargs = _each(torch.Tensor, as_input, (args, kwargs))
+        operation = Operation(func, given_args, given_kwargs, inputs, marks)
+        for output, storage in made:
+            if inputs and storage._cdata not in given_storages:
+                self._remember(storage, Node(operation, output))
+
+    def _as_input(self, tensor: torch.Tensor, storages: set[int]) -> Input:
+        """Return what stands for `tensor`; note its storage in `storages`."""
+        if not _is_strided(tensor):
+            return Input(tensor, None)
+        storage = tensor.untyped_storage()
+        storages.add(storage._cdata)
+        is_held = tensor.nbytes < self._min_bytes or storage._cdata in self._weights
+        return Input(tensor, None if is_held else self.node_of(storage))
 
     def _remember(self, storage: torch.UntypedStorage, node: Node) -> Node:
         self._nodes[storage._cdata] = (weakref.ref(storage), node)
         return node
 
-    def _forget(self, leaf: Any) -> None:
-        if _is_strided(leaf):
-            self._nodes.pop(leaf.untyped_storage()._cdata, None)
+    def _forget(self, tensor: torch.Tensor) -> None:
+        if _is_strided(tensor):
+            self._nodes.pop(tensor.untyped_storage()._cdata, None)
 
 
 class Recipe:
@@ -190,11 +213,8 @@ class Recipe:
     def compute(self) -> torch.Tensor:
         """Return the result in new memory of the live current stream."""
         restored = {given: restorable.restore() for given, restorable in self._inputs.items()}
-
-        def fill(leaf: Any) -> Any:
-            return restored[leaf] if isinstance(leaf, Input) else leaf
-
-        args, kwargs = tree_map(fill, self._operation.args), tree_map(fill, self._operation.kwargs)
+        given = self._operation.args, self._operation.kwargs
+        args, kwargs = _each(Input, restored.__getitem__, given)
         device_type = next(iter(restored.values())).device.type
         with torch.no_grad(), torch.autocast(device_type, enabled=False):
             result = self._operation.function(*args, **kwargs)
@@ -261,15 +281,25 @@ def _restorable(given: Input, ancestors: int) -> Restorable | None:
 
 def _is_replayable(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
     """Whether `func` makes new tensors from its inputs alone, the same each time."""
+    return _makes_new(func) and (
+        not _is_random(func) or _dropout_probability(func._schema, args, kwargs) == 0
+    )
+
+
+@cache
+def _makes_new(func: Any) -> bool:
     schema = func._schema
     if func.namespace != "aten" or schema.is_mutable:
         return False
     if any(returned.alias_info is not None for returned in schema.returns):
         return False
-    if torch.Tag.nondeterministic_seeded in func.tags:
-        return _dropout_probability(schema, args, kwargs) == 0
     # A new tensor without contents is there to be written, perhaps by a kernel that the tape does not see.
     return not any(word in func.name() for word in ("empty", "zeros", "ones", "full", "new_"))
+
+
+@cache
+def _is_random(func: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in func.tags
 
 
 def _dropout_probability(schema: Any, args: Any, kwargs: dict[str, Any]) -> float | None:
@@ -283,3 +313,21 @@ def _dropout_probability(schema: Any, args: Any, kwargs: dict[str, Any]) -> floa
 
 def _is_strided(leaf: Any) -> TypeGuard[torch.Tensor]:
     return isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided
+
+
+def _each(kind: type, change: Callable[[Any], Any], given: Any) -> Any:
+    """Return a list, tuple or dict of arguments with `change` of everything of `kind` in it, however deep.
+
+    torch's own tree_map looks up how to flatten each of them, which takes longer than many an operation.
+    """
+    if isinstance(given, dict):
+        return dict(zip(given, _each(kind, change, list(given.values())), strict=True))
+    changed = [
+        change(each)
+        if isinstance(each, kind)
+        else _each(kind, change, each)
+        if isinstance(each, (list, tuple, dict))
+        else each
+        for each in given
+    ]
+    return changed if isinstance(given, list) else tuple(changed)

@@ -9,6 +9,7 @@ from torch import nn
 from reference_impl.activations import ActivationOffloader, activation_offloader, budget_policy
 from reference_impl.activations.budget import BudgetError, ProfiledStorage, StepProfile
 from reference_impl.activations.budget_policy import BudgetPolicy
+from reference_impl.activations.clock import Clock
 from reference_impl.activations.policy import Decision
 from reference_impl.memory.ledger import Ledger
 from reference_impl.memory.link import LinkSpeed
@@ -104,6 +105,22 @@ def test_the_least_is_found_without_a_number(long_trainee, device):
         assert long_trainee.step() == expected
         # The least is the least: on CUDA the allocator's rounding may cost the room that recomputing takes.
         assert device.is_cuda or offloader.plan.bytes_of(Decision.RECOMPUTE) > 0
+
+
+@pytest.mark.usefixtures("slow_link")
+def test_steps_by_a_plan_are_recorded_and_not_timed(long_trainee, device, monkeypatch):
+    expected = long_trainee.step()
+    _, everything = extremes(long_trainee, device)
+    with (
+        Ledger(device, track=long_trainee.model.parameters()),
+        ActivationOffloader(long_trainee.model, budget_bytes=int(1.2 * everything), **SMALL) as offloader,
+    ):
+        long_trainee.step()
+        marks = []
+        monkeypatch.setattr(Clock, "mark", lambda self: marks.append(self))
+        assert long_trainee.step() == expected
+        assert offloader.plan.bytes_of(Decision.RECOMPUTE) > 0
+        assert marks == []
 
 
 def test_a_budget_in_words_other_than_least_is_refused(trainee):
