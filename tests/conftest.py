@@ -3,6 +3,11 @@
 import importlib.util
 
 import pytest
+from hypothesis import settings
+
+# How long an example takes says nothing about the code; speed is for benchmarks/.
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -55,12 +55,13 @@ def device_bytes(blocks: Sequence[Sequence[int]], fraction: float, window_blocks
 def fraction_within(blocks: Sequence[Sequence[int]], budget_bytes: int, window_blocks: int) -> float:
     """Return the largest share that may stay within `budget_bytes`, the window included.
 
-    Raises ValueError when not even the window fits.
+    Raises ValueError when no share fits.
     """
     for step in range(_STEPS, -1, -1):
         if device_bytes(blocks, step / _STEPS, window_blocks) <= budget_bytes:
             return step / _STEPS
-    least = device_bytes(blocks, 0.0, window_blocks)
+    # Not always that of share 0: what stays makes the largest rest, and so the window, smaller.
+    least = min(device_bytes(blocks, step / _STEPS, window_blocks) for step in range(_STEPS + 1))
     raise ValueError(
         f"budget_bytes={budget_bytes} is too small; expected at least {least}, the room for {window_blocks} blocks; "
         f"try budget_bytes={least} or a smaller prefetch"

@@ -50,7 +50,6 @@ storages = st.lists(
 )
 
 
-@settings(deadline=None)
 @given(storages, st.integers(0, 300), st.floats(1, 1000))
 def test_the_peak_stays_within_the_budget(storages, extra, link):
     measured = profile(storages, link=link)
@@ -61,7 +60,6 @@ def test_the_peak_stays_within_the_budget(storages, extra, link):
         assert decision is not RECOMPUTE or storage.recompute_s is not None
 
 
-@settings(deadline=None)
 @given(storages, st.integers(0, 300), st.integers(0, 300), st.floats(1, 1000))
 def test_more_memory_never_takes_more_time(storages, less, more, link):
     measured = profile(storages, link=link)
@@ -87,7 +85,7 @@ def best_of_all(measured, budget):
     return min(simulate(measured, d) for d in every if fits(d) and possible(d))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(storages, st.integers(0, 300), st.floats(5, 1000))
 def test_it_is_near_the_best_of_all_plans(storages, extra, link):
     measured = profile(storages, link=link)

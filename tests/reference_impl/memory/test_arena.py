@@ -29,7 +29,7 @@ class Pending:
         self.reached = True
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 300_000)), max_size=40))
 def test_live_blocks_never_overlap(steps):
     arena = HostArena(Device.of("cpu"), slab_bytes=2 * MIB)

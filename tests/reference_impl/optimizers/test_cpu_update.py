@@ -26,7 +26,7 @@ def buckets_of(listed, *, bucket_elements=2**20, groups=2):
     return host, members, host.add(plans, total_numel=sum(listed))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(sizes, st.sampled_from([1024, 2**16 + 64, 2**20]))
 def test_tasks_cover_every_element_once(listed, bucket_elements):
     host, members, buckets = buckets_of(listed, bucket_elements=bucket_elements)
@@ -97,7 +97,7 @@ def test_all_shapes_threads_and_buckets_give_the_bits_of_torch(name, bucket_elem
             assert torch.equal(one, its)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     st.lists(st.integers(1, 5000), min_size=1, max_size=8),
     st.floats(0, 1),

@@ -1,7 +1,7 @@
 import numpy
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from reference_impl.device import Device
@@ -29,7 +29,6 @@ def halves_of(masters, seed=0):
 
 
 @given(BITS)
-@settings(deadline=None)
 def test_a_weight_and_half_a_master_make_the_master(bits):
     masters = as_int32(bits)
     high, low, flag = packing.split(masters)
@@ -49,7 +48,6 @@ def test_a_tie_is_told_apart_by_the_flag_alone():
 
 
 @given(BITS)
-@settings(deadline=None)
 def test_a_flag_changes_only_the_sign(bits):
     values = as_int32(bits) & 0x7FFFFFFF
     flag = torch.arange(values.numel()) % 2 == 0
@@ -60,7 +58,6 @@ def test_a_flag_changes_only_the_sign(bits):
 
 
 @given(BITS, st.integers(0, 2**16 - 1))
-@settings(deadline=None)
 def test_stochastic_rounding_takes_a_neighbour(bits, noise):
     values = as_int32(bits)
     floats = values.view(torch.float32)

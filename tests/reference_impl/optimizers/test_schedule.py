@@ -38,7 +38,7 @@ def block(workers):
     return go_on
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.lists(st.integers(0, 100), min_size=1, max_size=20))
 def test_the_earliest_deadline_goes_first(deadlines):
     workers = DeadlineWorkers(threads=1)

@@ -53,7 +53,7 @@ def lint_text(filename: str, data: bytes, *more: str) -> tuple[int, str]:
     return code, err.getvalue()
 
 
-@settings(deadline=None, max_examples=300, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=300, suppress_health_check=[HealthCheck.too_slow])
 @given(st.sampled_from(EXAMPLES), st.integers(0, 2**32), st.sampled_from(["concise", "json", "sarif"]))
 def test_damaged_examples(example: tuple[str, str], seed: int, form: str) -> None:
     filename, text = example
@@ -61,7 +61,7 @@ def test_damaged_examples(example: tuple[str, str], seed: int, form: str) -> Non
     assert code in (0, 1, 2), err
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(st.binary(max_size=300), st.sampled_from(["x.yaml", "x.sh", "x.py", "x.json", "x"]))
 def test_binary_junk(data: bytes, filename: str) -> None:
     for framework in ("megatron-bridge", "megatron-lm", "axolotl"):
@@ -69,7 +69,7 @@ def test_binary_junk(data: bytes, filename: str) -> None:
         assert code in (0, 1, 2), err
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(st.sampled_from(EXAMPLES), st.integers(0, 2**32))
 def test_damaged_examples_can_be_diffed(example: tuple[str, str], seed: int) -> None:
     filename, text = example

@@ -142,7 +142,7 @@ snippets = st.sampled_from(
 )  # fmt: skip
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     st.lists(snippets | st.text(max_size=5), max_size=25).map("".join),
     st.sampled_from(["x.yaml", "x.sh", "x.py", "x.json", "<stdin>"]),

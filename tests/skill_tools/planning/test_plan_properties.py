@@ -98,7 +98,7 @@ def test_states_and_activations_see_their_own_half_of_a_mode(mode: Mode, adapts:
     assert kept.of_stage(run, mode, stage) == kept.of_stage(run, mode.of_activations, stage)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(runs, MODELS, BUDGETS_GIB, st.integers(min_value=0, max_value=2000), st.booleans())
 def test_the_recommendation_respects_both_budgets(
     given_config: Config, model: str, gpu_gib: int, host_gib: int, pytorch: bool
@@ -113,7 +113,7 @@ def test_the_recommendation_respects_both_budgets(
         assert found.floor.memory.device_bytes > budget.gpu_bytes or host_gib < 2000
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(runs, MODELS, BUDGETS_GIB, st.integers(min_value=0, max_value=40), st.booleans())
 def test_more_budget_is_never_slower(
     given_config: Config, model: str, gpu_gib: int, more_gib: int, pytorch: bool
@@ -127,7 +127,7 @@ def test_more_budget_is_never_slower(
         assert large.time.total_s <= small.time.total_s * (1 + 1e-9)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(runs, MODELS, BUDGETS_GIB)
 def test_a_recommended_patch_breaks_no_rule_of_its_own(
     given_config: Config, model: str, gpu_gib: int
