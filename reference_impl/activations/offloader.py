@@ -22,7 +22,6 @@ from reference_impl.activations.run import Run
 from reference_impl.device import Device
 from reference_impl.memory.arena import HostArena
 from reference_impl.memory.disk import DiskSpace, DiskTier, SpillTier
-from reference_impl.memory.host import HostMemoryError
 from reference_impl.memory.tiers import HostTier, Tier
 
 MIN_BYTES = 2**20
@@ -93,7 +92,7 @@ class Offloader:
         if reserve_bytes:
             try:
                 self.arena.reserve(reserve_bytes)
-            except HostMemoryError:
+            except BaseException:
                 tier.close()
                 raise
         self._forecast: Forecast | None = None

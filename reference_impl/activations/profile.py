@@ -180,4 +180,4 @@ def _with_equal_costs(storages: Sequence[ProfiledStorage]) -> tuple[ProfiledStor
 def _cost_s(recipe: Recipe | None) -> float | None:
     if recipe is None:
         return None
-    return sum(Clock.seconds(*operation.marks) for operation in recipe.operations if operation.marks)
+    return sum(operation.seconds() for operation in recipe.operations)

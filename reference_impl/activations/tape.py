@@ -50,6 +50,11 @@ class Operation:
         self.inputs = inputs
         self.marks = marks
 
+    def seconds(self) -> float:
+        """Return how long the call took, of an operation that was timed; waits for its end."""
+        assert self.marks is not None
+        return Clock.seconds(*self.marks)
+
     @property
     def name(self) -> str:
         """The operator's name, without namespace and overload."""

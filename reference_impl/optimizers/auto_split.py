@@ -73,7 +73,7 @@ def chosen_split(
         hi_lo_masters=hi_lo_masters,
     )
     elements = sum(local_numel(param) for param in params)
-    rates = machine_rates(device, profile)
+    rates, hidden_bytes = machine_rates(device, profile), prefetch_bytes // 2
     split = fastest_split(
         elements,
         each,
@@ -81,11 +81,10 @@ def chosen_split(
         ring_bytes=ring_bytes,
         device_budget_bytes=ring_bytes if device_budget_bytes is None else device_budget_bytes,
         host_budget_bytes=int(0.95 * available_bytes()) if host_budget_bytes is None else host_budget_bytes,
-        hidden_bytes=prefetch_bytes // 2,
+        hidden_bytes=hidden_bytes,
         least_gain=_LEAST_GAIN,
     )
-    seconds = whole_update_seconds(split, elements, each, rates, hidden_bytes=prefetch_bytes // 2)
-    _say(split, seconds, elements)
+    _say(split, whole_update_seconds(split, elements, each, rates, hidden_bytes=hidden_bytes), elements)
     return split
 
 

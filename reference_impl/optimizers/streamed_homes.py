@@ -113,6 +113,7 @@ class Homes:
             size_bytes = numel * _bytes(fields)
             is_own = pieces[0].member.param.dtype == torch.float32
             travels = any(field.name in (MASTER, LOW) for field in fields)
+            firsts = torch.tensor([self._numbered + piece.offset for piece in pieces])
             yield Chunk(
                 pieces,
                 numel,
@@ -120,10 +121,7 @@ class Homes:
                 home=self._on_device(size_bytes) if resident else self._on_host(size_bytes),
                 masters=None if travels or is_own else self._on_device(4 * numel).view(torch.float32),
                 resident=resident,
-                firsts={
-                    piece: torch.tensor(self._numbered + piece.offset, device=self._device.torch_device)
-                    for piece in pieces
-                },
+                firsts=dict(zip(pieces, firsts.to(self._device.torch_device).unbind(), strict=True)),
             )
             self._numbered += numel
 

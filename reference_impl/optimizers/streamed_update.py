@@ -51,6 +51,16 @@ class StreamedRound:
         """Return the gradient of `piece`."""
         return piece.member.flat(self.gradients[piece.member])[piece.start : piece.stop]
 
+    @property
+    def grad_scale(self) -> torch.Tensor | None:
+        """What gradients are divided by, if by anything."""
+        return None if self.verdict is None else self.verdict.grad_scale
+
+    @property
+    def found_inf(self) -> torch.Tensor | None:
+        """Whether the step is skipped, where somebody judges it."""
+        return None if self.verdict is None else self.verdict.found_inf
+
 
 class StreamedUpdate:
     """Updates chunks through a ring of device buffers."""
@@ -230,8 +240,8 @@ class StreamedUpdate:
             [_cut(states[name], pieces) for name in self._algorithm.moments],
             [round_.steps[piece.member] for piece in pieces],
             round_.groups[chunk.group],
-            grad_scale=None if round_.verdict is None else round_.verdict.grad_scale,
-            found_inf=None if round_.verdict is None else round_.verdict.found_inf,
+            grad_scale=round_.grad_scale,
+            found_inf=round_.found_inf,
         )
         self._scratch.pack(chunk, buffer)
         if chunk.has(LOW):
@@ -243,9 +253,9 @@ class StreamedUpdate:
         self, chunk: Chunk, buffer: torch.Tensor, piece: Piece, round_: StreamedRound
     ) -> None:
         """Run the one kernel for all of that."""
-        states = {field.name: _cut(chunk.field(field.name, buffer), [piece])[0] for field in chunk.fields}
+        states = {field.name: _part(chunk.field(field.name, buffer), piece) for field in chunk.fields}
         if chunk.masters is not None:
-            states[MASTER] = _cut(chunk.masters, [piece])[0]
+            states[MASTER] = _part(chunk.masters, piece)
         weight = round_.weights.of(piece)
         own = MASTER not in states and LOW not in states
         self._rounded.update(
@@ -259,13 +269,17 @@ class StreamedUpdate:
             first=chunk.firsts[piece],
             step=round_.steps[piece.member],
             numbers=self._numbers[piece.member],
-            grad_scale=None if round_.verdict is None else round_.verdict.grad_scale,
-            found_inf=None if round_.verdict is None else round_.verdict.found_inf,
+            grad_scale=round_.grad_scale,
+            found_inf=round_.found_inf,
         )
 
 
 def _cut(state: torch.Tensor, pieces: Sequence[Piece]) -> list[torch.Tensor]:
-    return [state[piece.offset : piece.offset + piece.numel] for piece in pieces]
+    return [_part(state, piece) for piece in pieces]
+
+
+def _part(state: torch.Tensor, piece: Piece) -> torch.Tensor:
+    return state[piece.offset : piece.offset + piece.numel]
 
 
 def _buffer(chunk: Chunk, slot: Slot) -> torch.Tensor:

@@ -103,8 +103,8 @@ def test_the_least_is_found_without_a_number(long_trainee, device):
     ):
         assert max(settled_peaks(long_trainee, ledger, device)) <= everything * 1.01
         assert long_trainee.step() == expected
-        # The least is the least: on CUDA the allocator's rounding may cost the room that recomputing takes.
-        assert device.is_cuda or offloader.plan.bytes_of(Decision.RECOMPUTE) > 0
+        # Without recomputing only where a step by the plan took more: CUDA's allocator rounds.
+        assert offloader.plan.bytes_of(Decision.RECOMPUTE) > 0 or offloader._budget._over_bytes > 0
 
 
 @pytest.mark.usefixtures("slow_link")
