@@ -1,7 +1,6 @@
 """The releases that a command line states: `--target` and `--versions`, read alike by `lint`, `plan` and `diagnose`."""
 
 import argparse
-import difflib
 import sys
 from collections.abc import Iterable, Mapping
 
@@ -35,7 +34,9 @@ def check(targets: Iterable[str]) -> None:
 
 def _unknown(name: str) -> UnusableInput:
     """Return what to say of a name that, as a typo, would weaken findings silently."""
-    nearest = difflib.get_close_matches(name, _known(), n=1, cutoff=0.6) or ["megatron-core"]
+    from difflib import get_close_matches
+
+    nearest = get_close_matches(name, _known(), n=1, cutoff=0.6) or ["megatron-core"]
     return UnusableInput(
         f"--target {name}: no rule knows this distribution",
         expected=f"one of {', '.join(_known())}",
