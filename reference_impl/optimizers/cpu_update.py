@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -99,14 +100,19 @@ def _task(bucket: Bucket, blocks: tuple[tuple[Span, ...], ...]) -> Task:
     )
 
 
-def present_part(task: Task) -> Task | None:
-    """Return the task without members whose gradient has not arrived; None when no member is left."""
-    if all(member.arrival is not None for member in task.members):
+def present_part(task: Task, present: set[Member]) -> Task | None:
+    """Return the task without members that are not `present`; None when no member is left.
+
+    A block is cut where a member is left out: its place on the wire may hold the next step's gradient already.
+    """
+    if present.issuperset(task.members):
         return task
-    present = tuple(
-        tuple(span for span in block if span[0].member.arrival is not None) for block in task.blocks
+    kept = tuple(
+        tuple(spans)
+        for block in task.blocks
+        for takes_part, spans in groupby(block, key=lambda span: span[0].member in present)
+        if takes_part
     )
-    kept = tuple(block for block in present if block)
     return _task(task.bucket, kept) if kept else None
 
 

@@ -8,7 +8,7 @@ bucket's update in the order in which the next forward needs weights, `Publisher
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 
 import torch
@@ -38,7 +38,7 @@ class _BucketUpdate:
         round_: Round,
         fresh: Callable[[Member], Iterable[Fresh]],
         last_use: Event | None,
-        present: Set[Member],
+        present: set[Member],
         tasks: int,
     ) -> None:
         self.bucket = bucket
@@ -178,14 +178,18 @@ class HostShare:
         round_: Round,
         fresh: Callable[[Member], Iterable[Fresh]],
         *,
+        left: Collection[Member],
         arrived: Event,
         last_use: Event | None,
     ) -> None:
         """Queue a bucket's update behind `arrived`; weights are overwritten behind `last_use`, or each one's gradient.
 
-        `fresh` yields what else of a member comes home with it.
+        Only members that `left` take part: of another the gradient of the step before may still be waiting for its
+        update, or that of the next step come before this one has run. `fresh` yields what else of a member comes
+        home with it.
         """
-        present = {piece.member for piece in bucket.pieces if piece.member.arrival is not None}
+        present = {piece.member for piece in bucket.pieces if piece.member in left}
+        bucket.missing = len(bucket.pieces)
         for member in present:
             if not member.pending:
                 self._arrivals.expect(member)
@@ -198,7 +202,7 @@ class HostShare:
         """Update one task; whoever finishes a bucket sends its weights home."""
         self._gradients.drain()
         grad_scale, skip = update.round.decide()
-        part = None if skip else present_part(task)
+        part = None if skip else present_part(task, update.present)
         if part is not None:
             for member in part.members:
                 update.round.begin(member)
@@ -207,10 +211,8 @@ class HostShare:
             self._finish(update, skip=skip)
 
     def _finish(self, update: _BucketUpdate, *, skip: bool) -> None:
-        bucket = update.bucket
-        bucket.missing = len(bucket.pieces)
         for member in update.present:
-            if update.round.finish(member, sum(piece.member is member for piece in bucket.pieces)):
+            if update.round.finish(member, sum(piece.member is member for piece in update.bucket.pieces)):
                 arrival, member.arrival = member.arrival, None
                 if not skip:
                     after = update.last_use or arrival or REACHED

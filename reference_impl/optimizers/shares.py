@@ -6,7 +6,7 @@ waits for a whole parameter, and where the parts of a split parameter are brough
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -120,7 +120,7 @@ class Shares:
     def update(
         self,
         round_: Round,
-        left: Iterable[Member],
+        left: Collection[Member],
         streamed: Mapping[Member, torch.Tensor],
         *,
         take_gradients: bool,
@@ -142,20 +142,21 @@ class Shares:
         arrived = self.host.arrived() if buckets else REACHED
         for bucket in buckets:
             if not _is_staged(bucket):
-                self.host.submit(bucket, round_, self._fresh, arrived=arrived, last_use=last_use)
+                self.host.submit(bucket, round_, self._fresh, left=left, arrived=arrived, last_use=last_use)
         self.resident.update(groups, split=False, grad_scale=scale, found_inf=found)
         self.streamed.update(streamed, verdict, groups)
         for bucket in buckets:
             if _is_staged(bucket):
-                self.host.submit(bucket, round_, self._fresh, arrived=arrived, last_use=last_use)
+                self.host.submit(bucket, round_, self._fresh, left=left, arrived=arrived, last_use=last_use)
         for member in streamed:
             member.pending = True
             if take_gradients:
                 member.param.grad = None
 
     def submit(self, bucket: Bucket, round_: Round) -> None:
-        """Queue the CPU update of a bucket during backward; only for members that the device updates no part of."""
-        self.host.submit(bucket, round_, self._fresh, arrived=self.host.arrived(), last_use=None)
+        """Queue the CPU update of a complete bucket during backward; the device may update no part of its members."""
+        left = {piece.member for piece in bucket.pieces}
+        self.host.submit(bucket, round_, self._fresh, left=left, arrived=self.host.arrived(), last_use=None)
 
     def _fresh(self, member: Member) -> Iterator[Fresh]:
         """Yield the new weights of a member that the device has and its parameter has not."""

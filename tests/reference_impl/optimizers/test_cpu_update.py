@@ -9,10 +9,16 @@ from hypothesis import strategies as st
 from optimizer_training import OPTIONS
 
 from reference_impl import HybridDeviceOptimizer
-from reference_impl.device import REACHED, Device
+from reference_impl.device import Device
 from reference_impl.optimizers import SGD, Adam
 from reference_impl.optimizers.buckets import HostState
-from reference_impl.optimizers.cpu_update import BLOCK_ELEMENTS, TASK_ELEMENTS, cut_tasks, present_part
+from reference_impl.optimizers.cpu_update import (
+    BLOCK_ELEMENTS,
+    TASK_ELEMENTS,
+    CpuKernel,
+    cut_tasks,
+    present_part,
+)
 from reference_impl.optimizers.layout import members_of, plan_buckets
 
 sizes = st.lists(st.integers(1, 3 * BLOCK_ELEMENTS // 2), min_size=1, max_size=6)
@@ -54,12 +60,24 @@ def test_tasks_cover_every_element_once(listed, bucket_elements):
 def test_members_without_a_gradient_are_left_out():
     host, members, (bucket,) = buckets_of([100, 200, 300], groups=1)
     (task,) = cut_tasks(bucket)
-    assert present_part(task) is None
-    members[1].arrival = REACHED
-    assert present_part(task).members == (members[1],)
-    for member in members:
-        member.arrival = REACHED
-    assert present_part(task) is task
+    assert present_part(task, set()) is None
+    assert present_part(task, {members[1]}).members == (members[1],)
+    assert present_part(task, set(members)) is task
+    host.close()
+
+
+def test_the_wire_of_a_member_that_is_left_out_is_not_touched():
+    """The members on its two sides share a block; the gradient of its next step may stand there already."""
+    host, members, (bucket,) = buckets_of([100, 200, 300], groups=1)
+    (task,) = cut_tasks(bucket)
+    bucket.wire.fill_(3)
+    CpuKernel(Adam()).update(
+        present_part(task, {members[0], members[2]}), Adam().defaults, torch.empty(BLOCK_ELEMENTS), None
+    )
+    for piece in bucket.pieces:
+        place = slice(piece.offset, piece.offset + piece.numel)
+        touched = piece.member is not members[1]
+        assert torch.equal(bucket.wire[place], torch.full_like(bucket.wire[place], 3)) is not touched
     host.close()
 
 

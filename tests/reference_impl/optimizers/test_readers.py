@@ -61,6 +61,29 @@ def test_the_order_may_change_and_modules_may_be_left_out_or_run_twice(device):
         assert_same_weights(model, plain)
 
 
+@pytest.mark.parametrize("late", [(1, 3), (1,)])
+@pytest.mark.parametrize("split", [(0, 0, 1), (0.3, 0.3, 0.4)])
+def test_a_step_leaves_alone_what_another_step_has_in_the_same_bucket(device, held, split, late):
+    """Updates of one step wait while modules that had no part in it run, leave their gradients and step."""
+    torch.manual_seed(0)
+    model = Branches().to(device.torch_device)
+    plain = copy.deepcopy(model)
+    inputs = torch.randn(5, 24, dtype=torch.bfloat16, device=device.torch_device)
+    with hybrid(model, split=split, bucket_elements=2**20) as optimizer:
+        optimizer.attach(model)
+        gate = held(optimizer)
+        other = reference(plain)
+        for net, opt in ((model, optimizer), (plain, other)):
+            for order in ((0, 2), late):
+                net(inputs, order).backward()
+                opt.step()
+                opt.zero_grad()
+            gate.set()
+            net(inputs, (0, 1, 2, 3)).backward()
+            opt.step()
+        assert_same_weights(model, plain)
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("backward_overlap", ["gradients", "update"])
 def test_recomputation_sees_the_weights_of_its_forward(device, reentrant, backward_overlap):
