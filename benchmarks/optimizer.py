@@ -7,7 +7,8 @@
 
 A row is one optimizer in training: forward, backward, step, zero_grad. Times are medians of steps 3 to 6, from one end
 of the compute stream's work to the next: what should hide behind the next forward is paid there where it does not.
-Peaks are the allocator's: of steps from the second on, and of the calls of `step()` in them. Peers are imported where they are installed and left out where not.
+Peaks are the allocator's: of steps from the second on, and of the calls of `step()` in them. Peers are imported where
+they are installed and left out where not.
 """
 
 from __future__ import annotations
@@ -158,7 +159,7 @@ def measure(build: Build, shape: DecoderShape, device: Device, batch: int, token
     with training(build, shape, device) as (model, optimizer, built_s), Ledger(device) as ledger:
         times, step_times, host_times, losses = [], [], [], []
         peaks_bytes, step_peaks_bytes = [], []
-        for index in range(WARM_UP + MEASURED):
+        for _ in range(WARM_UP + MEASURED):
             device.record().synchronize()
             ledger.reset_peak()
             start = time.perf_counter()

@@ -246,5 +246,8 @@ class HostShare:
     def close(self) -> None:
         """Stop the workers and give the host memory back."""
         self._workers.close()
+        # Pieces and members know each other, and a parameter should not have to wait for the garbage collector.
+        for piece in self.homes:
+            piece.member.pieces.clear()
         self._host.close()
         self._numbers.close()

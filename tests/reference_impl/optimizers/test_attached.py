@@ -8,7 +8,7 @@ import weakref
 import pytest
 import torch
 from optimizer_reference import MasterAdamW, batches
-from optimizer_training import OPTIONS, assert_same_weights, hold_updates, train, twins
+from optimizer_training import OPTIONS, assert_same_weights, hold_updates, hybrid, train, twins
 
 from reference_impl import HybridDeviceOptimizer
 
@@ -142,3 +142,22 @@ def test_a_forgotten_optimizer_is_collected(device):
     del optimizer
     gc.collect()
     assert watcher() is None
+
+
+@pytest.mark.parametrize("split", [(0, 0, 1), (0.3, 0.3, 0.4)])
+def test_a_closed_optimizer_lets_its_parameters_go(device, split):
+    """Without the garbage collector, which knows nothing of device memory and may be long in coming."""
+    # torch imports its compiler for the first optimizer of a process, in frames that only the collector frees.
+    torch.optim.SGD([torch.zeros(1)])
+    gc.collect()
+    gc.disable()
+    try:
+        model, _ = twins(device)
+        with hybrid(model, split=split) as optimizer:
+            optimizer.attach(model)
+            train(model, optimizer, batches(device.torch_device, 1))
+        watcher = weakref.ref(model.first.weight)
+        del model, optimizer
+        assert watcher() is None
+    finally:
+        gc.enable()

@@ -1,7 +1,6 @@
 """What training loops do beside a step a batch: accumulate, clip by hand, stop and resume, choose a fraction."""
 
 import copy
-import itertools
 
 import pytest
 import torch
@@ -97,7 +96,7 @@ def test_a_norm_of_zero_is_a_step_like_any_other(device):
 
 
 def test_peaks_fall_with_the_fraction_and_losses_stay(device):
-    losses, peaks = [], []
+    losses, peaks = [], {}
     # On CUDA layers that outweigh the workspaces of cuBLAS, which come and go.
     width = 1024 if device.is_cuda else 256
     numel = 6 * (width * width + width)
@@ -122,12 +121,12 @@ def test_peaks_fall_with_the_fraction_and_losses_stay(device):
                 seen.append(loss.item())
                 del loss
             device.synchronize()
-            peaks.append(ledger.peak_device_bytes)
+            peaks[fraction] = ledger.peak_device_bytes
         losses.append(seen)
     # One element's rounding apart at most: CPU and GPU kernels differ in the last bit, which grew to 1.3e-6 on CUDA.
     for seen in losses:
         assert seen == pytest.approx(losses[0], rel=1e-5 if device.is_cuda else 1e-6)
-    # On CUDA the gradients of a layer may still be on their way when the next one's come.
-    in_flight_bytes = 4 * numel / 6 if device.is_cuda else 2 * 4 * 64 * width
-    assert all(after <= before + in_flight_bytes for before, after in itertools.pairwise(peaks)), peaks
-    assert peaks[0] - peaks[-1] >= 8 * numel * 0.9
+    # Where nothing is offloaded all gradients are there at once, so those in flight come on top of nothing.
+    allowed_bytes = 2 * 4 * 64 * width + (2**21 if device.is_cuda else 0)
+    for fraction, peak_bytes in peaks.items():
+        assert peak_bytes <= peaks[0.0] - 8 * numel * fraction + allowed_bytes, peaks
