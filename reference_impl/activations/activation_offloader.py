@@ -68,10 +68,10 @@ class ActivationOffloader(Offloader):
             fraction: the share of the bytes to offload, spread evenly over each forward.
             keep_last_bytes: bytes at the end of each forward that stay, since backward needs them at once. Across
                 pipeline ranks, `rank * delta_bytes` keeps more where fewer micro-batches are in flight.
-            budget_bytes: instead, the most device bytes that a step may take. The first step offloads everything
-                and is profiled; from the second on each saved tensor is kept, offloaded or computed again,
-                whichever takes least time. A budget below what must stay raises BudgetError before that step;
-                "least" stands for what must stay, with a little for the allocator's rounding.
+            budget_bytes: instead, the most device bytes that a step may take. The first two steps offload
+                everything, and the second is profiled; from the third on each saved tensor is kept, offloaded or
+                computed again, whichever takes least time. A budget below what must stay raises BudgetError before
+                the second; "least" stands for what must stay, with a little for the allocator's rounding.
             plan: instead, the plan of an earlier offloader's `plan`, carried out from the first step.
             options: see `EngineOptions`.
 
@@ -135,7 +135,7 @@ class ActivationOffloader(Offloader):
 
     @property
     def plan(self) -> BudgetPlan | None:
-        """What a budget has decided, for printing or for the next job; None before the second step."""
+        """What a budget has decided, for printing or for the next job; None before the third step."""
         return None if self._budget is None else self._budget.plan
 
     def _start_run(self, run: Run) -> None:

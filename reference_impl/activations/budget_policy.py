@@ -1,7 +1,8 @@
 """The budget at work: profile a step, plan, carry the plan out, and look whether it kept its word.
 
-The first step offloads everything and is profiled. The plan made from it is carried out from the second step
-on; the second is measured again for the room it leaves. Whenever a later step turns out above the budget, less
+The first two steps offload everything, and the second is profiled: in the first host memory is being locked, and
+everything that is launched meanwhile waits behind that. The plan made from it is carried out from the third step on;
+the third is measured again for the room it leaves. Whenever a later step turns out above the budget, less
 comes early from then on, and when that is not enough the plan is made anew for that much less.
 """
 
@@ -10,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal
 
-from reference_impl.activations.budget import BudgetPlan, StepProfile, plan_budget
+from reference_impl.activations.budget import BudgetError, BudgetPlan, StepProfile, plan_budget
 from reference_impl.activations.geometry import Extent
 from reference_impl.activations.policy import Decision
 from reference_impl.activations.profile import StepProfiler
-from reference_impl.activations.room import Room
+from reference_impl.activations.room import Room, SegmentPeaks
 from reference_impl.activations.run import Run
 from reference_impl.device import Device
 from reference_impl.memory.ledger import mark_peak, marked_peak_bytes
@@ -45,6 +46,7 @@ class BudgetPolicy:
         self._measure_link = measure_link
         self._budget_bytes = budget_bytes
         self._profiler: StepProfiler | None = None
+        self._is_warm = False
         self._profile: StepProfile | None = None
         self._over_bytes = 0
         self._is_new = False
@@ -68,24 +70,39 @@ class BudgetPolicy:
 
         Raises BudgetError when the budget is below what must stay, ValueError where nobody counts device bytes.
         """
-        if self.plan is None:
-            if self._profiler is not None and self._profiler.is_over and self._profiler.has_seen_backward:
-                self._finish_profile(self._profiler, run)
-            elif self._profiler is None or self._profiler.is_over or self._profiler.is_broken:
-                self._profiler = StepProfiler(run, self._device, self._room)
-                run.observer = self._profiler
-                self._room.measure_again(run, ceiling_bytes=None)
-        elif self._budget_bytes is not None:
-            self._check_peak(run)
+        if self.plan is not None:
+            if self._budget_bytes is not None:
+                self._check_peak(run)
+            return
+        profiler = self._profiler
+        is_whole = profiler is not None and profiler.is_over and profiler.has_seen_backward
+        if profiler is not None and is_whole and self._is_warm:
+            self._finish_profile(profiler, run)
+        elif profiler is None or profiler.is_over or profiler.is_broken:
+            if is_whole:
+                self._finish_first()
+            self._profiler = run.observer = StepProfiler(run, self._device, self._room)
+            self._room.measure_again(run, ceiling_bytes=None)
 
-    def _finish_profile(self, profiler: StepProfiler, run: Run) -> None:
-        assert self._budget_bytes is not None
+    def _finish_first(self) -> None:
+        """Take its word for the memory alone."""
+        self._is_warm = True
+        least_bytes = max(peak for peaks in self._measured_peaks().values() for peak in peaks)
+        if isinstance(self._budget_bytes, int) and self._budget_bytes < least_bytes:
+            raise BudgetError(budget_bytes=self._budget_bytes, least_bytes=least_bytes)
+
+    def _measured_peaks(self) -> SegmentPeaks:
         peaks = self._room.learnt_peaks()
         if peaks is None:
             raise ValueError(
                 "budget_bytes needs someone who counts device bytes; expected a CUDA device, or an open Ledger on "
                 "the CPU twin; try `with Ledger(device):` around the training loop"
             )
+        return peaks
+
+    def _finish_profile(self, profiler: StepProfiler, run: Run) -> None:
+        assert self._budget_bytes is not None
+        peaks = self._measured_peaks()
         self._profile = profiler.result(peaks, self._measure_link(profiler.largest_bytes))
         self._profiler = None
         if self._budget_bytes == "least":

@@ -1,0 +1,66 @@
+"""Which step is profiled, and what is done about a step that does not keep its word."""
+
+from reference_impl.activations import ActivationOffloader, budget_policy
+from reference_impl.activations.budget import ProfiledStorage, StepProfile
+from reference_impl.activations.budget_policy import BudgetPolicy
+from reference_impl.activations.policy import Decision
+from reference_impl.memory.ledger import Ledger
+
+
+def test_the_step_that_makes_host_memory_is_not_the_profile(trainee, device):
+    """Launches wait while memory is being locked, so its times are those of the host."""
+    with (
+        Ledger(device, track=trainee.model.parameters()),
+        ActivationOffloader(trainee.model, budget_bytes=2**40, min_bytes=1024) as offloader,
+    ):
+        trainee.step()
+        made_bytes, first = offloader.arena.reserved_bytes, offloader._budget._profiler
+        trainee.step()
+        assert offloader.arena.reserved_bytes == made_bytes > 0
+        assert offloader._budget._profiler is not first
+        assert offloader.plan is None
+        trainee.step()
+        assert offloader.plan is not None
+
+
+class Watched:
+    """Stands for the room of an engine: a plan's measured step, and the room it was told to leave."""
+
+    def __init__(self):
+        self.shrunk = []
+
+    def learnt_peaks(self):
+        return {"forward": [900], "loss": [1000], "backward": [900]}
+
+    def measure_again(self, run, *, ceiling_bytes):
+        pass
+
+    def shrink(self, by_bytes):
+        self.shrunk.append(by_bytes)
+
+
+def test_a_step_above_the_budget_costs_room_first_and_then_a_smaller_plan(monkeypatch, device):
+    room = Watched()
+    policy = BudgetPolicy(room, device, lambda _: None, budget_bytes=10_000, plan=None)
+    policy._profile = StepProfile(
+        storages=tuple(
+            ProfiledStorage(name="op", size_bytes=1000, saved_at_s=n, needed_at_s=8.0 - n) for n in range(8)
+        ),
+        forward_s=8.0,
+        loss_s=0.0,
+        backward_s=8.0,
+        forward_peak_bytes=4000,
+        backward_peak_bytes=(4000,) * 9,
+        d2h_bytes_per_s=1e6,
+        h2d_bytes_per_s=1e6,
+    )
+    policy._make_plan(None)
+    first = policy.plan.bytes_of(Decision.KEEP)
+    monkeypatch.setattr(budget_policy, "mark_peak", lambda _: None)
+    monkeypatch.setattr(budget_policy, "marked_peak_bytes", lambda _: 11_300)
+    policy.start_run(None)  # The plan's own first step was measured segment by segment.
+    policy.start_run(None)
+    assert room.shrunk == [1300]
+    policy.start_run(None)
+    assert policy.plan.bytes_of(Decision.KEEP) < first
+    assert room.shrunk == [1300]
