@@ -1,11 +1,11 @@
 """One large piece of host memory, page-locked when copies are to read or write it.
 
 Pinning is where the first step's time goes: `torch.empty(pin_memory=True)` pins 3 GiB/s and rounds sizes up to powers
-of two, while a slab of huge pages that a few threads touch and that is registered once pins 7.5 to 8.5 GiB/s (measured
-on one NVIDIA H200 host, 16 virtual cores; a page that the virtual machine has never had before costs its host a fault
-too, and then all of this is 2.5 to 4 GiB/s). The mapping is private, because only private memory gets huge pages where
-the host leaves shared memory at small ones, which is the default. A slab does not hand out parts of itself; `arena`
-does.
+of two, while 48 GB of huge pages that eight threads touch a little at a time, and that are registered once, take 2.4 s:
+19 GiB/s (measured on one NVIDIA H200 host, 16 virtual cores; a page that the virtual machine has never had before costs
+its host a fault too, which is several times slower). The mapping is private, because only private memory gets huge pages
+where the host leaves shared memory at small ones, which is the default. A slab does not hand out parts of itself;
+`arena` does.
 """
 
 from __future__ import annotations
@@ -24,9 +24,12 @@ from reference_impl.memory.host import HostMemoryError, available_bytes, host_bo
 
 _HUGE_PAGE_BYTES = 2 * 2**20
 _RESERVE_BYTES = 2**30
-# More gain nothing, and the threads that launch kernels need cores too: on one H200 host 2, 4, 8 and 16 threads touched
-# and registered huge pages at 7.8, 7.5, 7.0 and 6.8 GiB/s, and 4 and 16 touched small ones at 7.9 and 5.7 GiB/s.
-TOUCHING_THREADS = max(1, min(4, len(os.sched_getaffinity(0)) // 2))
+# The threads that launch kernels need cores too.
+TOUCHING_THREADS = max(1, min(8, len(os.sched_getaffinity(0)) // 2))
+# A call that makes pages present holds the lock of the whole address space, and registering waits for that lock with the
+# driver's own in its hands, so every launch waits too. On one H200 host a first step that pins 47.5 GB took 9.3 s with
+# one call a slab; with calls of 128, 32 and 8 MiB it took 6.8, 4.9 and 4.8 s (four threads; eight with 32 MiB: 4.5 s).
+_TOUCHED_AT_ONCE_BYTES = 32 * 2**20
 # Linux 5.14; Python's mmap module does not name it, and holds the interpreter lock while it advises.
 _MADV_POPULATE_WRITE = 23
 _libc = ctypes.CDLL(None)
@@ -121,9 +124,10 @@ def _touch(bytes_: torch.Tensor, threads: int) -> None:
 
 
 def _populate(bytes_: torch.Tensor) -> None:
-    # Old kernels do not know the advice; writing has the same effect at the price of one more pass.
-    if _libc.madvise(bytes_.data_ptr(), bytes_.numel(), _MADV_POPULATE_WRITE) != 0:
-        bytes_.zero_()
+    for part in bytes_.split(_TOUCHED_AT_ONCE_BYTES):
+        # Old kernels do not know the advice; writing has the same effect at the price of one more pass.
+        if _libc.madvise(part.data_ptr(), part.numel(), _MADV_POPULATE_WRITE) != 0:
+            part.zero_()
 
 
 def _register(bytes_: torch.Tensor) -> None:

@@ -1,0 +1,56 @@
+"""One piece of host memory: present before it is used, and made so that nothing else has to wait for it."""
+
+import mmap
+import resource
+
+import pytest
+
+from reference_impl.device import Device
+from reference_impl.memory import slab as slab_module
+from reference_impl.memory.host import HostMemoryError, host_book
+from reference_impl.memory.slab import Slab
+
+MIB = 2**20
+
+
+class Kernel:
+    """Notes what it is asked to make present; an old one does not know how."""
+
+    def __init__(self, *, is_old):
+        self.ranges = []
+        self._is_old = is_old
+
+    def madvise(self, address, size_bytes, _):
+        self.ranges.append((address, size_bytes))
+        return -1 if self._is_old else 0
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("is_old", [False, True])
+def test_pages_are_made_present_a_little_at_a_time(monkeypatch, threads, is_old):
+    """A call holds the lock of the address space, which registering waits for, and every launch behind that."""
+    kernel = Kernel(is_old=is_old)
+    monkeypatch.setattr(slab_module, "_libc", kernel)
+    slab = Slab(Device.of("cpu"), 100 * MIB, remedy="", touching_threads=threads)
+    assert all(size_bytes <= 32 * MIB for _, size_bytes in kernel.ranges)
+    begin = slab.bytes.data_ptr()
+    for address, size_bytes in sorted(kernel.ranges):
+        assert address == begin
+        begin += size_bytes
+    assert begin == slab.bytes.data_ptr() + slab.size_bytes
+    slab.close()
+
+
+def test_using_a_slab_costs_no_page_fault():
+    slab = Slab(Device.of("cpu"), 64 * MIB, remedy="")
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    slab.bytes[:: mmap.PAGESIZE] = 1
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 64 * MIB / mmap.PAGESIZE / 100
+    slab.close()
+
+
+def test_a_slab_that_the_host_has_no_room_for_takes_nothing():
+    before = host_book.reserved_bytes
+    with pytest.raises(HostMemoryError, match="try less"):
+        Slab(Device.of("cpu"), 2**50, remedy="try less")
+    assert host_book.reserved_bytes == before
