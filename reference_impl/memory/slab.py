@@ -26,9 +26,9 @@ _HUGE_PAGE_BYTES = 2 * 2**20
 _RESERVE_BYTES = 2**30
 # The threads that launch kernels need cores too.
 TOUCHING_THREADS = max(1, min(8, len(os.sched_getaffinity(0)) // 2))
-# A call that makes pages present holds the lock of the whole address space, and registering waits for that lock with the
-# driver's own in its hands, so every launch waits too. On one H200 host a first step that pins 47.5 GB took 9.3 s with
-# one call a slab; with calls of 128, 32 and 8 MiB it took 6.8, 4.9 and 4.8 s (four threads; eight with 32 MiB: 4.5 s).
+# A call that makes pages present holds the lock of the whole address space, and registering waits for that lock with
+# the driver's own in its hands, so every launch waits too. On one H200 host a first step that pins 47.5 GB took 9.3 s
+# with one call a slab; with calls of 128, 32 and 8 MiB it took 6.8, 4.9 and 4.8 s (four threads; eight: 4.5 s).
 _TOUCHED_AT_ONCE_BYTES = 32 * 2**20
 # Linux 5.14; Python's mmap module does not name it, and holds the interpreter lock while it advises.
 _MADV_POPULATE_WRITE = 23

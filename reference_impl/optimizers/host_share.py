@@ -95,6 +95,9 @@ class HostShare:
             self.homes.update(dict.fromkeys(bucket.pieces, bucket))
         self._gradients.add(buckets)
         self._publisher.add(buckets)
+        if buckets:
+            # A worker that waits for a gradient, or a forward for a weight, is idle meanwhile.
+            self._device.hurried.add(self)
         self.refresh_masters(members)
 
     @torch.no_grad()
@@ -246,6 +249,7 @@ class HostShare:
     def close(self) -> None:
         """Stop the workers and give the host memory back."""
         self._workers.close()
+        self._device.hurried.discard(self)
         # Pieces and members know each other, and a parameter should not have to wait for the garbage collector.
         for piece in self.homes:
             piece.member.pieces.clear()

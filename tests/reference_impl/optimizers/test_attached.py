@@ -161,3 +161,15 @@ def test_a_closed_optimizer_lets_its_parameters_go(device, split):
         assert watcher() is None
     finally:
         gc.enable()
+
+
+def test_bulk_copies_give_way_while_the_cpu_updates_anything(device):
+    model, _ = twins(device)
+    before = len(device.hurried)
+    with hybrid(model, offload_fraction=0.0):
+        assert len(device.hurried) == before
+    with hybrid(model, split=(0, 1, 0)):
+        assert len(device.hurried) == before
+    with hybrid(model, offload_fraction=0.5):
+        assert len(device.hurried) == before + 1
+    assert len(device.hurried) == before
