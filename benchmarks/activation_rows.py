@@ -71,9 +71,7 @@ def rows(shape: DecoderShape, budgets: list[float]) -> dict[str, Attach]:
         NONE: lambda model: nullcontext(),
         EVERYTHING: lambda model: ActivationOffloader(model, **common),
         LEAST: lambda model: ActivationOffloader(model, budget_bytes="least", **common),
-        HALF: lambda model: ActivationOffloader(
-            model, num_layers=half, in_flight_bytes=1_700_000_000, **common
-        ),
+        HALF: lambda model: ActivationOffloader(model, num_layers=half, in_flight_bytes=2**30, **common),
         INPUTS: lambda model: CheckpointOffloader(model, in_flight_bytes=0, **common),
         f"{INPUTS}, attention kept": lambda model: CheckpointOffloader(
             model, keep=["core_attention"], in_flight_bytes=0, **common

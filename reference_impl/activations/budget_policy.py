@@ -18,7 +18,7 @@ from reference_impl.activations.profile import StepProfiler
 from reference_impl.activations.room import Room, SegmentPeaks
 from reference_impl.activations.run import Run
 from reference_impl.device import Device
-from reference_impl.memory.ledger import mark_peak, marked_peak_bytes
+from reference_impl.memory.ledger import device_bytes, mark_peak, marked_peak_bytes
 from reference_impl.memory.link import LinkSpeed
 
 # A plan aims this share below the budget: CUDA's allocator rounds up as it happens to find blocks, differently in
@@ -46,7 +46,6 @@ class BudgetPolicy:
         self._measure_link = measure_link
         self._budget_bytes = budget_bytes
         self._profiler: StepProfiler | None = None
-        self._is_warm = False
         self._profile: StepProfile | None = None
         self._over_bytes = 0
         self._is_new = False
@@ -56,7 +55,7 @@ class BudgetPolicy:
     @property
     def needs_tape(self) -> bool:
         """Whether anything is, or may turn out to be, computed again."""
-        return self.plan is None or Decision.RECOMPUTE in self.plan.decisions
+        return self._profiler is not None if self.plan is None else Decision.RECOMPUTE in self.plan.decisions
 
     def decide(self, run: Run, extent: Extent) -> Decision:
         """Return the plan's decision for the next storage of `run`; without one, or for another size, offload."""
@@ -74,35 +73,32 @@ class BudgetPolicy:
             if self._budget_bytes is not None:
                 self._check_peak(run)
             return
-        profiler = self._profiler
-        is_whole = profiler is not None and profiler.is_over and profiler.has_seen_backward
-        if profiler is not None and is_whole and self._is_warm:
-            self._finish_profile(profiler, run)
-        elif profiler is None or profiler.is_over or profiler.is_broken:
-            if is_whole:
-                self._finish_first()
-            self._profiler = run.observer = StepProfiler(run, self._device, self._room)
-            self._room.measure_again(run, ceiling_bytes=None)
-
-    def _finish_first(self) -> None:
-        """Take its word for the memory alone."""
-        self._is_warm = True
-        least_bytes = max(peak for peaks in self._measured_peaks().values() for peak in peaks)
-        if isinstance(self._budget_bytes, int) and self._budget_bytes < least_bytes:
-            raise BudgetError(budget_bytes=self._budget_bytes, least_bytes=least_bytes)
-
-    def _measured_peaks(self) -> SegmentPeaks:
-        peaks = self._room.learnt_peaks()
-        if peaks is None:
+        if device_bytes(self._device) is None:
             raise ValueError(
                 "budget_bytes needs someone who counts device bytes; expected a CUDA device, or an open Ledger on "
                 "the CPU twin; try `with Ledger(device):` around the training loop"
             )
-        return peaks
+        peaks, profiler = self._room.learnt_peaks(), self._profiler
+        if profiler is not None and peaks is not None and profiler.is_over and profiler.has_seen_backward:
+            self._finish_profile(profiler, peaks, run)
+        elif profiler is None and peaks is not None:
+            self._check_least(peaks)
+            self._begin_profile(run)
+        elif profiler is not None and (profiler.is_over or profiler.is_broken):
+            self._begin_profile(run)
 
-    def _finish_profile(self, profiler: StepProfiler, run: Run) -> None:
+    def _check_least(self, peaks: SegmentPeaks) -> None:
+        """Refuse what the first step, whose times say nothing, shows by its memory to be impossible."""
+        least_bytes = max(peak for each in peaks.values() for peak in each)
+        if isinstance(self._budget_bytes, int) and self._budget_bytes < least_bytes:
+            raise BudgetError(budget_bytes=self._budget_bytes, least_bytes=least_bytes)
+
+    def _begin_profile(self, run: Run) -> None:
+        self._profiler = run.observer = StepProfiler(run, self._device, self._room)
+        self._room.measure_again(run, ceiling_bytes=None)
+
+    def _finish_profile(self, profiler: StepProfiler, peaks: SegmentPeaks, run: Run) -> None:
         assert self._budget_bytes is not None
-        peaks = self._measured_peaks()
         self._profile = profiler.result(peaks, self._measure_link(profiler.largest_bytes))
         self._profiler = None
         if self._budget_bytes == "least":

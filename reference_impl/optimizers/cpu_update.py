@@ -12,7 +12,7 @@ cores), because no thread waits for another and the training thread keeps the in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -100,12 +100,12 @@ def _task(bucket: Bucket, blocks: tuple[tuple[Span, ...], ...]) -> Task:
     )
 
 
-def present_part(task: Task, present: set[Member]) -> Task | None:
+def present_part(task: Task, present: Container[Member]) -> Task | None:
     """Return the task without members that are not `present`; None when no member is left.
 
     A block is cut where a member is left out: its place on the wire may hold the next step's gradient already.
     """
-    if present.issuperset(task.members):
+    if all(member in present for member in task.members):
         return task
     kept = tuple(
         tuple(spans)

@@ -8,7 +8,8 @@ bucket's update in the order in which the next forward needs weights, `Publisher
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from functools import partial
 
 import torch
@@ -38,7 +39,7 @@ class _BucketUpdate:
         round_: Round,
         fresh: Callable[[Member], Iterable[Fresh]],
         last_use: Event | None,
-        present: set[Member],
+        present: Counter[Member],
         tasks: int,
     ) -> None:
         self.bucket = bucket
@@ -181,7 +182,7 @@ class HostShare:
         round_: Round,
         fresh: Callable[[Member], Iterable[Fresh]],
         *,
-        left: Collection[Member],
+        left: Set[Member],
         arrived: Event,
         last_use: Event | None,
     ) -> None:
@@ -191,7 +192,7 @@ class HostShare:
         update, or that of the next step come before this one has run. `fresh` yields what else of a member comes
         home with it.
         """
-        present = {piece.member for piece in bucket.pieces if piece.member in left}
+        present = Counter(piece.member for piece in bucket.pieces if piece.member in left)
         bucket.missing = len(bucket.pieces)
         for member in present:
             if not member.pending:
@@ -214,8 +215,8 @@ class HostShare:
             self._finish(update, skip=skip)
 
     def _finish(self, update: _BucketUpdate, *, skip: bool) -> None:
-        for member in update.present:
-            if update.round.finish(member, sum(piece.member is member for piece in update.bucket.pieces)):
+        for member, pieces in update.present.items():
+            if update.round.finish(member, pieces):
                 arrival, member.arrival = member.arrival, None
                 if not skip:
                     after = update.last_use or arrival or REACHED

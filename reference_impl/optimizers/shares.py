@@ -6,7 +6,7 @@ waits for a whole parameter, and where the parts of a split parameter are brough
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import Literal
 
 import torch
@@ -120,7 +120,7 @@ class Shares:
     def update(
         self,
         round_: Round,
-        left: Collection[Member],
+        left: Set[Member],
         streamed: Mapping[Member, torch.Tensor],
         *,
         take_gradients: bool,

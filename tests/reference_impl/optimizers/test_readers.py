@@ -61,15 +61,18 @@ def test_the_order_may_change_and_modules_may_be_left_out_or_run_twice(device):
         assert_same_weights(model, plain)
 
 
+@pytest.mark.parametrize("backward_overlap", ["gradients", "update"])
 @pytest.mark.parametrize("late", [(1, 3), (1,)])
 @pytest.mark.parametrize("split", [(0, 0, 1), (0.3, 0.3, 0.4)])
-def test_a_step_leaves_alone_what_another_step_has_in_the_same_bucket(device, held, split, late):
+def test_a_step_leaves_alone_what_another_step_has_in_the_same_bucket(
+    device, held, split, late, backward_overlap
+):
     """Updates of one step wait while modules that had no part in it run, leave their gradients and step."""
     torch.manual_seed(0)
     model = Branches().to(device.torch_device)
     plain = copy.deepcopy(model)
     inputs = torch.randn(5, 24, dtype=torch.bfloat16, device=device.torch_device)
-    with hybrid(model, split=split, bucket_elements=2**20) as optimizer:
+    with hybrid(model, split=split, bucket_elements=2**20, backward_overlap=backward_overlap) as optimizer:
         optimizer.attach(model)
         gate = held(optimizer)
         other = reference(plain)
