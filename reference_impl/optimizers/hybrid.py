@@ -22,7 +22,7 @@ from reference_impl.optimizers.auto_split import Profile
 from reference_impl.optimizers.gradients import forgetful_hook
 from reference_impl.optimizers.host_share import HostShare
 from reference_impl.optimizers.hosted import HostedOptimizer
-from reference_impl.optimizers.layout import Member, local_numel, members_of
+from reference_impl.optimizers.layout import Member, local_numel
 from reference_impl.optimizers.live_state import LiveState
 from reference_impl.optimizers.rounds import Round, snapshot
 from reference_impl.optimizers.shares import Shares
@@ -169,13 +169,7 @@ class HybridDeviceOptimizer(HostedOptimizer):
         checks.one_device(param for param, _ in listed)
         trained = [each for each in listed if each[0].requires_grad or self._trains_frozen]
         params = [each for each in trained if each[0] not in self._members]
-        members = members_of(
-            params,
-            first_order=len(self._members),
-            fraction=self.split.streamed + self.split.cpu,
-            streamed=self.split.streamed_of_leaving,
-            offload=self._filter,
-        )
+        members = self._open.lay_out(params, first_order=len(self._members), offload=self._filter)
         self._open.add(members, total_numel=max(sum(local_numel(param) for param, _ in params), 1))
         self._members.update((member.param, member) for member in members)
         hook = forgetful_hook(weakref.WeakMethod(self._on_gradient))

@@ -3,7 +3,8 @@
 A share is a number of elements, exact to `ALIGNMENT`, because every element costs the same bytes: one
 parameter may stay on the device in part. What the forward uses last leaves first: its gradient leaves
 first in backward and its new weight is needed last in the next forward, so it has the most time to hide.
-Of what leaves, parameters take turns between the stream and the CPU, so that each keeps the forward's pace.
+Of what leaves, those elements stream first that may come in before the update begins; then parameters take turns
+between the stream and the CPU, so that each keeps the forward's pace.
 Pure arithmetic over shapes; the tensors behind it are `buckets` and `chunks`.
 """
 
@@ -109,11 +110,13 @@ def members_of(
     fraction: float,
     offload: Callable[[torch.Tensor], bool] | None,
     streamed: float = 0.0,
+    ahead: int = 0,
 ) -> list[Member]:
     """Split `params` (each with its group, in forward order) into elements that stay and elements that leave.
 
     `offload` decides whole parameters; without it the last `fraction` of all elements leaves. The share `streamed`
-    of what leaves streams, the CPU updates the rest.
+    of what leaves streams, the CPU updates the rest; the first `ahead` elements stream, because they come in before
+    the update: that is how long a start the CPU has on the forward.
     """
     listed = list(params)
     members = [
@@ -124,26 +127,34 @@ def members_of(
         for member in members:
             if offload(member.param):
                 member.resident = 0
-        return _take_turns(members, streamed)
+        return _take_turns(members, streamed, ahead)
     wanted = round(fraction * sum(local_numel(param) for param, _ in listed))
     for member in reversed(members):
         taken = min(wanted, member.resident)
         # Round the cut so that both parts start aligned; a whole parameter needs no rounding.
         member.resident = min(_aligned(member.resident - taken), member.resident)
         wanted -= taken
-    return _take_turns(members, streamed)
+    return _take_turns(members, streamed, ahead)
 
 
-def _take_turns(members: list[Member], streamed: float) -> list[Member]:
-    """Let whole members stream whenever the stream is behind its share, then move what is left over or missing."""
+def _take_turns(members: list[Member], streamed: float, ahead: int) -> list[Member]:
+    """Let whole members stream: the first `ahead` elements, then whenever the stream is behind the rest of its share.
+
+    What is left over or missing then is moved, from the last member on.
+    """
     leaving = {member: member.offloaded for member in members if member.offloaded}
-    owed = 0.0
+    total = sum(leaving.values())
+    wanted = streamed * total
+    ahead = min(ahead, int(wanted))
+    pace = (wanted - ahead) / max(total - ahead, 1)
+    seen = taken = 0
     for member, numel in leaving.items():
-        owed += streamed * numel
-        if owed >= numel / 2:
+        seen += numel
+        due = min(seen, ahead) + pace * max(seen - ahead, 0)
+        if due - taken >= numel / 2:
             member.streamed = numel
-            owed -= numel
-    missing = round(owed)
+            taken += numel
+    missing = round(wanted - taken)
     for member, numel in reversed(leaving.items()):
         moved = max(min(missing, numel - member.streamed), -member.streamed)
         missing -= moved

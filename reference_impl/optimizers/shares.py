@@ -6,7 +6,7 @@ waits for a whole parameter, and where the parts of a split parameter are brough
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Literal
 
 import torch
@@ -19,11 +19,12 @@ from reference_impl.optimizers.checks import check_used_in_time
 from reference_impl.optimizers.chunks import Part
 from reference_impl.optimizers.gradients import gradient_of
 from reference_impl.optimizers.host_share import HostShare
-from reference_impl.optimizers.layout import Member
+from reference_impl.optimizers.layout import Member, local_numel, members_of
 from reference_impl.optimizers.publish import Fresh
 from reference_impl.optimizers.resident import ResidentShare
 from reference_impl.optimizers.rounds import Round
 from reference_impl.optimizers.schedule import cpu_budget
+from reference_impl.optimizers.split import state_bytes
 from reference_impl.optimizers.state_offload_checks import check_chunk
 from reference_impl.optimizers.streamed_homes import Travel
 from reference_impl.optimizers.streamed_share import StreamedShare
@@ -60,18 +61,26 @@ class Shares:
         self.streamed = StreamedShare(
             device, algorithm, chunk_bytes=chunk_bytes, prefetch_bytes=prefetch_bytes, travel=travel
         )
-        self.split = chosen_split(
-            split,
-            params,
-            device,
-            profile=profile,
+        sizes = [(local_numel(param), param.element_size()) for param in params]
+        each = state_bytes(
+            sizes,
             moments=len(algorithm.moments),
             moment_bytes=travel.moments_dtype.itemsize,
             hi_lo_masters=travel.hi_lo_masters,
+        )
+        # Elements that may come in during backward: all that the next forward needs first are such.
+        self._ahead = int(prefetch_bytes / max(each.streamed, 1))
+        self.split = chosen_split(
+            split,
+            sum(numel for numel, _ in sizes),
+            each,
+            device,
+            profile=profile,
             ring_bytes=self.streamed.ring_bytes,
             device_budget_bytes=device_budget_bytes,
             host_budget_bytes=host_budget_bytes,
-            prefetch_bytes=prefetch_bytes,
+            # How many of them do, the length of a backward says, which nobody knows yet.
+            hidden_bytes=prefetch_bytes // 2,
         )
         self.host = HostShare(
             device,
@@ -82,6 +91,23 @@ class Shares:
             threads=threads or cpu_budget(),
         )
         self._members: list[Member] = []
+
+    def lay_out(
+        self,
+        params: Iterable[tuple[torch.Tensor, int]],
+        *,
+        first_order: int,
+        offload: Callable[[torch.Tensor], bool] | None,
+    ) -> list[Member]:
+        """Say which elements of `params` belong to which share, see `members_of`; `add` makes their state."""
+        return members_of(
+            params,
+            first_order=first_order,
+            fraction=self.split.streamed + self.split.cpu,
+            streamed=self.split.streamed_of_leaving,
+            ahead=self._ahead,
+            offload=offload,
+        )
 
     def add(self, members: Sequence[Member], *, total_numel: int) -> None:
         """Make the state of new members, masters from their parameters. Raises HostMemoryError and ValueError."""

@@ -54,10 +54,12 @@ def test_buckets_hold_one_dtype():
         assert all(piece.member.param.dtype == plan.dtype for piece in plan.pieces)
 
 
-@given(shapes, st.floats(0, 1), st.floats(0, 1))
-def test_three_shares_cover_every_parameter_and_are_exact(sizes, fraction, streamed):
+@given(shapes, st.floats(0, 1), st.floats(0, 1), st.integers(0, 30000))
+def test_three_shares_cover_every_parameter_and_are_exact(sizes, fraction, streamed, ahead):
     params = [(torch.zeros(size), 0) for size in sizes]
-    members = members_of(params, first_order=0, fraction=fraction, offload=None, streamed=streamed)
+    members = members_of(
+        params, first_order=0, fraction=fraction, offload=None, streamed=streamed, ahead=ahead
+    )
     leaving = sum(sizes) - sum(member.resident for member in members)
     assert abs(sum(member.streamed for member in members) - streamed * leaving) <= ALIGNMENT
     for member, size in zip(members, sizes, strict=True):
@@ -66,13 +68,23 @@ def test_three_shares_cover_every_parameter_and_are_exact(sizes, fraction, strea
         assert member.on_device % ALIGNMENT == 0 or member.offloaded == 0
 
 
-@given(st.integers(1, 40), st.floats(0, 1))
-def test_stream_and_cpu_keep_the_forwards_pace(count, streamed):
+@given(st.integers(1, 40), st.floats(0, 1), st.floats(0, 1))
+def test_stream_and_cpu_keep_the_forwards_pace_behind_what_comes_in_ahead(count, streamed, of_streamed):
+    total = 640 * count
+    ahead = int(of_streamed * streamed * total)
     members = members_of(
-        [(torch.zeros(640), 0)] * count, first_order=0, fraction=1.0, offload=None, streamed=streamed
+        [(torch.zeros(640), 0)] * count,
+        first_order=0,
+        fraction=1.0,
+        offload=None,
+        streamed=streamed,
+        ahead=ahead,
     )
+    pace = (streamed * total - ahead) / max(total - ahead, 1)
     so_far = 0
     for index, member in enumerate(members):
         so_far += member.streamed
-        assert abs(so_far - streamed * 640 * (index + 1)) <= 640 + ALIGNMENT
+        seen = 640 * (index + 1)
+        expected = seen if seen <= ahead else ahead + pace * (seen - ahead)
+        assert abs(so_far - expected) <= 640 + ALIGNMENT
     assert sum(0 < member.streamed < 640 for member in members) <= 1
