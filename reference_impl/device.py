@@ -173,12 +173,38 @@ class GivingWay:
             return self.stream
 
 
+class OnStream:
+    """Makes a stream current for the calling thread.
+
+    `torch.cuda.stream` does too, but asks the environment and the driver first whether there is CUDA, each time.
+    """
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        """Change nothing yet."""
+        self._stream = stream
+
+    def __enter__(self) -> None:
+        """Remember what is current."""
+        self._device_index = torch.cuda.current_device()
+        self._before = torch.cuda.current_stream(self._stream.device_index)
+        torch.cuda.set_stream(self._stream)
+
+    def __exit__(self, *_: object) -> None:
+        """Restore it."""
+        torch.cuda.set_stream(self._before)
+        # A stream of another device has made that one current.
+        if self._device_index != self._stream.device_index:
+            torch.cuda.set_device(self._device_index)
+
+
 class CudaDevice(Device):
     """One CUDA device; D2H and H2D run side by side, each stream in order."""
 
     def __init__(self, torch_device: torch.device) -> None:
         """Make the copy streams, which live as long as the process."""
         super().__init__(torch_device)
+        # Given a number, torch looks nothing up.
+        self._index: int = torch_device.index
         self._d2h, self._h2d = GivingWay(torch_device), GivingWay(torch_device)
         self.d2h_for_threads = torch.cuda.Stream(torch_device)
         # For the kernels that round masters to weights there; copies know no priority.
@@ -206,36 +232,36 @@ class CudaDevice(Device):
 
     def current_stream_id(self) -> int:
         """Return the driver's handle of the stream."""
-        return int(torch.cuda.current_stream(self.torch_device).cuda_stream)
+        return int(torch.cuda.current_stream(self._index).cuda_stream)
 
     def record(self, *, for_threads: bool = False) -> Event:
         """Record on the stream that is current for the calling thread, which in a hook is autograd's."""
         # A stream holds 56 events that a thread may sleep on; the next one makes the host wait until one is reached.
         # Of others it holds 1021 (measured: one NVIDIA H200, driver 580, whatever the size of copies between them).
         event = torch.cuda.Event(blocking=for_threads)
-        event.record(torch.cuda.current_stream(self.torch_device))
+        event.record(torch.cuda.current_stream(self._index))
         return event
 
     def wait(self, event: Event) -> None:
         """Enqueue the wait; the CPU twin's event needs none."""
         if isinstance(event, torch.cuda.Event):
-            torch.cuda.current_stream(self.torch_device).wait_event(event)
+            torch.cuda.current_stream(self._index).wait_event(event)
 
     def on_d2h(self, size_bytes: int = 0) -> AbstractContextManager[object]:
         """Switch to the D2H stream."""
-        return torch.cuda.stream(self._d2h.take(size_bytes, in_turns=bool(self.hurried)))
+        return OnStream(self._d2h.take(size_bytes, in_turns=bool(self.hurried)))
 
     def on_d2h_for_threads(self) -> AbstractContextManager[object]:
         """Switch to the stream of what threads wait for."""
-        return torch.cuda.stream(self.d2h_for_threads)
+        return OnStream(self.d2h_for_threads)
 
     def on_h2d(self, size_bytes: int = 0) -> AbstractContextManager[object]:
         """Switch to the H2D stream."""
-        return torch.cuda.stream(self._h2d.take(size_bytes, in_turns=bool(self.hurried)))
+        return OnStream(self._h2d.take(size_bytes, in_turns=bool(self.hurried)))
 
     def on_h2d_of_weights(self) -> AbstractContextManager[object]:
         """Switch to the stream of weights."""
-        return torch.cuda.stream(self.h2d_of_weights)
+        return OnStream(self.h2d_of_weights)
 
     def synchronize(self) -> None:
         """Wait for every stream of the device."""

@@ -20,6 +20,7 @@ from functools import cache
 from typing import NamedTuple
 
 import torch
+from torch.nn.functional import pad
 
 from reference_impl.device import Device
 
@@ -150,6 +151,12 @@ def apart(tensor: torch.Tensor) -> torch.Tensor:
     The compiler would take states in one buffer for aliases of each other, and copy them.
     """
     return torch.from_dlpack(torch.utils.dlpack.to_dlpack(tensor))  # type: ignore[attr-defined]
+
+
+def aligned_rows(table: torch.Tensor) -> Tensors:
+    """Return the rows of `table` (2-dim), each at a multiple of 16 bytes; a compiled function copies others first."""
+    width = table.shape[1]
+    return pad(table, (0, -width % (16 // table.element_size())))[:, :width].unbind()
 
 
 @cache

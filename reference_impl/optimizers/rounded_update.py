@@ -18,6 +18,7 @@ from reference_impl.optimizers.algorithms import Algorithm
 from reference_impl.optimizers.formulas import Formula, Tensors
 from reference_impl.optimizers.layout import Member
 from reference_impl.optimizers.packing import (
+    aligned_rows,
     apart,
     blocks,
     compiled,
@@ -130,7 +131,7 @@ class RoundedUpdate:
             listed = list(alike)
             counted = torch.stack([steps[member] for member in listed])
             table = self._algorithm.numbers_by_step(groups[group], counted)
-            found.update(zip(listed, table.unbind(), strict=True))
+            found.update(zip(listed, aligned_rows(table), strict=True))
         return found
 
     def update(

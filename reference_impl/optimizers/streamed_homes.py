@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 
@@ -12,8 +12,8 @@ from reference_impl.device import Device
 from reference_impl.memory.arena import HostArena
 from reference_impl.optimizers.algorithms import Algorithm
 from reference_impl.optimizers.chunks import MASTER, Chunk, Field, Part, plan_chunks
-from reference_impl.optimizers.layout import ALIGNMENT, Member
-from reference_impl.optimizers.packing import LOW
+from reference_impl.optimizers.layout import ALIGNMENT, Member, Piece
+from reference_impl.optimizers.packing import LOW, aligned_rows
 from reference_impl.optimizers.streamed_scratch import scratch_bytes_of
 
 
@@ -113,7 +113,6 @@ class Homes:
             size_bytes = numel * _bytes(fields)
             is_own = pieces[0].member.param.dtype == torch.float32
             travels = any(field.name in (MASTER, LOW) for field in fields)
-            firsts = torch.tensor([self._numbered + piece.offset for piece in pieces])
             yield Chunk(
                 pieces,
                 numel,
@@ -121,9 +120,15 @@ class Homes:
                 home=self._on_device(size_bytes) if resident else self._on_host(size_bytes),
                 masters=None if travels or is_own else self._on_device(4 * numel).view(torch.float32),
                 resident=resident,
-                firsts=dict(zip(pieces, firsts.to(self._device.torch_device).unbind(), strict=True)),
+                firsts=self._firsts(pieces),
             )
             self._numbered += numel
+
+    def _firsts(self, pieces: Sequence[Piece]) -> dict[Piece, torch.Tensor]:
+        """Number the first elements of the next chunk's pieces."""
+        numbers = [[self._numbered + piece.offset] for piece in pieces]
+        rows = aligned_rows(torch.tensor(numbers, device=self._device.torch_device))
+        return {piece: row[0] for piece, row in zip(pieces, rows, strict=True)}
 
     def _on_device(self, size_bytes: int) -> torch.Tensor:
         return torch.zeros(size_bytes, dtype=torch.uint8, device=self._device.torch_device)

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from reference_impl.device import REACHED, Device, Event
+from reference_impl.device import REACHED, Device, Event, OnStream
 from reference_impl.memory.ring import Slot
 from reference_impl.optimizers.algorithms import Algorithm
 from reference_impl.optimizers.chunks import MASTER, Chunk, Weights
@@ -124,6 +124,8 @@ class StreamedUpdate:
         self._advance(len(self._due))
 
     def _advance(self, count: int) -> None:
+        if count <= 0 or not self._due:
+            return
         with torch.inference_mode(False), torch.no_grad():
             for _ in range(min(count, len(self._due))):
                 self._queue(self._due.popleft())
@@ -218,8 +220,7 @@ class StreamedUpdate:
             for event in after:
                 self._device.wait(event)
             if chunk.rounded:
-                for piece in pieces:
-                    self._update_rounded(chunk, buffer, piece, round_)
+                self._update_rounded(chunk, buffer, pieces, round_)
             else:
                 self._update_exactly(chunk, buffer, pieces, round_)
             return self._device.record()
@@ -250,28 +251,30 @@ class StreamedUpdate:
             torch._foreach_copy_(weights, _cut(masters, pieces))
 
     def _update_rounded(
-        self, chunk: Chunk, buffer: torch.Tensor, piece: Piece, round_: StreamedRound
+        self, chunk: Chunk, buffer: torch.Tensor, pieces: Sequence[Piece], round_: StreamedRound
     ) -> None:
-        """Run the one kernel for all of that."""
-        states = {field.name: _part(chunk.field(field.name, buffer), piece) for field in chunk.fields}
+        """Run the one kernel for all of that, once a piece."""
+        whole = {field.name: chunk.field(field.name, buffer) for field in chunk.fields}
         if chunk.masters is not None:
-            states[MASTER] = _part(chunk.masters, piece)
-        weight = round_.weights.of(piece)
-        own = MASTER not in states and LOW not in states
-        self._rounded.update(
-            Operands(
-                weight=None if own else weight.view(torch.int16) if LOW in states else weight,
-                low=states.get(LOW),
-                master=weight if own else states.get(MASTER),
-                gradient=round_.gradient(piece),
-                moments=[integers(states[name]) for name in self._algorithm.moments],
-            ),
-            first=chunk.firsts[piece],
-            step=round_.steps[piece.member],
-            numbers=self._numbers[piece.member],
-            grad_scale=round_.grad_scale,
-            found_inf=round_.found_inf,
-        )
+            whole[MASTER] = chunk.masters
+        own = MASTER not in whole and LOW not in whole
+        for piece in pieces:
+            states = {name: _part(state, piece) for name, state in whole.items()}
+            weight = round_.weights.of(piece)
+            self._rounded.update(
+                Operands(
+                    weight=None if own else weight.view(torch.int16) if LOW in states else weight,
+                    low=states.get(LOW),
+                    master=weight if own else states.get(MASTER),
+                    gradient=round_.gradient(piece),
+                    moments=[integers(states[name]) for name in self._algorithm.moments],
+                ),
+                first=chunk.firsts[piece],
+                step=round_.steps[piece.member],
+                numbers=self._numbers[piece.member],
+                grad_scale=round_.grad_scale,
+                found_inf=round_.found_inf,
+            )
 
 
 def _cut(state: torch.Tensor, pieces: Sequence[Piece]) -> list[torch.Tensor]:
@@ -287,7 +290,7 @@ def _buffer(chunk: Chunk, slot: Slot) -> torch.Tensor:
 
 
 def _on_update(device: Device) -> AbstractContextManager[object]:
-    return torch.cuda.stream(_update_stream(device.torch_device)) if device.is_cuda else nullcontext()
+    return OnStream(_update_stream(device.torch_device)) if device.is_cuda else nullcontext()
 
 
 @cache

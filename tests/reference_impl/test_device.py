@@ -1,3 +1,4 @@
+import contextlib
 import weakref
 
 import pytest
@@ -103,6 +104,20 @@ def test_copies_of_one_direction_stay_in_order(is_anybody_hurried):
         last = device.copy_in(target, each, after=[] if index else [asleep])
     device.wait(last)
     assert (target == 5).all()
+
+
+@pytest.mark.cuda
+def test_streams_are_restored_from_within_each_other_and_after_an_error():
+    device = Device.of("cuda")
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        with contextlib.suppress(KeyError), device.on_d2h():
+            with device.on_h2d():
+                assert torch.cuda.current_stream() == device.h2d
+            assert torch.cuda.current_stream() == device.d2h
+            raise KeyError
+        assert torch.cuda.current_stream() == side
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()
 
 
 @pytest.mark.cuda

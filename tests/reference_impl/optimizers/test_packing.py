@@ -139,3 +139,11 @@ def test_cuda_gives_the_bits_of_the_twin():
             packing.run_on(Device.of("cuda"), function, moved)
             for there, here in zip(moved, kept, strict=True):
                 assert torch.equal(there.cpu(), here)
+
+
+@given(st.integers(1, 9), st.integers(1, 9), st.sampled_from([torch.float32, torch.int64, torch.int16]))
+def test_rows_begin_where_a_kernel_wants_them(count, width, dtype):
+    table = torch.arange(count * width).reshape(count, width).to(dtype)
+    rows = packing.aligned_rows(table)
+    assert all(row.data_ptr() % 16 == 0 for row in rows)
+    assert torch.equal(torch.stack(list(rows)), table)

@@ -10,8 +10,10 @@ from optimizer_training import OPTIONS, assert_same_weights, fresh, train
 from optimizer_training import streaming as build
 
 from reference_impl import OptimizerStateOffloader
+from reference_impl.device import Device
 from reference_impl.memory.host import host_book
 from reference_impl.memory.ledger import Ledger
+from reference_impl.optimizers import rounded_update
 
 SHORT = {"hi_lo_masters": True, "moments_dtype": torch.bfloat16}
 
@@ -208,3 +210,28 @@ def test_half_masters_need_a_state_that_is_never_negative(device):
     inner = torch.optim.SGD(fresh(device).parameters(), lr=0.1, momentum=0.9, fused=True)
     with pytest.raises(ValueError, match="hi_lo_masters is True for SGD; expected Adam"):
         OptimizerStateOffloader(inner, hi_lo_masters=True)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("max_grad_norm", [None, 1.0])
+def test_the_kernel_has_nothing_to_copy_first(monkeypatch, max_grad_norm):
+    """The compiler's code does that, and at every call, for what does not begin at a multiple of 16 bytes."""
+    device = Device.of("cuda")
+    offsets = []
+    compiled = rounded_update.compiled
+
+    def watched(function):
+        def run(formula, operands, scalars):
+            given = [each for each in (*operands[:4], *operands.moments, *scalars) if each is not None]
+            offsets.extend(each.data_ptr() % 16 for each in given)
+            compiled(function)(formula, operands, scalars)
+
+        return run
+
+    monkeypatch.setattr(rounded_update, "compiled", watched)
+    model = fresh(device)
+    with build(model, max_grad_norm=max_grad_norm, **SHORT) as optimizer:
+        optimizer.attach(model)
+        train(model, optimizer, batches(device.torch_device, 2))
+    assert offsets
+    assert not any(offsets)
