@@ -20,6 +20,7 @@ from reference_impl.device import Device
 from reference_impl.memory.host import available_bytes
 from reference_impl.memory.rates import copy_rates, host_rate
 from reference_impl.optimizers.cpu_rate import cpu_update_rates
+from reference_impl.optimizers.cpu_update import TASK_ELEMENTS
 from reference_impl.optimizers.schedule import cpu_budget
 from reference_impl.optimizers.split import (
     MachineRates,
@@ -31,8 +32,8 @@ from reference_impl.optimizers.split import (
 )
 
 _LOG = logging.getLogger(__name__)
-# Large against the start of a copy or a thread, small against the three seconds that a constructor may take.
-_COPY_BYTES, _UPDATED = 2**28, 2**26
+# Large against the start of a copy, small against the three seconds that a constructor may take.
+_COPY_BYTES = 2**28
 # Threads, hooks and launches of a second share cost what the program does not count.
 _LEAST_GAIN = 0.1
 _UPDATES = ("cpu_with_copies_Gparam_s", "streamed_Gparam_s", "both_Gparam_s", "both_cpu_share")
@@ -126,10 +127,11 @@ def _short_probe(device: Device) -> MachineRates:
     # The twin's copies and updates share two slow cores with whatever trains there.
     less = 1 if device.is_cuda else 16
     threads = cpu_budget()
-    # Copies last. The driver clears device memory that has been freed with the engine that copies in: at half its rate
-    # for 4 ms a GB, which made a link of 50 GB/s look like one of 26 (measured: one NVIDIA H200, driver 580).
-    updates_per_s = cpu_update_rates(device, _UPDATED // less, [threads])[threads]
+    # A task for each thread: with two more than threads, all but two would idle half of the time.
+    updates_per_s = cpu_update_rates(device, threads * TASK_ELEMENTS, [threads])[threads]
     host_bytes_per_s = host_rate(device, _COPY_BYTES // less)
+    # The link last. The driver clears device memory that has been freed with the engine that copies in, which has half
+    # its rate for 4 ms a GB: a link of 50 GB/s looked like one of 26 (measured: one NVIDIA H200, driver 580).
     rates = MachineRates(
         link_bytes_per_s=copy_rates(device, _COPY_BYTES // less).duplex / 2,
         host_bytes_per_s=host_bytes_per_s,

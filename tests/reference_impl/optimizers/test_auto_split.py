@@ -7,8 +7,10 @@ import pytest
 from optimizer_training import hybrid as build
 from optimizer_training import twins
 
+from reference_impl.device import Device
 from reference_impl.memory.host import HostMemoryError
 from reference_impl.optimizers import auto_split
+from reference_impl.optimizers.cpu_update import TASK_ELEMENTS
 from reference_impl.optimizers.split import MachineRates
 
 
@@ -94,6 +96,19 @@ def test_a_profile_of_another_machine_is_not(device, rates):
 
 
 def test_the_short_probe_measures_this_machine(device):
-    auto_split._short_probe.cache_clear()
-    found = auto_split._short_probe(device)
+    found = auto_split._short_probe.__wrapped__(device)
     assert min(found.link_bytes_per_s, found.host_bytes_per_s, found.cpu_elements_per_s) > 1e6
+
+
+@pytest.mark.parametrize("threads", [1, 14])
+def test_every_thread_of_the_short_probe_works_until_the_end(monkeypatch, threads):
+    tasks = []
+
+    def update_rates(device, numel, counts):
+        tasks.append(numel / TASK_ELEMENTS)
+        return dict.fromkeys(counts, 1e9)
+
+    monkeypatch.setattr(auto_split, "cpu_budget", lambda: threads)
+    monkeypatch.setattr(auto_split, "cpu_update_rates", update_rates)
+    auto_split._short_probe.__wrapped__(Device.of("cpu"))
+    assert tasks[0] % threads == 0
