@@ -6,7 +6,7 @@ bitwise the same in less device memory. Recomputation is `CheckpointOffloader`'s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Unpack
 
 import torch
@@ -59,9 +59,10 @@ class ActivationOffloader(Offloader):
         """Attach to `model`.
 
         Args:
-            model: any module; its blocks are found in its outermost `nn.ModuleList`.
+            model: any module; its blocks are found in its outermost `nn.ModuleList`, or named in `layers`.
             num_layers: offload what the first so many blocks save; 1 to all.
-            layers: offload what these modules save, given as names or modules.
+            layers: offload what these modules save, given as names or modules. With a budget or a plan only what
+                they save is decided on.
             modules: offload the inputs of all modules whose dotted names end in one of these.
             activations: whether what layers save moves; False leaves the weights alone to move.
             weights: whether the layers' weights wait on the host too, while their layer is inactive.
@@ -174,19 +175,31 @@ class ActivationOffloader(Offloader):
             return forward(*args, **kwargs)
 
 
-def _check_choices(*, budget_bytes: Budget | None, **others: object) -> None:
-    """Raise ValueError for two ways of choosing what moves, or a budget that is none."""
-    choices = {**others, "budget_bytes": budget_bytes}
-    given = [name for name, choice in choices.items() if choice is not None]
-    if len(given) > 1:
-        raise ValueError(
-            f"{' and '.join(given)} each choose what moves; expected one of {', '.join(choices)}; try {given[0]} alone"
-        )
-    if others["modules"] == []:
+def _check_choices(
+    *,
+    num_layers: int | None,
+    layers: Iterable[str | nn.Module] | None,
+    modules: Sequence[str] | None,
+    budget_bytes: Budget | None,
+    plan: BudgetPlan | None,
+) -> None:
+    """Raise ValueError for two ways of choosing where or what, or a budget that is none."""
+    where = {"num_layers": num_layers, "layers": layers, "modules": modules}
+    _check_at_most_one(where)
+    _check_at_most_one({"modules": modules, "budget_bytes": budget_bytes, "plan": plan})
+    if modules is not None and not modules:
         raise ValueError(
             "modules is empty; expected one or more endings of names; try modules=['core_attention']"
         )
     if isinstance(budget_bytes, str) and budget_bytes != "least":
         raise ValueError(
             f"budget_bytes={budget_bytes!r}; expected a number of bytes, or 'least'; try 'least'"
+        )
+
+
+def _check_at_most_one(choices: Mapping[str, object]) -> None:
+    given = [name for name, choice in choices.items() if choice is not None]
+    if len(given) > 1:
+        raise ValueError(
+            f"{' and '.join(given)} each choose what moves; expected one of {', '.join(choices)}; try {given[0]} alone"
         )

@@ -1,5 +1,8 @@
 """Which step is profiled, and what is done about a step that does not keep its word."""
 
+import torch
+from torch import nn
+
 from reference_impl.activations import ActivationOffloader, budget_policy
 from reference_impl.activations.budget import ProfiledStorage, StepProfile
 from reference_impl.activations.budget_policy import BudgetPolicy
@@ -22,6 +25,31 @@ def test_the_step_that_makes_host_memory_is_not_the_profile(trainee, device):
         assert offloader.plan is None
         trainee.step()
         assert offloader.plan is not None
+
+
+def test_named_layers_give_a_budget_to_a_model_without_a_list_of_blocks(device):
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4)]
+    model = nn.Sequential(*blocks).to(device.torch_device)
+    inputs = torch.randn(512, 64, device=device.torch_device)
+
+    def step(ledger):
+        ledger.reset_peak()
+        model(inputs).square().mean().backward()
+        gradients = [param.grad for param in model.parameters()]
+        model.zero_grad()
+        return gradients, ledger.peak_device_bytes
+
+    with Ledger(device, track=model.parameters()) as ledger:
+        expected, peak_bytes = step(ledger)
+        with ActivationOffloader(
+            model, layers=[str(n) for n in range(4)], budget_bytes="least", min_bytes=1024
+        ) as offloader:
+            for _ in range(4):
+                gradients, offloaded_peak_bytes = step(ledger)
+                assert all(map(torch.equal, gradients, expected))
+            assert offloader.plan is not None
+    assert offloaded_peak_bytes < peak_bytes
 
 
 class Watched:

@@ -129,12 +129,20 @@ def test_an_unknown_layer_is_refused_with_the_nearest_names(trainee):
         ActivationOffloader(trainee.model, layers=["layer.1"])
 
 
-def test_two_ways_of_choosing_are_refused(trainee):
-    with pytest.raises(ValueError, match="num_layers and layers each choose"):
-        ActivationOffloader(trainee.model, num_layers=1, layers=["layers.1"])
-
-
 PLAN = BudgetPlan(names=(), size_bytes=(), decisions=(), predicted_s=0.0, predicted_peak_bytes=0)
+
+
+@pytest.mark.parametrize(
+    ("options", "both"),
+    [
+        ({"num_layers": 1, "layers": ["layers.1"]}, "num_layers and layers"),
+        ({"modules": ["down"], "budget_bytes": 2**30}, "modules and budget_bytes"),
+        ({"budget_bytes": 2**30, "plan": PLAN}, "budget_bytes and plan"),
+    ],
+)
+def test_two_ways_of_choosing_are_refused(trainee, options, both):
+    with pytest.raises(ValueError, match=f"{both} each choose what moves"):
+        ActivationOffloader(trainee.model, **options)
 
 
 @pytest.mark.parametrize(
