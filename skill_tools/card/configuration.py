@@ -104,7 +104,7 @@ def _type(key: Key) -> str:
     kind = key["type"]
     name = " or ".join(sorted(set(kind.values()))) if isinstance(kind, dict) else kind
     unit = f", {key['unit']}" if "unit" in key else ""
-    choices = f": {', '.join(str(choice) for choice in key['choices'])}" if "choices" in key else ""
+    choices = f": {', '.join(map(_plain, key['choices']))}" if "choices" in key else ""
     return name + unit + choices
 
 

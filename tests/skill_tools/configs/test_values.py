@@ -59,3 +59,19 @@ def test_a_closed_vocabulary_names_its_words() -> None:
     chosen = key("str", choices=("full", "selective"))
     assert typed(chosen, "full", Framework.BRIDGE).expected is None
     assert typed(chosen, "some", Framework.BRIDGE).expected == "one of full, selective"
+
+
+@pytest.mark.parametrize(
+    ("written", "value", "expected"),
+    [
+        ("disk", "disk", None),
+        ("disc", "disc", "one of true, false, disk"),
+        (True, True, None),
+        ("false", False, None),
+    ],
+)
+def test_a_switch_with_words_of_its_own_takes_quoted_truth_as_pydantic_does(
+    written: object, value: object, expected: str | None
+) -> None:
+    chosen = key("any", choices=(True, False, "disk"))
+    assert typed(chosen, written, Framework.AXOLOTL) == (value, expected)
