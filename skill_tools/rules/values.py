@@ -8,6 +8,7 @@ that its key cannot hold; the latter has a finding of its own.
 
 import re
 from collections.abc import Mapping
+from functools import cache
 from typing import Any, TypeGuard
 
 from skill_tools.configs.config import Config, Framework
@@ -19,6 +20,7 @@ _IS_SET = re.compile(r"is_set\((.+)\)$")
 _RELEASE = re.compile(r"([a-z][a-z0-9-]*)([<>=!~].+)$")
 
 
+@cache
 def key_of(name: str) -> str:
     """Return the key behind a condition's name: `is_set(x)` is about x; a release is its package."""
     if name.isidentifier():
