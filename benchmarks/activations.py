@@ -13,7 +13,6 @@ are imported where they are installed and left out where not.
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import statistics
 import subprocess
@@ -47,6 +46,7 @@ from activation_rows import (
     options,
     rows,
 )
+from caches import forget_caches
 from draw_trace import draw
 from machine import machine, print_table
 from torch import nn
@@ -148,14 +148,6 @@ def attach_to(step: Step, attach: Attach, stack: ExitStack) -> Offloader | None:
     around_steps = isinstance(attached, torch.autograd.graph.saved_tensors_hooks)
     step.context = attached if around_steps else nullcontext()
     return attached if isinstance(attached, Offloader) else None
-
-
-def forget_caches(device: Device) -> None:
-    """Give back what the row before has left in torch's caches, pinned memory among it."""
-    gc.collect()
-    if device.is_cuda:
-        torch.cuda.empty_cache()
-        torch._C._host_emptyCache()
 
 
 def predict(

@@ -14,7 +14,6 @@ resident run's. The program ends with an error when they do not, after everythin
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import os
 import statistics
@@ -26,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from caches import forget_caches
 from machine import machine, print_table
 from torch import nn
 from trace_overlap import record
@@ -88,9 +88,7 @@ def rows(shape: DecoderShape) -> dict[str, Attach]:
 
 def build(setting: Setting) -> nn.Module:
     """Return the bf16 decoder with its adapters, on the device, the same each time."""
-    gc.collect()
-    if setting.device.is_cuda:
-        torch.cuda.empty_cache()
+    forget_caches(setting.device)
     torch.manual_seed(0)
     with setting.device.torch_device:
         model = Decoder(setting.shape).to(torch.bfloat16)

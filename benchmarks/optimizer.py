@@ -14,7 +14,6 @@ have left on the GPU. Peers are imported where they are installed and left out w
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import statistics
 import time
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from caches import forget_caches
 from cpu_lane import add_lane, watched_updates
 from draw_trace import draw
 from machine import machine, print_table
@@ -130,14 +130,6 @@ def rows() -> dict[str, Build]:
     return table
 
 
-def left_behind(device: Device) -> int:
-    """Give back what rows before have let go of; return the bytes that they hold on to, as some peers do."""
-    gc.collect()
-    if device.is_cuda:
-        torch.cuda.empty_cache()
-    return device_bytes(device) or 0
-
-
 @contextmanager
 def training(build: Build, shape: DecoderShape, device: Device) -> Iterator[tuple[nn.Module, Any, float]]:
     """Yield model, optimizer and the seconds that building the optimizer took; leave nothing behind."""
@@ -160,7 +152,9 @@ def measure(build: Build, shape: DecoderShape, device: Device, batch: int, token
     ids = torch.randint(0, shape.vocab, (batch, tokens), generator=torch.Generator().manual_seed(0)).to(
         device.torch_device
     )
-    left_bytes = left_behind(device)
+    forget_caches(device)
+    # Some peers hold on to memory.
+    left_bytes = device_bytes(device) or 0
     with training(build, shape, device) as (model, optimizer, built_s), Ledger(device) as ledger:
         times, step_times, host_times, losses = [], [], [], []
         peaks_bytes, step_peaks_bytes = [], []
@@ -239,7 +233,7 @@ def trace(
     """Write a trace of three steps of a row in its steady state, one behind the other; return its overlap."""
     ids = torch.randint(0, shape.vocab, (batch, tokens), device=device.torch_device)
     begun_ns = 0
-    left_behind(device)
+    forget_caches(device)
     with training(build, shape, device) as (model, optimizer, _), watched_updates() as updates:
 
         def steps(count: int = 3) -> None:

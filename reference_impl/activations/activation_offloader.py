@@ -6,7 +6,7 @@ bitwise the same in less device memory. Recomputation is `CheckpointOffloader`'s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Unpack
 
 import torch
@@ -17,6 +17,7 @@ from reference_impl.activations.attach import (
     Around,
     Forward,
     blocks_or_none,
+    check_one_choice,
     first_blocks,
     modules_called,
     named_layers,
@@ -184,9 +185,8 @@ def _check_choices(
     plan: BudgetPlan | None,
 ) -> None:
     """Raise ValueError for two ways of choosing where or what, or a budget that is none."""
-    where = {"num_layers": num_layers, "layers": layers, "modules": modules}
-    _check_at_most_one(where)
-    _check_at_most_one({"modules": modules, "budget_bytes": budget_bytes, "plan": plan})
+    check_one_choice(num_layers=num_layers, layers=layers, modules=modules)
+    check_one_choice(modules=modules, budget_bytes=budget_bytes, plan=plan)
     if modules is not None and not modules:
         raise ValueError(
             "modules is empty; expected one or more endings of names; try modules=['core_attention']"
@@ -194,12 +194,4 @@ def _check_choices(
     if isinstance(budget_bytes, str) and budget_bytes != "least":
         raise ValueError(
             f"budget_bytes={budget_bytes!r}; expected a number of bytes, or 'least'; try 'least'"
-        )
-
-
-def _check_at_most_one(choices: Mapping[str, object]) -> None:
-    given = [name for name, choice in choices.items() if choice is not None]
-    if len(given) > 1:
-        raise ValueError(
-            f"{' and '.join(given)} each choose what moves; expected one of {', '.join(choices)}; try {given[0]} alone"
         )

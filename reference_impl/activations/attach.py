@@ -80,6 +80,15 @@ def blocks_or_none(model: nn.Module) -> list[nn.Module] | None:
         return None
 
 
+def check_one_choice(**choices: object) -> None:
+    """Raise ValueError where more than one of `choices` is not None."""
+    given = [name for name, choice in choices.items() if choice is not None]
+    if len(given) > 1:
+        raise ValueError(
+            f"{' and '.join(given)} each choose what moves; expected one of {', '.join(choices)}; try {given[0]} alone"
+        )
+
+
 def first_blocks(model: nn.Module, num_layers: int | None) -> list[nn.Module]:
     """Return the first `num_layers` blocks of `model`, or all.
 

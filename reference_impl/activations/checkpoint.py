@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from reference_impl.activations.attach import (
     Forward,
     blocks_or_none,
+    check_one_choice,
     first_blocks,
     modules_called,
     named_layers,
@@ -61,8 +62,7 @@ class CheckpointOffloader(Offloader):
         Raises:
             ValueError: an option out of range, or a name that matches nothing.
         """
-        if num_layers is not None and layers is not None:
-            raise ValueError("num_layers and layers both choose layers; expected one; try num_layers alone")
+        check_one_choice(num_layers=num_layers, layers=layers)
         chosen = first_blocks(model, num_layers) if layers is None else named_layers(model, layers)
         kept = modules_called(model, keep)
         super().__init__(model, **options)

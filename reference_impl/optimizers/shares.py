@@ -68,7 +68,7 @@ class Shares:
             moment_bytes=travel.moments_dtype.itemsize,
             hi_lo_masters=travel.hi_lo_masters,
         )
-        # Elements that may come in during backward: all that the next forward needs first are such.
+        # So many elements may come in during backward: those that the next forward needs first.
         self._ahead = int(prefetch_bytes / max(each.streamed, 1))
         self.split = chosen_split(
             split,
@@ -79,7 +79,7 @@ class Shares:
             ring_bytes=self.streamed.ring_bytes,
             device_budget_bytes=device_budget_bytes,
             host_budget_bytes=host_budget_bytes,
-            # How many of them do, the length of a backward says, which nobody knows yet.
+            # How much does come in, the length of a backward says, which nobody knows yet.
             hidden_bytes=prefetch_bytes // 2,
         )
         self.host = HostShare(
@@ -105,7 +105,7 @@ class Shares:
             first_order=first_order,
             fraction=self.split.streamed + self.split.cpu,
             streamed=self.split.streamed_of_leaving,
-            ahead=self._ahead,
+            ahead=max(self._ahead - sum(member.streamed for member in self._members), 0),
             offload=offload,
         )
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from skill_tools.card.tables import table
+from skill_tools.configs.values import written
 
 Key = Mapping[str, Any]
 
@@ -95,16 +96,14 @@ def _default(value: object) -> str:
 
 
 def _plain(value: object) -> str:
-    if value is None:
-        return "none"
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    return "none" if value is None else written(value)
 
 
 def _type(key: Key) -> str:
     kind = key["type"]
     name = " or ".join(sorted(set(kind.values()))) if isinstance(kind, dict) else kind
     unit = f", {key['unit']}" if "unit" in key else ""
-    choices = f": {', '.join(map(_plain, key['choices']))}" if "choices" in key else ""
+    choices = f": {', '.join(map(written, key['choices']))}" if "choices" in key else ""
     return name + unit + choices
 
 

@@ -58,17 +58,18 @@ def typed(key: Key, value: object, framework: Framework) -> Typed:
             value = _from_text("bool", value)
     result = _checked(kind, value)
     if result.expected is None and key.choices and result.value not in key.choices:
-        return Typed(value, f"one of {', '.join(map(_written, key.choices))}")
+        return Typed(value, f"one of {', '.join(map(written, key.choices))}")
     return result
+
+
+def written(value: object) -> str:
+    """Return one value as YAML and command lines spell it."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def dtype_name(text: str) -> str | None:
     """Return the short name of a dtype (`torch.bfloat16` is `bf16`), or None when `text` names none."""
     return _DTYPES.get(text.removeprefix("torch."))
-
-
-def _written(choice: object) -> str:
-    return str(choice).lower() if isinstance(choice, bool) else str(choice)
 
 
 def _checked(kind: str, value: object) -> Typed:

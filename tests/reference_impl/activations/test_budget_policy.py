@@ -42,14 +42,18 @@ def test_named_layers_give_a_budget_to_a_model_without_a_list_of_blocks(device):
 
     with Ledger(device, track=model.parameters()) as ledger:
         expected, peak_bytes = step(ledger)
-        with ActivationOffloader(
-            model, layers=[str(n) for n in range(4)], budget_bytes="least", min_bytes=1024
-        ) as offloader:
+        options = {"layers": [str(n) for n in range(4)], "min_bytes": 1024}
+        with ActivationOffloader(model, budget_bytes="least", **options) as offloader:
             for _ in range(4):
-                gradients, offloaded_peak_bytes = step(ledger)
+                gradients, budget_peak_bytes = step(ledger)
                 assert all(map(torch.equal, gradients, expected))
-            assert offloader.plan is not None
-    assert offloaded_peak_bytes < peak_bytes
+            plan = offloader.plan
+        with ActivationOffloader(model, plan=plan, **options) as offloader:
+            gradients, plan_peak_bytes = step(ledger)
+            assert all(map(torch.equal, gradients, expected))
+            assert offloader.offloaded_bytes > 0
+    assert plan is not None
+    assert max(budget_peak_bytes, plan_peak_bytes) < peak_bytes
 
 
 class Watched:

@@ -297,3 +297,12 @@ def test_bad_options(device, options, message):
     with pytest.raises(ValueError, match=message):
         build(model, **options)
     assert host_book.live_bytes == before
+
+
+def test_what_comes_in_during_backward_streams_first_and_is_given_out_once(device):
+    weights = [torch.zeros(640, dtype=torch.bfloat16, device=device.torch_device) for _ in range(8)]
+    params = [torch.nn.Parameter(weight) for weight in weights]
+    with build(params[:4], split=(0, 0.5, 0.5), prefetch_bytes=2 * 640 * 12) as optimizer:
+        optimizer.add_param_group({"params": params[4:]})
+        streamed = [optimizer._members[param].streamed for param in params]
+    assert streamed == [640, 640, 0, 0, 640, 0, 640, 0]

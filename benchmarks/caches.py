@@ -1,0 +1,17 @@
+"""Gives memory back between the rows of a benchmark, so that none is measured with what another has left."""
+
+from __future__ import annotations
+
+import gc
+
+import torch
+
+from reference_impl.device import Device
+
+
+def forget_caches(device: Device) -> None:
+    """Give back what the row before has left in torch's caches, pinned memory among it."""
+    gc.collect()
+    if device.is_cuda:
+        torch.cuda.empty_cache()
+        torch._C._host_emptyCache()
