@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from reference_impl.activations import ActivationOffloader, CheckpointOffloader, LegacyCheckpointOffloader
 from reference_impl.activations.attach import find_blocks, wrap_forward
-from reference_impl.training.model import DecoderShape
+from reference_impl.verification.model import DecoderShape
 
 PUBLISHED = DecoderShape(hidden=4096, ffn=14336, layers=8, heads=32, vocab=32000)
 TINY = DecoderShape(hidden=128, ffn=384, layers=4, heads=4, vocab=512)

@@ -56,7 +56,7 @@ from reference_impl.activations import ActivationOffloader
 from reference_impl.activations.offloader import Offloader
 from reference_impl.device import Device
 from reference_impl.memory.ledger import Ledger
-from reference_impl.training.model import Decoder, DecoderShape, decoder_loss
+from reference_impl.verification.model import Decoder, DecoderShape, decoder_loss
 
 # A budget profiles, plans, measures, and may have to plan again; the others have learnt all after two.
 WARM_UP, BUDGET_WARM_UP, MEASURED = 2, 8, 3

@@ -12,7 +12,7 @@ from typing import Any
 
 from trace_overlap import STEP
 
-from reference_impl.optimizers.cpu_update import CpuKernel
+from reference_impl.optimizers.cpu.update import CpuKernel
 
 CATEGORY = "cpu_update"
 # A thread's number, begin and end, in nanoseconds of `time.perf_counter_ns`.

@@ -33,8 +33,8 @@ from trace_overlap import record
 from reference_impl import FrozenLayerStreamer
 from reference_impl.device import Device
 from reference_impl.memory.ledger import Ledger
-from reference_impl.training.lora import add_lora
-from reference_impl.training.model import Decoder, DecoderShape, decoder_loss
+from reference_impl.verification.lora import add_lora
+from reference_impl.verification.model import Decoder, DecoderShape, decoder_loss
 
 # What cuBLAS asks of a program that wants deterministic kernels; read once, when the first one runs.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

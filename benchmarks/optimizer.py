@@ -35,7 +35,7 @@ from reference_impl.device import Device
 from reference_impl.memory.ledger import Ledger, device_bytes
 from reference_impl.optimizers.auto_split import machine_rates
 from reference_impl.optimizers.split import state_bytes, whole_update_seconds
-from reference_impl.training.model import Decoder, DecoderShape, decoder_loss
+from reference_impl.verification.model import Decoder, DecoderShape, decoder_loss
 
 PUBLISHED = DecoderShape(hidden=2048, ffn=5632, layers=24, heads=16, vocab=32000)
 TINY = DecoderShape(hidden=64, ffn=176, layers=3, heads=4, vocab=256)

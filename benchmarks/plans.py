@@ -24,14 +24,14 @@ from typing import Any
 from machine import print_table
 
 from reference_impl.device import Device
-from reference_impl.training.devices import available_device
-from reference_impl.training.planned_run import PlanError, read_plan
-from reference_impl.training.probe import probe
-from reference_impl.training.verify_plan import PlanVerification, verify_plan
+from reference_impl.verification.devices import available_device
+from reference_impl.verification.planned_run import PlanError, read_plan
+from reference_impl.verification.probe import probe
+from reference_impl.verification.verify_plan import PlanVerification, verify_plan
 from skill_tools.commands import plan_request
-from skill_tools.planning.modes import BUDGET, INPUTS, LAYERS, OPTIMIZER, RECOMPUTE, WEIGHTS
-from skill_tools.planning.options import Option
-from skill_tools.planning.planner import Plan
+from skill_tools.dialects.candidates import BUDGET, INPUTS, LAYERS, OPTIMIZER, RECOMPUTE, WEIGHTS
+from skill_tools.planning.search.options import Option
+from skill_tools.planning.search.planner import Plan
 from skill_tools.reports.plans_json import document
 
 Wanted = Callable[[Option], bool]

@@ -12,7 +12,7 @@ import argparse
 import torch
 
 from reference_impl import ActivationOffloader, HybridDeviceOptimizer
-from reference_impl.training.model import Decoder, DecoderShape, decoder_loss
+from reference_impl.verification.model import Decoder, DecoderShape, decoder_loss
 
 STEPS, BATCH, TOKENS = 10, 2, 512
 

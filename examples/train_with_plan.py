@@ -11,8 +11,8 @@ import sys
 
 import torch
 
-from reference_impl.training.apply import apply_plan
-from reference_impl.training.model import Decoder, DecoderShape
+from reference_impl.verification.apply import apply_plan
+from reference_impl.verification.model import Decoder, DecoderShape
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
 model = Decoder(DecoderShape(layers=32)).to(device)

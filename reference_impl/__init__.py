@@ -5,8 +5,8 @@ Reads no configuration and imports no `skill_tools`: a plan is the only thing th
 
 from reference_impl.activations import ActivationOffloader, CheckpointOffloader
 from reference_impl.optimizers import HybridDeviceOptimizer, OptimizerStateOffloader
-from reference_impl.training.apply import apply_plan
-from reference_impl.training.probe import probe
+from reference_impl.verification.apply import apply_plan
+from reference_impl.verification.probe import probe
 from reference_impl.weights import FrozenLayerStreamer
 
 __all__ = [

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from reference_impl.optimizers import formulas
-from reference_impl.optimizers.cpu_kernels import adam_blocks, scripted, sgd_blocks
+from reference_impl.optimizers.cpu.kernels import adam_blocks, scripted, sgd_blocks
 from reference_impl.optimizers.formulas import Formula
 
 Tensors = list[torch.Tensor]

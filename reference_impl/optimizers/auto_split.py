@@ -19,9 +19,9 @@ from typing import Any, Literal
 from reference_impl.device import Device
 from reference_impl.memory.host import available_bytes
 from reference_impl.memory.rates import copy_rates, host_rate
-from reference_impl.optimizers.cpu_rate import cpu_update_rates
-from reference_impl.optimizers.cpu_update import TASK_ELEMENTS
-from reference_impl.optimizers.schedule import cpu_budget
+from reference_impl.optimizers.cpu.rate import cpu_update_rates
+from reference_impl.optimizers.cpu.update import TASK_ELEMENTS
+from reference_impl.optimizers.cpu.workers import cpu_budget
 from reference_impl.optimizers.split import (
     MachineRates,
     Split,

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from reference_impl.optimizers import checks
+from reference_impl.optimizers.cpu.publish import Gates
 from reference_impl.optimizers.layout import Member
-from reference_impl.optimizers.publish import Gates
 
 
 class HostedOptimizer(torch.optim.Optimizer, ABC):

@@ -16,18 +16,19 @@ from typing import Any, Literal
 
 import torch
 
-from reference_impl.optimizers import checks, state
+from reference_impl.optimizers import checks
+from reference_impl.optimizers import state_dict as state
 from reference_impl.optimizers.algorithms import Adam, Algorithm
 from reference_impl.optimizers.auto_split import Profile
-from reference_impl.optimizers.gradients import forgetful_hook
-from reference_impl.optimizers.host_share import HostShare
+from reference_impl.optimizers.clip_decision import Verdict, judge
+from reference_impl.optimizers.cpu.gradients import forgetful_hook
+from reference_impl.optimizers.cpu.share import HostShare
 from reference_impl.optimizers.hosted import HostedOptimizer
 from reference_impl.optimizers.layout import Member, local_numel
 from reference_impl.optimizers.live_state import LiveState
 from reference_impl.optimizers.rounds import Round, snapshot
 from reference_impl.optimizers.shares import Shares
-from reference_impl.optimizers.streamed_homes import Travel
-from reference_impl.optimizers.verdict import Verdict, judge
+from reference_impl.optimizers.streamed.storage import Travel
 
 
 class HybridDeviceOptimizer(HostedOptimizer):

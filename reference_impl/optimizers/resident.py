@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from reference_impl.optimizers.algorithms import Algorithm
-from reference_impl.optimizers.gradients import gradient_of
+from reference_impl.optimizers.cpu.gradients import gradient_of
 from reference_impl.optimizers.layout import Member
 
 _CHUNK_ELEMENTS = 64 * 2**20

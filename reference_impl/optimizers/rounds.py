@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from reference_impl.optimizers.buckets import Bucket
+from reference_impl.optimizers.clip_decision import Verdict
+from reference_impl.optimizers.cpu.buckets import Bucket
 from reference_impl.optimizers.layout import Member
-from reference_impl.optimizers.verdict import Verdict
 
 
 def snapshot(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

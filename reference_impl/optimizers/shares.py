@@ -14,20 +14,20 @@ import torch
 from reference_impl.device import REACHED, Device
 from reference_impl.optimizers.algorithms import Algorithm
 from reference_impl.optimizers.auto_split import Profile, chosen_split
-from reference_impl.optimizers.buckets import Bucket
 from reference_impl.optimizers.checks import check_used_in_time
-from reference_impl.optimizers.chunks import Part
-from reference_impl.optimizers.gradients import gradient_of
-from reference_impl.optimizers.host_share import HostShare
+from reference_impl.optimizers.cpu.buckets import Bucket
+from reference_impl.optimizers.cpu.gradients import gradient_of
+from reference_impl.optimizers.cpu.publish import Fresh
+from reference_impl.optimizers.cpu.share import HostShare
+from reference_impl.optimizers.cpu.workers import cpu_budget
 from reference_impl.optimizers.layout import Member, local_numel, members_of
-from reference_impl.optimizers.publish import Fresh
 from reference_impl.optimizers.resident import ResidentShare
 from reference_impl.optimizers.rounds import Round
-from reference_impl.optimizers.schedule import cpu_budget
 from reference_impl.optimizers.split import state_bytes
 from reference_impl.optimizers.state_offload_checks import check_chunk
-from reference_impl.optimizers.streamed_homes import Travel
-from reference_impl.optimizers.streamed_share import StreamedShare
+from reference_impl.optimizers.streamed.chunks import Part
+from reference_impl.optimizers.streamed.share import StreamedShare
+from reference_impl.optimizers.streamed.storage import Travel
 
 
 class Shares:

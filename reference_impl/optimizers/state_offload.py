@@ -19,8 +19,8 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from reference_impl.optimizers import checks, state_offload_dict
-from reference_impl.optimizers.chunks import Part
-from reference_impl.optimizers.gradients import forgetful_hook, gradient_of
+from reference_impl.optimizers.clip_decision import judge
+from reference_impl.optimizers.cpu.gradients import forgetful_hook, gradient_of
 from reference_impl.optimizers.hosted import HostedOptimizer
 from reference_impl.optimizers.layout import Member, members_of
 from reference_impl.optimizers.state_offload_checks import (
@@ -28,9 +28,9 @@ from reference_impl.optimizers.state_offload_checks import (
     check_sizes,
     check_wrapped_group,
 )
-from reference_impl.optimizers.streamed_homes import Travel
-from reference_impl.optimizers.streamed_share import StreamedShare
-from reference_impl.optimizers.verdict import judge
+from reference_impl.optimizers.streamed.chunks import Part
+from reference_impl.optimizers.streamed.share import StreamedShare
+from reference_impl.optimizers.streamed.storage import Travel
 
 
 class OptimizerStateOffloader(HostedOptimizer):

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from reference_impl.optimizers.chunks import MASTER
 from reference_impl.optimizers.layout import Member
-from reference_impl.optimizers.streamed_share import StreamedShare
+from reference_impl.optimizers.streamed.chunks import MASTER
+from reference_impl.optimizers.streamed.share import StreamedShare
 
 
 def read(share: StreamedShare, member: Member) -> dict[str, torch.Tensor]:

@@ -16,11 +16,11 @@ from typing import Any
 from skill_tools.commands import plan_request, releases
 from skill_tools.commands.plan import FORMATS
 from skill_tools.configs.source import looks_like_configuration
+from skill_tools.diagnosis import diagnosis, log_text
+from skill_tools.diagnosis.diagnosis import Diagnosis
+from skill_tools.diagnosis.log_text import LogText
 from skill_tools.errors import UnusableInput
-from skill_tools.planning import diagnosis, log_text
-from skill_tools.planning.diagnosis import Diagnosis
-from skill_tools.planning.log_text import LogText
-from skill_tools.planning.planner import Plan
+from skill_tools.planning.search.planner import Plan
 from skill_tools.reports import diagnoses
 
 _SAMPLE = 1 << 16

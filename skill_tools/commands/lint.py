@@ -22,10 +22,10 @@ from functools import partial
 from pathlib import Path
 
 from skill_tools.commands import missing, releases
-from skill_tools.configs import detect
 from skill_tools.configs.config import Config, Framework
-from skill_tools.configs.read import read_sources
 from skill_tools.configs.source import MAX_BYTES, Source, decode, load
+from skill_tools.dialects import detect
+from skill_tools.dialects.read import read_sources
 from skill_tools.errors import UnusableInput
 from skill_tools.reports.findings import Report, report
 from skill_tools.rules import suppress

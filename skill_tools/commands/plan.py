@@ -15,13 +15,13 @@ import argparse
 import sys
 
 from skill_tools.commands import plan_request, releases
+from skill_tools.dialects.run import PYTORCH
 from skill_tools.errors import UnusableInput
-from skill_tools.planning import known_models, shape_sources
-from skill_tools.planning.options import HOST_MEMORY
-from skill_tools.planning.planner import Plan
-from skill_tools.planning.run import PYTORCH
-from skill_tools.planning.shape_sources import UnknownShapeError
-from skill_tools.planning.units import gib
+from skill_tools.planning.model import known_models, shape_sources
+from skill_tools.planning.model.shape_sources import UnknownShapeError
+from skill_tools.planning.search.options import HOST_MEMORY
+from skill_tools.planning.search.planner import Plan
+from skill_tools.units import gib
 
 FORMATS = ("concise", "json", "markdown")
 
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _by_situation(args: argparse.Namespace, unknown: UnknownShapeError) -> int:
     """Print the card's decision table, say on stderr what is missing, and end as unusable input does."""
-    from skill_tools.planning import situations
+    from skill_tools.planning.search import situations
     from skill_tools.reports import situations as report
 
     files = [path for path in args.inputs if not shape_sources.is_config_json(path)]

@@ -9,23 +9,20 @@ from skill_tools.commands import missing, releases
 from skill_tools.configs.config import Config, Framework, Place, Setting
 from skill_tools.configs.keys import load_keys
 from skill_tools.configs.source import looks_like_configuration
+from skill_tools.dialects.axolotl import run as axolotl_run
+from skill_tools.dialects.megatron import run as megatron_run
+from skill_tools.dialects.pytorch import run as pytorch_run
+from skill_tools.dialects.run import PYTORCH, Run
+from skill_tools.dialects.shapes import ModelShape
 from skill_tools.errors import UnusableInput
-from skill_tools.planning import (
-    axolotl_run,
-    known_models,
-    machine,
-    megatron_run,
-    planner,
-    pytorch_run,
-    shape_sources,
-)
-from skill_tools.planning.machine import Machine
-from skill_tools.planning.options import Budget
-from skill_tools.planning.planner import Plan
-from skill_tools.planning.run import PYTORCH, Run
-from skill_tools.planning.shape_sources import UnknownShapeError
-from skill_tools.planning.shapes import ModelShape
-from skill_tools.planning.units import gib, is_bare_number, parse_bytes, seconds
+from skill_tools.planning.cost import machine
+from skill_tools.planning.cost.machine import Machine
+from skill_tools.planning.model import known_models, shape_sources
+from skill_tools.planning.model.shape_sources import UnknownShapeError
+from skill_tools.planning.search import planner
+from skill_tools.planning.search.options import Budget
+from skill_tools.planning.search.planner import Plan
+from skill_tools.units import gib, is_bare_number, parse_bytes, seconds
 
 PLAIN_SETTINGS = (
     "seq_length",
@@ -162,7 +159,7 @@ def read_config(args: argparse.Namespace, files: Sequence[str], *, what_if: Sequ
     overrides = [*args.overrides, *what_if]
     if not files and _is_plain(args, files):
         return _plain_config(overrides)
-    from skill_tools.configs.read import read
+    from skill_tools.dialects.read import read
 
     framework = None if args.framework in {None, PYTORCH} else Framework(args.framework)
     return read(files, overrides=overrides, framework=framework)

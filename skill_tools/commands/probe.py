@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
         _check_folder("--disk", args.disk, Path(args.disk))
     if args.out:
         _check_folder("--out", args.out, Path(args.out).parent)
-    probe = reference("reference_impl.training.probe")
+    probe = reference("reference_impl.verification.probe")
     device = chosen_device(args.device)
     try:
         with progress() as on_step:

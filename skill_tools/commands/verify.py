@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
 def chosen_device(name: str | None) -> Any:
     """Return the device called `name`, or the default; raises `UnusableInput` for one that is not there."""
     try:
-        return reference("reference_impl.training.devices").available_device(name)
+        return reference("reference_impl.verification.devices").available_device(name)
     except (ValueError, RuntimeError) as error:
         raise UnusableInput(
             f"--device {name}: {str(error).splitlines()[0]}",
@@ -61,15 +61,15 @@ def chosen_device(name: str | None) -> Any:
 
 
 def _mechanisms(device: Any, on_step: OnStep) -> Mapping[str, Any]:
-    verify = reference("reference_impl.training.verify")
+    verify = reference("reference_impl.verification.verify")
     document: Mapping[str, Any] = verify.verify(device, progress=on_step).document()
     return document
 
 
 def _plan(device: Any, path: str, on_step: OnStep) -> Mapping[str, Any]:
     """Train the plan in `path`; raises `UnusableInput` for one that cannot be trained here."""
-    planned_run = reference("reference_impl.training.planned_run")
-    verify_plan = reference("reference_impl.training.verify_plan")
+    planned_run = reference("reference_impl.verification.planned_run")
+    verify_plan = reference("reference_impl.verification.verify_plan")
     try:
         planned = planned_run.read_plan(path)
         document: Mapping[str, Any] = verify_plan.verify_plan(device, planned, progress=on_step).document()

@@ -4,10 +4,10 @@ import dataclasses
 import json
 from typing import Any
 
-from skill_tools.planning.diagnosis import Diagnosis, advice
-from skill_tools.planning.log_errors import LogError
-from skill_tools.planning.log_memory import OutOfMemory
-from skill_tools.planning.units import gib, seconds
+from skill_tools.diagnosis.diagnosis import Diagnosis, advice
+from skill_tools.diagnosis.log_errors import LogError
+from skill_tools.diagnosis.log_memory import OutOfMemory
+from skill_tools.units import gib, seconds
 
 SCHEMA_VERSION = "1.0"
 

@@ -3,13 +3,13 @@
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
-from skill_tools.planning import parameters
-from skill_tools.planning.legality import Condition, RuledOut
-from skill_tools.planning.options import Option
-from skill_tools.planning.patch import Patch
-from skill_tools.planning.planner import Plan, shown
-from skill_tools.planning.run import PYTORCH
-from skill_tools.planning.units import gib, seconds
+from skill_tools.dialects import parameters
+from skill_tools.dialects.patch import Patch
+from skill_tools.dialects.run import PYTORCH
+from skill_tools.planning.search.legality import Condition, RuledOut
+from skill_tools.planning.search.options import Option
+from skill_tools.planning.search.planner import Plan, shown
+from skill_tools.units import gib, seconds
 
 
 class _Row(Protocol):
@@ -21,7 +21,7 @@ class _Row(Protocol):
 _KNOWN_RATES = "rates: {} of knowledge/hardware.yaml, not measured here; --profile FILE takes measured ones"
 _CARRY_OUT = (
     "carry it out: save it (--format json > plan.json), then in the loop "
-    'reference_impl.training.apply.apply_plan(model, optimizer, "plan.json")'
+    'reference_impl.verification.apply.apply_plan(model, optimizer, "plan.json")'
 )
 _NOTHING = "nothing to change"
 _ESTIMATED = (

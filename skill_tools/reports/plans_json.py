@@ -3,12 +3,13 @@
 import json
 from typing import Any
 
-from skill_tools.planning import parameters, pytorch_modes
-from skill_tools.planning.legality import RuledOut
-from skill_tools.planning.memory import Memory
-from skill_tools.planning.options import Option
-from skill_tools.planning.planner import Plan
-from skill_tools.planning.run import PYTORCH, Run
+from skill_tools.dialects import parameters
+from skill_tools.dialects.pytorch import candidates as pytorch_modes
+from skill_tools.dialects.run import PYTORCH, Run
+from skill_tools.planning.model.memory import Memory
+from skill_tools.planning.search.legality import RuledOut
+from skill_tools.planning.search.options import Option
+from skill_tools.planning.search.planner import Plan
 
 SCHEMA_VERSION = "1.0"
 

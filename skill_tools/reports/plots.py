@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from skill_tools.errors import UnusableInput
-from skill_tools.planning.options import Budget
-from skill_tools.planning.planner import Plan, shown
-from skill_tools.planning.units import GIB
+from skill_tools.planning.search.options import Budget
+from skill_tools.planning.search.planner import Plan, shown
+from skill_tools.units import GIB
 
 _FRONTIER_STEPS = 16
 SUFFIXES = (".svg", ".png", ".html")

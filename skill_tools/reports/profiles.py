@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from skill_tools.planning.units import gib
+from skill_tools.units import gib
 
 _RATES = (
     ("D2H, pinned", "d2h_pinned_GBs", "GB/s"),

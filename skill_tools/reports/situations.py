@@ -4,7 +4,7 @@ import dataclasses
 import json
 from collections.abc import Sequence
 
-from skill_tools.planning.situations import Situation
+from skill_tools.planning.search.situations import Situation
 from skill_tools.reports.plans_json import SCHEMA_VERSION
 
 _TITLE = "no plan was computed, because the model's shape is not known; the card answers by situation"

@@ -14,7 +14,7 @@ from axolotl_releases import Release, installed
 from hypothesis import HealthCheck, assume, given, settings
 
 from skill_tools.configs.config import Framework
-from skill_tools.configs.read import read_text
+from skill_tools.dialects.read import read_text
 from skill_tools.rules.knowledge import Rule, load_rules_yaml
 from skill_tools.rules.lint import lint
 

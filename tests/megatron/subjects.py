@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from skill_tools.configs.config import Config, Framework, Place, Setting
 from skill_tools.configs.keys import load_keys_yaml
-from skill_tools.configs.read import read_text
+from skill_tools.dialects.read import read_text
 from skill_tools.rules.knowledge import Rule
 from skill_tools.rules.versions import admits
 

@@ -6,7 +6,7 @@ import torch
 from one_step import Result, run_step
 from torch import nn
 
-from reference_impl.training.model import Decoder, decoder_loss
+from reference_impl.verification.model import Decoder, decoder_loss
 
 
 @dataclass

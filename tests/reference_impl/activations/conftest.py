@@ -6,7 +6,7 @@ from one_step import Result, run_step
 
 from reference_impl.device import Device
 from reference_impl.memory.host import host_book
-from reference_impl.training.model import Decoder, DecoderShape, decoder_loss
+from reference_impl.verification.model import Decoder, DecoderShape, decoder_loss
 
 
 @dataclass

@@ -12,7 +12,7 @@ from reference_impl.activations.clock import Clock
 from reference_impl.activations.policy import Decision
 from reference_impl.memory.ledger import Ledger
 from reference_impl.memory.link import LinkSpeed
-from reference_impl.training.kernels import kernels
+from reference_impl.verification.kernels import kernels
 
 SMALL = {"min_bytes": 1024}
 STEPS_BEFORE_A_PLAN = 2

@@ -6,7 +6,7 @@ from torch import nn
 from torch._dynamo import compiled_autograd
 
 from reference_impl.activations import ActivationOffloader
-from reference_impl.training.model import Decoder, DecoderShape
+from reference_impl.verification.model import Decoder, DecoderShape
 
 
 def compile_blocks_in_place(model):

@@ -8,7 +8,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from reference_impl.activations import ActivationOffloader, CheckpointOffloader
-from reference_impl.training.model import Decoder, DecoderShape, decoder_loss
+from reference_impl.verification.model import Decoder, DecoderShape, decoder_loss
 
 pytestmark = pytest.mark.cuda
 CYCLES = 2_000_000  # about a millisecond

@@ -10,7 +10,7 @@ from optimizer_training import twins
 from reference_impl.device import Device
 from reference_impl.memory.host import HostMemoryError
 from reference_impl.optimizers import auto_split
-from reference_impl.optimizers.cpu_update import TASK_ELEMENTS
+from reference_impl.optimizers.cpu.update import TASK_ELEMENTS
 from reference_impl.optimizers.split import MachineRates
 
 

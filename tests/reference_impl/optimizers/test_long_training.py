@@ -7,8 +7,8 @@ from optimizer_reference import MasterAdamW
 from optimizer_training import OPTIONS, train
 from torch import nn
 
-from reference_impl.training.kernels import kernels
-from reference_impl.training.model import Decoder, DecoderShape, decoder_loss
+from reference_impl.verification.kernels import kernels
+from reference_impl.verification.model import Decoder, DecoderShape, decoder_loss
 
 
 class Learner(nn.Module):

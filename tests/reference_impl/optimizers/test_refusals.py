@@ -49,7 +49,7 @@ def test_sparse_gradients_are_named(device):
 
 
 def test_host_memory_is_checked_before_anything_is_taken(device, monkeypatch):
-    monkeypatch.setattr("reference_impl.optimizers.buckets.available_bytes", lambda: 100_000)
+    monkeypatch.setattr("reference_impl.optimizers.cpu.buckets.available_bytes", lambda: 100_000)
     model, _ = twins(device)
     with pytest.raises(HostMemoryError, match=r"GiB needed.*GiB available; try offload_fraction=0\."):
         HybridDeviceOptimizer(model.parameters())

@@ -13,7 +13,7 @@ from reference_impl import OptimizerStateOffloader
 from reference_impl.device import Device
 from reference_impl.memory.host import host_book
 from reference_impl.memory.ledger import Ledger
-from reference_impl.optimizers import rounded_update
+from reference_impl.optimizers.streamed import rounded_update
 
 SHORT = {"hi_lo_masters": True, "moments_dtype": torch.bfloat16}
 

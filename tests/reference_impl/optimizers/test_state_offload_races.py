@@ -6,7 +6,7 @@ from optimizer_reference import MasterAdamW, Toy, batches
 
 from reference_impl import OptimizerStateOffloader
 from reference_impl.device import Device
-from reference_impl.optimizers import streamed_update
+from reference_impl.optimizers.streamed import pipeline as streamed_update
 
 OPTIONS = {"lr": 1e-2, "betas": (0.8, 0.95), "eps": 1e-7, "weight_decay": 0.1}
 # About a millisecond.

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from skill_tools.__main__ import main
 from skill_tools.bundle import schema_path
-from skill_tools.planning import log_errors, log_memory
-from skill_tools.planning.diagnosis import diagnose
-from skill_tools.planning.log_text import LogText
+from skill_tools.diagnosis import log_errors, log_memory
+from skill_tools.diagnosis.diagnosis import diagnose
+from skill_tools.diagnosis.log_text import LogText
 from skill_tools.rules.knowledge import Rule, load_rules
 
 OOM = """Traceback (most recent call last):

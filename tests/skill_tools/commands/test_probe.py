@@ -49,7 +49,7 @@ def test_a_plan_rests_on_the_measured_rates(probed, capsys):
 
 @pytest.mark.parametrize("option", ["--disk", "--out"])
 def test_a_folder_that_is_not_there_is_one_line_and_costs_no_probe(option, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("reference_impl.training.probe.probe", lambda *_, **__: pytest.fail("probed"))
+    monkeypatch.setattr("reference_impl.verification.probe.probe", lambda *_, **__: pytest.fail("probed"))
     assert main(["probe", "--device", "cpu", option, str(tmp_path / "none" / "profile.json")]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1

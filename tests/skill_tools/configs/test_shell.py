@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skill_tools.configs.command import Command
-from skill_tools.configs.shell import run
+from skill_tools.configs.shell.command import Command
+from skill_tools.configs.shell.script import run
 from skill_tools.errors import UnusableInput
 
 plain_text = st.text(string.ascii_letters + string.digits + " -_=./:[]{}()<>|&;*?!\"'\\$#~,\t\n", max_size=20)

@@ -6,10 +6,10 @@ these recipes with the distributed optimizer: 6 bytes a parameter and 12 over th
 
 import pytest
 
-from skill_tools.planning import known_models
-from skill_tools.planning.layout import Layout
-from skill_tools.planning.memory import estimate
-from skill_tools.planning.run import Run
+from skill_tools.dialects.layout import Layout
+from skill_tools.dialects.run import Run
+from skill_tools.planning.model import known_models
+from skill_tools.planning.model.memory import estimate
 
 
 @pytest.mark.parametrize(

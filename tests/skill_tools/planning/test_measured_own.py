@@ -1,7 +1,7 @@
 """The rows of card.yaml that this project measured for its own mechanisms, on one H200 with 16 cores and PCIe 5.
 
 Rates are those of that machine: the link as `benchmarks/optimizer.py` printed it in that run, CPU updates as
-`reference_impl/optimizers/cpu_update.py` states them for 16 cores, matrix products and HBM as in `figures.json`.
+`reference_impl/optimizers/cpu/update.py` states them for 16 cores, matrix products and HBM as in `figures.json`.
 Peak memory within 7 percent, step time and its ratio to the run without offload within 15.
 """
 
@@ -12,9 +12,8 @@ import pytest
 
 from skill_tools.bundle import root
 from skill_tools.card.load import load_card
-from skill_tools.planning import budget_engine, machine, memory, pace, time
-from skill_tools.planning.layout import Layout
-from skill_tools.planning.run import (
+from skill_tools.dialects.layout import Layout
+from skill_tools.dialects.run import (
     ActivationEngine,
     Adapter,
     Mode,
@@ -23,7 +22,9 @@ from skill_tools.planning.run import (
     Recompute,
     Run,
 )
-from skill_tools.planning.shapes import ModelShape
+from skill_tools.dialects.shapes import ModelShape
+from skill_tools.planning.cost import budget_engine, machine, pace, time
+from skill_tools.planning.model import memory
 
 H200 = machine.from_profile(
     {

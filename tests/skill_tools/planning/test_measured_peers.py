@@ -6,9 +6,8 @@ profile.
 
 import pytest
 
-from skill_tools.planning import machine, memory, pace, time
-from skill_tools.planning.layout import Layout
-from skill_tools.planning.run import (
+from skill_tools.dialects.layout import Layout
+from skill_tools.dialects.run import (
     ActivationEngine,
     Adapter,
     Mode,
@@ -18,7 +17,9 @@ from skill_tools.planning.run import (
     Run,
     WeightEngine,
 )
-from skill_tools.planning.shapes import ModelShape
+from skill_tools.dialects.shapes import ModelShape
+from skill_tools.planning.cost import machine, pace, time
+from skill_tools.planning.model import memory
 
 H200 = machine.from_profile(
     {

@@ -6,10 +6,10 @@ distributed optimizer, precision-aware optimizer off, so that the moments move a
 
 import pytest
 
-from skill_tools.planning import known_models
-from skill_tools.planning.layout import Layout
-from skill_tools.planning.memory import estimate
-from skill_tools.planning.run import Mode, Run
+from skill_tools.dialects.layout import Layout
+from skill_tools.dialects.run import Mode, Run
+from skill_tools.planning.model import known_models
+from skill_tools.planning.model.memory import estimate
 
 ROWS = [(0.0, 47.2), (0.25, 43.4), (0.5, 39.6), (0.75, 35.6), (1.0, 32.0)]
 

@@ -4,25 +4,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skill_tools.configs.config import Config, Framework, Place, Setting
-from skill_tools.planning import (
-    kept,
-    known_models,
-    layout,
-    machine,
-    megatron_run,
-    own_optimizer,
-    planner,
-    pytorch_run,
-    states,
-)
-from skill_tools.planning.legality import with_settings
-from skill_tools.planning.memory import estimate
-from skill_tools.planning.options import Budget
-from skill_tools.planning.planner import Plan
-from skill_tools.planning.run import ActivationEngine, Mode, OptimizerEngine, Recompute, WeightEngine
-from skill_tools.planning.states import HOST_BYTES_CPU_SHARE
-from skill_tools.planning.units import GB, GIB, parse_bytes
+from skill_tools.dialects import layout
+from skill_tools.dialects.megatron import run as megatron_run
+from skill_tools.dialects.pytorch import run as pytorch_run
+from skill_tools.dialects.run import ActivationEngine, Mode, OptimizerEngine, Recompute, WeightEngine
+from skill_tools.planning.cost import machine, own_optimizer
+from skill_tools.planning.model import kept, known_models, states
+from skill_tools.planning.model.memory import estimate
+from skill_tools.planning.model.states import HOST_BYTES_CPU_SHARE
+from skill_tools.planning.search import planner
+from skill_tools.planning.search.legality import with_settings
+from skill_tools.planning.search.options import Budget
+from skill_tools.planning.search.planner import Plan
 from skill_tools.rules.lint import lint
+from skill_tools.units import GB, GIB, parse_bytes
 
 MODELS = st.sampled_from(
     ["llama-3.2-1b", "qwen3-8b", "llama-3-70b", "qwen3-30b-a3b", "deepseek-v2-lite", "gemma-3-12b"]

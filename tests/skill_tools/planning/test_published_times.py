@@ -2,9 +2,10 @@
 
 import pytest
 
-from skill_tools.planning import known_models, machine, memory, pace, time
-from skill_tools.planning.layout import Layout
-from skill_tools.planning.run import Mode, Run
+from skill_tools.dialects.layout import Layout
+from skill_tools.dialects.run import Mode, Run
+from skill_tools.planning.cost import machine, pace, time
+from skill_tools.planning.model import known_models, memory
 
 H100 = machine.known("h100")
 BRIDGE = Run(

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from skill_tools.planning.diagnosis import Diagnosis, diagnose
-from skill_tools.planning.log_text import LogText
+from skill_tools.diagnosis.diagnosis import Diagnosis, diagnose
+from skill_tools.diagnosis.log_text import LogText
 from skill_tools.reports import diagnoses
 
 OUT_OF_MEMORY = (

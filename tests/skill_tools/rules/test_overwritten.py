@@ -3,8 +3,8 @@
 import pytest
 
 from skill_tools.configs.config import Config, Framework
-from skill_tools.configs.read import read_sources
 from skill_tools.configs.source import Source
+from skill_tools.dialects.read import read_sources
 from skill_tools.rules.overwritten import overwritten
 
 

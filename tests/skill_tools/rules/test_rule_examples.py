@@ -9,8 +9,8 @@ import yaml
 from skill_tools.bundle import knowledge_path
 from skill_tools.configs.config import Config, Framework
 from skill_tools.configs.keys import load_keys_yaml
-from skill_tools.configs.read import read, read_sources
 from skill_tools.configs.source import Source
+from skill_tools.dialects.read import read, read_sources
 from skill_tools.rules import suppress
 from skill_tools.rules.finding import Finding, Verdict
 from skill_tools.rules.fixes import repaired

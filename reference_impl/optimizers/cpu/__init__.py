@@ -1,0 +1,1 @@
+"""The share whose state is kept and updated on the CPU."""

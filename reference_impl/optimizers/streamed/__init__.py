@@ -1,0 +1,1 @@
+"""The share whose state lives on the host and visits the device for its update."""

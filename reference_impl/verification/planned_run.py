@@ -1,0 +1,124 @@
+"""A plan as something that can be trained and measured: the model it is for, and the numbers it predicts.
+
+The decoder here is dense, gated and untied, on one GPU; a plan for anything else is refused by name, because a
+comparison with another model would prove nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from reference_impl.verification.model import DecoderShape
+from reference_impl.verification.workload import Workload
+
+_SIZES = ("num_layers", "hidden", "ffn", "heads", "kv_heads", "vocab")
+_SERVED = {"gated_mlp": True, "norms_per_layer": 2, "moe_every": 1}
+_SPLITS = ("tensor", "pipeline", "context", "expert")
+_MAKE_ONE = "offload plan --framework pytorch --format json"
+
+
+class PlanError(ValueError):
+    """The plan cannot be trained here: what is wrong, what was expected, what to try."""
+
+    def __init__(self, problem: str, *, expected: str, attempt: str) -> None:
+        """Keep the three parts apart."""
+        super().__init__(f"{problem}; expected {expected}; try {attempt}")
+        self.problem = problem
+        self.expected = expected
+        self.attempt = attempt
+
+
+@dataclass(frozen=True, kw_only=True)
+class Predicted:
+    """What a plan says of one rank: bytes, and seconds a step."""
+
+    label: str
+    peak_device_bytes: int
+    between_steps_bytes: int
+    host_bytes: int
+    step_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedRun:
+    """A plan's model and batch, what it executes, and what it predicts with and without that."""
+
+    workload: Workload
+    document: Mapping[str, Any]
+    machine: str
+    with_plan: Predicted
+    without_offload: Predicted
+
+
+def read_plan(path: str | Path, *, steps: int = 12) -> PlannedRun:
+    """Read the output of `offload plan --format json`.
+
+    Raises PlanError for a file that is no PyTorch plan, or whose model cannot be trained here.
+    """
+    try:
+        document = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise PlanError(
+            f"{path} cannot be read ({error})", expected="a plan as JSON", attempt=_MAKE_ONE
+        ) from None
+    if not isinstance(document, dict) or not isinstance(document.get("execute"), dict):
+        raise PlanError(f"{path} has nothing to execute", expected="a plan for PyTorch", attempt=_MAKE_ONE)
+    try:
+        return _planned_run(document, steps)
+    except (KeyError, TypeError) as error:
+        raise PlanError(
+            f"{path} lacks {error}", expected="a plan by schema/plan.schema.json", attempt=_MAKE_ONE
+        ) from None
+
+
+def _planned_run(document: Mapping[str, Any], steps: int) -> PlannedRun:
+    layout = document["layout"]
+    split = [f"{name} {layout[name]}" for name in _SPLITS if layout[name] != 1]
+    if split:
+        raise PlanError(
+            f"the plan splits its model ({', '.join(split)})", expected="one GPU a replica", attempt=_MAKE_ONE
+        )
+    return PlannedRun(
+        workload=Workload(
+            shape=_shape(document["model"]),
+            batch=layout["micro_batch"],
+            tokens=layout["seq_length"],
+            micro_batches=layout["micro_batches"],
+            steps=steps,
+            lora_rank=document["model"].get("adapter", {}).get("rank", 0),
+        ),
+        document=document,
+        machine=document["machine"]["name"],
+        with_plan=_predicted(document["recommendation"]["option"]),
+        without_offload=_predicted(document["without_offload"]),
+    )
+
+
+def _shape(model: Mapping[str, Any]) -> DecoderShape:
+    sizes = dict(model["shape"])
+    layers, hidden, ffn, heads, kv_heads, vocab = (sizes.pop(name) for name in _SIZES)
+    if sizes != _SERVED:
+        other = {
+            key: value for key, value in sizes.items() if _SERVED.get(key) != value
+        } or "an MLP without gate"
+        raise PlanError(
+            f"the plan is for {model['name']}, which has {other}",
+            expected="a dense, gated decoder with untied embeddings",
+            attempt="a plan for a Llama model",
+        )
+    return DecoderShape(hidden=hidden, ffn=ffn, layers=layers, heads=heads, kv_heads=kv_heads, vocab=vocab)
+
+
+def _predicted(option: Mapping[str, Any]) -> Predicted:
+    memory = option["memory"]
+    return Predicted(
+        label=option["label"],
+        peak_device_bytes=memory["allocated_bytes"],
+        between_steps_bytes=memory["between_steps_bytes"],
+        host_bytes=sum(line["bytes"] for line in memory["host_per_rank"]),
+        step_s=option["time"]["step_s"],
+    )

@@ -1,0 +1,143 @@
+"""Measures this machine in at most 20 seconds, so that plans rest on its own rates.
+
+The document is described by `schema/profile.schema.json`; within one major `schema_version` fields are only added.
+It measures one process on an idle machine; ranks that share a host share its DRAM and cores too.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from reference_impl.device import Device
+from reference_impl.memory import rates
+from reference_impl.memory.host import available_bytes
+from reference_impl.optimizers.cpu.rate import cpu_update_rates
+from reference_impl.optimizers.cpu.workers import cpu_budget
+from reference_impl.optimizers.split import Split
+from reference_impl.verification import update_rates
+from reference_impl.verification.steps import Progress, unseen
+
+SCHEMA_VERSION = "1.0"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbeSizes:
+    """How much each measurement moves: large against its start, small against 20 seconds."""
+
+    copy_bytes: int
+    triad_bytes: int
+    pin_bytes: int
+    disk_bytes: int
+    matmul_size: int
+    parameters: int
+
+
+CUDA = ProbeSizes(
+    copy_bytes=2**29, triad_bytes=2**28, pin_bytes=2**30, disk_bytes=2**28, matmul_size=8192, parameters=2**28
+)
+TWIN = ProbeSizes(
+    copy_bytes=2**26, triad_bytes=2**25, pin_bytes=2**26, disk_bytes=2**25, matmul_size=512, parameters=2**24
+)
+
+
+def probe(device: Device, *, folder: str | Path | None = None, progress: Progress = unseen) -> dict[str, Any]:
+    """Measure and return the profile; the disk is that of `folder`, by default of temporary files.
+
+    Raises DiskError for a folder that cannot be written, HostMemoryError on a host without some GiB to spare.
+    """
+    sizes = CUDA if device.is_cuda else TWIN
+    parts: dict[str, Callable[[], dict[str, Any]]] = {
+        "copies": lambda: _copies(device, sizes),
+        "memory and matrix products": lambda: _memory(device, sizes),
+        "updates on the CPU": lambda: _cpu_updates(device, sizes),
+        "updates with their copies": lambda: _whole_updates(device, sizes),
+        "disk": lambda: _disk(folder or tempfile.gettempdir(), sizes),
+    }
+    began = time.perf_counter()
+    found = _machine(device)
+    for done, (name, measure) in enumerate(parts.items()):
+        progress(name, done, len(parts))
+        found |= measure()
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "errors": [],
+        "hardware": found,
+        "sizes": asdict(sizes),
+        "probe_s": time.perf_counter() - began,
+    }
+
+
+def _copies(device: Device, sizes: ProbeSizes) -> dict[str, Any]:
+    copies = rates.copy_rates(device, sizes.copy_bytes)
+    return {
+        "d2h_pinned_GBs": copies.d2h / 1e9,
+        "h2d_pinned_GBs": copies.h2d / 1e9,
+        "duplex_total_GBs": copies.duplex / 1e9,
+        "pin_GBs": rates.pin_rate(device, sizes.pin_bytes) / 1e9,
+    }
+
+
+def _memory(device: Device, sizes: ProbeSizes) -> dict[str, Any]:
+    return {
+        "host_triad_GBs": rates.triad_rate(sizes.triad_bytes) / 1e9,
+        "hbm_GBs": rates.device_copy_rate(device, sizes.copy_bytes) / 1e9,
+        "bf16_matmul_TFLOPs": rates.matmul_rate(device, sizes.matmul_size) / 1e12,
+    }
+
+
+def _cpu_updates(device: Device, sizes: ProbeSizes) -> dict[str, Any]:
+    by_threads = cpu_update_rates(device, sizes.parameters, _thread_counts())
+    return {
+        "cpu_adam_fused_Gparam_s": max(by_threads.values()) / 1e9,
+        "cpu_adam_by_threads": [
+            {"threads": threads, "Gparam_s": rate / 1e9} for threads, rate in by_threads.items()
+        ],
+        "cpu_adam_perparam_fused_Gparam_s": update_rates.torch_cpu_rate(sizes.parameters) / 1e9,
+    }
+
+
+def _whole_updates(device: Device, sizes: ProbeSizes) -> dict[str, Any]:
+    cpu = update_rates.split_rate(device, sizes.parameters, Split(0, 0, 1))
+    streamed = update_rates.split_rate(device, sizes.parameters, Split(0, 1, 0))
+    # So split, both would end at once if they did not share the link and the host's memory.
+    cpu_share = cpu / (cpu + streamed)
+    both = update_rates.split_rate(device, sizes.parameters, Split(0, 1 - cpu_share, cpu_share))
+    return {
+        "cpu_with_copies_Gparam_s": cpu / 1e9,
+        "streamed_Gparam_s": streamed / 1e9,
+        "both_Gparam_s": both / 1e9,
+        "both_cpu_share": cpu_share,
+    }
+
+
+def _disk(folder: str | Path, sizes: ProbeSizes) -> dict[str, Any]:
+    written, read = rates.disk_rates(folder, sizes.disk_bytes)
+    return {"disk_write_GBs": written / 1e9, "disk_read_GBs": read / 1e9}
+
+
+def _machine(device: Device) -> dict[str, Any]:
+    memory_bytes = torch.cuda.mem_get_info(device.torch_device)[1] if device.is_cuda else available_bytes()
+    return {
+        "gpu": device.name,
+        "gpus_per_node": torch.cuda.device_count() if device.is_cuda else 1,
+        "gpu_memory_bytes": memory_bytes,
+        "host_memory_bytes": available_bytes(),
+        "cpus": len(os.sched_getaffinity(0)),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def _thread_counts() -> list[int]:
+    """Powers of two up to all cores, all cores, and what the optimizer takes by itself."""
+    cores = len(os.sched_getaffinity(0))
+    return sorted({2**power for power in range(cores.bit_length())} | {cores, cpu_budget()})

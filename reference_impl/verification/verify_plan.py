@@ -1,0 +1,242 @@
+"""Was the plan true? Trains its model with and without it, and puts what was measured beside what it predicted.
+
+Peaks are judged; step times are shown, since they are predictions for the machine that the plan names. Losses are
+judged too: those of runs whose kernels add in a fixed order, since other kernels differ from run to run by themselves.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from reference_impl.activations.budget import BudgetError
+from reference_impl.device import Device
+from reference_impl.memory.host import HostMemoryError, available_bytes
+from reference_impl.verification.apply import apply_plan
+from reference_impl.verification.attachments import OPTIONS, plain
+from reference_impl.verification.kernels import always_in_fixed_order
+from reference_impl.verification.model import Decoder
+from reference_impl.verification.plain import PlainAdamW
+from reference_impl.verification.planned_run import PlanError, PlannedRun, Predicted
+from reference_impl.verification.steps import Progress, Steps, unseen
+from reference_impl.verification.train import Attach, Trained, Trainer, train
+from reference_impl.verification.verification import (
+    MAX_LOSS_DELTA,
+    MAX_MEMORY_ERROR,
+    SCHEMA_VERSION,
+    loss_delta,
+)
+
+# Updates that a plan got wrong show after one; further steps only let rounding errors grow.
+COMPARED_STEPS = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quantity:
+    """One number of a run, in bytes, seconds or as a ratio; `error` is measured over predicted, less 1."""
+
+    name: str
+    predicted: float
+    measured: float
+    error: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanVerification:
+    """The plan's run, and the run without it where that fits on the device.
+
+    `compared` are the runs without and with the plan whose losses are judged: on CUDA two short ones of their own.
+    """
+
+    device: str
+    is_timed: bool
+    planned: PlannedRun
+    trained: Trained
+    without_offload: Trained | None
+    compared: tuple[Trained, Trained] | None
+
+    @property
+    def max_loss_delta(self) -> float | None:
+        """The largest difference of the losses that are judged, or None where there is nothing to compare with."""
+        return None if self.compared is None else loss_delta(*self.compared)
+
+    @property
+    def runs(self) -> dict[str, list[Quantity]]:
+        """What was predicted and measured of each run: bytes, and on CUDA times, which the twin cannot have."""
+        planned, baseline = self.planned, self.without_offload
+        runs = {planned.with_plan.label: (planned.with_plan, self.trained)}
+        if baseline is not None:
+            runs["without offload"] = (planned.without_offload, baseline)
+        found = {label: _bytes(predicted, trained) for label, (predicted, trained) in runs.items()}
+        if self.is_timed:
+            for label, (predicted, trained) in runs.items():
+                found[label].append(_quantity("step seconds", predicted.step_s, trained.step_s))
+            if baseline is not None:
+                ratio = planned.with_plan.step_s / planned.without_offload.step_s
+                measured = self.trained.step_s / baseline.step_s
+                found[planned.with_plan.label].append(_quantity("step ratio", ratio, measured))
+        return found
+
+    @property
+    def problems(self) -> list[str]:
+        """What did not agree."""
+        problems = []
+        for label, quantities in self.runs.items():
+            peak = quantities[0]
+            if peak.error is None or abs(peak.error) > MAX_MEMORY_ERROR:
+                problems.append(
+                    f"{label}: the peak is {peak.measured:,.0f} bytes; the plan says {peak.predicted:,.0f}; expected "
+                    f"within {MAX_MEMORY_ERROR:.0%}"
+                )
+        delta = self.max_loss_delta
+        if delta is not None and delta >= MAX_LOSS_DELTA:
+            problems.append(f"the loss differs by {delta:.3g}; expected less than {MAX_LOSS_DELTA}")
+        return problems
+
+    def document(self) -> dict[str, Any]:
+        """Return everything as plain data, by `schema/verify.schema.json`."""
+        problems = self.problems
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "errors": [],
+            "passed": not problems,
+            "device": self.device,
+            "torch": torch.__version__,
+            "workload": self.planned.workload.describe(),
+            "plan": {
+                "machine": self.planned.machine,
+                "max_loss_delta": self.max_loss_delta,
+                "runs": [
+                    {
+                        "label": label,
+                        "quantities": [
+                            asdict(quantity) | {"error": quantity.error} for quantity in quantities
+                        ],
+                    }
+                    for label, quantities in self.runs.items()
+                ],
+                "problems": problems,
+            },
+        }
+
+
+def verify_plan(device: Device, planned: PlannedRun, *, progress: Progress = unseen) -> PlanVerification:
+    """Train with the plan and, where it fits, without. Raises PlanError when it cannot be trained here."""
+    room_bytes = _room_bytes(device)
+    needed_bytes = _needed_bytes(device, planned.with_plan)
+    if needed_bytes > room_bytes:
+        raise PlanError(
+            f"the plan needs {needed_bytes / 2**30:.1f} GiB and {device.name} has "
+            f"{room_bytes / 2**30:.1f} GiB free",
+            expected="room for its model",
+            attempt="a plan for a smaller model or a shorter sequence",
+        )
+    compares = _needed_bytes(device, planned.without_offload) <= room_bytes
+    compares_apart = compares and not always_in_fixed_order(device)
+    total = planned.workload.steps * (1 + compares) + 2 * COMPARED_STEPS * compares_apart
+    steps = Steps(progress, total=total)
+    # The measured runs are about the kernels that users get, so the order of additions is left to them.
+    measured = partial(_train, device, planned, fixed_order=False)
+    baseline = measured(plain(), steps.of("without offload")) if compares else None
+    try:
+        trained = measured(_applied(planned), steps.of(planned.with_plan.label))
+    except (BudgetError, HostMemoryError) as error:
+        raise PlanError(
+            f"the plan cannot be kept here: {error}",
+            expected="a plan whose budgets this machine can keep",
+            attempt="a plan with --gpu-memory and --host-memory as they are here",
+        ) from None
+    compared = None if baseline is None else (baseline, trained)
+    if compares_apart:
+        compared = _in_fixed_order(device, planned, steps)
+    return PlanVerification(
+        device=device.name,
+        is_timed=device.is_cuda,
+        planned=planned,
+        trained=trained,
+        without_offload=baseline,
+        compared=compared,
+    )
+
+
+def _in_fixed_order(device: Device, planned: PlannedRun, steps: Steps) -> tuple[Trained, Trained] | None:
+    """Train some steps without the plan and with it, so that their losses differ by what the plan does alone.
+
+    Return None where these kernels, which take more memory than those that the plan is about, have no room.
+    """
+    run = partial(_train, device, planned, fixed_order=True, steps=COMPARED_STEPS)
+    try:
+        return (
+            run(plain(), steps.of("losses without offload")),
+            run(_applied(planned), steps.of(f"losses, {planned.with_plan.label}")),
+        )
+    except (BudgetError, HostMemoryError, torch.OutOfMemoryError):
+        return None
+
+
+def _train(
+    device: Device,
+    planned: PlannedRun,
+    attach: Attach,
+    on_step: Callable[[], None],
+    *,
+    fixed_order: bool,
+    steps: int | None = None,
+) -> Trained:
+    trained = train(planned.workload, device, attach, fixed_order=fixed_order, steps=steps, on_step=on_step)
+    # Nobody asks for the parameters, and their host memory belongs to the runs that follow.
+    return replace(trained, parameters={})
+
+
+def _applied(planned: PlannedRun) -> Attach:
+    @contextmanager
+    def attach(model: Decoder) -> Iterator[Trainer]:
+        offloads = "optimizer" in planned.document["execute"]
+        optimizer: Any = (
+            torch.optim.AdamW(model.parameters(), **OPTIONS) if offloads else PlainAdamW(model, **OPTIONS)
+        )
+        try:
+            applied = apply_plan(model, optimizer, planned.document)
+        except ValueError as error:
+            raise PlanError(
+                str(error),
+                expected="mechanisms that this release has",
+                attempt="a plan written by this release",
+            ) from None
+        with applied:
+            yield applied.optimizer
+
+    return attach
+
+
+def _bytes(predicted: Predicted, trained: Trained) -> list[Quantity]:
+    return [
+        _quantity("peak device bytes", predicted.peak_device_bytes, trained.peak_device_bytes),
+        _quantity("device bytes between steps", predicted.between_steps_bytes, trained.between_steps_bytes),
+        _quantity("host bytes", predicted.host_bytes, trained.peak_host_bytes),
+    ]
+
+
+def _quantity(name: str, predicted: float, measured: float) -> Quantity:
+    error = measured / predicted - 1 if predicted else None
+    return Quantity(name=name, predicted=predicted, measured=measured, error=error)
+
+
+def _needed_bytes(device: Device, predicted: Predicted) -> int:
+    """What a run takes of the device; the CPU twin's two tiers are one memory."""
+    return predicted.peak_device_bytes + (0 if device.is_cuda else predicted.host_bytes)
+
+
+def _room_bytes(device: Device) -> int:
+    if not device.is_cuda:
+        return available_bytes()
+    # What an earlier run has left in the allocator's cache is free.
+    gc.collect()
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(device.torch_device)[0]

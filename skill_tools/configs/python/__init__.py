@@ -1,0 +1,1 @@
+"""Reads Python recipes without running them."""

@@ -1,0 +1,1 @@
+"""Reads launch scripts without running them."""

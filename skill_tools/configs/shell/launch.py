@@ -1,0 +1,57 @@
+"""Finds the training command in a launch script: its arguments, and the environment that it gets.
+
+It is the one door to the shell reader, which is loaded only when there is a script or a command line to read.
+"""
+
+from collections.abc import Callable
+
+from skill_tools.configs.config import Place
+from skill_tools.configs.draft import Draft
+from skill_tools.configs.shell.command import Argument, Command
+from skill_tools.configs.values import UNREADABLE
+
+
+def training_command(text: str, name: str, knows: Callable[[str], bool]) -> Command:
+    """Return the command of `text` with the most words that the framework `knows`, from its program on.
+
+    A text of arguments alone, over any number of lines, is one command; a script that runs no such command
+    gives all that its variables hold.
+    """
+    from skill_tools.configs.shell.script import run
+
+    *commands, variables = run(text, name=name)
+    if commands and all(command.words[0].text.startswith("-") for command in commands if command.words):
+        words = tuple(word for command in commands for word in command.words)
+        return Command(words, commands[-1].environment)
+    scored = [(_score(command, knows), -position) for position, command in enumerate(commands)]
+    best, position = max(scored, default=(0, 0))
+    command = commands[-position] if best else variables
+    return Command(command.words[_program_end(command) :], command.environment)
+
+
+def command_line(text: str, name: str) -> tuple[Argument, ...]:
+    """Return the words of one command line, such as the value of `--overrides`: `a=b` is a word, not an assignment."""
+    from skill_tools.configs.shell.script import run
+
+    commands = run(f": {' '.join(text.splitlines())}", name=name)
+    return commands[0].words[1:]
+
+
+def write_environment(draft: Draft, command: Command, file: str) -> None:
+    """Write the environment that the script gives to its command."""
+    for name, argument in command.environment.items():
+        known = argument.resolved and argument.certain
+        place = Place(file, argument.line, argument.column)
+        draft.set_environment(name, argument.text if known else UNREADABLE, place)
+
+
+def _score(command: Command, knows: Callable[[str], bool]) -> int:
+    return sum(knows(word.text.lstrip("+~").partition("=")[0]) for word in command.words)
+
+
+def _program_end(command: Command) -> int:
+    """Return where the arguments of the Python program begin; what stands before them is the launcher's."""
+    texts = [word.text for word in command.words]
+    scripts = [position + 1 for position, text in enumerate(texts) if text.endswith(".py")]
+    modules = [position + 2 for position, text in enumerate(texts) if text == "-m"]
+    return max(scripts or modules, default=0)

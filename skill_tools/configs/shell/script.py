@@ -1,0 +1,259 @@
+"""Follows a shell script statically: which commands it would run, with which words and which environment.
+
+Nothing is executed: variables, arrays and defaults are expanded by `shell_variables`, and conditions on known values
+are decided by `shell_tests`. An argument that depends on the caller's environment or on a command's output is
+not `resolved`; one that stands in a branch that may or may not run is not `certain`.
+"""
+
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+
+from skill_tools.configs.shell import tests as shell_tests
+from skill_tools.configs.shell.command import Argument, Command
+from skill_tools.configs.shell.variables import (
+    Assignment,
+    Variables,
+    as_argument,
+    split_field,
+    unquoted,
+)
+from skill_tools.configs.shell.words import Word, split
+
+_EXPORTS = {"export", "declare", "typeset", "local", "readonly"}
+_CASE_ENDS = {";;", ";&", ";;&"}
+_SKIPPED = {"then", "do", "{", "}", "function", "time"}
+
+
+class _Block:
+    """An open `if`, `case` or loop. `runs` is about the part being read, `taken` about the parts before it."""
+
+    def __init__(
+        self,
+        *,
+        runs: bool | None,
+        reading: str = "",
+        taken: bool | None = False,
+        subject: Argument | None = None,
+    ) -> None:
+        self.reading, self.runs, self.taken, self.subject = reading, runs, taken, subject
+        self.patterns: list[str] = []
+
+    def decide(self, holds: bool | None) -> None:
+        """Enter the next part, whose condition `holds`."""
+        self.runs = (
+            False if self.taken is True else None if self.taken is None and holds is not False else holds
+        )
+        if self.taken is not True and holds is not False:
+            self.taken = holds
+        self.reading = ""
+
+
+def run(text: str, *, name: str) -> list[Command]:
+    """Return the commands of `text` in order, each with the environment exported up to it.
+
+    The last one is no command of the script: its words are all that the variables hold, for a file that only
+    sets variables and is sourced by another. Raises `UnusableInput` when expansion has no end in sight.
+    """
+    script = _Script(name)
+    for words, before, after in _statements(split(text, name=name)):
+        script.take(words, before, after)
+    return [*script.commands, script.variables_alone()]
+
+
+def _statements(words: list[Word]) -> Iterator[tuple[list[Word], str, str]]:
+    """Yield each statement with the operators before and after it."""
+    statement: list[Word] = []
+    before, depth, in_test = "", 0, False
+    for word in words:
+        if word.operator == "(" and (depth or (statement and statement[-1].touches_next)):
+            depth += 1
+        elif word.operator == ")" and depth:
+            depth -= 1
+        elif not depth and not in_test and word.operator and not _is_redirection(word):
+            yield statement, before, word.operator
+            statement, before = [], word.operator
+            continue
+        in_test = in_test if not word.literal else word.literal == "[[" or (in_test and word.literal != "]]")
+        statement.append(word)
+    yield statement, before, ""
+
+
+class _Script:
+    """The state of a script at one statement."""
+
+    def __init__(self, name: str) -> None:
+        self.commands: list[Command] = []
+        self._variables = Variables(name)
+        self._exported: dict[str, Argument] = {}
+        self._blocks: list[_Block] = []
+        self._outcome: bool | None = True
+        self._was_test = False
+
+    def take(self, words: list[Word], before: str, after: str) -> None:
+        """Follow one statement."""
+        words = self._keywords(words, after)
+        block = self._blocks[-1] if self._blocks else None
+        if words and block and block.reading == "condition":
+            block.runs = shell_tests.combine(before, block.runs, self._test(words))
+        elif words and self._runs() is not False:
+            self._guarded(words, before)
+        if block and block.subject and after in _CASE_ENDS:
+            block.reading = "pattern"
+
+    def variables_alone(self) -> Command:
+        """Return all that the variables hold as if it were one command."""
+        words = (as_argument(field) for field in self._variables.every_field())
+        return Command(tuple(words), self._exported)
+
+    def _runs(self) -> bool | None:
+        states = [block.runs for block in self._blocks]
+        return False if False in states else None if None in states else True
+
+    def _keywords(self, words: list[Word], after: str) -> list[Word]:
+        """Act on the keywords that a statement begins with; return the words that are left."""
+        while words:
+            block = self._blocks[-1] if self._blocks else None
+            keyword = words[0].literal
+            if keyword in ("fi", "done", "esac"):
+                if block:
+                    self._blocks.pop()
+            elif block and block.reading == "pattern":
+                self._pattern(block, words, after)
+                return []
+            elif keyword in ("if", "while", "until"):
+                self._blocks.append(_Block(reading="condition", runs=True))
+                self._blocks[-1].taken = False if keyword == "if" else None
+            elif keyword in ("elif", "else") and block:
+                block.reading, block.runs = "condition", True
+                if keyword == "else":
+                    block.decide(True)
+            elif keyword in ("then", "do") and block and block.reading == "condition":
+                block.decide(block.runs)
+            elif keyword in ("for", "select"):
+                self._loop(words)
+                return []
+            elif keyword == "case":
+                words = self._case(words)
+                continue
+            elif (
+                len(words) > 2
+                and words[1].operator == "("
+                and words[2].operator == ")"
+                and "=" not in keyword
+            ):
+                words = words[2:]
+            elif keyword not in _SKIPPED:
+                return words
+            words = words[1:]
+        return []
+
+    def _case(self, words: list[Word]) -> list[Word]:
+        subject = self._variables.argument(words[1]) if len(words) > 1 else None
+        self._blocks.append(_Block(reading="pattern", runs=False, subject=subject))
+        return words[3:]
+
+    def _pattern(self, block: _Block, words: list[Word], after: str) -> None:
+        block.patterns += ["".join(part.text for part in word.parts) for word in words if not word.operator]
+        if after != ")":
+            return
+        holds = None
+        if block.subject and block.subject.resolved:
+            holds = any(fnmatchcase(block.subject.text, pattern) for pattern in block.patterns)
+        block.decide(holds)
+        block.patterns = []
+
+    def _loop(self, words: list[Word]) -> None:
+        """Open a loop: its body may run any number of times, with a variable that takes many values."""
+        if len(words) > 1 and words[1].literal:
+            self._variables.forget(words[1].literal)
+        self._blocks.append(_Block(reading="condition", runs=None, taken=None))
+
+    def _guarded(self, words: list[Word], before: str) -> None:
+        """Run a command if the `&&` or `||` before it lets it."""
+        holds: bool | None = True
+        if before == "&&" and self._was_test:
+            holds = self._outcome
+        elif before == "||":
+            holds = None if self._outcome is None or not self._was_test else not self._outcome
+        if holds is False:
+            return
+        command = words[1:] if words[0].literal == "!" else words
+        self._was_test = bool(command) and command[0].literal in ("[", "[[", "test")
+        if self._was_test:
+            self._outcome = self._test(words)
+            return
+        words = command
+        self._blocks.append(_Block(runs=holds))
+        self._simple(words)
+        self._blocks.pop()
+
+    def _test(self, words: list[Word]) -> bool | None:
+        """Decide a test command; `[[ a && b ]]` is two tests, `!` before it turns the answer around."""
+        if words and words[0].literal == "!":
+            return shell_tests.negate(self._test(words[1:]))
+        holds: bool | None = None
+        test: list[Argument] = []
+        operator = ""
+        for word in [*words, Word(operator=";")]:
+            if not word.operator:
+                test.append(self._variables.argument(word))
+            elif word.operator in ("&&", "||", ";"):
+                holds = shell_tests.combine(operator, holds, shell_tests.evaluate(test))
+                operator, test = word.operator, test[:1]
+        return holds
+
+    def _simple(self, words: list[Word]) -> None:
+        certain = self._runs() is True
+        assignments, rest = self._variables.assignments(_without_redirections(words))
+        if not rest:
+            for assignment in assignments:
+                self._variables.assign(assignment, certain=certain)
+                if assignment.name in self._exported:
+                    self._export(assignment, certain)
+            return
+        fields = [field for word in rest for field in self._variables.expand(word)]
+        arguments = [as_argument(field) for field in fields]
+        name = arguments[0].text if arguments else ""
+        if name in _EXPORTS:
+            self._declare(rest[1:], exported=name in ("export", "declare"), certain=certain)
+            return
+        if name == "unset":
+            for argument in arguments[1:]:
+                self._exported.pop(argument.text, None)
+                self._variables.unset(argument.text)
+            return
+        if name in ("eval", "env") or any(argument.text == "-c" for argument in arguments):
+            arguments = [unquoted(as_argument(part)) for field in fields for part in split_field(field)]
+        environment = {item.name: as_argument(item.value, certain=certain) for item in assignments}
+        self.commands.append(Command(tuple(arguments), {**self._exported, **environment}))
+
+    def _declare(self, words: list[Word], *, exported: bool, certain: bool) -> None:
+        for word in words:
+            assignments, _ = self._variables.assignments([word])
+            for assignment in assignments:
+                self._variables.assign(assignment, certain=certain)
+                if exported:
+                    self._export(assignment, certain)
+            if not assignments and exported and word.literal in self._variables:
+                self._exported[word.literal] = self._variables.value(word.literal)
+
+    def _export(self, assignment: Assignment, certain: bool) -> None:
+        self._exported[assignment.name] = as_argument(assignment.value, certain=certain)
+
+
+def _is_redirection(word: Word) -> bool:
+    return "<" in word.operator or ">" in word.operator
+
+
+def _without_redirections(words: list[Word]) -> list[Word]:
+    """Drop `> file` and its kin."""
+    kept: list[Word] = []
+    skip = False
+    for word in words:
+        if skip and not word.operator:
+            skip = False
+        elif _is_redirection(word):
+            skip = "<<" not in word.operator or "<<<" in word.operator
+        else:
+            kept.append(word)
+    return kept

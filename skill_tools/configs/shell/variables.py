@@ -1,0 +1,244 @@
+"""Variables and arrays of a script, and what a word becomes when they are expanded.
+
+A value is a list of fields, a field a list of pieces; each piece keeps the place where its text stands in the
+script, so that `$ARGS` leads to the line that put the flag into it. What is not known stays as its own text, marked
+as not resolved.
+"""
+
+import re
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from skill_tools.configs.shell.command import Argument
+from skill_tools.configs.shell.words import OPAQUE, QUOTED_VARIABLE, TEXT, VARIABLE, Part, Word, split
+from skill_tools.errors import UnusableInput
+
+MAX_PIECES = 100_000
+MAX_DEPTH = 20
+
+_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
+_PARAMETER = re.compile(r"([A-Za-z_]\w*|[@*])(\[[@*]\])?(?:(:?[-=+])(.*))?", re.DOTALL)
+_BLANKS = re.compile(r"\s+|\S+")
+
+
+class Piece(NamedTuple):
+    """A stretch of expanded text, the place it comes from, and whether it is known and surely there."""
+
+    text: str
+    line: int
+    column: int
+    resolved: bool = True
+    certain: bool = True
+
+
+Field = list[Piece]
+
+
+class Assignment(NamedTuple):
+    """`name=value`, `name+=value`, or an array when `fields` is not None."""
+
+    name: str
+    adds: bool
+    value: Field
+    fields: list[Field] | None = None
+
+
+def as_argument(field: Field, *, certain: bool = True) -> Argument:
+    """Join the pieces of `field`; the place is that of the first that has any text."""
+    text = "".join(piece.text for piece in field)
+    first = next((piece for piece in field if piece.text), field[0] if field else Piece("", 0, 0))
+    resolved = all(piece.resolved for piece in field)
+    return Argument(
+        text, first.line, first.column, resolved, certain and all(piece.certain for piece in field)
+    )
+
+
+def unquoted(argument: Argument) -> Argument:
+    """Return an argument of a command line inside a string: its quotes gone, its variables not known."""
+    text = argument.text.replace('"', "").replace("'", "").replace("\\", "")
+    return argument._replace(text=text, resolved=argument.resolved and "$" not in text)
+
+
+def split_field(field: Field) -> list[Field]:
+    """Split a field at blanks, as an unquoted expansion is."""
+    fields: list[Field] = []
+    current: Field | None = None
+    for piece in field:
+        if not piece.resolved:
+            current = [*(current or []), piece]
+            continue
+        line, column = piece.line, piece.column
+        for found in _BLANKS.finditer(piece.text):
+            text = found[0]
+            if text.isspace():
+                fields += [current] if current else []
+                current = None
+            else:
+                current = [*(current or []), piece._replace(text=text, line=line, column=column)]
+            newlines = text.count("\n")
+            line += newlines
+            column = len(text) - text.rindex("\n") if newlines else column + len(text)
+    return [*fields, current] if current else fields
+
+
+class Variables:
+    """The variables of one script. A name that the script never sets belongs to the caller: it is not known."""
+
+    def __init__(self, script: str) -> None:
+        self._script = script
+        self._values: dict[str, list[Field]] = {}
+        self._pieces = 0
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._values
+
+    def value(self, name: str) -> Argument:
+        """Return the first field of a variable that is set."""
+        fields = self._values[name]
+        return as_argument(fields[0] if fields else [])
+
+    def every_field(self) -> list[Field]:
+        """Return all words of all variables, in the order in which they were first set."""
+        return [part for fields in self._values.values() for field in fields for part in split_field(field)]
+
+    def forget(self, name: str) -> None:
+        """Make a variable unknown, as a loop's is."""
+        self._values[name] = [[Piece(f"${{{name}}}", 0, 0, resolved=False)]]
+
+    def unset(self, name: str) -> None:
+        """Make a variable empty, whatever the caller gave it."""
+        self._values[name] = []
+
+    def assign(self, assignment: Assignment, *, certain: bool) -> None:
+        """Carry out an assignment; in a branch that may not run, what it changes is no longer certain."""
+        name, earlier = assignment.name, self._values.get(assignment.name, [])
+        if assignment.fields is not None:
+            fields = assignment.fields if certain else [_doubt(field) for field in assignment.fields]
+            if not assignment.adds and not certain:
+                earlier = [_doubt(field) for field in earlier]
+            self._values[name] = [*earlier, *fields] if assignment.adds or not certain else fields
+        elif certain:
+            before = earlier[0] if assignment.adds and earlier else []
+            self._values[name] = [[*before, *assignment.value]]
+        else:
+            place = assignment.value[0] if assignment.value else Piece("", 0, 0)
+            self._values[name] = [[Piece(f"${{{name}}}", place.line, place.column, resolved=False)]]
+        self._count(sum(map(len, self._values[name])))
+
+    def assignments(self, words: list[Word]) -> tuple[list[Assignment], list[Word]]:
+        """Return the assignments that `words` begin with, expanded, and the words after them."""
+        found: list[Assignment] = []
+        while words and (match := _assigned(words[0])):
+            name, adds, rest = match[1], bool(match[2]), words[1:]
+            if words[0].touches_next and rest and rest[0].operator == "(":
+                end = next((at for at, word in enumerate(rest) if word.operator == ")"), len(rest))
+                fields = [field for word in rest[:end] if not word.operator for field in self.expand(word)]
+                found.append(Assignment(name, adds, [], fields))
+                words = rest[end + 1 :]
+            else:
+                found.append(Assignment(name, adds, self._joined(_after(words[0], match.end()))))
+                words = rest
+        return found, words
+
+    def argument(self, word: Word) -> Argument:
+        """Expand a word as if it were quoted: to exactly one argument."""
+        return as_argument(self._joined(word))
+
+    def expand(self, word: Word, depth: int = 0) -> list[Field]:
+        """Return the fields that `word` becomes: none, one or several."""
+        fields: list[Field] = []
+        current: Field | None = None
+        vanishes = False
+        for part in word.parts:
+            if part.kind in (VARIABLE, QUOTED_VARIABLE):
+                values = self._parameter(part, depth)
+                vanishes = vanishes or (not values and part.text.endswith(("@", "@]")))
+                if part.kind == VARIABLE:
+                    values = [piece for value in values for piece in split_field(value)]
+                for position, value in enumerate(values):
+                    if position and current is not None:
+                        fields.append(current)
+                        current = None
+                    current = [*(current or []), *value]
+            else:
+                known = part.kind != OPAQUE
+                current = [*(current or []), Piece(part.text, part.line, part.column, resolved=known)]
+        if current is None or (vanishes and not any(piece.text for piece in current)):
+            return fields
+        return [*fields, current]
+
+    def _joined(self, word: Word, depth: int = 0) -> Field:
+        quoted = [
+            Part(QUOTED_VARIABLE if part.kind == VARIABLE else part.kind, part.text, part.line, part.column)
+            for part in word.parts
+        ]
+        return _join(self.expand(Word(quoted), depth))
+
+    def _parameter(self, part: Part, depth: int) -> list[Field]:
+        """Return what stands for `$name` or `${name...}`: its fields, or its own text when it is not known."""
+        unknown = [[Piece(f"${{{part.text}}}", part.line, part.column, resolved=False)]]
+        match = _PARAMETER.fullmatch(part.text)
+        if match is None or depth > MAX_DEPTH:
+            return unknown
+        name, index, operator, alternative = match.groups()
+        if name in ("@", "*"):
+            return []
+        fields = self._values.get(name)
+        is_empty = not fields or not any(piece.text for field in fields for piece in field)
+        missing = fields is None or (is_empty and operator is not None and operator.startswith(":"))
+        if operator is not None and missing != operator.endswith("+"):
+            fields = self._alternative(alternative, part, depth)
+            if operator.endswith("="):
+                self._values[name] = fields
+        elif operator is not None and operator.endswith("+"):
+            return []
+        if fields is None:
+            return unknown
+        self._count(sum(map(len, fields)))
+        return fields if index else fields[:1]
+
+    def _alternative(self, text: str, part: Part, depth: int) -> list[Field]:
+        column = part.column + 2 + len(part.text) - len(text)
+        words = [
+            word
+            for word in split(text, name=self._script, line=part.line, column=column)
+            if not word.operator
+        ]
+        return [_join(field for word in words for field in [self._joined(word, depth + 1)])]
+
+    def _count(self, pieces: int) -> None:
+        self._pieces += pieces
+        if self._pieces > MAX_PIECES:
+            raise UnusableInput(
+                f"{self._script}: its variables expand to more than {MAX_PIECES} words",
+                expected="a launch script",
+                attempt="linting the command that it runs",
+            )
+
+
+def _join(fields: Iterable[Field]) -> Field:
+    """Join fields with a blank between them, as a quoted expansion of several is."""
+    joined: Field = []
+    for field in fields:
+        joined = (
+            [*joined, Piece(" ", field[0].line, field[0].column), *field]
+            if joined and field
+            else joined + field
+        )
+    return joined
+
+
+def _doubt(field: Field) -> Field:
+    return [piece._replace(certain=False) for piece in field]
+
+
+def _assigned(word: Word) -> re.Match[str] | None:
+    first = word.parts[0] if word.parts else None
+    return _ASSIGNMENT.match(first.text) if first and first.kind == TEXT else None
+
+
+def _after(word: Word, length: int) -> Word:
+    """Return the value part of `name=value`."""
+    first = word.parts[0]
+    rest = Part(TEXT, first.text[length:], first.line, first.column + length)
+    return Word([rest, *word.parts[1:]])

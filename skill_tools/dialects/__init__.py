@@ -1,0 +1,1 @@
+"""One object a framework: how its files are recognised, composed, planned and written."""

@@ -1,0 +1,1 @@
+"""Axolotl: its YAML, the DeepSpeed files that it names, and its command line."""

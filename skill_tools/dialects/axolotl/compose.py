@@ -1,0 +1,162 @@
+"""Reads Axolotl's YAML, the DeepSpeed JSON that it names, and the options of its command line.
+
+The DeepSpeed section is read as `deepspeed.*` keys whether it stands in the YAML or in a file, which is looked
+for beside the YAML and in the working folder. The JSON files that Axolotl itself ships are known facts
+(`keys.yaml`, `deepspeed`); any other file that is not there leaves its keys unresolved.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from skill_tools.configs.config import Config, Framework, Place, Setting
+from skill_tools.configs.draft import Draft
+from skill_tools.configs.shell.command import Argument
+from skill_tools.configs.shell.launch import command_line, training_command, write_environment
+from skill_tools.configs.source import Kind, Source, load
+from skill_tools.configs.stated_versions import stated_versions
+from skill_tools.configs.tree import entries_of, single_document, write_tree
+from skill_tools.configs.values import UNREADABLE
+from skill_tools.configs.yaml_lines import parse, plain
+from skill_tools.errors import UnusableInput
+
+_DEEPSPEED = "deepspeed"
+_PRESETS = "deepspeed_configs/"
+_OVERRIDES = "<overrides>"
+
+
+def compose(sources: Sequence[Source], overrides: Sequence[str]) -> Config:
+    """Read `sources` in order, then `overrides`, then the DeepSpeed file that the result names."""
+    draft = Draft(Framework.AXOLOTL)
+    draft.complete = True
+    folders = [source.folder for source in sources if source.folder is not None]
+    for source in sources:
+        draft.sources[source.name] = source.text
+        draft.versions.update(stated_versions(source.text))
+        _write_source(draft, source)
+    for text in overrides:
+        _write_options(draft, command_line(text, _OVERRIDES), _OVERRIDES)
+    _settle(draft, folders)
+    return draft.finish()
+
+
+def _write_source(draft: Draft, source: Source) -> None:
+    match source.kind:
+        case Kind.YAML:
+            write_tree(draft, single_document(source), source.name, spell=_without_prefix)
+        case Kind.JSON:
+            _write_json(draft, source)
+        case Kind.SHELL:
+            _write_script(draft, source)
+        case Kind.PYTHON:
+            raise UnusableInput(
+                f"{source.name} is Python",
+                expected="a YAML configuration of Axolotl",
+                attempt="the YAML file that `axolotl train` gets",
+            )
+
+
+def _write_json(draft: Draft, source: Source) -> None:
+    """Write a JSON source: a DeepSpeed configuration, unless it is Axolotl's own in JSON."""
+    root = single_document(source)
+    prefix = "" if "base_model" in entries_of(root) else _DEEPSPEED
+    write_tree(draft, root, source.name, prefix=prefix)
+
+
+def _write_script(draft: Draft, source: Source) -> None:
+    """Write a launch script: the configuration that it names, if that is there, then its options."""
+    command = training_command(source.text, source.name, lambda word: word.endswith((".yml", ".yaml")))
+    write_environment(draft, command, source.name)
+    for word in command.words:
+        if word.text.endswith((".yml", ".yaml")) and word.resolved:
+            named = _find(word.text, [source.folder] if source.folder else [])
+            if named is not None:
+                _write_source(draft, named)
+                draft.sources[named.name] = named.text
+    _write_options(draft, command.words, source.name)
+
+
+def _write_options(draft: Draft, words: Sequence[Argument], file: str) -> None:
+    """Write `--fsdp-config.offload-params true`, `--no-layer-offloading`, `--x=y`, and plain `x=y`."""
+    for position, word in enumerate(words):
+        name, equals, value = word.text.partition("=")
+        if not (name.startswith("--") or (equals and not name.startswith("-"))):
+            continue
+        following = words[position + 1] if position + 1 < len(words) else None
+        known = word.resolved and word.certain
+        if name.startswith("--") and not equals:
+            takes = (
+                following is not None and not following.text.startswith("--") and "=" not in following.text
+            )
+            value = following.text if following is not None and takes else "true"
+            known = known and (following is None or not takes or following.resolved)
+        _write_option(draft, name, value if known else None, Place(file, word.line, word.column))
+
+
+def _write_option(draft: Draft, option: str, text: str | None, place: Place) -> None:
+    name = _without_prefix(option.removeprefix("--").replace("-", "_"))
+    negated = name.startswith("no_") and not draft.accepts(name)
+    name = name.removeprefix("no_") if negated else name
+    if not draft.accepts(name):
+        draft.note_unknown(option, place)
+        return
+    value = UNREADABLE if text is None else False if negated else _scalar(text)
+    draft.set_key(draft.canonical(name), value, option, place)
+
+
+def _scalar(text: str) -> object:
+    documents = parse(text, _OVERRIDES)
+    return plain(documents[0]) if len(documents) == 1 else text
+
+
+def _without_prefix(path: str) -> str:
+    """Return `path` without the `fsdp_` that older configurations put before the fields of fsdp_config."""
+    section, _, field = path.partition(".")
+    if section == "fsdp_config" and field.startswith("fsdp_") and field != "fsdp_version":
+        return f"{section}.{field.removeprefix('fsdp_')}"
+    return path
+
+
+def _settle(draft: Draft, folders: Sequence[Path]) -> None:
+    """Follow the DeepSpeed file, and let the two places of the FSDP version agree as Axolotl does."""
+    base_model = draft.get("base_model")
+    if base_model is not None and isinstance(base_model.value, str):
+        draft.model_name = base_model.value
+    named = draft.get(_DEEPSPEED)
+    if named is not None and isinstance(named.value, str) and named.value:
+        _write_deepspeed_file(draft, named, named.value, folders)
+    top, inner = draft.get("fsdp_version"), draft.get("fsdp_config.fsdp_version")
+    if (top is None or top.value is None) and inner is not None:
+        draft.set_key("fsdp_version", inner.value, inner.written, inner.place)
+    elif top is not None and inner is None and draft.below("fsdp_config."):
+        draft.set_key("fsdp_config.fsdp_version", top.value, top.written, top.place)
+
+
+def _write_deepspeed_file(draft: Draft, named: Setting, path: str, folders: Sequence[Path]) -> None:
+    found = _find(path, folders)
+    if found is not None:
+        draft.sources[found.name] = found.text
+        write_tree(draft, single_document(found), found.name, prefix=_DEEPSPEED)
+        return
+    key = draft.table.by_name[_DEEPSPEED]
+    start = path.rfind(_PRESETS)
+    preset = key.implies.get(path[start:]) if start >= 0 else None
+    if preset is None:
+        draft.missing_files.append(named)
+    names = [name for name in draft.table.by_name if name.startswith(f"{_DEEPSPEED}.")]
+    for name in names:
+        if preset is None:
+            draft.set_key(name, UNREADABLE, named.written, named.place)
+        elif name in preset:
+            draft.set_key(name, preset[name], name, named.place)
+
+
+def _find(path: str, folders: Sequence[Path]) -> Source | None:
+    """Return the file at `path`, seen from one of `folders` or from the working folder; None if it is not there."""
+    for folder in [*folders, Path()]:
+        try:
+            candidate = folder / path
+            if candidate.is_file():
+                return load(candidate)
+        except (OSError, ValueError):
+            return None
+    return None

@@ -1,0 +1,81 @@
+"""Ways to fit: what a plan can propose, in each dialect's own settings.
+
+A `Candidate` is a mode for the memory and time model together with the settings that switch it on (and
+others off) in the user's framework. This module knows which combinations exist; whether one is legal,
+`legality.py` asks the rules.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+from skill_tools.configs.config import Config
+from skill_tools.dialects.run import Mode, Run
+
+OPTIMIZER = "optimizer-offload"
+OPTIMIZER_LABEL = "optimizer offload"
+LAYERS = "layer-activation-offload"
+FINE_GRAINED = "fine-grained-offload"
+STATES = "state-offload"
+RECOMPUTE = "recompute"
+BUDGET = "activation-budget"
+DISTRIBUTED = "distributed-optimizer"
+INPUTS = "checkpoint-offload"
+WEIGHTS = "layer-streaming"
+SHARDED = "parameter-offload"
+
+
+class Candidate(NamedTuple):
+    """One way to run: its mode, the mechanisms it uses, and the settings that differ from the user's."""
+
+    mode: Mode
+    label: str
+    mechanisms: tuple[str, ...]
+    settings: Mapping[str, object]
+
+    @property
+    def structure(self) -> tuple[object, ...]:
+        """What legality depends on: the settings, of their amounts only whether there is one and whether it is all."""
+        return tuple((key, _kind(value)) for key, value in sorted(self.settings.items()))
+
+
+def _kind(value: object) -> object:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return str(value)
+    return value > 0, 0 < value < 1
+
+
+def at_fraction(candidate: Candidate, fraction: float) -> Candidate:
+    """Return the same candidate with another share of the optimizer's parameters offloaded.
+
+    Candidates are made with everything offloaded; how much really has to leave depends on the budget.
+    """
+    scale = fraction / candidate.mode.optimizer_fraction
+    streamed = round(candidate.mode.streamed_fraction * scale, 4)
+    settings = dict(candidate.settings)
+    if "optimizer_offload_fraction" in settings:
+        settings["optimizer_offload_fraction"] = fraction
+    return Candidate(
+        candidate.mode._replace(optimizer_fraction=fraction, streamed_fraction=streamed),
+        candidate.label.replace(
+            f"{OPTIMIZER_LABEL} {candidate.mode.optimizer_fraction:.0%}", f"{OPTIMIZER_LABEL} {fraction:.0%}"
+        ),
+        candidate.mechanisms,
+        settings,
+    )
+
+
+def changed(config: Config, wanted: Mapping[str, object]) -> dict[str, object]:
+    """Return the settings of `wanted` that `config` does not have already."""
+    unset = object()
+    return {
+        key: value
+        for key, value in wanted.items()
+        if (present := config.value(key, unset)) != value
+        and not (present is unset and value in (None, False, []))
+    }
+
+
+def layer_counts(run: Run) -> Iterator[int]:
+    """Return the layer counts that a plan looks at: eighths of the layers, the last two always stay."""
+    most = run.shape.num_layers - 2
+    return iter(sorted({max(1, round(most * part / 8)) for part in range(1, 9)}) if most > 0 else ())

@@ -1,0 +1,151 @@
+"""Finds the layout of a run: how many GPUs, and how the framework's own sizes divide them."""
+
+import re
+from typing import NamedTuple
+
+from skill_tools.configs.config import Config, Framework
+from skill_tools.dialects import fields
+from skill_tools.dialects.layout import Layout, checked, smallest_world
+from skill_tools.errors import UnusableInput
+
+
+class FoundLayout(NamedTuple):
+    """The layout, and what had to be assumed about it."""
+
+    layout: Layout
+    assumptions: tuple[str, ...]
+
+
+def of_megatron(config: Config, *, gpus: int | None, num_layers: int, moe: bool) -> FoundLayout:
+    """Read Megatron's parallel sizes; `gpus` wins over what the configuration says about the world."""
+    assumptions = []
+    tensor = _size(config, "tensor_model_parallel_size")
+    pipeline = _size(config, "pipeline_model_parallel_size")
+    context = _size(config, "context_parallel_size")
+    expert = _size(config, "expert_model_parallel_size") if moe else 1
+    own = fields.integer(config, "expert_tensor_parallel_size")
+    expert_tensor = 1
+    if moe:
+        expert_tensor = own or tensor
+        if own is None and tensor > 1 and not config.complete:
+            expert_tensor = 1
+            assumptions.append(
+                "expert tensor parallel size 1: not set here, and Bridge's MoE recipes set it to 1"
+            )
+    if not config.complete:
+        unset = [
+            short
+            for key, short in (("tensor_model_parallel_size", "TP"), ("pipeline_model_parallel_size", "PP"))
+            if fields.integer(config, key) is None
+        ]
+        if unset:
+            assumptions.append(f"{' and '.join(unset)} 1: not set here, a recipe may set it")
+    chunks = _virtual_stages(config, num_layers, pipeline)
+    world = gpus or fields.integer(config, "world_size", "env.WORLD_SIZE") or _launched(config)
+    if world is None:
+        world = smallest_world((tensor, pipeline, context, expert, expert_tensor))
+        assumptions.append(f"{world} GPUs: the fewest that this layout needs; say --gpus N for yours")
+    layout = Layout(
+        gpus=world,
+        tensor=tensor,
+        pipeline=pipeline,
+        virtual_stages=chunks,
+        context=context,
+        expert=expert,
+        expert_tensor=expert_tensor,
+        sequence_parallel=bool(fields.flag(config, "sequence_parallel")) or (moe and tensor > 1),
+        stage_layers=_stage_layers(config, num_layers, pipeline, chunks),
+    )
+    if moe and tensor > 1 and not fields.flag(config, "sequence_parallel"):
+        assumptions.append("sequence parallelism on: Megatron requires it for experts with TP > 1")
+    return FoundLayout(checked(layout), tuple(assumptions))
+
+
+def _size(config: Config, key: str) -> int:
+    size = fields.integer(config, key)
+    if size is None:
+        return 1
+    if size < 1:
+        raise UnusableInput(f"{key} = {size}", expected="1 or more", attempt=f"{key}=1")
+    return size
+
+
+def _launched(config: Config) -> int | None:
+    """Return the world size that a launch line says: nodes times processes on a node."""
+    for text in config.sources.values():
+        per_node = _launch_number(text, "nproc")
+        if per_node is not None:
+            return per_node * (_launch_number(text, "nnodes") or 1)
+    return None
+
+
+def _launch_number(text: str, option: str) -> int | None:
+    """Return the number after torchrun's `--nproc_per_node` or `--nnodes`, also through one shell variable."""
+    match = re.search(rf"--{option}[a-z_-]*[ =]+(\$\{{?(\w+)\}}?|\d+)", text)
+    if match is None:
+        return None
+    if match.group(2) is None:
+        return int(match.group(1))
+    assigned = re.search(
+        rf"^\s*(?:export )?{match.group(2)}=(?:\$\{{\w+:-)?(\d+)\}}?\s*$", text, re.MULTILINE
+    )
+    return int(assigned.group(1)) if assigned else None
+
+
+def _virtual_stages(config: Config, num_layers: int, pipeline: int) -> int:
+    chunks = fields.integer(config, "virtual_pipeline_model_parallel_size")
+    if chunks is not None:
+        return max(chunks, 1)
+    each = fields.integer(config, "num_layers_per_virtual_pipeline_stage")
+    if each and config.framework is Framework.MEGATRON_LM:
+        return max(num_layers // (pipeline * each), 1)
+    written = fields.text(config, "pipeline_model_parallel_layout")
+    if written and pipeline > 1:
+        return max(len(_expanded(written)) // pipeline, 1)
+    return 1
+
+
+def _stage_layers(config: Config, num_layers: int, pipeline: int, chunks: int) -> tuple[int, ...]:
+    written = fields.text(config, "pipeline_model_parallel_layout")
+    if written and pipeline > 1:
+        return tuple(stage.count("t") for stage in _expanded(written))
+    first = fields.integer(config, "num_layers_in_first_pipeline_stage", "decoder_first_pipeline_num_layers")
+    last = fields.integer(config, "num_layers_in_last_pipeline_stage", "decoder_last_pipeline_num_layers")
+    if (first is None and last is None) or chunks != 1 or pipeline < 2:
+        return ()
+    middle = pipeline - (first is not None) - (last is not None)
+    rest = num_layers - (first or 0) - (last or 0)
+    between = (
+        () if middle == 0 else tuple(rest // middle + (1 if i < rest % middle else 0) for i in range(middle))
+    )
+    return (*(() if first is None else (first,)), *between, *(() if last is None else (last,)))
+
+
+def _expanded(layout: str) -> list[str]:
+    """Expand Megatron's stage notation: `Et*3|(tt|)*2mL` is `Ettt|tt|tt|mL`; `m` and `L` are MTP and loss."""
+    text = layout.replace(" ", "")
+    position, pieces = 0, []
+    while position < len(text):
+        if text[position] == "(":
+            end = text.find(")", position)
+            if end < 0:
+                raise UnusableInput(
+                    f"pipeline_model_parallel_layout = {layout!r} opens a bracket that it does not close",
+                    expected="stages such as Et*3|(tt|)*14L",
+                    attempt="correct the layout",
+                )
+            unit, position = text[position + 1 : end], end + 1
+        else:
+            unit, position = text[position], position + 1
+        times, position = _times(text, position)
+        pieces.append(unit * times)
+    return "".join(pieces).split("|")
+
+
+def _times(text: str, position: int) -> tuple[int, int]:
+    if not text.startswith("*", position):
+        return 1, position
+    end = position + 1
+    while end < len(text) and text[end].isdigit():
+        end += 1
+    return int(text[position + 1 : end] or 1), end

@@ -1,0 +1,179 @@
+"""Reads Megatron-LM's inputs: launch scripts and argument strings, test and recipe YAML, `--yaml-cfg` files.
+
+All of them come down to flags with values. What `arguments.py` makes of the flags, as far as rules see it, is
+done here too: a positive number of offloaded layers turns the offload on, for example.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from skill_tools.configs.config import Config, Framework, Place
+from skill_tools.configs.draft import Draft
+from skill_tools.configs.shell.command import Argument
+from skill_tools.configs.shell.launch import command_line, training_command, write_environment
+from skill_tools.configs.source import Kind, Source
+from skill_tools.configs.stated_versions import stated_versions
+from skill_tools.configs.tree import entries_of, single_document
+from skill_tools.configs.values import UNREADABLE
+from skill_tools.configs.yaml_lines import Node, plain
+from skill_tools.errors import UnusableInput
+
+_YAML_CFG_SECTIONS = ("language_model", "model_parallel")
+_OVERRIDES = "<overrides>"
+
+
+class Flag(NamedTuple):
+    """A flag with the values that follow it; `written` is what stands in the input."""
+
+    name: str
+    values: tuple[str, ...]
+    written: str
+    place: Place
+    known: bool = True
+
+
+def compose(sources: Sequence[Source], overrides: Sequence[str]) -> Config:
+    """Read `sources` in order, then `overrides` (each a string of arguments), into one configuration."""
+    draft = Draft(Framework.MEGATRON_LM)
+    draft.complete = True
+    for source in sources:
+        draft.sources[source.name] = source.text
+        draft.versions.update(stated_versions(source.text))
+        _write_source(draft, source)
+    for text in overrides:
+        _write_flags(draft, _flags(command_line(text, _OVERRIDES), _OVERRIDES))
+    _settle(draft)
+    return draft.finish()
+
+
+def _write_source(draft: Draft, source: Source) -> None:
+    match source.kind:
+        case Kind.SHELL:
+            command = training_command(source.text, source.name, draft.accepts)
+            write_environment(draft, command, source.name)
+            _write_flags(draft, _flags(command.words, source.name))
+        case Kind.YAML | Kind.JSON:
+            _write_yaml(draft, single_document(source), source.name)
+        case Kind.PYTHON:
+            raise UnusableInput(
+                f"{source.name} is Python",
+                expected="a launch script, arguments or YAML of Megatron-LM",
+                attempt="the script that starts the training",
+            )
+
+
+def _flags(words: Iterable[Argument], file: str) -> Iterator[Flag]:
+    """Group words into flags with their values; words before the first flag belong to nobody."""
+    group: list[Argument] = []
+    for word in words:
+        if word.text.startswith("--") and len(word.text) > 2:
+            yield from _flag(group, file)
+            group = [word]
+        elif group:
+            group.append(word)
+    yield from _flag(group, file)
+
+
+def _flag(group: Sequence[Argument], file: str) -> Iterator[Flag]:
+    if group:
+        name, equals, value = group[0].text.partition("=")
+        values = (*((value,) if equals else ()), *(word.text for word in group[1:]))
+        known = all(word.resolved and word.certain for word in group)
+        yield Flag(name, values, name, Place(file, group[0].line, group[0].column), known)
+
+
+def _write_flags(draft: Draft, flags: Iterable[Flag]) -> None:
+    for flag in flags:
+        if flag.name in draft.table.by_negative:
+            key = draft.table.by_negative[flag.name]
+            draft.set_key(key.name, False if flag.known else UNREADABLE, flag.written, flag.place)
+        elif draft.accepts(flag.name):
+            _write_flag(draft, flag)
+        else:
+            draft.note_unknown(flag.written, flag.place)
+
+
+def _write_flag(draft: Draft, flag: Flag) -> None:
+    key = draft.table.find(Framework.MEGATRON_LM, flag.name)
+    kind = key.type_in(Framework.MEGATRON_LM) if key else "any"
+    name = draft.canonical(flag.name)
+    value: object = flag.values[0] if len(flag.values) == 1 else list(flag.values)
+    if not flag.known:
+        value = UNREADABLE
+    elif kind == "bool" or not flag.values:
+        value = True
+    elif kind == "list":
+        value = list(flag.values)
+    draft.set_key(name, value, flag.written, flag.place)
+    if kind == "bool" and flag.known and flag.values:
+        draft.refuse_type(name, f"a bare switch: {flag.values[0][:40]!r} is left over")
+
+
+def _write_yaml(draft: Draft, root: Node, file: str) -> None:
+    """Write one of the YAML forms: flags under MODEL_ARGS, fields under ARGS, or fields and sections at the top."""
+    entries = entries_of(root)
+    for name, node in entries_of(entries.get("ENV_VARS")).items():
+        value = UNREADABLE if "${" in (node.text or "") else node.text
+        draft.set_environment(name, value, Place(file, node.line, node.column))
+    flags = [item for item in entries_of(entries.get("MODEL_ARGS")).items() if item[0].startswith("--")]
+    flags += entries_of(entries.get("ARGS")).items()
+    for name, node in flags:
+        for loser in node.shadowed:
+            draft.shadow(_flag_name(name), loser.value, Place(file, loser.line, loser.column))
+    _write_flags(draft, (flag for name, node in flags for flag in _entry(name, node, file)))
+    if not entries.keys() & {"MODEL_ARGS", "ARGS", "ENV_VARS"}:
+        _write_fields(draft, entries, file)
+
+
+def _entry(name: str, node: Node, file: str) -> Iterator[Flag]:
+    """Read `--num-layers: 4` or `num_layers: 4`; true is a switch, and false or null an absent flag."""
+    if node.value is False or node.value is None:
+        return
+    values = [item.text or "" for item in node.value] if isinstance(node.value, list) else [node.text or ""]
+    if node.value is True:
+        values = []
+    elif node.text is not None and node.text.startswith("[") and node.text.endswith("]"):
+        values = node.text[1:-1].replace(",", " ").split()
+    known = not any("${" in value for value in values)
+    yield Flag(_flag_name(name), tuple(values), name, Place(file, node.line, node.column), known)
+
+
+def _flag_name(name: str) -> str:
+    return name if name.startswith("--") else f"--{name.replace('_', '-')}"
+
+
+def _write_fields(draft: Draft, entries: dict[str, Node], file: str) -> None:
+    """Write fields by name: those of a flat recipe become flags, those of a `--yaml-cfg` file need not be any."""
+    sections = [entries_of(entries[name]) for name in _YAML_CFG_SECTIONS if name in entries]
+    if not sections:
+        _write_flags(draft, (flag for name, node in entries.items() for flag in _entry(name, node, file)))
+        return
+    for name, node in [item for section in (entries, *sections) for item in section.items()]:
+        if name in draft.table.by_name:
+            draft.set_key(name, plain(node), name, Place(file, node.line, node.column))
+        elif draft.accepts(_flag_name(name)):
+            _write_flags(draft, _entry(name, node, file))
+
+
+def _settle(draft: Draft) -> None:
+    """Do what `arguments.py` does after parsing, where it changes a value that a rule reads."""
+    _derive(
+        draft,
+        "cpu_offloading_num_layers",
+        lambda layers: isinstance(layers, int) and layers > 0,
+        "cpu_offloading",
+        True,
+    )
+    _derive(draft, "recompute_activations", bool, "recompute_granularity", "selective")
+    main_grads = draft.get("main_grads_dtype")
+    if "grad_reduce_in_fp32" not in draft and (main_grads is None or main_grads.value == "fp32"):
+        _derive(draft, "bf16", bool, "grad_reduce_in_fp32", True)
+
+
+def _derive(draft: Draft, source: str, holds: Callable[[object], bool], key: str, value: object) -> None:
+    """Give `key` its value where that of `source` makes it; leave it open where `source` is open."""
+    setting = draft.get(source)
+    if setting is not None and holds(setting.value):
+        draft.set_key(key, value, setting.written, setting.place)
+    elif draft.is_open(source):
+        draft.leave_open(key)

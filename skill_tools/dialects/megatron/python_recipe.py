@@ -1,0 +1,133 @@
+"""Reads a Python recipe statically: what it assigns to the configuration, without importing or running it.
+
+One recipe is the function that returns the configuration, or the script itself where no function does. A file
+with several asks for `file.py::function`. `python_statements` follows the code; here the recipe is chosen and
+the sections it leaves behind are written into the draft.
+"""
+
+import ast
+
+from skill_tools.configs.config import Place
+from skill_tools.configs.draft import Draft
+from skill_tools.configs.python.statements import Function, Interpreter, takes_config
+from skill_tools.configs.python.values import Section, dotted_name, plain
+from skill_tools.configs.source import Source
+from skill_tools.configs.values import UNREADABLE
+from skill_tools.errors import UnusableInput
+
+_CONTAINER = "ConfigContainer"
+_SHOWN = 5
+
+
+def write_recipe(draft: Draft, source: Source) -> None:
+    """Write what the recipe of `source` sets into `draft`.
+
+    Raises `UnusableInput` when the file is not Python, holds no recipe, or several and none was asked for.
+    """
+    module = _parse(source)
+    functions = {node.name: node for node in module.body if isinstance(node, Function)}
+    name = _chosen(functions, source)
+    interpreter = Interpreter(source.name, module)
+    root = interpreter.run_function(name) if name else interpreter.run_module()
+    if root is None:
+        raise UnusableInput(
+            f"{source.name} sets no configuration",
+            expected="a recipe: a function that returns a ConfigContainer",
+            attempt=f"{source.name}::function to name it",
+        )
+    draft.model_name = interpreter.model_name or name or draft.model_name
+    _write(draft, root)
+
+
+def _parse(source: Source) -> ast.Module:
+    try:
+        return ast.parse(source.text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        line = getattr(error, "lineno", None) or 1
+        reason = getattr(error, "msg", None) or "too deeply nested"
+        raise UnusableInput(
+            f"{source.name}:{line} is not valid Python ({reason})",
+            expected="a Python recipe",
+            attempt="mending that line",
+        ) from error
+
+
+def _chosen(functions: dict[str, ast.FunctionDef | ast.AsyncFunctionDef], source: Source) -> str | None:
+    """Return the name of the recipe function, or None for a script that sets its configuration itself."""
+    if source.recipe is not None:
+        if source.recipe in functions:
+            return source.recipe
+        raise _ambiguous(source, f"has no function {source.recipe!r}", list(functions))
+    recipes = [name for name, node in functions.items() if _returns_container(node)]
+    recipes = recipes or [name for name, node in functions.items() if name != "main" and _sets_config(node)]
+    public = [name for name in recipes if not name.startswith("_")] or recipes
+    if len(public) > 1:
+        raise _ambiguous(source, f"holds {len(public)} recipes", public)
+    return public[0] if public else None
+
+
+def _returns_container(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    return node.returns is not None and _CONTAINER in ast.dump(node.returns)
+
+
+def _sets_config(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """Return whether a function without a telling annotation builds a configuration, or is given one to set."""
+    parts = list(ast.walk(node))
+    names = [dotted_name(part) for part in parts if isinstance(part, ast.Attribute | ast.Name)]
+    assigns = any(name.count(".") == 2 or name == _CONTAINER for name in names)
+    returns = any(isinstance(part, ast.Return) and part.value is not None for part in parts)
+    return assigns and (returns or takes_config(node) is not None)
+
+
+def _ambiguous(source: Source, problem: str, names: list[str]) -> UnusableInput:
+    shown = ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
+    example = names[0] if names else "function"
+    return UnusableInput(
+        f"{source.name} {problem}",
+        expected=f"one of {shown}" if names else "a function that returns a ConfigContainer",
+        attempt=f"{source.name}::{example}",
+    )
+
+
+def _write(draft: Draft, root: Section) -> None:
+    """Write every field below `root`, all values of it in order, so that the ones that lost are known."""
+    pending = [("", root)]
+    seen = {id(root)}
+    while pending:
+        prefix, section = pending.pop()
+        for name, values in section.fields.items():
+            path = f"{prefix}.{name}" if prefix else name
+            if name.startswith("_"):
+                continue
+            for value, place in values:
+                _write_value(draft, path, value, place)
+            last = values[-1][0]
+            is_section = isinstance(last, Section) and path != "env_vars" and not draft.is_leaf(path)
+            if is_section and isinstance(last, Section) and id(last) not in seen:
+                seen.add(id(last))
+                pending.append((path, last))
+
+
+def _write_value(draft: Draft, path: str, value: object, place: Place) -> None:
+    if path == "env_vars" and isinstance(value, Section):
+        for variable, values in value.fields.items():
+            draft.set_environment(variable, plain(values[-1][0]), values[-1][1])
+    if not draft.accepts(path):
+        if not isinstance(value, Section) or value.fields:
+            draft.note_unknown(path, place)
+        return
+    key = draft.table.find(draft.framework, path)
+    if isinstance(value, Section) and not value.is_literal:
+        if key is not None and value.made_by != "?":
+            draft.set_key(key.name, _object_value(value, key.implies), path, place)
+        return
+    draft.set(path, plain(value), place)
+
+
+def _object_value(section: Section, named: object) -> object:
+    """Return what an object stands for: a recipe by its name, a constructor by its fields."""
+    if isinstance(named, dict) and section.made_by in named:
+        return section.made_by
+    if section.made_by[:1].isupper():
+        return {name: plain(values[-1][0]) for name, values in section.fields.items()} or section.made_by
+    return UNREADABLE

@@ -1,0 +1,138 @@
+"""Builds the planner's run from a Megatron Bridge or Megatron-LM configuration.
+
+Both frameworks train with Megatron Core, so they share one reading; they differ in defaults and in how much
+of the configuration is seen (a Bridge override file lies over a recipe that is not).
+"""
+
+from collections.abc import Mapping
+
+from skill_tools.configs.config import Config, Framework
+from skill_tools.dialects import fields
+from skill_tools.dialects.layout import Layout
+from skill_tools.dialects.megatron import layout_checks, layout_sources
+from skill_tools.dialects.run import Adapter, Precision, Recompute, Run
+from skill_tools.dialects.shapes import ModelShape
+from skill_tools.errors import UnusableInput
+
+_DTYPE_BYTES: Mapping[str, float] = {
+    "fp32": 4,
+    "float32": 4,
+    "bf16": 2,
+    "bfloat16": 2,
+    "fp16": 2,
+    "float16": 2,
+    "fp8": 1,
+    "uint8": 1,
+}
+_FUSED_LOSS_BYTES, _PLAIN_LOSS_BYTES = 4.0, 6.0
+
+
+def build(config: Config, shape: ModelShape, *, gpus: int | None) -> Run:
+    """Return the run; raise `UnusableInput` for sizes that cannot be."""
+    found = layout_sources.of_megatron(config, gpus=gpus, num_layers=shape.num_layers, moe=shape.experts > 0)
+    assumptions = [*found.assumptions, *layout_checks.check(shape, found.layout, config)]
+    seq_length = fields.count(
+        config, "seq_length", "dataset.seq_length", "model.seq_length", "dataset.sequence_length"
+    )
+    if seq_length is None:
+        seq_length = 4096
+        assumptions.append("sequence length 4096: not set here")
+    micro_batch = fields.count(config, "micro_batch_size") or 1
+    precision_aware = bool(fields.flag(config, "use_precision_aware_optimizer"))
+    return Run(
+        dialect=config.framework.value,
+        shape=shape,
+        layout=found.layout,
+        seq_length=seq_length,
+        micro_batch=micro_batch,
+        micro_batches=_micro_batches(config, found.layout, micro_batch, assumptions),
+        precision=_precision(config, precision_aware, assumptions),
+        recompute=_recompute(config, assumptions),
+        adapter=_adapter(config, shape),
+        shards_optimizer=_shards_optimizer(config, assumptions),
+        precision_aware=precision_aware,
+        loss_bytes=_FUSED_LOSS_BYTES
+        if fields.flag(config, "cross_entropy_loss_fusion")
+        else _PLAIN_LOSS_BYTES,
+        assumptions=tuple(assumptions),
+    )
+
+
+def _micro_batches(config: Config, layout: Layout, micro_batch: int, assumptions: list[str]) -> int:
+    batch = fields.count(config, "global_batch_size")
+    if batch is None:
+        assumptions.append(f"{layout.pipeline} micro-batches a step: no global batch size is set here")
+        return layout.pipeline
+    share = layout.data * micro_batch
+    if batch % share:
+        raise UnusableInput(
+            f"global batch {batch} does not divide over DP {layout.data} x micro-batch {micro_batch}",
+            expected=f"a multiple of {share}",
+            attempt=f"global_batch_size={max(batch // share, 1) * share}, or another --gpus",
+        )
+    return batch // share
+
+
+def _dtype_bytes(config: Config, key: str, default: float) -> float:
+    written = fields.text(config, key)
+    return default if written is None else _DTYPE_BYTES.get(written.rsplit(".", 1)[-1], default)
+
+
+def _precision(config: Config, precision_aware: bool, assumptions: list[str]) -> Precision:
+    if fields.flag(config, "bf16") is False and not fields.flag(config, "fp16"):
+        return Precision(weight_bytes=4, gradient_bytes=4, master_bytes=0)
+    reduce_in_fp32 = fields.flag(
+        config, "grad_reduce_in_fp32", "ddp.grad_reduce_in_fp32", "accumulate_allreduce_grads_in_fp32"
+    )
+    gradient = 2.0 if reduce_in_fp32 is False else 4.0
+    if not precision_aware:
+        if reduce_in_fp32 is None:
+            assumptions.append("gradients in an fp32 buffer (grad_reduce_in_fp32), Megatron's way with bf16")
+        return Precision(gradient_bytes=gradient)
+    remainders = fields.flag(config, "store_param_remainders") is not False
+    return Precision(
+        gradient_bytes=_dtype_bytes(config, "main_grads_dtype", gradient),
+        master_bytes=min(_dtype_bytes(config, "main_params_dtype", 4), 2 if remainders else 4),
+        moments_bytes=_dtype_bytes(config, "exp_avg_dtype", 4) + _dtype_bytes(config, "exp_avg_sq_dtype", 4),
+    )
+
+
+def _recompute(config: Config, assumptions: list[str]) -> Recompute:
+    granularity = fields.text(config, "recompute_granularity")
+    if granularity is None and not config.complete:
+        assumptions.append("no activation recompute: not set here, a recipe may set it")
+    if fields.flag(config, "recompute_activations"):
+        granularity = "selective"
+    if granularity not in {"full", "selective"}:
+        return Recompute()
+    return Recompute(
+        granularity=granularity,
+        method=fields.text(config, "recompute_method") or "uniform",
+        layers=fields.count(config, "recompute_num_layers") or 1,
+        modules=fields.words(config, "recompute_modules") or ("core_attn",),
+    )
+
+
+def _adapter(config: Config, shape: ModelShape) -> Adapter | None:
+    rank = fields.count(config, "peft.dim")
+    if rank is None:
+        return None
+    return Adapter(rank=rank, parameters=lora_parameters(shape, rank))
+
+
+def lora_parameters(shape: ModelShape, rank: int) -> int:
+    """Count rank-`rank` LoRA on every linear layer of attention and dense MLPs (experts are left out)."""
+    queries = shape.heads * shape.attention_head_dim
+    keys = shape.kv_heads * shape.attention_head_dim
+    attention = 2 * shape.hidden + 2 * queries + 2 * (shape.hidden + keys)
+    dense = sum(1 for layer in range(shape.num_layers) if not shape.is_moe(layer))
+    mlp = (3 if shape.gated_mlp else 2) * (shape.hidden + shape.ffn)
+    return rank * (shape.num_layers * attention + dense * mlp)
+
+
+def _shards_optimizer(config: Config, assumptions: list[str]) -> bool:
+    sharded = fields.flag(config, "use_distributed_optimizer", "ddp.use_distributed_optimizer")
+    if sharded is None and config.framework is Framework.BRIDGE:
+        assumptions.append("distributed optimizer on, as Bridge's recipes have it")
+        return True
+    return bool(sharded)

@@ -1,0 +1,1 @@
+"""A plain PyTorch loop, planned with the mechanisms of `reference_impl`."""

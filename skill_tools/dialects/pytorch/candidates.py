@@ -1,0 +1,128 @@
+"""The candidates of a plain PyTorch loop: what `reference_impl` can do, and the section of a plan that it executes."""
+
+from collections.abc import Iterator
+from itertools import product
+
+from skill_tools.dialects.candidates import (
+    BUDGET,
+    INPUTS,
+    LAYERS,
+    OPTIMIZER,
+    OPTIMIZER_LABEL,
+    RECOMPUTE,
+    WEIGHTS,
+    Candidate,
+    layer_counts,
+)
+from skill_tools.dialects.run import ActivationEngine, Mode, OptimizerEngine, Recompute, Run
+from skill_tools.planning.cost import budget_engine
+from skill_tools.planning.cost.machine import Machine
+from skill_tools.planning.cost.own_optimizer import best_streamed_share
+from skill_tools.planning.cost.pace import Pace
+
+_Part = tuple[dict[str, object], str, tuple[str, ...]]
+
+
+def candidates(run: Run, machine: Machine, speed: Pace) -> Iterator[Candidate]:
+    """Yield every combination of the reference implementation's mechanisms."""
+    states = tuple(_weights(run)) if run.adapter else tuple(_optimizers(run, machine))
+    for activations, kept in product(tuple(_activations(run, machine, speed)), states):
+        labels = [label for label in (activations[1], kept[1]) if label]
+        yield Candidate(
+            Mode(**(activations[0] | kept[0])),  # type: ignore[arg-type]
+            " + ".join(labels) or "as it is, without offload",
+            (*activations[2], *kept[2]),
+            {},
+        )
+
+
+def _activations(run: Run, machine: Machine, speed: Pace) -> Iterator[_Part]:
+    yield {"recompute": Recompute()}, "", ()
+    yield {"recompute": Recompute(granularity="full")}, "checkpointing", (RECOMPUTE,)
+    yield (
+        {"recompute": Recompute(granularity="full"), "activation_engine": ActivationEngine.OWN_INPUTS},
+        "checkpointing with layer inputs offloaded",
+        (INPUTS,),
+    )
+    for layers in layer_counts(run):
+        yield (
+            {"recompute": Recompute(), "layers": layers, "activation_engine": ActivationEngine.OWN_LAYERS},
+            f"activation offload of {layers} layers",
+            (LAYERS,),
+        )
+    yield from _budgets(run, machine, speed)
+
+
+def _budgets(run: Run, machine: Machine, speed: Pace) -> Iterator[_Part]:
+    """Yield what the budget engine may be told to remove.
+
+    It learns from one forward and backward, so not where gradients add up over several, nor beside streamed weights;
+    it cannot remove everything, because a layer's own tensors stay while it runs.
+    """
+    if run.adapter is not None or run.micro_batches > 1:
+        return
+    for eighths in range(1, 8):
+        removed = eighths / 8
+        recomputed = budget_engine.recomputed_share(run, machine, speed, removed)
+        yield (
+            {
+                "recompute": Recompute(),
+                "activation_engine": ActivationEngine.OWN_BUDGET,
+                "removed": removed,
+                "recomputed": recomputed,
+            },
+            f"activation budget ({removed - recomputed:.0%} offloaded, {recomputed:.0%} recomputed)",
+            (BUDGET,),
+        )
+
+
+def _optimizers(run: Run, machine: Machine) -> Iterator[_Part]:
+    """Yield what may leave: to the CPU alone, in the split that is updated fastest, or streamed alone.
+
+    The first needs no room on the GPU, the last the least on the host; how much leaves, the search decides.
+    """
+    yield {}, "", ()
+    for share in sorted({0.0, round(best_streamed_share(machine), 4), 1.0}):
+        arguments: dict[str, object] = {
+            "optimizer_fraction": 1.0,
+            "streamed_fraction": share,
+            "optimizer_engine": OptimizerEngine.REFERENCE,
+            "updates_in_backward": not run.clips and share < 1,
+        }
+        how = "" if not share else " (streamed)" if share == 1 else f" ({share:.0%} of it streamed)"
+        yield arguments, f"{OPTIMIZER_LABEL} 100%{how}", (OPTIMIZER,)
+
+
+def _weights(run: Run) -> Iterator[_Part]:
+    yield {}, "", ()
+    for layers in (*layer_counts(run), run.shape.num_layers):
+        yield {"weight_layers": layers}, f"{layers} frozen layers streamed", (WEIGHTS,)
+
+
+def execute(mode: Mode, run: Run, peak_bytes: int) -> dict[str, object]:
+    """Return what `reference_impl.apply_plan` is to do: mechanisms with their parameters.
+
+    `peak_bytes` is what the allocator may reach in a step.
+    """
+    mechanisms: dict[str, object] = {}
+    if mode.optimizer_fraction:
+        mechanisms["optimizer"] = {
+            "offload_fraction": mode.optimizer_fraction,
+            "split": {
+                "resident": 1 - mode.optimizer_fraction,
+                "streamed": mode.streamed_fraction,
+                "cpu": mode.optimizer_fraction - mode.streamed_fraction,
+            },
+            "backward_overlap": "update" if mode.updates_in_backward else "gradients",
+        }
+    if mode.layers:
+        mechanisms["activations"] = {"mode": "layers", "num_layers": mode.layers}
+    elif mode.activation_engine is ActivationEngine.OWN_INPUTS:
+        mechanisms["activations"] = {"mode": "checkpoint"}
+    elif mode.activation_engine is ActivationEngine.OWN_BUDGET:
+        mechanisms["activations"] = {"mode": "budget", "budget_bytes": peak_bytes}
+    elif mode.recompute and mode.recompute.granularity == "full":
+        mechanisms["activations"] = {"mode": "recompute"}
+    if mode.weight_layers:
+        mechanisms["weights"] = {"resident_layers": run.shape.num_layers - mode.weight_layers}
+    return mechanisms

@@ -1,0 +1,67 @@
+"""Builds the planner's run for a plain PyTorch loop: bf16 weights, fp32 masters and AdamW states.
+
+This is the setting of `reference_impl`: the model of a Hugging Face config.json, a known name or six
+numbers, trained eagerly with flash attention, data-parallel at most.
+"""
+
+from skill_tools.configs.config import Config
+from skill_tools.dialects import fields
+from skill_tools.dialects.layout import Layout
+from skill_tools.dialects.megatron.run import lora_parameters
+from skill_tools.dialects.run import PYTORCH, Adapter, Precision, Recompute, Run
+from skill_tools.dialects.shapes import ModelShape
+from skill_tools.errors import UnusableInput
+
+LOSS_BYTES = 12.0  # fp32 logits' log-softmax, its gradient and theirs at the start of backward
+
+
+def build(config: Config, shape: ModelShape, *, gpus: int | None) -> Run:
+    """Return the run of a plain PyTorch loop; `config` holds only overrides."""
+    assumptions = []
+    seq_length = fields.count(config, "seq_length")
+    if seq_length is None:
+        seq_length = 2048
+        assumptions.append("sequence length 2048: not set; --overrides seq_length=N")
+    micro_batch = fields.count(config, "micro_batch_size")
+    if micro_batch is None:
+        micro_batch = 1
+        assumptions.append("micro-batch 1: not set; --overrides micro_batch_size=N")
+    if fields.integer(config, "hidden_size") and fields.flag(config, "gated_linear_unit") is None:
+        assumptions.append(
+            "an MLP without a gate: not set; --overrides gated_linear_unit=true for a Llama-like one"
+        )
+    assumptions.append("bf16 weights, fp32 master weights and moments, eager PyTorch with flash attention")
+    norm = fields.number(config, "max_grad_norm")
+    if norm is not None and not norm >= 0:
+        raise UnusableInput(
+            f"max_grad_norm={norm:g}", expected="a norm, or 0 for no clipping", attempt="max_grad_norm=1.0"
+        )
+    if norm is None:
+        assumptions.append(
+            "gradients may be clipped, so no update starts before the last of them; --overrides max_grad_norm=0 where "
+            "the loop clips nothing"
+        )
+    granularity = fields.text(config, "recompute_granularity")
+    if granularity not in {None, "none", "full"}:
+        raise UnusableInput(
+            f"recompute_granularity={granularity}",
+            expected="full or none, which is what a plain PyTorch loop is planned with",
+            attempt="recompute_granularity=full",
+        )
+    rank = fields.count(config, "lora_rank")
+    return Run(
+        dialect=PYTORCH,
+        shape=shape,
+        layout=Layout(gpus=gpus or 1),
+        seq_length=seq_length,
+        micro_batch=micro_batch,
+        micro_batches=fields.count(config, "gradient_accumulation_steps") or 1,
+        precision=Precision(gradient_bytes=2, gradient_is_buffer=False),
+        recompute=Recompute(granularity="full") if granularity == "full" else Recompute(),
+        adapter=None if rank is None else Adapter(rank=rank, parameters=lora_parameters(shape, rank)),
+        shards_optimizer=False,
+        loss_bytes=LOSS_BYTES,
+        fused_activation=False,
+        clips=norm != 0,
+        assumptions=tuple(assumptions),
+    )

@@ -1,0 +1,165 @@
+"""One training run as the planner sees it: a shape, a layout, precisions, and how activations are kept.
+
+It is the meeting point of the dialects: `megatron_run.py`, `axolotl_run.py` and `pytorch_run.py` build it
+from what the user wrote, memory and time are computed from it alone. Whatever was not written and had to be
+assumed stands in `assumptions`, in words.
+"""
+
+from enum import StrEnum
+from typing import NamedTuple
+
+from skill_tools.dialects.layout import Layout
+from skill_tools.dialects.shapes import ModelShape
+
+PYTORCH = "pytorch"
+
+
+class Precision(NamedTuple):
+    """Bytes of one parameter's weight, gradient and optimizer state.
+
+    `gradient_is_buffer` says that gradients live in a buffer of their own for the whole step (Megatron's main
+    gradients), not only while backward makes them.
+    """
+
+    weight_bytes: float = 2
+    gradient_bytes: float = 4
+    master_bytes: float = 4
+    moments_bytes: float = 8
+    gradient_is_buffer: bool = True
+
+
+class Recompute(NamedTuple):
+    """Activation recomputation. `granularity` is `none`, `selective` or `full`; `layers` as in Megatron."""
+
+    granularity: str = "none"
+    method: str = "uniform"
+    layers: int = 1
+    modules: tuple[str, ...] = ()
+
+
+class Adapter(NamedTuple):
+    """LoRA: `parameters` are trained, the base is frozen at `base_weight_bytes` a parameter."""
+
+    rank: int
+    parameters: int
+    base_weight_bytes: float = 2
+
+
+class Run(NamedTuple):
+    """One training run. `micro_batches` are those one data-parallel rank does in a step.
+
+    `weight_shards` and `gradient_shards` are the ranks that share weights and gradients (FSDP, ZeRO);
+    `shards_optimizer` is Megatron's distributed optimizer or its equals. `loss_bytes` are bytes per token
+    and vocabulary entry that the loss keeps at its worst moment; `fused_activation` says that SwiGLU keeps
+    no product of its own; `clips` that gradients may be clipped by their global norm.
+    """
+
+    dialect: str
+    shape: ModelShape
+    layout: Layout
+    seq_length: int
+    micro_batch: int = 1
+    micro_batches: int = 1
+    precision: Precision = Precision()
+    recompute: Recompute = Recompute()
+    adapter: Adapter | None = None
+    shards_optimizer: bool = True
+    weight_shards: int = 1
+    gradient_shards: int = 1
+    precision_aware: bool = False
+    loss_bytes: float = 6
+    fused_activation: bool = True
+    norm_bytes: float = 0
+    tiled_mlp: bool = False
+    clips: bool = True
+    assumptions: tuple[str, ...] = ()
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one micro-batch that one GPU's context-parallel rank works on."""
+        return self.seq_length * self.micro_batch // self.layout.context
+
+
+class OptimizerEngine(StrEnum):
+    """Who updates the parameters whose state left the GPU."""
+
+    MEGATRON = "megatron-hybrid"
+    DEEPSPEED = "deepspeed-cpu-adam"
+    TORCHAO = "torchao"
+    TORCHAO_GRADIENTS = "torchao-offload-gradients"
+    REFERENCE = "reference"
+
+
+class ActivationEngine(StrEnum):
+    """Who moves activations: whole layers, named modules, checkpointed layer inputs, or every saved tensor.
+
+    `OWN` engines are `reference_impl`'s: layers, checkpointed inputs that come back ahead of their use, and a budget.
+    """
+
+    NONE = "none"
+    LAYERS = "layers"
+    MODULES = "modules"
+    INPUTS = "inputs"
+    TRL = "trl"
+    SAVE_ON_CPU = "save-on-cpu"
+    OWN_LAYERS = "reference-layers"
+    OWN_INPUTS = "reference-inputs"
+    OWN_BUDGET = "reference-budget"
+
+
+class WeightEngine(StrEnum):
+    """Who moves frozen weights."""
+
+    AXOLOTL = "axolotl-layer-offloading"
+    REFERENCE = "reference"
+
+
+class Mode(NamedTuple):
+    """What is moved off the GPU, and what is recomputed instead of kept.
+
+    `optimizer_fraction` is a share of the optimizer shard's parameters, `streamed_fraction` the part of it
+    that is updated on the GPU while its state passes through; `updates_in_backward` says that the
+    reference implementation's CPU starts there, which excludes clipping. `moves_masters` says that fp32
+    masters go with the moments. `layers` are the first decoder layers whose activations leave, `modules`
+    those of fine-grained offload. Under a budget `removed` is the share of the saved bytes that does not
+    stay, `recomputed` the part of it that is computed again instead of moved. `recompute` None keeps the
+    run's own. `weight_layers` are the frozen layers that are streamed, `offload_parameters` is FSDP's or
+    ZeRO's parameter and optimizer offload, `state_offload` Megatron's (dev) optimizer-state offload.
+    """
+
+    optimizer_fraction: float = 0.0
+    streamed_fraction: float = 0.0
+    optimizer_engine: OptimizerEngine = OptimizerEngine.MEGATRON
+    updates_in_backward: bool = False
+    overlap: bool = True
+    moves_masters: bool = False
+    shards_optimizer: bool = False
+    state_offload: bool = False
+    activation_engine: ActivationEngine = ActivationEngine.NONE
+    layers: int = 0
+    modules: tuple[str, ...] = ()
+    removed: float = 0.0
+    recomputed: float = 0.0
+    recompute: Recompute | None = None
+    weight_layers: int = 0
+    weight_engine: WeightEngine = WeightEngine.REFERENCE
+    offload_parameters: bool = False
+
+    @property
+    def of_states(self) -> "Mode":
+        """The mode as weights and optimizer see it: modes that differ elsewhere share their memory."""
+        return self._replace(
+            activation_engine=ActivationEngine.NONE, layers=0, modules=(), removed=0.0, recomputed=0.0
+        )
+
+    @property
+    def of_activations(self) -> "Mode":
+        """The mode as activations see it: modes that differ elsewhere share their memory."""
+        return Mode(
+            activation_engine=self.activation_engine,
+            layers=self.layers,
+            modules=self.modules,
+            removed=self.removed,
+            recomputed=self.recomputed,
+            recompute=self.recompute,
+        )

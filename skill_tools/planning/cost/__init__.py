@@ -1,0 +1,1 @@
+"""What it costs: seconds of a step on a machine."""

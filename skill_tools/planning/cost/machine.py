@@ -1,0 +1,224 @@
+"""The machine that a plan is made for: rates of GPU, link and host, and where each came from.
+
+Either a known GPU out of `knowledge/hardware.yaml`, the four numbers of an unknown one, or a profile that
+was measured on the machine itself. Rates are per GPU; what a node's ranks share is divided here, once.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from skill_tools import knowledge
+from skill_tools.errors import UnusableInput
+from skill_tools.units import GIB
+
+# What one parameter's update by `reference_impl`'s optimizer moves: through host memory, and over the link one way.
+CPU_DRAM_BYTES, STREAM_DRAM_BYTES = 32, 24
+CPU_LINK_BYTES, STREAM_LINK_BYTES = 2, 12  # bf16 gradient or weight; fp32 master and moments
+_RATES = (
+    "bf16_matmul_TFLOPs",
+    "h2d_pinned_GBs",
+    "d2h_pinned_GBs",
+    "duplex_total_GBs",
+    "host_triad_GBs",
+    "cpu_adam_fused_Gparam_s",
+    "cpu_adam_perparam_fused_Gparam_s",
+)
+_UPDATE_RATES = ("cpu_with_copies_Gparam_s", "streamed_Gparam_s", "both_Gparam_s", "both_cpu_share")
+_SIZES = ("hbm_GBs", "gpu_memory_bytes", "host_memory_bytes", "gpus_per_node")
+_NUMBERS = ("tflops", "link_GBs", "dram_GBs", "hbm_GBs")
+
+
+class Machine(NamedTuple):
+    """Rates in FLOP/s, bytes/s and parameters/s. `*_copy` are pinned copies of one direction alone.
+
+    `duplex_copy` is one direction while the other runs too. `dram` is one rank's share of the node's host
+    memory bandwidth, `cpu_adam` one rank's fused CPU AdamW. `hybrid` and `hybrid_overlap` are measured
+    rates of Megatron's HybridDeviceOptimizer, copies included, or None. `update_link`, `update_dram` and `update_cpu`
+    are what the reference implementation's optimizer reaches of the link, one way, of host memory and of the cores.
+    `measured` says that the rates come from this machine.
+    """
+
+    name: str
+    source: str
+    gpu_memory_bytes: int
+    host_memory_bytes: int
+    gpus_per_node: int
+    gemm: float
+    hbm: float
+    h2d_copy: float
+    d2h_copy: float
+    duplex_copy: float
+    dram: float
+    cpu_adam: float
+    cpu_adam_per_tensor: float
+    update_link: float
+    update_dram: float
+    update_cpu: float
+    hybrid: float | None = None
+    hybrid_overlap: float | None = None
+    measured: bool = False
+
+
+def model_constants() -> Mapping[str, float]:
+    """Return the constants of the time model, each with its source in `hardware.yaml`."""
+    constants: Mapping[str, float] = knowledge.index()["hardware"]["model"]
+    return constants
+
+
+def known(name: str, *, ranks_on_node: int | None = None) -> Machine:
+    """Return the known GPU called `name`, or read `tflops=..,link_GBs=..,dram_GBs=..,hbm_GBs=..`.
+
+    Raises `UnusableInput` for a GPU that nobody wrote down, and asks for its four numbers.
+    """
+    data = knowledge.index()["hardware"]
+    if "=" in name:
+        return _of_numbers(name, data["model"])
+    wanted = name.lower().replace("_", "-").replace(" ", "-").removeprefix("nvidia-")
+    for key, gpu in data["gpus"].items():
+        if wanted in gpu["names"]:
+            return _machine(key, gpu, data["hosts"][gpu["host"]], data["model"], ranks_on_node)
+    raise UnusableInput(
+        f"GPU {name!r} is not known",
+        expected=f"one of {', '.join(data['gpus'])}, or its four numbers",
+        attempt="--gpu tflops=989,link_GBs=55,dram_GBs=57,hbm_GBs=3350 (dense bf16; one way, pinned; a GPU's share)",
+    )
+
+
+def _machine(
+    name: str, gpu: dict[str, Any], host: dict[str, Any], constants: dict[str, float], ranks: int | None
+) -> Machine:
+    dram = host["host_dram_gbs"] * 1e9 / min(ranks or host["gpus"], host["gpus"])
+    adam = dram / constants["cpu_adam_bytes"]
+    rate, overlap = host.get("hybrid_optimizer_gparams"), host.get("hybrid_optimizer_overlap_gparams")
+    return Machine(
+        name=name,
+        source=f"knowledge/hardware.yaml ({gpu['source']}; host {gpu['host']}: {host['source']})",
+        gpu_memory_bytes=round(gpu["memory_gib"] * GIB),
+        host_memory_bytes=round(host["memory_gib"] * GIB),
+        gpus_per_node=host["gpus"],
+        gemm=gpu["bf16_tflops"] * 1e12 * constants["gemm_share"],
+        hbm=gpu["hbm_gbs"] * 1e9,
+        h2d_copy=gpu["link_gbs"] * 1e9,
+        d2h_copy=gpu["link_gbs"] * 1e9,
+        duplex_copy=gpu["duplex_gbs"] * 1e9,
+        dram=dram,
+        cpu_adam=adam,
+        cpu_adam_per_tensor=adam * constants["per_tensor_share"],
+        update_link=gpu["duplex_gbs"] * 1e9,
+        update_dram=dram,
+        update_cpu=adam,
+        hybrid=None if rate is None else rate * 1e9,
+        hybrid_overlap=None if overlap is None else overlap * 1e9,
+    )
+
+
+def _of_numbers(text: str, constants: dict[str, float]) -> Machine:
+    try:
+        given = {key.strip(): float(value) for key, value in (item.split("=") for item in text.split(","))}
+    except ValueError:
+        given = {}
+    if set(given) != set(_NUMBERS) or any(value <= 0 for value in given.values()):
+        raise UnusableInput(
+            f"--gpu {text!r} does not give the four numbers",
+            expected=f"{', '.join(f'{name}=N' for name in _NUMBERS)}, each above zero",
+            attempt="--gpu tflops=989,link_GBs=55,dram_GBs=57,hbm_GBs=3350",
+        )
+    link, dram = given["link_GBs"] * 1e9, given["dram_GBs"] * 1e9
+    adam = dram / constants["cpu_adam_bytes"]
+    return Machine(
+        name="the given numbers",
+        source="--gpu",
+        gpu_memory_bytes=0,
+        host_memory_bytes=0,
+        gpus_per_node=8,
+        gemm=given["tflops"] * 1e12 * constants["gemm_share"],
+        hbm=given["hbm_GBs"] * 1e9,
+        h2d_copy=link,
+        d2h_copy=link,
+        duplex_copy=0.89 * link,
+        dram=dram,
+        cpu_adam=adam,
+        cpu_adam_per_tensor=adam * constants["per_tensor_share"],
+        update_link=0.89 * link,
+        update_dram=dram,
+        update_cpu=adam,
+    )
+
+
+def from_profile(data: Mapping[str, Any], *, name: str, source: str) -> Machine:
+    """Return the machine that a profile's `hardware` numbers describe: GB/s, Gparam/s and TFLOP/s, decimal."""
+    _check_rates(data, source)
+    return Machine(
+        name=name,
+        source=source,
+        gpu_memory_bytes=round(data.get("gpu_memory_bytes", 0)),
+        host_memory_bytes=round(data.get("host_memory_bytes", 0)),
+        gpus_per_node=round(data.get("gpus_per_node", 1)),
+        gemm=data["bf16_matmul_TFLOPs"] * 1e12,
+        hbm=data.get("hbm_GBs", 4800) * 1e9,
+        h2d_copy=data["h2d_pinned_GBs"] * 1e9,
+        d2h_copy=data["d2h_pinned_GBs"] * 1e9,
+        duplex_copy=data["duplex_total_GBs"] * 1e9 / 2,
+        dram=data["host_triad_GBs"] * 1e9,
+        cpu_adam=data["cpu_adam_fused_Gparam_s"] * 1e9,
+        cpu_adam_per_tensor=data["cpu_adam_perparam_fused_Gparam_s"] * 1e9,
+        measured=True,
+        **_update_rates(data),
+    )
+
+
+def _check_rates(data: Mapping[str, Any], source: str) -> None:
+    """Raise `UnusableInput` for a profile that lacks a rate, or says something that is none."""
+    expected = "h2d_pinned_GBs, d2h_pinned_GBs, duplex_total_GBs and the other measured rates"
+    attempt = f"offload probe --out {source}, or --gpu NAME for rates that are known"
+    missing = [name for name in _RATES if name not in data]
+    if not missing and "streamed_Gparam_s" in data:
+        missing = [name for name in _UPDATE_RATES if name not in data]
+    if missing:
+        raise UnusableInput(
+            f"the machine profile {source} lacks {', '.join(missing)}", expected=expected, attempt=attempt
+        )
+    for name in {*_RATES, *_UPDATE_RATES, *_SIZES} & set(data):
+        value = data[name]
+        least = 0 if name in {"both_cpu_share", *_SIZES} else 1e-9
+        if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value < float("inf"):
+            raise UnusableInput(
+                f"the machine profile {source} says {name} = {value!r}",
+                expected="a number above zero",
+                attempt=attempt,
+            )
+
+
+def _update_rates(data: Mapping[str, Any]) -> dict[str, float]:
+    """Return what the reference implementation's optimizer reached here, or where that was not measured, its limits.
+
+    Whole updates with their copies were timed: on the CPU, streamed, and `both_cpu_share` of them at once on the CPU.
+    Their bytes (`own_optimizer`) bound the link from below, and host memory by the busiest of the three.
+    """
+    if "streamed_Gparam_s" not in data:
+        adam, link = data["cpu_adam_fused_Gparam_s"] * 1e9, data["duplex_total_GBs"] * 1e9 / 2
+        return {"update_link": link, "update_dram": 28 * adam, "update_cpu": adam}
+    cpu, streamed, share = data["cpu_with_copies_Gparam_s"], data["streamed_Gparam_s"], data["both_cpu_share"]
+    both = (CPU_DRAM_BYTES * share + STREAM_DRAM_BYTES * (1 - share)) * data["both_Gparam_s"]
+    dram = max(CPU_DRAM_BYTES * cpu, STREAM_DRAM_BYTES * streamed, both)
+    return {
+        "update_link": STREAM_LINK_BYTES * streamed * 1e9,
+        "update_dram": dram * 1e9,
+        "update_cpu": cpu * 1e9,
+    }
+
+
+def read_profile(path: str) -> Machine:
+    """Read a machine profile: a JSON object of rates, or one with them under `hardware`."""
+    try:
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UnusableInput(
+            f"the machine profile {path} cannot be read ({error})",
+            expected="a JSON object of measured rates",
+            attempt="--gpu NAME, for rates that are known",
+        ) from None
+    hardware = data.get("hardware", data) if isinstance(data, dict) else {}
+    return from_profile(hardware, name=str(hardware.get("gpu", path)), source=path)

@@ -1,0 +1,1 @@
+"""What a run takes: parameters, states, activations, in bytes and FLOPs."""

@@ -1,0 +1,165 @@
+"""Memory of one run under one mode: GPU bytes line by line for the most loaded stage, and host bytes.
+
+Four moments of a step compete: the start of backward (all activations and the loss), a layer being
+recomputed, the end of backward (all gradients), and the update. `allocated` is the largest, `between_steps`
+what stays when no activation is alive (what Megatron logs as allocated memory), `device` adds CUDA's
+context, communicators and a margin for fragmentation.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+from skill_tools.dialects import layout
+from skill_tools.dialects.layout import LocalParameters, Stage
+from skill_tools.dialects.run import Mode, Run
+from skill_tools.planning.model import activations, kept, states
+from skill_tools.planning.model.kept import Kept
+from skill_tools.planning.model.lines import Line
+from skill_tools.units import GIB
+
+CONTEXT_BYTES = round(0.75 * GIB)
+COMMUNICATOR_BYTES = round(0.15 * GIB)
+MARGIN = 0.03
+_MOMENTS = (
+    ("always", "step", "loss"),
+    ("always", "step", "recompute"),
+    ("always", "step", "backward", "recompute"),
+    ("always", "backward", "update"),
+)
+
+
+class Memory(NamedTuple):
+    """The answer for one mode: GPU lines of the most loaded stage, host lines of one rank.
+
+    `moved_bytes` are the activations that one micro-batch sends to the host, `copied_bytes` what that copies
+    including duplicates, `in_flight` the micro-batches alive at once.
+    """
+
+    stage: int
+    parameters: LocalParameters
+    gpu: tuple[Line, ...]
+    host: tuple[Line, ...]
+    ranks_on_node: int
+    in_flight: float
+    moved_bytes: float
+    copied_bytes: float
+
+    @property
+    def between_steps_bytes(self) -> int:
+        """GPU bytes allocated when no activation is alive."""
+        return sum(line.bytes for line in self.gpu if line.when == "always")
+
+    @property
+    def allocated_bytes(self) -> int:
+        """GPU bytes allocated at the worst moment of a step."""
+        return sum(line.bytes for line in self.gpu if line.when != "reserve")
+
+    @property
+    def device_bytes(self) -> int:
+        """GPU bytes with CUDA's context, communicators and the margin: what has to fit."""
+        return sum(line.bytes for line in self.gpu)
+
+    @property
+    def host_bytes_per_node(self) -> int:
+        """Host bytes that the ranks of one node pin together."""
+        return sum(line.bytes for line in self.host) * self.ranks_on_node
+
+
+def estimate(run: Run, mode: Mode | None = None) -> Memory:
+    """Return the memory of the most loaded pipeline stage of `run` under `mode`."""
+    chosen = mode or Mode()
+    answers = [_of_stage(run, chosen, stage) for stage in layout.stages(run.shape, run.layout)]
+    worst = max(answers, key=lambda answer: answer.device_bytes)
+    host = max(answers, key=lambda answer: answer.host_bytes_per_node)
+    return worst if host is worst else worst._replace(host=host.host)
+
+
+def _of_stage(run: Run, mode: Mode, stage: Stage) -> Memory:
+    local = layout.local_parameters(
+        run.shape, run.layout, stage, sharded=run.shards_optimizer or mode.shards_optimizer
+    )
+    gpu, host = states.lines(run, mode.of_states, local)
+    found = _activations(run, mode.of_activations, stage)
+    alive = _worst_moment((*gpu, *found.gpu))
+    return Memory(
+        stage=stage.rank,
+        parameters=local,
+        gpu=(*alive, *_reserve(run, sum(line.bytes for line in alive))),
+        host=(*host, *found.host),
+        ranks_on_node=run.layout.ranks_on_node,
+        in_flight=found.in_flight,
+        moved_bytes=found.kept.leaves,
+        copied_bytes=found.kept.copied,
+    )
+
+
+def _worst_moment(lines: Sequence[Line]) -> list[Line]:
+    """Return the lines that are alive at the moment of a step when most is."""
+    moments = [[line for line in lines if line.when in moment] for moment in _MOMENTS]
+    moments[2] = [line for line in moments[2] if line.name != "activations"]
+    return max(moments, key=lambda alive: sum([line.bytes for line in alive]))
+
+
+class _Activations(NamedTuple):
+    """What the layers of a stage keep, for one micro-batch and as lines for those in flight at once."""
+
+    kept: Kept
+    in_flight: float
+    gpu: tuple[Line, ...]
+    host: tuple[Line, ...]
+
+
+@lru_cache(maxsize=1024)
+def _activations(run: Run, mode: Mode, stage: Stage) -> _Activations:
+    """Return what the stage keeps, once for all modes that are the same `of_activations`."""
+    found, flight = kept.of_stage(run, mode, stage), activations.in_flight(run, stage.rank)
+    host = Line("activations", round(found.leaves * flight), f"{flight:g} micro-batches in flight", "step")
+    return _Activations(
+        found,
+        flight,
+        tuple(_activation_lines(run, mode, stage, found, flight)),
+        (host,) if found.leaves else (),
+    )
+
+
+def _activation_lines(run: Run, mode: Mode, stage: Stage, found: Kept, flight: float) -> list[Line]:
+    recompute = (mode.recompute or run.recompute).granularity
+    count = max(len(stage.layers), 1)
+    lines = [
+        Line(
+            "activations",
+            round(found.stays * flight),
+            f"{found.stays / count / GIB:.4f} GiB x {count} layers x {flight:g} micro-batches, recompute {recompute}; "
+            f"one layer: {found.components} GiB",
+            "step",
+        ),
+        Line(
+            "one layer's work", round(found.layer), "what backward has at hand of one layer", found.layer_when
+        ),
+    ]
+    if not stage.has_head:
+        return lines
+    tensor = run.layout.tensor
+    final = round(found.final_token_bytes * run.tokens)
+    token_bytes = run.loss_bytes + found.logits_bytes
+    heads = 1 + run.shape.mtp_layers
+    loss = round(heads * token_bytes * run.tokens * run.shape.vocab / tensor)
+    formula = f"{heads} x {token_bytes:g} B x {run.tokens} tokens x {run.shape.vocab} / TP {tensor}"
+    lines.append(Line("logits and loss", loss, formula, "loss"))
+    if final:
+        lines.append(
+            Line("final norm", final, f"{found.final_token_bytes:g} B x {run.tokens} tokens", "loss")
+        )
+    return lines
+
+
+def _reserve(run: Run, allocated: int) -> list[Line]:
+    sizes = (run.layout.tensor, run.layout.pipeline, run.layout.expert, run.layout.data, run.layout.context)
+    groups = sum(1 for size in sizes if size > 1)
+    lines = [Line("CUDA context and libraries", CONTEXT_BYTES, "0.75 GiB a process", "reserve")]
+    if groups:
+        amount = groups * COMMUNICATOR_BYTES
+        lines.append(Line("communicators", amount, f"0.15 GiB x {groups} parallel groups", "reserve"))
+    margin = f"{MARGIN:.0%} of what is allocated"
+    return [*lines, Line("fragmentation margin", round(MARGIN * allocated), margin, "reserve")]

@@ -1,0 +1,174 @@
+"""Bytes of weights, gradients and optimizer state, on the GPU and on the host, by the engine that keeps them.
+
+Optimizer engines differ in what stays behind: Megatron's HybridDeviceOptimizer moves the moments alone
+unless the precision-aware optimizer is on, and keeps an fp32 copy of gradients that come in bf16; the
+reference implementation moves all state and frees the gradients of the share that the CPU updates.
+"""
+
+from functools import lru_cache
+
+from skill_tools.dialects.layout import LocalParameters
+from skill_tools.dialects.run import PYTORCH, Adapter, Mode, OptimizerEngine, Run, WeightEngine
+from skill_tools.planning.cost import own_optimizer
+from skill_tools.planning.model.lines import Line, each
+from skill_tools.units import gib
+
+HOST_BYTES_CPU_SHARE = 16  # fp32 master, gradient and two moments
+HOST_BYTES_STREAMED_SHARE = 12  # fp32 master and two moments
+STATE_CHUNK_BYTES = 512 << 20
+WINDOW_LAYERS = 3  # a frozen layer in use, and two that come in ahead
+
+
+@lru_cache(maxsize=1024)
+def lines(run: Run, mode: Mode, local: LocalParameters) -> tuple[tuple[Line, ...], tuple[Line, ...]]:
+    """Return GPU lines and host lines of one rank, once for all modes that are the same `of_states`."""
+    gpu, host = _lines(run, mode, local)
+    return tuple(gpu), tuple(host)
+
+
+def _lines(run: Run, mode: Mode, local: LocalParameters) -> tuple[list[Line], list[Line]]:
+    if run.adapter is not None:
+        return _adapter(run, run.adapter, mode, local)
+    precision, held = run.precision, local.total // run.weight_shards
+    gpu = [
+        Line(
+            "weights", round(precision.weight_bytes * held), each(precision.weight_bytes, held, "parameters")
+        )
+    ]
+    gradients = _gradients(run, mode, local)
+    states, host = _optimizer(run, mode, local.shard)
+    gpu += [gradients, *states] if gradients.bytes else states
+    if mode.offload_parameters:
+        return _gathered(run, mode, local), [Line(line.name, line.bytes, line.formula) for line in gpu]
+    return [*gpu, *_gathered(run, mode, local)], host
+
+
+def _gradients(run: Run, mode: Mode, local: LocalParameters) -> Line:
+    precision, held = run.precision, local.total // run.gradient_shards
+    if mode.optimizer_engine is OptimizerEngine.REFERENCE:
+        held = round(held * (1 - mode.optimizer_fraction + mode.streamed_fraction))
+    formula = each(precision.gradient_bytes, held, "parameters")
+    amount = round(precision.gradient_bytes * held)
+    if precision.gradient_is_buffer or mode.optimizer_engine is OptimizerEngine.TORCHAO_GRADIENTS:
+        return Line("gradients", amount, formula)
+    return Line("gradients", amount, formula, "step" if run.micro_batches > 1 else "backward")
+
+
+def _optimizer(run: Run, mode: Mode, shard: int) -> tuple[list[Line], list[Line]]:
+    precision, fraction = run.precision, mode.optimizer_fraction
+    if mode.state_offload:
+        plain, _ = _optimizer(run, Mode(), shard)
+        chunks = min(2 * STATE_CHUNK_BYTES, sum(line.bytes for line in plain))
+        restored = Line("restored states", chunks, "two chunks of 512 MiB", "update")
+        return [restored], [Line(line.name, line.bytes, f"{line.formula}, between updates") for line in plain]
+    resident = round(shard * (1 - fraction))
+    owned = "of the optimizer shard"
+    masters_move = fraction > 0 and (
+        mode.moves_masters or mode.optimizer_engine is not OptimizerEngine.MEGATRON
+    )
+    master_bytes = 4.0 if masters_move else precision.master_bytes
+    moments_bytes = 8.0 if fraction else precision.moments_bytes
+    masters = resident if masters_move else shard
+    gpu = []
+    if master_bytes and masters:
+        gpu.append(Line("master weights", round(master_bytes * masters), each(master_bytes, masters, owned)))
+    if resident:
+        gpu.append(Line("moments", round(moments_bytes * resident), each(moments_bytes, resident, owned)))
+    if _copies_gradients(run, mode, masters_move) and resident:
+        gpu.append(
+            Line("fp32 copy of gradients", 4 * resident, each(4, resident, "kept by HybridDeviceOptimizer"))
+        )
+    if run.dialect == PYTORCH and resident and moments_bytes:
+        widened = min(resident, max(own_optimizer.WIDENED_ELEMENTS, run.shape.vocab * run.shape.hidden))
+        formula = each(4, widened, "updated at once, as a list of tensors or the largest one")
+        gpu.append(Line("fp32 gradients", 4 * widened, formula, "update"))
+    if not fraction:
+        return gpu, []
+    streamed = round(shard * mode.streamed_fraction)
+    if streamed:
+        slots = f"{own_optimizer.SLOTS} slots of 96 MiB, and a chunk's gradients in fp32"
+        gpu.append(Line("streaming slots", own_optimizer.ring_bytes(streamed), slots))
+    return gpu, _hosted(run, mode, shard - resident - streamed, streamed)
+
+
+def _copies_gradients(run: Run, mode: Mode, masters_move: bool) -> bool:
+    hybrid = mode.optimizer_engine is OptimizerEngine.MEGATRON and mode.optimizer_fraction > 0
+    return hybrid and masters_move and run.precision.gradient_bytes < 4
+
+
+def _hosted(run: Run, mode: Mode, cpu: int, streamed: int) -> list[Line]:
+    cpu_bytes: float = HOST_BYTES_CPU_SHARE
+    if mode.optimizer_engine is OptimizerEngine.REFERENCE:
+        cpu_bytes = own_optimizer.host_bytes(run.precision.weight_bytes)
+    if mode.optimizer_engine in {OptimizerEngine.TORCHAO, OptimizerEngine.TORCHAO_GRADIENTS}:
+        cpu_bytes = 8  # bf16 weight, gradient and two moments
+    lines = []
+    if cpu:
+        lines.append(
+            Line("optimizer state", round(cpu_bytes * cpu), each(cpu_bytes, cpu, "updated on the CPU"))
+        )
+    if streamed:
+        amount = HOST_BYTES_STREAMED_SHARE * streamed
+        lines.append(
+            Line("streamed optimizer state", amount, each(HOST_BYTES_STREAMED_SHARE, streamed, "streamed"))
+        )
+    return lines
+
+
+def _adapter(run: Run, adapter: Adapter, mode: Mode, local: LocalParameters) -> tuple[list[Line], list[Line]]:
+    held = local.total // run.weight_shards
+    base = round(adapter.base_weight_bytes * held)
+    trained = adapter.parameters // run.weight_shards
+    formula = each(adapter.base_weight_bytes, held, "frozen parameters")
+    gpu = [
+        Line("adapter weights and states", 14 * trained, each(14, trained, "adapter parameters")),
+        Line("adapter gradients", 2 * trained, each(2, trained, "adapter parameters"), "backward"),
+    ]
+    if mode.offload_parameters:
+        return [*gpu, *_gathered(run, mode, local)], [Line("base weights", base, formula)]
+    streamed = _streamed_weights(run, mode, base, local)
+    if not streamed:
+        return [*gpu, Line("base weights", base, formula), *_gathered(run, mode, local)], []
+    ring = min(window_bytes(run, mode, streamed), streamed)
+    kept = f"{run.shape.num_layers - mode.weight_layers} layers' worth, the ends, and {gib(ring)} that come and go"
+    if _frees_nothing(run, mode):
+        return [*gpu, Line("base weights", base, f"{formula}: autograd keeps views of what left")], [
+            Line("base weights", streamed, f"{mode.weight_layers} layers, pinned")
+        ]
+    gpu.append(Line("base weights", base - streamed + ring, kept))
+    return gpu, [
+        Line("base weights", streamed, f"{mode.weight_layers} of {run.shape.num_layers} layers, pinned")
+    ]
+
+
+def _streamed_weights(run: Run, mode: Mode, base: int, local: LocalParameters) -> int:
+    if not mode.weight_layers:
+        return 0
+    ends = run.shape.vocab * run.shape.hidden * (1 if run.shape.tied_embeddings else 2)
+    in_layers = max(local.total - ends, 0) / local.total
+    return round(base * in_layers * mode.weight_layers / run.shape.num_layers)
+
+
+def window_bytes(run: Run, mode: Mode, streamed: int) -> int:
+    """Return the GPU bytes that `streamed` bytes of frozen layers pass through.
+
+    The reference implementation streams the same share of every layer, with two layers ahead of the one in use;
+    Axolotl whole layers, with one ahead.
+    """
+    if mode.weight_engine is WeightEngine.REFERENCE:
+        return WINDOW_LAYERS * streamed // run.shape.num_layers
+    return 2 * streamed // mode.weight_layers
+
+
+def _frees_nothing(run: Run, mode: Mode) -> bool:
+    """Axolotl swaps `param.data`, which frees nothing while saved tensors hold views of the weights."""
+    recompute = mode.recompute or run.recompute
+    return mode.weight_engine is WeightEngine.AXOLOTL and recompute.granularity != "full"
+
+
+def _gathered(run: Run, mode: Mode, local: LocalParameters) -> list[Line]:
+    """Two layers in bf16 that FSDP or ZeRO-3 has gathered: the one that runs and the one it prefetches."""
+    if run.weight_shards == 1 and not mode.offload_parameters:
+        return []
+    layer = round(2 * local.total / run.shape.num_layers)
+    return [Line("gathered layers", 2 * layer, "2 layers x 2 B a parameter", "step")]

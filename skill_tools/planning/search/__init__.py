@@ -1,0 +1,1 @@
+"""What to do: candidates that are legal, ranked under budgets."""

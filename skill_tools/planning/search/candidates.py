@@ -1,0 +1,138 @@
+"""The search: every legal combination of a dialect's mechanisms, each with the least offload that fits a budget.
+
+A combination that offloads the optimizer has one free number, the fraction. Less is always faster and needs
+less host memory, so for each combination the smallest hundredth that fits the GPU is the only one worth a
+look.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from skill_tools.configs.config import Config, Framework
+from skill_tools.dialects.axolotl import candidates as axolotl_modes
+from skill_tools.dialects.candidates import DISTRIBUTED, OPTIMIZER, RECOMPUTE, Candidate, at_fraction
+from skill_tools.dialects.megatron import candidates as megatron_modes
+from skill_tools.dialects.pytorch import candidates as pytorch_modes
+from skill_tools.dialects.run import PYTORCH, Mode, Run
+from skill_tools.planning.cost import time
+from skill_tools.planning.cost.machine import Machine
+from skill_tools.planning.cost.pace import Pace
+from skill_tools.planning.model import memory
+from skill_tools.planning.model.memory import Memory
+from skill_tools.planning.search.legality import LEGAL, Judge, Legality, RuledOut
+from skill_tools.planning.search.options import Budget, Option, limit_of, preference
+
+_STEPS = 100
+
+
+class Forbidden(NamedTuple):
+    """A mechanism that the rules rule out for this configuration."""
+
+    candidate: Candidate
+    reasons: tuple[RuledOut, ...]
+
+
+class Search:
+    """Candidates of one configuration, judged once and then asked for any budget."""
+
+    def __init__(
+        self, config: Config, run: Run, machine: Machine, speed: Pace, *, versions: Mapping[str, str]
+    ) -> None:
+        self._run, self._machine, self.speed = run, machine, speed
+        self._judge = Judge(config, versions)
+        self._legal: list[tuple[Candidate, Legality]] = []
+        self.ruled_out: list[Forbidden] = []
+        self.considered = 0
+        self._memories: dict[Mode, Memory] = {}
+        for candidate in _candidates(config, run, machine, speed):
+            self.considered += _STEPS if candidate.mode.optimizer_fraction else 1
+            verdict = self.judge(candidate)
+            if verdict.legal:
+                self._legal.append((candidate, verdict))
+            elif (
+                len(set(candidate.mechanisms) - {DISTRIBUTED}) == 1 and RECOMPUTE not in candidate.mechanisms
+            ):
+                self.ruled_out.append(Forbidden(candidate, verdict.ruled_out))
+
+    def _memory(self, mode: Mode) -> Memory:
+        """Return the memory of `mode`, which no budget changes."""
+        known = self._memories.get(mode)
+        if known is None:
+            known = self._memories[mode] = memory.estimate(self._run, mode)
+        return known
+
+    def judge(self, candidate: Candidate) -> Legality:
+        """Return what the rules say; a plain PyTorch loop has no rules to break."""
+        return LEGAL if self._run.dialect == PYTORCH else self._judge.of(candidate)
+
+    def judge_as_it_is(self, candidate: Candidate) -> Legality:
+        """Return what the rules say of the configuration as it stands, which `candidate` is."""
+        return LEGAL if self._run.dialect == PYTORCH else self._judge.as_it_is(candidate)
+
+    def evaluate(self, candidate: Candidate, legality: Legality, budget: Budget) -> Option:
+        """Return the candidate as it is, with its memory and time."""
+        return self._option(candidate, legality, self._memory(candidate.mode), budget)
+
+    def options(self, budget: Budget) -> list[Option]:
+        """Return every legal combination with the least offload that fits: fitting ones first, fastest first."""
+        least = (self._least(candidate, legality, budget) for candidate, legality in self._legal)
+        found = [option for option in least if option is not None]
+        return sorted(found, key=lambda option: (not option.fits, preference(option)))
+
+    def _option(self, candidate: Candidate, legality: Legality, found: Memory, budget: Budget) -> Option:
+        step = time.estimate(self._run, candidate.mode, found, self._machine, self.speed)
+        return Option(candidate, found, step, legality, limit_of(found, budget))
+
+    def _least(self, candidate: Candidate, legality: Legality, budget: Budget) -> Option | None:
+        """Return the candidate with the smallest fraction that fits, or with its own where none does.
+
+        Nothing is returned where it fits without that offload: the combination without it is a candidate too.
+        """
+        found = self._memory(candidate.mode)
+        if OPTIMIZER not in candidate.mechanisms:
+            return self._option(candidate, legality, found, budget)
+        without = candidate.mode._replace(optimizer_fraction=0.0, streamed_fraction=0.0)
+        if self._memory(without).device_bytes <= budget.gpu_bytes:
+            return None
+        partial = self.judge(at_fraction(candidate, 1 / _STEPS))
+        if found.device_bytes > budget.gpu_bytes or not partial.legal:
+            return self._option(candidate, legality, found, budget)
+        least, enough = self._smallest_fraction(candidate, found, budget)
+        return self._option(least, partial if least is not candidate else legality, enough, budget)
+
+    def _smallest_fraction(
+        self, candidate: Candidate, found: Memory, budget: Budget
+    ) -> tuple[Candidate, Memory]:
+        """Return the candidate with the smallest hundredth that fits; `found` is its memory at 100 %, which fits."""
+        low, high, best = 0, _STEPS, (candidate, found)
+        step = self._guess(candidate, found, budget)
+        while high - low > 1:
+            tried = at_fraction(candidate, step / _STEPS)
+            tried_memory = self._memory(tried.mode)
+            if tried_memory.device_bytes <= budget.gpu_bytes:
+                high, best = step, (tried, tried_memory)
+                step -= 1
+            else:
+                low = step
+                step += 1
+            if not low < step < high:
+                step = (low + high) // 2
+        return best
+
+    def _guess(self, candidate: Candidate, full: Memory, budget: Budget) -> int:
+        """Interpolate where the fraction meets the budget: memory falls nearly in proportion to it."""
+        least = self._memory(at_fraction(candidate, 1 / _STEPS).mode)
+        fall = least.device_bytes - full.device_bytes
+        if fall <= 0:
+            return 1
+        share = (least.device_bytes - budget.gpu_bytes) / fall
+        return min(max(math.ceil(share * _STEPS), 1), _STEPS - 1)
+
+
+def _candidates(config: Config, run: Run, machine: Machine, speed: Pace) -> tuple[Candidate, ...]:
+    if run.dialect == PYTORCH:
+        return tuple(pytorch_modes.candidates(run, machine, speed))
+    if config.framework is Framework.AXOLOTL:
+        return tuple(axolotl_modes.candidates(config, run))
+    return tuple(megatron_modes.candidates(config, run))

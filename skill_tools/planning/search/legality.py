@@ -1,0 +1,144 @@
+"""Asks the linter's rules whether a candidate is legal: the same facts that judge a configuration judge a plan.
+
+The candidate's settings are laid over the user's configuration and the result is linted. An error that
+reads one of the candidate's own keys rules it out, with the rule's id as the reason; a rule that needs a
+key nobody set becomes a condition.
+"""
+
+from collections.abc import Mapping
+from functools import cache
+from typing import NamedTuple
+
+from skill_tools.configs.config import Config, Place, Setting
+from skill_tools.dialects.candidates import (
+    FINE_GRAINED,
+    LAYERS,
+    OPTIMIZER,
+    SHARDED,
+    STATES,
+    WEIGHTS,
+    Candidate,
+)
+from skill_tools.dialects.candidates import INPUTS as CHECKPOINT
+from skill_tools.rules.finding import Finding, Severity
+from skill_tools.rules.knowledge import Rule, load_rules
+from skill_tools.rules.lint import lint
+
+_OWN_KEYS: Mapping[str, tuple[str, ...]] = {
+    OPTIMIZER: ("optimizer_cpu_offload", "optimizer_offload_fraction", "overlap_cpu_optimizer_d2h_h2d"),
+    LAYERS: ("cpu_offloading", "cpu_offloading_num_layers", "cpu_offloading_activations"),
+    FINE_GRAINED: ("fine_grained_activation_offloading", "offload_modules"),
+    STATES: (
+        "chunked_optimizer_state_offload",
+        "offload_optimizer_states",
+        "optimizer_state_offload_fraction",
+    ),
+    CHECKPOINT: ("activation_offloading", "gradient_checkpointing"),
+    WEIGHTS: ("layer_offloading",),
+    SHARDED: ("fsdp_config.offload_params",),
+}
+_PLAN = Place("<plan>", 1, 1)
+
+
+class RuledOut(NamedTuple):
+    """Why a candidate cannot run: the rule and its message in one line."""
+
+    rule: str
+    reason: str
+
+
+class Condition(NamedTuple):
+    """A rule that stays open: it would rule the candidate out, depending on keys that nobody set."""
+
+    rule: str
+    title: str
+    missing: tuple[str, ...]
+
+
+class Legality(NamedTuple):
+    """The rules' answer: what rules a candidate out, what to watch, and which unset keys decide."""
+
+    ruled_out: tuple[RuledOut, ...]
+    watch: tuple[RuledOut, ...]
+    conditions: tuple[Condition, ...]
+
+    @property
+    def legal(self) -> bool:
+        """Whether no rule forbids it."""
+        return not self.ruled_out
+
+
+LEGAL = Legality((), (), ())
+
+
+def with_settings(config: Config, settings: Mapping[str, object]) -> Config:
+    """Return `config` with `settings` laid over it."""
+    laid = dict(config.settings)
+    for key, value in settings.items():
+        old = config.settings.get(key)
+        laid[key] = Setting(key, value, old.written if old else key, old.place if old else _PLAN)
+    return config._replace(settings=laid, unresolved=config.unresolved - set(settings))
+
+
+class Judge:
+    """Answers for candidates of one configuration; candidates that differ only in amounts share an answer."""
+
+    def __init__(self, config: Config, versions: Mapping[str, str]) -> None:
+        self._config = config
+        self._versions = versions
+        self._answers: dict[tuple[object, ...], Legality] = {}
+
+    def of(self, candidate: Candidate) -> Legality:
+        """Return whether `candidate` is legal."""
+        known = self._answers.get(candidate.structure)
+        if known is None:
+            known = self._answers[candidate.structure] = self._ask(candidate)
+        return known
+
+    def as_it_is(self, candidate: Candidate) -> Legality:
+        """Return the answer for `candidate`, the run as it stands: every error that the linter has counts."""
+        own = self.of(candidate)
+        findings = lint(self._config, versions=self._versions).findings
+        errors = [_line(finding) for finding in findings if finding.severity is Severity.ERROR]
+        return own._replace(ruled_out=tuple(dict.fromkeys((*own.ruled_out, *errors))))
+
+    def _ask(self, candidate: Candidate) -> Legality:
+        own = frozenset(key for mechanism in candidate.mechanisms for key in _OWN_KEYS.get(mechanism, ()))
+        if not own:
+            return LEGAL
+        laid = with_settings(self._config, candidate.settings)
+        verdict = lint(laid, rules=_rules_about(own), versions=self._versions)
+        about = [finding for finding in verdict.findings if own & set(finding.observed)]
+        return Legality(
+            tuple(_line(finding) for finding in about if finding.severity is Severity.ERROR),
+            tuple(_line(finding) for finding in about if finding.severity is Severity.WARNING),
+            tuple(
+                Condition(each.rule, each.title, each.missing)
+                for each in verdict.undecided
+                if each.rule in _serious()
+            ),
+        )
+
+
+@cache
+def _rules_about(keys: frozenset[str]) -> tuple[Rule, ...]:
+    """Return the rules whose condition names one of `keys`: no other rule can find fault with them."""
+    about = frozenset[int]().union(*map(_naming, keys))
+    return tuple(rule for index, rule in enumerate(load_rules()) if index in about)
+
+
+@cache
+def _naming(key: str) -> frozenset[int]:
+    """Return the places of the rules whose condition names `key`."""
+    return frozenset(index for index, rule in enumerate(load_rules()) if key in rule.when)
+
+
+@cache
+def _serious() -> frozenset[str]:
+    """Return the rules that rule a candidate out where they hold."""
+    return frozenset(rule.id for rule in load_rules() if rule.severity is Severity.ERROR)
+
+
+def _line(finding: Finding) -> RuledOut:
+    release = f" (depends on {', '.join(finding.depends_on)})" if finding.depends_on else ""
+    return RuledOut(finding.rule, f"{finding.title}{release}")

@@ -1,0 +1,218 @@
+"""The planner: from a run, a machine and budgets to a ranked answer.
+
+It takes the fastest legal combination that fits, the best of each other kind, what the rules forbid, and
+what would change the answer. It neither reads files nor prints.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from skill_tools.configs.config import Config, Framework
+from skill_tools.dialects.axolotl import run as axolotl_run
+from skill_tools.dialects.candidates import (
+    FINE_GRAINED,
+    INPUTS,
+    LAYERS,
+    OPTIMIZER,
+    SHARDED,
+    STATES,
+    WEIGHTS,
+    Candidate,
+    changed,
+)
+from skill_tools.dialects.megatron import candidates as megatron_modes
+from skill_tools.dialects.patch import Patch, render
+from skill_tools.dialects.run import PYTORCH, ActivationEngine, Mode, Run
+from skill_tools.planning.cost import pace
+from skill_tools.planning.cost.machine import Machine
+from skill_tools.planning.model import memory
+from skill_tools.planning.search import sensitivity
+from skill_tools.planning.search.candidates import Forbidden, Search
+from skill_tools.planning.search.legality import LEGAL, RuledOut
+from skill_tools.planning.search.options import HOST_MEMORY, Budget, Option
+
+_ALTERNATIVES = 8
+_LITTLE_MORE = 1.05  # half of what a predicted step time is usually wrong by
+
+
+class Plan(NamedTuple):
+    """The answer. `recommendation` is None when nothing legal fits; `floor` is then the smallest there is.
+    `simpler` is an
+    option with fewer mechanisms at nearly the same time, `search` answers for other budgets.
+
+    `ruled_out` pairs a mechanism's name with the rules against it, `sensitivity` a change with its answer.
+    """
+
+    run: Run
+    shape_source: str
+    machine: Machine
+    budget: Budget
+    as_it_is: Option
+    without_offload: Option
+    recommendation: Option | None
+    patch: Patch | None
+    simpler: Option | None
+    simpler_patch: Patch | None
+    floor: Option
+    search: Search
+    alternatives: tuple[Option, ...]
+    ruled_out: tuple[tuple[str, tuple[RuledOut, ...]], ...]
+    considered: int
+    sensitivity: tuple[tuple[str, str], ...]
+    assumptions: tuple[str, ...]
+
+
+def shown(plan: Plan) -> list[Option]:
+    """Return what a reader compares: as it is, the recommendation and its alternatives, each mode once."""
+    options = [plan.as_it_is, *([plan.recommendation] if plan.recommendation else []), *plan.alternatives]
+    seen: dict[tuple[int, int, str], Option] = {}
+    for option in options:
+        key = (option.memory.device_bytes, round(option.time.total_s * 1e6), option.limit)
+        seen.setdefault(key, option)
+    return list(seen.values())
+
+
+def make_plan(
+    config: Config,
+    run: Run,
+    machine: Machine,
+    budget: Budget,
+    *,
+    shape_source: str,
+    versions: Mapping[str, str],
+    measured_step_s: float | None = None,
+) -> Plan:
+    """Return the plan for `run` on `machine` under `budget`."""
+    shard = memory.estimate(run).parameters.shard
+    speed = pace.of(run, machine, shard, measured_step_s=measured_step_s)
+    search = Search(config, run, machine, speed, versions=versions)
+    options = search.options(budget)
+    best = options[0] if options[0].fits else None
+    simpler = _simpler(options) if best else None
+    current = _as_it_is(config, run)
+    return Plan(
+        run=run,
+        shape_source=shape_source,
+        machine=machine,
+        budget=budget,
+        as_it_is=search.evaluate(current, search.judge_as_it_is(current), budget),
+        without_offload=search.evaluate(Candidate(Mode(), "without offload", (), {}), LEGAL, budget),
+        recommendation=best,
+        patch=_patch(best, run, config),
+        simpler=simpler,
+        simpler_patch=_patch(simpler, run, config),
+        floor=_floor(options),
+        search=search,
+        alternatives=_alternatives(options, best),
+        ruled_out=_named(search.ruled_out),
+        considered=search.considered,
+        sensitivity=sensitivity.answers(run, machine, search, budget, options) if best else (),
+        assumptions=(
+            *run.assumptions,
+            *_remarks(config, run, current),
+            *(megatron_modes.cautions(best.candidate.settings) if best else ()),
+        ),
+    )
+
+
+def _patch(option: Option | None, run: Run, config: Config) -> Patch | None:
+    """Return what has to change for `option`: those of its settings that the configuration does not have."""
+    if option is None:
+        return None
+    return render(run.dialect, changed(config, option.candidate.settings), config=config)
+
+
+def _floor(options: Sequence[Option]) -> Option:
+    """Return the option that comes nearest to fitting: by host memory where the GPU would do, else by the GPU."""
+    short_of_host = [option for option in options if option.limit == HOST_MEMORY]
+    if short_of_host:
+        return min(short_of_host, key=lambda option: option.memory.host_bytes_per_node)
+    return min(options, key=lambda option: option.memory.device_bytes)
+
+
+def _simpler(options: Sequence[Option]) -> Option | None:
+    """Return the fastest option with fewer mechanisms that costs little more time than the first of `options`."""
+    best = options[0]
+    fewer = (
+        option
+        for option in options
+        if option.fits
+        and len(option.candidate.mechanisms) < len(best.candidate.mechanisms)
+        and option.time.total_s <= _LITTLE_MORE * best.time.total_s
+    )
+    return next(fewer, None)
+
+
+def _remarks(config: Config, run: Run, current: Candidate) -> tuple[str, ...]:
+    even = (
+        ("tokens spread evenly over the experts; an overloaded rank keeps more",) if run.shape.experts else ()
+    )
+    if run.dialect == PYTORCH or config.framework is Framework.AXOLOTL:
+        return even
+    return (*even, *megatron_modes.remarks(config, current.mode))
+
+
+def _as_it_is(config: Config, run: Run) -> Candidate:
+    mode = _current(config, run)
+    uses = {
+        OPTIMIZER: mode.optimizer_fraction,
+        LAYERS: mode.layers,
+        STATES: mode.state_offload,
+        FINE_GRAINED: mode.modules,
+        INPUTS: mode.activation_engine in {ActivationEngine.INPUTS, ActivationEngine.TRL},
+        WEIGHTS: mode.weight_layers,
+        SHARDED: mode.offload_parameters,
+    }
+    return Candidate(mode, "as it is", tuple(mechanism for mechanism, used in uses.items() if used), {})
+
+
+def _current(config: Config, run: Run) -> Mode:
+    if run.dialect == PYTORCH:
+        return Mode()
+    if config.framework is Framework.AXOLOTL:
+        return axolotl_run.current(config, run)
+    return megatron_modes.current(config)
+
+
+def _alternatives(options: Sequence[Option], best: Option | None) -> tuple[Option, ...]:
+    """Return the best of each other set of mechanisms: those that fit first, then the nearest that do not."""
+    near = sorted(
+        (option for option in options if not option.fits), key=lambda option: option.memory.device_bytes
+    )
+    kinds: dict[tuple[str, ...], Option] = {}
+    for option in (*(option for option in options if option.fits), *near):
+        kinds.setdefault(option.candidate.mechanisms, option)
+    others = [option for option in kinds.values() if option is not best]
+    shown = [
+        option for option in others if len(option.candidate.mechanisms) < 2 or not _beaten(option, options)
+    ]
+    return tuple(shown[:_ALTERNATIVES])
+
+
+def _beaten(option: Option, others: Sequence[Option]) -> bool:
+    """Whether another option is at least as good in time and both memories, and uses fewer mechanisms."""
+    return any(
+        other.time.total_s <= option.time.total_s
+        and other.memory.device_bytes <= option.memory.device_bytes
+        and other.memory.host_bytes_per_node <= option.memory.host_bytes_per_node
+        and len(other.candidate.mechanisms) < len(option.candidate.mechanisms)
+        for other in others
+    )
+
+
+def _named(forbidden: Sequence[Forbidden]) -> tuple[tuple[str, tuple[RuledOut, ...]], ...]:
+    """Return each mechanism's name with the rules against it, once; the module set only where others are legal."""
+    names = {
+        OPTIMIZER: "optimizer offload",
+        STATES: "optimizer-state offload",
+        LAYERS: "layer-level activation offload",
+        FINE_GRAINED: "fine-grained offload",
+    }
+    modules: dict[tuple[str, tuple[RuledOut, ...]], set[str]] = {}
+    for each in forbidden:
+        label = names.get(each.candidate.mechanisms[-1], each.candidate.label)
+        modules.setdefault((label, each.reasons), set()).add(", ".join(each.candidate.mode.modules))
+    return tuple(
+        (f"{label} of {sets.pop()}" if len(sets) == 1 and any(sets) else label, reasons)
+        for (label, reasons), sets in modules.items()
+    )

@@ -1,0 +1,106 @@
+import threading
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from reference_impl.device import REACHED
+from reference_impl.optimizers.cpu.workers import DeadlineWorkers, Job, cpu_budget
+
+
+class Pending:
+    def __init__(self):
+        self._reached = threading.Event()
+
+    def query(self):
+        return self._reached.is_set()
+
+    def synchronize(self):
+        self._reached.wait(10)
+
+    def reach(self):
+        self._reached.set()
+
+
+@pytest.fixture
+def workers():
+    workers = DeadlineWorkers(threads=1)
+    yield workers
+    workers.close()
+
+
+def block(workers):
+    """Keep the only worker busy until the returned event is set."""
+    started, go_on = threading.Event(), threading.Event()
+    workers.submit([Job(-1, REACHED, lambda: (started.set(), go_on.wait(10)))])
+    started.wait(10)
+    return go_on
+
+
+@settings(max_examples=30)
+@given(st.lists(st.integers(0, 100), min_size=1, max_size=20))
+def test_the_earliest_deadline_goes_first(deadlines):
+    workers = DeadlineWorkers(threads=1)
+    go_on, order = block(workers), []
+    for deadline in deadlines:
+        workers.submit([Job(deadline, REACHED, lambda deadline=deadline: order.append(deadline))])
+    go_on.set()
+    workers.wait_idle()
+    assert order == sorted(deadlines)
+    workers.close()
+
+
+def test_what_has_arrived_goes_before_what_has_not(workers):
+    go_on, order, late = block(workers), [], Pending()
+    workers.submit(
+        [Job(0, late, lambda: order.append("late")), Job(1, REACHED, lambda: order.append("here"))]
+    )
+    go_on.set()
+    while order != ["here"]:
+        assert len(order) < 2
+    late.reach()
+    workers.wait_idle()
+
+
+def test_each_thread_computes_on_one_core_and_leaves_the_callers_setting_alone():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    workers = DeadlineWorkers(threads=2)
+    seen = []
+    workers.submit([Job(0, REACHED, lambda: seen.append(torch.get_num_threads())) for _ in range(4)])
+    workers.wait_idle()
+    assert seen == [1, 1, 1, 1]
+    assert torch.get_num_threads() == 2
+    torch.set_num_threads(before)
+    workers.close()
+
+
+def test_an_error_stops_the_rest_and_stays(workers):
+    go_on, ran = block(workers), []
+    workers.submit([Job(0, REACHED, lambda: 1 // 0), Job(1, REACHED, lambda: ran.append(1))])
+    go_on.set()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="ZeroDivisionError") as caught:
+            workers.wait_idle()
+        assert isinstance(caught.value.__cause__, ZeroDivisionError)
+    with pytest.raises(RuntimeError, match="died"):
+        workers.wait_until(threading.Event())
+    assert ran == []
+
+
+def test_closed_workers_say_so(workers):
+    workers.close()
+    workers.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        workers.submit([Job(0, REACHED, lambda: None)])
+
+
+def test_the_budget_is_shared_by_the_ranks_of_a_node(monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(16)))
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    assert cpu_budget() == 14
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert cpu_budget() == 2
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "16")
+    assert cpu_budget() == 1

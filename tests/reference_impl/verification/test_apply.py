@@ -1,0 +1,158 @@
+import json
+import runpy
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from reference_impl.device import Device
+from reference_impl.memory.ledger import Ledger
+from reference_impl.optimizers import HybridDeviceOptimizer
+from reference_impl.verification.apply import apply_plan
+from reference_impl.verification.lora import add_lora
+from reference_impl.verification.model import Decoder, DecoderShape
+from skill_tools.__main__ import main
+
+PLANS = [
+    {"optimizer": {"offload_fraction": 0.5}},
+    {"optimizer": {"offload_fraction": 1.0}},
+    {"optimizer": {"offload_fraction": 0.7, "split": {"resident": 0.3, "streamed": 0.5, "cpu": 0.2}}},
+    {"optimizer": {"offload_fraction": 1.0, "split": {"streamed": 1.0}, "backward_overlap": "gradients"}},
+    {"optimizer": {"offload_fraction": 1.0, "split": {"cpu": 1.0}, "backward_overlap": "update"}},
+    {"activations": {"mode": "layers", "num_layers": 2}},
+    {"activations": {"mode": "checkpoint", "budget_bytes": 0}},
+    {"activations": {"mode": "recompute"}},
+    {"optimizer": {"offload_fraction": 0.7}, "activations": {"mode": "layers", "num_layers": 3}},
+    {},
+]
+
+
+def decoder() -> Decoder:
+    torch.manual_seed(0)
+    return Decoder(DecoderShape())
+
+
+def adamw(model: torch.nn.Module) -> torch.optim.AdamW:
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1, fused=True)
+
+
+def losses(model: Decoder, optimizer: torch.optim.Optimizer, steps: int = 4) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    found = []
+    for _ in range(steps):
+        ids = torch.randint(0, 512, (2, 32), generator=generator)
+        logits = model(ids)
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), ids.flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.detach())
+    return found
+
+
+@pytest.mark.parametrize("execute", PLANS, ids=str)
+def test_an_applied_plan_trains_to_the_same_bits(execute: Mapping[str, Any]) -> None:
+    reference = decoder()
+    expected = losses(reference, adamw(reference))
+    model = decoder()
+    with apply_plan(model, adamw(model), {"dialect": "pytorch", "execute": execute}) as applied:
+        assert torch.stack(losses(model, applied.optimizer)).equal(torch.stack(expected))
+
+
+def test_a_plan_of_the_planner_is_applied_from_its_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "--model", "llama-3-8b", "--gpu-memory", "80GiB", "--format", "json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    document["execute"]["activations"] = {"mode": "layers", "num_layers": 2}
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(document), encoding="utf-8")
+    model = decoder()
+    with apply_plan(model, adamw(model), path) as applied:
+        assert len(losses(model, applied.optimizer, steps=1)) == 1
+
+
+def test_state_that_the_optimizer_has_already_is_taken_over() -> None:
+    reference, model = decoder(), decoder()
+    reference_optimizer, optimizer = adamw(reference), adamw(model)
+    losses(reference, reference_optimizer, steps=2)
+    losses(model, optimizer, steps=2)
+    expected = losses(reference, reference_optimizer)
+    with apply_plan(model, optimizer, {"execute": {"optimizer": {"offload_fraction": 1.0}}}) as applied:
+        assert torch.stack(losses(model, applied.optimizer)).equal(torch.stack(expected))
+
+
+def test_closing_leaves_the_model_as_it_was() -> None:
+    model = decoder()
+    before = dict(model.named_modules())
+    apply_plan(model, adamw(model), {"execute": PLANS[-2]}).close()
+    assert dict(model.named_modules()) == before
+    losses(model, adamw(model), steps=1)
+
+
+@pytest.mark.parametrize("weights", [{"resident_layers": 1}, {"budget_bytes": 2**20}], ids=str)
+def test_frozen_weights_stream_under_a_plan(weights: Mapping[str, int]) -> None:
+    found = []
+    for execute in ({}, {"weights": weights}):
+        model = decoder()
+        add_lora(model)
+        trained = [param for param in model.parameters() if param.requires_grad]
+        with apply_plan(model, torch.optim.AdamW(trained, lr=1e-3), {"execute": execute}) as applied:
+            found.append(torch.stack(losses(model, applied.optimizer)))
+    assert found[0].equal(found[1])
+
+
+def test_a_budget_is_kept_under_a_plan() -> None:
+    reference = decoder()
+    expected = losses(reference, adamw(reference))
+    device, model = Device.of("cpu"), decoder()
+    plan = {"execute": {"activations": {"mode": "budget", "budget_bytes": 2**23}}}
+    with Ledger(device, track=model.parameters()), apply_plan(model, adamw(model), plan) as applied:
+        assert torch.stack(losses(model, applied.optimizer)).equal(torch.stack(expected))
+
+
+@pytest.mark.parametrize(
+    ("document", "named"),
+    [
+        ({"dialect": "axolotl", "execute": None}, "axolotl"),
+        ({"execute": {"weights": {"resident_layers": 2}}}, "frozen"),
+        ({"execute": {"disk": {}}}, "disk"),
+        ({"execute": {"activations": {"mode": "teleport"}}}, "teleport"),
+        ({"execute": {"activations": {"mode": "layers", "num_layers": 99}}}, "99"),
+        ({"execute": {"optimizer": {"offload_fraction": 1.0, "split": {"cpu": 0.7}}}}, "sum to 1"),
+    ],
+)
+def test_a_plan_that_cannot_be_executed_is_refused(document: Mapping[str, Any], named: str) -> None:
+    model = decoder()
+    with pytest.raises(ValueError, match=named):
+        apply_plan(model, adamw(model), document)
+
+
+def test_the_shares_of_a_plan_are_those_of_the_optimizer() -> None:
+    model = decoder()
+    split = {"resident": 0.25, "streamed": 0.5, "cpu": 0.25}
+    plan = {"execute": {"optimizer": {"offload_fraction": 0.75, "split": split}}}
+    with apply_plan(model, adamw(model), plan) as applied:
+        assert isinstance(applied.optimizer, HybridDeviceOptimizer)
+        assert applied.optimizer.split == (0.25, 0.5, 0.25)
+
+
+def test_another_optimizer_is_refused_by_name() -> None:
+    model = decoder()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="SGD"):
+        apply_plan(model, optimizer, {"execute": {"optimizer": {"offload_fraction": 1.0}}})
+
+
+def test_the_example_trains_under_a_plan(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["plan", "--model", "llama-3-8b", "--gpu-memory", "80GiB", "--format", "json"]) == 0
+    plan = tmp_path / "plan.json"
+    plan.write_text(capsys.readouterr().out, encoding="utf-8")
+    example = Path(__file__).resolve().parents[3] / "examples" / "train_with_plan.py"
+    monkeypatch.setattr("sys.argv", [str(example), str(plan)])
+    runpy.run_path(str(example))
+    assert capsys.readouterr().out.count("loss") == 10

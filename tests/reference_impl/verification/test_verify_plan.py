@@ -1,0 +1,350 @@
+import copy
+import importlib
+import json
+import os
+import weakref
+from dataclasses import replace
+
+import jsonschema
+import pytest
+import torch
+
+from reference_impl.activations.budget import BudgetError
+from reference_impl.device import Device
+from reference_impl.memory.host import HostMemoryError
+from reference_impl.verification import kernels
+from reference_impl.verification import verify_plan as verifying
+from reference_impl.verification.planned_run import PlanError, read_plan
+from reference_impl.verification.verify_plan import COMPARED_STEPS, verify_plan
+from reference_impl.verification.workload import Workload
+from skill_tools.__main__ import main
+from skill_tools.bundle import schema_path
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 8192,
+    "tie_word_embeddings": False,
+}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """Makes plans for tiny models as `offload plan` does."""
+    folder = tmp_path_factory.mktemp("model")
+
+    def make(gpu_memory, *overrides, **sizes):
+        (folder / "config.json").write_text(json.dumps(CONFIG | sizes))
+        written: list[str] = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("builtins.print", lambda text, **_: written.append(text))
+            arguments = [str(folder / "config.json"), "--gpu", "h200", "--gpu-memory", gpu_memory]
+            assert main(["plan", *arguments, "--format", "json", "--overrides", *overrides]) == 0
+        return json.loads(written[0])
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def plan(made):
+    """What the planner writes for a tiny model that has room for everything."""
+    return made("2GiB", "seq_length=128", "micro_batch_size=2")
+
+
+@pytest.fixture
+def written(plan, tmp_path):
+    """Writes the plan with some changes, and returns the path."""
+
+    def write(**changes):
+        changed = copy.deepcopy(plan)
+        for path, value in changes.items():
+            *way, last = path.split("__")
+            target = changed
+            for name in way:
+                target = target[name]
+            target[last] = value
+        file = tmp_path / "plan.json"
+        file.write_text(json.dumps(changed))
+        return file
+
+    return write
+
+
+@pytest.fixture
+def runs(monkeypatch):
+    """What each training run was asked for; `change` gets (run's number, what it gave) and returns what it gives."""
+
+    class Runs(list):
+        change = staticmethod(lambda number, trained: trained)
+
+    runs, train = Runs(), verifying.train
+
+    def recorded(*args, fixed_order, steps, **options):
+        runs.append((fixed_order, steps))
+        return runs.change(len(runs), train(*args, fixed_order=fixed_order, steps=steps, **options))
+
+    monkeypatch.setattr(verifying, "train", recorded)
+    return runs
+
+
+@pytest.fixture
+def without_fixed_order(monkeypatch):
+    """The CPU twin passes for a device whose kernels add in another order each time."""
+    monkeypatch.setattr(verifying, "always_in_fixed_order", lambda device: False)
+
+
+MEASURED = [(False, None)] * 2
+COMPARED = [(True, COMPARED_STEPS)] * 2
+LOSS_PROBLEM = "the loss differs by 0.5; expected less than 0.001"
+
+
+def losses_off_in(number):
+    """Add 0.5 to the losses of the run `number`, counted from 1."""
+
+    def change(run, trained):
+        return replace(trained, losses=[loss + 0.5 for loss in trained.losses]) if run == number else trained
+
+    return change
+
+
+def test_the_planner_knows_what_the_twin_takes(written):
+    found = verify_plan(Device.of("cpu"), read_plan(written(), steps=6))
+    assert found.problems == []
+    peak, between, host = found.runs["without offload"]
+    assert abs(peak.error) < 0.05
+    assert between.error == pytest.approx(0, abs=0.01)
+    assert host.measured == 0
+
+
+def test_an_executed_mechanism_shows_in_what_is_measured(written):
+    path = written(execute={"optimizer": {"offload_fraction": 1.0}, "activations": {"mode": "recompute"}})
+    found = verify_plan(Device.of("cpu"), read_plan(path, steps=6))
+    peak, between, host = next(iter(found.runs.values()))
+    parameters = found.planned.workload.parameters
+    assert between.predicted - between.measured == pytest.approx(12 * parameters, rel=0.01)
+    assert host.measured == pytest.approx(14 * parameters, rel=0.01)
+    assert peak.error < -0.05
+    assert len(found.problems) == 1
+    schema = json.loads(schema_path("verify").read_text(encoding="utf-8"))
+    jsonschema.validate(found.document(), schema)
+
+
+def test_a_split_plan_takes_what_it_says(written):
+    split = {"resident": 0.25, "streamed": 0.5, "cpu": 0.25}
+    path = written(execute={"optimizer": {"offload_fraction": 0.75, "split": split}})
+    found = verify_plan(Device.of("cpu"), read_plan(path, steps=6))
+    host = next(iter(found.runs.values()))[2]
+    assert host.measured == pytest.approx(
+        (12 * 0.5 + 14 * 0.25) * found.planned.workload.parameters, rel=0.01
+    )
+    assert found.trained.losses == found.without_offload.losses
+
+
+def test_adapters_are_trained_over_layers_that_stream(made, tmp_path):
+    sizes = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 8, "vocab_size": 2048}
+    lora = made("790.5MiB", "seq_length=256", "lora_rank=8", **sizes)
+    assert lora["execute"]["weights"]["resident_layers"] < 8
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(lora))
+    found = verify_plan(Device.of("cpu"), read_plan(path, steps=6))
+    assert found.problems == []
+    assert found.planned.workload.lora_rank == 8
+    assert found.trained.losses == found.without_offload.losses
+    streamed = sum(
+        line["bytes"]
+        for line in lora["recommendation"]["option"]["memory"]["host_per_rank"]
+        if line["name"] == "base weights"
+    )
+    assert streamed > 0
+    assert found.trained.peak_host_bytes >= 0.99 * streamed
+
+
+def test_micro_batches_are_accumulated(written):
+    path = written(layout__micro_batches=2, execute={"optimizer": {"offload_fraction": 0.5}})
+    found = verify_plan(Device.of("cpu"), read_plan(path, steps=6))
+    assert found.trained.losses == found.without_offload.losses
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"execute": None}, "has nothing to execute"),
+        ({"layout": {}}, "lacks 'tensor'"),
+        ({"layout__tensor": 2, "layout__expert": 4}, r"splits its model \(tensor 2, expert 4\)"),
+        ({"model__shape__experts": 8}, r"has {'experts': 8}"),
+        ({"model__shape__gated_mlp": False}, r"has {'gated_mlp': False}"),
+        ({"model__shape__tied_embeddings": True}, "expected a dense, gated decoder with untied embeddings"),
+    ],
+)
+def test_a_plan_for_something_else_is_refused(written, changes, problem):
+    with pytest.raises(PlanError, match=problem):
+        read_plan(written(**changes))
+
+
+def test_a_model_too_large_is_refused_with_both_sizes(written):
+    path = written(recommendation__option__memory__allocated_bytes=2**60)
+    with pytest.raises(PlanError, match=r"needs 1073741824\.0 GiB and CPU twin has \d+\.\d GiB free"):
+        verify_plan(Device.of("cpu"), read_plan(path))
+
+
+def test_what_does_not_fit_without_offload_is_left_out(written):
+    path = written(without_offload__memory__allocated_bytes=2**60)
+    found = verify_plan(Device.of("cpu"), read_plan(path, steps=6))
+    assert found.without_offload is None
+    assert list(found.runs) == [found.planned.with_plan.label]
+    assert found.document()["plan"]["max_loss_delta"] is None
+
+
+def test_the_twin_trains_twice_and_judges_these_losses(written, runs):
+    runs.change = losses_off_in(2)
+    seen = []
+    found = verify_plan(
+        Device.of("cpu"), read_plan(written(), steps=6), progress=lambda *step: seen.append(step)
+    )
+    assert runs == MEASURED
+    assert [each[1:] for each in seen] == [(done, 12) for done in range(1, 13)]
+    assert found.problems == [LOSS_PROBLEM]
+    assert found.document()["plan"]["max_loss_delta"] == pytest.approx(0.5)
+
+
+@pytest.mark.usefixtures("without_fixed_order")
+def test_without_a_fixed_order_short_runs_that_have_one_are_compared(written, runs):
+    execute = {"optimizer": {"offload_fraction": 1.0}}
+    seen = []
+    found = verify_plan(
+        Device.of("cpu"), read_plan(written(execute=execute), steps=6),
+        progress=lambda *step: seen.append(step),
+    )  # fmt: skip
+    assert runs == MEASURED + COMPARED
+    steps = 2 * 6 + 2 * COMPARED_STEPS
+    assert [each[1:] for each in seen] == [(done, steps) for done in range(1, steps + 1)]
+    assert len({name for name, *_ in seen}) == 4
+    without, with_plan = found.compared
+    assert without.losses == found.without_offload.losses[:COMPARED_STEPS]
+    assert (without.peak_host_bytes, with_plan.peak_host_bytes > 0) == (0, True)
+
+
+@pytest.mark.usefixtures("without_fixed_order")
+@pytest.mark.parametrize(("number", "delta"), [(1, 0), (2, 0), (3, 0.5), (4, 0.5)])
+def test_only_losses_in_a_fixed_order_are_judged(written, runs, number, delta):
+    runs.change = losses_off_in(number)
+    found = verify_plan(Device.of("cpu"), read_plan(written(), steps=6))
+    assert found.max_loss_delta == pytest.approx(delta)
+    assert found.document()["passed"] == (delta == 0)
+    assert found.problems == [LOSS_PROBLEM][: int(delta > 0)]
+
+
+@pytest.mark.usefixtures("without_fixed_order")
+def test_with_nothing_to_compare_with_no_further_run_is_made(written, runs):
+    path = written(without_offload__memory__allocated_bytes=2**60)
+    found = verify_plan(Device.of("cpu"), read_plan(path, steps=6))
+    assert runs == MEASURED[:1]
+    assert found.compared is None
+
+
+@pytest.mark.usefixtures("without_fixed_order")
+@pytest.mark.parametrize(
+    "error",
+    [
+        BudgetError(budget_bytes=1, least_bytes=2),
+        HostMemoryError(needed_bytes=2, available_bytes=1, remedy="try less"),
+        torch.OutOfMemoryError("CUDA out of memory"),
+    ],
+)
+def test_a_further_run_that_has_no_room_compares_nothing_and_keeps_the_rest(written, runs, error):
+    def refuse(number, trained):
+        if number == 4:
+            raise error
+        return trained
+
+    runs.change = refuse
+    found = verify_plan(Device.of("cpu"), read_plan(written(), steps=6))
+    assert (found.max_loss_delta, found.problems) == (None, [])
+    assert len(found.runs) == 2
+
+
+@pytest.mark.usefixtures("without_fixed_order")
+def test_no_run_meets_what_an_earlier_one_held(written, monkeypatch):
+    new_model, models = Workload.model, []
+
+    def model(self, device):
+        assert [each() for each in models] == [None] * len(models)
+        made = new_model(self, device)
+        models.append(weakref.ref(made))
+        return made
+
+    monkeypatch.setattr(Workload, "model", model)
+    execute = {"optimizer": {"offload_fraction": 1.0}}
+    found = verify_plan(Device.of("cpu"), read_plan(written(execute=execute), steps=6))
+    assert len(models) == 4
+    assert [each.parameters for each in (found.without_offload, found.trained)] == [{}, {}]
+
+
+def test_cublas_has_a_fixed_workspace_before_the_first_run(monkeypatch):
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    importlib.reload(kernels)
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", '{"execute": {}}'])
+def test_a_file_that_is_no_plan_is_one_line(text, tmp_path, capsys):
+    (tmp_path / "plan.json").write_text(text)
+    assert main(["verify", "--device", "cpu", "--plan", str(tmp_path / "plan.json")]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "plan.json" in error
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(
+    ("gpu_memory", "overrides"),
+    [
+        ("64GiB", ()),
+        ("5GiB", ()),
+        ("5GiB", ("max_grad_norm=0",)),
+        ("2.6GiB", ("lora_rank=16",)),
+    ],
+)
+def test_peaks_on_a_gpu_are_those_of_the_plan(made, tmp_path, gpu_memory, overrides):
+    sizes = {
+        "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 12,
+        "num_attention_heads": 8, "num_key_value_heads": 8, "vocab_size": 32000,
+    }  # fmt: skip
+    path = tmp_path / "plan.json"
+    path.write_text(
+        json.dumps(made(gpu_memory, "seq_length=2048", "micro_batch_size=2", *overrides, **sizes))
+    )
+    found = verify_plan(Device.of("cuda"), read_plan(path, steps=8))
+    assert found.problems == []
+    assert found.is_timed
+    assert [len(each.losses) for each in found.compared] == [COMPARED_STEPS] * 2
+
+
+def test_a_budget_that_cannot_be_kept_is_one_line(made, tmp_path, capsys):
+    document = made("2GiB", "seq_length=1024", intermediate_size=1024, vocab_size=512)
+    document["execute"] = {"activations": {"mode": "budget", "budget_bytes": 1000}}
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(document))
+    assert main(["verify", "--device", "cpu", "--plan", str(path)]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert "budget_bytes=1000" in error
+    assert "try a plan with --gpu-memory" in error
+
+
+def test_a_mechanism_that_is_not_here_is_one_line(written, capsys):
+    path = written(execute={"teleport": {}})
+    assert main(["verify", "--device", "cpu", "--plan", str(path)]) == 2
+    assert "the plan asks for teleport" in capsys.readouterr().err
+
+
+def test_the_command_prints_predicted_beside_measured(written, capsys):
+    assert main(["verify", "--device", "cpu", "--plan", str(written())]) == 0
+    text = capsys.readouterr().out
+    assert "predicted" in text
+    assert "peak device" in text
+    assert "the plan was true" in text

@@ -1,0 +1,146 @@
+"""Axolotl: YAML, the DeepSpeed JSON that it names, and the options of its command line."""
+
+from pathlib import Path
+
+import pytest
+
+from skill_tools.configs.config import Config, Framework
+from skill_tools.dialects.read import read, read_text
+from skill_tools.errors import UnusableInput
+
+BASE = "base_model: Qwen/Qwen3-8B\n"
+
+
+def axolotl(text: str, *overrides: str) -> Config:
+    return read_text(BASE + text, "qlora.yaml", overrides=overrides)
+
+
+def value(config: Config, key: str) -> object:
+    return config.settings[key].value
+
+
+def test_a_configuration() -> None:
+    config = axolotl(
+        "# axolotl==0.19.0\nlearning_rate: 2e-5\nmicro_batch_size: 2\nactivation_offloading: legacy\n"
+        "datasets:\n  - path: a\n    type: alpaca\ngradient_checkpointing_kwargs:\n  use_reentrant: false\n"
+        "special_tokens:\n  pad_token: <pad>\n"
+    )
+    assert config.framework is Framework.AXOLOTL
+    assert config.complete
+    assert config.model_name == "Qwen/Qwen3-8B"
+    assert config.versions == {"axolotl": "0.19.0"}
+    assert value(config, "activation_offloading") == "legacy"
+    assert value(config, "gradient_checkpointing_kwargs.use_reentrant") is False
+    assert value(config, "gradient_checkpointing_kwargs") == {"use_reentrant": False}
+    assert not config.unknown
+    assert not config.wrong_types
+
+
+def test_a_misspelt_key_is_seen() -> None:
+    config = axolotl("activation_offload: true\nfsdp_config:\n  offload_parms: true\n")
+    assert [unknown.written for unknown in config.unknown] == [
+        "activation_offload",
+        "fsdp_config.offload_parms",
+    ]
+    assert config.unknown[0].nearest[0] == "activation_offloading"
+    assert config.unknown[1].nearest[0] == "fsdp_config.offload_params"
+
+
+def test_the_old_prefix_of_fsdp_fields_is_taken_off() -> None:
+    config = axolotl("fsdp_config:\n  fsdp_offload_params: true\n  fsdp_version: 2\n")
+    assert value(config, "fsdp_config.offload_params") is True
+    assert config.settings["fsdp_config.offload_params"].written == "fsdp_config.fsdp_offload_params"
+    assert value(config, "fsdp_version") == 2
+    assert not config.unknown
+
+
+@pytest.mark.parametrize(
+    ("option", "key", "expected"),
+    [
+        ("--activation-offloading", "activation_offloading", True),
+        ("--activation-offloading legacy", "activation_offloading", "legacy"),
+        ("--activation-offloading=disk", "activation_offloading", "disk"),
+        ("--no-layer-offloading", "layer_offloading", False),
+        ("--fsdp-config.offload-params true", "fsdp_config.offload_params", True),
+        ("--micro-batch-size 4 --layer-offloading", "micro_batch_size", 4),
+        ("micro_batch_size=8", "micro_batch_size", 8),
+        ("--fsdp-config.fsdp-offload-params", "fsdp_config.offload_params", True),
+    ],
+)
+def test_options_win_over_the_file(option: str, key: str, expected: object) -> None:
+    config = axolotl("activation_offloading: false\nmicro_batch_size: 1\n", option)
+    assert value(config, key) == expected
+    assert config.settings[key].place.file == "<overrides>"
+    assert not config.unknown
+
+
+def test_an_unknown_option_is_a_finding() -> None:
+    assert [unknown.written for unknown in axolotl("", "--activation-offload").unknown] == [
+        "--activation-offload"
+    ]
+
+
+def test_merge_keys_and_anchors() -> None:
+    text = "fsdp_config: &f\n  offload_params: true\ngradient_checkpointing_kwargs:\n  <<: {use_reentrant: true}\n"
+    config = axolotl(text)
+    assert value(config, "gradient_checkpointing_kwargs.use_reentrant") is True
+
+
+JSON = """{
+\t"zero_optimization": {
+\t\t"stage": 3,
+\t\t"offload_optimizer": {"device": "cpu", "pin_memory": true, "ratio": 1e-1}
+\t},
+\t"gradient_clipping": "auto"
+}
+"""
+
+
+def test_the_deepspeed_file_is_read_from_beside_the_yaml(tmp_path: Path) -> None:
+    (tmp_path / "ds").mkdir()
+    (tmp_path / "ds" / "zero3.json").write_text(JSON)
+    (tmp_path / "config.yml").write_text(BASE + "deepspeed: ds/zero3.json\n")
+    config = read([tmp_path / "config.yml"])
+    device = config.settings["deepspeed.zero_optimization.offload_optimizer.device"]
+    assert (device.value, device.place.line) == ("cpu", 4)
+    assert device.place.file.endswith("zero3.json")
+    assert value(config, "deepspeed.zero_optimization.offload_optimizer.ratio") == 0.1
+    assert value(config, "deepspeed") == "ds/zero3.json"
+    assert any(name.endswith("zero3.json") for name in config.sources)
+
+
+def test_an_inline_section_is_read_the_same_way() -> None:
+    config = axolotl("deepspeed:\n  zero_optimization:\n    stage: 2\n    offload_optimizer: {device: cpu}\n")
+    assert value(config, "deepspeed.zero_optimization.stage") == 2
+    assert value(config, "deepspeed.zero_optimization.offload_optimizer.device") == "cpu"
+
+
+def test_the_files_that_axolotl_ships_are_known() -> None:
+    config = axolotl("deepspeed: deepspeed_configs/zero3_bf16_cpuoffload_all.json\n")
+    assert value(config, "deepspeed.zero_optimization.offload_param.device") == "cpu"
+    assert config.settings["deepspeed.zero_optimization.stage"].place.line == 2
+    assert not config.unresolved
+    assert not config.missing_files
+
+
+def test_any_other_file_leaves_its_keys_open() -> None:
+    config = axolotl("deepspeed: my_zero3.json\n")
+    assert "deepspeed.zero_optimization.offload_optimizer.device" in config.unresolved
+    assert [setting.value for setting in config.missing_files] == ["my_zero3.json"]
+
+
+def test_a_launch_script_leads_to_its_configuration(tmp_path: Path) -> None:
+    (tmp_path / "config.yml").write_text(BASE + "micro_batch_size: 1\n")
+    script = tmp_path / "train.sh"
+    script.write_text("export OMP_NUM_THREADS=8\naxolotl train config.yml --micro-batch-size 4\n")
+    config = read([script])
+    assert config.framework is Framework.AXOLOTL
+    assert value(config, "micro_batch_size") == 4
+    assert value(config, "env.OMP_NUM_THREADS") == "8"
+
+
+def test_broken_deepspeed_json_is_refused_with_its_name(tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 3')
+    (tmp_path / "config.yml").write_text(BASE + "deepspeed: ds.json\n")
+    with pytest.raises(UnusableInput, match=r"ds\.json:\d+:\d+ is not valid JSON"):
+        read([tmp_path / "config.yml"])

@@ -1,0 +1,83 @@
+import pytest
+
+from skill_tools import knowledge
+from skill_tools.errors import UnusableInput
+from skill_tools.planning.cost import machine
+from skill_tools.planning.model import known_models
+
+DATA = knowledge.index()["hardware"]
+
+
+@pytest.mark.parametrize("name", DATA["gpus"])
+def test_every_known_gpu_has_a_source_and_a_host_with_one(name: str) -> None:
+    entry = DATA["gpus"][name]
+    assert entry["source"]
+    assert DATA["hosts"][entry["host"]]["source"]
+    found = machine.known(name)
+    assert found.d2h_copy >= found.duplex_copy > 1e9
+    assert found.dram * DATA["hosts"][entry["host"]]["gpus"] == pytest.approx(
+        DATA["hosts"][entry["host"]]["host_dram_gbs"] * 1e9
+    )
+
+
+@pytest.mark.parametrize("name", known_models.entries())
+def test_every_known_model_has_a_source(name: str) -> None:
+    assert known_models.entries()[name]["source"]
+
+
+def test_ranks_share_the_hosts_memory_bandwidth() -> None:
+    assert (
+        machine.known("h100", ranks_on_node=1).cpu_adam == 8 * machine.known("h100", ranks_on_node=8).cpu_adam
+    )
+
+
+def test_four_numbers_describe_an_unknown_gpu() -> None:
+    found = machine.known("tflops=500,link_GBs=50,dram_GBs=100,hbm_GBs=3000")
+    assert (found.h2d_copy, found.dram, found.hbm) == (50e9, 100e9, 3000e9)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["tflops=500", "tflops=a,link_GBs=1,dram_GBs=1,hbm_GBs=1", "tflops=0,link_GBs=1,dram_GBs=1,hbm_GBs=1"],
+)
+def test_numbers_that_are_not_the_four_are_refused(text: str) -> None:
+    with pytest.raises(UnusableInput, match="four numbers"):
+        machine.known(text)
+
+
+RATES = {
+    "h2d_pinned_GBs": 55,
+    "d2h_pinned_GBs": 55,
+    "duplex_total_GBs": 100,
+    "host_triad_GBs": 100,
+    "cpu_adam_fused_Gparam_s": 5,
+    "cpu_adam_perparam_fused_Gparam_s": 3,
+    "bf16_matmul_TFLOPs": 700,
+}
+
+
+def test_a_profile_without_its_rates_is_refused() -> None:
+    with pytest.raises(UnusableInput, match="h2d_pinned_GBs"):
+        machine.from_profile({"bf16_matmul_TFLOPs": 700}, name="x", source="profile.json")
+    with pytest.raises(UnusableInput, match="both_cpu_share"):
+        machine.from_profile({**RATES, "streamed_Gparam_s": 4}, name="x", source="profile.json")
+
+
+@pytest.mark.parametrize("value", [0, -1, float("nan"), float("inf"), "fast", True, None])
+def test_a_rate_that_is_none_is_refused(value: object) -> None:
+    with pytest.raises(UnusableInput, match="h2d_pinned_GBs = "):
+        machine.from_profile({**RATES, "h2d_pinned_GBs": value}, name="x", source="profile.json")
+
+
+def test_updates_that_were_measured_whole_win_over_what_the_machine_could_do() -> None:
+    updates = {
+        "cpu_with_copies_Gparam_s": 4,
+        "streamed_Gparam_s": 3,
+        "both_Gparam_s": 5,
+        "both_cpu_share": 0.5,
+    }
+    found = machine.from_profile({**RATES, **updates}, name="x", source="profile.json")
+    assert found.update_link == 12 * 3e9
+    assert found.update_cpu == 4e9
+    assert found.update_dram == 28 * 5e9
+    assert machine.from_profile(RATES, name="x", source="profile.json").update_link == 50e9
