@@ -1,8 +1,10 @@
 """The update formulas element by element, in fp32, for states that are not kept in fp32.
 
-torch's fused kernels want every state as an fp32 tensor, which `algorithms` gives them wherever results must be torch's
-to the bit. Where moments are rounded to bf16 anyway, these formulas are part of one kernel that also unpacks and rounds
-(`rounded_update`). `numbers` are one row of what `Algorithm.numbers_by_step` returns.
+torch's fused kernels take every state as an fp32 tensor. `algorithms` calls them wherever results must be bitwise
+torch's. Where moments are rounded to bf16, these formulas are part of one kernel that also unpacks and rounds
+(`streamed.packing`). `numbers` are one row of what `Algorithm.numbers_by_step` returns.
+
+Explained in docs/optimizer-state-offloading.md, "Fewer bytes".
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ def adam_numbers(group: Mapping[str, Any], steps: torch.Tensor, *, decoupled: bo
 
 
 def sgd(master: torch.Tensor, gradient: torch.Tensor, moments: Tensors, numbers: torch.Tensor) -> Tensors:
-    """Return the new master and `momentum_buffer` of SGD; without momentum the buffer stays."""
+    """Return the new master and `momentum_buffer` of SGD; without momentum the buffer stays as it is."""
     sign, l2, momentum, lr, nesterov = numbers.unbind()
     gradient = sign * gradient + l2 * master
     average = momentum * moments[0] + gradient
@@ -56,7 +58,7 @@ def _sign(group: Mapping[str, Any]) -> float:
 
 
 def _rows(same: Sequence[float], *by_step: torch.Tensor, like: torch.Tensor | None = None) -> torch.Tensor:
-    """Return a row for each step, fp32; no number is copied from the host, which a stream would wait for."""
+    """Return a row for each step, fp32. No number is copied from the host, for which a stream would wait."""
     like = by_step[0] if like is None else like
     columns = [*(torch.full_like(like, value) for value in same), *by_step]
     return torch.stack(columns, dim=1).float()

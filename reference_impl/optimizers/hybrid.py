@@ -28,7 +28,7 @@ from reference_impl.optimizers.layout import Member, local_numel
 from reference_impl.optimizers.live_state import LiveState
 from reference_impl.optimizers.rounds import Round, snapshot
 from reference_impl.optimizers.shares import Shares
-from reference_impl.optimizers.streamed.storage import Travel
+from reference_impl.optimizers.streamed.storage import StateFormat
 
 
 class HybridDeviceOptimizer(HostedOptimizer):
@@ -135,7 +135,7 @@ class HybridDeviceOptimizer(HostedOptimizer):
             profile=profile,
             chunk_bytes=chunk_bytes,
             prefetch_bytes=prefetch_bytes,
-            travel=Travel(hi_lo_masters=hi_lo_masters, moments_dtype=moments_dtype),
+            state_format=StateFormat(hi_lo_masters=hi_lo_masters, moments_dtype=moments_dtype),
             bucket_elements=bucket_elements,
             whole_members=self._whole_members,
             pinned=pin_cpu_grads and pin_cpu_params,
@@ -174,7 +174,11 @@ class HybridDeviceOptimizer(HostedOptimizer):
         self._open.add(members, total_numel=max(sum(local_numel(param) for param, _ in params), 1))
         self._members.update((member.param, member) for member in members)
         hook = forgetful_hook(weakref.WeakMethod(self._on_gradient))
-        hears = [m for m in members if self._open.streamed.borrows or (m.pieces and self._moves_in_backward)]
+        hears = [
+            m
+            for m in members
+            if self._open.streamed.prefetches_in_backward or (m.pieces and self._moves_in_backward)
+        ]
         # Megatron's shards require no gradient: theirs are put on them.
         params_heard = [m.param for m in hears if m.param.requires_grad]
         self._hooks += [param.register_post_accumulate_grad_hook(hook) for param in params_heard]
@@ -194,8 +198,8 @@ class HybridDeviceOptimizer(HostedOptimizer):
     def _on_gradient(self, param: torch.Tensor) -> None:
         """A gradient is final: send it off, and in mode `update` start what it completes."""
         member = self._members[param]
-        if self._gates is not None and self._open.streamed.borrows:
-            self._open.streamed.gradient(member)
+        if self._gates is not None and self._open.streamed.prefetches_in_backward:
+            self._open.streamed.on_gradient(member)
         if self._accumulating or not member.pieces or not self._moves_in_backward:
             return
         self._check_usable()

@@ -79,7 +79,7 @@ class MemberState(Mapping[str, torch.Tensor]):
         for start, part in self._own_parts(name):
             part.copy_(self._member.flat(whole)[start : start + part.numel()])
         if self._member.streamed:
-            self._shares.streamed.settle(for_writing=True)
+            self._shares.streamed.finish(for_writing=True)
             self._shares.streamed.write(self._member, name, whole)
 
     def copied(self, name: str) -> torch.Tensor:
@@ -117,7 +117,7 @@ class MemberState(Mapping[str, torch.Tensor]):
     def _streamed_parts(self, name: str) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield (first element, flat fp32 values) of each part that streams."""
         if self._member.streamed:
-            self._shares.streamed.settle(for_writing=False)
+            self._shares.streamed.finish(for_writing=False)
             yield from self._shares.streamed.parts(self._member, name)
 
     def _own_parts(self, name: str) -> Iterator[tuple[int, torch.Tensor]]:

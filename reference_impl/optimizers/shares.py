@@ -24,10 +24,9 @@ from reference_impl.optimizers.layout import Member, local_numel, members_of
 from reference_impl.optimizers.resident import ResidentShare
 from reference_impl.optimizers.rounds import Round
 from reference_impl.optimizers.split import state_bytes
-from reference_impl.optimizers.state_offload_checks import check_chunk
 from reference_impl.optimizers.streamed.chunks import Part
 from reference_impl.optimizers.streamed.share import StreamedShare
-from reference_impl.optimizers.streamed.storage import Travel
+from reference_impl.optimizers.streamed.storage import StateFormat
 
 
 class Shares:
@@ -45,7 +44,7 @@ class Shares:
         profile: Profile | None,
         chunk_bytes: int,
         prefetch_bytes: int,
-        travel: Travel,
+        state_format: StateFormat,
         bucket_elements: int,
         whole_members: bool,
         pinned: bool,
@@ -53,20 +52,23 @@ class Shares:
     ) -> None:
         """Choose the split for `params` and start the CPU share's threads, by default as many as this rank may use.
 
-        Holds no member yet. Raises ValueError and HostMemoryError as `chosen_split` and `check_travel` do.
+        Holds no member yet. Raises ValueError and HostMemoryError as `chosen_split` and `StateFormat.check` do.
         """
-        check_chunk(chunk_bytes, state_bytes=4 * (1 + len(algorithm.moments)))
         self._device = device
         self.resident = ResidentShare(algorithm)
         self.streamed = StreamedShare(
-            device, algorithm, chunk_bytes=chunk_bytes, prefetch_bytes=prefetch_bytes, travel=travel
+            device,
+            algorithm,
+            chunk_bytes=chunk_bytes,
+            prefetch_bytes=prefetch_bytes,
+            state_format=state_format,
         )
         sizes = [(local_numel(param), param.element_size()) for param in params]
         each = state_bytes(
             sizes,
             moments=len(algorithm.moments),
-            moment_bytes=travel.moments_dtype.itemsize,
-            hi_lo_masters=travel.hi_lo_masters,
+            moment_bytes=state_format.moments_dtype.itemsize,
+            hi_lo_masters=state_format.hi_lo_masters,
         )
         # So many elements may come in during backward: those that the next forward needs first.
         self._ahead = int(prefetch_bytes / max(each.streamed, 1))
@@ -114,7 +116,7 @@ class Shares:
         # A parameter that the CPU updates in part comes home in one piece, so its streamed part waits for that.
         self.streamed.add(
             {
-                member: Part(range(member.resident, member.on_device), staged=member.offloaded > 0)
+                member: Part(range(member.resident, member.on_device), is_split=member.offloaded > 0)
                 for member in members
                 if member.streamed
             }
@@ -189,7 +191,7 @@ class Shares:
         state = self.resident.states.get(member)
         if state is not None and state.master is not state.weight:
             yield Fresh(state.weight, state.master, REACHED)
-        staged = self.streamed.staged(member)
+        staged = self.streamed.split_weights(member)
         if staged is not None:
             start, weights, event = staged
             whole = member.flat(member.param_local.detach())

@@ -1,11 +1,13 @@
 """Optimizer states that live on the host and visit the GPU for their update.
 
 `OptimizerStateOffloader` wraps `torch.optim.AdamW(fused=True)`, Adam or SGD with momentum. Between steps moments
-and fp32 masters are in pinned host memory; `step()` streams them through a small ring of device buffers, where the
-same fused kernel updates them. With a model attached all of this runs behind the next forward, whose modules wait
-on the device for their own weights.
+and fp32 masters are in pinned host memory; `step()` streams them through a few device buffers, where the same fused
+kernel updates them. With a model attached all of this runs behind the next forward, whose modules wait on the device
+for their own weights.
 
 It does not compute on the CPU (`hybrid` does) and it does not shard: each rank offloads what it is given.
+
+Explained in docs/optimizer-state-offloading.md.
 """
 
 from __future__ import annotations
@@ -18,19 +20,21 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from reference_impl.optimizers import checks, state_offload_dict
+from reference_impl.optimizers import checks
 from reference_impl.optimizers.clip_decision import judge
 from reference_impl.optimizers.cpu.gradients import forgetful_hook, gradient_of
 from reference_impl.optimizers.hosted import HostedOptimizer
 from reference_impl.optimizers.layout import Member, members_of
-from reference_impl.optimizers.state_offload_checks import (
+from reference_impl.optimizers.state_offload_wrapped import (
     algorithm_of,
-    check_sizes,
-    check_wrapped_group,
+    check_group,
+    check_states,
+    load_states,
+    saved_states,
 )
-from reference_impl.optimizers.streamed.chunks import Part
+from reference_impl.optimizers.streamed.chunks import CHUNK_BYTES, Part
 from reference_impl.optimizers.streamed.share import StreamedShare
-from reference_impl.optimizers.streamed.storage import Travel
+from reference_impl.optimizers.streamed.storage import StateFormat
 
 
 class OptimizerStateOffloader(HostedOptimizer):
@@ -47,16 +51,17 @@ class OptimizerStateOffloader(HostedOptimizer):
 
     Args:
         optimizer: `torch.optim.AdamW`, `Adam` or `SGD` with `fused=True`, with or without states.
-        fraction: share of the elements whose states leave, exact to 64; what the forward uses last leaves first.
-        chunk_bytes: most bytes of states that travel at once.
-        device_budget_bytes: device memory for slots of a chunk each and for what one chunk needs beside them (fp32
-            gradients, unpacked states); by default three slots. With a model attached, more are borrowed from what
-            backward frees, so that states come in behind it, and go back when these have left.
-        offload_masters: False keeps the masters on the device, so that only moments travel.
-        hi_lo_masters: only the lower half of a bf16 parameter's master travels; the weight is the upper one. Exact.
-            After writing a weight call `refresh_masters`; loading states sets weights to their masters rounded.
-        moments_dtype: `torch.bfloat16` lets moments travel in half the bytes. Not bitwise: they are rounded
-            stochastically, the same way in every run.
+        fraction: share of the elements whose states are offloaded, exact to 64; those that the forward uses last are
+            offloaded first.
+        chunk_bytes: most bytes of states that one copy moves.
+        device_budget_bytes: device memory for slots of a chunk each, and for what one chunk needs beside them (fp32
+            gradients, unpacked states); by default three slots. With a model attached, extra slots take memory that
+            backward frees, so that states come in behind it; they are freed once these have been copied out.
+        offload_masters: False keeps the masters on the device, so that only moments are offloaded.
+        hi_lo_masters: only the lower half of a bf16 parameter's master is offloaded; the weight is the upper half.
+            Exact. After writing a weight call `refresh_masters`. Loading states sets weights to their masters rounded.
+        moments_dtype: `torch.bfloat16` stores moments in half the bytes. Not bitwise: they are rounded stochastically,
+            the same way in every run.
         max_grad_norm: clip the global norm exactly; gradients are divided by `max(1, (norm + 1e-6) / max)`.
         reduce_norm_squared: given this rank's squared norm (0-dim fp32), returns that over all ranks.
 
@@ -65,7 +70,7 @@ class OptimizerStateOffloader(HostedOptimizer):
     nothing.
 
     Raises TypeError or ValueError for optimizers, options and parameters it cannot serve, and HostMemoryError when
-    the host lacks the room: all before anything is taken.
+    the host has too little memory: all before anything is changed.
     """
 
     def __init__(
@@ -73,7 +78,7 @@ class OptimizerStateOffloader(HostedOptimizer):
         optimizer: torch.optim.Optimizer,
         *,
         fraction: float = 1.0,
-        chunk_bytes: int = 96 * 2**20,
+        chunk_bytes: int = CHUNK_BYTES,
         device_budget_bytes: int | None = None,
         offload_masters: bool = True,
         hi_lo_masters: bool = False,
@@ -81,12 +86,13 @@ class OptimizerStateOffloader(HostedOptimizer):
         max_grad_norm: float | None = None,
         reduce_norm_squared: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
-        """Validate everything, then move the states to their homes."""
         self._algorithm = algorithm_of(optimizer)
-        state_bytes = 4 * (len(self._algorithm.moments) + offload_masters)
-        check_sizes(fraction=fraction, chunk_bytes=chunk_bytes, state_bytes=state_bytes)
+        if not 0 <= fraction <= 1:
+            raise ValueError(
+                f"fraction is {fraction}; expected a share of bytes in [0, 1]; try {min(max(fraction, 0.0), 1.0)}"
+            )
         for group in optimizer.param_groups:
-            check_wrapped_group(group)
+            check_group(group)
         params = [param for group in optimizer.param_groups for param in group["params"]]
         checks.check_clipping(
             params,
@@ -104,7 +110,7 @@ class OptimizerStateOffloader(HostedOptimizer):
             self._algorithm,
             chunk_bytes=chunk_bytes,
             device_budget_bytes=device_budget_bytes,
-            travel=Travel(
+            state_format=StateFormat(
                 offload_masters=offload_masters, hi_lo_masters=hi_lo_masters, moments_dtype=moments_dtype
             ),
         )
@@ -121,7 +127,7 @@ class OptimizerStateOffloader(HostedOptimizer):
         with torch.no_grad():
             for param, states in optimizer.state.items():
                 if param in self._members:
-                    state_offload_dict.write(share, self._members[param], states)
+                    load_states(share, self._members[param], states)
         optimizer.state.clear()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -129,7 +135,7 @@ class OptimizerStateOffloader(HostedOptimizer):
         super().add_param_group(param_group)
         if hasattr(self, "_wrapped"):
             try:
-                check_wrapped_group(self.param_groups[-1])
+                check_group(self.param_groups[-1])
                 self.synchronize()
                 self._admit([len(self.param_groups) - 1])
             except BaseException:
@@ -147,7 +153,7 @@ class OptimizerStateOffloader(HostedOptimizer):
             if param.requires_grad
         ]
         members = members_of(params, first_order=len(self._members), fraction=self._fraction, offload=None)
-        self._share.add(
+        self.streamed.add(
             {
                 member: Part(
                     streamed=range(member.resident, member.param_local.numel()),
@@ -159,8 +165,13 @@ class OptimizerStateOffloader(HostedOptimizer):
         self._members.update({member.param: member for member in members})
 
     @property
-    def _share(self) -> StreamedShare:
-        assert self._open_share is not None
+    def streamed(self) -> StreamedShare:
+        """The share that holds all states: what is loaded, what is not queued yet, and what extra slots take.
+
+        Raises RuntimeError when the optimizer is closed.
+        """
+        if self._open_share is None:
+            raise RuntimeError("the optimizer is closed; expected an open one; try constructing a new one")
         return self._open_share
 
     @torch.no_grad()
@@ -168,7 +179,7 @@ class OptimizerStateOffloader(HostedOptimizer):
         """Queue the update with the gradients that the parameters have; the host waits for nothing.
 
         With a model attached the gradients are taken off the parameters, and forward waits for each weight. Without
-        one the live stream runs behind the whole update.
+        one the live current stream waits for the whole update.
         """
         self._check_usable()
         loss = None
@@ -181,7 +192,7 @@ class OptimizerStateOffloader(HostedOptimizer):
         if self._gates is not None:
             checks.check_used_in_time(gradients)
         self.synchronize()
-        verdict = judge(
+        decision = judge(
             [torch.linalg.vector_norm(each, dtype=torch.float32) for each in gradients.values()],
             self._device,
             reduce_norm_squared=self._reduce_norm_squared,
@@ -189,10 +200,10 @@ class OptimizerStateOffloader(HostedOptimizer):
             loss_scale=getattr(self, "grad_scale", None),
             found_inf=getattr(self, "found_inf", None),
         )
-        self.grad_norm = None if verdict is None else verdict.norm
-        if verdict is None:
+        self.grad_norm = None if decision is None else decision.norm
+        if decision is None:
             return loss
-        self._share.update(gradients, verdict, self.param_groups)
+        self.streamed.update(gradients, decision, self.param_groups)
         for member in gradients:
             member.pending = True
             if self._gates is not None:
@@ -205,16 +216,16 @@ class OptimizerStateOffloader(HostedOptimizer):
     def attach(self, model: nn.Module) -> None:
         """Let the update run behind the next forward: the model's modules wait for their own weights, on the device.
 
-        Saving and loading the state_dict of any of them waits too. Raises ValueError under FSDP.
+        Saving or loading the state_dict of any of them waits too. Raises ValueError under FSDP.
         """
         super().attach(model)
-        if self._share.borrows:
+        if self.streamed.prefetches_in_backward:
             self._unhook()
             hook = forgetful_hook(weakref.WeakMethod(self._on_gradient))
             self._hooks = [param.register_post_accumulate_grad_hook(hook) for param in self._members]
 
     def _on_gradient(self, param: torch.Tensor) -> None:
-        self._share.gradient(self._members[param])
+        self.streamed.on_gradient(self._members[param])
 
     def _unhook(self) -> None:
         for hook in self._hooks:
@@ -229,9 +240,9 @@ class OptimizerStateOffloader(HostedOptimizer):
         return False
 
     def _wait_for(self, members: Iterable[Member]) -> None:
-        """Make the live current stream run behind the updates of `members`, and let their gradients go."""
+        """Make the live current stream wait for the updates of `members`, and drop their gradients."""
         listed = list(members)
-        self._share.wait_for(listed)
+        self.streamed.wait_for(listed)
         for member in listed:
             member.pending = False
 
@@ -242,12 +253,12 @@ class OptimizerStateOffloader(HostedOptimizer):
 
     def _refresh(self, members: Sequence[Member]) -> None:
         self.synchronize()
-        self._share.refresh_masters(members)
+        self.streamed.refresh_masters(members)
 
-    def _settle(self, *, for_writing: bool) -> None:
-        """Block until the states are whole and, `for_writing`, nobody reads them either."""
+    def _finish(self, *, for_writing: bool) -> None:
+        """Finish the step, and block until the states are whole and, `for_writing`, nobody reads them either."""
         self.synchronize()
-        self._share.settle(for_writing=for_writing)
+        self.streamed.finish(for_writing=for_writing)
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
@@ -255,9 +266,9 @@ class OptimizerStateOffloader(HostedOptimizer):
 
         Parameters that are not fp32 have their `master_param` too.
         """
-        self._settle(for_writing=False)
+        self._finish(for_writing=False)
         packed = super().state_dict()
-        states = ((index, state_offload_dict.read(self._share, member)) for index, member in self._indexed())
+        states = ((index, saved_states(self.streamed, member)) for index, member in self._indexed())
         packed["state"] = {index: state for index, state in states if state}
         return packed
 
@@ -270,15 +281,15 @@ class OptimizerStateOffloader(HostedOptimizer):
         """
         self._check_usable()
         for group in state_dict["param_groups"]:
-            check_wrapped_group({**group, "params": [], "fused": True})
+            check_group({**group, "params": [], "fused": True})
         saved = state_dict["state"]
         for index, member in self._indexed():
-            state_offload_dict.check(self._share, index, member, saved.get(index, {}))
-        self._settle(for_writing=True)
+            check_states(self.streamed, index, member, saved.get(index, {}))
+        self._finish(for_writing=True)
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         self._wrapped.param_groups = self.param_groups
         for index, member in self._indexed():
-            state_offload_dict.write(self._share, member, saved.get(index, {}))
+            load_states(self.streamed, member, saved.get(index, {}))
 
     def _indexed(self) -> Iterator[tuple[int, Member]]:
         """Yield each member with its index in a state_dict; frozen parameters have an index but no member."""
@@ -288,7 +299,7 @@ class OptimizerStateOffloader(HostedOptimizer):
                 yield index, self._members[param]
 
     def close(self) -> None:
-        """Finish, take all hooks off and give the host memory back. Calling it again does nothing."""
+        """Finish, take all hooks off and free the host memory. Calling it again does nothing."""
         if self._open_share is None:
             return
         self.synchronize()

@@ -28,10 +28,10 @@ def hybrid(params, **options):
     return HybridDeviceOptimizer(listed, **{**sizes, **OPTIONS, **options})
 
 
-def streaming(model, *, wraps=torch.optim.AdamW, hyper=OPTIONS, **options):
-    """The wrapped optimizer with all states on the host in small chunks, unless stated."""
-    inner = wraps(model.parameters(), fused=True, **hyper)
-    return OptimizerStateOffloader(inner, **{"chunk_bytes": 12 * 1024, **options})
+def streaming(model, *, wraps=torch.optim.AdamW, hyper=OPTIONS, wrapped=None, **options):
+    """`wrapped`, by default a new `wraps`, with all states on the host in small chunks, unless stated."""
+    wrapped = wrapped or wraps(model.parameters(), fused=True, **hyper)
+    return OptimizerStateOffloader(wrapped, **{"chunk_bytes": 12 * 1024, **options})
 
 
 def reference(model, *, on_cpu=True, **options):

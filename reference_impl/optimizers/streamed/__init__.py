@@ -1,1 +1,23 @@
-"""The share whose state lives on the host and visits the device for its update."""
+"""The streamed share: optimizer states that live on the host and visit the GPU for their update.
+
+Explained in docs/optimizer-state-offloading.md. The modules, from the bottom up: `chunks` (geometry), `packing` (states
+in fewer bits), `slots` (device buffers), `update` (the kernels of one chunk), `storage` (where chunks are between
+steps), `pipeline` (copies and kernels in order) and `share` (what an optimizer uses). Terms:
+
+- state: one fp32 number an element: a moment (`exp_avg`, ...), or the master weight of a parameter that is not fp32.
+- member: a parameter as the optimizer knows it; piece: some consecutive elements of one member, in one chunk.
+- chunk: the states of a few pieces in one flat tensor, which one copy moves and one kernel call updates.
+- field: one state in a chunk, in the dtype that it is stored in. The fields of a chunk lie one after the other.
+- state format: which states a chunk has, and in which dtypes.
+- packed state: one that is stored in fewer bits than fp32; scratch: device buffers to unpack states into.
+- hi/lo master: a bf16 weight is the upper half of its fp32 master (hi), so only the lower half (lo) is stored and
+  copied. A flag, in the sign of `exp_avg_sq`, says which way a tie was rounded.
+- rounded moments: moments in bf16, rounded stochastically after each update; not bitwise torch's.
+- storage: the pinned host memory (or device memory, for chunks that stay) that holds a chunk between steps.
+- slot: a device buffer of one chunk. Three are permanent: one each for the copy in, the update and the copy out.
+- extra slot: a temporary one, allocated during backward in memory that backward has freed (the page calls this
+  memory borrowed).
+- prefetch: to copy a chunk of the next step into a slot before that step begins.
+- split member: one that the CPU updates in part. Its new streamed weights are kept apart until the CPU's are there too.
+- queue: to give copies and kernels to their streams; the host does not wait for them.
+"""

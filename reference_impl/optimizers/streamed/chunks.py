@@ -1,10 +1,11 @@
-"""What travels at once: the states of a few pieces, side by side in one flat tensor.
+"""Chunks: the states of a few pieces side by side in one flat tensor, and how parameters are cut into them.
 
-A chunk belongs to one parameter group, so that one fused kernel call updates it, and its states lie one after
-the other (master | exp_avg | exp_avg_sq, in fp32 or packed by `packing`), so that one copy each way moves it. Cuts
-are multiples of `ALIGNMENT` elements and every piece starts at one, which leaves every bit of the update as it is for
-whole parameters. A chunk that stays on the device has the same form. Geometry and views only; `streamed_update` moves
-chunks.
+A chunk belongs to one parameter group, so that one fused kernel call updates it. Its fields lie one after the other
+(master | exp_avg | exp_avg_sq, in fp32 or packed as in `packing`), so that one copy each way moves it. Cuts are
+multiples of `ALIGNMENT` elements and every piece starts at one, so the update gives the same bits as for whole
+parameters. A chunk that stays on the device has the same form. This module has geometry and views only.
+
+Explained in docs/optimizer-state-offloading.md.
 """
 
 from __future__ import annotations
@@ -18,57 +19,62 @@ import torch
 
 from reference_impl.device import REACHED, Event
 from reference_impl.optimizers.layout import ALIGNMENT, Member, Piece
-from reference_impl.optimizers.streamed.packing import LOW
 
+# Most bytes of a chunk, unless the user chooses.
+CHUNK_BYTES = 96 * 2**20
+
+# Fields that are no moments: whole fp32 masters, and lower halves of them.
 MASTER = "master_param"
+LOW = "master_low"
 
 
 class Part(NamedTuple):
-    """Which elements of a member are whose: `streamed` ones travel, `resident` ones are updated where they stay.
+    """The elements of one member that the streamed share updates.
 
-    `staged`: new weights do not go into the parameter, because somebody else updates other elements of it and
-    brings all of them home together.
+    The states of `streamed` elements are copied in and out; those of `resident` elements stay on the device. With
+    `is_split` the CPU updates other elements of the same member, so new weights do not go into the parameter: they are
+    kept apart until somebody writes all of them together.
     """
 
     streamed: range
     resident: range = range(0)
-    staged: bool = False
+    is_split: bool = False
 
 
 class Field(NamedTuple):
-    """One state in a chunk, in the dtype that it travels in."""
+    """One state in a chunk, in the dtype that it is stored in."""
 
     name: str
     dtype: torch.dtype
 
 
 def is_rounded(fields: tuple[Field, ...]) -> bool:
-    """Whether any of `fields` is a moment in bf16."""
+    """Return whether any of `fields` is a moment in bf16."""
     return any(field.dtype == torch.bfloat16 for field in fields)
 
 
-def packed_of(fields: tuple[Field, ...]) -> tuple[Field, ...]:
-    """Return the fields that are shorter than fp32, and the last one where its sign serves half masters."""
-    flagged = fields[-1] if fields[0].name == LOW else None
-    return tuple(field for field in fields if field.dtype != torch.float32 or field is flagged)
+def bytes_an_element(fields: tuple[Field, ...]) -> int:
+    """Return the bytes of `fields` for one element."""
+    return sum(field.dtype.itemsize for field in fields)
 
 
 @dataclass(eq=False, slots=True)
 class Chunk:
-    """`home` holds `fields` of `numel` elements each, flat bytes: on the host, or on the device if resident.
+    """States of `pieces`.
 
-    `masters` are the fp32 masters that stay on the device, where none travel; an fp32 parameter is its own master
-    and has none. `firsts` numbers each piece's first element among those of all chunks, 0-dim on the device. `stored`
-    is the event after which `home` on the host is whole.
+    `storage` is flat bytes, on the host or, if `resident`, on the device: `numel` elements of each of `fields`. Where
+    masters are no field they stay on the device as `masters` (fp32); an fp32 parameter is its own master and has
+    none. `noise_offsets` is each piece's first element, numbered over all chunks (0-dim int64, on the device). The
+    storage on the host is whole after the event `stored`.
     """
 
     pieces: tuple[Piece, ...]
     numel: int
     fields: tuple[Field, ...]
-    home: torch.Tensor
+    storage: torch.Tensor
     masters: torch.Tensor | None
     resident: bool
-    firsts: Mapping[Piece, torch.Tensor]
+    noise_offsets: Mapping[Piece, torch.Tensor]
     stored: Event = REACHED
 
     @property
@@ -81,22 +87,22 @@ class Chunk:
         """The place in the forward of the first member that waits for this chunk."""
         return min(piece.member.order for piece in self.pieces)
 
+    @property
+    def rounded(self) -> bool:
+        """Whether moments are stored in bf16, so that the update is not bitwise torch's."""
+        return is_rounded(self.fields)
+
+    @property
+    def flagged(self) -> str | None:
+        """The field whose sign holds the flags of hi/lo masters; None where there are none."""
+        return self.fields[-1].name if self.has(LOW) else None
+
     def has(self, name: str) -> bool:
         """Return whether the state `name` is among the fields."""
         return any(field.name == name for field in self.fields)
 
-    @property
-    def rounded(self) -> bool:
-        """Whether moments are kept in fewer bits than fp32, so that the update is not torch's to the bit."""
-        return is_rounded(self.fields)
-
-    @property
-    def packed(self) -> tuple[Field, ...]:
-        """The fields that are not plain fp32 states: shorter, or with flags in the sign; see `packing`."""
-        return packed_of(self.fields)
-
     def field(self, name: str, buffer: torch.Tensor) -> torch.Tensor:
-        """Return the state `name` of all elements in `buffer`, which is laid out like `home`."""
+        """Return the state `name` of all elements in `buffer`, which is laid out like `storage`."""
         start = 0
         for field in self.fields:
             stop = start + self.numel * field.dtype.itemsize
@@ -106,50 +112,49 @@ class Chunk:
         raise KeyError(name)
 
 
-class Weights:
-    """Where the share's part of each weight stands: in the parameter, or in a staging tensor beside it."""
+class StreamedWeights:
+    """The weights that chunks update: those in the parameter, or for split members a separate tensor."""
 
     def __init__(self) -> None:
-        """Stage nothing."""
-        self._staged: dict[Member, tuple[int, torch.Tensor]] = {}
+        self._apart: dict[Member, tuple[int, torch.Tensor]] = {}
 
-    def stage(self, member: Member, part: range) -> None:
-        """From now on keep the weights of this part apart from the parameter."""
-        self._staged[member] = (part.start, parameter(member)[part.start : part.stop].clone())
+    def keep_apart(self, member: Member, elements: range) -> None:
+        """From now on update a copy of these weights and leave the parameter as it is."""
+        self._apart[member] = (elements.start, flat_weight(member)[elements.start : elements.stop].clone())
+
+    def kept_apart(self, member: Member) -> tuple[int, torch.Tensor] | None:
+        """Return the first element and the separate weights; None for a member that is updated in place."""
+        return self._apart.get(member)
 
     def refresh(self, member: Member) -> None:
-        """Take over the parameter's weights where they stand apart."""
-        if member in self._staged:
-            first, staged = self._staged[member]
-            staged.copy_(parameter(member)[first : first + staged.numel()])
-
-    def staged(self, member: Member) -> tuple[int, torch.Tensor] | None:
-        """Return the first element and the weights that stand apart, if any."""
-        return self._staged.get(member)
+        """Copy the parameter's weights to the separate ones, if there are any."""
+        if member in self._apart:
+            first, apart = self._apart[member]
+            apart.copy_(flat_weight(member)[first : first + apart.numel()])
 
     def of(self, piece: Piece) -> torch.Tensor:
         """Return the weights of `piece`, flat."""
-        first, staged = self._staged.get(piece.member, (0, None))
-        whole = parameter(piece.member) if staged is None else staged
+        first, apart = self._apart.get(piece.member, (0, None))
+        whole = flat_weight(piece.member) if apart is None else apart
         return whole[piece.start - first : piece.stop - first]
 
     def clear(self) -> None:
-        """Let all staging tensors go."""
-        self._staged.clear()
+        """Drop all separate tensors."""
+        self._apart.clear()
 
 
-def parameter(member: Member) -> torch.Tensor:
-    """Return a member's own weight, flat."""
+def flat_weight(member: Member) -> torch.Tensor:
+    """Return the parameter's own weight, flat."""
     return member.flat(member.param_local.detach())
 
 
 def plan_chunks(
     ranges: Mapping[Member, range], *, elements: Callable[[Member], int]
 ) -> list[tuple[tuple[Piece, ...], int]]:
-    """Cut the elements `ranges` of members, each from a multiple of `ALIGNMENT`, into (pieces, numel with gaps).
+    """Cut the elements `ranges` of members into chunks; return the pieces of each and its length with gaps.
 
-    A chunk has at most `elements(member)` elements, a multiple of `ALIGNMENT`, of one group and dtype. Pieces follow
-    the forward.
+    Each range begins at a multiple of `ALIGNMENT`. A chunk has elements of one group and dtype, and at most
+    `elements(member)` of them, which is a multiple of `ALIGNMENT` too. Pieces follow the order of the forward.
     """
     plans = []
     for _, alike in groupby(sorted(ranges, key=_kind), key=_kind):
@@ -158,11 +163,11 @@ def plan_chunks(
         for member in sorted(alike, key=lambda member: member.order):
             start, stop = ranges[member].start, ranges[member].stop
             while start < stop:
-                room = elements(member) - offset
-                if room == 0:
+                free = elements(member) - offset
+                if free == 0:
                     plans.append((tuple(pieces), offset))
-                    pieces, offset, room = [], 0, elements(member)
-                piece = Piece(member, start, min(start + room, stop), offset)
+                    pieces, offset, free = [], 0, elements(member)
+                piece = Piece(member, start, min(start + free, stop), offset)
                 pieces.append(piece)
                 start = piece.stop
                 offset += -(-piece.numel // ALIGNMENT) * ALIGNMENT

@@ -1,31 +1,37 @@
-"""States that travel in fewer bytes: masters as the lower half of their weights, moments in bf16.
+"""States in fewer bits: the lower halves of masters beside bf16 weights, and moments in bf16 with their update.
 
 Everything is integer arithmetic on the bits of floats, so one source gives the same bits eagerly and compiled.
 
 A bf16 weight is the upper half of its fp32 master, rounded to nearest even. So the master is the weight and the
 master's lower 16 bits, where the weight tells whether rounding went up, except at a tie: 0x3F7F8000 and 0x3F808000
-both round to 0x3F80. One more bit says "lower half of 0x8000 or more, and not rounded up"; it stands in the sign of
+both round to 0x3F80. One more bit says "lower half of 0x8000 or more, and not rounded up"; it is stored in the sign of
 `exp_avg_sq`, which is never negative. A master that is NaN gives its weight the upper half as it is, so that all its
-bits survive; a NaN whose payload stands only in the lower half therefore shows as infinity in the weight.
+bits survive; a NaN whose payload is only in the lower half therefore shows as infinity in the weight.
 
-bf16 moments (`rounded_update`) are rounded stochastically: 1 - beta2 is 0.001, less than half of what bf16 resolves
-(2**-8), so rounding to nearest would leave `exp_avg_sq` where it is. The noise is a hash of element and step: the same
-in every run, without a generator's state.
+bf16 moments are rounded stochastically: 1 - beta2 is 0.001, less than half of what bf16 resolves (2**-8), so rounding
+to nearest would leave `exp_avg_sq` where it is. The noise is a hash of element and step: the same in every run, without
+a generator's state. Such moments are not torch's to the bit anyway, so their update is our own formula (`formulas`) in
+one kernel that unpacks, updates, rounds and packs: 18 to 24 bytes an element pass through the GPU's memory, where
+torch's kernel between `unpack` and `pack` would need 86.
+
+On CUDA `torch.compile` builds the kernels; the CPU twin runs the same source block by block.
+Explained in docs/optimizer-state-offloading.md, "Fewer bytes".
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
 from torch.nn.functional import pad
 
 from reference_impl.device import Device
-
-# The state that holds lower halves of masters.
-LOW = "master_low"
+from reference_impl.optimizers.algorithms import Algorithm
+from reference_impl.optimizers.formulas import Formula, Tensors
+from reference_impl.optimizers.layout import Member
 
 _INFINITY = 0x7F800000
 _MAGNITUDE = 0x7FFFFFFF
@@ -34,8 +40,6 @@ _LARGEST_BF16 = 0x7F7F
 _QUIET_BF16 = 0x40
 # Eager temporaries are of this many elements at most.
 _BLOCK = 2**16
-
-Tensors = Sequence[torch.Tensor]
 
 
 def join(high: torch.Tensor, low: torch.Tensor, flag: torch.Tensor) -> torch.Tensor:
@@ -57,7 +61,7 @@ def split(bits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def widen(stored: torch.Tensor, *, flagged: bool) -> torch.Tensor:
-    """Return the fp32 bits (int32) of a moment stored as int16 (bf16) or int32, less the flag in its sign."""
+    """Return the fp32 bits (int32) of a moment stored as int16 (bf16) or int32, without the flag in its sign."""
     bits = stored.to(torch.int32)
     if stored.dtype == torch.int16:
         bits = bits << 16
@@ -125,14 +129,14 @@ def noise(count: int, first: torch.Tensor, step: torch.Tensor) -> Tensors:
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:
-    """Scramble int32, whose products wrap around: 64 bits would take the GPU twice as long."""
+    """Scramble int32, whose products wrap around. With 64 bits the GPU would take twice as long."""
     x = (x ^ _shifted(x, 16)) * 0x21F0AAAD
     x = (x ^ _shifted(x, 15)) * 0x735A2D97
     return x ^ _shifted(x, 15)
 
 
 def _shifted(x: torch.Tensor, by: int) -> torch.Tensor:
-    """Shift to the right and bring zeros in; `>>` brings in the sign."""
+    """Shift to the right and fill with zeros; `>>` fills with the sign."""
     return (x >> by) & ((1 << (32 - by)) - 1)
 
 
@@ -148,13 +152,13 @@ def run_on(device: Device, function: Callable[[Halves], None], halves: Halves) -
 def apart(tensor: torch.Tensor) -> torch.Tensor:
     """Return the same memory as a storage of its own.
 
-    The compiler would take states in one buffer for aliases of each other, and copy them.
+    The compiler takes several states in one buffer for aliases of each other, and would copy them.
     """
     return torch.from_dlpack(torch.utils.dlpack.to_dlpack(tensor))  # type: ignore[attr-defined]
 
 
 def aligned_rows(table: torch.Tensor) -> Tensors:
-    """Return the rows of `table` (2-dim), each at a multiple of 16 bytes; a compiled function copies others first."""
+    """Return the rows of `table` (2-dim), each at a multiple of 16 bytes. A compiled function copies others first."""
     width = table.shape[1]
     return pad(table, (0, -width % (16 // table.element_size())))[:, :width].unbind()
 
@@ -166,5 +170,140 @@ def compiled(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def blocks(numel: int) -> list[slice]:
-    """Return slices small enough for what eager arithmetic allocates on the way."""
+    """Return slices so short that the temporaries of eager arithmetic stay small."""
     return [slice(start, min(start + _BLOCK, numel)) for start in range(0, numel, _BLOCK)]
+
+
+class Operands(NamedTuple):
+    """The tensors of one piece, all of one length: weights and states, which are written, and the gradient.
+
+    Either `low` holds the lower halves of masters (int16) beside bf16 `weight` (as int16), or `master` holds whole ones
+    beside `weight` of any dtype. An fp32 weight is its own master, so `weight` is None. `moments` are the bits of bf16
+    (int16).
+    """
+
+    weight: torch.Tensor | None
+    low: torch.Tensor | None
+    master: torch.Tensor | None
+    gradient: torch.Tensor
+    moments: Tensors
+
+    def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Operands:
+        """Return the operands with `change` applied to every tensor."""
+        weight, low, master = (None if one is None else change(one) for one in self[:3])
+        return Operands(weight, low, master, change(self.gradient), [change(one) for one in self.moments])
+
+
+class Scalars(NamedTuple):
+    """What all elements of a piece share, on the device.
+
+    `first` (0-dim int64) numbers the first element and `step` (0-dim) the step, for the noise. `numbers` is the row of
+    the formula. Gradients are divided by `grad_scale`, and nothing changes if `found_inf` is not 0.
+    """
+
+    first: torch.Tensor
+    step: torch.Tensor
+    numbers: torch.Tensor
+    grad_scale: torch.Tensor
+    found_inf: torch.Tensor
+
+
+def update_halved(formula: Formula, operands: Operands, scalars: Scalars) -> None:
+    """Update hi/lo masters; the flag in the sign of the last moment tells ties apart."""
+    weight, low, _, _, moments = operands
+    assert weight is not None
+    assert low is not None
+    old = join(weight, low, moments[-1] < 0).view(torch.float32)
+    bits = [*(widen(each, flagged=False) for each in moments[:-1]), widen(moments[-1], flagged=True)]
+    master, *rounded = _new_states(formula, operands, scalars, old, bits)
+    high, lower, flag = split(master.view(torch.int32))
+    weight.copy_(high)
+    low.copy_(lower)
+    for target, value in zip(moments[:-1], rounded[:-1], strict=True):
+        target.copy_(value)
+    moments[-1].copy_(with_flag(rounded[-1], flag))
+
+
+def update_whole(formula: Formula, operands: Operands, scalars: Scalars) -> None:
+    """Update fp32 masters, and round them to weights unless the weight is its own master."""
+    weight, _, old, _, moments = operands
+    assert old is not None
+    bits = [widen(each, flagged=False) for each in moments]
+    master, *rounded = _new_states(formula, operands, scalars, old, bits)
+    old.copy_(master)
+    if weight is not None:
+        weight.copy_(master)
+    for target, value in zip(moments, rounded, strict=True):
+        target.copy_(value)
+
+
+def _new_states(
+    formula: Formula, operands: Operands, scalars: Scalars, master: torch.Tensor, bits: Tensors
+) -> Tensors:
+    """Return the new master in fp32 and the bits of the new moments, rounded to bf16."""
+    before = [master, *(each.view(torch.float32) for each in bits)]
+    gradient = operands.gradient.float() / scalars.grad_scale
+    after = formula(master, gradient, before[1:], scalars.numbers)
+    skipped = scalars.found_inf != 0
+    master, *moments = (torch.where(skipped, was, now) for was, now in zip(before, after, strict=True))
+    random = noise(master.numel(), scalars.first, scalars.step)
+    return [
+        master,
+        *(narrow(each.view(torch.int32), part) for each, part in zip(moments, random, strict=False)),
+    ]
+
+
+class RoundedUpdate:
+    """Runs the update of rounded moments on the live current stream."""
+
+    def __init__(self, device: Device, algorithm: Algorithm) -> None:
+        self._device = device
+        self._algorithm = algorithm
+        # The scale and the overflow flag of steps that have none.
+        self._one = torch.ones((), device=device.torch_device)
+        self._zero = torch.zeros((), device=device.torch_device)
+
+    def numbers(
+        self,
+        members: Sequence[Member],
+        steps: Mapping[Member, torch.Tensor],
+        groups: Sequence[Mapping[str, object]],
+    ) -> dict[Member, torch.Tensor]:
+        """Return each member's row of numbers for the formula: its group's hyper-parameters at its step."""
+        found: dict[Member, torch.Tensor] = {}
+        for group, alike in groupby(sorted(members, key=_group), key=_group):
+            listed = list(alike)
+            counted = torch.stack([steps[member] for member in listed])
+            table = self._algorithm.numbers_by_step(groups[group], counted)
+            found.update(zip(listed, aligned_rows(table), strict=True))
+        return found
+
+    def update(
+        self,
+        operands: Operands,
+        *,
+        first: torch.Tensor,
+        step: torch.Tensor,
+        numbers: torch.Tensor,
+        grad_scale: torch.Tensor | None,
+        found_inf: torch.Tensor | None,
+    ) -> None:
+        """Update one piece; `Operands` and `Scalars` say what is what."""
+        function = update_whole if operands.low is None else update_halved
+        scalars = Scalars(
+            first,
+            step,
+            numbers,
+            self._one if grad_scale is None else grad_scale,
+            self._zero if found_inf is None else found_inf,
+        )
+        if self._device.is_cuda:
+            compiled(function)(self._algorithm.formula, operands.each(apart), scalars)
+            return
+        for part in blocks(operands.gradient.numel()):
+            cut = operands.each(lambda tensor, part=part: tensor[part])  # type: ignore[misc]
+            function(self._algorithm.formula, cut, scalars._replace(first=first + part.start))
+
+
+def _group(member: Member) -> int:
+    return member.group

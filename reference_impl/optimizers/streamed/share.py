@@ -1,7 +1,9 @@
-"""The streamed share: elements whose states live on the host and visit the device for their update.
+"""The streamed share: the elements of an optimizer's members whose states are on the host between steps.
 
-Geometry is `chunks`, memory `streamed_homes`, the pipeline `streamed_update` and single states `streamed_states`;
-here they become one share of an optimizer, beside others that update other elements of the same members.
+It puts chunks, storage and the pipeline together as one share of an optimizer, beside others that update other elements
+of the same members. A step begins in `update`, and is finished by `wait_for` (for some members) or `finish`.
+
+Explained in docs/optimizer-state-offloading.md, "Shares".
 """
 
 from __future__ import annotations
@@ -18,26 +20,27 @@ from reference_impl.optimizers.algorithms import Algorithm
 from reference_impl.optimizers.clip_decision import Verdict
 from reference_impl.optimizers.layout import Member
 from reference_impl.optimizers.rounds import snapshot
-from reference_impl.optimizers.streamed.chunks import Chunk, Part, Weights
-from reference_impl.optimizers.streamed.freed_room import FreedRoom
-from reference_impl.optimizers.streamed.pipeline import StreamedRound, StreamedUpdate
-from reference_impl.optimizers.streamed.slots import LEAST_SLOTS
-from reference_impl.optimizers.streamed.states import MemberStates
-from reference_impl.optimizers.streamed.storage import Homes, Travel, check_travel
+from reference_impl.optimizers.streamed.chunks import Chunk, Part, StreamedWeights
+from reference_impl.optimizers.streamed.pipeline import StreamedPipeline
+from reference_impl.optimizers.streamed.slots import LEAST_SLOTS, FreedMemory
+from reference_impl.optimizers.streamed.storage import StateFormat, StateStorage, StreamedStates
+from reference_impl.optimizers.streamed.update import StreamedStep
 
 
 class StreamedShare:
-    """Streamed (and resident) parts of members, and what moves and updates them.
+    """Streamed (and resident) parts of members: their states, and what moves and updates them.
 
     Args:
         device: where the parameters are.
-        algorithm: the formula, run by torch's fused kernel on the device.
-        chunk_bytes: most bytes of states that travel at once.
-        device_budget_bytes: device memory for slots of a chunk each and for what one chunk needs beside them; by
-            default three slots. More are borrowed in backward, see `gradient`.
-        prefetch_bytes: without a budget, how much may be borrowed beside the three slots.
-        travel: which states travel, and in how many bytes; by default masters and moments in fp32.
-        remedy: ends the message when the host has no room.
+        algorithm: the formula, which torch's fused kernel runs on the device.
+        chunk_bytes: most bytes of a chunk.
+        device_budget_bytes: device memory for slots and for the scratch of one chunk; by default three slots. What it
+            allows beyond three is for extra slots, see `on_gradient`.
+        prefetch_bytes: without a budget, how much extra slots may take.
+        state_format: which states are in chunks, and in which dtypes; by default masters and moments in fp32.
+        remedy: ends the message when the host has too little memory.
+
+    Raises ValueError for a format or `chunk_bytes` that is not possible.
     """
 
     def __init__(
@@ -48,28 +51,32 @@ class StreamedShare:
         chunk_bytes: int,
         device_budget_bytes: int | None = None,
         prefetch_bytes: int = 0,
-        travel: Travel | None = None,
+        state_format: StateFormat | None = None,
         remedy: str = "try a smaller fraction",
     ) -> None:
-        """Take nothing yet."""
         self._device = device
-        self._chunk_bytes = chunk_bytes
         self._budget_bytes = device_budget_bytes
         self._prefetch_bytes = prefetch_bytes
-        travel = travel or Travel()
-        check_travel(travel, algorithm, device)
-        self._homes = Homes(
-            device, moments=algorithm.moments, chunk_bytes=chunk_bytes, travel=travel, remedy=remedy
+        state_format = state_format or StateFormat()
+        state_format.check(algorithm, device, chunk_bytes=chunk_bytes)
+        self._storage = StateStorage(
+            device,
+            moments=algorithm.moments,
+            chunk_bytes=chunk_bytes,
+            state_format=state_format,
+            remedy=remedy,
         )
-        self._weights = Weights()
-        self._states = MemberStates(self._weights)
-        self._stream = StreamedUpdate(device, algorithm)
+        self._weights = StreamedWeights()
+        self._states = StreamedStates(self._weights)
+        self._pipeline = StreamedPipeline(device, algorithm)
         self._chunks: list[Chunk] = []
         self._gradients: dict[Member, torch.Tensor] = {}
-        self._freed = FreedRoom(device)
-        self._expected: deque[Chunk] | None = None
-        self._budget_slots = LEAST_SLOTS
-        self._verdict: Verdict | None = None
+        self._freed = FreedMemory(device)
+        # The chunks that backward may still prefetch; None until its first gradient.
+        self._prefetchable: deque[Chunk] | None = None
+        self._most_slots = LEAST_SLOTS
+        # Kept alive while the update reads its numbers.
+        self._decision: Verdict | None = None
         self.moments = algorithm.moments
         self.steps: dict[Member, torch.Tensor] = {}
         # Copies in flight use buffers that die with this object.
@@ -77,24 +84,24 @@ class StreamedShare:
 
     @torch.no_grad()
     def add(self, parts: Mapping[Member, Part]) -> None:
-        """Take these parts of new members, moments zero and masters from the parameters; no update runs.
+        """Make the states of new members, moments zero and masters from the parameters. No update may be running.
 
-        Raises ValueError for a budget below three chunks and HostMemoryError: both before anything is taken.
+        Raises ValueError for a budget below three chunks, and HostMemoryError: both before anything is allocated.
         """
-        self._budget_slots = self._slots([member.param for member in (*self.steps, *parts)])
-        chunks = self._homes.make(parts)
+        self._most_slots = self._slots_in_budget([member.param for member in (*self.steps, *parts)])
+        chunks = self._storage.make(parts)
         self._chunks.extend(chunks)
-        self._stream.make_room(self._chunks, slots=self._budget_slots)
+        self._pipeline.allocate(self._chunks, slots=self._most_slots)
         for chunk in chunks:
             self._states.add(chunk)
         for member, part in parts.items():
             self.steps[member] = torch.zeros((), device=self._device.torch_device)
-            if part.staged:
-                self._weights.stage(member, part.streamed)
+            if part.is_split:
+                self._weights.keep_apart(member, part.streamed)
         self.refresh_masters(parts)
 
-    def _slots(self, params: Sequence[torch.Tensor]) -> int:
-        """Return how many slots the budget has room for, given all parameters."""
+    def _slots_in_budget(self, params: Sequence[torch.Tensor]) -> int:
+        """Return how many slots the budget allows, given all parameters."""
         if not params:
             return LEAST_SLOTS
         slot_bytes, scratch_bytes = self._sizes({param.dtype for param in params})
@@ -110,15 +117,47 @@ class StreamedShare:
         return slots
 
     def _sizes(self, dtypes: Iterable[torch.dtype]) -> tuple[int, int]:
-        """Return the bytes of a slot and of what one chunk needs beside it."""
+        """Return the bytes of a slot, and of the scratch of one chunk."""
         listed = list(dtypes)
-        return max(map(self._homes.slot_bytes, listed)), max(map(self._homes.scratch_bytes, listed))
+        return max(map(self._storage.slot_bytes, listed)), max(map(self._storage.scratch_bytes, listed))
 
     @property
     def ring_bytes(self) -> int:
-        """Device bytes of the fewest slots that streaming takes, and of what one chunk needs beside them."""
+        """Device bytes of the permanent slots, and of the scratch of one chunk: the least that streaming takes."""
         slot_bytes, scratch_bytes = self._sizes((torch.bfloat16, torch.float32))
         return LEAST_SLOTS * slot_bytes + scratch_bytes
+
+    @property
+    def chunks(self) -> tuple[Chunk, ...]:
+        """All chunks in the order of their updates: that of the next forward, those of split members first."""
+        return tuple(
+            sorted(self._chunks, key=lambda chunk: (not self._has_split_member(chunk), chunk.deadline))
+        )
+
+    @property
+    def loaded(self) -> tuple[Chunk, ...]:
+        """Chunks on the device or on their way in, not updated yet, in the order of their copies."""
+        return self._pipeline.loaded
+
+    @property
+    def unqueued(self) -> int:
+        """How many chunks of the step have not been queued yet."""
+        return self._pipeline.unqueued
+
+    @property
+    def extra_bytes(self) -> int:
+        """Device bytes of all extra slots."""
+        return self._pipeline.extra_bytes
+
+    @property
+    def holds_gradients(self) -> bool:
+        """Whether some gradients of the last step are still kept alive for its update."""
+        return bool(self._gradients)
+
+    @property
+    def prefetches_in_backward(self) -> bool:
+        """Whether the budget allows extra slots, so that `on_gradient` is of use."""
+        return self._most_slots > LEAST_SLOTS
 
     def __contains__(self, member: Member) -> bool:
         """Return whether a part of `member` is here."""
@@ -128,93 +167,85 @@ class StreamedShare:
     def update(
         self,
         gradients: Mapping[Member, torch.Tensor],
-        verdict: Verdict | None,
+        decision: Verdict | None,
         groups: Sequence[Mapping[str, Any]],
     ) -> None:
-        """Start the update of members here, behind the live current stream; the host waits for nothing.
+        """Begin the update of members here, behind the live current stream; the host waits for nothing.
 
-        Chunks go in the order of the next forward, the first at once and others as `wait_for` asks for them, followed
-        by the first of the step after it. `gradients` of other members are passed over; each has the shape of its
-        (local) parameter and is kept until `wait_for`. Each call moves every chunk that it touches, so one call a
-        step is best. Without a verdict gradients are taken as they are.
+        Chunks go in the order of `chunks`: the first at once, others as `wait_for` asks for them, then the copies of
+        the next step's first chunks. `gradients` of other members are passed over; each has the shape of its (local)
+        parameter and is kept until `wait_for`. Each call copies every chunk that it touches in and out, so one call a
+        step is best. Without a decision gradients are used as they are.
         """
         self.wait_for(self._gradients)
-        self._freed.step()
-        self._expected = None
+        self._freed.on_step()
+        self._prefetchable = None
         ours = {member: gradient for member, gradient in gradients.items() if member in self.steps}
         if not ours:
             return
-        self._verdict, self._gradients = verdict, dict(ours)
+        self._decision, self._gradients = decision, dict(ours)
         steps = [self.steps[member] for member in ours]
         torch._foreach_add_(steps, 1)
-        if verdict is not None:
-            torch._foreach_sub_(steps, [verdict.found_inf] * len(steps))
-        due = [chunk for chunk in self._ordered() if any(piece.member in ours for piece in chunk.pieces)]
-        round_ = StreamedRound(ours, self.steps, verdict, snapshot(groups), self._weights)
-        self._stream.begin(due, round_, at_once=sum(map(self._is_staged, due)))
+        if decision is not None:
+            torch._foreach_sub_(steps, [decision.found_inf] * len(steps))
+        due = [chunk for chunk in self.chunks if any(piece.member in ours for piece in chunk.pieces)]
+        step = StreamedStep(ours, self.steps, decision, snapshot(groups), self._weights)
+        # A CPU worker waits for the chunks of split members.
+        self._pipeline.begin(due, step, at_once=sum(map(self._has_split_member, due)))
 
-    def _ordered(self) -> list[Chunk]:
-        """Return all chunks in the order of the next forward; first those whose weights a CPU worker fetches."""
-        return sorted(self._chunks, key=lambda chunk: (not self._is_staged(chunk), chunk.deadline))
-
-    def _is_staged(self, chunk: Chunk) -> bool:
-        return any(self._weights.staged(piece.member) is not None for piece in chunk.pieces)
-
-    @property
-    def borrows(self) -> bool:
-        """Whether the budget has room for more than the slots that stay."""
-        return self._budget_slots > LEAST_SLOTS
+    def _has_split_member(self, chunk: Chunk) -> bool:
+        return any(self._weights.kept_apart(piece.member) is not None for piece in chunk.pieces)
 
     @torch.no_grad()
-    def gradient(self, member: Member) -> None:
-        """Hear in backward that a gradient is final: bring states in to memory that backward has freed.
+    def on_gradient(self, member: Member) -> None:
+        """Note that a gradient is final, and prefetch states into memory that backward has freed.
 
-        For a hook on every parameter, where `borrows` and somebody calls `wait_for` during forward.
+        For a hook on every parameter, where `prefetches_in_backward` and somebody calls `wait_for` during forward.
         """
-        if self._freed.gradient(member) and not self._stream.slots.full:
-            if self._expected is None:
-                self._expected = deque(self._ordered())
-            room_bytes = self._freed.room_bytes(self._stream.slots.borrowed_bytes)
-            self._stream.borrow(self._expected, room_bytes=room_bytes)
+        if self._freed.on_gradient(member) and not self._pipeline.at_slot_limit:
+            if self._prefetchable is None:
+                self._prefetchable = deque(self.chunks)
+            limit_bytes = self._freed.limit_bytes(self._pipeline.extra_bytes)
+            self._pipeline.prefetch(self._prefetchable, limit_bytes=limit_bytes)
 
     def wait_for(self, members: Iterable[Member]) -> None:
-        """Make the live current stream run behind the updates of `members`, and let their gradients go."""
+        """Make the live current stream wait for the updates of `members`, and drop their gradients."""
         listed = [member for member in members if member in self._gradients]
-        self._stream.queue(listed)
+        self._pipeline.queue_for(listed)
         for member in listed:
-            self._device.wait(self._stream.updated.get(member, REACHED))
+            self._device.wait(self._pipeline.updated.get(member, REACHED))
             del self._gradients[member]
 
-    def staged(self, member: Member) -> tuple[int, torch.Tensor, Event] | None:
-        """Return where the new weights of a staged member stand after `update`, or None for one written in place.
+    def split_weights(self, member: Member) -> tuple[int, torch.Tensor, Event] | None:
+        """Return the new weights of a split member after `update`; None for one that is updated in place.
 
-        The first element, the flat weights and the event after which they are new. The live current stream must be
-        behind whoever reads them before the next `update` with this member.
+        They are: the first element, the flat weights, and the event after which these are new. Before the next
+        `update` with this member, the live current stream must wait for whoever reads them.
         """
-        staged = self._weights.staged(member)
-        return None if staged is None else (*staged, self._stream.updated.get(member, REACHED))
+        apart = self._weights.kept_apart(member)
+        return None if apart is None else (*apart, self._pipeline.updated.get(member, REACHED))
 
-    def settle(self, *, for_writing: bool) -> None:
-        """Block until the homes are whole and, `for_writing`, nobody reads them either."""
+    def finish(self, *, for_writing: bool) -> None:
+        """Finish the step, and block until the storage is whole and, `for_writing`, no copy reads it either."""
         self.wait_for(self._gradients)
-        self._stream.finish()
-        self._expected = None
+        self._pipeline.finish()
+        self._prefetchable = None
         for chunk in self._chunks:
             chunk.stored.synchronize()
         if for_writing:
-            self._stream.forget()
+            self._pipeline.drop_prefetched()
 
     def parts(self, member: Member, name: str) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield (first element, flat fp32 values, for reading) of each part of a moment or `master_param`.
 
-        After `settle`.
+        Call `finish` first.
         """
         return self._states.parts(member, name)
 
     def write(self, member: Member, name: str, value: torch.Tensor) -> None:
-        """Replace a moment or `master_param` of a member by what `value` (of its shape, or one number) has for it.
+        """Replace a moment or `master_param` of a member by the elements that `value` has for it.
 
-        After `settle(for_writing=True)`.
+        `value` has the shape of the (local) parameter, or is one number. Call `finish(for_writing=True)` first.
         """
         local = member.param_local
         value = value.detach().expand(local.shape)
@@ -224,17 +255,17 @@ class StreamedShare:
 
     @torch.no_grad()
     def refresh_masters(self, members: Iterable[Member]) -> None:
-        """Make the masters of `members` from the parameters as they are, once no update runs."""
-        self.settle(for_writing=True)
+        """Finish the step, then make the masters of `members` from the parameters as they are."""
+        self.finish(for_writing=True)
         for member in members:
             self._states.refresh_master(member)
 
     def close(self) -> None:
-        """Wait for all copies and give the memory of both tiers back."""
-        self._homes.close()
-        # The device buffers, and the views that keep the host's pages.
+        """Wait for all copies and free the memory on the device and on the host."""
+        self._storage.close()
+        # The views of the host's pages, and the device buffers.
         self._chunks.clear()
         self._gradients.clear()
         self._weights.clear()
-        self._states = MemberStates(self._weights)
-        self._stream.close()
+        self._states = StreamedStates(self._weights)
+        self._pipeline.close()

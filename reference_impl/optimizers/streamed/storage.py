@@ -1,7 +1,14 @@
-"""Where states live between steps: chunks in pinned host memory, reserved at once, or on the device."""
+"""Where states are between steps: chunks in pinned host memory, reserved at once, or on the device.
+
+`StateFormat` says which states a chunk has and in which dtypes, `StateStorage` makes the chunks, and `StreamedStates`
+reads and writes the states of single members, always in fp32, for whoever saves, loads or shows them.
+
+Explained in docs/optimizer-state-offloading.md.
+"""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -12,23 +19,39 @@ from reference_impl.device import Device
 from reference_impl.memory.arena import HostArena
 from reference_impl.optimizers.algorithms import Algorithm
 from reference_impl.optimizers.layout import ALIGNMENT, Member, Piece
-from reference_impl.optimizers.streamed.chunks import MASTER, Chunk, Field, Part, plan_chunks
-from reference_impl.optimizers.streamed.packing import LOW, aligned_rows
-from reference_impl.optimizers.streamed.scratch import scratch_bytes_of
+from reference_impl.optimizers.streamed import packing
+from reference_impl.optimizers.streamed.chunks import (
+    CHUNK_BYTES,
+    LOW,
+    MASTER,
+    Chunk,
+    Field,
+    Part,
+    StreamedWeights,
+    bytes_an_element,
+    flat_weight,
+    plan_chunks,
+)
+from reference_impl.optimizers.streamed.update import scratch_bytes_an_element
 
 
 @dataclass(frozen=True, kw_only=True)
-class Travel:
-    """What travels, and as what: masters or not, whole or as the lower half of bf16 weights, moments in a dtype."""
+class StateFormat:
+    """The format of streamed states.
+
+    `offload_masters`: fp32 masters are stored in chunks, not on the device. `hi_lo_masters`: only the lower halves of
+    the masters of bf16 weights are. `moments_dtype`: fp32, or bf16 for rounded moments.
+    """
 
     offload_masters: bool = True
     hi_lo_masters: bool = False
     moments_dtype: torch.dtype = torch.float32
 
     def fields(self, dtype: torch.dtype, moments: tuple[str, ...]) -> tuple[Field, ...]:
-        """Return the states that travel of parameters of `dtype`.
+        """Return the fields of a chunk whose parameters have `dtype`.
 
-        fp32 parameters are their own masters; those of fp16 parameters, which are no halves of them, travel whole.
+        fp32 parameters are their own masters. Masters of fp16 parameters, which do not begin with the bits of their
+        weights, are stored whole.
         """
         states = tuple(Field(name, self.moments_dtype) for name in moments)
         if dtype == torch.float32 or not self.offload_masters:
@@ -36,64 +59,81 @@ class Travel:
         halved = self.hi_lo_masters and dtype == torch.bfloat16
         return (Field(LOW, torch.int16) if halved else Field(MASTER, torch.float32), *states)
 
-    def unpacked(self, dtype: torch.dtype, moments: tuple[str, ...]) -> tuple[Field, ...]:
-        """Return the same states in fp32."""
-        return Travel(offload_masters=self.offload_masters).fields(dtype, moments)
+    def unpacked_fields(self, dtype: torch.dtype, moments: tuple[str, ...]) -> tuple[Field, ...]:
+        """Return the same states, all in fp32."""
+        return StateFormat(offload_masters=self.offload_masters).fields(dtype, moments)
+
+    def check(self, algorithm: Algorithm, device: Device, *, chunk_bytes: int) -> None:
+        """Raise ValueError for a format that is not possible, or for chunks below `ALIGNMENT` elements in fp32."""
+        state_bytes = 4 * (len(algorithm.moments) + self.offload_masters)
+        if chunk_bytes < ALIGNMENT * state_bytes:
+            raise ValueError(
+                f"chunk_bytes is {chunk_bytes}; expected {ALIGNMENT * state_bytes} or more, {ALIGNMENT} elements of "
+                f"{state_bytes} bytes; try {CHUNK_BYTES}"
+            )
+        if self.moments_dtype not in (torch.float32, torch.bfloat16):
+            raise ValueError(
+                f"moments_dtype is {self.moments_dtype}; expected torch.float32 or torch.bfloat16; try torch.bfloat16"
+            )
+        if self.hi_lo_masters and not self.offload_masters:
+            raise ValueError(
+                "hi_lo_masters is True with offload_masters False; expected masters on the host, whose bytes it "
+                "halves; try offload_masters=True"
+            )
+        if self.hi_lo_masters and "exp_avg_sq" not in algorithm.moments:
+            raise ValueError(
+                f"hi_lo_masters is True for {type(algorithm).__name__}; expected Adam or AdamW, because the bit that "
+                "tells ties apart is stored in the sign of exp_avg_sq; try hi_lo_masters=False"
+            )
+        packs = self.hi_lo_masters or self.moments_dtype != torch.float32
+        if packs and device.is_cuda and find_spec("triton") is None:
+            raise ValueError(
+                "hi_lo_masters and moments_dtype need triton, with which torch.compile builds their kernels; expected "
+                "it to be installed; try pip install triton, or leave both options out"
+            )
 
 
-def check_travel(travel: Travel, algorithm: Algorithm, device: Device) -> None:
-    """Raise ValueError for states that cannot travel as asked."""
-    if travel.moments_dtype not in (torch.float32, torch.bfloat16):
-        raise ValueError(
-            f"moments_dtype is {travel.moments_dtype}; expected torch.float32 or torch.bfloat16; try torch.bfloat16"
-        )
-    if travel.hi_lo_masters and not travel.offload_masters:
-        raise ValueError(
-            "hi_lo_masters is True with offload_masters False; expected masters that travel, of which it halves the "
-            "bytes; try offload_masters=True"
-        )
-    if travel.hi_lo_masters and "exp_avg_sq" not in algorithm.moments:
-        raise ValueError(
-            f"hi_lo_masters is True for {type(algorithm).__name__}; expected Adam or AdamW, because the bit that "
-            "tells ties apart stands in the sign of exp_avg_sq; try hi_lo_masters=False"
-        )
-    packs = travel.hi_lo_masters or travel.moments_dtype != torch.float32
-    if packs and device.is_cuda and find_spec("triton") is None:
-        raise ValueError(
-            "hi_lo_masters and moments_dtype need triton, which torch.compile builds their kernels with; try pip "
-            "install triton, or leaving both out"
-        )
+class StateStorage:
+    """Makes chunks of at most `chunk_bytes`, as stored, and owns the host memory behind them.
 
-
-class Homes:
-    """Makes chunks whose states, as they travel, are `chunk_bytes` at most."""
+    Args:
+        device: where resident chunks, masters that stay and noise offsets are allocated.
+        moments: the names of the moments.
+        chunk_bytes: most bytes of one chunk.
+        state_format: the states of a chunk and their dtypes.
+        remedy: ends the message of the HostMemoryError.
+    """
 
     def __init__(
-        self, device: Device, *, moments: tuple[str, ...], chunk_bytes: int, travel: Travel, remedy: str
+        self,
+        device: Device,
+        *,
+        moments: tuple[str, ...],
+        chunk_bytes: int,
+        state_format: StateFormat,
+        remedy: str,
     ) -> None:
-        """Take nothing yet."""
         self._device = device
         self._moments = moments
         self._chunk_bytes = chunk_bytes
-        self._travel = travel
+        self._format = state_format
         self._arena = HostArena(device, remedy=remedy)
         self._numbered = 0
 
-    def elements(self, dtype: torch.dtype) -> int:
-        """Return how many elements of a parameter of `dtype` a chunk holds at most."""
-        fields = self._travel.fields(dtype, self._moments)
-        return self._chunk_bytes // _bytes(fields) // ALIGNMENT * ALIGNMENT
+    def chunk_elements(self, dtype: torch.dtype) -> int:
+        """Return the most elements that a chunk of parameters of `dtype` has."""
+        return self._chunk_bytes // bytes_an_element(self._fields(dtype)) // ALIGNMENT * ALIGNMENT
 
     def slot_bytes(self, dtype: torch.dtype) -> int:
-        """Return the most bytes that a chunk of such elements travels in."""
-        return self.elements(dtype) * _bytes(self._travel.fields(dtype, self._moments))
+        """Return the most bytes of a chunk of parameters of `dtype`, as stored."""
+        return self.chunk_elements(dtype) * bytes_an_element(self._fields(dtype))
 
     def scratch_bytes(self, dtype: torch.dtype) -> int:
-        """Return the device bytes that one chunk takes beside its slot, see `streamed_scratch`."""
-        return self.elements(dtype) * scratch_bytes_of(self._travel.fields(dtype, self._moments))
+        """Return the device bytes that the update of one such chunk needs beside its slot."""
+        return self.chunk_elements(dtype) * scratch_bytes_an_element(self._fields(dtype))
 
     def make(self, parts: Mapping[Member, Part]) -> list[Chunk]:
-        """Return the chunks of members, all states zero. Raises HostMemoryError."""
+        """Return new chunks for parts of members, all states zero. Raises HostMemoryError."""
         resident = {member: part.resident for member, part in parts.items()}
         streamed = {member: part.streamed for member, part in parts.items()}
         return [*self._make(resident, resident=True), *self._make(streamed, resident=False)]
@@ -102,41 +142,128 @@ class Homes:
         """Wait for all copies and unlock the host memory."""
         self._arena.close()
 
+    def _fields(self, dtype: torch.dtype, *, resident: bool = False) -> tuple[Field, ...]:
+        # Packing saves copies, and a resident chunk has none.
+        fields_of = self._format.unpacked_fields if resident else self._format.fields
+        return fields_of(dtype, self._moments)
+
     def _make(self, ranges: Mapping[Member, range], *, resident: bool) -> Iterator[Chunk]:
-        plans = plan_chunks(ranges, elements=lambda member: self.elements(member.param.dtype))
-        # What does not travel gains nothing by being packed.
-        fields_of = self._travel.unpacked if resident else self._travel.fields
-        listed = [(*plan, fields_of(plan[0][0].member.param.dtype, self._moments)) for plan in plans]
+        plans = plan_chunks(ranges, elements=lambda member: self.chunk_elements(member.param.dtype))
+        listed = [
+            (pieces, numel, self._fields(pieces[0].member.param.dtype, resident=resident))
+            for pieces, numel in plans
+        ]
         if listed and not resident:
-            self._arena.reserve(sum(numel * _bytes(fields) for _, numel, fields in listed))
+            self._arena.reserve(sum(numel * bytes_an_element(fields) for _, numel, fields in listed))
         for pieces, numel, fields in listed:
-            size_bytes = numel * _bytes(fields)
-            is_own = pieces[0].member.param.dtype == torch.float32
-            travels = any(field.name in (MASTER, LOW) for field in fields)
+            size_bytes = numel * bytes_an_element(fields)
+            is_own_master = pieces[0].member.param.dtype == torch.float32
+            has_masters = any(field.name in (MASTER, LOW) for field in fields)
             yield Chunk(
                 pieces,
                 numel,
                 fields,
-                home=self._on_device(size_bytes) if resident else self._on_host(size_bytes),
-                masters=None if travels or is_own else self._on_device(4 * numel).view(torch.float32),
+                storage=self._on_device(size_bytes) if resident else self._on_host(size_bytes),
+                masters=None
+                if has_masters or is_own_master
+                else self._on_device(4 * numel).view(torch.float32),
                 resident=resident,
-                firsts=self._firsts(pieces),
+                noise_offsets=self._noise_offsets(pieces),
             )
             self._numbered += numel
 
-    def _firsts(self, pieces: Sequence[Piece]) -> dict[Piece, torch.Tensor]:
+    def _noise_offsets(self, pieces: Sequence[Piece]) -> dict[Piece, torch.Tensor]:
         """Number the first elements of the next chunk's pieces."""
         numbers = [[self._numbered + piece.offset] for piece in pieces]
-        rows = aligned_rows(torch.tensor(numbers, device=self._device.torch_device))
+        rows = packing.aligned_rows(torch.tensor(numbers, device=self._device.torch_device))
         return {piece: row[0] for piece, row in zip(pieces, rows, strict=True)}
 
     def _on_device(self, size_bytes: int) -> torch.Tensor:
         return torch.zeros(size_bytes, dtype=torch.uint8, device=self._device.torch_device)
 
     def _on_host(self, size_bytes: int) -> torch.Tensor:
-        """Return part of the slab, which is zeros as long as nothing has come back to it."""
+        """Return a part of the slab, which holds zeros as long as no block has been freed to it."""
         return self._arena.allocate(size_bytes).view(torch.uint8, (size_bytes,))
 
 
-def _bytes(fields: tuple[Field, ...]) -> int:
-    return sum(field.dtype.itemsize for field in fields)
+class StreamedStates:
+    """Reads and writes states of members by name, in fp32: the moments and `master_param`.
+
+    It works on the storage of chunks alone. The caller makes sure that this is whole, and before writing that no copy
+    reads it. `weights` hold the upper halves of hi/lo masters.
+    """
+
+    def __init__(self, weights: StreamedWeights) -> None:
+        self._weights = weights
+        self._chunks: defaultdict[Member, list[tuple[Piece, Chunk]]] = defaultdict(list)
+
+    def add(self, chunk: Chunk) -> None:
+        """Note where the pieces of `chunk` are."""
+        for piece in chunk.pieces:
+            self._chunks[piece.member].append((piece, chunk))
+
+    def parts(self, member: Member, name: str) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield (first element, flat fp32 values) of each piece: a view of its storage, or a copy if it is packed."""
+        for piece, chunk in self._chunks[member]:
+            yield piece.start, self._read(piece, chunk, name)
+
+    def write(self, member: Member, name: str, value: torch.Tensor) -> None:
+        """Replace a state by `value`, fp32 of the whole member and laid out like it.
+
+        Writing hi/lo masters sets the weights to these masters, rounded.
+        """
+        flat = member.flat(value)
+        for piece, chunk in self._chunks[member]:
+            self._write(piece, chunk, name, flat[piece.start : piece.stop])
+
+    def refresh_master(self, member: Member) -> None:
+        """Make the master from the parameter as it is; an fp32 parameter is its own."""
+        self._weights.refresh(member)
+        if member.param.dtype != torch.float32:
+            weight = flat_weight(member)
+            for piece, chunk in self._chunks[member]:
+                self._write(piece, chunk, MASTER, weight[piece.start : piece.stop])
+
+    def _read(self, piece: Piece, chunk: Chunk, name: str) -> torch.Tensor:
+        if name == MASTER and chunk.has(LOW):
+            high = self._weights.of(piece).cpu().view(torch.int16)
+            flag = self._flagged(piece, chunk) < 0
+            return packing.join(high, self._stored(piece, chunk, LOW), flag).view(torch.float32)
+        stored = self._stored(piece, chunk, name)
+        flagged = name == chunk.flagged
+        if stored.dtype == torch.float32 and not flagged:
+            return stored
+        return packing.widen(packing.integers(stored), flagged=flagged).view(torch.float32)
+
+    def _write(self, piece: Piece, chunk: Chunk, name: str, value: torch.Tensor) -> None:
+        if name == MASTER and chunk.has(LOW):
+            high, low, flag = packing.split(value.float().view(torch.int32))
+            for weights in (self._weights.of(piece), flat_weight(piece.member)[piece.start : piece.stop]):
+                # A weight that is right already may be part of a graph.
+                if not torch.equal(weights.cpu().view(torch.int16), high.cpu()):
+                    weights.copy_(high.view(torch.bfloat16))
+            self._stored(piece, chunk, LOW).copy_(low)
+            signed = self._flagged(piece, chunk)
+            signed.copy_(packing.with_flag(signed, flag.cpu()))
+        elif name == chunk.flagged:
+            signed = self._flagged(piece, chunk)
+            flag = signed < 0
+            self._stored(piece, chunk, name).copy_(value)
+            signed.copy_(packing.with_flag(signed, flag))
+        else:
+            self._stored(piece, chunk, name).copy_(value)
+
+    def _stored(self, piece: Piece, chunk: Chunk, name: str) -> torch.Tensor:
+        """Return a state of `piece` in the dtype that it is stored in."""
+        if chunk.has(name):
+            whole = chunk.field(name, chunk.storage)
+        elif chunk.masters is not None:
+            whole = chunk.masters
+        else:
+            return self._weights.of(piece)
+        return whole[piece.offset : piece.offset + piece.numel]
+
+    def _flagged(self, piece: Piece, chunk: Chunk) -> torch.Tensor:
+        """Return the bits of the state whose sign says how masters were rounded."""
+        assert chunk.flagged is not None
+        return packing.integers(self._stored(piece, chunk, chunk.flagged))

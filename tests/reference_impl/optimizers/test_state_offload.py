@@ -113,7 +113,8 @@ def test_grad_scaler_scales_and_skips(device, offload):
 
 def test_schedulers_are_obeyed(device, offload):
     model, plain = twins(device)
-    optimizer = offload(model)
+    wrapped = torch.optim.AdamW(model.parameters(), fused=True, **OPTIONS)
+    optimizer = offload(model, wrapped=wrapped)
     reference = MasterAdamW(plain, on_cpu=False, **OPTIONS)
     schedulers = [
         torch.optim.lr_scheduler.OneCycleLR(each, max_lr=0.1, total_steps=8)
@@ -126,7 +127,7 @@ def test_schedulers_are_obeyed(device, offload):
             scheduler.step()
     assert_same_weights(model, plain)
     optimizer.load_state_dict(optimizer.state_dict())
-    assert optimizer._wrapped.param_groups is optimizer.param_groups
+    assert wrapped.param_groups is optimizer.param_groups
 
 
 def test_groups_keep_their_options_and_can_be_added(device):
@@ -138,7 +139,8 @@ def test_groups_keep_their_options_and_can_be_added(device):
         return {"params": decay, "weight_decay": 0.3}, {"params": rest, "weight_decay": 0.0, "lr": 3e-3}
 
     first, second = groups(model)
-    optimizer = OptimizerStateOffloader(torch.optim.AdamW([first], fused=True, **OPTIONS), chunk_bytes=3072)
+    wrapped = torch.optim.AdamW([first], fused=True, **OPTIONS)
+    optimizer = OptimizerStateOffloader(wrapped, chunk_bytes=3072)
     optimizer.attach(model)
     optimizer.add_param_group(second)
     reference = MasterAdamW(plain, on_cpu=False)
@@ -149,9 +151,11 @@ def test_groups_keep_their_options_and_can_be_added(device):
     train(model, optimizer, data)
     train(plain, reference, data)
     assert_same_weights(model, plain)
-    assert len(optimizer._wrapped.param_groups) == 2
-    model(data[0])
-    assert not any(member.pending for member in optimizer._members.values())
+    assert len(wrapped.param_groups) == 2
+    # The forward waits for every weight of the second group too: none is used too early.
+    model(data[0]).backward()
+    assert not optimizer.streamed.holds_gradients
+    optimizer.step()
     optimizer.close()
 
 
@@ -199,13 +203,14 @@ def test_attached_steps_take_the_gradients_and_let_them_go_in_forward(device, of
     optimizer.attach(model)
     first, second = batches(device.torch_device, 2)
     model(first).backward()
-    gradient = weakref.ref(model.first.weight.grad)
+    gradients = [weakref.ref(param.grad) for param in model.parameters() if param.grad is not None]
     optimizer.step()
     assert all(param.grad is None for param in model.parameters())
-    assert gradient() is not None
-    model(second)
-    assert gradient() is None
-    assert all(member.pending is False for member in optimizer._members.values())
+    assert all(gradient() is not None for gradient in gradients)
+    model(second).backward()
+    assert all(gradient() is None for gradient in gradients)
+    # No weight was used before it was new.
+    optimizer.step()
 
 
 def test_detached_steps_leave_the_gradients(device, offload):
@@ -220,8 +225,10 @@ def test_the_next_steps_first_states_come_in_at_once(device, offload):
     model, _ = twins(device)
     optimizer = offload(model, chunk_bytes=12 * 448)
     train(model, optimizer, batches(device.torch_device, 1))
-    ordered = sorted(optimizer._share._chunks, key=lambda chunk: chunk.deadline)
-    assert list(optimizer._share._stream._loaded) == ordered[:3]
+    assert optimizer.streamed.loaded == optimizer.streamed.chunks[:3]
+    deadlines = [chunk.deadline for chunk in optimizer.streamed.chunks]
+    assert len(deadlines) > 3
+    assert deadlines == sorted(deadlines)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

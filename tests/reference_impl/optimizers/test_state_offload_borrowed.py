@@ -52,14 +52,9 @@ def observe(budget):
                 loss.backward()
                 del loss
                 gc.collect()
-                stream = optimizer._share._stream
+                streamed = optimizer.streamed
                 seen.append(
-                    (
-                        end_of_forward,
-                        ledger.peak_device_bytes,
-                        len(stream._loaded),
-                        stream.slots.borrowed_bytes,
-                    )
+                    (end_of_forward, ledger.peak_device_bytes, len(streamed.loaded), streamed.extra_bytes)
                 )
                 ledger.reset_peak()
                 optimizer.step()
@@ -92,14 +87,13 @@ def test_the_budget_holds():
 def test_only_the_last_backward_of_a_step_borrows(device):
     model = Wide().to(device.torch_device)
     with build(model, chunk_bytes=12 * CHUNK_ELEMENTS, device_budget_bytes=MANY) as optimizer:
-        slots = optimizer._share._stream.slots
         borrowed = []
         for index in range(6):
             loss = model.loss()
             device.synchronize()
             optimizer.synchronize()
             loss.backward()
-            borrowed.append(slots.borrowed_bytes > 0)
+            borrowed.append(optimizer.streamed.extra_bytes > 0)
             if index % 2:
                 optimizer.step()
         assert borrowed == [False, False, False, True, False, True]
@@ -113,9 +107,9 @@ def test_loading_while_chunks_are_borrowed_changes_no_bit(device):
             model.loss().backward()
             plain.loss().backward()
             if index == 3:
-                assert optimizer._share._stream.slots.borrowed_bytes
+                assert optimizer.streamed.extra_bytes
                 optimizer.load_state_dict(optimizer.state_dict())
-                assert not optimizer._share._stream.slots.borrowed_bytes
+                assert not optimizer.streamed.extra_bytes
             for each in (optimizer, reference):
                 each.step()
                 each.zero_grad()
@@ -141,8 +135,8 @@ def test_a_step_keeps_the_hyper_parameters_that_it_began_with(device, chunk_byte
                 each.step()
                 each.zero_grad()
                 groups[0]["lr"] = 1e-2 / (index + 2)
-        waiting = len(optimizer._share._stream._due)
+        waiting = optimizer.streamed.unqueued
         assert (waiting > 0) == (chunk_bytes == 768)
         for (name, left), right in zip(model.state_dict().items(), plain.state_dict().values(), strict=True):
             assert torch.equal(left, right), name
-        assert not optimizer._share._stream._due
+        assert not optimizer.streamed.unqueued

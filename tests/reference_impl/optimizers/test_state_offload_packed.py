@@ -13,7 +13,7 @@ from reference_impl import OptimizerStateOffloader
 from reference_impl.device import Device
 from reference_impl.memory.host import host_book
 from reference_impl.memory.ledger import Ledger
-from reference_impl.optimizers.streamed import rounded_update
+from reference_impl.optimizers.streamed import packing
 
 SHORT = {"hi_lo_masters": True, "moments_dtype": torch.bfloat16}
 
@@ -167,7 +167,7 @@ def test_many_steps_do_not_grow(device):
             if index in (5, 99):
                 optimizer.synchronize()
                 device.synchronize()
-                # Slots whose copies are done go back when somebody asks.
+                # Slots whose copies are done are freed when somebody asks.
                 optimizer.synchronize()
                 gc.collect()
                 seen.append((ledger.device_bytes, host_book.reserved_bytes, host_book.live_bytes))
@@ -218,7 +218,7 @@ def test_the_kernel_has_nothing_to_copy_first(monkeypatch, max_grad_norm):
     """The compiler's code does that, and at every call, for what does not begin at a multiple of 16 bytes."""
     device = Device.of("cuda")
     offsets = []
-    compiled = rounded_update.compiled
+    compiled = packing.compiled
 
     def watched(function):
         def run(formula, operands, scalars):
@@ -228,7 +228,7 @@ def test_the_kernel_has_nothing_to_copy_first(monkeypatch, max_grad_norm):
 
         return run
 
-    monkeypatch.setattr(rounded_update, "compiled", watched)
+    monkeypatch.setattr(packing, "compiled", watched)
     model = fresh(device)
     with build(model, max_grad_norm=max_grad_norm, **SHORT) as optimizer:
         optimizer.attach(model)

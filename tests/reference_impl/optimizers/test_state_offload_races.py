@@ -6,7 +6,7 @@ from optimizer_reference import MasterAdamW, Toy, batches
 
 from reference_impl import OptimizerStateOffloader
 from reference_impl.device import Device
-from reference_impl.optimizers.streamed import pipeline as streamed_update
+from reference_impl.optimizers.streamed.update import ChunkUpdate
 
 OPTIONS = {"lr": 1e-2, "betas": (0.8, 0.95), "eps": 1e-7, "weight_decay": 0.1}
 # About a millisecond.
@@ -46,9 +46,14 @@ def test_a_slow_stream_changes_no_bit(monkeypatch, slow, options):
     with OptimizerStateOffloader(inner, **{"chunk_bytes": 12 * 448, **options}) as optimizer:
         optimizer.attach(model)
         if slow == "update":
-            stream = streamed_update._update_stream(device.torch_device)
-            update = optimizer._share._stream
-            monkeypatch.setattr(update, "_update", slowly(update._update, stream))
+            run = ChunkUpdate.run
+
+            def slow_run(*args):
+                # On the stream of updates.
+                torch.cuda._sleep(CYCLES)
+                run(*args)
+
+            monkeypatch.setattr(ChunkUpdate, "run", slow_run)
         elif slow != "backward":
             stream = device.h2d if slow == "copy_in" else device.d2h
             monkeypatch.setattr(device, slow, slowly(getattr(device, slow), stream))

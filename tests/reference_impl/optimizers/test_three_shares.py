@@ -166,7 +166,7 @@ def test_gradients_of_streamed_parameters_are_freed_by_the_next_forward(device):
         optimizer.step()
         assert all(param.grad is None for param in optimizer._members)
         model(data[1])
-        assert not optimizer._open.streamed._gradients
+        assert not optimizer._open.streamed.holds_gradients
 
 
 @pytest.mark.parametrize("backward_overlap", ["nothing", "gradients", "update"])
@@ -184,7 +184,7 @@ def test_states_that_come_in_during_backward_change_no_bit(device, backward_over
         for each, its in ((model, early), (plain, late)):
             train(each, its, data)
         model(data[0]).backward()
-        assert len(early._open.streamed._stream._loaded) > len(late._open.streamed._stream._loaded)
+        assert len(early._open.streamed.loaded) > len(late._open.streamed.loaded)
         for its in (early, late):
             its.synchronize()
         assert_same_weights(model, plain)

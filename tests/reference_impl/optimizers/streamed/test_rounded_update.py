@@ -7,7 +7,7 @@ from reference_impl.device import Device
 from reference_impl.optimizers import formulas
 from reference_impl.optimizers.algorithms import SGD, Adam
 from reference_impl.optimizers.streamed import packing
-from reference_impl.optimizers.streamed.rounded_update import Operands, RoundedUpdate
+from reference_impl.optimizers.streamed.packing import Operands, RoundedUpdate
 
 GROUP = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-6, "weight_decay": 0.1, "maximize": False}
 HYPER = {

@@ -10,7 +10,7 @@ from reference_impl.optimizers.clip_decision import judge
 from reference_impl.optimizers.layout import Member
 from reference_impl.optimizers.streamed.chunks import MASTER, Part
 from reference_impl.optimizers.streamed.share import StreamedShare
-from reference_impl.optimizers.streamed.storage import Travel
+from reference_impl.optimizers.streamed.storage import StateFormat
 
 OPTIONS = {"lr": 1e-2, "betas": (0.8, 0.95), "eps": 1e-7, "weight_decay": 0.1}
 GROUPS = [{**Adam().defaults, **OPTIONS}]
@@ -51,17 +51,17 @@ def test_it_updates_only_its_own_elements(device, share, dtype, judged):
     reference = MasterAdamW(plain, on_cpu=False, **OPTIONS)
     for step in range(4):
         given = gradients([weight, bias], step)
-        verdict = None
+        decision = None
         if judged:
             norms = [torch.linalg.vector_norm(each, dtype=torch.float32) for each in given.values()]
             nothing = dict.fromkeys(("reduce_norm_squared", "max_norm", "loss_scale", "found_inf"))
-            verdict = judge(norms, device, **nothing)
-        share.update(given, verdict, GROUPS)
+            decision = judge(norms, device, **nothing)
+        share.update(given, decision, GROUPS)
         share.wait_for([weight])
         for param, gradient in zip(plain.parameters(), given.values(), strict=True):
             param.grad = gradient.clone()
         reference.step()
-    share.settle(for_writing=False)
+    share.finish(for_writing=False)
     inside = slice(*CUTS)
     ours, theirs, kept = (each.detach().flatten() for each in (weight.param, plain.weight, before))
     assert torch.equal(ours[inside], theirs[inside])
@@ -77,11 +77,11 @@ def test_it_updates_only_its_own_elements(device, share, dtype, judged):
     assert share.steps[weight].item() == share.steps[bias].item() == 4
 
 
-def test_a_staged_member_keeps_its_weight_until_somebody_brings_all_of_it_home(device, share):
+def test_a_split_member_keeps_its_weight_until_somebody_writes_all_of_it(device, share):
     model, plain = layer(device), layer(device)
     weight, bias = members_of(model)
     share.add(
-        {weight: Part(streamed=range(*CUTS), staged=True), bias: Part(streamed=range(bias.param.numel()))}
+        {weight: Part(streamed=range(*CUTS), is_split=True), bias: Part(streamed=range(bias.param.numel()))}
     )
     reference = MasterAdamW(plain, on_cpu=False, **OPTIONS)
     before = copy.deepcopy(model.state_dict())
@@ -93,11 +93,11 @@ def test_a_staged_member_keeps_its_weight_until_somebody_brings_all_of_it_home(d
     share.wait_for([weight, bias])
     assert torch.equal(weight.param, before["weight"])
     assert torch.equal(bias.param, plain.bias)
-    assert share.staged(bias) is None
-    start, staged, event = share.staged(weight)
+    assert share.split_weights(bias) is None
+    start, new, event = share.split_weights(weight)
     device.wait(event)
     assert start == CUTS[0]
-    assert torch.equal(staged, plain.weight.detach().flatten()[slice(*CUTS)])
+    assert torch.equal(new, plain.weight.detach().flatten()[slice(*CUTS)])
 
 
 def test_a_step_in_parts_is_the_same_step(device, share):
@@ -119,19 +119,19 @@ def test_a_step_in_parts_is_the_same_step(device, share):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_half_masters_of_a_staged_member(device, dtype):
-    """The upper halves stand in the staging tensor, whatever the parameter shows meanwhile."""
-    made = StreamedShare(device, Adam(), chunk_bytes=12 * 128, travel=Travel(hi_lo_masters=True))
+def test_half_masters_of_a_split_member(device, dtype):
+    """The upper halves are the separate weights, whatever the parameter holds meanwhile."""
+    made = StreamedShare(device, Adam(), chunk_bytes=12 * 128, state_format=StateFormat(hi_lo_masters=True))
     model, plain = layer(device, dtype), layer(device, dtype)
     weight, _ = members_of(model)
-    made.add({weight: Part(streamed=range(*CUTS), staged=True)})
+    made.add({weight: Part(streamed=range(*CUTS), is_split=True)})
     reference = MasterAdamW(plain, on_cpu=False, **OPTIONS)
     for step in range(3):
         given = gradients([weight], step)
         made.update(given, None, GROUPS)
         plain.weight.grad = given[weight].clone()
         reference.step()
-    made.settle(for_writing=False)
+    made.finish(for_writing=False)
     for start, part in made.parts(weight, MASTER):
         whole = reference.masters[0].detach().flatten()
         assert torch.equal(part.cpu(), whole[start : start + part.numel()].cpu())
@@ -142,7 +142,7 @@ def test_what_is_written_is_read_and_a_refresh_makes_masters_anew(device, share)
     weight, bias = members_of(layer(device))
     share.add({weight: Part(streamed=range(*CUTS), resident=range(CUTS[0]))})
     value = torch.randn(weight.param.shape, device=device.torch_device)
-    share.settle(for_writing=True)
+    share.finish(for_writing=True)
     for name in ("exp_avg", MASTER):
         share.write(weight, name, value)
         parts = dict(share.parts(weight, name))

@@ -1,9 +1,12 @@
 import torch
 
+from reference_impl.device import REACHED, Device
 from reference_impl.memory.ledger import Ledger
-from reference_impl.optimizers.streamed.slots import Slots
+from reference_impl.optimizers.layout import Member
+from reference_impl.optimizers.streamed.slots import FreedMemory, Slots
 
 BYTES = 4096
+TWIN = Device.of("cpu")
 
 
 class Unreached:
@@ -18,82 +21,122 @@ class Unreached:
         assert self.reached
 
 
-def test_slots_are_borrowed_up_to_number_and_room(device):
+def test_extra_slots_are_added_up_to_number_and_bytes(device):
     slots = Slots(device)
-    slots.make(BYTES, stay=3, most=6)
-    assert not slots.borrow(BYTES - 1)
-    assert slots.borrow(BYTES)
-    assert not slots.borrow(2 * BYTES - 1)
-    assert slots.borrow(None)
-    assert not slots.full
-    assert slots.borrow(None)
-    assert slots.full
-    assert not slots.borrow(None)
-    assert slots.borrowed_bytes == 3 * BYTES
+    slots.allocate(BYTES, permanent=3, most=6)
+    assert not slots.add_extra(BYTES - 1)
+    assert slots.add_extra(BYTES)
+    assert not slots.add_extra(2 * BYTES - 1)
+    assert slots.add_extra(None)
+    assert not slots.at_limit
+    assert slots.add_extra(None)
+    assert slots.at_limit
+    assert not slots.add_extra(None)
+    assert slots.extra_bytes == 3 * BYTES
     assert len(slots.idle) == 6
 
 
-def test_a_borrowed_slot_is_freed_once_nobody_reads_it(device):
+def test_an_extra_slot_is_freed_once_nobody_reads_it(device):
     with Ledger(device) as ledger:
         slots = Slots(device)
-        slots.make(BYTES, stay=1, most=2)
+        slots.allocate(BYTES, permanent=1, most=2)
         base = ledger.device_bytes
-        slots.borrow(None)
+        slots.add_extra(None)
         slot = slots.idle.pop()
-        slot.free = event = Unreached()
-        slots.put(slot, needed=1)
+        event = Unreached()
+        slots.give_back(slot, after=event, needed=1)
         assert slot in slots.idle
         slots.idle.remove(slot)
-        slots.put(slot, needed=0)
+        slots.give_back(slot, after=event, needed=0)
         assert slot not in slots.idle
         del slot
         assert ledger.device_bytes == base + BYTES
-        assert slots.borrowed_bytes == BYTES
+        assert slots.extra_bytes == BYTES
         event.reached = True
-        slots.reap()
+        slots.free_retired()
         assert ledger.device_bytes == base
-        assert slots.borrowed_bytes == 0
+        assert slots.extra_bytes == 0
 
 
-def test_the_slots_that_fall_free_first_are_kept(device):
+def test_the_slots_that_become_free_first_are_kept(device):
     slots = Slots(device)
-    slots.make(BYTES, stay=2, most=6)
-    while slots.borrow(None):
+    slots.allocate(BYTES, permanent=2, most=6)
+    while slots.add_extra(None):
         pass
-    taken = [slots.idle.popleft() for _ in range(6)]
+    taken = [slots.take() for _ in range(6)]
     for slot in taken:
-        slots.put(slot, needed=3)
+        slots.give_back(slot, after=REACHED, needed=3)
     assert list(slots.idle) == taken[:5]
-    slots.put_back_borrowed()
+    slots.retire_extra()
     assert list(slots.idle) == taken[:2]
 
 
-def test_a_slot_on_its_way_out_is_borrowed_again_where_no_new_one_may(device):
+def test_a_retired_slot_is_used_again_where_no_new_one_fits(device):
     slots = Slots(device)
-    slots.make(BYTES, stay=1, most=3)
-    slots.borrow(None)
+    slots.allocate(BYTES, permanent=1, most=3)
+    slots.add_extra(None)
     slot = slots.idle.pop()
-    slot.free = event = Unreached()
-    slots.put(slot, needed=0)
+    event = Unreached()
+    slots.give_back(slot, after=event, needed=0)
     assert slot not in slots.idle
-    assert not slots.borrow(BYTES - 1)
-    assert slots.borrow(BYTES)
+    assert not slots.add_extra(BYTES - 1)
+    assert slots.add_extra(BYTES)
     assert slots.idle[-1] is slot
     assert slot.free is event
-    assert slots.borrowed_bytes == BYTES
+    assert slots.extra_bytes == BYTES
     slots.idle.remove(slot)
-    slots.put(slot, needed=0)
-    assert slots.borrow(2 * BYTES)
+    slots.give_back(slot, after=event, needed=0)
+    assert slots.add_extra(2 * BYTES)
     assert slots.idle[-1] is not slot
-    assert slots.borrowed_bytes == 2 * BYTES
+    assert slots.extra_bytes == 2 * BYTES
 
 
-def test_slots_that_stay_are_made_anew_only_to_grow(device):
+def test_permanent_slots_are_allocated_anew_only_to_grow(device):
     slots = Slots(device)
-    slots.make(BYTES, stay=2, most=2)
+    slots.allocate(BYTES, permanent=2, most=2)
     before = list(slots.idle)
-    slots.make(BYTES // 2, stay=2, most=9)
+    slots.allocate(BYTES // 2, permanent=2, most=9)
     assert list(slots.idle) == before
-    slots.make(2 * BYTES, stay=3, most=9)
+    slots.allocate(2 * BYTES, permanent=3, most=9)
     assert [slot.bytes.numel() for slot in slots.idle] == [2 * BYTES] * 3
     assert slots.idle[0].bytes.dtype == torch.uint8
+
+
+def members(count):
+    return [Member(torch.zeros(1), 0, order, resident=0) for order in range(count)]
+
+
+def test_half_of_what_is_freed_may_hold_extra_slots():
+    freed, (one, two) = FreedMemory(TWIN), members(2)
+    with Ledger(TWIN):
+        held = [torch.zeros(1000) for _ in range(3)]
+        freed.on_gradient(one)
+        freed.on_step()
+        assert freed.on_gradient(one)
+        assert freed.limit_bytes(0) == 0
+        held.pop()
+        assert freed.on_gradient(two)
+        assert freed.limit_bytes(0) == 2000
+        extra = torch.zeros(500)
+        assert freed.limit_bytes(extra.nbytes) == 2000
+        held.append(torch.zeros(5000))
+        assert freed.limit_bytes(extra.nbytes) < 0
+
+
+def test_the_last_of_as_many_passes_as_the_step_before_had():
+    freed, (one, two) = FreedMemory(TWIN), members(2)
+    assert [freed.on_gradient(each) for each in (one, two, one, two)] == [False] * 4
+    freed.on_step()
+    assert [freed.on_gradient(each) for each in (one, two, one, two)] == [False, False, True, True]
+    freed.on_step()
+    assert [freed.on_gradient(each) for each in (two, one)] == [False, False]
+    freed.on_step()
+    # A step in two parts.
+    freed.on_step()
+    assert freed.on_gradient(one)
+
+
+def test_where_nobody_counts_memory_there_is_no_limit():
+    freed, (one,) = FreedMemory(TWIN), members(1)
+    freed.on_gradient(one)
+    assert freed.limit_bytes(0) is None

@@ -14,9 +14,10 @@ import torch
 from reference_impl.device import CpuTwin
 from reference_impl.optimizers.algorithms import Adam
 from reference_impl.optimizers.layout import Member
-from reference_impl.optimizers.streamed import pipeline as streamed_update
+from reference_impl.optimizers.streamed import pipeline
 from reference_impl.optimizers.streamed.chunks import Part
 from reference_impl.optimizers.streamed.share import StreamedShare
+from reference_impl.optimizers.streamed.update import ChunkUpdate
 
 CHUNK = 64
 CHUNK_BYTES = 12 * CHUNK
@@ -89,26 +90,24 @@ class Clocks(CpuTwin):
 @pytest.fixture
 def clocks(monkeypatch):
     device = Clocks()
-    monkeypatch.setattr(streamed_update, "_on_update", lambda device: device.on("update"))
-    update = streamed_update.StreamedUpdate._update
+    monkeypatch.setattr(pipeline, "_on_update", lambda device: device.on("update"))
+    run = ChunkUpdate.run
 
-    def timed(self, chunk, buffer, *, after):
-        update(self, chunk, buffer, after=after)
-        with device.on("update"):
-            # Little to compute, but three kernels that wait for their turn beside the forward's.
-            device.work(0.3)
-            return device.record()
+    def timed(self, chunk, buffer, step):
+        run(self, chunk, buffer, step)
+        # Little to compute, but three kernels that wait for their turn beside the forward's.
+        device.work(0.3)
 
-    monkeypatch.setattr(streamed_update.StreamedUpdate, "_update", timed)
+    monkeypatch.setattr(ChunkUpdate, "run", timed)
     return device
 
 
-def steady_step_ms(device, *, forward_ms, backward_ms, borrowed, host_follows=True):
+def steady_step_ms(device, *, forward_ms, backward_ms, extra, host_follows=True):
     """Return the time of a step once all steps are alike, and the most chunks on the device at a forward's end."""
     params = [torch.zeros(CHUNK * CHUNKS_A_LAYER, dtype=torch.bfloat16) for _ in range(LAYERS)]
     members = [Member(param, 0, order, resident=0) for order, param in enumerate(params)]
     share = StreamedShare(
-        device, Adam(), chunk_bytes=CHUNK_BYTES, device_budget_bytes=(3 + borrowed) * CHUNK_BYTES + 4 * CHUNK
+        device, Adam(), chunk_bytes=CHUNK_BYTES, device_budget_bytes=(3 + extra) * CHUNK_BYTES + 4 * CHUNK
     )
     share.add({member: Part(range(member.param.numel())) for member in members})
     ends, held = [], []
@@ -117,11 +116,11 @@ def steady_step_ms(device, *, forward_ms, backward_ms, borrowed, host_follows=Tr
             share.wait_for([member])
             device.work(forward_ms / LAYERS)
             device.host = device.now["compute"] if host_follows else 0.0
-        held.append(share._stream.slots.borrowed_bytes // CHUNK_BYTES)
+        held.append(share.extra_bytes // CHUNK_BYTES)
         for member in reversed(members):
             device.work(backward_ms / LAYERS)
             device.host = device.now["compute"] if host_follows else 0.0
-            share.gradient(member)
+            share.on_gradient(member)
         share.update({member: torch.ones_like(member.param) for member in members}, None, GROUPS)
         ends.append(device.now["compute"])
     share.close()
@@ -132,24 +131,24 @@ def steady_step_ms(device, *, forward_ms, backward_ms, borrowed, host_follows=Tr
 
 @pytest.mark.parametrize(("forward_ms", "backward_ms"), [(44, 88), (176, 352)])
 def test_three_slots_are_bound_by_the_link_until_the_last_weight(clocks, forward_ms, backward_ms):
-    step_ms, held = steady_step_ms(clocks, forward_ms=forward_ms, backward_ms=backward_ms, borrowed=0)
+    step_ms, held = steady_step_ms(clocks, forward_ms=forward_ms, backward_ms=backward_ms, extra=0)
     assert step_ms == pytest.approx(max(LINK_MS, forward_ms) + backward_ms, rel=0.02)
     assert held == 0
 
 
 @pytest.mark.parametrize("host_follows", [True, False])
-def test_enough_borrowed_slots_hide_the_update_behind_forward_and_backward(clocks, host_follows):
-    """What forward has no time to send is what has to be borrowed: `LINK_MS - forward_ms`, and a few.
+def test_enough_extra_slots_hide_the_update_behind_forward_and_backward(clocks, host_follows):
+    """Extra slots have to hold what forward has no time to send: `LINK_MS - forward_ms`, and a few.
 
     Also when the host runs so far ahead that it never sees a copy's end, and no slot is given back in time.
     """
-    borrowed = round((LINK_MS - 176) / COPY_MS) + 4
+    extra = round((LINK_MS - 176) / COPY_MS) + 4
     step_ms, held = steady_step_ms(
-        clocks, forward_ms=176, backward_ms=352, borrowed=borrowed, host_follows=host_follows
+        clocks, forward_ms=176, backward_ms=352, extra=extra, host_follows=host_follows
     )
     assert step_ms <= 1.02 * (176 + 352)
     # More would not be given back by the end of forward either: the link is busy until then.
-    assert held <= borrowed
+    assert held <= extra
 
 
 def test_both_ways_begin_at_once_however_many_chunks_came_early(clocks):
@@ -161,7 +160,7 @@ def test_both_ways_begin_at_once_however_many_chunks_came_early(clocks):
     )
     share.add({member: Part(range(param.numel()))})
     for _ in range(2):
-        share.gradient(member)
+        share.on_gradient(member)
         begun = max(clocks.now.values())
         clocks.now = dict.fromkeys(clocks.now, begun)
         share.update({member: torch.ones_like(param)}, None, GROUPS)
@@ -172,15 +171,15 @@ def test_both_ways_begin_at_once_however_many_chunks_came_early(clocks):
     assert arrive_ms == pytest.approx(20 * COPY_MS, rel=0.1)
 
 
-def test_borrowed_slots_are_back_before_the_end_of_a_long_forward(clocks):
-    step_ms, held = steady_step_ms(clocks, forward_ms=1.1 * LINK_MS, backward_ms=2 * LINK_MS, borrowed=40)
+def test_extra_slots_are_freed_before_the_end_of_a_long_forward(clocks):
+    step_ms, held = steady_step_ms(clocks, forward_ms=1.1 * LINK_MS, backward_ms=2 * LINK_MS, extra=40)
     assert step_ms == pytest.approx(3.1 * LINK_MS, rel=0.02)
     assert held == 0
 
 
-@pytest.mark.parametrize("borrowed", [60, 80, 1000])
-def test_a_short_backward_brings_in_what_it_has_time_for(clocks, borrowed):
-    """Every step, whatever the number: no copy in waits behind one into a slot that falls free late."""
-    step_ms, _ = steady_step_ms(clocks, forward_ms=44, backward_ms=88, borrowed=borrowed)
+@pytest.mark.parametrize("extra", [60, 80, 1000])
+def test_a_short_backward_brings_in_what_it_has_time_for(clocks, extra):
+    """Every step, whatever the number: no copy in waits behind one into a slot that becomes free late."""
+    step_ms, _ = steady_step_ms(clocks, forward_ms=44, backward_ms=88, extra=extra)
     in_backward = 88 * (1 - 1 / LAYERS)
     assert step_ms == pytest.approx(LINK_MS - in_backward + 88, rel=0.03)

@@ -1,0 +1,229 @@
+"""The update of one chunk on the device: which kernels run, on which views, with which numbers.
+
+Where all states are fp32 while they are updated, torch's own fused kernel runs, between kernels that unpack hi/lo
+masters before it and pack them after it. Where moments are bf16 one kernel does all of it; see `packing`. Updates run
+one after the other, so one set of scratch buffers, allocated once, serves all chunks.
+
+Explained in docs/optimizer-state-offloading.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from reference_impl.device import Device
+from reference_impl.optimizers.algorithms import Algorithm
+from reference_impl.optimizers.clip_decision import Verdict
+from reference_impl.optimizers.layout import Member, Piece
+from reference_impl.optimizers.streamed import packing
+from reference_impl.optimizers.streamed.chunks import (
+    LOW,
+    MASTER,
+    Chunk,
+    Field,
+    StreamedWeights,
+    is_rounded,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class StreamedStep:
+    """What one optimizer step applies.
+
+    `gradients` have the shape of their parameters. `steps` are the step counters, 0-dim fp32 on the device, and count
+    this step already. `groups` are the hyper-parameters by group. Without a `decision` gradients are used as they are.
+    """
+
+    gradients: Mapping[Member, torch.Tensor]
+    steps: Mapping[Member, torch.Tensor]
+    decision: Verdict | None
+    groups: Sequence[Mapping[str, Any]]
+    weights: StreamedWeights
+
+    def gradient(self, piece: Piece) -> torch.Tensor:
+        """Return the gradient of `piece`, flat."""
+        return piece.member.flat(self.gradients[piece.member])[piece.start : piece.stop]
+
+    @property
+    def grad_scale(self) -> torch.Tensor | None:
+        """What gradients are divided by, if by anything."""
+        return None if self.decision is None else self.decision.grad_scale
+
+    @property
+    def found_inf(self) -> torch.Tensor | None:
+        """Not 0 if the step is skipped; None where nobody decides that."""
+        return None if self.decision is None else self.decision.found_inf
+
+
+class ChunkUpdate:
+    """Runs the kernels of one chunk after another on the live current stream."""
+
+    def __init__(self, device: Device, algorithm: Algorithm) -> None:
+        self._algorithm = algorithm
+        self._scratch = Scratch(device)
+        self._rounded = packing.RoundedUpdate(device, algorithm)
+        self._numbers: Mapping[Member, torch.Tensor] = {}
+
+    def allocate(self, chunks: Sequence[Chunk]) -> None:
+        """Allocate the scratch of `chunks`, all there are, on the live current stream. No update may be running."""
+        self._scratch.allocate(chunks)
+
+    def begin(self, step: StreamedStep, chunks: Sequence[Chunk]) -> None:
+        """Compute the numbers that `run` needs for `chunks`, on the live current stream, behind which all must run."""
+        rounded = (piece.member for chunk in chunks if chunk.rounded for piece in chunk.pieces)
+        members = [member for member in dict.fromkeys(rounded) if member in step.gradients]
+        # They are kept until the next step, which begins behind all updates of this one.
+        self._numbers = self._rounded.numbers(members, step.steps, step.groups)
+
+    def run(self, chunk: Chunk, buffer: torch.Tensor, step: StreamedStep) -> None:
+        """Update the states in `buffer`, which is laid out like the chunk's storage, and the weights of its pieces.
+
+        Pieces of members without a gradient stay as they are.
+        """
+        pieces = [piece for piece in chunk.pieces if piece.member in step.gradients]
+        if chunk.rounded:
+            self._run_rounded(chunk, buffer, pieces, step)
+        else:
+            self._run_exact(chunk, buffer, pieces, step)
+
+    def close(self) -> None:
+        """Drop the scratch. No update may be running."""
+        self._scratch.close()
+
+    def _run_exact(
+        self, chunk: Chunk, buffer: torch.Tensor, pieces: Sequence[Piece], step: StreamedStep
+    ) -> None:
+        """Unpack, run the fused kernel, round masters to weights, pack."""
+        weights = [step.weights.of(piece) for piece in pieces]
+        widened = [self._scratch.gradient(piece) for piece in pieces]
+        # The kernel writes the scaled gradient back, so an fp32 gradient is copied too.
+        torch._foreach_copy_(widened, [step.gradient(piece) for piece in pieces])
+        states = self._scratch.unpack(chunk, buffer, step.weights)
+        masters = states.get(MASTER, chunk.masters)
+        self._algorithm.update(
+            weights if masters is None else _cut(masters, pieces),
+            widened,
+            [_cut(states[name], pieces) for name in self._algorithm.moments],
+            [step.steps[piece.member] for piece in pieces],
+            step.groups[chunk.group],
+            grad_scale=step.grad_scale,
+            found_inf=step.found_inf,
+        )
+        self._scratch.pack(chunk, buffer)
+        if chunk.has(LOW):
+            torch._foreach_copy_(weights, [self._scratch.new_weight(piece) for piece in pieces])
+        elif masters is not None:
+            torch._foreach_copy_(weights, _cut(masters, pieces))
+
+    def _run_rounded(
+        self, chunk: Chunk, buffer: torch.Tensor, pieces: Sequence[Piece], step: StreamedStep
+    ) -> None:
+        """Run the one kernel that does everything, once a piece."""
+        whole = {field.name: chunk.field(field.name, buffer) for field in chunk.fields}
+        if chunk.masters is not None:
+            whole[MASTER] = chunk.masters
+        is_own_master = MASTER not in whole and LOW not in whole
+        for piece in pieces:
+            states = {name: _part(state, piece) for name, state in whole.items()}
+            weight = step.weights.of(piece)
+            self._rounded.update(
+                packing.Operands(
+                    weight=None if is_own_master else weight.view(torch.int16) if LOW in states else weight,
+                    low=states.get(LOW),
+                    master=weight if is_own_master else states.get(MASTER),
+                    gradient=step.gradient(piece),
+                    moments=[packing.integers(states[name]) for name in self._algorithm.moments],
+                ),
+                first=chunk.noise_offsets[piece],
+                step=step.steps[piece.member],
+                numbers=self._numbers[piece.member],
+                grad_scale=step.grad_scale,
+                found_inf=step.found_inf,
+            )
+
+
+def scratch_bytes_an_element(fields: tuple[Field, ...]) -> int:
+    """Return the scratch that the update of `fields` needs.
+
+    That is an fp32 gradient, and for hi/lo masters an fp32 master and a bf16 weight; nothing for rounded moments.
+    """
+    if is_rounded(fields):
+        return 0
+    return 10 if fields[0].name == LOW else 4
+
+
+class Scratch:
+    """Device buffers as long as the longest chunk. Its methods use the live current stream."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._gradients = torch.empty(0)
+        self._masters = torch.empty(0)
+        self._high = torch.empty(0, dtype=torch.bfloat16)
+
+    def allocate(self, chunks: Sequence[Chunk]) -> None:
+        """Allocate what the longest of `chunks` needs. No update may be running."""
+        exact = [chunk for chunk in chunks if not chunk.rounded]
+        self._gradients = self._grown(self._gradients, exact)
+        halved = [chunk for chunk in exact if chunk.has(LOW)]
+        self._masters = self._grown(self._masters, halved)
+        self._high = self._grown(self._high, halved)
+
+    def close(self) -> None:
+        """Drop the buffers. No update may be running."""
+        self._gradients, self._masters, self._high = (
+            torch.empty(0, dtype=each.dtype) for each in (self._gradients, self._masters, self._high)
+        )
+
+    def gradient(self, piece: Piece) -> torch.Tensor:
+        """Return the fp32 buffer for the gradient of `piece`."""
+        return _part(self._gradients, piece)
+
+    def new_weight(self, piece: Piece) -> torch.Tensor:
+        """Return the new bf16 weight of `piece`, after `pack` of a chunk with hi/lo masters."""
+        return _part(self._high, piece)
+
+    def unpack(self, chunk: Chunk, buffer: torch.Tensor, weights: StreamedWeights) -> dict[str, torch.Tensor]:
+        """Return all states of `chunk`, which `buffer` holds, by name as flat fp32 tensors."""
+        states = {field.name: chunk.field(field.name, buffer) for field in chunk.fields}
+        if chunk.has(LOW):
+            torch._foreach_copy_(
+                [self.new_weight(piece) for piece in chunk.pieces],
+                [weights.of(piece) for piece in chunk.pieces],
+            )
+            packing.run_on(self._device, packing.unpack, self._halves(chunk, buffer))
+            del states[LOW]
+            states[MASTER] = self._masters[: chunk.numel]
+        return states
+
+    def pack(self, chunk: Chunk, buffer: torch.Tensor) -> None:
+        """Write the states that `unpack` returned back to `buffer`."""
+        if chunk.has(LOW):
+            packing.run_on(self._device, packing.pack, self._halves(chunk, buffer))
+
+    def _grown(self, buffer: torch.Tensor, chunks: Sequence[Chunk]) -> torch.Tensor:
+        numel = max((chunk.numel for chunk in chunks), default=0)
+        if numel <= buffer.numel():
+            return buffer
+        return torch.empty(numel, dtype=buffer.dtype, device=self._device.torch_device)
+
+    def _halves(self, chunk: Chunk, buffer: torch.Tensor) -> packing.Halves:
+        assert chunk.flagged is not None
+        return packing.Halves(
+            high=self._high[: chunk.numel].view(torch.int16),
+            low=chunk.field(LOW, buffer),
+            masters=self._masters[: chunk.numel].view(torch.int32),
+            flagged=packing.integers(chunk.field(chunk.flagged, buffer)),
+        )
+
+
+def _cut(state: torch.Tensor, pieces: Sequence[Piece]) -> list[torch.Tensor]:
+    return [_part(state, piece) for piece in pieces]
+
+
+def _part(state: torch.Tensor, piece: Piece) -> torch.Tensor:
+    return state[piece.offset : piece.offset + piece.numel]
