@@ -1,6 +1,6 @@
 """The optimizers of torch that `OptimizerStateOffloader` wraps: which ones, and their states in both directions.
 
-It knows states only by name, as anything that has `MemberStates`.
+It knows states only by name, as anything that has `NamedStates`.
 
 Explained in docs/optimizer-state-offloading.md.
 """
@@ -54,7 +54,7 @@ def check_group(group: Mapping[str, Any]) -> None:
         check_param(param)
 
 
-class MemberStates(Protocol):
+class NamedStates(Protocol):
     """The states of members by name: the moments and `master_param`."""
 
     moments: tuple[str, ...]
@@ -67,7 +67,7 @@ class MemberStates(Protocol):
         """Replace a state by `value`, of the parameter's shape or one number."""
 
 
-def saved_states(states: MemberStates, member: Member) -> dict[str, torch.Tensor]:
+def saved_states(states: NamedStates, member: Member) -> dict[str, torch.Tensor]:
     """Return copies of a member's states on the CPU, in the parameter's shape; nothing before the first step."""
     step = states.steps[member]
     if step.item() == 0:
@@ -77,7 +77,7 @@ def saved_states(states: MemberStates, member: Member) -> dict[str, torch.Tensor
     return {**counted, **{name: _gather(states, member, name) for name in _names(states, member)}}
 
 
-def check_states(states: MemberStates, index: int, member: Member, saved: Mapping[str, Any]) -> None:
+def check_states(states: NamedStates, index: int, member: Member, saved: Mapping[str, Any]) -> None:
     """Raise ValueError when a saved state of parameter `index` has another shape than the parameter."""
     for name in _names(states, member):
         value = saved.get(name)
@@ -88,7 +88,7 @@ def check_states(states: MemberStates, index: int, member: Member, saved: Mappin
             )
 
 
-def load_states(states: MemberStates, member: Member, saved: Mapping[str, Any]) -> None:
+def load_states(states: NamedStates, member: Member, saved: Mapping[str, Any]) -> None:
     """Replace the states of a member; moments that are not in `saved` become 0, the master the parameter."""
     # SGD saves no step: having a moment says that there was one.
     states.steps[member].fill_(float(saved.get("step", bool(saved))))
@@ -99,12 +99,12 @@ def load_states(states: MemberStates, member: Member, saved: Mapping[str, Any]) 
         states.write(member, name, value)
 
 
-def _names(states: MemberStates, member: Member) -> tuple[str, ...]:
+def _names(states: NamedStates, member: Member) -> tuple[str, ...]:
     """Return the states that a state_dict has: the moments, and the master unless the parameter is one itself."""
     return states.moments if member.param.dtype == torch.float32 else (*states.moments, MASTER)
 
 
-def _gather(states: MemberStates, member: Member, name: str) -> torch.Tensor:
+def _gather(states: NamedStates, member: Member, name: str) -> torch.Tensor:
     whole = torch.empty_like(member.param_local, dtype=torch.float32, device="cpu")
     flat = member.flat(whole)
     for start, part in states.parts(member, name):

@@ -126,7 +126,7 @@ def test_compiled_gives_the_same_bits():
 
 @pytest.mark.cuda
 def test_cuda_gives_the_bits_of_the_twin():
-    """States stand in one buffer, as in a slot, at several sizes of one compiled kernel."""
+    """States are in one buffer, as in a slot, at several sizes of one compiled kernel."""
     for numel in (64, 4096, 100_032):
         masters = torch.randint(-(2**31), 2**31, (numel,), dtype=torch.int64).to(torch.int32)
         kept = halves_of(masters)

@@ -1,4 +1,4 @@
-"""Beyond three slots, memory is borrowed from what backward frees, and is back before the next forward's peak."""
+"""Slots beyond three take memory that backward frees, and are freed before the next forward's peak."""
 
 import gc
 
@@ -63,43 +63,43 @@ def observe(budget):
 
 def test_states_come_in_to_memory_that_backward_frees_and_peaks_stay():
     plain, weights = observe(None)
-    borrowing, same = observe(MANY)
+    prefetching, same = observe(MANY)
     assert all(torch.equal(one, other) for one, other in zip(weights, same, strict=True))
-    for (forward, peak, loaded, borrowed), (base_forward, base_peak, base_loaded, nothing) in zip(
-        borrowing[2:], plain[2:], strict=True
+    for (forward, peak, loaded, extra), (base_forward, base_peak, base_loaded, nothing) in zip(
+        prefetching[2:], plain[2:], strict=True
     ):
         assert forward == base_forward
         assert peak == base_peak
         assert nothing == 0
         assert base_loaded == 3
-        assert loaded == 3 + borrowed // (12 * CHUNK_ELEMENTS)
-        # Half of what backward frees has room for half of all chunks or more.
+        assert loaded == 3 + extra // (12 * CHUNK_ELEMENTS)
+        # Half of what backward frees holds half of all chunks or more.
         assert loaded >= LAYERS
-    assert borrowing[0][3] == 0
+    assert prefetching[0][3] == 0
 
 
 def test_the_budget_holds():
     slots = 5
     seen, _ = observe((slots * 12 + 4) * CHUNK_ELEMENTS)
-    assert {borrowed for *_, borrowed in seen[1:]} == {(slots - 3) * 12 * CHUNK_ELEMENTS}
+    assert {extra for *_, extra in seen[1:]} == {(slots - 3) * 12 * CHUNK_ELEMENTS}
 
 
-def test_only_the_last_backward_of_a_step_borrows(device):
+def test_only_the_last_backward_of_a_step_adds_slots(device):
     model = Wide().to(device.torch_device)
     with build(model, chunk_bytes=12 * CHUNK_ELEMENTS, device_budget_bytes=MANY) as optimizer:
-        borrowed = []
+        extra = []
         for index in range(6):
             loss = model.loss()
             device.synchronize()
             optimizer.synchronize()
             loss.backward()
-            borrowed.append(optimizer.streamed.extra_bytes > 0)
+            extra.append(optimizer.streamed.extra_bytes > 0)
             if index % 2:
                 optimizer.step()
-        assert borrowed == [False, False, False, True, False, True]
+        assert extra == [False, False, False, True, False, True]
 
 
-def test_loading_while_chunks_are_borrowed_changes_no_bit(device):
+def test_loading_while_there_are_extra_slots_changes_no_bit(device):
     model, plain = Wide().to(device.torch_device), Wide().to(device.torch_device)
     reference = MasterAdamW(plain, on_cpu=False, **OPTIONS)
     with build(model, chunk_bytes=12 * CHUNK_ELEMENTS, device_budget_bytes=MANY) as optimizer:
