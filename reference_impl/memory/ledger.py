@@ -1,9 +1,9 @@
 """Counts live bytes a tier, on either device.
 
-On CUDA the caching allocator keeps the book, and the ledger only reads it. On the CPU twin both tiers are
+An accelerator's allocator keeps the book, and the ledger only reads it. On the CPU twin both tiers are
 ordinary memory, so the ledger watches every operation and follows each new storage until it dies; storages
 that belong to the host tier are told apart by their address. What it does not see: memory that is not a
-tensor (the CUDA context, NCCL buffers).
+tensor (the driver's context, buffers of collectives).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from reference_impl.device import Device
 from reference_impl.memory.host import host_book, host_storages
 
 _active: list[_StorageWatch] = []
-_open_on_cuda: list[Ledger] = []
+_open_on_allocators: list[Ledger] = []
 
 
 class _StorageWatch(TorchDispatchMode):
@@ -83,26 +83,25 @@ def resize_storage(storage: torch.UntypedStorage, size_bytes: int) -> None:
 
 def device_bytes(device: Device) -> int | None:
     """Return the live device bytes; on the CPU twin None while no ledger is open, since nobody counts there."""
-    if device.is_cuda:
-        stats = torch.cuda.memory_stats_as_nested_dict(device.torch_device)
-        return int(stats["allocated_bytes"]["all"]["current"])
+    if device.allocator is not None:
+        return device.allocator.live_bytes
     return _active[-1].live_bytes if _active else None
 
 
 def mark_peak(device: Device) -> None:
-    """Start a new peak for `marked_peak_bytes`. On CUDA this is the allocator's own, which open ledgers read first."""
-    if device.is_cuda:
-        for ledger in _open_on_cuda:
+    """Start a new peak for `marked_peak_bytes`: of an allocator its own, which open ledgers read first."""
+    if device.allocator is not None:
+        for ledger in _open_on_allocators:
             ledger.read_peak()
-        torch.cuda.reset_peak_memory_stats(device.torch_device)
+        device.allocator.reset_peak()
     elif _active:
         _active[-1].marked_peak_bytes = _active[-1].live_bytes
 
 
 def marked_peak_bytes(device: Device) -> int | None:
     """Return the most live device bytes since the mark, or None where `device_bytes` is None."""
-    if device.is_cuda:
-        return torch.cuda.max_memory_allocated(device.torch_device)
+    if device.allocator is not None:
+        return device.allocator.peak_bytes
     return _active[-1].marked_peak_bytes if _active else None
 
 
@@ -113,13 +112,13 @@ class Ledger:
     ...     loss = model(batch).sum()
     ...     ledger.peak_device_bytes
 
-    `track` names tensors that already live on the device when the ledger opens; CUDA counts them anyway.
+    `track` names tensors that already live on the device when the ledger opens; an allocator counts them anyway.
     """
 
     def __init__(self, device: Device, *, track: Iterable[torch.Tensor] = ()) -> None:
         """Open nothing yet."""
         self._device = device
-        self._watch = None if device.is_cuda else _StorageWatch()
+        self._watch = _StorageWatch() if device.allocator is None else None
         self._track = list(track)
         self._peak_bytes = 0
 
@@ -130,7 +129,7 @@ class Ledger:
             self._watch.__enter__()  # type: ignore[no-untyped-call]
             _active.append(self._watch)
         else:
-            _open_on_cuda.append(self)
+            _open_on_allocators.append(self)
         self._track.clear()
         self.reset_peak()
         return self
@@ -144,7 +143,7 @@ class Ledger:
             self._watch.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
         else:
             self.read_peak()
-            _open_on_cuda.remove(self)
+            _open_on_allocators.remove(self)
 
     def reset_peak(self) -> None:
         """Start both peaks from what is live now."""
@@ -157,21 +156,24 @@ class Ledger:
 
     def read_peak(self) -> None:
         """Take over the allocator's peak, which somebody is about to reset."""
-        self._peak_bytes = max(self._peak_bytes, torch.cuda.max_memory_allocated(self._device.torch_device))
+        allocator = self._device.allocator
+        if allocator is not None:
+            self._peak_bytes = max(self._peak_bytes, allocator.peak_bytes)
 
     @property
     def device_bytes(self) -> int:
         """Bytes that live on the device tier now."""
-        if self._watch is None:
-            return torch.cuda.memory_allocated(self._device.torch_device)
-        return self._watch.live_bytes
+        if self._watch is not None:
+            return self._watch.live_bytes
+        assert self._device.allocator is not None
+        return self._device.allocator.live_bytes
 
     @property
     def peak_device_bytes(self) -> int:
         """Most bytes that lived on the device tier at once since the last reset."""
         if self._watch is not None:
             return self._watch.peak_bytes
-        if self in _open_on_cuda:
+        if self in _open_on_allocators:
             self.read_peak()
         return self._peak_bytes
 

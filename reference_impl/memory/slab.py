@@ -61,7 +61,7 @@ _promises = _Promises()
 class Slab:
     """`bytes` is a flat uint8 tensor of zeros of `size_bytes`.
 
-    It is page-locked when the device is CUDA and `pinned` is set; state that only the CPU touches needs none.
+    With `pinned` it is page-locked where the device's copies need that; state that only the CPU touches needs none.
 
     Raises HostMemoryError when the host lacks the room, before anything is taken, and RuntimeError when the
     driver refuses to register the pages (usually the memlock limit).
@@ -80,14 +80,14 @@ class Slab:
         self.size_bytes = -(-size_bytes // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
         _promises.make(self.size_bytes, remedy)
         try:
-            self._map(pinned and device.is_cuda, touching_threads)
+            self._map(device, pinned, touching_threads)
         finally:
             _promises.keep(self.size_bytes)
 
-    def _map(self, pinned: bool, touching_threads: int) -> None:
+    def _map(self, device: Device, pinned: bool, touching_threads: int) -> None:
         pages = mmap.mmap(-1, self.size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         pages.madvise(mmap.MADV_HUGEPAGE)
-        if pinned:
+        if pinned and device.pins_host_memory:
             # A forked child must neither copy locked pages nor make the parent write to others.
             pages.madvise(mmap.MADV_DONTFORK)
         self.bytes = torch.frombuffer(pages, dtype=torch.uint8)
@@ -96,12 +96,14 @@ class Slab:
         try:
             _touch(self.bytes, touching_threads)
             if pinned:
-                _register(self.bytes)
+                device.pin(self.bytes)
         except BaseException:
             host_storages.discard(storage.data_ptr())
             raise
         host_book.add(reserved=self.size_bytes)
-        self._finalizer = weakref.finalize(self, _release, storage.data_ptr(), self.size_bytes, pinned)
+        self._finalizer = weakref.finalize(
+            self, _release, storage.data_ptr(), self.size_bytes, device if pinned else None
+        )
 
     @property
     def is_open(self) -> bool:
@@ -130,18 +132,8 @@ def _populate(bytes_: torch.Tensor) -> None:
             part.zero_()
 
 
-def _register(bytes_: torch.Tensor) -> None:
-    # The runtime's registration makes existing pages DMA-able; torch then treats them as pinned.
-    code = torch.cuda.cudart().cudaHostRegister(bytes_.data_ptr(), bytes_.numel(), 0)
-    if int(code) != 0:
-        raise RuntimeError(
-            f"cudaHostRegister of {bytes_.numel() / 2**30:.2f} GiB failed with code {int(code)}; expected 0; "
-            "try raising the memlock limit (ulimit -l unlimited)"
-        )
-
-
-def _release(address: int, size_bytes: int, registered: bool) -> None:
+def _release(address: int, size_bytes: int, pinned_for: Device | None) -> None:
     host_storages.discard(address)
     host_book.add(reserved=-size_bytes)
-    if registered:
-        torch.cuda.cudart().cudaHostUnregister(address)
+    if pinned_for is not None:
+        pinned_for.unpin(address)

@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections import deque
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 
-import torch
-
 from reference_impl.device import Device
 from reference_impl.memory.host import HostMemoryError
 from reference_impl.memory.slab import TOUCHING_THREADS, Slab
@@ -37,7 +35,7 @@ class SlabSupply:
         """Have a slab of `size_bytes` made in the background."""
         if self._pool is None:
             self._pool = ThreadPoolExecutor(
-                TOUCHING_THREADS, "make-slab", initializer=_use, initargs=(self._device,)
+                TOUCHING_THREADS, "make-slab", initializer=self._device.use_in_thread
             )
         made = self._pool.submit(
             Slab, self._device, size_bytes, remedy=self._remedy, pinned=self._pinned, touching_threads=1
@@ -74,9 +72,3 @@ class SlabSupply:
         if self._pool is not None:
             self._pool.shutdown(wait=False)
             self._pool = None
-
-
-def _use(device: Device) -> None:
-    """Make `device` the calling thread's: registering memory in a new thread would wake the first GPU instead."""
-    if device.is_cuda:
-        torch.cuda.set_device(device.torch_device)

@@ -45,7 +45,7 @@ def test_copy_waits_for_its_event():
 def test_gigabytes_let_a_small_copy_through(way):
     """A copy engine stays on a stream while anything on it is ready, so large copies have to give way."""
     device, somebody = Device.of("cuda"), Somebody()
-    device.hurried.add(somebody)
+    device.latency_sensitive.add(somebody)
     host = torch.empty(2**27, dtype=torch.uint8, pin_memory=True)
     there = torch.zeros(2**27, dtype=torch.uint8, device="cuda")
     small, small_there = torch.empty(1024, pin_memory=True), torch.zeros(1024, device="cuda")
@@ -68,11 +68,11 @@ def test_gigabytes_let_a_small_copy_through(way):
 
 
 @pytest.mark.cuda
-def test_large_copies_take_turns_only_while_somebody_is_in_a_hurry(monkeypatch):
+def test_large_copies_take_turns_only_while_somebody_waits_for_small_ones(monkeypatch):
     """Waiting for one's turn costs up to 7 % of the link."""
     device = Device.of("cuda")
     # Optimizers of other tests may not be collected yet.
-    monkeypatch.setattr(device, "hurried", weakref.WeakSet())
+    monkeypatch.setattr(device, "latency_sensitive", weakref.WeakSet())
 
     def streams_of_copies():
         streams = set()
@@ -84,18 +84,18 @@ def test_large_copies_take_turns_only_while_somebody_is_in_a_hurry(monkeypatch):
     streams_of_copies()
     assert len(streams_of_copies()) == 1
     somebody = Somebody()
-    device.hurried.add(somebody)
+    device.latency_sensitive.add(somebody)
     assert len(streams_of_copies()) == 2
     del somebody
     assert len(streams_of_copies()) == 1
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("is_anybody_hurried", [False, True])
-def test_copies_of_one_direction_stay_in_order(is_anybody_hurried):
+@pytest.mark.parametrize("is_anybody_waiting", [False, True])
+def test_copies_of_one_direction_stay_in_order(is_anybody_waiting):
     device, somebody = Device.of("cuda"), Somebody()
-    if is_anybody_hurried:
-        device.hurried.add(somebody)
+    if is_anybody_waiting:
+        device.latency_sensitive.add(somebody)
     host = [torch.full((2**25,), value, dtype=torch.uint8, pin_memory=True) for value in range(6)]
     target = torch.empty(2**25, dtype=torch.uint8, device="cuda")
     torch.cuda._sleep(50_000_000)

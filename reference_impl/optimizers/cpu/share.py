@@ -98,7 +98,7 @@ class HostShare:
         self._publisher.add(buckets)
         if buckets:
             # A worker that waits for a gradient, or a forward for a weight, is idle meanwhile.
-            self._device.hurried.add(self)
+            self._device.latency_sensitive.add(self)
         self.refresh_masters(members)
 
     @torch.no_grad()
@@ -250,7 +250,7 @@ class HostShare:
     def close(self) -> None:
         """Stop the workers and give the host memory back."""
         self._workers.close()
-        self._device.hurried.discard(self)
+        self._device.latency_sensitive.discard(self)
         # Pieces and members know each other, and a parameter should not have to wait for the garbage collector.
         for piece in self.homes:
             piece.member.pieces.clear()

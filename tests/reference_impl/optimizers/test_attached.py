@@ -165,11 +165,11 @@ def test_a_closed_optimizer_lets_its_parameters_go(device, split):
 
 def test_bulk_copies_give_way_while_the_cpu_updates_anything(device):
     model, _ = twins(device)
-    before = len(device.hurried)
+    before = len(device.latency_sensitive)
     with hybrid(model, offload_fraction=0.0):
-        assert len(device.hurried) == before
+        assert len(device.latency_sensitive) == before
     with hybrid(model, split=(0, 1, 0)):
-        assert len(device.hurried) == before
+        assert len(device.latency_sensitive) == before
     with hybrid(model, offload_fraction=0.5):
-        assert len(device.hurried) == before + 1
-    assert len(device.hurried) == before
+        assert len(device.latency_sensitive) == before + 1
+    assert len(device.latency_sensitive) == before

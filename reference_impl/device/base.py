@@ -1,0 +1,259 @@
+"""What a device is to the mechanisms: streams, events, times, memory statistics and pinned host memory.
+
+A copy is asynchronous: it runs on a copy stream, one for each direction, after the events it is given, and returns the
+event that marks its end. Latency-sensitive copies, of new weights that a forward is about to need and of what threads
+of the host need, such as gradients, have streams of their own.
+
+Lifetime is references and events: nothing here calls `record_stream`, and nothing allocates inside a copy stream's
+context. Streams are made once a device and reused, because every new stream would keep an allocator pool of its own.
+
+Every copy, event, pin and change of stream of this package goes through a method of `Device`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from functools import cache
+from typing import Any, ClassVar, Protocol
+
+import torch
+
+
+class Event(Protocol):
+    """A point in a device's work that is reached once."""
+
+    def query(self) -> bool:
+        """Return whether the point has been reached, without waiting."""
+
+    def synchronize(self) -> None:
+        """Block the calling thread until the point is reached. Releases the GIL."""
+
+
+class Reached:
+    """An event that is over already, such as each of the CPU twin."""
+
+    def query(self) -> bool:
+        """Return True."""
+        return True
+
+    def synchronize(self) -> None:
+        """Return at once."""
+
+
+REACHED = Reached()
+
+
+class Mark(Protocol):
+    """A point in a device's work that keeps its time."""
+
+    def seconds_until(self, later: Any) -> float:
+        """Return the seconds from here to `later`, a mark of the same device; waits until that is reached."""
+
+
+class Allocator(Protocol):
+    """Statistics of a device's own memory."""
+
+    @property
+    def live_bytes(self) -> int:
+        """Bytes that tensors hold now."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most bytes that tensors held at once since `reset_peak`."""
+
+    def reset_peak(self) -> None:
+        """Start a new peak from what is live now."""
+
+    def free_bytes(self) -> int:
+        """Give the allocator's cache back and return the bytes that any process may take. Not for the hot path."""
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of the device, taken or not."""
+
+
+class Device(ABC):
+    """One device and its copy streams.
+
+    A class for one type of torch device names it: `class CudaDevice(Device, torch_type="cuda")`.
+    """
+
+    # Whether the device works on its own, beside the host, and has memory of its own. The CPU twin does not.
+    is_accelerator: ClassVar[bool]
+    # Whether `torch.compile` builds the fused kernels of packed states (with triton) or they run eagerly, in blocks.
+    compiles: ClassVar[bool]
+    # Whether host memory has to be pinned for copies, see `pin`.
+    pins_host_memory: ClassVar[bool]
+
+    @property
+    def is_cuda(self) -> bool:
+        """Whether the device is an accelerator."""
+        return self.is_accelerator
+
+    _classes: ClassVar[dict[str, type[Device]]] = {}
+
+    def __init_subclass__(cls, *, torch_type: str | None = None) -> None:
+        """Make `cls` the class of torch devices of `torch_type`."""
+        super().__init_subclass__()
+        if torch_type is not None:
+            Device._classes[torch_type] = cls
+
+    def __init__(self, torch_device: torch.device) -> None:
+        """Keep the torch device that tensors of the device tier live on."""
+        self.torch_device = torch_device
+        # Whose small copies are waited for: while there is any, bulk copies alternate between two streams. That costs
+        # something, so nobody else pays for it.
+        self.latency_sensitive: weakref.WeakSet[object] = weakref.WeakSet()
+
+    @staticmethod
+    def of(device: torch.device | str) -> Device:
+        """Return the one `Device` for a torch device, `cuda` meaning the current one.
+
+        Raises ValueError for a type that is neither `cuda` nor `cpu`.
+        """
+        torch_device = torch.device(device)
+        kind = Device._classes.get(torch_device.type)
+        if kind is None:
+            raise ValueError(
+                f"device {torch_device} is not supported; expected a cuda device, or cpu for the twin; "
+                "try moving the model to one of these"
+            )
+        return _device(kind, kind.with_index(torch_device))
+
+    @staticmethod
+    def available(name: str | None = None) -> Device:
+        """Return the device called `name`; without a name an accelerator if there is one, else the CPU twin.
+
+        Raises ValueError for a type that is not supported, or an accelerator that this machine does not have.
+        """
+        if name is None:
+            usable = (each for each, kind in Device._classes.items() if kind.is_accelerator and kind.count())
+            return Device.of(next(usable, "cpu"))
+        torch_type = torch.device(name).type
+        kind = Device._classes.get(torch_type)
+        if kind is not None and kind.count() == 0:
+            raise ValueError(
+                f"device {name!r}: torch {torch.__version__} sees no {torch_type.upper()} device; expected one; try cpu"
+            )
+        return Device.of(name)
+
+    @classmethod
+    @abstractmethod
+    def count(cls) -> int:
+        """Return how many devices of this class the machine has, 0 where torch sees none."""
+
+    @classmethod
+    def with_index(cls, torch_device: torch.device) -> torch.device:
+        """Return `torch_device` with the index of the current device where it has none."""
+        return torch_device
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """What the hardware calls itself."""
+
+    @property
+    @abstractmethod
+    def allocator(self) -> Allocator | None:
+        """Statistics of the device's memory; None on the CPU twin, where `memory.ledger` counts."""
+
+    @abstractmethod
+    def use_in_thread(self) -> None:
+        """Make this the calling thread's current device. A new thread would wake the first one instead."""
+
+    @abstractmethod
+    def current_stream_id(self) -> int:
+        """Return a number that tells the live current stream from others."""
+
+    @abstractmethod
+    def record(self, *, for_threads: bool = False) -> Event:
+        """Mark the end of what the live current stream has been given so far.
+
+        `for_threads`: a thread that waits for it sleeps, instead of burning the core that others need.
+        """
+
+    @abstractmethod
+    def mark(self) -> Mark:
+        """Mark the end of what the live current stream has been given so far, with its time; dearer than `record`."""
+
+    @abstractmethod
+    def wait(self, event: Event) -> None:
+        """Make the live current stream wait for `event`; the host goes on."""
+
+    @abstractmethod
+    def on_d2h(self, size_bytes: int = 0) -> AbstractContextManager[object]:
+        """Make the D2H copy stream current for a copy of `size_bytes`. Nothing may be allocated inside."""
+
+    @abstractmethod
+    def on_d2h_for_threads(self) -> AbstractContextManager[object]:
+        """Make the D2H stream current for what threads of the host wait for. Nothing may be allocated inside."""
+
+    @abstractmethod
+    def on_h2d(self, size_bytes: int = 0) -> AbstractContextManager[object]:
+        """Make the H2D copy stream current for a copy of `size_bytes`. Nothing may be allocated inside."""
+
+    @abstractmethod
+    def on_h2d_of_weights(self) -> AbstractContextManager[object]:
+        """Make the H2D stream of new weights current. Nothing may be allocated inside."""
+
+    @abstractmethod
+    def on_update_stream(self) -> AbstractContextManager[object]:
+        """Make the stream of optimizer updates current, which goes before the kernels of others.
+
+        Nothing may be allocated inside that is used on another stream.
+        """
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Block until all work of this device is done. Not for the hot path."""
+
+    @abstractmethod
+    def refuse_capture(self, what: str) -> None:
+        """Raise RuntimeError when a graph of kernels is being captured: host-driven copies cannot be replayed."""
+
+    @abstractmethod
+    def pin(self, memory: torch.Tensor) -> None:
+        """Page-lock `memory` (flat uint8 on the host, present), so that copies to and from it are asynchronous.
+
+        Raises RuntimeError when the driver refuses.
+        """
+
+    @abstractmethod
+    def unpin(self, address: int) -> None:
+        """Undo `pin` of the memory at `address`."""
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy between host and device on the live current stream; the host goes on. Allocates nothing."""
+        target.copy_(source, non_blocking=True)
+
+    def copy_out(
+        self, host: torch.Tensor, source: torch.Tensor, *, after: Iterable[Event], for_threads: bool = False
+    ) -> Event:
+        """Start the D2H copy of `source` into `host` (same dtype and numel) once all of `after` are reached.
+
+        Returns the event of its end, see `record`. The caller keeps both tensors alive until then.
+        """
+        with self.on_d2h_for_threads() if for_threads else self.on_d2h(host.nbytes):
+            for event in after:
+                self.wait(event)
+            host.copy_(source, non_blocking=True)
+            return self.record(for_threads=for_threads)
+
+    def copy_in(self, target: torch.Tensor, host: torch.Tensor, *, after: Iterable[Event]) -> Event:
+        """Start the H2D copy of `host` into `target` (same dtype and numel) once all of `after` are reached.
+
+        Returns the event of its end. The caller keeps both tensors alive until then.
+        """
+        with self.on_h2d(host.nbytes):
+            for event in after:
+                self.wait(event)
+            target.copy_(host, non_blocking=True)
+            return self.record()
+
+
+@cache
+def _device(kind: type[Device], torch_device: torch.device) -> Device:
+    return kind(torch_device)
