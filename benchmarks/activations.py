@@ -94,14 +94,14 @@ class Step:
         return float(torch.nn.utils.get_total_norm([p.grad for p in self.model.parameters()]))
 
     def _mark(self) -> Any:
-        if not self.device.is_cuda:
+        if not self.device.is_accelerator:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
     def _between(self, first: Any, second: Any) -> float:
-        return first.elapsed_time(second) / 1e3 if self.device.is_cuda else second - first
+        return first.elapsed_time(second) / 1e3 if self.device.is_accelerator else second - first
 
 
 def measure(attach: Attach, step: Step) -> dict[str, Any]:
@@ -225,7 +225,7 @@ def run_rows(
             results[name] = {"left out": f"{type(missing).__name__}: {missing}"}
             continue
         results[name] = result = {"ratio": result["step_s"] / results.get(NONE, result)["step_s"], **result}
-        if "offloaded_gb" in result and "predicted_s" not in result and step.device.is_cuda:
+        if "offloaded_gb" in result and "predicted_s" not in result and step.device.is_accelerator:
             baseline = results.get(RECOMPUTE) if "recompute" in name else None
             result["predicted_s"] = predict(result, results[NONE], baseline, facts)
         print(step.ids.numel(), name, {k: v for k, v in rounded(result).items() if k != "plan"}, flush=True)
@@ -287,7 +287,7 @@ def main() -> None:
     if args.first:
         print(time_first_step(args.first, shape, lengths[0], device))
         return
-    if (args.trace or args.figure) and not device.is_cuda:
+    if (args.trace or args.figure) and not device.is_accelerator:
         parser.error("--trace and --figure need a CUDA device")
     report: dict[str, Any] = {"shape": vars(shape), "tokens": {}}
 

@@ -12,6 +12,6 @@ from reference_impl.device import Device
 def forget_caches(device: Device) -> None:
     """Give back what the row before has left in torch's caches, pinned memory among it."""
     gc.collect()
-    if device.is_cuda:
+    if device.is_accelerator:
         torch.cuda.empty_cache()
         torch._C._host_emptyCache()

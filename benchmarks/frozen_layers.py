@@ -33,8 +33,7 @@ from trace_overlap import record
 from reference_impl import FrozenLayerStreamer
 from reference_impl.device import Device
 from reference_impl.memory.ledger import Ledger
-from reference_impl.verification.lora import add_lora
-from reference_impl.verification.model import Decoder, DecoderShape, decoder_loss
+from reference_impl.verification.model import Decoder, DecoderShape, add_lora, decoder_loss
 
 # What cuBLAS asks of a program that wants deterministic kernels; read once, when the first one runs.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -120,7 +119,7 @@ def measure(attach: Attach, setting: Setting, model: nn.Module) -> dict[str, Any
     with attach(model) as attached, Ledger(device, track=(*model.parameters(), *model.buffers())) as ledger:
         device.synchronize()
         attached_s = time.perf_counter() - start
-        if device.is_cuda:
+        if device.is_accelerator:
             torch.cuda.empty_cache()
         step = training_step(model, setting)
         times = []
@@ -141,7 +140,7 @@ def measure(attach: Attach, setting: Setting, model: nn.Module) -> dict[str, Any
             "late_loads": attached.report.late_loads if attached else 0,
             "first_step_s": times[0],
             "attach_s": attached_s,
-            "reserved_gb": torch.cuda.memory_reserved() / 1e9 if device.is_cuda else 0.0,
+            "reserved_gb": torch.cuda.memory_reserved() / 1e9 if device.is_accelerator else 0.0,
         }
 
 

@@ -20,7 +20,7 @@ def machine(device: Device) -> dict[str, object]:
         "cuda": torch.version.cuda,
         "python": platform.python_version(),
     }
-    return facts | (copy_bandwidths(device) if device.is_cuda else {})
+    return facts | (copy_bandwidths(device) if device.is_accelerator else {})
 
 
 def copy_bandwidths(device: Device, size_bytes: int = 2**29) -> dict[str, float]:

@@ -24,7 +24,6 @@ from typing import Any
 from machine import print_table
 
 from reference_impl.device import Device
-from reference_impl.verification.devices import available_device
 from reference_impl.verification.planned_run import PlanError, read_plan
 from reference_impl.verification.probe import probe
 from reference_impl.verification.verify_plan import PlanVerification, verify_plan
@@ -194,7 +193,7 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, help="write all numbers as JSON")
     args = parser.parse_args()
-    device = available_device()
+    device = Device.available()
     wanted = [part for part in args.plans.split(",") if part]
     cases = [case for case in CASES if not wanted or any(part in case.what for part in wanted)]
     with tempfile.TemporaryDirectory() as name:

@@ -2,6 +2,8 @@
 
 Layer-level it moves what whole layers save; module-level the inputs of named modules. Either way the step is
 bitwise the same in less device memory. Recomputation is `CheckpointOffloader`'s part.
+
+Explained in docs/activation-offloading.md.
 """
 
 from __future__ import annotations
@@ -24,13 +26,12 @@ from reference_impl.activations.attach import (
 )
 from reference_impl.activations.budget import BudgetPlan
 from reference_impl.activations.budget_policy import Budget, BudgetPolicy
-from reference_impl.activations.clock import Clock
+from reference_impl.activations.offloaded_weights import OffloadedWeights
 from reference_impl.activations.offloader import EngineOptions, Offloader
-from reference_impl.activations.parked_weights import ParkedWeights
 from reference_impl.activations.policy import Nothing, Policy, Share
 from reference_impl.activations.run import Run
 from reference_impl.activations.tape import Tape
-from reference_impl.memory.link import measure_link
+from reference_impl.memory.rates import measure_link
 
 
 class ActivationOffloader(Offloader):
@@ -66,7 +67,7 @@ class ActivationOffloader(Offloader):
                 they save is decided on.
             modules: offload the inputs of all modules whose dotted names end in one of these.
             activations: whether what layers save moves; False leaves the weights alone to move.
-            weights: whether the layers' weights wait on the host too, while their layer is inactive.
+            weights: whether the layers' weights are held on the host too, while their layer is inactive.
             fraction: the share of the bytes to offload, spread evenly over each forward.
             keep_last_bytes: bytes at the end of each forward that stay, since backward needs them at once. Across
                 pipeline ranks, `rank * delta_bytes` keeps more where fewer micro-batches are in flight.
@@ -86,8 +87,8 @@ class ActivationOffloader(Offloader):
         is_planned = budget_bytes is not None or plan is not None
         if weights and (modules is not None or is_planned):
             raise ValueError(
-                "weights=True parks whole layers, whose weights nothing else may read; expected num_layers or layers, "
-                "not modules, a budget or a plan; try weights=False"
+                "weights=True offloads the weights of whole layers, which nothing else may read; expected num_layers "
+                "or layers, not modules, a budget or a plan; try weights=False"
             )
         if not activations and (modules is not None or is_planned or not weights):
             raise ValueError(
@@ -113,7 +114,7 @@ class ActivationOffloader(Offloader):
         self._budget: BudgetPolicy | None = None
         if is_planned:
             self._budget = BudgetPolicy(
-                self.engine.room,
+                self.engine.headroom,
                 self.device,
                 lambda size_bytes: measure_link(self.device, self.arena, probe_bytes=size_bytes),
                 budget_bytes=budget_bytes,
@@ -122,13 +123,18 @@ class ActivationOffloader(Offloader):
         self._policy: Policy = self._budget or self._share
         if not activations:
             self._policy = Nothing()
-        self._parked: ParkedWeights | None = None
+        self._weights: OffloadedWeights | None = None
         if weights:
-            self._parked = ParkedWeights(self.device, self.arena, model, chosen, min_bytes=self.min_bytes)
-            self._undo.append(self._parked.close)
+            self._weights = OffloadedWeights(self.device, self.arena, model, chosen, min_bytes=self.min_bytes)
+            self._undo.append(self._weights.close)
         for module in chosen:
             self._wrap(module, around)
         self._follow(blocks_or_none(model) or chosen, chosen)
+
+    @property
+    def offloaded_weight_bytes(self) -> int:
+        """Bytes of weights that have been copied to the host since the start."""
+        return 0 if self._weights is None else self._weights.moved_bytes
 
     @property
     def has_budget(self) -> bool:
@@ -147,21 +153,21 @@ class ActivationOffloader(Offloader):
         if not self._budget.needs_tape:
             self.engine.tape = None
         elif self.engine.tape is None:
-            self.engine.tape = Tape(Clock(self.device), self.engine.weights, min_bytes=self.min_bytes)
+            self.engine.tape = Tape(self.device, self.engine.weights, min_bytes=self.min_bytes)
         if self.engine.tape is not None:
             self.engine.tape.is_timing = self._budget.plan is None
 
     def _around_layer(
         self, forward: Forward, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        parked = self._parked
-        if parked is None:
+        weights = self._weights
+        if weights is None:
             with self.engine.saving(layer, self._policy):
                 return forward(*args, **kwargs)
-        parked.before_forward(layer)
-        with self.engine.saving(layer, self._policy, bring_weights=parked.bring(layer)):
+        weights.before_forward(layer)
+        with self.engine.saving(layer, self._policy, bring_weights=weights.bring(layer)):
             result = forward(*args, **kwargs)
-        parked.after_forward(layer)
+        weights.after_forward(layer)
         return result
 
     def _around_module(

@@ -4,6 +4,8 @@ The link is free while it keeps up with the computation and dear once it does no
 operation costs. So the cheapest results to recompute go first, the last ones saved stay where they are, and
 the rest crosses the link; how many go which way is found by simulating the step. This file is arithmetic on a
 profile; it touches no tensor.
+
+Explained in docs/activation-offloading.md.
 """
 
 from __future__ import annotations
@@ -28,7 +30,6 @@ class BudgetError(ValueError):
     """The budget is smaller than what has to stay on the device."""
 
     def __init__(self, *, budget_bytes: int, least_bytes: int) -> None:
-        """Name both."""
         super().__init__(
             f"budget_bytes={budget_bytes} ({budget_bytes / 2**30:.2f} GiB) is below what must stay on the device; "
             f"expected at least {least_bytes} ({least_bytes / 2**30:.2f} GiB), the peak with everything offloaded; "

@@ -2,8 +2,10 @@
 
 The first two steps offload everything, and the second is profiled: in the first host memory is being locked, and
 everything that is launched meanwhile waits behind that. The plan made from it is carried out from the third step on;
-the third is measured again for the room it leaves. Whenever a later step turns out above the budget, less
+the third is measured again for its headroom. Whenever a later step turns out above the budget, less
 comes early from then on, and when that is not enough the plan is made anew for that much less.
+
+Explained in docs/activation-offloading.md.
 """
 
 from __future__ import annotations
@@ -13,13 +15,13 @@ from typing import Literal
 
 from reference_impl.activations.budget import BudgetError, BudgetPlan, StepProfile, plan_budget
 from reference_impl.activations.geometry import Extent
+from reference_impl.activations.headroom import Headroom, SegmentPeaks
 from reference_impl.activations.policy import Decision
 from reference_impl.activations.profile import StepProfiler
-from reference_impl.activations.room import Room, SegmentPeaks
 from reference_impl.activations.run import Run
 from reference_impl.device import Device
 from reference_impl.memory.ledger import device_bytes, mark_peak, marked_peak_bytes
-from reference_impl.memory.link import LinkSpeed
+from reference_impl.memory.rates import LinkSpeed
 
 # A plan aims this share below the budget: CUDA's allocator rounds up as it happens to find blocks, differently in
 # each step, by up to 1 MiB a block.
@@ -33,7 +35,7 @@ class BudgetPolicy:
 
     def __init__(
         self,
-        room: Room,
+        headroom: Headroom,
         device: Device,
         measure_link: Callable[[int], LinkSpeed],
         *,
@@ -41,7 +43,7 @@ class BudgetPolicy:
         plan: BudgetPlan | None,
     ) -> None:
         """Take a `plan`, or profile for one within `budget_bytes`, or within the least bytes possible."""
-        self._room = room
+        self._headroom = headroom
         self._device = device
         self._measure_link = measure_link
         self._budget_bytes = budget_bytes
@@ -78,7 +80,7 @@ class BudgetPolicy:
                 "budget_bytes needs someone who counts device bytes; expected a CUDA device, or an open Ledger on "
                 "the CPU twin; try `with Ledger(device):` around the training loop"
             )
-        peaks, profiler = self._room.learnt_peaks(), self._profiler
+        peaks, profiler = self._headroom.learnt_peaks(), self._profiler
         if profiler is not None and peaks is not None and profiler.is_over and profiler.has_seen_backward:
             self._finish_profile(profiler, peaks, run)
         elif profiler is None and peaks is not None:
@@ -94,8 +96,8 @@ class BudgetPolicy:
             raise BudgetError(budget_bytes=self._budget_bytes, least_bytes=least_bytes)
 
     def _begin_profile(self, run: Run) -> None:
-        self._profiler = run.observer = StepProfiler(run, self._device, self._room)
-        self._room.measure_again(run, ceiling_bytes=None)
+        self._profiler = run.observer = StepProfiler(run, self._device, self._headroom)
+        self._headroom.measure_again(run, ceiling_bytes=None)
 
     def _finish_profile(self, profiler: StepProfiler, peaks: SegmentPeaks, run: Run) -> None:
         assert self._budget_bytes is not None
@@ -106,9 +108,9 @@ class BudgetPolicy:
         self._make_plan(run)
 
     def _check_peak(self, run: Run) -> None:
-        """Do something about a step above the budget: leave less room first, then plan anew."""
+        """Do something about a step above the budget: allow less to come early first, then plan anew."""
         assert isinstance(self._budget_bytes, int)
-        peaks = self._room.learnt_peaks()
+        peaks = self._headroom.learnt_peaks()
         if peaks is None:
             return
         was_new, self._is_new = self._is_new, False
@@ -120,7 +122,7 @@ class BudgetPolicy:
             self._over_bytes += over_bytes
             self._make_plan(run)
         elif over_bytes > 0:
-            self._room.shrink(over_bytes)
+            self._headroom.shrink(over_bytes)
             self._is_shrunk = True
         if over_bytes > 0 or was_new:
             mark_peak(self._device)
@@ -135,4 +137,4 @@ class BudgetPolicy:
         is_last_resort = self._over_bytes > 0 and within_bytes == least_bytes
         self.plan = plan_budget(self._profile, within_bytes, recomputing=not is_last_resort)
         self._is_new, self._is_shrunk = True, False
-        self._room.measure_again(run, ceiling_bytes=max(aim_bytes, within_bytes))
+        self._headroom.measure_again(run, ceiling_bytes=max(aim_bytes, within_bytes))

@@ -5,17 +5,20 @@ above it is being recomputed. What the model saves outside its layers goes too, 
 a layer's input: the last norm's and the head's inputs, but not the logits, which backward needs at once.
 Results that are dear to recompute can be kept, on the host too, instead. Recomputation itself, with its random
 state, is `torch.utils.checkpoint`'s, non-reentrant.
+
+Explained in docs/activation-offloading.md.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Unpack
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from reference_impl.activations.attach import (
@@ -26,9 +29,23 @@ from reference_impl.activations.attach import (
     modules_called,
     named_layers,
 )
-from reference_impl.activations.expensive import ExpensiveResults
 from reference_impl.activations.offloader import EngineOptions, Offloader
 from reference_impl.activations.policy import AtMost, Share
+from reference_impl.activations.run import MovedTensor
+from reference_impl.activations.tokens import KeptTensor
+
+_EXPENSIVE = {
+    "aten::mm",
+    "aten::addmm",
+    "aten::bmm",
+    "aten::baddbmm",
+    "aten::convolution",
+    "aten::_scaled_mm",
+    "aten::_scaled_dot_product_flash_attention",
+    "aten::_scaled_dot_product_flash_attention_for_cpu",
+    "aten::_scaled_dot_product_efficient_attention",
+    "aten::_scaled_dot_product_cudnn_attention",
+}
 
 
 class CheckpointOffloader(Offloader):
@@ -151,3 +168,43 @@ class _BlockingCheckpoint(torch.autograd.Function):
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
         torch.autograd.backward(outputs, gradients)
         return (None, None, hidden.grad, *(None for _ in ctx.rest))
+
+
+class ExpensiveResults(TorchDispatchMode):
+    """The kept results of one forward of one layer: recorded in its first pass, handed back in all others.
+
+    Inside the modules that the user names, matrix products, convolutions and attention are handed back in the order in
+    which they were recorded. It works below autograd, so the recomputed layer saves for backward exactly what it would
+    have saved.
+    """
+
+    def __init__(self, save: Callable[[torch.Tensor], KeptTensor | MovedTensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._save = save
+        self._results: list[Any] = []
+        self._passes = 0
+        self._next = 0
+
+    def start_pass(self) -> None:
+        """Begin the layer's forward, or a recomputation of it."""
+        self._passes += 1
+        self._next = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func.name().partition(".")[0] not in _EXPENSIVE:
+            return func(*args, **(kwargs or {}))
+        if self._passes == 1:
+            result = func(*args, **(kwargs or {}))
+            self._results.append(tree_map(self._save_leaf, result))
+            return result
+        self._next += 1
+        return tree_map(_restore_leaf, self._results[self._next - 1])
+
+    def _save_leaf(self, leaf: Any) -> Any:
+        return self._save(leaf) if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _restore_leaf(leaf: Any) -> Any:
+    return leaf.restore() if isinstance(leaf, KeptTensor | MovedTensor) else leaf

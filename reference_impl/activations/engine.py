@@ -7,6 +7,8 @@ and what is cast from them never move; neither do small tensors, tensor subclass
 inside backward saves, since that is used next.
 
 The engine does not know modules or layers; `attach` and the offloaders do.
+
+Explained in docs/activation-offloading.md.
 """
 
 from __future__ import annotations
@@ -14,45 +16,20 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
 
 import torch
 from torch import nn
 
-from reference_impl.activations.copied import Copied
-from reference_impl.activations.geometry import Extent, Geometry, extent_of, flat_bytes, is_plain
+from reference_impl.activations.geometry import Extent, Geometry, Weights, extent_of, flat_bytes, is_plain
+from reference_impl.activations.headroom import Headroom
 from reference_impl.activations.policy import Decision, Policy
-from reference_impl.activations.room import Room
-from reference_impl.activations.run import BackwardOrders, Run
-from reference_impl.activations.saved import (
-    AwaitedTensor,
-    KeptTensor,
-    MovedTensor,
-    SavedStorage,
-    VersionProbe,
-)
+from reference_impl.activations.run import BackwardOrders, Copied, MovedTensor, Run, SavedStorage
 from reference_impl.activations.tape import Tape, recipe_for
-from reference_impl.activations.weights import Weights
+from reference_impl.activations.tokens import AwaitedTensor, Hooks, KeptTensor, OthersToken, VersionProbe
 from reference_impl.device import Device
 from reference_impl.memory.tiers import Tier
 
 _Key = tuple[int, ...]
-_Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
-
-
-class OthersToken:
-    """What an outer pair of saved-tensor hooks made of a tensor that is not the engine's business."""
-
-    __slots__ = ("_packed", "_unpack")
-
-    def __init__(self, hooks: _Hooks, tensor: torch.Tensor) -> None:
-        """Pack with the outer hooks."""
-        pack, self._unpack = hooks
-        self._packed = pack(tensor)
-
-    def restore(self) -> torch.Tensor:
-        """Unpack with the outer hooks."""
-        return self._unpack(self._packed)
 
 
 Token = KeptTensor | MovedTensor | OthersToken
@@ -61,11 +38,10 @@ Token = KeptTensor | MovedTensor | OthersToken
 class SavedTensorEngine:
     """Moves the storages that autograd saves on `device` to `tier` and back."""
 
-    def __init__(self, device: Device, tier: Tier, *, room: Room, min_bytes: int) -> None:
-        """Move nothing yet; storages below `min_bytes` never do."""
+    def __init__(self, device: Device, tier: Tier, *, headroom: Headroom, min_bytes: int) -> None:
         self.device = device
         self.tier = tier
-        self.room = room
+        self.headroom = headroom
         self.offloaded_bytes = 0
         self.kept_bytes = 0
         self.recomputed_bytes = 0
@@ -89,7 +65,7 @@ class SavedTensorEngine:
             self.tape.clear()
         outer, was_running = self._run, self._is_running
         self._run, self._is_running = self._new_run(), True
-        self.room.start_run(self._run)
+        self.headroom.start_run(self._run)
         try:
             yield self._run
         finally:
@@ -114,7 +90,7 @@ class SavedTensorEngine:
             self._run = self._new_run()
         # Sharded training may have put this module's parameters into new storages just now.
         self.weights.add(module)
-        outer: _Hooks | None = (
+        outer: Hooks | None = (
             torch._C._autograd._top_saved_tensors_default_hooks(True) if only is not None else None
         )
 
@@ -140,7 +116,7 @@ class SavedTensorEngine:
     def end_block(self) -> Run:
         """Note that a block's forward has ended; return the run that it was part of."""
         if torch.is_grad_enabled() and self._run.has_saved:
-            self.room.end_forward_segment(self._run)
+            self.headroom.end_forward_segment(self._run)
         return self._run
 
     def start_loss(self, run: Run) -> None:
@@ -149,10 +125,10 @@ class SavedTensorEngine:
             if run.observer is not None:
                 run.observer.start_loss()
             with run.observer.saving() if run.observer is not None else nullcontext():
-                self.room.start_loss(run)
+                self.headroom.start_loss(run)
 
     def _new_run(self) -> Run:
-        return Run(self.device, self._orders, self.room.in_flight, self.room)
+        return Run(self.device, self._orders, self.headroom.in_flight, self.headroom)
 
     def _pack(self, tensor: torch.Tensor, policy: Policy) -> KeptTensor | MovedTensor:
         extent = self._movable_extent(tensor)
@@ -185,8 +161,10 @@ class SavedTensorEngine:
             if node is not None:
                 node.saved = weakref.ref(saved)
             if node is not None and self._run.observer is not None:
-                self._run.observer.saved(saved.index, extent, node)
-        self.room.end_forward_segment(self._run)
+                self._run.observer.saved(
+                    saved.index, extent.size_bytes, node.name, recipe_for(node) if extent.is_whole else None
+                )
+        self.headroom.end_forward_segment(self._run)
         return saved
 
     def _movable_extent(self, tensor: torch.Tensor) -> Extent | None:
@@ -224,7 +202,7 @@ class SavedTensorEngine:
         else:
             original = flat_bytes(extent.storage, extent.start, extent.size_bytes)
         stored = self.tier.store(original, after=self.device.record())
-        self.room.hold(self._run, stored.stored, original)
+        self.headroom.hold(self._run, stored.stored, original)
         self.offloaded_bytes += extent.size_bytes
         copied = Copied(self.device, stored, extent.size_bytes)
         return SavedStorage(self._run, extent, copied, version=tensor._version, in_flight=original)

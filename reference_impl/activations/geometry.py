@@ -1,7 +1,10 @@
-"""Which bytes of which storage stand behind a saved tensor.
+"""Which bytes of which storage stand behind a saved tensor, and whether they are a weight's.
 
 A view moves its whole storage when it covers a good part of it, because its siblings are usually saved too (q,
 k and v of one projection). A small view moves its own span, and a sparse one a compact copy of its elements.
+Weights are told by their storages, because autograd saves views of weights, not the weights.
+
+Explained in docs/activation-offloading.md.
 """
 
 from __future__ import annotations
@@ -9,12 +12,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 # A view that spans this share of its storage moves the storage; at this density its span moves as it is.
 _WHOLE_SHARE = 0.25
 _DENSE_SHARE = 0.5
 # Spans start at multiples of this, so that a restored view has the alignment, and the kernels, of the original.
 _ALIGNMENT_BYTES = 256
+
+_CASTS_AND_VIEWS = {
+    "ToCopyBackward0",
+    "TBackward0",
+    "TransposeBackward0",
+    "PermuteBackward0",
+    "ViewBackward0",
+    "UnsafeViewBackward0",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,3 +107,40 @@ def extent_of(tensor: torch.Tensor, storage: torch.UntypedStorage) -> Extent:
         return Extent(storage, (identity, start, end - start), start, end - start)
     key = (identity, start, itemsize, *tensor.shape, *tensor.stride())
     return Extent(storage, key, start, tensor.nbytes, is_compact=True)
+
+
+class Weights:
+    """The storages of all parameters and buffers of a model, as of its last forward."""
+
+    def __init__(self) -> None:
+        self._storages: set[int] = set()
+
+    def refresh(self, model: nn.Module) -> None:
+        """Forget what was known and look at `model`."""
+        self._storages = _storages_of(model)
+
+    def add(self, module: nn.Module) -> None:
+        """Look at `module` too."""
+        self._storages |= _storages_of(module)
+
+    def __contains__(self, storage_id: int) -> bool:
+        """Whether a storage, by its identity, is a weight's."""
+        return storage_id in self._storages
+
+    def own(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor` is a weight, a view of one, or what autocast has cast from one."""
+        if tensor.untyped_storage()._cdata in self._storages:
+            return True
+        node = tensor.grad_fn
+        while node is not None and node.name() in _CASTS_AND_VIEWS:
+            node = node.next_functions[0][0]
+            variable = getattr(node, "variable", None)
+            if variable is not None:
+                return variable.untyped_storage()._cdata in self._storages
+        return False
+
+
+def _storages_of(module: nn.Module) -> set[int]:
+    tensors = (*module.parameters(), *module.buffers())
+    # A sharded parameter keeps its bytes in a local tensor.
+    return {getattr(tensor, "_local_tensor", tensor).untyped_storage()._cdata for tensor in tensors}

@@ -1,11 +1,13 @@
 """What all activation offloaders share: one engine on one model, attached until it is closed.
 
 A mechanism is a subclass that says around which modules the engine is active and with which policy.
+
+Explained in docs/activation-offloading.md.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any, Self, TypedDict
@@ -16,8 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from reference_impl.activations.attach import Around, Forward, wrap_forward
 from reference_impl.activations.engine import SavedTensorEngine
-from reference_impl.activations.forecast import Forecast
-from reference_impl.activations.room import IN_FLIGHT_BYTES, Room
+from reference_impl.activations.headroom import IN_FLIGHT_BYTES, Headroom
 from reference_impl.activations.run import Run
 from reference_impl.device import Device
 from reference_impl.memory.arena import HostArena
@@ -25,6 +26,7 @@ from reference_impl.memory.disk import DiskSpace, DiskTier, SpillTier
 from reference_impl.memory.tiers import HostTier, Tier
 
 MIN_BYTES = 2**20
+_BLOCKS_AHEAD = 2
 
 
 class EngineOptions(TypedDict, total=False):
@@ -45,6 +47,30 @@ class EngineOptions(TypedDict, total=False):
     host_limit_bytes: int | None
     reserve_bytes: int
     disk: DiskSpace | None
+
+
+class Forecast:
+    """Tells the arena in the first forward what the next blocks will save, so that its memory is pinned in time.
+
+    Blocks of a model are mostly alike: what one has saved, the next ones are expected to save. A forecast looks two
+    blocks ahead, so that a wrong one costs little memory. Later steps find everything pinned and need none.
+    """
+
+    def __init__(self, arena: HostArena, blocks: Iterable[nn.Module], chosen: Iterable[nn.Module]) -> None:
+        """Look at those of `blocks` that hold a module that was `chosen` to offload."""
+        self._arena = arena
+        wanted = set(chosen)
+        self._coming = {block for block in blocks if not wanted.isdisjoint(block.modules())}
+        self._seen = 0
+
+    def end_block(self, block: nn.Module, run: Run) -> None:
+        """Note that `block` has saved what it will."""
+        if block not in self._coming or not run.has_saved:
+            return
+        self._coming.discard(block)
+        sizes = run.moved_sizes(self._seen)
+        self._seen = run.length
+        self._arena.expect(sizes * min(_BLOCKS_AHEAD, len(self._coming)))
 
 
 class Offloader:
@@ -86,7 +112,7 @@ class Offloader:
         self.engine = SavedTensorEngine(
             self.device,
             tier,
-            room=Room(self.device, in_flight_bytes=in_flight_bytes, is_ahead=double_buffering),
+            headroom=Headroom(self.device, in_flight_bytes=in_flight_bytes, is_ahead=double_buffering),
             min_bytes=min_bytes,
         )
         if reserve_bytes:
@@ -169,7 +195,7 @@ class Offloader:
         """Start `run`'s copies back when the gradient of an output arrives, which is after the loss's own peak."""
 
         def start(_: torch.Tensor) -> None:
-            self.engine.room.start_backward(run)
+            self.engine.headroom.start_backward(run)
             run.start_backward()
 
         for output in tree_leaves(dict(result) if isinstance(result, Mapping) else result):

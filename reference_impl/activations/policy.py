@@ -1,6 +1,8 @@
 """What happens to a storage that may move: it stays, it moves, or it is computed again.
 
 A policy answers once for each storage of a run. It does not carry anything out; `engine` does.
+
+Explained in docs/activation-offloading.md.
 """
 
 from __future__ import annotations
@@ -77,7 +79,6 @@ class AtMost:
     """Offload as `policy` does, but keep storages above `limit_bytes`, which may be set at any time."""
 
     def __init__(self, policy: Policy) -> None:
-        """Keep everything until there is a limit."""
         self._policy = policy
         self.limit_bytes = 0
 

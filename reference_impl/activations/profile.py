@@ -2,6 +2,8 @@
 
 Each recipe is proved on the way: the result that it computes is compared, byte for byte, with what came back
 from the host. A recipe that fails is forgotten, so recomputation is as exact as a copy.
+
+Explained in docs/activation-offloading.md.
 """
 
 from __future__ import annotations
@@ -16,13 +18,11 @@ from dataclasses import dataclass, replace
 import torch
 
 from reference_impl.activations.budget import ProfiledStorage, StepProfile
-from reference_impl.activations.clock import Clock, ComputeClock
-from reference_impl.activations.geometry import Extent, flat_bytes
-from reference_impl.activations.room import Room, SegmentPeaks
-from reference_impl.activations.run import Run
-from reference_impl.activations.tape import Node, Recipe, recipe_for
-from reference_impl.device import Device
-from reference_impl.memory.link import LinkSpeed
+from reference_impl.activations.geometry import flat_bytes
+from reference_impl.activations.headroom import Headroom, SegmentPeaks
+from reference_impl.activations.run import Replay, Run
+from reference_impl.device import Device, Mark
+from reference_impl.memory.rates import LinkSpeed
 
 
 @dataclass
@@ -30,21 +30,46 @@ class _Observation:
     name: str
     size_bytes: int
     saved: int
-    recipe: Recipe | None
+    recipe: Replay | None
     sources: set[int]
     needed: int | None = None
+
+
+class ComputeClock:
+    """Counts the time of computation alone: stopped while the engine makes the device wait."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._intervals: list[tuple[Mark, Mark]] = []
+        self._began: Mark | None = None
+
+    def start(self) -> None:
+        """Go on."""
+        self._began = self._device.mark()
+
+    def stop(self) -> int:
+        """Stand still; return the reading, which `seconds` turns into time."""
+        if self._began is not None:
+            self._intervals.append((self._began, self._device.mark()))
+            self._began = None
+        return len(self._intervals)
+
+    def seconds(self) -> list[float]:
+        """Return the time at each reading, from 0."""
+        times = [0.0]
+        for began, ended in self._intervals:
+            times.append(times[-1] + began.seconds_until(ended))
+        return times
 
 
 class StepProfiler:
     """Watches one run."""
 
-    def __init__(self, run: Run, device: Device, room: Room) -> None:
-        """Begin with the forward."""
+    def __init__(self, run: Run, device: Device, headroom: Headroom) -> None:
         self._run = weakref.ref(run)
-        self._room = room
-        clock = Clock(device)
-        self._forward = ComputeClock(clock)
-        self._backward = ComputeClock(clock)
+        self._headroom = headroom
+        self._forward = ComputeClock(device)
+        self._backward = ComputeClock(device)
         self._forward_end: int | None = None
         self._observed: dict[int, _Observation] = {}
         self._is_backward = False
@@ -79,12 +104,10 @@ class StepProfiler:
         yield
         self._forward.start()
 
-    def saved(self, index: int, extent: Extent, node: Node) -> None:
-        """Note that storage `index` stands for `extent`, made by `node`."""
-        name = node.operation.name if node.operation is not None else "input"
-        recipe = recipe_for(node) if extent.is_whole else None
+    def saved(self, index: int, size_bytes: int, name: str, recipe: Replay | None) -> None:
+        """Note that storage `index` has `size_bytes`, was made by the operator `name`, and perhaps can be again."""
         sources = recipe.sources() if recipe is not None else set()
-        self._observed[index] = _Observation(name, extent.size_bytes, self._forward.stop(), recipe, sources)
+        self._observed[index] = _Observation(name, size_bytes, self._forward.stop(), recipe, sources)
 
     def start_loss(self) -> None:
         """Note that the forward is over; its clock goes on for the loss."""
@@ -115,7 +138,7 @@ class StepProfiler:
             observed.needed = self._backward.stop()
             self._prove(observed, flat, run)
             # The proof, and what it brought early, is no part of the step that is measured.
-            self._room.restart_segment(run)
+            self._headroom.restart_segment(run)
         self._backward.start()
 
     def result(self, peaks: SegmentPeaks, link: LinkSpeed) -> StepProfile:
@@ -177,7 +200,5 @@ def _with_equal_costs(storages: Sequence[ProfiledStorage]) -> tuple[ProfiledStor
     )
 
 
-def _cost_s(recipe: Recipe | None) -> float | None:
-    if recipe is None:
-        return None
-    return sum(operation.seconds() for operation in recipe.operations)
+def _cost_s(recipe: Replay | None) -> float | None:
+    return None if recipe is None else recipe.seconds()

@@ -1,9 +1,14 @@
-"""One forward pass and the backward that answers it: which storage is needed next, and what may come early.
+"""One forward pass and the backward that answers it: what was saved, how it comes back, and what may come early.
+
+A storage leaves once however many tensors view it. Everything belongs to the tokens that autograd holds: when the last
+one of a storage dies, with or without a backward, its host block and its device buffer return by themselves.
 
 Storages are numbered as they are saved. The order in which backward needs them is learnt from the last run of
 the same length; until then it is the reverse. Each storage that backward asks for starts the copies of the
-next ones, as many as the room allows. A wrong guess costs a copy on demand, never a wrong value. Runs know
-nothing of each other, so several may be in flight.
+next ones, as many as the headroom allows. A wrong guess costs a copy on demand, never a wrong value. Runs know
+nothing of each other, so several may be in flight. Nothing here decides what moves; `engine` does.
+
+Explained in docs/activation-offloading.md.
 """
 
 from __future__ import annotations
@@ -11,28 +16,81 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 
-from reference_impl.activations.saved import SavedStorage
-from reference_impl.device import Device, Event
+from reference_impl.activations.geometry import Extent, Geometry
+from reference_impl.activations.tokens import VersionProbe
+from reference_impl.device import REACHED, Device, Event
 from reference_impl.memory.in_flight import InFlight
-
-if TYPE_CHECKING:
-    from reference_impl.activations.geometry import Extent
-    from reference_impl.activations.tape import Node
+from reference_impl.memory.tiers import StoredBytes
 
 _REMEMBERED_ORDERS = 64
 # How many storages beyond the prefetched ones a slow tier may start to read.
 _PREPARED_AHEAD = 4
 
 
+class Source(Protocol):
+    """Where a storage's bytes come from when they are needed again."""
+
+    @property
+    def may_come_early(self) -> bool:
+        """Whether bringing them back ahead of their use saves time."""
+
+    def bring(self) -> tuple[torch.Tensor, Event]:
+        """Return flat uint8 memory of the live current stream, and the event after which it holds the bytes."""
+
+    def prepare(self) -> None:
+        """Start what must run before `bring` is quick."""
+
+    def release(self) -> None:
+        """Give up the bytes. Safe in a finalizer."""
+
+
+class Replay(Source, Protocol):
+    """A source that computes the bytes again; `tape` makes them."""
+
+    def compute(self) -> torch.Tensor:
+        """Return the result in new memory of the live current stream."""
+
+    def sources(self) -> set[int]:
+        """Return the numbers of the saved storages that it reads."""
+
+    def seconds(self) -> float:
+        """Return how long its operations took when they were timed; waits for their end."""
+
+
+class Copied:
+    """`size_bytes` in a tier."""
+
+    may_come_early = True
+
+    __slots__ = ("_device", "_size_bytes", "_stored")
+
+    def __init__(self, device: Device, stored: StoredBytes, size_bytes: int) -> None:
+        self._device = device
+        self._stored = stored
+        self._size_bytes = size_bytes
+
+    def bring(self) -> tuple[torch.Tensor, Event]:
+        """Start the copy into new memory of the live current stream."""
+        buffer = torch.empty(self._size_bytes, dtype=torch.uint8, device=self._device.torch_device)
+        return buffer, self._stored.load(buffer)
+
+    def prepare(self) -> None:
+        """Let the tier start reading."""
+        self._stored.prepare()
+
+    def release(self) -> None:
+        """Give the tier its memory back."""
+        self._stored.release()
+
+
 class BackwardOrders:
     """The order of the last run of each length."""
 
     def __init__(self) -> None:
-        """Know nothing."""
         self._by_length: dict[int, list[int]] = {}
 
     def learn(self, length: int, trace: Sequence[int]) -> None:
@@ -47,13 +105,13 @@ class BackwardOrders:
         return self._by_length.get(length, range(length - 1, -1, -1))
 
 
-class PrefetchRoom(Protocol):
-    """How much may come early; `room` knows."""
+class PrefetchHeadroom(Protocol):
+    """How much may come early; `headroom` knows."""
 
     def asked(self, run: Run) -> None:
         """Note that backward of `run` asks for one more storage."""
 
-    def settled(self, run: Run) -> None:
+    def prefetched(self, run: Run) -> None:
         """Note that what comes early is on its way."""
 
     def free_bytes(self, first: int, last: int) -> int | None:
@@ -66,8 +124,8 @@ class Observer(Protocol):
     def saving(self) -> AbstractContextManager[None]:
         """Return a context around what the engine does with a storage in forward."""
 
-    def saved(self, index: int, extent: Extent, node: Node) -> None:
-        """Note that storage `index` stands for `extent`, which the tape knows as `node`."""
+    def saved(self, index: int, size_bytes: int, name: str, recipe: Replay | None) -> None:
+        """Note that storage `index` has `size_bytes`, was made by the operator `name`, and perhaps can be again."""
 
     def start_loss(self) -> None:
         """Note that the last block has run."""
@@ -82,6 +140,193 @@ class Observer(Protocol):
         """Note that storage `index` is on the device."""
 
 
+class MovedTensor:
+    """A saved tensor as a geometry over a `SavedStorage`."""
+
+    __slots__ = ("_geometry", "_probe", "_saved", "round")
+
+    def __init__(self, saved: SavedStorage, geometry: Geometry, probe: VersionProbe) -> None:
+        self._saved = saved
+        self.round = saved.join()
+        self._geometry = geometry
+        self._probe = probe
+
+    @property
+    def storage_index(self) -> int:
+        """The number of its storage in the run."""
+        return self._saved.index
+
+    def restore(self) -> torch.Tensor:
+        """Return a tensor with the saved values and strides on the device; the live current stream may use it.
+
+        Raises RuntimeError when the original was written after it was saved.
+        """
+        self._probe.check()
+        flat = self._saved.fetch(self)
+        if self._saved.is_compact:
+            return self._geometry.spread(flat)
+        shift = int(flat.storage_offset()) - self._saved.start
+        return self._geometry.over(flat.untyped_storage(), shifted_bytes=shift)
+
+    def __del__(self) -> None:
+        self._saved.forget(self)
+
+
+class SavedStorage:
+    """The bytes of one extent, gone from the device and brought back from `source` on demand.
+
+    The device buffer is held until every token has been restored from it once, so that q, k and v of one
+    projection, or one norm output under two linears, come back once. A backward over a retained graph is a new
+    round, which brings them again.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_buffer",
+        "_device",
+        "_is_ahead",
+        "_is_awaited",
+        "_live_tokens",
+        "_loaded",
+        "_on_device",
+        "_stream",
+        "_unserved_tokens",
+        "index",
+        "is_compact",
+        "is_whole",
+        "origin",
+        "round",
+        "run",
+        "size_bytes",
+        "source",
+        "start",
+        "version",
+    )
+
+    def __init__(
+        self, run: Run, extent: Extent, source: Source, *, version: int, in_flight: torch.Tensor | None
+    ) -> None:
+        """Stand for `extent` at in-place `version`; `in_flight` is what a copy out may still be reading."""
+        self._device = run.device
+        self.run = run
+        self.source = source
+        self.start = extent.start
+        self.size_bytes = extent.size_bytes
+        self.is_compact = extent.is_compact
+        self.is_whole = extent.is_whole
+        self.origin = weakref.ref(extent.storage)
+        self.version = version
+        # While the copy is in flight the original is alive, and a backward that comes so soon uses it again.
+        self._on_device = None if in_flight is None else weakref.ref(in_flight)
+        self._buffer: torch.Tensor | None = None
+        self._loaded: Event = REACHED
+        # On the device before it was asked for.
+        self._is_ahead = False
+        self._is_awaited = True
+        self._stream = self._device.current_stream_id()
+        self._live_tokens = 0
+        self._unserved_tokens = 0
+        self.round = 0
+        self.index = run.add(self)
+
+    def join(self) -> int:
+        """Count a new token; return the round in which it is to be served."""
+        self._live_tokens += 1
+        self._unserved_tokens += 1
+        return self.round
+
+    def forget(self, token: MovedTensor) -> None:
+        """Forget a token that died."""
+        self._live_tokens -= 1
+        if token.round == self.round:
+            self._served_one()
+
+    @property
+    def is_held(self) -> bool:
+        """Whether the bytes are on the device for backward."""
+        return self._buffer is not None
+
+    @property
+    def is_on_device(self) -> bool:
+        """Whether the bytes are on the device, perhaps only until their copy out is over."""
+        return self.is_held or (self._on_device is not None and self._on_device() is not None)
+
+    def hold(self) -> None:
+        """Hold the bytes for backward: those that still are on the device, or else a copy that begins now."""
+        if self._buffer is not None:
+            return
+        original = None if self._on_device is None else self._on_device()
+        if original is None:
+            self.load()
+        else:
+            self.run.take_over(original)
+            self._buffer = original
+            self._count_ahead(True)
+
+    def load(self) -> None:
+        """Start bringing the bytes to the device, into memory of the live current stream."""
+        self._stream = self._device.current_stream_id()
+        buffer, self._loaded = self.source.bring()
+        self._on_device = weakref.ref(buffer)
+        self._is_awaited = False
+        self._buffer = buffer
+        self._count_ahead(True)
+
+    def fetch(self, token: MovedTensor) -> torch.Tensor:
+        """Return the bytes on the device for `token`, ready on the live current stream."""
+        run = self.run
+        if run.is_proving:
+            return self._bring(token)
+        if run.observer is not None:
+            run.observer.fetching()
+        run.ask(self.index, self.round)
+        flat = self._bring(token)
+        run.prefetch(after_copy=self.source.may_come_early)
+        if run.observer is not None:
+            run.observer.fetched(self.index, flat)
+        return flat
+
+    def _bring(self, token: MovedTensor) -> torch.Tensor:
+        self.hold()
+        if not self.run.is_proving:
+            self._count_ahead(False)
+        flat = self._buffer
+        assert flat is not None
+        self._device.wait(self._loaded)
+        self._is_awaited = True
+        if self._stream != self._device.current_stream_id():
+            flat = self.run.copy_for_this_stream(flat)
+        if token.round == self.round:
+            token.round += 1
+            self._served_one()
+        return flat
+
+    def _count_ahead(self, is_ahead: bool) -> None:
+        if is_ahead != self._is_ahead:
+            self._is_ahead = is_ahead
+            self.run.ahead_bytes += self.size_bytes if is_ahead else -self.size_bytes
+
+    def _served_one(self) -> None:
+        self._unserved_tokens -= 1
+        if self._unserved_tokens == 0:
+            self.round += 1
+            self._unserved_tokens = self._live_tokens
+            self._drop_buffer()
+
+    def _drop_buffer(self) -> None:
+        if self._buffer is None:
+            return
+        self._count_ahead(False)
+        if not self._is_awaited:
+            # No stream that may reuse this memory has been told to wait for the copy that still writes it.
+            self.run.abandon(self._loaded, self._buffer)
+        self._buffer = None
+
+    def __del__(self) -> None:
+        self._drop_buffer()
+        self.source.release()
+
+
 class Run:
     """The storages of one forward, in the order in which they were saved."""
 
@@ -90,13 +335,13 @@ class Run:
         device: Device,
         orders: BackwardOrders,
         in_flight: InFlight,
-        room: PrefetchRoom,
+        headroom: PrefetchHeadroom,
     ) -> None:
-        """Start empty; `room` says how much may come early."""
+        """Start empty; `headroom` says how much may come early."""
         self.device = device
         self._orders = orders
         self._in_flight = in_flight
-        self._room = room
+        self._headroom = headroom
         self._storages: list[weakref.ref[SavedStorage] | None] = []
         self._order: Sequence[int] = ()
         self._rank: dict[int, int] = {}
@@ -156,7 +401,7 @@ class Run:
         """Note that backward asks for storage `index` in its `round_`."""
         if round_ == 0 and index not in self._trace:
             self._trace[index] = None
-            self._room.asked(self)
+            self._headroom.asked(self)
         self._recall_order()
         if round_ > self._round:
             self._round, self._next, self._reached = round_, 0, 0
@@ -169,7 +414,7 @@ class Run:
         self._prefetch()
         # A computation has needed its memory before these copies were there.
         if after_copy:
-            self._room.settled(self)
+            self._headroom.prefetched(self)
 
     def take_over(self, original: torch.Tensor) -> None:
         """Note that `original`, whose copy out is in flight, is held for backward: from now on it came early."""
@@ -177,12 +422,12 @@ class Run:
 
     def abandon(self, loaded: Event, buffer: torch.Tensor) -> None:
         """Keep `buffer`, which nobody needs any more, until its copy is over. Safe in a finalizer."""
-        self._in_flight.leave(loaded, buffer)
+        self._in_flight.keep_until(loaded, buffer)
 
     def copy_for_this_stream(self, flat: torch.Tensor) -> torch.Tensor:
         """Return a copy that belongs to the live current stream; the stream that owns `flat` may reuse it early."""
         copy = flat.clone()
-        self._in_flight.leave(self.device.record(), flat)
+        self._in_flight.keep_until(self.device.record(), flat)
         return copy
 
     def _recall_order(self) -> None:
@@ -196,8 +441,8 @@ class Run:
             saved = self._pending(self._next)
             if saved is not None and not saved.is_held:
                 # What comes early lies there through all segments up to its use.
-                free_bytes = self._room.free_bytes(self._reached, self._next)
-                # What waits for its copy out takes no more room by being held.
+                free_bytes = self._headroom.free_bytes(self._reached, self._next)
+                # What waits for its copy out takes no more memory by being held.
                 if not self._fits(0 if saved.is_on_device else saved.size_bytes, free_bytes):
                     break
                 saved.hold()

@@ -6,6 +6,8 @@ their inputs. An operation is replayed below autograd with the same inputs, so t
 
 What the tape cannot see stays a source: custom kernels, compiled code, random operations, writes in place. A
 kernel that writes a tensor behind PyTorch's back would make a recipe wrong; `profile` proves each one.
+
+Explained in docs/activation-offloading.md.
 """
 
 from __future__ import annotations
@@ -19,11 +21,10 @@ from typing import Any, Protocol, TypeGuard
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from reference_impl.activations.clock import Clock, Mark
-from reference_impl.activations.geometry import Geometry, flat_bytes
-from reference_impl.activations.saved import KeptTensor, MovedTensor, SavedStorage, VersionProbe
-from reference_impl.activations.weights import Weights
-from reference_impl.device import REACHED, Event
+from reference_impl.activations.geometry import Geometry, Weights, flat_bytes
+from reference_impl.activations.run import MovedTensor, SavedStorage
+from reference_impl.activations.tokens import KeptTensor, VersionProbe
+from reference_impl.device import REACHED, Device, Event, Mark
 
 _MOST_UNSAVED_ANCESTORS = 8
 
@@ -43,7 +44,6 @@ class Operation:
     def __init__(
         self, function: Any, args: Any, kwargs: Any, inputs: list[Input], marks: tuple[Mark, Mark] | None
     ) -> None:
-        """Keep what a replay needs."""
         self.function = function
         self.args = args
         self.kwargs = kwargs
@@ -53,7 +53,8 @@ class Operation:
     def seconds(self) -> float:
         """Return how long the call took, of an operation that was timed; waits for its end."""
         assert self.marks is not None
-        return Clock.seconds(*self.marks)
+        began, ended = self.marks
+        return began.seconds_until(ended)
 
     @property
     def name(self) -> str:
@@ -67,11 +68,15 @@ class Node:
     __slots__ = ("kept", "operation", "output", "saved")
 
     def __init__(self, operation: Operation | None = None, output: int = 0) -> None:
-        """Start unsaved."""
         self.operation = operation
         self.output = output
         self.saved: weakref.ref[SavedStorage] | None = None
         self.kept: weakref.ref[torch.UntypedStorage] | None = None
+
+    @property
+    def name(self) -> str:
+        """The operator that made it; `input` where none was seen."""
+        return "input" if self.operation is None else self.operation.name
 
 
 class Input:
@@ -90,10 +95,10 @@ class Input:
 class Tape(TorchDispatchMode):
     """Records while it is active."""
 
-    def __init__(self, clock: Clock, weights: Weights, *, min_bytes: int) -> None:
-        """Hold tensors below `min_bytes` and weights themselves; time operations with `clock`."""
+    def __init__(self, device: Device, weights: Weights, *, min_bytes: int) -> None:
+        """Hold tensors below `min_bytes` and weights themselves; time operations of `device`."""
         super().__init__()  # type: ignore[no-untyped-call]
-        self._clock = clock
+        self._device = device
         self._weights = weights
         self._min_bytes = min_bytes
         self._is_paused = False
@@ -132,9 +137,9 @@ class Tape(TorchDispatchMode):
             if func._schema.is_mutable:
                 _each(torch.Tensor, self._forget, (args, kwargs))
             return result
-        began = self._clock.mark() if self.is_timing else None
+        began = self._device.mark() if self.is_timing else None
         result = func(*args, **kwargs)
-        marks = None if began is None else (began, self._clock.mark())
+        marks = None if began is None else (began, self._device.mark())
         made = [
             (output, tensor.untyped_storage())
             for output, tensor in enumerate(result if isinstance(result, (tuple, list)) else (result,))
@@ -196,7 +201,6 @@ class Recipe:
     may_come_early = False
 
     def __init__(self, operation: Operation, output: int, inputs: dict[Input, Restorable]) -> None:
-        """Take `operation`'s `output`."""
         self._operation = operation
         self._output = output
         self._inputs = inputs
@@ -214,6 +218,10 @@ class Recipe:
             elif isinstance(restorable, MovedTensor):
                 found.add(restorable.storage_index)
         return found
+
+    def seconds(self) -> float:
+        """Return how long its operations took when they were timed; waits for their end."""
+        return sum(operation.seconds() for operation in self.operations)
 
     def compute(self) -> torch.Tensor:
         """Return the result in new memory of the live current stream."""

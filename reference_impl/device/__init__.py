@@ -13,11 +13,11 @@ accelerator is one more class: a module beside `cuda`, imported here.
 - update stream: where optimizer updates run beside the forward.
 - pinned: page-locked host memory, which copies read and write without the host's help.
 
-Explained in docs/design.md (decisions 5 to 10).
+Explained in docs/design.md (decisions 5 and 10 to 12).
 """
 
 from reference_impl.device.base import REACHED, Allocator, Device, Event, Mark
 from reference_impl.device.cpu_twin import CpuTwin
-from reference_impl.device.cuda import CudaDevice, OnStream
+from reference_impl.device.cuda import CudaDevice
 
-__all__ = ["REACHED", "Allocator", "CpuTwin", "CudaDevice", "Device", "Event", "Mark", "OnStream"]
+__all__ = ["REACHED", "Allocator", "CpuTwin", "CudaDevice", "Device", "Event", "Mark"]

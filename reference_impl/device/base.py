@@ -78,7 +78,8 @@ class Allocator(Protocol):
 class Device(ABC):
     """One device and its copy streams.
 
-    A class for one type of torch device names it: `class CudaDevice(Device, torch_type="cuda")`.
+    A class for one type of torch device names it: `class CudaDevice(Device, torch_type="cuda")`. A class without a
+    type, as tests derive from the twin, serves where it is passed.
     """
 
     # Whether the device works on its own, beside the host, and has memory of its own. The CPU twin does not.
@@ -88,21 +89,16 @@ class Device(ABC):
     # Whether host memory has to be pinned for copies, see `pin`.
     pins_host_memory: ClassVar[bool]
 
-    @property
-    def is_cuda(self) -> bool:
-        """Whether the device is an accelerator."""
-        return self.is_accelerator
-
-    _classes: ClassVar[dict[str, type[Device]]] = {}
+    # The class for each type of torch device.
+    classes: ClassVar[dict[str, type[Device]]] = {}
 
     def __init_subclass__(cls, *, torch_type: str | None = None) -> None:
         """Make `cls` the class of torch devices of `torch_type`."""
         super().__init_subclass__()
         if torch_type is not None:
-            Device._classes[torch_type] = cls
+            Device.classes[torch_type] = cls
 
     def __init__(self, torch_device: torch.device) -> None:
-        """Keep the torch device that tensors of the device tier live on."""
         self.torch_device = torch_device
         # Whose small copies are waited for: while there is any, bulk copies alternate between two streams. That costs
         # something, so nobody else pays for it.
@@ -115,7 +111,7 @@ class Device(ABC):
         Raises ValueError for a type that is neither `cuda` nor `cpu`.
         """
         torch_device = torch.device(device)
-        kind = Device._classes.get(torch_device.type)
+        kind = Device.classes.get(torch_device.type)
         if kind is None:
             raise ValueError(
                 f"device {torch_device} is not supported; expected a cuda device, or cpu for the twin; "
@@ -130,10 +126,10 @@ class Device(ABC):
         Raises ValueError for a type that is not supported, or an accelerator that this machine does not have.
         """
         if name is None:
-            usable = (each for each, kind in Device._classes.items() if kind.is_accelerator and kind.count())
+            usable = (each for each, kind in Device.classes.items() if kind.is_accelerator and kind.count())
             return Device.of(next(usable, "cpu"))
         torch_type = torch.device(name).type
-        kind = Device._classes.get(torch_type)
+        kind = Device.classes.get(torch_type)
         if kind is not None and kind.count() == 0:
             raise ValueError(
                 f"device {name!r}: torch {torch.__version__} sees no {torch_type.upper()} device; expected one; try cpu"

@@ -17,8 +17,7 @@ import torch
 
 from reference_impl.device import REACHED, Device, Event
 from reference_impl.memory.host import HostMemoryError, host_book
-from reference_impl.memory.slab import Slab
-from reference_impl.memory.slab_supply import SlabSupply
+from reference_impl.memory.slab import Slab, SlabSupply
 
 ALIGNMENT_BYTES = 256
 _SLAB_BYTES = 256 * 2**20
@@ -31,7 +30,6 @@ class HostBlock:
     __slots__ = ("offset", "ready", "size_bytes", "slab")
 
     def __init__(self, slab: Slab, offset: int, size_bytes: int) -> None:
-        """Start ready."""
         self.slab = slab
         self.offset = offset
         self.size_bytes = size_bytes
@@ -72,7 +70,7 @@ class HostArena:
         remedy: str = "",
         pinned: bool = True,
     ) -> None:
-        """Take nothing yet; `remedy` ends the message when the host has no room."""
+        """Take nothing yet; `remedy` ends the message when the host lacks the memory."""
         self._device = device
         self._limit_bytes = limit_bytes
         self._slab_bytes = slab_bytes
@@ -127,7 +125,7 @@ class HostArena:
     def allocate(self, size_bytes: int) -> HostBlock:
         """Return a block of at least `size_bytes`, 256-byte aligned; write it after its `ready` event.
 
-        Raises HostMemoryError when neither the limit nor the host has room.
+        Raises HostMemoryError when the limit or the host has too little left.
         """
         size_bytes = _aligned(size_bytes)
         with self._lock:
@@ -223,9 +221,11 @@ class HostArena:
         if self._limit_bytes is not None:
             if size_bytes > self._limit_bytes - self.reserved_bytes:
                 self._drop_unused()
-            room = self._limit_bytes - self.reserved_bytes
-            if size_bytes > room:
-                raise HostMemoryError(needed_bytes=size_bytes, available_bytes=room, remedy=self._remedy)
+            left_bytes = self._limit_bytes - self.reserved_bytes
+            if size_bytes > left_bytes:
+                raise HostMemoryError(
+                    needed_bytes=size_bytes, available_bytes=left_bytes, remedy=self._remedy
+                )
         self._add(Slab(self._device, size_bytes, remedy=self._remedy, pinned=self._pinned))
 
     def _drop_unused(self) -> None:

@@ -4,6 +4,8 @@ The file has no name from the start, so a process that is killed leaves nothing 
 pinned staging blocks: D2H, then a write; a read, then H2D. Writes never hold up training until the staging is
 full; reads are started ahead by `prepare`. A disk is slower than a link by a factor of ten or more, so this is
 a spill for the part that pinned memory cannot take, not a place for everything.
+
+Explained in docs/activation-offloading.md.
 """
 
 from __future__ import annotations
@@ -49,12 +51,11 @@ class SpillTier:
     """Pinned memory first, then disk."""
 
     def __init__(self, host: HostTier, disk: DiskTier) -> None:
-        """Put bytes on `disk` when `host` has no room left."""
         self._host = host
         self._disk = disk
 
     def store(self, source: torch.Tensor, *, after: Event) -> StoredBytes:
-        """Start storing in the first tier with room. Raises DiskError when neither has."""
+        """Start storing in the first tier that has space. Raises DiskError when neither has."""
         try:
             return self._host.store(source, after=after)
         except HostMemoryError:
@@ -70,7 +71,7 @@ class DiskTier:
     """One unnamed file, a thread that writes, a thread that reads, and staging memory between."""
 
     def __init__(self, device: Device, space: DiskSpace) -> None:
-        """Open the file. Raises DiskError for a directory that cannot be written or has not the room."""
+        """Open the file. Raises DiskError for a directory that cannot be written or has too little space."""
         self.device = device
         self.file = SpillFile(space.path, limit_bytes=space.limit_bytes)
         self.staging = HostArena(device, limit_bytes=space.staging_bytes, remedy="try more staging_bytes")
@@ -113,7 +114,7 @@ class DiskTier:
                 self._freed.wait(0.01)
 
     def try_staging(self, size_bytes: int) -> HostBlock | None:
-        """Return a staging block for reading ahead, if that leaves room for a storage that is needed at once."""
+        """Return a staging block for reading ahead, if that leaves enough for a storage that is needed at once."""
         if self.staging.live_bytes + size_bytes + self._largest_bytes > self._staging_bytes:
             return None
         try:
@@ -131,12 +132,12 @@ class DiskTier:
         """Remember an error of a thread for the next call of `store`."""
         self._failure = error
 
-    def leave(self, stored: DiskBytes) -> None:
-        """Take back the room of `stored` later. Takes no lock, so a finalizer may call it."""
+    def take_back_later(self, stored: DiskBytes) -> None:
+        """Take back what `stored` occupies later. Takes no lock, so a finalizer may call it."""
         self._released.append(stored)
 
     def sweep(self) -> None:
-        """Take back the room of everything that was released and that no thread uses."""
+        """Take back what was released and no thread uses."""
         with self._freed:
             for _ in range(len(self._released)):
                 stored = self._released.popleft()
@@ -169,7 +170,6 @@ class DiskBytes:
         source: torch.Tensor,
         after: Event,
     ) -> None:
-        """Start the D2H copy, and queue the write."""
         self._tier = tier
         self._block: HostBlock | None = block
         self._offset = offset
@@ -206,15 +206,15 @@ class DiskBytes:
         with self._lock:
             self._last_copy = loaded
             self._is_wanted = False
-            self._leave_memory()
+            self._free_staging()
         return loaded
 
     def release(self) -> None:
-        """Leave the room to the tier's next sweep."""
-        self._tier.leave(self)
+        """Let the tier's next sweep take everything back."""
+        self._tier.take_back_later(self)
 
     def give_back(self) -> bool:
-        """Give file and staging room back if no thread uses them; return whether that was so."""
+        """Give the extent and the staging block back if no thread uses them; return whether that was so."""
         self._writing.cancel()
         if not self._writing.done() or (self._reading is not None and not self._reading.done()):
             return False
@@ -247,9 +247,9 @@ class DiskBytes:
             return
         with self._lock:
             self._is_written = True
-            self._leave_memory()
+            self._free_staging()
 
-    def _leave_memory(self) -> None:
+    def _free_staging(self) -> None:
         """Give the block back if the file has the bytes and nobody is about to copy them."""
         if self._block is not None and self._is_written and not self._is_wanted:
             block, self._block = self._block, None

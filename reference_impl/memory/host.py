@@ -15,7 +15,6 @@ class HostMemoryError(MemoryError):
     """The host cannot hold what was asked for; raised before anything is allocated."""
 
     def __init__(self, *, needed_bytes: int, available_bytes: int, remedy: str) -> None:
-        """Say both amounts in GiB and what would help."""
         super().__init__(
             f"host memory: {needed_bytes / 2**30:.2f} GiB needed, "
             f"{available_bytes / 2**30:.2f} GiB available; {remedy}"
@@ -28,7 +27,6 @@ class HostBook:
     """Live, reserved and peak live bytes of the host tier, over all arenas of the process."""
 
     def __init__(self) -> None:
-        """Start from nothing."""
         # Finalizers count too, and may interrupt the thread that is counting.
         self._lock = threading.RLock()
         self.live_bytes = 0

@@ -17,11 +17,10 @@ class InFlight:
     """References held until their event; at most `limit_bytes` of them without a wait."""
 
     def __init__(self, device: Device, *, limit_bytes: int) -> None:
-        """Hold nothing."""
         self._device = device
         self._limit_bytes = limit_bytes
         self._held: deque[tuple[Event, object, int]] = deque()
-        self._left: deque[tuple[Event, object]] = deque()
+        self._uncounted: deque[tuple[Event, object]] = deque()
         self._lock = threading.Lock()
         self.held_bytes = 0
 
@@ -41,12 +40,12 @@ class InFlight:
                     # By its place: comparing entries would compare tensors.
                     del self._held[place]
                     self.held_bytes -= size_bytes
-                    self._left.append((event, references))
+                    self._uncounted.append((event, references))
                     return
 
-    def leave(self, event: Event, references: object) -> None:
+    def keep_until(self, event: Event, references: object) -> None:
         """Keep `references`, uncounted, until `event`. Takes no lock, so a finalizer may call it."""
-        self._left.append((event, references))
+        self._uncounted.append((event, references))
 
     def drain(self) -> None:
         """Let go of what copies have finished with; waits for nothing."""
@@ -73,8 +72,8 @@ class InFlight:
     def _drop_reached(self) -> None:
         while self._held and self._held[0][0].query():
             self._drop_oldest()
-        while self._left and self._left[0][0].query():
-            self._left.popleft()
+        while self._uncounted and self._uncounted[0][0].query():
+            self._uncounted.popleft()
 
     def _drop_oldest(self) -> None:
         _, _, size_bytes = self._held.popleft()

@@ -116,7 +116,6 @@ class Ledger:
     """
 
     def __init__(self, device: Device, *, track: Iterable[torch.Tensor] = ()) -> None:
-        """Open nothing yet."""
         self._device = device
         self._watch = _StorageWatch() if device.allocator is None else None
         self._track = list(track)

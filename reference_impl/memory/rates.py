@@ -21,6 +21,7 @@ from reference_impl.memory.spill_file import SpillFile
 
 _TRIES = 3
 _COPIES_A_TRY = 8
+_LINK_PROBE_BYTES = 128 * 2**20
 
 
 def best_seconds(run: Callable[[], object], *, tries: int = _TRIES) -> float:
@@ -85,6 +86,29 @@ def copy_rates(device: Device, size_bytes: int) -> CopyRates:
             h2d=size_bytes / seconds(copies.back),
             duplex=2 * size_bytes / seconds(copies.out, copies.back),
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkSpeed:
+    """Bytes a second, device to host and host to device, each alone."""
+
+    d2h_bytes_per_s: float
+    h2d_bytes_per_s: float
+
+
+def measure_link(device: Device, arena: HostArena, *, probe_bytes: int = _LINK_PROBE_BYTES) -> LinkSpeed:
+    """Copy `probe_bytes` (at most 128 MiB) a few times each way; the best counts. Waits for the device."""
+    probe_bytes = min(probe_bytes, _LINK_PROBE_BYTES)
+    block = arena.allocate(probe_bytes)
+    host = block.view(torch.uint8, (probe_bytes,))
+    on_device = torch.empty(probe_bytes, dtype=torch.uint8, device=device.torch_device)
+    device.synchronize()
+    try:
+        d2h_s = best_seconds(lambda: device.copy_out(host, on_device, after=()).synchronize())
+        h2d_s = best_seconds(lambda: device.copy_in(on_device, host, after=()).synchronize())
+    finally:
+        arena.free(block)
+    return LinkSpeed(d2h_bytes_per_s=probe_bytes / d2h_s, h2d_bytes_per_s=probe_bytes / h2d_s)
 
 
 def host_rate(device: Device, size_bytes: int) -> float:
@@ -155,7 +179,7 @@ def pin_rate(device: Device, size_bytes: int) -> float:
 def disk_rates(folder: str | Path, size_bytes: int) -> tuple[float, float]:
     """Return bytes/s written to and read from a file in `folder`, past the page cache where it allows that.
 
-    Raises DiskError for a folder that cannot be written or has not the room.
+    Raises DiskError for a folder that cannot be written or has too little space.
     """
     file = SpillFile(folder, limit_bytes=size_bytes)
     memory = Slab(Device.of("cpu"), size_bytes, remedy="try a smaller probe", pinned=False)

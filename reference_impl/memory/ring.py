@@ -3,6 +3,8 @@
 Three slots let the H2D copy of the next chunk, the computation on this one and the D2H copy of the last run
 at the same time. The buffers are allocated once on the compute stream, so streaming never raises the peak and
 never touches the allocator.
+
+Explained in docs/optimizer-state-offloading.md.
 """
 
 from __future__ import annotations
@@ -18,7 +20,6 @@ class Slot:
     __slots__ = ("bytes", "free")
 
     def __init__(self, bytes_: torch.Tensor) -> None:
-        """Start free."""
         self.bytes = bytes_
         self.free: Event = REACHED
 

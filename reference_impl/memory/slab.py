@@ -1,4 +1,4 @@
-"""One large piece of host memory, page-locked when copies are to read or write it.
+"""Slabs: large pieces of host memory, page-locked when copies are to read or write them.
 
 Pinning is where the first step's time goes: `torch.empty(pin_memory=True)` pins 3 GiB/s and rounds sizes up to powers
 of two, while 48 GB of huge pages that eight threads touch a little at a time, and that are registered once, take
@@ -6,6 +6,8 @@ of two, while 48 GB of huge pages that eight threads touch a little at a time, a
 before costs its host a fault too, which is several times slower). The mapping is private, because only private memory
 gets huge pages where the host leaves shared memory at small ones, which is the default. A slab does not hand out parts
 of itself; `arena` does.
+
+Explained in docs/activation-offloading.md.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ import mmap
 import os
 import threading
 import weakref
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 
 import torch
 
@@ -63,7 +66,7 @@ class Slab:
 
     With `pinned` it is page-locked where the device's copies need that; state that only the CPU touches needs none.
 
-    Raises HostMemoryError when the host lacks the room, before anything is taken, and RuntimeError when the
+    Raises HostMemoryError when the host lacks the memory, before anything is taken, and RuntimeError when the
     driver refuses to register the pages (usually the memlock limit).
     """
 
@@ -76,7 +79,6 @@ class Slab:
         pinned: bool = True,
         touching_threads: int = TOUCHING_THREADS,
     ) -> None:
-        """Map, touch with so many threads, register."""
         self.size_bytes = -(-size_bytes // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
         _promises.make(self.size_bytes, remedy)
         try:
@@ -137,3 +139,66 @@ def _release(address: int, size_bytes: int, pinned_for: Device | None) -> None:
     host_book.add(reserved=-size_bytes)
     if pinned_for is not None:
         pinned_for.unpin(address)
+
+
+class SlabSupply:
+    """Makes slabs ahead of their use, so that a first step does not wait for page-locking.
+
+    They come in the order in which they were ordered; each is made by one thread. Touching fresh pages is bound by the
+    kernel's zeroing, which runs side by side in as many threads; registering them with the driver then overlaps with
+    the touching of the next. Nothing here knows how much will be needed: `arena` is told, and orders.
+    """
+
+    def __init__(self, device: Device, *, remedy: str, pinned: bool) -> None:
+        self._device = device
+        self._remedy = remedy
+        self._pinned = pinned
+        self._pool: ThreadPoolExecutor | None = None
+        self._orders: deque[tuple[int, Future[Slab]]] = deque()
+
+    @property
+    def ordered_bytes(self) -> int:
+        """Bytes that were ordered and not taken yet."""
+        return sum(size_bytes for size_bytes, _ in self._orders)
+
+    def order(self, size_bytes: int) -> None:
+        """Have a slab of `size_bytes` made in the background."""
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(
+                TOUCHING_THREADS, "make-slab", initializer=self._device.use_in_thread
+            )
+        made = self._pool.submit(
+            Slab, self._device, size_bytes, remedy=self._remedy, pinned=self._pinned, touching_threads=1
+        )
+        self._orders.append((size_bytes, made))
+
+    def take(self) -> Slab | None:
+        """Return the slab that was ordered first, once it is made; None when there is none, or no memory for it."""
+        if not self._orders:
+            return None
+        _, made = self._orders.popleft()
+        try:
+            return made.result()
+        except (HostMemoryError, RuntimeError, CancelledError):
+            # An order is a guess: whoever truly needs the memory asks for it and gets the error.
+            self.close()
+            return None
+        finally:
+            if not self._orders:
+                self._stop()
+
+    def close(self) -> None:
+        """Forget all orders. Calling it again does nothing."""
+        orders = list(self._orders)
+        self._orders.clear()
+        for _, made in orders:
+            made.cancel()
+        for _, made in orders:
+            if not made.cancelled() and made.exception() is None:
+                made.result().close()
+        self._stop()
+
+    def _stop(self) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(wait=False)
+            self._pool = None

@@ -25,7 +25,6 @@ class DiskError(OSError):
     """The spill file cannot be made, written or read."""
 
     def __init__(self, action: str, path: Path, reason: object, remedy: str) -> None:
-        """Say what failed where, and what would help."""
         super().__init__(f"cannot {action} in {path}: {reason}; {remedy}")
 
 
@@ -54,7 +53,7 @@ class SpillFile:
         if free_bytes < limit_bytes:
             os.close(descriptor)
             raise DiskError(
-                "reserve room",
+                "reserve space",
                 self._path,
                 f"{limit_bytes / 2**30:.2f} GiB needed, {free_bytes / 2**30:.2f} GiB free",
                 "try a smaller limit_bytes or another disk",
@@ -96,7 +95,7 @@ class SpillFile:
         self._transfer(lambda fd, view, at: os.preadv(fd, [view], at), "read", offset, target)
 
     def close(self) -> None:
-        """Give the disk its room back. Calling it again does nothing."""
+        """Give the disk its space back. Calling it again does nothing."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
@@ -111,7 +110,7 @@ class SpillFile:
                 count = call(self._descriptor, view[done:], offset + done)
             except OSError as error:
                 if error.errno == errno.EINVAL and self.is_direct:
-                    self._leave_direct()
+                    self._stop_direct()
                     continue
                 raise DiskError(
                     action, self._path, error.strerror, "try another disk or fewer layers"
@@ -121,7 +120,7 @@ class SpillFile:
             done += count
             if count % PAGE_BYTES and self.is_direct:
                 # The rest of a short transfer is no longer aligned.
-                self._leave_direct()
+                self._stop_direct()
 
     def _try_direct(self) -> bool:
         flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
@@ -131,7 +130,7 @@ class SpillFile:
             return False
         return True
 
-    def _leave_direct(self) -> None:
+    def _stop_direct(self) -> None:
         flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
         fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags & ~os.O_DIRECT)
         self.is_direct = False

@@ -28,7 +28,7 @@ class StoredBytes(Protocol):
         """Start whatever must run before `load` can copy at full speed."""
 
     def release(self) -> None:
-        """Give the room back once nothing uses it any more. Safe in a finalizer; called once."""
+        """Give the memory back once nothing uses it any more. Safe in a finalizer; called once."""
 
 
 class Tier(Protocol):
@@ -45,12 +45,11 @@ class HostTier:
     """Pinned host memory."""
 
     def __init__(self, device: Device, arena: HostArena) -> None:
-        """Keep what is stored in `arena`."""
         self._device = device
         self._arena = arena
 
     def store(self, source: torch.Tensor, *, after: Event) -> StoredBytes:
-        """Start the D2H copy. Raises HostMemoryError when the arena has no room."""
+        """Start the D2H copy. Raises HostMemoryError when the arena has too little memory."""
         return HostBytes(self._device, self._arena, source, after)
 
     def close(self) -> None:
@@ -64,7 +63,6 @@ class HostBytes:
     __slots__ = ("_arena", "_block", "_device", "_view", "stored")
 
     def __init__(self, device: Device, arena: HostArena, source: torch.Tensor, after: Event) -> None:
-        """Start the D2H copy of `source`."""
         self._device = device
         self._arena = arena
         self._block = arena.allocate(source.numel())

@@ -1,1 +1,12 @@
-"""The small model, the probe, the verifier and `apply_plan`: what uses the mechanisms together."""
+"""What uses the mechanisms together: the probe, the verifiers, `apply_plan`, and the small model that they train.
+
+- mechanism: one way to offload; a row of `verify` is one mechanism on one workload.
+- reference: the run without offload that rows are compared with.
+- workload: a small decoder, its data and its steps, the same at every call.
+- attach: puts a mechanism on a model for one run, and takes it off again.
+- fixed order: kernels that add in the same order each time, so that two runs can be compared bitwise.
+- plan: the JSON document of `offload plan`; `apply_plan` executes it, `verify_plan` measures whether it was true.
+- probe: measures this machine's rates, from which plans are made.
+
+Explained in docs/choosing.md and docs/measured.md.
+"""

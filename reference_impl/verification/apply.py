@@ -35,7 +35,6 @@ class AppliedPlan:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, stack: ExitStack) -> None:
-        """Own what `stack` closes."""
         self.optimizer = optimizer
         self._stack = stack
 

@@ -19,7 +19,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 def always_in_fixed_order(device: Device) -> bool:
     """Return whether the kernels that users get add in a fixed order: on the CPU twin they do, on CUDA not all."""
-    return not device.is_cuda
+    return not device.is_accelerator
 
 
 def kernels(device: Device, *, fixed_order: bool) -> AbstractContextManager[None]:
@@ -27,7 +27,7 @@ def kernels(device: Device, *, fixed_order: bool) -> AbstractContextManager[None
 
     The twin keeps to one thread in any case: its kernels are small, and threads would wait for each other.
     """
-    if not device.is_cuda:
+    if not device.is_accelerator:
         return _one_thread()
     return _deterministic() if fixed_order else nullcontext()
 

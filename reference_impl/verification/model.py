@@ -1,8 +1,9 @@
-"""A Llama-style decoder, the one model that verify, the tests and the benchmarks train.
+"""A Llama-style decoder, the one model that verify, the tests and the benchmarks train, and adapters for it.
 
 It is plain PyTorch without an offload idea in it, so that every mechanism is attached from outside, as users
 attach it to theirs. It does not tie weights, rotate positions or cache keys: none of these changes what is
-saved for backward.
+saved for backward. The low-rank adapters are plain and minimal, so that tests and benchmarks need no adapter library;
+they do not merge, scale or save.
 """
 
 from __future__ import annotations
@@ -48,7 +49,6 @@ class CoreAttention(nn.Module):
     """Causal scaled dot-product attention of a fused (batch, tokens, query + key + value) projection."""
 
     def __init__(self, shape: DecoderShape) -> None:
-        """Hold no weights."""
         super().__init__()
         self.split_heads = shape.split_heads
 
@@ -67,7 +67,6 @@ class Block(nn.Module):
     """RMSNorm, attention, residual; RMSNorm, SwiGLU, residual."""
 
     def __init__(self, shape: DecoderShape) -> None:
-        """Build the linear layers without bias."""
         super().__init__()
         self.attention_norm = nn.RMSNorm(shape.hidden, eps=1e-5)
         fused = shape.hidden // shape.heads * sum(shape.split_heads)
@@ -110,3 +109,29 @@ class Decoder(nn.Module):
 def decoder_loss(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """Return the mean cross-entropy in fp32 over all tokens, each its own label."""
     return functional.cross_entropy(logits.flatten(0, 1).float(), ids.flatten())
+
+
+class LoraLinear(nn.Module):
+    """A frozen linear layer and a trained product of rank `rank` beside it."""
+
+    def __init__(self, base: nn.Linear, rank: int) -> None:
+        """Freeze `base`; the adapter starts random, not at zero, so that its gradients are all non-zero."""
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        like = base.weight
+        self.a = nn.Parameter(torch.randn(rank, base.in_features, dtype=like.dtype, device=like.device) / 64)
+        self.b = nn.Parameter(torch.randn(base.out_features, rank, dtype=like.dtype, device=like.device) / 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map (..., in_features) to (..., out_features)."""
+        adapted: torch.Tensor = self.base(x) + nn.functional.linear(nn.functional.linear(x, self.a), self.b)
+        return adapted
+
+
+def add_lora(model: nn.Module, rank: int = 16) -> None:
+    """Freeze `model` and put an adapter beside every linear layer but the head."""
+    model.requires_grad_(False)
+    for module in list(model.modules()):
+        for child_name, child in list(module.named_children()):
+            if isinstance(child, nn.Linear) and child_name != "head" and not isinstance(module, LoraLinear):
+                setattr(module, child_name, LoraLinear(child, rank))

@@ -25,7 +25,6 @@ class PlanError(ValueError):
     """The plan cannot be trained here: what is wrong, what was expected, what to try."""
 
     def __init__(self, problem: str, *, expected: str, attempt: str) -> None:
-        """Keep the three parts apart."""
         super().__init__(f"{problem}; expected {expected}; try {attempt}")
         self.problem = problem
         self.expected = expected

@@ -16,17 +16,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from reference_impl.device import Device
 from reference_impl.memory import rates
 from reference_impl.memory.host import available_bytes
+from reference_impl.memory.rates import best_seconds
+from reference_impl.optimizers import HybridDeviceOptimizer
 from reference_impl.optimizers.cpu.rate import cpu_update_rates
 from reference_impl.optimizers.cpu.workers import cpu_budget
 from reference_impl.optimizers.split import Split
-from reference_impl.verification import update_rates
 from reference_impl.verification.steps import Progress, unseen
 
 SCHEMA_VERSION = "1.0"
+_BUCKET_ELEMENTS = 2**24
+_TENSOR_ELEMENTS = 2**20
+_TRIES = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +46,7 @@ class ProbeSizes:
     parameters: int
 
 
-CUDA = ProbeSizes(
+ACCELERATOR = ProbeSizes(
     copy_bytes=2**29, triad_bytes=2**28, pin_bytes=2**30, disk_bytes=2**28, matmul_size=8192, parameters=2**28
 )
 TWIN = ProbeSizes(
@@ -54,7 +59,7 @@ def probe(device: Device, *, folder: str | Path | None = None, progress: Progres
 
     Raises DiskError for a folder that cannot be written, HostMemoryError on a host without some GiB to spare.
     """
-    sizes = CUDA if device.is_cuda else TWIN
+    sizes = ACCELERATOR if device.is_accelerator else TWIN
     parts: dict[str, Callable[[], dict[str, Any]]] = {
         "copies": lambda: _copies(device, sizes),
         "memory and matrix products": lambda: _memory(device, sizes),
@@ -101,16 +106,16 @@ def _cpu_updates(device: Device, sizes: ProbeSizes) -> dict[str, Any]:
         "cpu_adam_by_threads": [
             {"threads": threads, "Gparam_s": rate / 1e9} for threads, rate in by_threads.items()
         ],
-        "cpu_adam_perparam_fused_Gparam_s": update_rates.torch_cpu_rate(sizes.parameters) / 1e9,
+        "cpu_adam_perparam_fused_Gparam_s": torch_cpu_rate(sizes.parameters) / 1e9,
     }
 
 
 def _whole_updates(device: Device, sizes: ProbeSizes) -> dict[str, Any]:
-    cpu = update_rates.split_rate(device, sizes.parameters, Split(0, 0, 1))
-    streamed = update_rates.split_rate(device, sizes.parameters, Split(0, 1, 0))
+    cpu = split_rate(device, sizes.parameters, Split(0, 0, 1))
+    streamed = split_rate(device, sizes.parameters, Split(0, 1, 0))
     # So split, both would end at once if they did not share the link and the host's memory.
     cpu_share = cpu / (cpu + streamed)
-    both = update_rates.split_rate(device, sizes.parameters, Split(0, 1 - cpu_share, cpu_share))
+    both = split_rate(device, sizes.parameters, Split(0, 1 - cpu_share, cpu_share))
     return {
         "cpu_with_copies_Gparam_s": cpu / 1e9,
         "streamed_Gparam_s": streamed / 1e9,
@@ -125,10 +130,10 @@ def _disk(folder: str | Path, sizes: ProbeSizes) -> dict[str, Any]:
 
 
 def _machine(device: Device) -> dict[str, Any]:
-    memory_bytes = torch.cuda.mem_get_info(device.torch_device)[1] if device.is_cuda else available_bytes()
+    memory_bytes = available_bytes() if device.allocator is None else device.allocator.total_bytes
     return {
         "gpu": device.name,
-        "gpus_per_node": torch.cuda.device_count() if device.is_cuda else 1,
+        "gpus_per_node": device.count(),
         "gpu_memory_bytes": memory_bytes,
         "host_memory_bytes": available_bytes(),
         "cpus": len(os.sched_getaffinity(0)),
@@ -141,3 +146,47 @@ def _thread_counts() -> list[int]:
     """Powers of two up to all cores, all cores, and what the optimizer takes by itself."""
     cores = len(os.sched_getaffinity(0))
     return sorted({2**power for power in range(cores.bit_length())} | {cores, cpu_budget()})
+
+
+def torch_cpu_rate(numel: int) -> float:
+    """Return parameters/s of `torch.optim.AdamW(fused=True)` on the CPU over fp32 tensors, one call each."""
+    params = [nn.Parameter(torch.zeros(_TENSOR_ELEMENTS)) for _ in range(max(numel // _TENSOR_ELEMENTS, 1))]
+    optimizers = [torch.optim.AdamW([param], fused=True) for param in params]
+    for param in params:
+        param.grad = torch.zeros_like(param)
+
+    def run() -> None:
+        for optimizer in optimizers:
+            optimizer.step()
+
+    return len(params) * _TENSOR_ELEMENTS / best_seconds(run, tries=_TRIES)
+
+
+class _Weights(nn.Module):
+    """`numel` bf16 parameters with gradients, in equal tensors."""
+
+    def __init__(self, device: Device, numel: int) -> None:
+        super().__init__()
+        count = max(numel // _BUCKET_ELEMENTS, 1)
+        size = (numel // count,)
+        self.weights = nn.ParameterList(
+            torch.zeros(size, dtype=torch.bfloat16, device=device.torch_device) for _ in range(count)
+        )
+        self.numel = count * size[0]
+
+    def make_gradients(self) -> None:
+        for weight in self.weights:
+            weight.grad = torch.zeros_like(weight)
+
+
+def split_rate(device: Device, numel: int, split: Split) -> float:
+    """Return parameters/s of `HybridDeviceOptimizer`'s whole step at `split`, copies included."""
+    weights = _Weights(device, numel)
+    with HybridDeviceOptimizer(weights.parameters(), split=split) as optimizer:
+
+        def run() -> None:
+            weights.make_gradients()
+            optimizer.step()
+            device.synchronize()
+
+        return weights.numel / best_seconds(run, tries=_TRIES)

@@ -16,7 +16,6 @@ class Steps:
     """The steps of all runs, `total` of them."""
 
     def __init__(self, progress: Progress, *, total: int) -> None:
-        """Start at 0."""
         self._progress = progress
         self._total = total
         self._done = 0

@@ -6,7 +6,6 @@ judged too: those of runs whose kernels add in a fixed order, since other kernel
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -25,8 +24,13 @@ from reference_impl.verification.model import Decoder
 from reference_impl.verification.plain import PlainAdamW
 from reference_impl.verification.planned_run import PlanError, PlannedRun, Predicted
 from reference_impl.verification.steps import Progress, Steps, unseen
-from reference_impl.verification.train import Attach, Trained, Trainer, train
-from reference_impl.verification.verification import (
+from reference_impl.verification.train import (
+    Attach,
+    Trained,
+    Trainer,
+    train,
+)
+from reference_impl.verification.verify import (
     MAX_LOSS_DELTA,
     MAX_MEMORY_ERROR,
     SCHEMA_VERSION,
@@ -128,16 +132,16 @@ class PlanVerification:
 
 def verify_plan(device: Device, planned: PlannedRun, *, progress: Progress = unseen) -> PlanVerification:
     """Train with the plan and, where it fits, without. Raises PlanError when it cannot be trained here."""
-    room_bytes = _room_bytes(device)
+    free_bytes = _free_bytes(device)
     needed_bytes = _needed_bytes(device, planned.with_plan)
-    if needed_bytes > room_bytes:
+    if needed_bytes > free_bytes:
         raise PlanError(
             f"the plan needs {needed_bytes / 2**30:.1f} GiB and {device.name} has "
-            f"{room_bytes / 2**30:.1f} GiB free",
-            expected="room for its model",
+            f"{free_bytes / 2**30:.1f} GiB free",
+            expected="memory for its model",
             attempt="a plan for a smaller model or a shorter sequence",
         )
-    compares = _needed_bytes(device, planned.without_offload) <= room_bytes
+    compares = _needed_bytes(device, planned.without_offload) <= free_bytes
     compares_apart = compares and not always_in_fixed_order(device)
     total = planned.workload.steps * (1 + compares) + 2 * COMPARED_STEPS * compares_apart
     steps = Steps(progress, total=total)
@@ -157,7 +161,7 @@ def verify_plan(device: Device, planned: PlannedRun, *, progress: Progress = uns
         compared = _in_fixed_order(device, planned, steps)
     return PlanVerification(
         device=device.name,
-        is_timed=device.is_cuda,
+        is_timed=device.is_accelerator,
         planned=planned,
         trained=trained,
         without_offload=baseline,
@@ -168,7 +172,7 @@ def verify_plan(device: Device, planned: PlannedRun, *, progress: Progress = uns
 def _in_fixed_order(device: Device, planned: PlannedRun, steps: Steps) -> tuple[Trained, Trained] | None:
     """Train some steps without the plan and with it, so that their losses differ by what the plan does alone.
 
-    Return None where these kernels, which take more memory than those that the plan is about, have no room.
+    Return None where these kernels, which take more memory than those that the plan is about, do not fit.
     """
     run = partial(_train, device, planned, fixed_order=True, steps=COMPARED_STEPS)
     try:
@@ -230,13 +234,9 @@ def _quantity(name: str, predicted: float, measured: float) -> Quantity:
 
 def _needed_bytes(device: Device, predicted: Predicted) -> int:
     """What a run takes of the device; the CPU twin's two tiers are one memory."""
-    return predicted.peak_device_bytes + (0 if device.is_cuda else predicted.host_bytes)
+    return predicted.peak_device_bytes + (0 if device.is_accelerator else predicted.host_bytes)
 
 
-def _room_bytes(device: Device) -> int:
-    if not device.is_cuda:
-        return available_bytes()
+def _free_bytes(device: Device) -> int:
     # What an earlier run has left in the allocator's cache is free.
-    gc.collect()
-    torch.cuda.empty_cache()
-    return torch.cuda.mem_get_info(device.torch_device)[0]
+    return available_bytes() if device.allocator is None else device.allocator.free_bytes()

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 from reference_impl.device import Device
-from reference_impl.verification.lora import add_lora
-from reference_impl.verification.model import Decoder, DecoderShape
+from reference_impl.verification.model import Decoder, DecoderShape, add_lora
 
 # Peaks are those of the third to fifth step: states exist and the activation engine has learnt its room. The
 # ledger of the CPU twin slows every operation down, so the steps after them are timed.

@@ -1,4 +1,16 @@
-"""Frozen weights that visit the GPU layer by layer."""
+"""Frozen weights that visit the device block by block.
+
+- block: one of a model's repeated modules; its frozen storages stream, its trained ones stay.
+- frozen storage: one storage of a block and every tensor that views it.
+- flat storage: the one device storage that a block's streamed tensors are views of; it is resized to nothing and back.
+- host copy: a block's bytes on the host, pinned, or in ordinary memory (mapped files) behind pinned staging buffers.
+- absent: said of a tensor whose bytes are not on the device; it refuses to be computed with.
+- visit: a block's turn in forward, backward or evaluation; the learnt order of visits is the forecast.
+- window: the blocks on the device: those in use and the next few.
+- resident: frozen bytes that stay on the device for good.
+
+Explained in docs/layer-streaming.md.
+"""
 
 from reference_impl.weights.streamer import FrozenLayerStreamer, StreamReport
 

@@ -4,6 +4,8 @@ Without their bytes, kernels read address 0 (the process dies) or memory that a 
 silently). So an absent tensor has a class that answers questions about its shape, device and version and refuses
 everything else. It stays the same object: changing an instance's class is how torch's own lazy parameters become
 real, and kernels and autograd, which do not look at Python classes, are not affected.
+
+Explained in docs/layer-streaming.md.
 """
 
 from __future__ import annotations

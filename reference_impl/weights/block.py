@@ -4,6 +4,8 @@ All streamed tensors of a block are views of one flat device storage. Freeing it
 them, and filling it allocates it again and copies from the host, so that the views that autograd saved for
 backward are valid whenever the block is loaded. Nothing is ever copied back: what is frozen does not change,
 and a tensor that did change is an error.
+
+Explained in docs/layer-streaming.md.
 """
 
 from __future__ import annotations
@@ -19,10 +21,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from reference_impl.device import REACHED, Device
 from reference_impl.memory.ledger import resize_storage
 from reference_impl.weights.absent import mark_absent, mark_present
-from reference_impl.weights.frozen import FrozenStorage, layout, unpacked
-from reference_impl.weights.host_copy import HostCopy, Started
-from reference_impl.weights.host_memory import HostMemory
-from reference_impl.weights.storages import bytes_of, placed
+from reference_impl.weights.frozen import FrozenStorage, bytes_of, layout, placed, unpacked
+from reference_impl.weights.host_memory import HostCopy, HostMemory, Started
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,6 @@ class StreamedBlock:
     """The frozen weights of `module`, streamed from `take` to `restore`."""
 
     def __init__(self, device: Device, host_memory: HostMemory, module: nn.Module, index: int) -> None:
-        """Stream nothing yet."""
         self.module = module
         self.index = index
         self.is_loaded = False

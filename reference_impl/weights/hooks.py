@@ -2,6 +2,8 @@
 
 Module hooks rather than a replaced forward: they run inside checkpointing's recomputation, outside compiled
 code, and come off in any order beside those of other mechanisms.
+
+Explained in docs/layer-streaming.md.
 """
 
 from __future__ import annotations

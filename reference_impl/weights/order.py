@@ -4,6 +4,8 @@ A pass is a sequence of visits: a block in forward, in backward, or in a forward
 repeats itself, so the log of visits one period ago is the forecast; where reality leaves it, the place in the
 log that matches what has just happened takes over. Nothing is assumed about the model beyond its first pass,
 which starts from the order in which its blocks are listed.
+
+Explained in docs/layer-streaming.md.
 """
 
 from __future__ import annotations

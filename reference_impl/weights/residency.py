@@ -3,6 +3,8 @@
 What stays is spread evenly: every block keeps the same share of its bytes, as far as whole storages allow.
 Keeping whole layers at one end instead would leave the link idle beside them and too slow beside the others,
 and the buffers that the rest passes through would have to be as large as a whole block.
+
+Explained in docs/layer-streaming.md.
 """
 
 from __future__ import annotations

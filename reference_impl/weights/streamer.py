@@ -1,8 +1,10 @@
-"""`FrozenLayerStreamer`: frozen weights wait on the host and visit the device block by block.
+"""`FrozenLayerStreamer`: frozen weights are held on the host and visit the device block by block.
 
 For LoRA and other training of a few parameters on a frozen base: a step is bitwise the same in less device
 memory. Trainable parameters stay on the device, and nothing is ever copied back. It does not shard, and it
 does not quantise: packed weights stream as they are.
+
+Explained in docs/layer-streaming.md.
 """
 
 from __future__ import annotations
@@ -25,13 +27,13 @@ from reference_impl.weights.frozen import (
     FrozenStorage,
     frozen_storages,
     layout,
+    move,
     plain_tensors,
     repeated_blocks,
     weighted_modules,
 )
 from reference_impl.weights.host_memory import HostMemory
 from reference_impl.weights.residency import allowances, fraction_within, kept
-from reference_impl.weights.storages import move
 from reference_impl.weights.window import Window
 
 

@@ -3,6 +3,8 @@
 Whenever a block begins or ends, the window becomes the next few distinct blocks of the learnt order. That alone
 keeps the last blocks at the turn from forward to backward and the first ones across the step, and starts the
 next copy as soon as a block's memory is free.
+
+Explained in docs/layer-streaming.md.
 """
 
 from __future__ import annotations
@@ -19,7 +21,6 @@ class Window:
     """Room for `capacity` of `blocks` at a time; more only while more are in use at once."""
 
     def __init__(self, blocks: Sequence[StreamedBlock], capacity: int) -> None:
-        """Load the first blocks."""
         self.capacity = capacity
         self.loads = 0
         self.loaded_bytes = 0

@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
 def chosen_device(name: str | None) -> Any:
     """Return the device called `name`, or the default; raises `UnusableInput` for one that is not there."""
     try:
-        return reference("reference_impl.verification.devices").available_device(name)
+        return reference("reference_impl.device").Device.available(name)
     except (ValueError, RuntimeError) as error:
         raise UnusableInput(
             f"--device {name}: {str(error).splitlines()[0]}",

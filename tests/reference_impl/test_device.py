@@ -1,10 +1,42 @@
+import ast
 import contextlib
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
 
-from reference_impl.device import Device
+from reference_impl.device import CpuTwin, Device
+
+REFERENCE_IMPL = Path(__file__).resolve().parents[2] / "reference_impl"
+
+
+def knows_cuda(path):
+    """The lines of a file that name torch.cuda or ask a device or a tensor whether it is CUDA."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        is_torch_cuda = isinstance(node, ast.Attribute) and ast.unparse(node).startswith("torch.cuda")
+        is_question = isinstance(node, ast.Attribute) and node.attr == "is_cuda"
+        is_import = isinstance(node, ast.Import | ast.ImportFrom) and "torch.cuda" in ast.unparse(node)
+        if is_torch_cuda or is_question or is_import:
+            yield node.lineno
+
+
+def test_one_module_knows_cuda():
+    """Another accelerator is one more class."""
+    found = {
+        str(path.relative_to(REFERENCE_IMPL)) for path in REFERENCE_IMPL.rglob("*.py") if [*knows_cuda(path)]
+    }
+    assert found == {"device/cuda.py"}
+
+
+def test_another_accelerator_is_one_class(monkeypatch):
+    monkeypatch.setattr(Device, "classes", dict(Device.classes))
+
+    class Toy(CpuTwin, torch_type="meta"):
+        is_accelerator = True
+
+    assert type(Device.of("meta")) is Toy
+    assert Device.available("meta") is Device.of("meta")
 
 
 def test_of_returns_one_device_for_each_torch_device(device):
@@ -16,9 +48,28 @@ def test_of_refuses_other_types_by_name():
         Device.of("meta")
 
 
+def test_the_default_is_an_accelerator_if_there_is_one():
+    assert Device.available().is_accelerator == torch.cuda.is_available()
+    assert Device.available("cpu") is Device.of("cpu")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is there")
+def test_an_accelerator_that_is_not_there_is_refused_by_name():
+    with pytest.raises(
+        ValueError, match=r"device 'cuda': torch .* sees no CUDA device; expected one; try cpu"
+    ):
+        Device.available("cuda")
+
+
+def test_marks_keep_time(device):
+    began = device.mark()
+    torch.ones(1000, device=device.torch_device).sum()
+    assert 0 <= began.seconds_until(device.mark()) < 10
+
+
 def test_copies_round_trip(device):
     source = torch.randn(1000, device=device.torch_device)
-    host = torch.empty(1000, pin_memory=device.is_cuda)
+    host = torch.empty(1000, pin_memory=device.is_accelerator)
     target = torch.empty_like(source)
     copied = device.copy_out(host, source, after=[device.record()])
     device.wait(device.copy_in(target, host, after=[copied, device.record()]))
@@ -118,6 +169,17 @@ def test_streams_are_restored_from_within_each_other_and_after_an_error():
             raise KeyError
         assert torch.cuda.current_stream() == side
     assert torch.cuda.current_stream() == torch.cuda.default_stream()
+
+
+@pytest.mark.cuda
+def test_updates_have_a_stream_of_their_own():
+    device = Device.of("cuda")
+    current = device.current_stream_id()
+    with device.on_update_stream():
+        updates = device.current_stream_id()
+    with device.on_update_stream():
+        assert device.current_stream_id() == updates != current
+    assert device.current_stream_id() == current
 
 
 @pytest.mark.cuda

@@ -8,10 +8,9 @@ from torch import nn
 
 from reference_impl.activations import ActivationOffloader, activation_offloader
 from reference_impl.activations.budget import BudgetError
-from reference_impl.activations.clock import Clock
 from reference_impl.activations.policy import Decision
 from reference_impl.memory.ledger import Ledger
-from reference_impl.memory.link import LinkSpeed
+from reference_impl.memory.rates import LinkSpeed
 from reference_impl.verification.kernels import kernels
 
 SMALL = {"min_bytes": 1024}
@@ -21,9 +20,9 @@ STEPS_BEFORE_A_PLAN = 2
 @pytest.fixture
 def long_trainee(trainee, device):
     """More tokens, so that activations outweigh weights, with kernels that repeat themselves bit by bit."""
-    trainee.ids = torch.randint(512, (2, 8192 if device.is_cuda else 1024), device=device.torch_device)
+    trainee.ids = torch.randint(512, (2, 8192 if device.is_accelerator else 1024), device=device.torch_device)
     # The attention that adds in a fixed order takes half precision only.
-    trainee.model.to(torch.bfloat16 if device.is_cuda else torch.float32)
+    trainee.model.to(torch.bfloat16 if device.is_accelerator else torch.float32)
     with kernels(device, fixed_order=True):
         yield trainee
 
@@ -50,7 +49,7 @@ def settled_peaks(trainee, ledger, device):
 
     On CUDA a peak that the allocator's rounding made is answered by less room, and then by another plan.
     """
-    return peaks(trainee, ledger, 10)[7:] if device.is_cuda else peaks(trainee, ledger, 5)[2:]
+    return peaks(trainee, ledger, 10)[7:] if device.is_accelerator else peaks(trainee, ledger, 5)[2:]
 
 
 def extremes(trainee, device):
@@ -117,7 +116,7 @@ def test_steps_by_a_plan_are_recorded_and_not_timed(long_trainee, device, monkey
     ):
         peaks(long_trainee, ledger, STEPS_BEFORE_A_PLAN)
         marks = []
-        monkeypatch.setattr(Clock, "mark", lambda self: marks.append(self))
+        monkeypatch.setattr(device, "mark", lambda: marks.append(1))
         assert long_trainee.step() == expected
         assert offloader.plan.bytes_of(Decision.RECOMPUTE) > 0
         assert marks == []
@@ -242,7 +241,7 @@ def test_a_budget_below_the_least_is_refused_before_the_second_step(trainee, dev
 
 
 def test_the_twin_needs_somebody_who_counts(trainee, device):
-    if device.is_cuda:
+    if device.is_accelerator:
         pytest.skip("CUDA counts by itself")
     expected = trainee.step()
     with (

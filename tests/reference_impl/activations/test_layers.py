@@ -79,7 +79,7 @@ def test_fifty_steps_do_not_grow(trainee, device):
         held = []
         for _ in range(50):
             trainee.loss().backward()
-            cached = torch.cuda.memory_reserved() if device.is_cuda else 0
+            cached = torch.cuda.memory_reserved() if device.is_accelerator else 0
             held.append((ledger.device_bytes, ledger.host_bytes, offloader.arena.reserved_bytes, cached))
         assert held[5] == held[-1]
 
@@ -157,8 +157,8 @@ def test_two_ways_of_choosing_are_refused(trainee, options, both):
         ({"budget_bytes": 2**30, "fraction": 0.5}, "fraction=0.5 and keep_last_bytes=0 choose what moves"),
         ({"plan": PLAN, "keep_last_bytes": 8}, "keep_last_bytes=8 choose what moves"),
         ({"budget_bytes": 2**30, "plan": PLAN}, "budget_bytes and plan|plan and budget_bytes"),
-        ({"budget_bytes": 2**30, "weights": True}, "weights=True parks whole layers"),
-        ({"plan": PLAN, "weights": True}, "weights=True parks whole layers"),
+        ({"budget_bytes": 2**30, "weights": True}, "weights=True offloads the weights of whole layers"),
+        ({"plan": PLAN, "weights": True}, "weights=True offloads the weights of whole layers"),
         ({"in_flight_bytes": -1}, "in_flight_bytes=-1; expected at least 0"),
         ({"host_limit_bytes": 0}, "host_limit_bytes=0; expected at least 1"),
         ({"reserve_bytes": -1}, "reserve_bytes=-1; expected at least 0"),

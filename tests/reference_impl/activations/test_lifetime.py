@@ -38,7 +38,7 @@ def test_a_graph_that_is_dropped_gives_everything_back(trainee, device):
         del loss
         assert offloader.arena.live_bytes == 0
         device.synchronize()
-        offloader.engine.room.in_flight.clear()
+        offloader.engine.headroom.in_flight.clear()
         assert ledger.device_bytes == before
 
 

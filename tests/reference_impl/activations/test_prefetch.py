@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from reference_impl.activations import ActivationOffloader
-from reference_impl.activations.run import BackwardOrders
-from reference_impl.activations.saved import SavedStorage
+from reference_impl.activations.run import BackwardOrders, SavedStorage
 from reference_impl.memory.ledger import Ledger
 
 SMALL = {"min_bytes": 1024}
@@ -21,7 +20,7 @@ class Loads:
         def load(saved):
             real(saved)
             self.order.append(saved.index)
-            self.most_ahead_bytes = max(self.most_ahead_bytes, saved._run.ahead_bytes - saved.size_bytes)
+            self.most_ahead_bytes = max(self.most_ahead_bytes, saved.run.ahead_bytes - saved.size_bytes)
 
         monkeypatch.setattr(SavedStorage, "load", load)
 

@@ -6,8 +6,8 @@ from torch import nn
 
 from reference_impl.activations.engine import SavedTensorEngine
 from reference_impl.activations.geometry import is_plain
+from reference_impl.activations.headroom import Headroom
 from reference_impl.activations.policy import Share
-from reference_impl.activations.room import Room
 from reference_impl.memory.arena import HostArena
 from reference_impl.memory.tiers import HostTier
 
@@ -15,7 +15,7 @@ from reference_impl.memory.tiers import HostTier
 @pytest.fixture
 def engine(device):
     arena = HostArena(device)
-    yield SavedTensorEngine(device, HostTier(device, arena), room=Room(device), min_bytes=1)
+    yield SavedTensorEngine(device, HostTier(device, arena), headroom=Headroom(device), min_bytes=1)
     arena.close()
 
 
@@ -37,7 +37,7 @@ def round_trip(engine, tensor):
     anchor = torch.zeros((), device=engine.device.torch_device, requires_grad=True)
     with engine.saving(nn.Module(), Share()):
         out = Save.apply(anchor, tensor)
-    engine.room.in_flight.clear()
+    engine.headroom.in_flight.clear()
     out.backward()
     return kept[0]
 
@@ -156,7 +156,7 @@ def test_one_buffer_serves_all_views_of_a_storage(engine, device):
     x = torch.zeros(1, device=device.torch_device, requires_grad=True)
     with engine.saving(nn.Module(), Share()):
         out = Save.apply(x, *torch.randn(64, 96, device=device.torch_device).chunk(3, dim=-1))
-    engine.room.in_flight.clear()
+    engine.headroom.in_flight.clear()
     out.backward()
     assert len({t.untyped_storage().data_ptr() for t in seen}) == 1
 
@@ -183,6 +183,6 @@ def test_storages_that_reuse_an_address_are_not_merged(engine, device):
         with engine.saving(nn.Module(), Share()):
             outs.append(Save.apply(x, tensor))
         del tensor
-        engine.room.in_flight.clear()
+        engine.headroom.in_flight.clear()
     sum(outs).backward()
     assert sorted(t[0].item() for t in tokens) == sorted(t[0].item() for t in expected)

@@ -9,7 +9,7 @@ from reference_impl.device import Device
 from reference_impl.memory import arena as arena_module
 from reference_impl.memory.arena import HostArena
 from reference_impl.memory.host import HostMemoryError, host_book
-from reference_impl.memory.slab_supply import SlabSupply
+from reference_impl.memory.slab import SlabSupply
 
 MIB = 2**20
 

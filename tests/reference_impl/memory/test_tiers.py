@@ -3,7 +3,7 @@ import torch
 
 from reference_impl.memory.arena import HostArena
 from reference_impl.memory.disk import DiskSpace, DiskTier, SpillTier
-from reference_impl.memory.link import measure_link
+from reference_impl.memory.rates import measure_link
 from reference_impl.memory.spill_file import DiskError
 from reference_impl.memory.tiers import HostTier
 

@@ -11,8 +11,7 @@ from reference_impl.device import Device
 from reference_impl.memory.ledger import Ledger
 from reference_impl.optimizers import HybridDeviceOptimizer
 from reference_impl.verification.apply import apply_plan
-from reference_impl.verification.lora import add_lora
-from reference_impl.verification.model import Decoder, DecoderShape
+from reference_impl.verification.model import Decoder, DecoderShape, add_lora
 from skill_tools.__main__ import main
 
 PLANS = [

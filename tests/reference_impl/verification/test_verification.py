@@ -6,12 +6,12 @@ import torch
 
 from reference_impl.activations import ActivationOffloader
 from reference_impl.verification.attachments import plain
-from reference_impl.verification.mechanisms import Mechanism, Reference
 from reference_impl.verification.model import DecoderShape, decoder_loss
 from reference_impl.verification.plain import PlainAdamW
+from reference_impl.verification.rows import Mechanism, Reference
 from reference_impl.verification.saved_bytes import saved_bytes
 from reference_impl.verification.train import train
-from reference_impl.verification.verification import compare
+from reference_impl.verification.verify import compare
 from reference_impl.verification.workload import Workload
 
 SMALL = Workload(

@@ -4,8 +4,7 @@ from lora_trainee import Trainee
 
 from reference_impl.device import Device
 from reference_impl.memory.host import host_book
-from reference_impl.verification.lora import add_lora
-from reference_impl.verification.model import Decoder, DecoderShape
+from reference_impl.verification.model import Decoder, DecoderShape, add_lora
 
 
 @pytest.fixture

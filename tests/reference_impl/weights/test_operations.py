@@ -147,7 +147,7 @@ def test_to_the_same_device(trainee, streamer, device):
 
 @pytest.mark.cuda
 def test_to_the_cpu_and_back(trainee, streamer, device):
-    if not device.is_cuda:
+    if not device.is_accelerator:
         pytest.skip("on the CPU twin there is no other device")
     expected = trainee.step()
     trainee.model.cpu()

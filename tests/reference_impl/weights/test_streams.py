@@ -6,8 +6,7 @@ from lora_trainee import Trainee
 from one_step import run_step
 
 from reference_impl.device import Device
-from reference_impl.verification.lora import add_lora
-from reference_impl.verification.model import Decoder, DecoderShape
+from reference_impl.verification.model import Decoder, DecoderShape, add_lora
 from reference_impl.weights import FrozenLayerStreamer
 
 pytestmark = pytest.mark.cuda

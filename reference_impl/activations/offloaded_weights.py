@@ -1,12 +1,14 @@
-"""The weights of offloaded layers wait on the host too, from the end of a layer's forward until its backward.
+"""The weights of offloaded layers are held on the host too, from the end of a layer's forward until its backward.
 
-A layer's weights leave while it computes. Frozen ones leave once, and again when something has written them in
-place; others leave in every forward, because an optimizer may write `.data`, which nothing counts. The device
+A layer's weights are copied out while it computes. Frozen ones are copied once, and again when something has written
+them in place; others in every forward, because an optimizer may write `.data`, which nothing counts. The device
 storage is resized to nothing under them and filled again before backward asks for it; views that autograd saved
 stay valid. After backward every weight is on the device for the optimizer.
 
 Between a forward and the end of its backward the weights of offloaded layers must not be read from outside,
 except through `state_dict()`.
+
+Explained in docs/activation-offloading.md.
 """
 
 from __future__ import annotations
@@ -22,11 +24,10 @@ from reference_impl.memory.arena import HostArena, HostBlock
 from reference_impl.memory.ledger import resize_storage
 
 
-class ParkedStorage:
+class OffloadedStorage:
     """One weight's storage, its host copy, and where the bytes are."""
 
     def __init__(self, device: Device, arena: HostArena, tensor: torch.Tensor) -> None:
-        """Start on the device, without a host copy."""
         self._device = device
         self._arena = arena
         self._tensor = tensor
@@ -34,9 +35,9 @@ class ParkedStorage:
         self._version = -1
         self._ready: Event = REACHED
         self._size_bytes = 0
-        self.is_parked = False
+        self.is_on_host = False
 
-    def start_leaving(self) -> int:
+    def start_offload(self) -> int:
         """Start the D2H copy when the host's copy is stale; return the bytes it moves."""
         is_same = not self._tensor.requires_grad and self._version == self._tensor._version
         if self._block is not None and is_same:
@@ -49,30 +50,30 @@ class ParkedStorage:
         self._version = self._tensor._version
         return self._size_bytes
 
-    def park(self) -> None:
+    def free_device(self) -> None:
         """Free the device storage, behind the copy."""
         self._device.wait(self._ready)
         resize_storage(self._tensor.untyped_storage(), 0)
-        self.is_parked = True
+        self.is_on_host = True
 
-    def start_coming(self) -> None:
+    def start_load(self) -> None:
         """Allocate on the live current stream and start the H2D copy."""
-        if not self.is_parked:
+        if not self.is_on_host:
             return
         assert self._block is not None
         resize_storage(self._tensor.untyped_storage(), self._size_bytes)
         after = (self._device.record(), self._ready)
         self._ready = self._block.ready = self._device.copy_in(self._flat(), self._host(), after=after)
-        self.is_parked = False
+        self.is_on_host = False
 
-    def come(self) -> None:
+    def load(self) -> None:
         """Have the bytes on the device, ready for the live current stream."""
-        self.start_coming()
+        self.start_load()
         self._device.wait(self._ready)
 
     def close(self) -> None:
-        """Come back for good."""
-        self.come()
+        """Have the bytes on the device for good."""
+        self.load()
         if self._block is not None:
             self._arena.free(self._block, after=self._ready)
             self._block = None
@@ -85,7 +86,7 @@ class ParkedStorage:
         return self._block.view(torch.uint8, (self._size_bytes,))
 
 
-class ParkedWeights:
+class OffloadedWeights:
     """The weights of `layers` that no other module shares, on the host while their layer is inactive."""
 
     def __init__(
@@ -97,40 +98,41 @@ class ParkedWeights:
         *,
         min_bytes: int,
     ) -> None:
-        """Leave everything on the device until a layer has run."""
         self.moved_bytes = 0
         self._storages = {
-            layer: [ParkedStorage(device, arena, tensor) for tensor in _own_tensors(model, layer, min_bytes)]
+            layer: [
+                OffloadedStorage(device, arena, tensor) for tensor in _own_tensors(model, layer, min_bytes)
+            ]
             for layer in layers
         }
         self._order: list[nn.Module] = []
         self._hook = model.register_state_dict_pre_hook(lambda *_: self.gather())
 
     def before_forward(self, layer: nn.Module) -> None:
-        """Have `layer`'s weights on the device; they start to leave while it computes."""
+        """Have `layer`'s weights on the device; their copies out start while it computes."""
         if layer in self._order and torch._C._current_graph_task_id() == -1:
             self._order.clear()
         for storage in self._storages[layer]:
-            storage.come()
+            storage.load()
             if torch.is_grad_enabled():
-                self.moved_bytes += storage.start_leaving()
+                self.moved_bytes += storage.start_offload()
 
     def after_forward(self, layer: nn.Module) -> None:
-        """Park `layer`'s weights, unless this was an evaluation or a recomputation."""
+        """Free the device storage of `layer`'s weights, unless this was an evaluation or a recomputation."""
         if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
             return
         self._order.append(layer)
         for storage in self._storages[layer]:
-            storage.park()
+            storage.free_device()
 
     def bring(self, layer: nn.Module) -> Callable[[], None]:
         """Return what brings `layer`'s weights before its backward, and starts to bring those of the one before."""
 
         def bring() -> None:
-            if any(storage.is_parked for storage in self._storages[layer]):
+            if any(storage.is_on_host for storage in self._storages[layer]):
                 torch.autograd.Variable._execution_engine.queue_callback(self.gather)
             for storage in self._storages[layer]:
-                storage.come()
+                storage.load()
             self._start_before(layer)
 
         return bring
@@ -139,7 +141,7 @@ class ParkedWeights:
         """Have all weights on the device."""
         for storages in self._storages.values():
             for storage in storages:
-                storage.come()
+                storage.load()
 
     def close(self) -> None:
         """Bring everything back for good."""
@@ -152,7 +154,7 @@ class ParkedWeights:
         position = self._order.index(layer) if layer in self._order else 0
         if position > 0:
             for storage in self._storages[self._order[position - 1]]:
-                storage.start_coming()
+                storage.start_load()
 
 
 def _own_tensors(model: nn.Module, layer: nn.Module, min_bytes: int) -> list[torch.Tensor]:

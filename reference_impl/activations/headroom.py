@@ -1,12 +1,14 @@
-"""How many bytes may wait on the device for their copy out, or lie there ahead of their use.
+"""The headroom: how many bytes may wait on the device for their copy out, or lie there ahead of their use.
 
 Many raise the peak, few stall the compute stream. So the first step is measured, with as few as possible, in
 segments: from one saved storage or block to the next, the loss, from one restored storage to the next. What a
 segment leaves free below the step's peak costs nothing, and from then on copies may pile up, and come back
 early, as far as that goes: usually the loss needs gigabytes for an instant that are free during the rest.
 
-On CUDA the first step resets the allocator's peak statistics. On the CPU twin bytes are counted while a ledger
-is open; without one the fewest remain the rule. What a run of another length leaves free is not known.
+On an accelerator the first step resets the allocator's peak statistics. On the CPU twin bytes are counted while a
+ledger is open; without one the fewest remain the rule. What a run of another length leaves free is not known.
+
+Explained in docs/activation-offloading.md.
 """
 
 from __future__ import annotations
@@ -32,7 +34,6 @@ class MeasuredStep:
     """What one run needs on the device, segment by segment, beyond what it found there."""
 
     def __init__(self, device: Device, run: Run, start_bytes: int) -> None:
-        """Begin the first segment of the forward."""
         self._device = device
         self._run = weakref.ref(run)
         self.start_bytes = start_bytes
@@ -82,7 +83,7 @@ class MeasuredStep:
         self.needs[self.phase].append(self._need_bytes)
         self.phase, self._need_bytes = phase, 0
 
-    def settle(self, movable_bytes: int) -> None:
+    def assume(self, movable_bytes: int) -> None:
         """Take it that `movable_bytes` are there until the running span ends."""
         self._movable_bytes = movable_bytes
 
@@ -92,8 +93,8 @@ class MeasuredStep:
         self.begin_span(movable_bytes)
 
 
-class Room:
-    """The allowance of one engine, learnt from its first step."""
+class Headroom:
+    """The free memory of one engine, learnt from its first step."""
 
     def __init__(
         self, device: Device, *, in_flight_bytes: int = IN_FLIGHT_BYTES, is_ahead: bool = True
@@ -128,9 +129,9 @@ class Room:
         return {phase: [start + need for need in needs] for phase, needs in self._measured.needs.items()}
 
     def measure_again(self, run: Run, *, ceiling_bytes: int | None) -> None:
-        """Forget what was learnt; measure `run`, which begins, and then leave room up to `ceiling_bytes` in all.
+        """Forget what was learnt; measure `run`, which begins, and then allow up to `ceiling_bytes` in all.
 
-        Without a ceiling, leave as much as the measured step takes.
+        Without a ceiling, allow as much as the measured step takes.
         """
         self._ceiling_bytes = ceiling_bytes
         self._measured = self._measuring = None
@@ -143,14 +144,14 @@ class Room:
             self.in_flight.hold(copied, original, original.numel())
 
     def end_forward_segment(self, run: Run) -> None:
-        """Go on to the next segment of the forward, with only as many copies waiting as it leaves room for."""
+        """Go on to the next segment of the forward, with only as many copies waiting as it has headroom for."""
         self._segment += 1
         free = self._free["forward"]
         with self._letting_go(run, "forward"):
             self._trim(free[self._segment] if self._segment < len(free) else 0)
 
     def start_loss(self, run: Run) -> None:
-        """Make room for what comes after the model's last block."""
+        """Let originals go before what comes after the model's last block."""
         free = self._free["loss"]
         with self._letting_go(run, "loss"):
             self._trim(free[0] if free else 0)
@@ -168,10 +169,10 @@ class Room:
         with self._letting_go(run, "backward"):
             self.in_flight.drain()
 
-    def settled(self, run: Run) -> None:
+    def prefetched(self, run: Run) -> None:
         """Note that what comes early in the running segment is there."""
         if self._measuring is not None and self._measuring.is_about(run):
-            self._measuring.settle(self._movable_bytes(run))
+            self._measuring.assume(self._movable_bytes(run))
 
     def restart_segment(self, run: Run) -> None:
         """Forget what the running segment has needed so far."""
@@ -179,7 +180,7 @@ class Room:
             self._measuring.restart_segment(self._movable_bytes(run))
 
     def shrink(self, by_bytes: int) -> None:
-        """Leave that much less room in every segment."""
+        """Allow that much less in every segment."""
         self._free = {phase: [free - by_bytes for free in frees] for phase, frees in self._free.items()}
 
     def free_bytes(self, first: int, last: int) -> int | None:

@@ -2,8 +2,8 @@
 
 import pytest
 
-from reference_impl.activations import room
-from reference_impl.activations.room import MeasuredStep
+from reference_impl.activations import headroom
+from reference_impl.activations.headroom import MeasuredStep
 from reference_impl.device import Device
 
 
@@ -17,8 +17,8 @@ def measured(monkeypatch):
 
     def make(*peaks):
         found = list(peaks)
-        monkeypatch.setattr(room, "mark_peak", lambda device: None)
-        monkeypatch.setattr(room, "marked_peak_bytes", lambda device: found.pop(0))
+        monkeypatch.setattr(headroom, "mark_peak", lambda device: None)
+        monkeypatch.setattr(headroom, "marked_peak_bytes", lambda device: found.pop(0))
         return MeasuredStep(Device.of("cpu"), Run(), start_bytes=5)
 
     return make

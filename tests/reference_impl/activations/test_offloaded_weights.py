@@ -44,13 +44,13 @@ def test_changed_weights_leave_once_a_step_and_frozen_ones_once(trainee):
         trainee.model, num_layers=3, activations=False, weights=True, **SMALL
     ) as offloader:
         train(trainee, steps=4)
-        assert offloader._parked.moved_bytes == 4 * 3 * layer_bytes(trainee.model)
+        assert offloader.offloaded_weight_bytes == 4 * 3 * layer_bytes(trainee.model)
     trainee.model.layers.requires_grad_(False)
     with ActivationOffloader(
         trainee.model, num_layers=3, activations=False, weights=True, **SMALL
     ) as offloader:
         train(trainee, steps=4)
-        assert offloader._parked.moved_bytes == 3 * layer_bytes(trainee.model)
+        assert offloader.offloaded_weight_bytes == 3 * layer_bytes(trainee.model)
 
 
 def test_weights_that_an_optimizer_writes_past_the_version_counter_are_not_lost(trainee):
@@ -115,6 +115,6 @@ def test_after_an_error_the_next_step_is_right(trainee):
         assert trainee.step() == expected
 
 
-def test_module_level_offload_parks_no_weights(trainee):
-    with pytest.raises(ValueError, match="weights=True parks whole layers"):
+def test_module_level_offload_leaves_weights_alone(trainee):
+    with pytest.raises(ValueError, match="weights=True offloads the weights of whole layers"):
         ActivationOffloader(trainee.model, modules=["down"], weights=True)
