@@ -125,7 +125,7 @@ def _short_probe(device: Device) -> MachineRates:
     """Measure the three rates of a split, in at most three seconds; once a process."""
     began = time.perf_counter()
     # The twin's copies and updates share two slow cores with whatever trains there.
-    less = 1 if device.is_cuda else 16
+    less = 1 if device.is_accelerator else 16
     threads = cpu_budget()
     # A task for each thread: with two more than threads, all but two would idle half of the time.
     updates_per_s = cpu_update_rates(device, threads * TASK_ELEMENTS, [threads])[threads]

@@ -56,7 +56,7 @@ class NoStream:
 @pytest.fixture
 def on_cuda(device, monkeypatch):
     """Return what makes a module's parameters fit for theirs on this machine."""
-    if device.is_cuda:
+    if device.is_accelerator:
         return lambda module: module.to(device.torch_device)
     monkeypatch.setattr(torch.cuda, "Stream", NoStream)
     monkeypatch.setattr(torch.cuda, "current_stream", NoStream)

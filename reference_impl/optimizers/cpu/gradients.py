@@ -67,7 +67,7 @@ class GradientMover:
             self._device.wait(computed)
             self._device.wait(member.published)
             for piece in member.pieces:
-                self._wires[piece].copy_(flat[piece.start : piece.stop], non_blocking=True)
+                self._device.copy(self._wires[piece], flat[piece.start : piece.stop])
             member.arrival = self._device.record()
         self._in_flight.hold(member.arrival, gradient, gradient.nbytes)
 

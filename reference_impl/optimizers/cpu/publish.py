@@ -50,7 +50,7 @@ class Publisher:
         with self._device.on_h2d_of_weights():
             self._device.wait(after)
             for piece in member.pieces:
-                weight[piece.start : piece.stop].copy_(self._sources[piece], non_blocking=True)
+                self._device.copy(weight[piece.start : piece.stop], self._sources[piece])
             for part in fresh:
                 self._device.wait(part.event)
                 part.target.copy_(part.weights)

@@ -141,8 +141,8 @@ def _shifted(x: torch.Tensor, by: int) -> torch.Tensor:
 
 
 def run_on(device: Device, function: Callable[[Halves], None], halves: Halves) -> None:
-    """Run `pack` or `unpack` as one kernel on CUDA, block by block on the twin."""
-    if device.is_cuda:
+    """Run `pack` or `unpack` as one kernel where the device compiles, else block by block."""
+    if device.compiles:
         compiled(function)(Halves(*map(apart, halves)))
         return
     for part in blocks(halves.low.numel()):
@@ -297,7 +297,7 @@ class RoundedUpdate:
             self._one if grad_scale is None else grad_scale,
             self._zero if found_inf is None else found_inf,
         )
-        if self._device.is_cuda:
+        if self._device.compiles:
             compiled(function)(self._algorithm.formula, operands.each(apart), scalars)
             return
         for part in blocks(operands.gradient.numel()):

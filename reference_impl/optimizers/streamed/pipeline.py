@@ -19,12 +19,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from functools import cache
 
 import torch
 
-from reference_impl.device import REACHED, Device, Event, OnStream
+from reference_impl.device import REACHED, Device, Event
 from reference_impl.memory.ring import Slot
 from reference_impl.optimizers.algorithms import Algorithm
 from reference_impl.optimizers.layout import Member
@@ -187,7 +185,7 @@ class StreamedPipeline:
     def _run_update(self, chunk: Chunk, buffer: torch.Tensor, *, after: tuple[Event, ...]) -> Event:
         """Run the kernels of `chunk` on the update stream; return the event of their end."""
         assert self._step is not None
-        with _on_update(self._device):
+        with self._device.on_update_stream():
             for event in after:
                 self._device.wait(event)
             self._update.run(chunk, buffer, self._step)
@@ -223,13 +221,3 @@ class StreamedPipeline:
 
 def _buffer(chunk: Chunk, slot: Slot) -> torch.Tensor:
     return slot.bytes[: chunk.storage.nbytes]
-
-
-def _on_update(device: Device) -> AbstractContextManager[object]:
-    return OnStream(_update_stream(device.torch_device)) if device.is_cuda else nullcontext()
-
-
-@cache
-def _update_stream(torch_device: torch.device) -> torch.cuda.Stream:
-    # Updates are short and a forward may wait for them, so they go before its other kernels.
-    return torch.cuda.Stream(torch_device, priority=-1)

@@ -86,7 +86,7 @@ class StateFormat:
                 "tells ties apart is stored in the sign of exp_avg_sq; try hi_lo_masters=False"
             )
         packs = self.hi_lo_masters or self.moments_dtype != torch.float32
-        if packs and device.is_cuda and find_spec("triton") is None:
+        if packs and device.compiles and find_spec("triton") is None:
             raise ValueError(
                 "hi_lo_masters and moments_dtype need triton, with which torch.compile builds their kernels; expected "
                 "it to be installed; try pip install triton, or leave both options out"

@@ -117,7 +117,7 @@ def test_a_waiting_gradient_forbids_new_masters():
 
 
 def test_a_parameter_on_another_device_is_refused_with_its_group(device):
-    if not device.is_cuda:
+    if not device.is_accelerator:
         pytest.skip("needs two kinds of device")
     model, _ = twins(device)
     with hybrid(model) as optimizer, pytest.raises(ValueError, match="one optimizer a device"):

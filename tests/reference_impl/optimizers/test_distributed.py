@@ -62,7 +62,7 @@ def sharded(device, mesh, **options):
 
 @pytest.fixture
 def cpu_only(device):
-    if device.is_cuda:
+    if device.is_accelerator:
         pytest.skip("FSDP on CUDA needs an NCCL group; the shards' arithmetic is that of the CPU")
 
 
@@ -217,7 +217,7 @@ def test_gradients_that_leave_before_they_are_reduced_are_an_error(device, group
 @pytest.mark.parametrize("how", ["fsdp", "ddp"])
 def test_two_ranks_train_like_one_that_sees_all_data(device, tmp_path, how, fraction):
     """With shards of different size and none, and the exact norm over both ranks."""
-    if device.is_cuda and torch.cuda.device_count() < two_ranks.RANKS:
+    if device.is_accelerator and torch.cuda.device_count() < two_ranks.RANKS:
         pytest.skip("needs two CUDA devices")
     words = [str(tmp_path / "store"), device.torch_device.type, how, str(fraction)]
     ranks = [

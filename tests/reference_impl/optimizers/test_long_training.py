@@ -17,7 +17,7 @@ class Learner(nn.Module):
     def __init__(self, device):
         super().__init__()
         torch.manual_seed(3)
-        width = 256 if device.is_cuda else 64
+        width = 256 if device.is_accelerator else 64
         self.shape = DecoderShape(hidden=width, ffn=3 * width, layers=4, heads=4, vocab=4 * width)
         self.decoder = Decoder(self.shape).to(device.torch_device, torch.bfloat16)
 
@@ -28,7 +28,7 @@ class Learner(nn.Module):
 def test_training_200_steps_agrees_with_no_offload(device, make):
     model = Learner(device)
     plain = copy.deepcopy(model)
-    size = (200, 8, 256) if device.is_cuda else (200, 2, 32)
+    size = (200, 8, 256) if device.is_accelerator else (200, 2, 32)
     data = torch.randint(model.shape.vocab, size, device=device.torch_device)
     optimizer = make(model, offload_fraction=0.5, lr=3e-4, bucket_elements=2**16)
     optimizer.attach(model)

@@ -67,7 +67,7 @@ def weights_of(model):
 @pytest.mark.parametrize("name", ["AdamW", "Adam", "SGD"])
 def test_ten_steps_are_bitwise_those_of_megatron(device, on_cuda, name, dtype, fraction, overlap):  # noqa: F811
     """Both call torch's fused kernels over whole fp32 tensors, on the same tier for each parameter."""
-    if dtype == torch.bfloat16 and fraction < 1 and not device.is_cuda:
+    if dtype == torch.bfloat16 and fraction < 1 and not device.is_accelerator:
         pytest.skip(
             "without CUDA the masters that theirs makes of resident parameters do not say where they are"
         )
@@ -81,7 +81,7 @@ def test_ten_steps_are_bitwise_those_of_megatron(device, on_cuda, name, dtype, f
         "param_update_in_fp32": dtype != torch.float32,
         "overlap_cpu_optimizer_d2h_h2d": overlap,
     }
-    if not device.is_cuda:
+    if not device.is_accelerator:
         options["pin_cpu_grads"] = False
     their_model, our_model = on_cuda(net(device, dtype)), net(device, dtype)
     theirs = their_class()(their_model.parameters(), **options)
@@ -104,7 +104,7 @@ def test_ten_steps_are_bitwise_those_of_megatron(device, on_cuda, name, dtype, f
 @needs_release
 def test_their_checkpoint_continues_bitwise_in_ours(device, on_cuda):  # noqa: F811
     options = {**CLASSES, **ADAMW, "fused": True, "offload_fraction": 1.0, "param_update_in_fp32": True}
-    options["pin_cpu_grads"] = device.is_cuda
+    options["pin_cpu_grads"] = device.is_accelerator
     their_model, our_model = on_cuda(net(device, torch.bfloat16)), net(device, torch.bfloat16)
     theirs = their_class()(their_model.parameters(), **options)
     train(their_model, theirs, 3)
@@ -174,7 +174,7 @@ def test_decoupled_grad_is_read_instead_of_grad(device):
             optimizer.step()
             reference.step()
         for shard, own in zip(shards, references, strict=True):
-            if device.is_cuda:
+            if device.is_accelerator:
                 torch.testing.assert_close(shard, own.detach())
             else:
                 assert torch.equal(shard, own.detach())

@@ -80,7 +80,7 @@ optimizer.close()
 
 
 def test_a_forked_child_is_told_and_the_parent_goes_on(device):
-    if device.is_cuda:
+    if device.is_accelerator:
         pytest.skip("CUDA itself refuses a forked child")
     code = """
 model, optimizer = train(place)
@@ -214,7 +214,7 @@ def test_many_steps_do_not_grow(device):
                 device.synchronize()
                 # Earlier tests leave garbage whose going would look like shrinking.
                 gc.collect()
-                on_device = torch.cuda.memory_allocated() if device.is_cuda else 0
+                on_device = torch.cuda.memory_allocated() if device.is_accelerator else 0
                 held.append(
                     (host_book.reserved_bytes, host_book.live_bytes, threading.active_count(), on_device)
                 )

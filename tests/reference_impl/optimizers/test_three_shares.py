@@ -208,7 +208,7 @@ def held_bytes(device):
     device.synchronize()
     gc.collect()
     host = host_book.live_bytes, host_book.reserved_bytes
-    if device.is_cuda:
+    if device.is_accelerator:
         return torch.cuda.memory_allocated(), torch.cuda.memory_reserved(), *host
     plain = [each for each in gc.get_objects() if type(each) in (torch.Tensor, torch.nn.Parameter)]
     tensors = [each for each in plain if each.layout == torch.strided]

@@ -14,7 +14,6 @@ import torch
 from reference_impl.device import CpuTwin
 from reference_impl.optimizers.algorithms import Adam
 from reference_impl.optimizers.layout import Member
-from reference_impl.optimizers.streamed import pipeline
 from reference_impl.optimizers.streamed.chunks import Part
 from reference_impl.optimizers.streamed.share import StreamedShare
 from reference_impl.optimizers.streamed.update import ChunkUpdate
@@ -72,6 +71,9 @@ class Clocks(CpuTwin):
     def on_h2d(self, size_bytes=0):
         return self.on("h2d")
 
+    def on_update_stream(self):
+        return self.on("update")
+
     def copy_out(self, host, source, *, after, for_threads=False):
         return self._copy("d2h", host, source, after)
 
@@ -90,7 +92,6 @@ class Clocks(CpuTwin):
 @pytest.fixture
 def clocks(monkeypatch):
     device = Clocks()
-    monkeypatch.setattr(pipeline, "_on_update", lambda device: device.on("update"))
     run = ChunkUpdate.run
 
     def timed(self, chunk, buffer, step):
