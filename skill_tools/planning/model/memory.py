@@ -13,9 +13,9 @@ from typing import NamedTuple
 from skill_tools.dialects import layout
 from skill_tools.dialects.layout import LocalParameters, Stage
 from skill_tools.dialects.run import Mode, Run
-from skill_tools.planning.model import activations, kept, states
-from skill_tools.planning.model.kept import Kept
-from skill_tools.planning.model.lines import Line
+from skill_tools.planning.accounts import Line
+from skill_tools.planning.model import activations, states
+from skill_tools.planning.model.activations import Kept
 from skill_tools.units import GIB
 
 CONTEXT_BYTES = round(0.75 * GIB)
@@ -89,7 +89,7 @@ def _of_stage(run: Run, mode: Mode, stage: Stage) -> Memory:
         host=(*host, *found.host),
         ranks_on_node=run.layout.ranks_on_node,
         in_flight=found.in_flight,
-        moved_bytes=found.kept.leaves,
+        moved_bytes=found.kept.offloaded,
         copied_bytes=found.kept.copied,
     )
 
@@ -113,13 +113,13 @@ class _Activations(NamedTuple):
 @lru_cache(maxsize=1024)
 def _activations(run: Run, mode: Mode, stage: Stage) -> _Activations:
     """Return what the stage keeps, once for all modes that are the same `of_activations`."""
-    found, flight = kept.of_stage(run, mode, stage), activations.in_flight(run, stage.rank)
-    host = Line("activations", round(found.leaves * flight), f"{flight:g} micro-batches in flight", "step")
+    found, flight = activations.kept_by_stage(run, mode, stage), activations.in_flight(run, stage.rank)
+    host = Line("activations", round(found.offloaded * flight), f"{flight:g} micro-batches in flight", "step")
     return _Activations(
         found,
         flight,
         tuple(_activation_lines(run, mode, stage, found, flight)),
-        (host,) if found.leaves else (),
+        (host,) if found.offloaded else (),
     )
 
 

@@ -1,16 +1,16 @@
-"""What moving activations and frozen weights costs a micro-batch, by engine, after hiding.
+"""What copying activations and weights costs a micro-batch, by engine: seconds of work, and what compute does not hide.
 
 Copies hide behind the compute that runs beside them: D2H behind forward, H2D behind backward. Engines that
 wait for every tensor (save_on_cpu), fetch on demand (TRL), or copy on the compute stream (Axolotl's layer
-offloading) hide less.
+offloading) hide less. Explained in docs/activation-offloading.md and docs/layer-streaming.md.
 """
 
 from collections.abc import Sequence
 
 from skill_tools.dialects.run import ActivationEngine, Mode, Run, WeightEngine
-from skill_tools.planning.cost.costs import Cost
+from skill_tools.planning.accounts import Cost
+from skill_tools.planning.cost.compute import Pace
 from skill_tools.planning.cost.machine import Machine
-from skill_tools.planning.cost.pace import Pace
 from skill_tools.planning.model import states
 from skill_tools.planning.model.memory import Memory
 
@@ -42,23 +42,23 @@ def activations(run: Run, mode: Mode, memory: Memory, machine: Machine, speed: P
 
 
 def _windowed(run: Run, memory: Memory, machine: Machine, speed: Pace) -> list[Cost]:
-    """Copies in bulk beside compute: all layers but the last hide them."""
+    """Return the costs of bulk copies beside compute; all layers but the last hide them."""
     down, up = memory.moved_bytes / machine.d2h_copy, memory.moved_bytes / machine.h2d_copy
-    forward, backward = gated(run, speed.forward_s), gated(run, speed.backward_s)
+    forward, backward = without_one_layer_s(run, speed.forward_s), without_one_layer_s(run, speed.backward_s)
     return [
         Cost(DOWN, down, max(0.0, down - forward), "bytes / D2H - forward"),
         Cost(BACK, up, max(0.0, up - backward), "bytes / H2D - backward"),
     ]
 
 
-def gated(run: Run, pass_s: float) -> float:
-    """Return what of a pass can run beside copies that it waits for layer by layer: all layers but one."""
+def without_one_layer_s(run: Run, pass_s: float) -> float:
+    """Return the part of a pass that hides copies which it waits for layer by layer: all layers but one."""
     layers = run.shape.num_layers / run.layout.pipeline
     return pass_s * max(layers - 1, 0) / layers
 
 
 def _blocking(run: Run, mode: Mode, memory: Memory, machine: Machine) -> list[Cost]:
-    """save_on_cpu copies every saved tensor, views of the weights and the loss's log-probabilities too, and waits."""
+    """Return the costs of save_on_cpu, which copies every saved tensor, also views of the weights, and waits."""
     share = mode.layers / run.shape.num_layers if mode.layers else 1.0
     moved = memory.copied_bytes + 2 * share * memory.parameters.total
     if not mode.layers:
@@ -71,7 +71,7 @@ def _blocking(run: Run, mode: Mode, memory: Memory, machine: Machine) -> list[Co
 
 
 def _on_demand(run: Run, memory: Memory, machine: Machine, speed: Pace) -> list[Cost]:
-    """TRL hides copies behind forward and fetches each tensor when backward asks for it."""
+    """Return the costs of TRL, which hides copies behind forward and fetches each tensor when backward asks for it."""
     moved = memory.moved_bytes + 4 * run.tokens * run.shape.vocab
     down, up = moved / machine.d2h_copy, moved / machine.h2d_copy
     return [
@@ -81,7 +81,7 @@ def _on_demand(run: Run, memory: Memory, machine: Machine, speed: Pace) -> list[
 
 
 def hidden_s(costs: Sequence[Cost], *names: str) -> float:
-    """Return how much of the compute beside them the named copies use already: one link serves them all."""
+    """Return the seconds of the named copies that compute hides; one link serves all copies."""
     return sum(cost.work_s - cost.exposed_s for cost in costs if cost.name in names)
 
 
@@ -102,10 +102,10 @@ def weights(
                 "2 x bytes / link, out on the compute stream",
             )
         ]
-    # What the window holds at the end of a pass is what the next one begins with.
+    # A pass begins with the layers that the window holds at the end of the pass before.
     each = max(moved - states.window_bytes(run, mode, moved), 0) / machine.h2d_copy
-    forward = gated(run, speed.forward_s)
-    backward = gated(run, speed.backward_s) - hidden_s(copies, BACK)
+    forward = without_one_layer_s(run, speed.forward_s)
+    backward = without_one_layer_s(run, speed.backward_s) - hidden_s(copies, BACK)
     return [
         Cost("frozen layers for forward", each, max(0.0, each - forward), "bytes / H2D - forward"),
         Cost(

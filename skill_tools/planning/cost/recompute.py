@@ -1,22 +1,53 @@
-"""`reference_impl`'s budget engine: which share of the saved bytes to compute again, and which to offload.
+"""What computing activations again costs: a framework's recompute, and the share that an activation budget chooses.
 
-Copies are free while the link keeps up with the computation beside them; computing again costs what the operation
-cost. So the results that are cheapest to compute again go first, and the rest crosses the link. The engine decides
-tensor by tensor from a measured step; this is the same trade for kinds of tensors, from rates.
+`reference_impl`'s budget decides which saved bytes to compute again and which to offload. Copies are free while
+the link keeps up with the compute beside them; computing again costs what the operation cost. So the results that
+are cheapest to compute again go first, and the rest crosses the link. The engine decides tensor by tensor from a
+measured step; this module makes the same trade for kinds of tensors, from rates. Explained in
+docs/activation-offloading.md.
 """
 
+from collections.abc import Iterator
 from functools import lru_cache
 
-from skill_tools.dialects.run import Run
+from skill_tools.dialects.run import Mode, Run
+from skill_tools.planning.accounts import Cost
+from skill_tools.planning.cost.compute import Pace, micro_batch_flops
 from skill_tools.planning.cost.machine import Machine
-from skill_tools.planning.cost.pace import Pace
-from skill_tools.planning.model import activations, flops
+from skill_tools.planning.model import activations
 from skill_tools.planning.model.activations import Part
+from skill_tools.planning.model.memory import Memory
 
 _STEPS = 16
-_PASSES = (
-    3  # an elementwise operation reads its inputs and writes its result: about three passes over its bytes
-)
+# An elementwise operation reads its inputs and writes its result: about three passes over its bytes.
+_PASSES = 3
+
+
+def recompute_costs(run: Run, mode: Mode, memory: Memory, machine: Machine, speed: Pace) -> Iterator[Cost]:
+    """Yield the costs of what one micro-batch computes again under `mode`."""
+    if cost := _of_framework(run, mode, memory, machine, speed):
+        yield cost
+    if mode.recomputed:
+        again = recompute_seconds(run, machine, speed, mode.recomputed) or 0.0
+        formula = f"{mode.recomputed:.0%} of the saved bytes, the cheapest first"
+        yield Cost("recompute under a budget", again, again, formula)
+
+
+def _of_framework(run: Run, mode: Mode, memory: Memory, machine: Machine, speed: Pace) -> Cost | None:
+    recompute = mode.recompute or run.recompute
+    if recompute.granularity == "full":
+        layers = run.shape.num_layers / run.layout.pipeline
+        share = 1.0 if recompute.method == "uniform" else min(recompute.layers / layers, 1.0)
+        again = share * speed.layers_forward_s
+    elif recompute.granularity == "selective":
+        again = (
+            (speed.core_forward_s if "core_attn" in recompute.modules else 0.0)
+            + (speed.mlp_forward_s if {"mlp", "moe"} & set(recompute.modules) else 0.0)
+            + 2 * activations.dropped_bytes(run, recompute, memory.stage) / machine.hbm
+        )
+    else:
+        return None
+    return Cost(f"recompute {recompute.granularity}", again, again, "the recomputed part's forward once more")
 
 
 @lru_cache(maxsize=64)
@@ -48,7 +79,7 @@ def recompute_seconds(run: Run, machine: Machine, speed: Pace, share: float) -> 
 @lru_cache(maxsize=64)
 def _kinds(run: Run, machine: Machine, speed: Pace) -> tuple[tuple[float, float], ...]:
     """Return (seconds a byte, bytes) of what can be computed again in one micro-batch, cheapest first."""
-    per_flop = speed.layers_forward_s / flops.micro_batch(run).layers_forward
+    per_flop = speed.layers_forward_s / micro_batch_flops(run).layers_forward
     found: dict[float, float] = {}
     for part in _parts(run):
         cost = _seconds_a_byte(part, run, machine, per_flop)
