@@ -5,8 +5,8 @@ import json
 from typing import Any
 
 from skill_tools.diagnosis.diagnosis import Diagnosis, advice
-from skill_tools.diagnosis.log_errors import LogError
-from skill_tools.diagnosis.log_memory import OutOfMemory
+from skill_tools.diagnosis.known_errors import KnownError
+from skill_tools.diagnosis.memory import OutOfMemory
 from skill_tools.units import gib, seconds
 
 SCHEMA_VERSION = "1.0"
@@ -83,7 +83,7 @@ def as_json(found: Diagnosis, plan: dict[str, Any] | None) -> str:
     )
 
 
-def _error(name: str, error: LogError) -> str:
+def _error(name: str, error: KnownError) -> str:
     rules = ", ".join(f"{rule.id} ({rule.title})" for rule in error.rules)
     sure = "your configuration breaks" if error.confirmed else "known as"
     return f"{name}:{error.line}: {error.text[:160]}\n  {sure} {rules}"

@@ -1,13 +1,13 @@
 """Reads what a log says about memory: CUDA out-of-memory messages, host out-of-memory, and memory reports.
 
-PyTorch writes GiB and MiB (binary); Megatron's report is in MiB although it says MB. The last out-of-memory
-message counts, because what failed is at a log's end; every rank writes its own.
+PyTorch writes GiB and MiB (binary); Megatron's report is in MiB although it says MB. Every rank writes its own
+out-of-memory message; the last one counts, because the failure is at the log's end.
 """
 
 import re
 from dataclasses import dataclass
 
-from skill_tools.diagnosis.log_text import LogText
+from skill_tools.diagnosis.log import Log
 from skill_tools.units import GIB
 
 _AMOUNT = r"([0-9.]+) ?(bytes|KiB|MiB|GiB|TiB)"
@@ -75,7 +75,7 @@ class HostOutOfMemory:
     what: str
 
 
-def out_of_memory(log: LogText) -> OutOfMemory | None:
+def out_of_memory(log: Log) -> OutOfMemory | None:
     """Return the last CUDA out-of-memory message, and how many there are."""
     matches = list(_OOM.finditer(log.text))
     if not matches:
@@ -106,7 +106,7 @@ def _bytes(match: re.Match[str]) -> int:
     return round(float(match.group(1).rstrip(".")) * _FACTORS[match.group(2)])
 
 
-def host_out_of_memory(log: LogText) -> HostOutOfMemory | None:
+def host_out_of_memory(log: Log) -> HostOutOfMemory | None:
     """Return the first sign of host memory running out."""
     for what, pattern in _HOST_OOM:
         if match := pattern.search(log.text):
@@ -114,7 +114,7 @@ def host_out_of_memory(log: LogText) -> HostOutOfMemory | None:
     return None
 
 
-def reported_bytes(log: LogText) -> tuple[int, int] | None:
+def reported_bytes(log: Log) -> tuple[int, int] | None:
     """Return Megatron's (allocated, max allocated) of the most loaded rank that reported."""
     reports = [(float(now), float(most)) for now, most in _REPORT.findall(log.text)]
     if not reports:

@@ -1,14 +1,14 @@
 """Step times in a log, and the patterns in them that offloading is known for.
 
-Understands Megatron's iteration lines and the `s/it` of progress bars. It says what a pattern points to,
-not what the cause is: a slow first step is pinning or compilation, a rising one is a leak or swapping.
+It reads Megatron's iteration lines and the `s/it` of progress bars. A pattern points to likely causes and proves
+none: a slow first step suggests pinning or compilation, rising step times a leak or swapping.
 """
 
 import re
 import statistics
 from dataclasses import dataclass
 
-from skill_tools.diagnosis.log_text import LogText
+from skill_tools.diagnosis.log import Log
 
 _MEGATRON = re.compile(r"elapsed time per iteration \(ms\): ([0-9.]+)")
 _PROGRESS = re.compile(r"[ ,]([0-9.]+)s/it\b")
@@ -26,13 +26,13 @@ class StepPattern:
     rule: str = ""
 
 
-def times_s(log: LogText) -> tuple[float, ...]:
+def times_s(log: Log) -> tuple[float, ...]:
     """Return the step times of the log in seconds, in order."""
     megatron = [float(value) / 1000 for value in _MEGATRON.findall(log.text)]
     return tuple(megatron or (float(value) for value in _PROGRESS.findall(log.text)))
 
 
-def patterns(log: LogText) -> tuple[StepPattern, ...]:
+def patterns(log: Log) -> tuple[StepPattern, ...]:
     """Return the patterns that stand out."""
     found = []
     if match := _STARVED.search(log.text):
@@ -64,6 +64,6 @@ def patterns(log: LogText) -> tuple[StepPattern, ...]:
     return tuple(found)
 
 
-def _line_of_first_step(log: LogText) -> int:
+def _line_of_first_step(log: Log) -> int:
     match = _MEGATRON.search(log.text) or _PROGRESS.search(log.text)
     return log.line_at(match.start()) if match else 1

@@ -1,14 +1,14 @@
-"""Matches a log with the framework errors that rules know: by the framework's own text.
+"""Framework errors in a log that rules know: each rule's `raises` is matched with the text.
 
-A rule's `raises` may have holes (`{..}`). Several rules can share one text; then those whose own keys stand
-near the match are kept, and a configuration, if there is one, says which of them it breaks.
+A `raises` may have holes (`{..}`). Several rules can share one text; then the rules that the configuration breaks
+are kept, or without one, those whose own keys stand on the matched line.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from skill_tools.configs.keys import load_keys
-from skill_tools.diagnosis.log_text import LogText
+from skill_tools.diagnosis.log import Log
 from skill_tools.rules.knowledge import Rule, load_rules
 
 _HOLE = "{..}"
@@ -17,7 +17,7 @@ _SHARED = 3  # rules shown when nothing tells those with the same text apart
 
 
 @dataclass(frozen=True, slots=True)
-class LogError:
+class KnownError:
     """One framework message in the log, and the rules that explain it; `confirmed` ones break the configuration."""
 
     line: int
@@ -26,7 +26,7 @@ class LogError:
     confirmed: tuple[str, ...]
 
 
-def find(log: LogText, *, broken: Iterable[str] = ()) -> tuple[LogError, ...]:
+def find(log: Log, *, broken: Iterable[str] = ()) -> tuple[KnownError, ...]:
     """Return the known messages in `log`, in its order; `broken` are ids that lint found in the configuration."""
     confirmed_ids = set(broken)
     at: dict[int, list[Rule]] = {}
@@ -40,7 +40,7 @@ def find(log: LogText, *, broken: Iterable[str] = ()) -> tuple[LogError, ...]:
         line = log.context(position)
         confirmed = tuple(rule.id for rule in at[position] if rule.id in confirmed_ids)
         rules = tuple(rule for rule in at[position] if rule.id in confirmed) or _nearest(at[position], line)
-        errors.append(LogError(log.line_at(position), line, rules, confirmed))
+        errors.append(KnownError(log.line_at(position), line, rules, confirmed))
     return tuple(errors)
 
 

@@ -1,4 +1,4 @@
-"""A training log as lines with numbers: read from a file or standard input, bounded, whatever bytes it holds."""
+"""The text of a training log with its line numbers, read from a file or standard input; its size is bounded."""
 
 import sys
 from dataclasses import dataclass
@@ -11,8 +11,8 @@ _HEAD_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class LogText:
-    """The text of a log; `skipped_lines` were left out between its first MiB and its end."""
+class Log:
+    """The text of a log; `skipped_lines` between its first MiB and its end were left out."""
 
     name: str
     text: str
@@ -31,7 +31,7 @@ class LogText:
         return self.text[start : end if end >= 0 else len(self.text)].strip()
 
 
-def read(path: str) -> LogText:
+def read_log(path: str) -> Log:
     """Read `path` (`-` is standard input); of a log above 64 MiB, its first MiB and its end."""
     try:
         data = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
@@ -46,14 +46,13 @@ def read(path: str) -> LogText:
         raise UnusableInput(
             f"{name} is empty", expected="a training log or traceback", attempt="the log of a rank"
         )
-    if (
-        data.count(0) > len(data) // 100
-    ):  # a crashed host leaves some NUL bytes in a log, not one in a hundred
+    # A crashed host leaves some NUL bytes in a log, not one in a hundred.
+    if data.count(0) > len(data) // 100:
         raise UnusableInput(
             f"{name} is no text", expected="a training log or traceback", attempt="the log of a rank"
         )
     if len(data) <= MAX_BYTES:
-        return LogText(name, data.decode("utf-8", "replace"), len(data), 0)
+        return Log(name, data.decode("utf-8", "replace"), len(data), 0)
     head, middle, tail = data[:_HEAD_BYTES], data[_HEAD_BYTES:-MAX_BYTES], data[-MAX_BYTES:]
     text = head.decode("utf-8", "replace")
-    return LogText(name, text + tail.decode("utf-8", "replace"), len(text), middle.count(b"\n"))
+    return Log(name, text + tail.decode("utf-8", "replace"), len(text), middle.count(b"\n"))
