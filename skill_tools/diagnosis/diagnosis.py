@@ -64,7 +64,7 @@ def beyond_bytes(found: Diagnosis, predicted_bytes: int) -> int:
 
 
 def budget_note(gpu_bytes: int, predicted_bytes: int, beyond: int) -> str:
-    """Say what budget a plan from a log has and why; a prediction that is far off suggests another run's configuration."""
+    """Say what budget a plan from a log has and why; doubt the configuration where its prediction is far off."""
     left = f"budget: {gib(gpu_bytes)} of the GPU"
     if not beyond:
         return left
