@@ -28,7 +28,7 @@ def concise(found: Diagnosis, *, planned: bool = False) -> str:
     if found.usual_step_s is not None:
         lines.append(f"{len(found.steps)} steps, the usual one {seconds(found.usual_step_s)}")
     if not found.recognised:
-        return "\n".join([*lines, f"{found.name}: nothing that this tool knows"])
+        return "\n".join([*lines, f"{found.name}: no problem that this tool knows"])
     following = [f"  {line}" for line in advice(found, planned=planned)]
     return "\n".join([*lines, *(["next:", *following] if following else [])])
 

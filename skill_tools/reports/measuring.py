@@ -37,7 +37,7 @@ _SMALL_BYTES = 1 << 30
 
 @contextmanager
 def progress() -> Iterator[OnStep]:
-    """Yield what to call after every step."""
+    """Yield the function to call after every step: it draws a bar on a terminal, else prints one line a part."""
     if not sys.stderr.isatty():
         yield _lines()
         return
@@ -62,7 +62,7 @@ def _lines() -> OnStep:
 
 
 def profile(document: Mapping[str, Any]) -> str:
-    """Return the document as plain text."""
+    """Return what `probe` measured, one line a rate."""
     found = document["hardware"]
     threads = ", ".join(f"{each['threads']}: {each['Gparam_s']:.2f}" for each in found["cpu_adam_by_threads"])
     return "\n".join(
@@ -77,7 +77,7 @@ def profile(document: Mapping[str, Any]) -> str:
 
 
 def verification(document: Mapping[str, Any]) -> str:
-    """Return the document as plain text."""
+    """Return what `verify` found, one line a mechanism, then the formula behind each prediction."""
     work, baseline, rows = document["workload"], document["without_offload"], document["rows"]
     cells = [_VERIFIED, *(_mechanism_cells(row, _unit(baseline["peak_device_bytes"])) for row in rows)]
     lines = [
@@ -134,7 +134,7 @@ def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
 
 
 def _unit(largest_bytes: int) -> str:
-    """One unit for all amounts of a report, so that they compare."""
+    """Return the one unit for all amounts of a report, so that they can be compared."""
     return "GiB" if largest_bytes >= 1 << 30 else "MiB"
 
 
@@ -143,7 +143,7 @@ def _amount(amount_bytes: int, unit: str) -> str:
 
 
 def verified_plan(document: Mapping[str, Any]) -> str:
-    """Return the document as plain text."""
+    """Return what `verify --plan` found: what each run was predicted to take beside what it took."""
     work, plan = document["workload"], document["plan"]
     lines = [
         f"{document['device']}, torch {document['torch']}; the plan is for {plan['machine']}: a decoder of "
@@ -155,7 +155,7 @@ def verified_plan(document: Mapping[str, Any]) -> str:
         lines.append(_plan_row((f"{run['label']}:", *_COMPARED)))
         lines.extend(_plan_row((f"  {name}", *cells)) for name, *cells in rows)
     if plan["max_loss_delta"] is None:
-        lines.append("losses were not compared: what they are compared with does not fit here")
+        lines.append("losses were not compared: the run without offload does not fit here")
     else:
         lines.append(f"losses differ by at most {plan['max_loss_delta']:.2g}")
     if document["device"] == "CPU twin":

@@ -24,7 +24,7 @@ class _Row(Protocol):
 
 _KNOWN_RATES = "rates: {} of knowledge/hardware.yaml, not measured here; --profile FILE takes measured ones"
 _CARRY_OUT = (
-    "carry it out: save it (--format json > plan.json), then in the loop "
+    "to carry it out, save it (--format json > plan.json), then call in the loop "
     'reference_impl.verification.apply.apply_plan(model, optimizer, "plan.json")'
 )
 _NOTHING = "nothing to change"
@@ -168,7 +168,9 @@ def _sections(plan: Plan, *, title: str, bullet: str) -> list[str]:
         memory = [f"{line.name}: {gib(line.bytes)} = {line.formula}" for line in best.memory.gpu]
         sections.append((f"memory of one GPU on pipeline stage {best.memory.stage}", memory))
         sections.append(("time of one step", _times(best)))
-    sections.append(("would change it", [f"{change}: {answer}" for change, answer in plan.sensitivity]))
+    sections.append(
+        ("what would change the answer", [f"{change}: {answer}" for change, answer in plan.sensitivity])
+    )
     rates = (
         f"rates measured: {plan.machine.source}"
         if plan.machine.measured

@@ -112,7 +112,7 @@ def weights(
             "frozen layers for backward",
             each,
             max(0.0, each - backward),
-            "bytes / H2D - what backward has left",
+            "bytes / H2D - backward without activation copies",
         ),
     ]
 

@@ -1,9 +1,9 @@
 """Memory of one run under one mode: GPU bytes line by line for the most loaded stage, and host bytes.
 
-Four moments of a step compete: the start of backward (all activations and the loss), a layer being
-recomputed, the end of backward (all gradients), and the update. `allocated` is the largest, `between_steps`
-what stays when no activation is alive (what Megatron logs as allocated memory), `device` adds CUDA's
-context, communicators and a margin for fragmentation.
+The peak is at one of four moments of a step: the start of backward (all activations and the loss), the recompute
+of a layer, the end of backward (all gradients), or the update. `allocated` is that peak; `between_steps` is what
+stays when no activation is alive, which Megatron logs as allocated memory; `device` adds CUDA's context,
+communicators and a margin for fragmentation.
 """
 
 from collections.abc import Sequence
@@ -95,7 +95,7 @@ def _of_stage(run: Run, mode: Mode, stage: Stage) -> Memory:
 
 
 def _worst_moment(lines: Sequence[Line]) -> list[Line]:
-    """Return the lines that are alive at the moment of a step when most is."""
+    """Return the lines that are alive at the moment of a step with the most bytes."""
     moments = [[line for line in lines if line.when in moment] for moment in _MOMENTS]
     moments[2] = [line for line in moments[2] if line.name != "activations"]
     return max(moments, key=lambda alive: sum([line.bytes for line in alive]))
@@ -135,7 +135,10 @@ def _activation_lines(run: Run, mode: Mode, stage: Stage, found: Kept, flight: f
             "step",
         ),
         Line(
-            "one layer's work", round(found.layer), "what backward has at hand of one layer", found.layer_when
+            "one layer's work",
+            round(found.layer),
+            "what backward needs of one layer at once",
+            found.layer_when,
         ),
     ]
     if not stage.has_head:

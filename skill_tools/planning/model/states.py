@@ -58,7 +58,7 @@ def _optimizer(run: Run, mode: Mode, shard: int) -> tuple[list[Line], list[Line]
     if mode.state_offload:
         plain, _ = _optimizer(run, Mode(), shard)
         chunks = min(2 * STATE_CHUNK_BYTES, sum(line.bytes for line in plain))
-        restored = Line("restored states", chunks, "two chunks of 512 MiB", "update")
+        restored = Line("restored states", chunks, f"two chunks of {STATE_CHUNK_BYTES >> 20} MiB", "update")
         return [restored], [Line(line.name, line.bytes, f"{line.formula}, between updates") for line in plain]
     resident = round(shard * (1 - fraction))
     owned = "of the optimizer shard"
@@ -79,7 +79,7 @@ def _optimizer(run: Run, mode: Mode, shard: int) -> tuple[list[Line], list[Line]
         )
     if run.dialect == PYTORCH and resident and moments_bytes:
         widened = min(resident, max(reference.WIDENED_ELEMENTS, run.shape.vocab * run.shape.hidden))
-        formula = each(4, widened, "updated at once, as a list of tensors or the largest one")
+        formula = each(4, widened, "widened at once: a list of tensors, or the largest one")
         gpu.append(Line("fp32 gradients", 4 * widened, formula, "update"))
     if not fraction:
         return gpu, []
@@ -137,11 +137,13 @@ def _adapter(run: Run, adapter: Adapter, mode: Mode, local: LocalParameters) -> 
     if not streamed:
         return [*gpu, Line("base weights", base, formula), *_gathered(run, mode, local)], []
     ring = min(window_bytes(run, mode, streamed), streamed)
-    kept = f"{run.shape.num_layers - mode.weight_layers} layers' worth, the ends, and {gib(ring)} that come and go"
+    resident = f"{run.shape.num_layers - mode.weight_layers} layers' worth"
+    kept = f"{resident}, embedding and head, and a window of {gib(ring)} for the streamed rest"
     if _frees_nothing(run, mode):
-        return [*gpu, Line("base weights", base, f"{formula}: autograd keeps views of what left")], [
-            Line("base weights", streamed, f"{mode.weight_layers} layers, pinned")
-        ]
+        return [
+            *gpu,
+            Line("base weights", base, f"{formula}: autograd keeps views of the offloaded layers"),
+        ], [Line("base weights", streamed, f"{mode.weight_layers} layers, pinned")]
     gpu.append(Line("base weights", base - streamed + ring, kept))
     return gpu, [
         Line("base weights", streamed, f"{mode.weight_layers} of {run.shape.num_layers} layers, pinned")
@@ -168,13 +170,16 @@ def window_bytes(run: Run, mode: Mode, streamed: int) -> int:
 
 
 def _frees_nothing(run: Run, mode: Mode) -> bool:
-    """Axolotl swaps `param.data`, which frees nothing while saved tensors hold views of the weights."""
+    """Whether offloading the layers frees no GPU memory.
+
+    Axolotl swaps `param.data`, which frees nothing while saved tensors hold views of the weights.
+    """
     recompute = mode.recompute or run.recompute
     return mode.weight_engine is WeightEngine.AXOLOTL and recompute.granularity != "full"
 
 
 def _gathered(run: Run, mode: Mode, local: LocalParameters) -> list[Line]:
-    """Two layers in bf16 that FSDP or ZeRO-3 has gathered: the one that runs and the one it prefetches."""
+    """Return the two layers in bf16 that FSDP or ZeRO-3 gathers: the one that runs and the one it prefetches."""
     if run.weight_shards == 1 and not mode.offload_parameters:
         return []
     layer = round(2 * local.total / run.shape.num_layers)

@@ -147,7 +147,7 @@ def test_a_clean_log_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     path = tmp_path / "train.log"
     path.write_text("all is well\n", encoding="utf-8")
     assert main(["diagnose", str(path)]) == 0
-    assert "nothing that this tool knows" in capsys.readouterr().out
+    assert "no problem that this tool knows" in capsys.readouterr().out
 
 
 def test_a_missing_log_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
