@@ -40,6 +40,7 @@ test-megatron: setup
 
 render: setup
 	$(BIN)/offload card render
+	$(BIN)/offload card pages
 
 clean:
 	rm -rf .venv build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

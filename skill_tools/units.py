@@ -1,7 +1,7 @@
 """Reads amounts with units and writes them for people.
 
 Memory is written in GiB for people and always says so; GB and GB/s are decimal. A bare number is read as
-GiB, and the plan then prints that it was. Rates live in `hardware.py`.
+GiB, and the plan then prints that it was. Rates are read in `planning/cost/machine.py`.
 """
 
 import re
@@ -32,7 +32,7 @@ def parse_bytes(text: str, *, option: str) -> int:
     amount = round(float(match.group(1)) * factor)
     if amount <= 0:
         raise UnusableInput(
-            f"{option} {text!r} is no memory at all",
+            f"{option} {text!r} is not above zero",
             expected="more than zero bytes",
             attempt=f"{option} 80GiB",
         )

@@ -12,7 +12,7 @@ from markdown_it import MarkdownIt
 
 from skill_tools.__main__ import main
 from skill_tools.bundle import root
-from skill_tools.reports.rendered import pages_with_blocks
+from skill_tools.reports.checkout import pages_with_blocks
 
 ROOT = root()
 READERS_FILES = {

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from skill_tools.bundle import root
+from skill_tools.reports.rule_pages import rule_pages
 
 pytestmark = pytest.mark.slow
 
@@ -44,6 +45,8 @@ def test_it_carries_the_facts_and_nothing_for_contributors(wheel: Path) -> None:
     for path in (root() / "skill_tools" / "knowledge").rglob("*.*"):
         if path.suffix in {".yaml", ".json", ".txt"}:
             assert path.relative_to(root()).as_posix() in names
+    pages = {name.rpartition("/")[2] for name in names if name.startswith("skill_tools/_bundle/docs/rules/")}
+    assert pages == set(rule_pages())
     assert not [name for name in names if name.startswith(("tests/", "evals/", "docs/"))]
 
 

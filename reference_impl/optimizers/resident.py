@@ -17,7 +17,7 @@ from reference_impl.optimizers.algorithms import Algorithm
 from reference_impl.optimizers.cpu.gradients import gradient_of
 from reference_impl.optimizers.layout import Member
 
-_CHUNK_ELEMENTS = 64 * 2**20
+CHUNK_ELEMENTS = 64 * 2**20
 
 
 @dataclass(eq=False, slots=True)
@@ -107,12 +107,12 @@ class ResidentShare:
 
 
 def _chunks(states: Sequence[ResidentState]) -> Iterator[tuple[int, list[ResidentState]]]:
-    """Yield lists of one group and at most `_CHUNK_ELEMENTS` (or one member)."""
+    """Yield lists of one group and at most `CHUNK_ELEMENTS` (or one member)."""
     by_group = sorted(states, key=lambda state: state.member.group)
     for group, members in groupby(by_group, key=lambda state: state.member.group):
         chunk: list[ResidentState] = []
         for state in members:
-            if chunk and sum(s.member.resident for s in chunk) + state.member.resident > _CHUNK_ELEMENTS:
+            if chunk and sum(s.member.resident for s in chunk) + state.member.resident > CHUNK_ELEMENTS:
                 yield group, chunk
                 chunk = []
             chunk.append(state)

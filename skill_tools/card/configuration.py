@@ -7,7 +7,7 @@ follow in a shorter table.
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from skill_tools.card.tables import table
+from skill_tools.card.blocks import table
 from skill_tools.configs.values import written
 
 Key = Mapping[str, Any]

@@ -1,21 +1,22 @@
-"""Checks that what a Markdown page names exists: links, anchors, paths in the repository, and commands.
+"""Checks that what a Markdown page names exists: links, anchors, paths in the repository, commands and their options.
 
-It parses with markdown-it, so that an example inside a fence is not taken for a link. Pages on the network
-are not looked up, and the output that a page shows is the tests' business.
+It parses with markdown-it, so that an example inside a fence is not taken for a link. Shell lines are split into
+words and not run. A word that starts with one of the repository's folders must exist; any other file name is the
+reader's own. Pages on the network are not looked up, and a test holds the output that a page shows.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-from skill_tools.card.shell import command_problems
 
 if TYPE_CHECKING:
     from markdown_it.token import Token
 
 _SHELLS = {"bash", "sh", "shell", "console"}
+_TOOLS = ("offload", ".venv/bin/offload")
 
 
 def page_problems(page: Path, root: Path, commands: Mapping[str, str]) -> list[str]:
@@ -28,10 +29,10 @@ def page_problems(page: Path, root: Path, commands: Mapping[str, str]) -> list[s
     problems = [*_links(page, tokens), *_paths(tokens, root)]
     for token in tokens:
         if token.type == "fence" and token.info.split(" ")[0] in _SHELLS:
-            problems += command_problems(_typed(token), root, commands)
+            problems += _command_problems(_typed(token), root, commands)
     for code in _inline_code(tokens):
         if code.startswith(("offload ", "python3 skill_tools ")):
-            problems += command_problems(code, root, commands)
+            problems += _command_problems(code, root, commands)
     return [f"{name}: {problem}" for problem in problems]
 
 
@@ -85,3 +86,69 @@ def _paths(tokens: "list[Token]", root: Path) -> Iterator[str]:
         exists = any(root.glob(code)) if "*" in code else (root / code).exists()
         if not exists:
             yield f"names {code}: no such file"
+
+
+def _command_problems(script: str, root: Path, commands: Mapping[str, str]) -> list[str]:
+    """Return one line for each unknown command, unknown option or missing file in `script`."""
+    problems: list[str] = []
+    for words in _simple_commands(script):
+        problems += _missing_files(words, root)
+        arguments = _arguments(words)
+        if arguments is not None:
+            problems += _tool_problems(arguments, commands)
+        elif words[0] == "make" and len(words) > 1:
+            problems += _make_problems(words[1:], root)
+    return problems
+
+
+def _simple_commands(script: str) -> Iterator[list[str]]:
+    for line in script.replace("\\\n", " ").splitlines():
+        lexer = shlex.shlex(line, posix=True, punctuation_chars=";&|")
+        lexer.whitespace_split = True
+        words: list[str] = []
+        for word in lexer:
+            if set(word) <= set(";&|"):
+                yield from [words] if words else []
+                words = []
+            else:
+                words.append(word)
+        yield from [words] if words else []
+
+
+def _arguments(words: Sequence[str]) -> list[str] | None:
+    """Return what follows the tool's name, or None for another program."""
+    if words[0] in _TOOLS:
+        return list(words[1:])
+    if words[0].startswith("python") and len(words) > 1 and words[1].rstrip("/").endswith("skill_tools"):
+        return list(words[2:])
+    return None
+
+
+def _tool_problems(arguments: Sequence[str], commands: Mapping[str, str]) -> Iterator[str]:
+    if not arguments or arguments[0].startswith("-"):
+        return
+    name = arguments[0]
+    if name not in commands:
+        yield f"names the command {name}: no such command"
+        return
+    options = set(re.findall(r"--[a-z][a-z0-9-]*", commands[name]))
+    for word in arguments[1:]:
+        option = re.match(r"--[a-z][a-z0-9-]*", word)
+        if option and option[0] not in options:
+            yield f"names {name} {option[0]}: no such option"
+
+
+def _make_problems(targets: Sequence[str], root: Path) -> Iterator[str]:
+    rules = re.findall(r"^([a-z-]+):", (root / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    for target in targets:
+        if target not in rules:
+            yield f"names make {target}: no such target"
+
+
+def _missing_files(words: Sequence[str], root: Path) -> Iterator[str]:
+    for word in words:
+        first = word.split("/")[0]
+        if "/" in word and first and (root / first).is_dir() and not word.startswith("."):
+            exists = any(root.glob(word)) if "*" in word else (root / word).exists()
+            if not exists:
+                yield f"names {word}: no such file"

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from skill_tools.card.load import Card
-from skill_tools.card.measured import measured_range, rows_by_id
+from skill_tools.card.measurements import measured_range, rows_by_id
 
 
 def reference_problems(

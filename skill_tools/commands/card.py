@@ -1,7 +1,11 @@
-"""`offload card check|render`: keeps the card, the documents and the knowledge in step. For contributors.
+"""Keep the card, the documents and the knowledge in step. For contributors, in a checkout.
 
-`check` says what is wrong and changes nothing; `render` writes what can be written. Both need a checkout,
-since an installed wheel carries no docs.
+  offload card check     say what is wrong, and change nothing
+  offload card render    write the documents and index.json that differ from their data
+  offload card pages     build docs/rules/, a page for each rule; the folder is not kept in git
+
+Exit codes: 0 in step or written, 1 `check` found problems, 2 unusable input, 3 a fault of this tool. Data that
+breaks its schema is unusable: `render` and `pages` then write nothing.
 """
 
 import argparse
@@ -22,13 +26,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the one argument: what to do."""
     parser.add_argument(
         "action",
-        choices=("check", "render"),
-        help="check: exit 1 on any difference; render: write what differs",
+        choices=("check", "render", "pages"),
+        help="check: exit 1 on any difference; render: write what differs; pages: build docs/rules/",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Check or render the checkout; return 0, or 1 when `check` found problems."""
+    """Check, render or build; return 0, or 1 when `check` found problems."""
     top = root()
     if not (top / "pyproject.toml").is_file():
         raise UnusableInput(
@@ -37,12 +41,28 @@ def run(args: argparse.Namespace) -> int:
             attempt="a git clone of it",
         )
     with contextlib.chdir(top):
-        return _render(top) if args.action == "render" else _check(top)
+        if args.action == "check":
+            return _check(top)
+        _require_valid_data(top)
+        return _render(top) if args.action == "render" else _pages(top)
+
+
+def _require_valid_data(top: Path) -> None:
+    """Raise `UnusableInput` with the first place where card, keys or rules break their schemas."""
+    from skill_tools.reports.checkout import data_problems
+
+    if broken := data_problems(top):
+        more = f" (and {len(broken) - 1} more)" if len(broken) > 1 else ""
+        raise UnusableInput(
+            f"{broken[0]}{more}",
+            expected="data that keeps its schema in schema/",
+            attempt="offload card check, which lists every such place",
+        )
 
 
 def _render(top: Path) -> int:
     from skill_tools.card.load import load_card
-    from skill_tools.reports.rendered import orphans, rendered_files
+    from skill_tools.reports.checkout import rendered_files
     from skill_tools.rules import index
 
     if index.is_stale():
@@ -54,14 +74,19 @@ def _render(top: Path) -> int:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8")
             print(f"wrote {path.relative_to(top)}")
-    for page in orphans(top, files):
-        page.unlink()
-        print(f"removed {page.relative_to(top)}")
+    return 0
+
+
+def _pages(top: Path) -> int:
+    from skill_tools.reports.rule_pages import write_rule_pages
+
+    folder = top / "docs" / "rules"
+    print(f"wrote {write_rule_pages(folder)} pages to {folder.relative_to(top)}/")
     return 0
 
 
 def _check(top: Path) -> int:
-    from skill_tools.reports.card_check import problems
+    from skill_tools.reports.checkout import problems
 
     found = problems(top, _help_texts(), _output)
     for problem in found:

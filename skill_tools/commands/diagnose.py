@@ -16,9 +16,9 @@ from typing import Any
 from skill_tools.commands import plan_request, releases
 from skill_tools.commands.plan import FORMATS
 from skill_tools.configs.source import looks_like_configuration
-from skill_tools.diagnosis import diagnosis, log_text
+from skill_tools.diagnosis import diagnosis
 from skill_tools.diagnosis.diagnosis import Diagnosis
-from skill_tools.diagnosis.log_text import LogText
+from skill_tools.diagnosis.log import Log, read_log
 from skill_tools.errors import UnusableInput
 from skill_tools.planning.search.planner import Plan
 from skill_tools.reports import diagnoses
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     return 1 if found.recognised else 0
 
 
-def _log(args: argparse.Namespace) -> LogText:
+def _log(args: argparse.Namespace) -> Log:
     """Read the log; raises `UnusableInput` without one, for one that changed places with a FILE, and for a binary."""
     if args.log is None:
         raise UnusableInput(
@@ -73,7 +73,7 @@ def _log(args: argparse.Namespace) -> LogText:
             expected="LOG first, then the run's configuration",
             attempt=f"offload diagnose {log} {args.log}",
         )
-    text = log_text.read(args.log)
+    text = read_log(args.log)
     if _is_binary(text.text[:_SAMPLE]):
         raise UnusableInput(
             f"{text.name} is no text", expected="a training log or traceback", attempt="the log of a rank"

@@ -4,7 +4,7 @@ import argparse
 import json
 
 from skill_tools.errors import UnusableInput
-from skill_tools.reports.pages import page
+from skill_tools.reports.rule_pages import page
 from skill_tools.rules.knowledge import Rule, load_rules
 
 
@@ -64,7 +64,7 @@ def _list_json(rules: tuple[Rule, ...]) -> str:
 
 
 def _data(rule: Rule) -> dict[str, object]:
-    """Return the rule in the shape of `schema/rules.schema.json`, with its page's path."""
+    """Return the rule in the shape of `schema/rules.schema.json`, with the command that prints its page."""
     return {
         "id": rule.id,
         "title": rule.title,

@@ -227,14 +227,14 @@ def _rendered(result: Report, args: argparse.Namespace) -> str:
 
             return as_json(result)
         case "github":
-            from skill_tools.reports.github import as_github
+            from skill_tools.reports.ci_findings import as_github
 
             return as_github(result)
         case "sarif":
-            from skill_tools.reports.sarif import as_sarif
+            from skill_tools.reports.ci_findings import as_sarif
 
             return as_sarif(result)
-    from skill_tools.reports.concise import as_concise
+    from skill_tools.reports.findings import as_concise
 
     return as_concise(result, show_undecided=args.show_undecided)
 

@@ -71,14 +71,15 @@ def run(args: argparse.Namespace) -> int:
 def _by_situation(args: argparse.Namespace, unknown: UnknownShapeError) -> int:
     """Print the card's decision table, say on stderr what is missing, and end as unusable input does."""
     from skill_tools.planning.search import situations
-    from skill_tools.reports import situations as report
+    from skill_tools.reports import plans, plans_json
 
     files = [path for path in args.inputs if not shape_sources.is_config_json(path)]
     rows = situations.table(plan_request.read_config(args, files), releases.stated(args))
     if args.format == "json":
-        print(report.as_json(rows, str(unknown)))
+        print(plans_json.situations_as_json(rows, str(unknown)))
     else:
-        print(report.markdown(rows) if args.format == "markdown" else report.concise(rows))
+        render = plans.situations_markdown if args.format == "markdown" else plans.situations_concise
+        print(render(rows))
     print(f"offload: {unknown}", file=sys.stderr)
     return 2
 

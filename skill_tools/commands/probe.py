@@ -12,8 +12,8 @@ from pathlib import Path
 
 from skill_tools.commands.verify import add_device, chosen_device, reference
 from skill_tools.errors import UnusableInput
-from skill_tools.reports import profiles
-from skill_tools.reports.progress import progress
+from skill_tools.reports import measuring
+from skill_tools.reports.measuring import progress
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
             expected="room on disk and host",
             attempt="--disk with another folder, or an idle machine",
         ) from None
-    print(text if args.format == "json" else profiles.concise(document))
+    print(text if args.format == "json" else measuring.profile(document))
     return 0
 
 

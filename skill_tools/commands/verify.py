@@ -16,8 +16,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from skill_tools.errors import UnusableInput
-from skill_tools.reports import verifications, verified_plans
-from skill_tools.reports.progress import OnStep, progress
+from skill_tools.reports import measuring
+from skill_tools.reports.measuring import OnStep, progress
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     if args.format == "json":
         print(json.dumps(document, indent=2))
     else:
-        print(verifications.concise(document) if args.plan is None else verified_plans.concise(document))
+        print(measuring.verification(document) if args.plan is None else measuring.verified_plan(document))
     return 0 if document["passed"] else 1
 
 

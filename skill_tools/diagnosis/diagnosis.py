@@ -1,18 +1,18 @@
-"""What a failed or slow run's log says, put together: errors with their rules, memory, steps, and the next thing to do.
+"""The diagnosis of a failed or slow run's log: errors with their rules, memory, steps, and what to do next.
 
-Where the log gives a number that a plan can use (a GPU's capacity, what was really allocated), the
-diagnosis hands it over: the budget is lowered by what the run was seen to need beyond the prediction.
+Where the log gives a number that a plan can use (a GPU's capacity, the bytes that were allocated), the diagnosis
+hands it over: the plan's budget is lowered by what the run needed beyond its prediction.
 """
 
 import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from skill_tools.diagnosis import log_errors, log_memory, log_steps
-from skill_tools.diagnosis.log_errors import LogError
-from skill_tools.diagnosis.log_memory import HostOutOfMemory, OutOfMemory
-from skill_tools.diagnosis.log_steps import StepPattern
-from skill_tools.diagnosis.log_text import LogText
+from skill_tools.diagnosis import known_errors, memory, steps
+from skill_tools.diagnosis.known_errors import KnownError
+from skill_tools.diagnosis.log import Log
+from skill_tools.diagnosis.memory import HostOutOfMemory, OutOfMemory
+from skill_tools.diagnosis.steps import StepPattern
 from skill_tools.units import gib
 
 
@@ -21,7 +21,7 @@ class Diagnosis:
     """Everything recognised in one log. `reported` is Megatron's (allocated, max allocated) in bytes."""
 
     name: str
-    errors: tuple[LogError, ...]
+    errors: tuple[KnownError, ...]
     out_of_memory: OutOfMemory | None
     host: HostOutOfMemory | None
     reported: tuple[int, int] | None
@@ -44,27 +44,27 @@ class Diagnosis:
         return self.out_of_memory.total_bytes if self.out_of_memory else None
 
 
-def diagnose(log: LogText, *, broken: Iterable[str] = ()) -> Diagnosis:
+def diagnose(log: Log, *, broken: Iterable[str] = ()) -> Diagnosis:
     """Read `log`; `broken` are the rules that the run's configuration breaks."""
     return Diagnosis(
         name=log.name,
-        errors=log_errors.find(log, broken=broken),
-        out_of_memory=log_memory.out_of_memory(log),
-        host=log_memory.host_out_of_memory(log),
-        reported=log_memory.reported_bytes(log),
-        steps=log_steps.times_s(log),
-        patterns=log_steps.patterns(log),
+        errors=known_errors.find(log, broken=broken),
+        out_of_memory=memory.out_of_memory(log),
+        host=memory.host_out_of_memory(log),
+        reported=memory.reported_bytes(log),
+        steps=steps.times_s(log),
+        patterns=steps.patterns(log),
     )
 
 
 def beyond_bytes(found: Diagnosis, predicted_bytes: int) -> int:
-    """Return how much more than `predicted_bytes` the run was seen to need when it ran out of memory."""
+    """Return how much more than `predicted_bytes` the run needed when it ran out of memory."""
     needed = found.out_of_memory.needed_bytes if found.out_of_memory else None
     return max(0, (needed or 0) - predicted_bytes)
 
 
 def budget_note(gpu_bytes: int, predicted_bytes: int, beyond: int) -> str:
-    """Say what budget a plan from a log has and why; a prediction that is far off has another run's configuration."""
+    """Say what budget a plan from a log has and why; doubt the configuration where its prediction is far off."""
     left = f"budget: {gib(gpu_bytes)} of the GPU"
     if not beyond:
         return left
@@ -75,14 +75,14 @@ def budget_note(gpu_bytes: int, predicted_bytes: int, beyond: int) -> str:
 def advice(found: Diagnosis, *, planned: bool = False) -> tuple[str, ...]:
     """Return what to do next, most urgent first; `planned` says that a plan follows, and needs no command."""
     lines = [f"{error.rules[0].id}: {error.rules[0].next}" for error in found.errors]
-    memory = found.out_of_memory
-    if memory is not None and memory.is_fragmented:
+    oom = found.out_of_memory
+    if oom is not None and oom.is_fragmented:
         lines.append(
-            f"{gib(memory.unallocated_bytes or 0)} was reserved and unused: export "
+            f"{gib(oom.unallocated_bytes or 0)} was reserved and unused: export "
             "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
         )
-    if memory is not None and not planned:
-        lines.append(_plan_command(memory))
+    if oom is not None and not planned:
+        lines.append(_plan_command(oom))
     if found.host is not None:
         lines.append(
             "plan with --host-memory: a smaller offload fraction needs less (16 bytes an offloaded parameter)"
@@ -91,9 +91,9 @@ def advice(found: Diagnosis, *, planned: bool = False) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def _plan_command(memory: OutOfMemory) -> str:
+def _plan_command(oom: OutOfMemory) -> str:
     """Return the command that plans for the GPU of the log: from a configuration, or for a loop that has none."""
-    capacity = f"{memory.total_bytes / (1 << 30):.1f}GiB" if memory.total_bytes else "80GiB"
+    capacity = f"{oom.total_bytes / (1 << 30):.1f}GiB" if oom.total_bytes else "80GiB"
     return (
         f"offload plan FILE --gpu-memory {capacity}; for a plain PyTorch loop, which has no FILE: "
         f"offload plan --framework pytorch --model NAME --gpu-memory {capacity}"

@@ -5,8 +5,8 @@ import json
 from typing import Any
 
 from skill_tools.diagnosis.diagnosis import Diagnosis, advice
-from skill_tools.diagnosis.log_errors import LogError
-from skill_tools.diagnosis.log_memory import OutOfMemory
+from skill_tools.diagnosis.known_errors import KnownError
+from skill_tools.diagnosis.memory import OutOfMemory
 from skill_tools.units import gib, seconds
 
 SCHEMA_VERSION = "1.0"
@@ -28,7 +28,7 @@ def concise(found: Diagnosis, *, planned: bool = False) -> str:
     if found.usual_step_s is not None:
         lines.append(f"{len(found.steps)} steps, the usual one {seconds(found.usual_step_s)}")
     if not found.recognised:
-        return "\n".join([*lines, f"{found.name}: nothing that this tool knows"])
+        return "\n".join([*lines, f"{found.name}: no problem that this tool knows"])
     following = [f"  {line}" for line in advice(found, planned=planned)]
     return "\n".join([*lines, *(["next:", *following] if following else [])])
 
@@ -83,7 +83,7 @@ def as_json(found: Diagnosis, plan: dict[str, Any] | None) -> str:
     )
 
 
-def _error(name: str, error: LogError) -> str:
+def _error(name: str, error: KnownError) -> str:
     rules = ", ".join(f"{rule.id} ({rule.title})" for rule in error.rules)
     sure = "your configuration breaks" if error.confirmed else "known as"
     return f"{name}:{error.line}: {error.text[:160]}\n  {sure} {rules}"

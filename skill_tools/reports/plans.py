@@ -1,6 +1,9 @@
-"""A plan for people: a screen of text, or Markdown for an issue. The recommendation and its patch come first."""
+"""A plan for people: a screen of text, or Markdown for an issue. The recommendation and its patch come first.
 
-from collections.abc import Callable, Iterable
+Where the model's shape is not known there is no plan; the card's decision table takes its place.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from skill_tools.dialects import parameters
@@ -9,6 +12,7 @@ from skill_tools.dialects.run import PYTORCH
 from skill_tools.planning.search.legality import Condition, RuledOut
 from skill_tools.planning.search.options import Option
 from skill_tools.planning.search.planner import Plan, shown
+from skill_tools.planning.search.situations import Situation
 from skill_tools.units import gib, seconds
 
 
@@ -20,10 +24,11 @@ class _Row(Protocol):
 
 _KNOWN_RATES = "rates: {} of knowledge/hardware.yaml, not measured here; --profile FILE takes measured ones"
 _CARRY_OUT = (
-    "carry it out: save it (--format json > plan.json), then in the loop "
+    "to carry it out, save it (--format json > plan.json), then call in the loop "
     'reference_impl.verification.apply.apply_plan(model, optimizer, "plan.json")'
 )
 _NOTHING = "nothing to change"
+_NO_PLAN = "no plan was computed, because the model's shape is not known; the card answers by situation"
 _ESTIMATED = (
     "times marked estimated rest on rates that nobody measured for this setting: take the true step time as unknown "
     "until a 20-step run, then plan again with --step-time or --profile"
@@ -45,6 +50,24 @@ def markdown(plan: Plan) -> str:
     blocks.append(_table(plan, _markdown_row))
     blocks.extend(_sections(plan, title="\n**{}**\n", bullet="- "))
     return "\n".join(blocks)
+
+
+def situations_concise(rows: Sequence[Situation]) -> str:
+    """Return one block a row: when it applies, what to do and why."""
+    blocks = [f"{_NO_PLAN}:"]
+    for row in rows:
+        mark = " (applies here)" if row.applies else ""
+        rule = f" [{row.rule}]" if row.rule else ""
+        blocks.append(f"  {row.situation}{mark}\n    -> {row.recommend}: {row.why}{rule}")
+    return "\n".join(blocks)
+
+
+def situations_markdown(rows: Sequence[Situation]) -> str:
+    """Return a Markdown table."""
+    head = f"{_NO_PLAN}.\n\n| Situation | Do | Why | Rule |\n|---|---|---|---|"
+    return "\n".join(
+        [head, *(f"| {row.situation} | {row.recommend} | {row.why} | {row.rule} |" for row in rows)]
+    )
 
 
 def _headline(plan: Plan) -> str:
@@ -145,7 +168,9 @@ def _sections(plan: Plan, *, title: str, bullet: str) -> list[str]:
         memory = [f"{line.name}: {gib(line.bytes)} = {line.formula}" for line in best.memory.gpu]
         sections.append((f"memory of one GPU on pipeline stage {best.memory.stage}", memory))
         sections.append(("time of one step", _times(best)))
-    sections.append(("would change it", [f"{change}: {answer}" for change, answer in plan.sensitivity]))
+    sections.append(
+        ("what would change the answer", [f"{change}: {answer}" for change, answer in plan.sensitivity])
+    )
     rates = (
         f"rates measured: {plan.machine.source}"
         if plan.machine.measured

@@ -1,6 +1,7 @@
 """A plan as the JSON document of `schema/plan.schema.json`: recommendation and patch first, then what it rests on."""
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from skill_tools.dialects import parameters
@@ -10,6 +11,7 @@ from skill_tools.planning.model.memory import Memory
 from skill_tools.planning.search.legality import RuledOut
 from skill_tools.planning.search.options import Option
 from skill_tools.planning.search.planner import Plan
+from skill_tools.planning.search.situations import Situation
 
 SCHEMA_VERSION = "1.0"
 
@@ -17,6 +19,17 @@ SCHEMA_VERSION = "1.0"
 def as_json(plan: Plan) -> str:
     """Return the document as text."""
     return json.dumps(document(plan), indent=2, ensure_ascii=False)
+
+
+def situations_as_json(rows: Sequence[Situation], problem: str) -> str:
+    """Return the document of `schema/plan.schema.json` with kind `by-situation`."""
+    document = {
+        "schema_version": SCHEMA_VERSION,
+        "errors": [{"kind": "unusable-input", "message": problem}],
+        "kind": "by-situation",
+        "decisions": [row._asdict() for row in rows],
+    }
+    return json.dumps(document, indent=2, ensure_ascii=False)
 
 
 def document(plan: Plan) -> dict[str, Any]:

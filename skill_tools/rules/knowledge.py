@@ -74,8 +74,8 @@ class Rule(NamedTuple):
 
     @property
     def docs(self) -> str:
-        """The rule's page, relative to the repository's root."""
-        return f"docs/rules/{self.id}.md"
+        """The command that prints the rule's page."""
+        return f"offload explain {self.id}"
 
 
 _BUILT: dict[str, Condition] = {}

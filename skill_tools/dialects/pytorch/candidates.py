@@ -15,10 +15,10 @@ from skill_tools.dialects.candidates import (
     layer_counts,
 )
 from skill_tools.dialects.run import ActivationEngine, Mode, OptimizerEngine, Recompute, Run
-from skill_tools.planning.cost import budget_engine
+from skill_tools.planning.cost import recompute
+from skill_tools.planning.cost.compute import Pace
 from skill_tools.planning.cost.machine import Machine
-from skill_tools.planning.cost.own_optimizer import best_streamed_share
-from skill_tools.planning.cost.pace import Pace
+from skill_tools.planning.cost.optimizer import best_streamed_share
 
 _Part = tuple[dict[str, object], str, tuple[str, ...]]
 
@@ -63,7 +63,7 @@ def _budgets(run: Run, machine: Machine, speed: Pace) -> Iterator[_Part]:
         return
     for eighths in range(1, 8):
         removed = eighths / 8
-        recomputed = budget_engine.recomputed_share(run, machine, speed, removed)
+        recomputed = recompute.recomputed_share(run, machine, speed, removed)
         yield (
             {
                 "recompute": Recompute(),

@@ -1,1 +1,7 @@
-"""What it costs: seconds of a step on a machine."""
+"""What a mode costs, in seconds: compute, recompute, copies and the update, for one machine's rates.
+
+Glossary:
+    pace: seconds of a micro-batch's forward and backward on one GPU, without offload or recompute.
+    D2H, H2D, duplex: pinned copies to the host, to the GPU, and one direction while the other runs too.
+    link, dram: the bus between GPU and host, and one rank's share of the host's memory bandwidth.
+"""

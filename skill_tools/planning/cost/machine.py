@@ -11,11 +11,13 @@ from typing import Any, NamedTuple
 
 from skill_tools import knowledge
 from skill_tools.errors import UnusableInput
+from skill_tools.planning.model.reference_numbers import (
+    CPU_DRAM_BYTES,
+    STREAMED_DRAM_BYTES,
+    STREAMED_LINK_BYTES,
+)
 from skill_tools.units import GIB
 
-# What one parameter's update by `reference_impl`'s optimizer moves: through host memory, and over the link one way.
-CPU_DRAM_BYTES, STREAM_DRAM_BYTES = 32, 24
-CPU_LINK_BYTES, STREAM_LINK_BYTES = 2, 12  # bf16 gradient or weight; fp32 master and moments
 _RATES = (
     "bf16_matmul_TFLOPs",
     "h2d_pinned_GBs",
@@ -195,16 +197,16 @@ def _update_rates(data: Mapping[str, Any]) -> dict[str, float]:
     """Return what the reference implementation's optimizer reached here, or where that was not measured, its limits.
 
     Whole updates with their copies were timed: on the CPU, streamed, and `both_cpu_share` of them at once on the CPU.
-    Their bytes (`own_optimizer`) bound the link from below, and host memory by the busiest of the three.
+    Their bytes (`reference_numbers`) bound the link from below, and host memory by the busiest of the three.
     """
     if "streamed_Gparam_s" not in data:
         adam, link = data["cpu_adam_fused_Gparam_s"] * 1e9, data["duplex_total_GBs"] * 1e9 / 2
         return {"update_link": link, "update_dram": 28 * adam, "update_cpu": adam}
     cpu, streamed, share = data["cpu_with_copies_Gparam_s"], data["streamed_Gparam_s"], data["both_cpu_share"]
-    both = (CPU_DRAM_BYTES * share + STREAM_DRAM_BYTES * (1 - share)) * data["both_Gparam_s"]
-    dram = max(CPU_DRAM_BYTES * cpu, STREAM_DRAM_BYTES * streamed, both)
+    both = (CPU_DRAM_BYTES * share + STREAMED_DRAM_BYTES * (1 - share)) * data["both_Gparam_s"]
+    dram = max(CPU_DRAM_BYTES * cpu, STREAMED_DRAM_BYTES * streamed, both)
     return {
-        "update_link": STREAM_LINK_BYTES * streamed * 1e9,
+        "update_link": STREAMED_LINK_BYTES * streamed * 1e9,
         "update_dram": dram * 1e9,
         "update_cpu": cpu * 1e9,
     }

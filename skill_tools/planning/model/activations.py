@@ -1,17 +1,23 @@
-"""Bytes that autograd keeps per token for one decoder layer, part by part.
+"""Bytes that autograd keeps for backward: per token of one decoder layer, and of a pipeline stage under a mode.
 
-Each part is tagged with what removes it: the recompute module that drops it and the fine-grained offload
-module that moves it. Counted are unique storages with flash attention (no score matrix), bf16 unless said.
-The list is the one of a Llama layer: inputs of norms and linears, q, k, v, attention output, and what the
-MLP or the experts keep.
+A layer is a list of parts: inputs of norms and linears, q, k, v, the attention output, and what the MLP or the
+experts keep. Each part names the recompute module that drops it and the fine-grained offload module that moves
+it. The list counts unique storages with flash attention (no score matrix), in bf16 unless it says otherwise.
+
+A stage walks its layers with the mode's recompute and engine. An engine needs memory of its own: layers that are
+offloaded are copied one layer late, checkpointed inputs are double-buffered, and TRL keeps twice what it saves.
+Explained in docs/activation-offloading.md.
 """
 
 from collections.abc import Iterable
 from functools import lru_cache
 from typing import NamedTuple
 
-from skill_tools.dialects.run import Run
+from skill_tools.dialects.layout import Stage, stages
+from skill_tools.dialects.run import ActivationEngine, Mode, Recompute, Run
 from skill_tools.dialects.shapes import ModelShape
+from skill_tools.planning.model.reference_numbers import IN_FLIGHT_BYTES
+from skill_tools.units import GIB
 
 IMBALANCE = 1.0  # tokens an expert rank receives, relative to an even spread
 
@@ -85,17 +91,19 @@ def _expert_parts(run: Run) -> Iterable[Part]:
 
 
 @lru_cache(maxsize=1024)
-def kept(parts: tuple[Part, ...], recomputed: tuple[str, ...], moved: tuple[str, ...]) -> tuple[float, float]:
-    """Return (bytes that stay on the GPU, bytes that leave for the host) per token and layer."""
-    stays = leaves = 0.0
+def stays_and_moves(
+    parts: tuple[Part, ...], recomputed: tuple[str, ...], moved: tuple[str, ...]
+) -> tuple[float, float]:
+    """Return (bytes that stay on the GPU, bytes that move to the host) per token and layer."""
+    stays = moves = 0.0
     for part in parts:
         if set(part.dropped_by) & set(recomputed):
             continue
         if part.moved_by and part.moved_by in moved:
-            leaves += part.token_bytes
+            moves += part.token_bytes
         else:
             stays += part.token_bytes
-    return stays, leaves
+    return stays, moves
 
 
 def by_component(
@@ -104,7 +112,7 @@ def by_component(
     """Return the bytes per token and layer that stay on the GPU, by what they belong to."""
     found: dict[str, float] = {}
     for part in parts:
-        stays, _ = kept((part,), recomputed, moved)
+        stays, _ = stays_and_moves((part,), recomputed, moved)
         if stays:
             name = next(
                 (name for start, name in _COMPONENTS if part.name.startswith(start)), "inputs and norms"
@@ -118,10 +126,144 @@ def in_flight(run: Run, stage_rank: int) -> float:
 
     1F1B keeps `PP - rank`; the interleaved schedule `((V - 1) PP + 2 (PP - rank - 1) + 1) / V` of its chunks.
     """
-    stages, chunks = run.layout.pipeline, run.layout.virtual_stages
-    if stages == 1:
+    depth, chunks = run.layout.pipeline, run.layout.virtual_stages
+    if depth == 1:
         return 1
     if chunks == 1:
-        return min(stages - stage_rank, run.micro_batches)
-    held = (chunks - 1) * stages + 2 * (stages - stage_rank - 1) + 1
+        return min(depth - stage_rank, run.micro_batches)
+    held = (chunks - 1) * depth + 2 * (depth - stage_rank - 1) + 1
     return min(held, chunks * run.micro_batches) / chunks
+
+
+class Kept(NamedTuple):
+    """Bytes of one micro-batch on one GPU.
+
+    `stays` is what the GPU holds after forward, `offloaded` what the host holds. `copied` is `offloaded` and the
+    duplicates that an engine copies again. `layer` is what backward needs of one layer at once, alive at
+    `layer_when`. `final_token_bytes` are the final norm's tensors a token, `logits_bytes` the bytes of one logit
+    that wait for their copy. `components` says in words what the largest layer keeps on the GPU.
+    """
+
+    stays: float
+    offloaded: float
+    copied: float
+    layer: float
+    layer_when: str
+    final_token_bytes: float
+    logits_bytes: float
+    components: str = ""
+
+
+def kept_by_stage(run: Run, mode: Mode, stage: Stage) -> Kept:
+    """Return what the stage's layers keep under `mode`."""
+    recompute = mode.recompute or run.recompute
+    prediction = (run.shape.num_layers - 1,) * (run.shape.mtp_layers if stage.has_head else 0)
+    indices = (*stage.layers, *prediction)
+    parts = {moe: layer_parts(run, moe=moe) for moe in {run.shape.is_moe(i) for i in indices}}
+    largest = max((_needed_at_once(run, layer) for layer in parts.values()), default=0.0)
+    stays = offloaded = copied = 0.0
+    for position, index in enumerate(indices):
+        stay, moved, twice = _layer(run, mode, recompute, parts[run.shape.is_moe(index)], position)
+        stays, offloaded, copied = stays + stay, offloaded + moved, copied + moved + twice
+    stays += _waiting(run, mode, largest, offloaded)
+    tokens = run.tokens
+    engine = mode.activation_engine
+    everything = engine in {ActivationEngine.TRL, ActivationEngine.SAVE_ON_CPU, ActivationEngine.OWN_INPUTS}
+    again = recompute.granularity == "full" or (everything and not mode.layers) or bool(mode.removed)
+    if mode.activation_engine is ActivationEngine.SAVE_ON_CPU:
+        largest = max(_one_module(layer) for layer in parts.values())
+    return Kept(
+        stays=stays * tokens,
+        offloaded=offloaded * tokens,
+        copied=copied * tokens,
+        layer=largest * tokens,
+        layer_when="recompute" if again else "backward",
+        final_token_bytes=0.0 if everything and not mode.layers else 2 * input_bytes(run),
+        logits_bytes=2.0 if mode.activation_engine is ActivationEngine.TRL else 0.0,
+        components=_components(run, mode, recompute, tuple(parts.values())),
+    )
+
+
+def _needed_at_once(run: Run, parts: tuple[Part, ...]) -> float:
+    """Bytes a token that backward needs of one layer at once."""
+    return sum(part.token_bytes for part in parts if not (run.tiled_mlp and "MLP" in part.name))
+
+
+def _components(run: Run, mode: Mode, recompute: Recompute, kinds: tuple[tuple[Part, ...], ...]) -> str:
+    """Say what one layer keeps: of several kinds, the one that keeps most."""
+    if recompute.granularity == "full" or not kinds:
+        return f"layer inputs {input_bytes(run) * run.tokens / GIB:.2f}"
+    dropped = recompute.modules if recompute.granularity == "selective" else ()
+    largest = max(kinds, key=lambda parts: sum(part.token_bytes for part in parts))
+    found = by_component(largest, dropped, mode.modules)
+    return ", ".join(f"{name} {size * run.tokens / GIB:.2f}" for name, size in found.items())
+
+
+def _layer(
+    run: Run, mode: Mode, recompute: Recompute, parts: tuple[Part, ...], position: int
+) -> tuple[float, float, float]:
+    """Return the bytes a token that stay, that are offloaded, and that are copied once more than they are held."""
+    dropped = recompute.modules if recompute.granularity == "selective" else ()
+    stay, moved = stays_and_moves(parts, dropped, mode.modules)
+    if recompute.granularity == "full" and (recompute.method == "uniform" or position < recompute.layers):
+        first = recompute.method == "block" or position % max(recompute.layers, 1) == 0
+        stay, moved = (input_bytes(run) if first else 0.0), 0.0
+    match mode.activation_engine:
+        case ActivationEngine.LAYERS | ActivationEngine.OWN_LAYERS:
+            return (0.0, stay, 0.0) if position < mode.layers else (stay, moved, 0.0)
+        case ActivationEngine.INPUTS | ActivationEngine.OWN_INPUTS:
+            return 0.0, stay, 0.0
+        case ActivationEngine.OWN_BUDGET:
+            return stay * (1 - mode.removed), stay * (mode.removed - mode.recomputed), 0.0
+        case ActivationEngine.SAVE_ON_CPU:
+            return (0.0, stay, _saved_twice(parts)) if _covers(mode, position) else (stay, moved, 0.0)
+        case ActivationEngine.TRL:
+            twice = _saved_twice(parts) if recompute.granularity != "full" else 0.0
+            return twice, stay - twice, twice
+    return stay, moved, 0.0
+
+
+def dropped_bytes(run: Run, recompute: Recompute, stage_rank: int) -> float:
+    """Return the bytes that selective recompute writes again in one micro-batch on one GPU."""
+    stage = stages(run.shape, run.layout)[stage_rank]
+    total = 0.0
+    for moe in {run.shape.is_moe(index) for index in stage.layers}:
+        count = sum(1 for index in stage.layers if run.shape.is_moe(index) is moe)
+        parts = layer_parts(run, moe=moe)
+        total += count * sum(
+            part.token_bytes for part in parts if set(part.dropped_by) & set(recompute.modules)
+        )
+    return total * run.tokens
+
+
+def _covers(mode: Mode, position: int) -> bool:
+    return not mode.layers or position < mode.layers
+
+
+def _saved_twice(parts: tuple[Part, ...]) -> float:
+    """Bytes that two linears save each: the MLP's input, for the gate and the up projection."""
+    return sum(part.token_bytes for part in parts if part.name == "MLP norm output")
+
+
+def _one_module(parts: tuple[Part, ...]) -> float:
+    """Bytes of the MLP's inner tensors: what on-demand loading brings back at once."""
+    return sum(
+        part.token_bytes for part in parts if part.name.endswith(("linear output", "activation output"))
+    )
+
+
+def _waiting(run: Run, mode: Mode, largest: float, offloaded: float) -> float:
+    """Bytes a token that wait on the GPU for their copy."""
+    match mode.activation_engine:
+        case ActivationEngine.LAYERS:
+            return largest if mode.layers else 0.0
+        case ActivationEngine.INPUTS:
+            return 2 * input_bytes(run)
+        case ActivationEngine.OWN_LAYERS:
+            return min(IN_FLIGHT_BYTES / run.tokens, offloaded)
+    return 0.0
+
+
+def input_bytes(run: Run) -> float:
+    """Bytes a token of one layer's input."""
+    return 2 * run.shape.hidden / (run.layout.tensor if run.layout.sequence_parallel else 1)

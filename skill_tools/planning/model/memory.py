@@ -1,9 +1,9 @@
 """Memory of one run under one mode: GPU bytes line by line for the most loaded stage, and host bytes.
 
-Four moments of a step compete: the start of backward (all activations and the loss), a layer being
-recomputed, the end of backward (all gradients), and the update. `allocated` is the largest, `between_steps`
-what stays when no activation is alive (what Megatron logs as allocated memory), `device` adds CUDA's
-context, communicators and a margin for fragmentation.
+The peak is at one of four moments of a step: the start of backward (all activations and the loss), the recompute
+of a layer, the end of backward (all gradients), or the update. `allocated` is that peak; `between_steps` is what
+stays when no activation is alive, which Megatron logs as allocated memory; `device` adds CUDA's context,
+communicators and a margin for fragmentation.
 """
 
 from collections.abc import Sequence
@@ -13,9 +13,9 @@ from typing import NamedTuple
 from skill_tools.dialects import layout
 from skill_tools.dialects.layout import LocalParameters, Stage
 from skill_tools.dialects.run import Mode, Run
-from skill_tools.planning.model import activations, kept, states
-from skill_tools.planning.model.kept import Kept
-from skill_tools.planning.model.lines import Line
+from skill_tools.planning.accounts import Line
+from skill_tools.planning.model import activations, states
+from skill_tools.planning.model.activations import Kept
 from skill_tools.units import GIB
 
 CONTEXT_BYTES = round(0.75 * GIB)
@@ -89,13 +89,13 @@ def _of_stage(run: Run, mode: Mode, stage: Stage) -> Memory:
         host=(*host, *found.host),
         ranks_on_node=run.layout.ranks_on_node,
         in_flight=found.in_flight,
-        moved_bytes=found.kept.leaves,
+        moved_bytes=found.kept.offloaded,
         copied_bytes=found.kept.copied,
     )
 
 
 def _worst_moment(lines: Sequence[Line]) -> list[Line]:
-    """Return the lines that are alive at the moment of a step when most is."""
+    """Return the lines that are alive at the moment of a step with the most bytes."""
     moments = [[line for line in lines if line.when in moment] for moment in _MOMENTS]
     moments[2] = [line for line in moments[2] if line.name != "activations"]
     return max(moments, key=lambda alive: sum([line.bytes for line in alive]))
@@ -113,13 +113,13 @@ class _Activations(NamedTuple):
 @lru_cache(maxsize=1024)
 def _activations(run: Run, mode: Mode, stage: Stage) -> _Activations:
     """Return what the stage keeps, once for all modes that are the same `of_activations`."""
-    found, flight = kept.of_stage(run, mode, stage), activations.in_flight(run, stage.rank)
-    host = Line("activations", round(found.leaves * flight), f"{flight:g} micro-batches in flight", "step")
+    found, flight = activations.kept_by_stage(run, mode, stage), activations.in_flight(run, stage.rank)
+    host = Line("activations", round(found.offloaded * flight), f"{flight:g} micro-batches in flight", "step")
     return _Activations(
         found,
         flight,
         tuple(_activation_lines(run, mode, stage, found, flight)),
-        (host,) if found.leaves else (),
+        (host,) if found.offloaded else (),
     )
 
 
@@ -135,7 +135,10 @@ def _activation_lines(run: Run, mode: Mode, stage: Stage, found: Kept, flight: f
             "step",
         ),
         Line(
-            "one layer's work", round(found.layer), "what backward has at hand of one layer", found.layer_when
+            "one layer's work",
+            round(found.layer),
+            "what backward needs of one layer at once",
+            found.layer_when,
         ),
     ]
     if not stage.has_head:

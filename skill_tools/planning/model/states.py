@@ -1,22 +1,21 @@
 """Bytes of weights, gradients and optimizer state, on the GPU and on the host, by the engine that keeps them.
 
-Optimizer engines differ in what stays behind: Megatron's HybridDeviceOptimizer moves the moments alone
-unless the precision-aware optimizer is on, and keeps an fp32 copy of gradients that come in bf16; the
+Optimizer engines differ in what stays on the GPU. Megatron's HybridDeviceOptimizer moves the moments alone
+unless the precision-aware optimizer is on, and keeps an fp32 copy of gradients that come in bf16. The
 reference implementation moves all state and frees the gradients of the share that the CPU updates.
+Explained in docs/optimizer-offloading.md and docs/layer-streaming.md.
 """
 
 from functools import lru_cache
 
 from skill_tools.dialects.layout import LocalParameters
 from skill_tools.dialects.run import PYTORCH, Adapter, Mode, OptimizerEngine, Run, WeightEngine
-from skill_tools.planning.cost import own_optimizer
-from skill_tools.planning.model.lines import Line, each
+from skill_tools.planning.accounts import Line, each
+from skill_tools.planning.model import reference_numbers as reference
 from skill_tools.units import gib
 
-HOST_BYTES_CPU_SHARE = 16  # fp32 master, gradient and two moments
-HOST_BYTES_STREAMED_SHARE = 12  # fp32 master and two moments
-STATE_CHUNK_BYTES = 512 << 20
-WINDOW_LAYERS = 3  # a frozen layer in use, and two that come in ahead
+HOST_BYTES_CPU_SHARE = 16  # frameworks' engines: fp32 master, gradient and two moments
+STATE_CHUNK_BYTES = 512 << 20  # Megatron's state offload restores two such chunks at a time
 
 
 @lru_cache(maxsize=1024)
@@ -59,7 +58,7 @@ def _optimizer(run: Run, mode: Mode, shard: int) -> tuple[list[Line], list[Line]
     if mode.state_offload:
         plain, _ = _optimizer(run, Mode(), shard)
         chunks = min(2 * STATE_CHUNK_BYTES, sum(line.bytes for line in plain))
-        restored = Line("restored states", chunks, "two chunks of 512 MiB", "update")
+        restored = Line("restored states", chunks, f"two chunks of {STATE_CHUNK_BYTES >> 20} MiB", "update")
         return [restored], [Line(line.name, line.bytes, f"{line.formula}, between updates") for line in plain]
     resident = round(shard * (1 - fraction))
     owned = "of the optimizer shard"
@@ -79,16 +78,24 @@ def _optimizer(run: Run, mode: Mode, shard: int) -> tuple[list[Line], list[Line]
             Line("fp32 copy of gradients", 4 * resident, each(4, resident, "kept by HybridDeviceOptimizer"))
         )
     if run.dialect == PYTORCH and resident and moments_bytes:
-        widened = min(resident, max(own_optimizer.WIDENED_ELEMENTS, run.shape.vocab * run.shape.hidden))
-        formula = each(4, widened, "updated at once, as a list of tensors or the largest one")
+        widened = min(resident, max(reference.WIDENED_ELEMENTS, run.shape.vocab * run.shape.hidden))
+        formula = each(4, widened, "widened at once: a list of tensors, or the largest one")
         gpu.append(Line("fp32 gradients", 4 * widened, formula, "update"))
     if not fraction:
         return gpu, []
     streamed = round(shard * mode.streamed_fraction)
     if streamed:
-        slots = f"{own_optimizer.SLOTS} slots of 96 MiB, and a chunk's gradients in fp32"
-        gpu.append(Line("streaming slots", own_optimizer.ring_bytes(streamed), slots))
+        chunk = f"{reference.CHUNK_BYTES >> 20} MiB"
+        slots = f"{reference.SLOTS} slots of {chunk}, and a chunk's gradients in fp32"
+        gpu.append(Line("streaming slots", ring_bytes(streamed), slots))
     return gpu, _hosted(run, mode, shard - resident - streamed, streamed)
+
+
+def ring_bytes(streamed: int) -> int:
+    """Return the GPU bytes that streaming needs: slots of one chunk's states, and a chunk's gradients in fp32."""
+    slots = min(reference.SLOTS, -(-streamed // reference.CHUNK_ELEMENTS))
+    chunk = min(streamed, reference.CHUNK_ELEMENTS)
+    return (reference.STATE_BYTES * slots + reference.GRADIENT_BYTES) * chunk
 
 
 def _copies_gradients(run: Run, mode: Mode, masters_move: bool) -> bool:
@@ -99,7 +106,8 @@ def _copies_gradients(run: Run, mode: Mode, masters_move: bool) -> bool:
 def _hosted(run: Run, mode: Mode, cpu: int, streamed: int) -> list[Line]:
     cpu_bytes: float = HOST_BYTES_CPU_SHARE
     if mode.optimizer_engine is OptimizerEngine.REFERENCE:
-        cpu_bytes = own_optimizer.host_bytes(run.precision.weight_bytes)
+        # The staging buffer in the weight's dtype carries the gradient down and the weight up.
+        cpu_bytes = reference.STATE_BYTES + run.precision.weight_bytes
     if mode.optimizer_engine in {OptimizerEngine.TORCHAO, OptimizerEngine.TORCHAO_GRADIENTS}:
         cpu_bytes = 8  # bf16 weight, gradient and two moments
     lines = []
@@ -108,10 +116,9 @@ def _hosted(run: Run, mode: Mode, cpu: int, streamed: int) -> list[Line]:
             Line("optimizer state", round(cpu_bytes * cpu), each(cpu_bytes, cpu, "updated on the CPU"))
         )
     if streamed:
-        amount = HOST_BYTES_STREAMED_SHARE * streamed
-        lines.append(
-            Line("streamed optimizer state", amount, each(HOST_BYTES_STREAMED_SHARE, streamed, "streamed"))
-        )
+        amount = reference.STATE_BYTES * streamed
+        formula = each(reference.STATE_BYTES, streamed, "streamed")
+        lines.append(Line("streamed optimizer state", amount, formula))
     return lines
 
 
@@ -130,11 +137,13 @@ def _adapter(run: Run, adapter: Adapter, mode: Mode, local: LocalParameters) -> 
     if not streamed:
         return [*gpu, Line("base weights", base, formula), *_gathered(run, mode, local)], []
     ring = min(window_bytes(run, mode, streamed), streamed)
-    kept = f"{run.shape.num_layers - mode.weight_layers} layers' worth, the ends, and {gib(ring)} that come and go"
+    resident = f"{run.shape.num_layers - mode.weight_layers} layers' worth"
+    kept = f"{resident}, embedding and head, and a window of {gib(ring)} for the streamed rest"
     if _frees_nothing(run, mode):
-        return [*gpu, Line("base weights", base, f"{formula}: autograd keeps views of what left")], [
-            Line("base weights", streamed, f"{mode.weight_layers} layers, pinned")
-        ]
+        return [
+            *gpu,
+            Line("base weights", base, f"{formula}: autograd keeps views of the offloaded layers"),
+        ], [Line("base weights", streamed, f"{mode.weight_layers} layers, pinned")]
     gpu.append(Line("base weights", base - streamed + ring, kept))
     return gpu, [
         Line("base weights", streamed, f"{mode.weight_layers} of {run.shape.num_layers} layers, pinned")
@@ -156,18 +165,21 @@ def window_bytes(run: Run, mode: Mode, streamed: int) -> int:
     Axolotl whole layers, with one ahead.
     """
     if mode.weight_engine is WeightEngine.REFERENCE:
-        return WINDOW_LAYERS * streamed // run.shape.num_layers
+        return reference.WINDOW_LAYERS * streamed // run.shape.num_layers
     return 2 * streamed // mode.weight_layers
 
 
 def _frees_nothing(run: Run, mode: Mode) -> bool:
-    """Axolotl swaps `param.data`, which frees nothing while saved tensors hold views of the weights."""
+    """Whether offloading the layers frees no GPU memory.
+
+    Axolotl swaps `param.data`, which frees nothing while saved tensors hold views of the weights.
+    """
     recompute = mode.recompute or run.recompute
     return mode.weight_engine is WeightEngine.AXOLOTL and recompute.granularity != "full"
 
 
 def _gathered(run: Run, mode: Mode, local: LocalParameters) -> list[Line]:
-    """Two layers in bf16 that FSDP or ZeRO-3 has gathered: the one that runs and the one it prefetches."""
+    """Return the two layers in bf16 that FSDP or ZeRO-3 gathers: the one that runs and the one it prefetches."""
     if run.weight_shards == 1 and not mode.offload_parameters:
         return []
     layer = round(2 * local.total / run.shape.num_layers)

@@ -15,9 +15,9 @@ from skill_tools.dialects.candidates import DISTRIBUTED, OPTIMIZER, RECOMPUTE, C
 from skill_tools.dialects.megatron import candidates as megatron_modes
 from skill_tools.dialects.pytorch import candidates as pytorch_modes
 from skill_tools.dialects.run import PYTORCH, Mode, Run
-from skill_tools.planning.cost import time
+from skill_tools.planning.cost import step_time
+from skill_tools.planning.cost.compute import Pace
 from skill_tools.planning.cost.machine import Machine
-from skill_tools.planning.cost.pace import Pace
 from skill_tools.planning.model import memory
 from skill_tools.planning.model.memory import Memory
 from skill_tools.planning.search.legality import LEGAL, Judge, Legality, RuledOut
@@ -81,7 +81,7 @@ class Search:
         return sorted(found, key=lambda option: (not option.fits, preference(option)))
 
     def _option(self, candidate: Candidate, legality: Legality, found: Memory, budget: Budget) -> Option:
-        step = time.estimate(self._run, candidate.mode, found, self._machine, self.speed)
+        step = step_time.estimate(self._run, candidate.mode, found, self._machine, self.speed)
         return Option(candidate, found, step, legality, limit_of(found, budget))
 
     def _least(self, candidate: Candidate, legality: Legality, budget: Budget) -> Option | None:

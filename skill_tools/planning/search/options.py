@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from skill_tools.dialects.candidates import Candidate
-from skill_tools.planning.cost.time import StepTime
+from skill_tools.planning.cost.step_time import StepTime
 from skill_tools.planning.model.memory import Memory
 from skill_tools.planning.search.legality import Legality
 

@@ -23,7 +23,7 @@ from skill_tools.dialects.candidates import (
 from skill_tools.dialects.megatron import candidates as megatron_modes
 from skill_tools.dialects.patch import Patch, render
 from skill_tools.dialects.run import PYTORCH, ActivationEngine, Mode, Run
-from skill_tools.planning.cost import pace
+from skill_tools.planning.cost import compute
 from skill_tools.planning.cost.machine import Machine
 from skill_tools.planning.model import memory
 from skill_tools.planning.search import sensitivity
@@ -84,7 +84,7 @@ def make_plan(
 ) -> Plan:
     """Return the plan for `run` on `machine` under `budget`."""
     shard = memory.estimate(run).parameters.shard
-    speed = pace.of(run, machine, shard, measured_step_s=measured_step_s)
+    speed = compute.pace(run, machine, shard, measured_step_s=measured_step_s)
     search = Search(config, run, machine, speed, versions=versions)
     options = search.options(budget)
     best = options[0] if options[0].fits else None

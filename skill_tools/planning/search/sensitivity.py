@@ -7,7 +7,7 @@ evaluated again; for the link, the fitting options are timed again.
 from collections.abc import Sequence
 
 from skill_tools.dialects.run import Run
-from skill_tools.planning.cost import time
+from skill_tools.planning.cost import step_time
 from skill_tools.planning.cost.machine import Machine
 from skill_tools.planning.model import memory
 from skill_tools.planning.search.candidates import Search
@@ -59,7 +59,7 @@ def _slower_link(run: Run, machine: Machine, search: Search, fitting: Sequence[O
     )
 
     def timed(option: Option) -> float:
-        return time.estimate(run, option.candidate.mode, option.memory, slower, search.speed).total_s
+        return step_time.estimate(run, option.candidate.mode, option.memory, slower, search.speed).total_s
 
     fastest = min(fitting, key=timed)
     change = "half the link rate"

@@ -5,10 +5,9 @@ can be read from the configuration, with whether it applies here.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from skill_tools.bundle import root
-from skill_tools.card.load import load_card
 from skill_tools.configs.config import Config
 from skill_tools.configs.keys import load_keys
 from skill_tools.rules.conditions import parse
@@ -18,8 +17,7 @@ from skill_tools.rules.values import Scope
 from skill_tools.rules.versions import resolve
 
 
-@dataclass(frozen=True, slots=True)
-class Situation:
+class Situation(NamedTuple):
     """One row of the table; `applies` is None where the configuration cannot say."""
 
     situation: str
@@ -32,6 +30,8 @@ class Situation:
 
 def table(config: Config, versions: Mapping[str, str]) -> tuple[Situation, ...]:
     """Return the card's rows, those that apply first, without those that do not."""
+    from skill_tools.card.load import load_card  # needs PyYAML, which a plan does not
+
     scope = Scope(config, load_keys(), resolve(config.versions, versions))
     rows = [
         Situation(

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skill_tools.card.measured import measured_range, saved_gb, slowdown
+from skill_tools.card.measurements import measured_range, saved_gb, slowdown
 
 POSITIVE = st.floats(min_value=0.1, max_value=1e4)
 

@@ -7,8 +7,8 @@ import yaml
 
 from skill_tools.__main__ import main
 from skill_tools.bundle import root
+from skill_tools.card.blocks import as_text
 from skill_tools.card.load import load_card
-from skill_tools.card.settings import as_text
 
 PATHS = load_card(root() / "card.yaml")["recommended_path"]
 CASES = [

@@ -6,9 +6,8 @@ import pytest
 from markdown_it import MarkdownIt
 
 from skill_tools.bundle import root
+from skill_tools.card.blocks import as_text, bodies, table
 from skill_tools.card.load import load_card
-from skill_tools.card.settings import as_text
-from skill_tools.card.tables import bodies, table
 
 CARD = load_card(root() / "card.yaml")
 

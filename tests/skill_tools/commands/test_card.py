@@ -8,7 +8,8 @@ import pytest
 from skill_tools import bundle
 from skill_tools.__main__ import main
 from skill_tools.commands import card
-from skill_tools.reports.rendered import orphans, pages_with_blocks
+from skill_tools.reports.checkout import pages_with_blocks
+from skill_tools.reports.rule_pages import rule_pages
 
 ROOT = bundle.root()
 
@@ -59,14 +60,66 @@ def test_a_table_changed_by_hand_is_found_and_mended(
     assert complaint not in check(capsys)
 
 
-def test_a_rule_s_page_without_its_rule_is_found_and_removed(
+def test_the_pages_are_built_and_pages_of_no_rule_removed(
     checkout: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    orphan = checkout / "docs" / "rules" / "la-gone.md"
-    orphan.write_text("# la-gone\n", encoding="utf-8")
-    assert "docs/rules/la-gone.md: no rule renders it; run `offload card render`" in check(capsys)
-    assert main(["card", "render"]) == 0
-    assert not orphan.exists()
+    folder = checkout / "docs" / "rules"
+    folder.mkdir(exist_ok=True)
+    (folder / "la-gone.md").write_text("# la-gone\n", encoding="utf-8")
+    assert main(["card", "pages"]) == 0
+    assert f"wrote {len(rule_pages())} pages to docs/rules/" in capsys.readouterr().out
+    assert {path.name: path.read_text("utf-8") for path in folder.iterdir()} == rule_pages()
+
+
+def test_a_clean_clone_without_pages_is_in_step(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.rmtree(checkout / "docs" / "rules", ignore_errors=True)
+    assert check(capsys) == []
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "problem"),
+    [
+        (
+            "rules/layer_activation_offload.yaml",
+            "tag: msg",
+            "tag: guess",
+            "la-pp: evidence/tag: 'guess' is not one of",
+        ),
+        (
+            "rules/layer_activation_offload.yaml",
+            "when: cpu_offloading and pipeline_model_parallel_size > 1",
+            "when: cpu_offloading and",
+            "la-pp: when: 'cpu_offloading and' is not an expression",
+        ),
+        ("rules/layer_activation_offload.yaml", "- id: la-pp\n", "- id: la-pp\n  - more\n", "is not YAML"),
+        ("keys.yaml", "type: float", "type: real", "'real' is not"),
+    ],
+)
+def test_data_that_breaks_its_schema_is_named_before_anything_is_written(
+    checkout: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    file: str,
+    old: str,
+    new: str,
+    problem: str,
+) -> None:
+    monkeypatch.setattr(bundle, "_PACKAGE", checkout / "skill_tools")
+    path = checkout / "skill_tools" / "knowledge" / file
+    text = path.read_text(encoding="utf-8")
+    after = text.index("- id: la-pp\n") if "la-pp" in problem or "YAML" in problem else 0
+    path.write_text(text[:after] + text[after:].replace(old, new, 1), encoding="utf-8")
+    shutil.rmtree(checkout / "docs" / "rules", ignore_errors=True)
+    (checkout / "docs" / "configuration.md").unlink()
+    before = {path: path.read_bytes() for path in checkout.rglob("*") if path.is_file()}
+    assert any(problem in line for line in check(capsys))
+    for action in ("render", "pages"):
+        assert main(["card", action]) == 2
+        said = capsys.readouterr()
+        assert said.out == ""
+        assert problem in said.err
+        assert said.err.count("\n") == 1
+    assert {path: path.read_bytes() for path in checkout.rglob("*") if path.is_file()} == before
 
 
 @pytest.mark.parametrize(
@@ -108,4 +161,3 @@ def test_rendered_pages_are_not_taken_for_hand_written_ones() -> None:
     pages = pages_with_blocks(ROOT)
     assert ROOT / "docs" / "configuration.md" not in pages
     assert ROOT / "SKILL.md" in pages
-    assert orphans(ROOT, set((ROOT / "docs" / "rules").glob("*.md"))) == []

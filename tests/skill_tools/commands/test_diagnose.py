@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from skill_tools.__main__ import main
 from skill_tools.bundle import schema_path
-from skill_tools.diagnosis import log_errors, log_memory
+from skill_tools.diagnosis import known_errors, memory
 from skill_tools.diagnosis.diagnosis import diagnose
-from skill_tools.diagnosis.log_text import LogText
+from skill_tools.diagnosis.log import Log
 from skill_tools.rules.knowledge import Rule, load_rules
 
 OOM = """Traceback (most recent call last):
@@ -27,12 +27,12 @@ OLD_OOM = (
 PIPELINE = "ValueError: Currently there is no support for Pipeline parallelism with CPU offloading\n"
 
 
-def log(text: str) -> LogText:
-    return LogText("train.log", text, len(text), 0)
+def log(text: str) -> Log:
+    return Log("train.log", text, len(text), 0)
 
 
 def test_every_amount_of_a_cuda_out_of_memory_message_is_read() -> None:
-    found = log_memory.out_of_memory(log(OOM))
+    found = memory.out_of_memory(log(OOM))
     assert found is not None
     gib = 1 << 30
     assert (found.line, found.count) == (3, 1)
@@ -42,7 +42,7 @@ def test_every_amount_of_a_cuda_out_of_memory_message_is_read() -> None:
 
 
 def test_the_older_form_of_the_message_is_read_too() -> None:
-    found = log_memory.out_of_memory(log(OLD_OOM))
+    found = memory.out_of_memory(log(OLD_OOM))
     assert found is not None
     assert found.total_bytes == round(23.65 * 2**30)
     assert found.unallocated_bytes == (21 * 2**30) - round(20.1 * 2**30)
@@ -67,7 +67,7 @@ TEMPLATES = [(rule, template) for rule in load_rules() for template in rule.rais
 )
 def test_every_text_that_a_rule_quotes_is_found_again(rule: Rule, template: str) -> None:
     text = "iteration 1\n" + template.replace("{..}", "[7, 'x']") + "\nafterwards\n"
-    errors = log_errors.find(log(text), broken=[rule.id])
+    errors = known_errors.find(log(text), broken=[rule.id])
     assert rule.id in {each.id for error in errors for each in error.rules}
 
 
@@ -109,7 +109,7 @@ def test_a_budget_from_the_log_is_explained_and_a_foreign_configuration_doubted(
 
 
 def test_of_rules_with_one_text_the_one_for_every_framework_comes_first() -> None:
-    (error,) = log_errors.find(
+    (error,) = known_errors.find(
         log("ValueError: CPU offloading does not work when activation recomputation is enabled\n")
     )
     assert error.rules[0].id == "la-recompute"
@@ -129,7 +129,7 @@ def test_a_log_without_text_is_one_line(
 
 def test_an_unknown_flag_is_matched_with_the_rule_about_that_flag() -> None:
     text = "pretrain_gpt.py: error: unrecognized arguments: --offload-optimizer-states\n"
-    (error,) = log_errors.find(log(text))
+    (error,) = known_errors.find(log(text))
     assert error.rules[0].id == "os-flag-absent"
 
 
@@ -147,7 +147,7 @@ def test_a_clean_log_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     path = tmp_path / "train.log"
     path.write_text("all is well\n", encoding="utf-8")
     assert main(["diagnose", str(path)]) == 0
-    assert "nothing that this tool knows" in capsys.readouterr().out
+    assert "no problem that this tool knows" in capsys.readouterr().out
 
 
 def test_a_missing_log_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:

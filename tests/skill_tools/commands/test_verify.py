@@ -6,7 +6,7 @@ import pytest
 
 from skill_tools.__main__ import main
 from skill_tools.bundle import schema_path
-from skill_tools.reports import verifications
+from skill_tools.reports import measuring
 
 pytest.importorskip("torch", reason="needs torch: pip install '.[reference]' -c constraints.txt")
 
@@ -52,11 +52,11 @@ def test_progress_is_one_line_a_run(verified):
 @pytest.mark.slow
 def test_the_report_says_what_failed(verified):
     document = verified[1]
-    text = verifications.concise(document)
+    text = measuring.verification(document)
     assert f"{len(document['rows'])} of {len(document['rows'])} mechanisms keep their promise" in text
     assert "FAILED" not in text
     document["rows"][0]["problems"] = ["the peak fell by 0 bytes"]
-    text = verifications.concise(document)
+    text = measuring.verification(document)
     assert "optimizer 50%: the peak fell by 0 bytes" in text
     assert f"{len(document['rows']) - 1} of" in text
     document["rows"][0]["problems"] = []

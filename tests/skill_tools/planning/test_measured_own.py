@@ -23,7 +23,7 @@ from skill_tools.dialects.run import (
     Run,
 )
 from skill_tools.dialects.shapes import ModelShape
-from skill_tools.planning.cost import budget_engine, machine, pace, time
+from skill_tools.planning.cost import compute, machine, recompute, step_time
 from skill_tools.planning.model import memory
 
 H200 = machine.from_profile(
@@ -83,8 +83,8 @@ MODES = {
 def predicted(tokens: int, mode: Mode) -> tuple[memory.Memory, float]:
     given = run(tokens)
     found = memory.estimate(given, mode)
-    speed = pace.of(given, H200, found.parameters.shard)
-    return found, time.estimate(given, mode, found, H200, speed).total_s
+    speed = compute.pace(given, H200, found.parameters.shard)
+    return found, step_time.estimate(given, mode, found, H200, speed).total_s
 
 
 SIZES = {"8k": 8192, "32k": 32768}
@@ -120,12 +120,12 @@ ACTIVATION_RUN = run(32768)._replace(
     micro_batch=1,
     precision=Precision(gradient_bytes=2, master_bytes=0, moments_bytes=0, gradient_is_buffer=False),
 )
-SPEED = pace.of(ACTIVATION_RUN, H200, 0)
+SPEED = compute.pace(ACTIVATION_RUN, H200, 0)
 FULL = Recompute(granularity="full")
 
 
 def within(removed: float) -> Mode:
-    recomputed = budget_engine.recomputed_share(ACTIVATION_RUN, H200, SPEED, removed)
+    recomputed = recompute.recomputed_share(ACTIVATION_RUN, H200, SPEED, removed)
     return Mode(activation_engine=ActivationEngine.OWN_BUDGET, removed=removed, recomputed=recomputed)
 
 
@@ -144,7 +144,7 @@ ACTIVATION_MODES = {
 def test_our_own_activation_engines(name: str) -> None:
     row, mode = ROWS[name], ACTIVATION_MODES[name]
     found = memory.estimate(ACTIVATION_RUN, mode)
-    step = time.estimate(ACTIVATION_RUN, mode, found, H200, SPEED)
+    step = step_time.estimate(ACTIVATION_RUN, mode, found, H200, SPEED)
     assert found.allocated_bytes / 1e9 == pytest.approx(row["peak_gb"], rel=0.07)
     assert step.total_s == pytest.approx(row["step_ms"] / 1000, rel=0.15)
     ratio = row["step_ms"] / ROWS["own-act-none-32k"]["step_ms"]
@@ -170,5 +170,5 @@ def test_our_own_frozen_layers(tokens: int, layers: int, ratio: float, less_gb: 
     given = run(tokens)._replace(shape=shape, seq_length=tokens, micro_batch=1, adapter=adapter)
     without, found = memory.estimate(given), memory.estimate(given, Mode(weight_layers=layers))
     assert (without.allocated_bytes - found.allocated_bytes) / 1e9 == pytest.approx(less_gb, rel=0.07)
-    step = time.estimate(given, Mode(weight_layers=layers), found, H200, pace.of(given, H200, 0))
+    step = step_time.estimate(given, Mode(weight_layers=layers), found, H200, compute.pace(given, H200, 0))
     assert step.total_s / step.compute_s == pytest.approx(ratio, rel=0.15)

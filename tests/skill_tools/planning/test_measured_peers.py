@@ -18,7 +18,7 @@ from skill_tools.dialects.run import (
     WeightEngine,
 )
 from skill_tools.dialects.shapes import ModelShape
-from skill_tools.planning.cost import machine, pace, time
+from skill_tools.planning.cost import compute, machine, step_time
 from skill_tools.planning.model import memory
 
 H200 = machine.from_profile(
@@ -136,5 +136,5 @@ def check(given: Run, mode: Mode, peak_gb: float, step_s: float, *, updates: boo
     found = memory.estimate(given, mode)
     assert found.allocated_bytes / 1e9 == pytest.approx(peak_gb, rel=0.07)
     shard = found.parameters.shard if updates else 0
-    step = time.estimate(given, mode, found, H200, pace.of(given, H200, shard))
+    step = step_time.estimate(given, mode, found, H200, compute.pace(given, H200, shard))
     assert step.total_s == pytest.approx(step_s, rel=0.15)

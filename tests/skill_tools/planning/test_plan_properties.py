@@ -8,8 +8,8 @@ from skill_tools.dialects import layout
 from skill_tools.dialects.megatron import run as megatron_run
 from skill_tools.dialects.pytorch import run as pytorch_run
 from skill_tools.dialects.run import ActivationEngine, Mode, OptimizerEngine, Recompute, WeightEngine
-from skill_tools.planning.cost import machine, own_optimizer
-from skill_tools.planning.model import kept, known_models, states
+from skill_tools.planning.cost import machine, optimizer
+from skill_tools.planning.model import activations, known_models, states
 from skill_tools.planning.model.memory import estimate
 from skill_tools.planning.model.states import HOST_BYTES_CPU_SHARE
 from skill_tools.planning.search import planner
@@ -90,7 +90,9 @@ def test_states_and_activations_see_their_own_half_of_a_mode(mode: Mode, adapts:
     (stage,) = layout.stages(run.shape, run.layout)
     local = layout.local_parameters(run.shape, run.layout, stage, sharded=False)
     assert states.lines(run, mode, local) == states.lines(run, mode.of_states, local)
-    assert kept.of_stage(run, mode, stage) == kept.of_stage(run, mode.of_activations, stage)
+    assert activations.kept_by_stage(run, mode, stage) == activations.kept_by_stage(
+        run, mode.of_activations, stage
+    )
 
 
 @settings(max_examples=25)
@@ -168,9 +170,9 @@ rates = st.floats(1e9, 1e12)
 @given(rates, rates, rates, st.floats(0, 1))
 def test_the_streamed_share_is_the_best_there_is(link: float, dram: float, cpu: float, share: float) -> None:
     host = machine.known("h100")._replace(update_link=link, update_dram=dram, update_cpu=cpu / 28)
-    best = own_optimizer.best_streamed_share(host)
-    least = own_optimizer.update_seconds(1 - best, best, host)
-    assert least <= own_optimizer.update_seconds(1 - share, share, host) * (1 + 1e-9)
+    best = optimizer.best_streamed_share(host)
+    least = optimizer.update_seconds(1 - best, best, host)
+    assert least <= optimizer.update_seconds(1 - share, share, host) * (1 + 1e-9)
 
 
 def test_a_host_with_little_memory_streams_what_the_cpu_would_need_more_for() -> None:

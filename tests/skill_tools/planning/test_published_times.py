@@ -4,7 +4,7 @@ import pytest
 
 from skill_tools.dialects.layout import Layout
 from skill_tools.dialects.run import Mode, Run
-from skill_tools.planning.cost import machine, pace, time
+from skill_tools.planning.cost import compute, machine, step_time
 from skill_tools.planning.model import known_models, memory
 
 H100 = machine.known("h100")
@@ -38,7 +38,7 @@ def test_slow_down_is_the_published_one(
 ) -> None:
     mode = Mode(optimizer_fraction=fraction, overlap=overlap)
     found = memory.estimate(run, mode)
-    speed = pace.of(run, H100, found.parameters.shard, measured_step_s=baseline_s)
-    predicted = time.estimate(run, mode, found, H100, speed)
+    speed = compute.pace(run, H100, found.parameters.shard, measured_step_s=baseline_s)
+    predicted = step_time.estimate(run, mode, found, H100, speed)
     assert predicted.calibrated
     assert predicted.total_s / baseline_s == pytest.approx(step_s / baseline_s, rel=0.15)

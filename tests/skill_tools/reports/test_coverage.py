@@ -1,6 +1,6 @@
 """Every known constraint is a rule or has a reason why it is not, and never both."""
 
-from skill_tools.reports.coverage import family, load_coverage, load_inventory, render
+from skill_tools.reports.rule_pages import coverage_page, family, load_coverage, load_inventory
 from skill_tools.rules.knowledge import load_rules_yaml
 
 INVENTORY = load_inventory()
@@ -26,14 +26,14 @@ def test_reasons_are_for_known_constraints_only() -> None:
 
 
 def test_every_id_has_a_row_and_a_family() -> None:
-    lines = render(RULES, REASONS).splitlines()
+    lines = coverage_page(RULES, REASONS).splitlines()
     for identifier in INVENTORY:
         assert family(identifier)
         assert sum(line.startswith(f"| {identifier} | ") for line in lines) == 1
 
 
 def test_the_counts_add_up() -> None:
-    total = next(line for line in render(RULES, REASONS).splitlines() if line.startswith("| all |"))
+    total = next(line for line in coverage_page(RULES, REASONS).splitlines() if line.startswith("| all |"))
     constraints, from_config, from_log, without = (int(cell) for cell in total.strip("| ").split(" | ")[1:])
     assert constraints == 285
     assert from_config + from_log + without <= constraints

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from skill_tools.diagnosis.diagnosis import Diagnosis, diagnose
-from skill_tools.diagnosis.log_text import LogText
+from skill_tools.diagnosis.log import Log
 from skill_tools.reports import diagnoses
 
 OUT_OF_MEMORY = (
@@ -17,7 +17,7 @@ OUT_OF_MEMORY = (
 
 @pytest.fixture
 def found() -> Diagnosis:
-    return diagnose(LogText("train.log", OUT_OF_MEMORY, len(OUT_OF_MEMORY), 0))
+    return diagnose(Log("train.log", OUT_OF_MEMORY, len(OUT_OF_MEMORY), 0))
 
 
 def test_the_commands_to_plan_with_are_whole(found: Diagnosis) -> None:

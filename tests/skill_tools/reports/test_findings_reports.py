@@ -9,10 +9,8 @@ import pytest
 from skill_tools.bundle import schema_path
 from skill_tools.configs.config import Place
 from skill_tools.errors import UnusableInput
-from skill_tools.reports.concise import as_concise
-from skill_tools.reports.findings import Report, as_json, error_as_json, report
-from skill_tools.reports.github import as_github
-from skill_tools.reports.sarif import as_sarif
+from skill_tools.reports.ci_findings import as_github, as_sarif
+from skill_tools.reports.findings import Report, as_concise, as_json, error_as_json, report
 from skill_tools.rules.finding import Evidence, Finding, Fix, Severity, Undecided, Verdict
 
 SCHEMA = json.loads(schema_path("findings").read_text(encoding="utf-8"))
@@ -30,7 +28,7 @@ def finding(
         "evidence": Evidence("msg", "a.py::f", "no"),
         "next": "Set it to 1.",
         "fix": Fix("manual", "Choose.", ("one", "two")),
-        "docs": "docs/rules/la-pp.md",
+        "docs": "offload explain la-pp",
     }
     return Finding(rule=rule, severity=severity, **(fields | more))  # type: ignore[arg-type]
 

@@ -1,0 +1,123 @@
+"""Reads what a log says about memory: CUDA out-of-memory messages, host out-of-memory, and memory reports.
+
+PyTorch writes GiB and MiB (binary); Megatron's report is in MiB although it says MB. Every rank writes its own
+out-of-memory message; the last one counts, because the failure is at the log's end.
+"""
+
+import re
+from dataclasses import dataclass
+
+from skill_tools.diagnosis.log import Log
+from skill_tools.units import GIB
+
+_AMOUNT = r"([0-9.]+) ?(bytes|KiB|MiB|GiB|TiB)"
+_FACTORS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": GIB, "TiB": 1 << 40}
+_OOM = re.compile(r"CUDA out of memory\. Tried to allocate " + _AMOUNT)
+_FIELDS = {
+    "total_bytes": (rf"total capacity of {_AMOUNT}", rf"{_AMOUNT} total capacity"),
+    "free_bytes": (rf"of which {_AMOUNT} is free", rf"{_AMOUNT} free"),
+    "process_bytes": (rf"this process has {_AMOUNT} memory in use",),
+    "allocated_bytes": (rf"{_AMOUNT} is allocated by PyTorch", rf"{_AMOUNT} already allocated"),
+    "unallocated_bytes": (rf"{_AMOUNT} is reserved by PyTorch but unallocated",),
+    "reserved_bytes": (rf"{_AMOUNT} reserved in total by PyTorch",),
+}
+_HOST_OOM = (
+    (
+        "a host allocation failed",
+        re.compile(r"DefaultCPUAllocator: (?:can't|not enough) (?:allocate )?memory"),
+    ),
+    (
+        "pinning host memory failed",
+        re.compile(r"cudaHostAlloc|pin_memory.*(?:out of memory|invalid argument)"),
+    ),
+    (
+        "the kernel killed the process",
+        re.compile(r"oom-kill|Out of memory: Killed process|exitcode ?: ?-9\b|signal 9\b"),
+    ),
+)
+_REPORT = re.compile(r"memory \(MB\) \| allocated: ([0-9.]+) \| max allocated: ([0-9.]+)")
+
+
+@dataclass(frozen=True, slots=True)
+class OutOfMemory:
+    """One CUDA out-of-memory message; amounts in bytes, None where the message does not say.
+
+    `unallocated_bytes` is what the allocator had reserved and could not use.
+    """
+
+    line: int
+    text: str
+    tried_bytes: int
+    total_bytes: int | None
+    free_bytes: int | None
+    process_bytes: int | None
+    allocated_bytes: int | None
+    unallocated_bytes: int | None
+    count: int
+
+    @property
+    def is_fragmented(self) -> bool:
+        """Whether what was reserved and unused would have held the request."""
+        return self.unallocated_bytes is not None and self.unallocated_bytes >= self.tried_bytes
+
+    @property
+    def needed_bytes(self) -> int | None:
+        """Bytes of live tensors that the failed allocation asked for in all."""
+        return None if self.allocated_bytes is None else self.allocated_bytes + self.tried_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class HostOutOfMemory:
+    """A sign that host memory ran out."""
+
+    line: int
+    text: str
+    what: str
+
+
+def out_of_memory(log: Log) -> OutOfMemory | None:
+    """Return the last CUDA out-of-memory message, and how many there are."""
+    matches = list(_OOM.finditer(log.text))
+    if not matches:
+        return None
+    last = matches[-1]
+    message = log.text[last.start() : last.start() + 1200].split("\n\n")[0]
+    fields = {name: _first(patterns, message) for name, patterns in _FIELDS.items()}
+    reserved, allocated = fields.pop("reserved_bytes"), fields["allocated_bytes"]
+    if fields["unallocated_bytes"] is None and reserved is not None and allocated is not None:
+        fields["unallocated_bytes"] = reserved - allocated
+    return OutOfMemory(
+        line=log.line_at(last.start()),
+        text=log.context(last.start()),
+        tried_bytes=_bytes(last),
+        count=len(matches),
+        **fields,
+    )
+
+
+def _first(patterns: tuple[str, ...], message: str) -> int | None:
+    for pattern in patterns:
+        if match := re.search(pattern, message):
+            return _bytes(match)
+    return None
+
+
+def _bytes(match: re.Match[str]) -> int:
+    return round(float(match.group(1).rstrip(".")) * _FACTORS[match.group(2)])
+
+
+def host_out_of_memory(log: Log) -> HostOutOfMemory | None:
+    """Return the first sign of host memory running out."""
+    for what, pattern in _HOST_OOM:
+        if match := pattern.search(log.text):
+            return HostOutOfMemory(log.line_at(match.start()), log.context(match.start()), what)
+    return None
+
+
+def reported_bytes(log: Log) -> tuple[int, int] | None:
+    """Return Megatron's (allocated, max allocated) of the most loaded rank that reported."""
+    reports = [(float(now), float(most)) for now, most in _REPORT.findall(log.text)]
+    if not reports:
+        return None
+    now, most = max(reports, key=lambda report: report[1])
+    return round(now * (1 << 20)), round(most * (1 << 20))

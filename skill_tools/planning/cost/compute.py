@@ -1,0 +1,127 @@
+"""How long a run computes without offload or recompute: its FLOPs, and seconds of a micro-batch's passes on one GPU.
+
+Matrix products of linears count 2 FLOPs a weight and token, causal attention `2 S` a query element (half the
+score matrix, two products). Backward costs twice the linears and 2.5 times the attention, because flash
+attention computes the scores again.
+
+Seconds follow from the FLOPs and a share of the machine's GEMM rate, or are scaled to a step that was measured.
+The shares are facts in `hardware.yaml`; most of a plan's error in time comes from them.
+"""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from skill_tools.dialects import parameters
+from skill_tools.dialects.run import PYTORCH, Run
+from skill_tools.dialects.shapes import ModelShape
+from skill_tools.planning.cost.machine import Machine, model_constants
+
+
+class LayerFlops(NamedTuple):
+    """Forward FLOPs a token of one decoder layer: attention's linears and core, and the MLP or experts."""
+
+    projections: float
+    core: float
+    mlp: float
+
+    @property
+    def total(self) -> float:
+        """Forward FLOPs a token."""
+        return self.projections + self.core + self.mlp
+
+
+def layer_flops(shape: ModelShape, seq_length: int, *, moe: bool) -> LayerFlops:
+    """Count one layer's forward."""
+    attention = parameters.attention(shape).total
+    width = shape.heads * (
+        (shape.qk_nope_head_dim + shape.qk_rope_head_dim + shape.v_head_dim) / 2
+        if shape.uses_mla
+        else shape.attention_head_dim
+    )
+    if moe:
+        experts = shape.experts_per_token * parameters.mlp(shape, shape.moe_ffn)
+        inner = experts + (parameters.mlp(shape, shape.shared_ffn) if shape.shared_ffn else 0)
+        inner += shape.hidden * shape.experts
+    else:
+        inner = parameters.mlp(shape, shape.ffn)
+    return LayerFlops(2 * attention, 2 * seq_length * width, 2 * inner)
+
+
+class PassFlops(NamedTuple):
+    """FLOPs of one micro-batch through the whole model: forward, backward, and one more forward of the layers."""
+
+    forward: float
+    backward: float
+    layers_forward: float
+    core_forward: float
+    mlp_forward: float
+
+
+def micro_batch_flops(run: Run) -> PassFlops:
+    """Count one micro-batch over the whole model, before it is divided over GPUs.
+
+    A frozen base needs no weight gradients, so its linears' backward costs as much as their forward.
+    """
+    shape = run.shape
+    tokens = run.seq_length * run.micro_batch
+    moe_layers = sum(1 for index in range(shape.num_layers) if shape.is_moe(index))
+    dense = layer_flops(shape, run.seq_length, moe=False)
+    moe = layer_flops(shape, run.seq_length, moe=True) if moe_layers else dense
+    predicted = shape.mtp_layers
+    counts = ((dense, shape.num_layers - moe_layers), (moe, moe_layers), (moe, predicted))
+    linear = sum(count * (each.projections + each.mlp) for each, count in counts)
+    core = sum(count * each.core for each, count in counts)
+    mlp = sum(count * each.mlp for each, count in counts)
+    head = 2 * shape.vocab * shape.hidden * (1 + predicted)
+    weight_passes = 1 if run.adapter else 2
+    backward = weight_passes * (linear + head) + 2.5 * core
+    return PassFlops(
+        tokens * (linear + core + head),
+        tokens * backward,
+        tokens * (linear + core),
+        tokens * core,
+        tokens * mlp,
+    )
+
+
+class Pace(NamedTuple):
+    """Seconds of one GPU for one micro-batch, and of the compute of a whole step."""
+
+    forward_s: float
+    backward_s: float
+    layers_forward_s: float
+    core_forward_s: float
+    mlp_forward_s: float
+    step_s: float
+    gpu_update_s: float
+
+
+def pace(run: Run, machine: Machine, shard: int, *, measured_step_s: float | None = None) -> Pace:
+    """Return the pace of `run`; `shard` parameters are updated on the GPU when nothing is offloaded."""
+    constants = model_constants()
+    stages = run.layout.pipeline
+    rate = machine.gemm * _share(run, constants) * run.layout.tensor * run.layout.context
+    counted = micro_batch_flops(run)
+    each = 1 / rate / stages
+    updated = 0 if run.adapter else shard
+    update = constants["gpu_adam_bytes"] * updated / (machine.hbm * constants["gpu_adam_share"])
+    bubble = (stages - 1) / run.layout.virtual_stages
+    step = (counted.forward + counted.backward) * each * (run.micro_batches + bubble)
+    if measured_step_s is not None:
+        scale = max(measured_step_s - update, 0.1 * measured_step_s) / step
+        each, step = each * scale, step * scale
+    return Pace(
+        counted.forward * each,
+        counted.backward * each,
+        counted.layers_forward * each,
+        counted.core_forward * each,
+        counted.mlp_forward * each,
+        step,
+        update,
+    )
+
+
+def _share(run: Run, constants: Mapping[str, float]) -> float:
+    if run.dialect in {PYTORCH, "axolotl"}:
+        return constants["eager_share"]
+    return constants["moe_share"] if run.shape.experts else constants["dense_share"]

@@ -1,0 +1,127 @@
+"""What updating offloaded parameters costs, by engine: seconds of work, and seconds that compute does not hide.
+
+Rates that were measured for an engine win over rates that follow from the machine's own. The latter are
+calibrated only when the machine was measured; no constant here was fitted to a step time.
+
+The reference implementation's optimizer updates its offloaded share on the CPU, which moves a gradient and a
+weight, or on the GPU while the states stream through it. The link, the host's memory and the cores work at once;
+the slowest is the update's time. It hides behind the next forward, whose layers wait for their own weights; where
+nothing is clipped the CPU starts in backward already. Explained in docs/optimizer-offloading.md.
+"""
+
+from typing import NamedTuple
+
+from skill_tools.dialects.run import Mode, OptimizerEngine
+from skill_tools.planning.accounts import Cost
+from skill_tools.planning.cost.machine import Machine
+from skill_tools.planning.model import reference_numbers as reference
+
+
+class Update(NamedTuple):
+    """The cost of an offloaded update, and whether its rate was measured."""
+
+    cost: Cost
+    calibrated: bool
+
+
+class Compute(NamedTuple):
+    """What the update may hide behind, in seconds: one micro-batch's passes, and the GPU's update of everything."""
+
+    forward_s: float
+    backward_s: float
+    gpu_update_s: float
+
+
+def offloaded_update(mode: Mode, shard: int, machine: Machine, beside: Compute) -> Update:
+    """Return what the offloaded share of `shard` parameters costs a step, `beside` what it may hide behind."""
+    moved = mode.optimizer_fraction * shard
+    match mode.optimizer_engine:
+        case OptimizerEngine.REFERENCE:
+            return Update(_reference(mode, shard, machine, beside), machine.measured)
+        case OptimizerEngine.TORCHAO | OptimizerEngine.TORCHAO_GRADIENTS:
+            seconds = moved / (2 * machine.cpu_adam_per_tensor) + 2 * moved / machine.h2d_copy
+            formula = "bf16 AdamW tensor by tensor at half the bytes, then 2 B up; gradients are offloaded in backward"
+            return Update(Cost("optimizer on the CPU", seconds, seconds, formula), machine.measured)
+        case OptimizerEngine.DEEPSPEED:
+            seconds = moved / machine.cpu_adam + 2 * moved / machine.h2d_copy
+            formula = "CPU AdamW, then 2 B up; gradients are offloaded in backward"
+            return Update(Cost("optimizer on the CPU", seconds, seconds, formula), calibrated=False)
+    return _megatron(mode, moved, machine)
+
+
+def _megatron(mode: Mode, moved: float, machine: Machine) -> Update:
+    """Return the cost of Megatron's HybridDeviceOptimizer: fp32 both ways, nothing hidden behind compute.
+
+    With overlap every tensor is an optimizer of its own: its calls are slower and hide the copies. Without, one call
+    updates everything and the copies are serial.
+    """
+    known = machine.hybrid_overlap if mode.overlap else machine.hybrid
+    if known is not None:
+        each, how, calibrated = (
+            1 / known,
+            f"at {known / 1e9:.3f} Gparam/s a rank, measured on such a host",
+            True,
+        )
+    elif mode.overlap:
+        each = max(1 / machine.cpu_adam_per_tensor, 4 / machine.d2h_copy, 4 / machine.h2d_copy)
+        how, calibrated = "at the rate of CPU AdamW a tensor", machine.measured
+    else:
+        each = 1 / machine.cpu_adam + 4 / machine.d2h_copy + 4 / machine.h2d_copy
+        how, calibrated = "CPU AdamW, and 4 B a parameter down and up", machine.measured
+    seconds = moved * each
+    return Update(
+        Cost("optimizer on the CPU", seconds, seconds, f"{moved / 1e9:.3f}e9 parameters {how}"), calibrated
+    )
+
+
+def update_seconds(cpu: float, streamed: float, machine: Machine) -> float:
+    """Return the seconds in which `cpu` and `streamed` elements can be updated side by side, nothing hidden."""
+    link = (reference.CPU_LINK_BYTES * cpu + reference.STREAMED_LINK_BYTES * streamed) / machine.update_link
+    memory = (reference.CPU_DRAM_BYTES * cpu + reference.STREAMED_DRAM_BYTES * streamed) / machine.update_dram
+    return max(link, memory, cpu / machine.update_cpu)
+
+
+def best_streamed_share(machine: Machine) -> float:
+    """Return which share of the offloaded states should be streamed, so that link and host memory finish together.
+
+    The optimum of a linear program in one variable lies where two of its bounds cross, or at an end.
+    """
+    bounds = (
+        (reference.CPU_LINK_BYTES / machine.update_link, reference.STREAMED_LINK_BYTES / machine.update_link),
+        (reference.CPU_DRAM_BYTES / machine.update_dram, reference.STREAMED_DRAM_BYTES / machine.update_dram),
+        (1 / machine.update_cpu, 0.0),
+    )
+    crossings = [0.0, 1.0]
+    for index, (cpu_a, stream_a) in enumerate(bounds):
+        for cpu_b, stream_b in bounds[index + 1 :]:
+            slope = (stream_a - cpu_a) - (stream_b - cpu_b)
+            if slope:
+                crossings.append(min(max((cpu_b - cpu_a) / slope, 0.0), 1.0))
+    return min(crossings, key=lambda share: update_seconds(1 - share, share, machine))
+
+
+def _reference(mode: Mode, shard: int, machine: Machine, beside: Compute) -> Cost:
+    """Return the cost of `reference_impl`'s update of the offloaded share of `shard` elements.
+
+    The CPU also takes work off the GPU. This is left out: it is worth a few percent of a step, and nobody should
+    offload for it.
+    """
+    streamed = mode.streamed_fraction * shard
+    cpu = mode.optimizer_fraction * shard - streamed
+    done = 0.0
+    if mode.updates_in_backward and cpu:
+        done = min(cpu, beside.backward_s * cpu / update_seconds(cpu, 0.0, machine))
+    waiting = min(streamed, reference.SLOTS * reference.CHUNK_ELEMENTS)
+    rest = update_seconds(cpu - done, streamed - waiting, machine)
+    on_gpu = beside.gpu_update_s * (1 - cpu / shard)
+    exposed = max(_latency(cpu, machine), rest - beside.forward_s - on_gpu)
+    hides = "backward and the next forward" if mode.updates_in_backward else "the next forward"
+    formula = f"{cpu / 1e9:.3f}e9 parameters on the CPU, {streamed / 1e9:.3f}e9 streamed, less {hides}"
+    return Cost("offloaded optimizer", update_seconds(cpu, streamed, machine), exposed, formula)
+
+
+def _latency(cpu: float, machine: Machine) -> float:
+    """Return the seconds of the bucket that the next forward needs first: copied down, updated, copied up."""
+    elements = min(cpu, reference.BUCKET_ELEMENTS)
+    link = reference.CPU_LINK_BYTES * elements * (1 / machine.d2h_copy + 1 / machine.h2d_copy)
+    return link + update_seconds(elements, 0.0, machine)

@@ -1,0 +1,113 @@
+"""What computing activations again costs: a framework's recompute, and the share that an activation budget chooses.
+
+`reference_impl`'s budget decides which saved bytes to compute again and which to offload. Copies are free while
+the link keeps up with the compute beside them; computing again costs what the operation cost. So the results that
+are cheapest to compute again go first, and the rest crosses the link. The engine decides tensor by tensor from a
+measured step; this module makes the same trade for kinds of tensors, from rates. Explained in
+docs/activation-offloading.md.
+"""
+
+from collections.abc import Iterator
+from functools import lru_cache
+
+from skill_tools.dialects.run import Mode, Run
+from skill_tools.planning.accounts import Cost
+from skill_tools.planning.cost.compute import Pace, micro_batch_flops
+from skill_tools.planning.cost.machine import Machine
+from skill_tools.planning.model import activations
+from skill_tools.planning.model.activations import Part
+from skill_tools.planning.model.memory import Memory
+
+_STEPS = 16
+# An elementwise operation reads its inputs and writes its result: about three passes over its bytes.
+_PASSES = 3
+
+
+def recompute_costs(run: Run, mode: Mode, memory: Memory, machine: Machine, speed: Pace) -> Iterator[Cost]:
+    """Yield the costs of what one micro-batch computes again under `mode`."""
+    if cost := _of_framework(run, mode, memory, machine, speed):
+        yield cost
+    if mode.recomputed:
+        again = recompute_seconds(run, machine, speed, mode.recomputed) or 0.0
+        formula = f"{mode.recomputed:.0%} of the saved bytes, the cheapest first"
+        yield Cost("recompute under a budget", again, again, formula)
+
+
+def _of_framework(run: Run, mode: Mode, memory: Memory, machine: Machine, speed: Pace) -> Cost | None:
+    recompute = mode.recompute or run.recompute
+    if recompute.granularity == "full":
+        layers = run.shape.num_layers / run.layout.pipeline
+        share = 1.0 if recompute.method == "uniform" else min(recompute.layers / layers, 1.0)
+        again = share * speed.layers_forward_s
+    elif recompute.granularity == "selective":
+        again = (
+            (speed.core_forward_s if "core_attn" in recompute.modules else 0.0)
+            + (speed.mlp_forward_s if {"mlp", "moe"} & set(recompute.modules) else 0.0)
+            + 2 * activations.dropped_bytes(run, recompute, memory.stage) / machine.hbm
+        )
+    else:
+        return None
+    return Cost(f"recompute {recompute.granularity}", again, again, "the recomputed part's forward once more")
+
+
+@lru_cache(maxsize=64)
+def recomputed_share(run: Run, machine: Machine, speed: Pace, removed: float) -> float:
+    """Return which share of all saved bytes to compute again when the share `removed` must not stay on the GPU."""
+    tried = [removed * step / _STEPS for step in range(_STEPS + 1)]
+    possible = [share for share in tried if recompute_seconds(run, machine, speed, share) is not None]
+    return min(possible, key=lambda share: _exposed(run, machine, speed, removed, share))
+
+
+def _exposed(run: Run, machine: Machine, speed: Pace, removed: float, recomputed: float) -> float:
+    """Seconds that one micro-batch takes longer."""
+    again = recompute_seconds(run, machine, speed, recomputed) or 0.0
+    moved = (removed - recomputed) * _saved(run)
+    down = max(0.0, moved / machine.d2h_copy - speed.forward_s)
+    return again + down + max(0.0, moved / machine.h2d_copy - speed.backward_s - again)
+
+
+def recompute_seconds(run: Run, machine: Machine, speed: Pace, share: float) -> float | None:
+    """Return the seconds of computing `share` of the saved bytes again, cheapest first; None where it cannot be."""
+    rest, seconds = share * _saved(run), 0.0
+    for cost, size in _kinds(run, machine, speed):
+        taken = min(rest, size)
+        seconds += taken * cost
+        rest -= taken
+    return seconds if rest < 1 else None
+
+
+@lru_cache(maxsize=64)
+def _kinds(run: Run, machine: Machine, speed: Pace) -> tuple[tuple[float, float], ...]:
+    """Return (seconds a byte, bytes) of what can be computed again in one micro-batch, cheapest first."""
+    per_flop = speed.layers_forward_s / micro_batch_flops(run).layers_forward
+    found: dict[float, float] = {}
+    for part in _parts(run):
+        cost = _seconds_a_byte(part, run, machine, per_flop)
+        if cost is not None:
+            found[cost] = found.get(cost, 0.0) + part.token_bytes * run.tokens
+    return tuple(sorted(found.items()))
+
+
+def _seconds_a_byte(part: Part, run: Run, machine: Machine, per_flop: float) -> float | None:
+    """Two bytes of a linear's result cost two FLOPs for each input; of attention's, two for each earlier token."""
+    if part.name.endswith(("norm output", "activation output")):
+        return _PASSES / machine.hbm
+    if part.name.endswith("linear output") or part.name in {"query, key, value", "MLP norm input"}:
+        return run.shape.hidden * per_flop
+    if part.name == "attention output":
+        return run.seq_length * per_flop
+    return None
+
+
+@lru_cache(maxsize=64)
+def _saved(run: Run) -> float:
+    """Bytes that all layers save in one micro-batch."""
+    return sum(part.token_bytes for part in _parts(run)) * run.tokens
+
+
+def _parts(run: Run) -> list[Part]:
+    """List what all layers save; layers of one kind save the same."""
+    kinds = {
+        moe: activations.layer_parts(run, moe=moe) for moe in (False, True) if not moe or run.shape.experts
+    }
+    return [part for index in range(run.shape.num_layers) for part in kinds[run.shape.is_moe(index)]]

@@ -1,0 +1,82 @@
+"""Step time of one run under one mode: compute, what is recomputed, what is copied, and the optimizer.
+
+Each `Cost` says how long the work takes, how much of it lengthens the step, and by which formula. `calibrated` is
+false where a rate was neither measured on the machine nor published for it.
+"""
+
+from typing import NamedTuple
+
+from skill_tools.dialects.run import Mode, OptimizerEngine, Run
+from skill_tools.planning.accounts import Cost
+from skill_tools.planning.cost import copies
+from skill_tools.planning.cost.compute import Pace
+from skill_tools.planning.cost.machine import Machine
+from skill_tools.planning.cost.optimizer import Compute, offloaded_update
+from skill_tools.planning.cost.recompute import recompute_costs
+from skill_tools.planning.model.memory import Memory
+
+
+class StepTime(NamedTuple):
+    """One step: `compute_s` of forward and backward alone, and the costs on top of it."""
+
+    compute_s: float
+    costs: tuple[Cost, ...]
+    calibrated: bool
+
+    @property
+    def total_s(self) -> float:
+        """Predicted seconds a step."""
+        return self.compute_s + sum(cost.exposed_s for cost in self.costs)
+
+
+def estimate(run: Run, mode: Mode, memory: Memory, machine: Machine, speed: Pace) -> StepTime:
+    """Return the step time of `run` under `mode`."""
+    moved = copies.activations(run, mode, memory, machine, speed)
+    each = [
+        *recompute_costs(run, mode, memory, machine, speed),
+        *moved,
+        *copies.weights(run, mode, memory, machine, speed, moved),
+        *copies.sharded_parameters(mode, memory, machine, speed),
+    ]
+    times = run.micro_batches
+    costs = [Cost(cost.name, cost.work_s * times, cost.exposed_s * times, cost.formula) for cost in each]
+    if mode.offload_parameters and run.adapter is None:
+        return StepTime(speed.step_s, (*costs, _sharded_update(memory, machine)), calibrated=False)
+    if mode.state_offload:
+        costs.append(_states_over_the_link(memory, machine))
+    on_gpu = speed.gpu_update_s * _share_on_gpu(mode)
+    if on_gpu:
+        costs.append(Cost("optimizer on the GPU", on_gpu, on_gpu, "28 B a parameter / HBM"))
+    if not mode.optimizer_fraction:
+        return StepTime(speed.step_s, tuple(costs), machine.measured or not (each or mode.state_offload))
+    beside = Compute(
+        forward_s=copies.without_one_layer_s(run, speed.forward_s) - copies.hidden_s(moved, copies.DOWN),
+        backward_s=speed.backward_s,
+        gpu_update_s=speed.gpu_update_s,
+    )
+    update = offloaded_update(mode, memory.parameters.shard, machine, beside)
+    return StepTime(speed.step_s, (*costs, update.cost), update.calibrated)
+
+
+def _share_on_gpu(mode: Mode) -> float:
+    """Return the share of the update that the GPU does.
+
+    The reference implementation updates streamed parameters there too. What its CPU share saves the GPU is left out,
+    as in `optimizer`.
+    """
+    if mode.optimizer_engine is OptimizerEngine.REFERENCE:
+        return 1.0
+    return 1 - mode.optimizer_fraction
+
+
+def _states_over_the_link(memory: Memory, machine: Machine) -> Cost:
+    """Return the cost of moving all states both ways at once; nothing else runs meanwhile."""
+    moved = sum(line.bytes for line in memory.host if line.name in {"master weights", "moments"})
+    seconds = moved / machine.duplex_copy
+    return Cost("optimizer states in and out", seconds, seconds, "bytes / link, both ways at once")
+
+
+def _sharded_update(memory: Memory, machine: Machine) -> Cost:
+    """Return the cost of updating an offloaded shard of FSDP or ZeRO: on the CPU, between backward and forward."""
+    seconds = memory.parameters.shard / machine.cpu_adam
+    return Cost("optimizer on the CPU", seconds, seconds, "the shard's parameters at CPU AdamW's rate")

@@ -1,0 +1,24 @@
+"""What the planner assumes of `reference_impl`: its buckets, chunks, slots and bytes an element.
+
+The two packages never import each other, so these numbers are copies of the defaults there. A test imports both
+sides and holds each number against its source, which the comment beside it names. Bytes an element are those of a
+bf16 parameter with an fp32 master and two fp32 moments.
+"""
+
+# Sizes: defaults of `HybridDeviceOptimizer`, `ActivationOffloader` and `FrozenLayerStreamer`.
+BUCKET_ELEMENTS = 16 << 20  # bucket_elements: what one CPU update job covers
+CHUNK_BYTES = 96 << 20  # chunk_bytes: states that one slot holds
+SLOTS = 3  # LEAST_SLOTS: one chunk comes in, one is updated, one goes out
+WIDENED_ELEMENTS = 64 << 20  # resident gradients that are widened to fp32 at once
+IN_FLIGHT_BYTES = 512 << 20  # in_flight_bytes: activations that may wait for their copy in any case
+WINDOW_LAYERS = 3  # prefetch + 1: the frozen layer in use, and two that come in ahead
+
+# Bytes an element, held on the host.
+STATE_BYTES = 12  # fp32 master and two moments; the CPU share's staging buffer adds the weight's bytes
+GRADIENT_BYTES = 4  # a streamed chunk's gradient on the device, in fp32
+
+# Bytes an element that one update moves: over the link one way, and through host memory (reads and writes).
+CPU_LINK_BYTES, STREAMED_LINK_BYTES = 2, STATE_BYTES
+CPU_DRAM_BYTES, STREAMED_DRAM_BYTES = 32, 24
+
+CHUNK_ELEMENTS = CHUNK_BYTES // STATE_BYTES

@@ -1,0 +1,241 @@
+"""The rules as Markdown: a page for each, which `explain` prints too, an index, and the coverage of known constraints.
+
+A rule is described in one way everywhere: what, why (in the framework's own words), wrong, right, versions, fix,
+evidence. The folder of all pages is built (`offload card pages`, and by the wheel) and not kept.
+
+The known constraints are `knowledge/coverage/inventory.txt`, found in the sources of the frameworks before any rule
+was written. Each is a rule or has a reason in `knowledge/coverage/*.yaml`; a test holds inventory, rules and reasons
+to each other.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from skill_tools.bundle import knowledge_path
+from skill_tools.configs.config import Framework
+from skill_tools.knowledge import load_yaml
+from skill_tools.rules.finding import Evidence
+from skill_tools.rules.knowledge import Example, Rule, load_rules_yaml
+
+FAMILIES: Mapping[str, str] = {
+    "la": "Layer-level activation offload",
+    "fg": "Fine-grained activation offload",
+    "oc": "Optimizer CPU offload",
+    "os": "Optimizer-state offload",
+    "mlm": "Megatron-LM command line",
+    "br": "Megatron Bridge",
+    "ax": "Axolotl",
+    "ds": "DeepSpeed and FSDP from Axolotl",
+    "fsdp": "DeepSpeed and FSDP from Axolotl",
+}
+_EFFECT = {
+    "raises": "an error at startup",
+    "raises-at-build": "an error when the model or the optimizer is built",
+    "crashes-later": "a crash later: first step, save or resume",
+    "wrong-numerics": "wrong numerics, without an error",
+    "ignored": "silently ignored",
+    "slow": "slow, or more memory than expected",
+    "warns": "a warning only",
+    "fact": "works as stated here",
+}
+_TAG = {
+    "msg": "the source raises exactly this",
+    "src": "read in the source",
+    "sim": "seen by running it",
+    "iss": "reported in a thread, not reproduced",
+    "derived": "inferred from the source, without a test",
+}
+_LANGUAGE = {".sh": "bash", ".py": "python", ".yaml": "yaml", ".yml": "yaml", ".json": "json"}
+
+
+def rule_pages() -> dict[str, str]:
+    """Return the file name and text of every page: one a rule, the index README.md and coverage.md."""
+    rules = load_rules_yaml()
+    return {
+        **{f"{rule.id}.md": page(rule) for rule in rules},
+        "README.md": index_page(rules),
+        "coverage.md": coverage_page(rules, load_coverage()),
+    }
+
+
+def write_rule_pages(folder: Path) -> int:
+    """Write every page into `folder`, remove pages of rules that are gone, and return how many pages there are."""
+    pages = rule_pages()
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in folder.glob("*.md"):
+        if path.name not in pages:
+            path.unlink()
+    for name, text in pages.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    return len(pages)
+
+
+def page(rule: Rule) -> str:
+    """Return the Markdown page of one rule, without any front matter."""
+    parts = [
+        f"# {rule.id}: {rule.title}",
+        f"**{rule.severity}** · {_EFFECT[rule.effect]} · {', '.join(rule.dialects)} · {rule.mechanism}",
+        f"## What\n\n{_sentence(rule.message)}{_condition(rule)}",
+        f"## Why\n\n{rule.why.strip()}{_framework_words(rule)}",
+        *[_examples(framework, example) for framework, example in rule.examples.items()],
+        f"## Versions\n\n{_versions(rule)}",
+        f"## Fix\n\n{_fix(rule)}",
+        f"## Evidence\n\n{_evidence(rule.evidence)}",
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def index_page(rules: Sequence[Rule]) -> str:
+    """Return the index of all rules, by mechanism."""
+    lines = [
+        "# Rules",
+        "",
+        f"{len(rules)} rules. `offload explain RULE` prints a page; `offload lint` finds them."
+        " [Coverage](coverage.md) says which known constraints they report.",
+    ]
+    for mechanism in sorted({rule.mechanism for rule in rules}):
+        lines += ["", f"## {mechanism}", "", "| rule | severity | frameworks | what |", "|---|---|---|---|"]
+        for rule in rules:
+            if rule.mechanism == mechanism:
+                title = rule.title.replace("|", "\\|")
+                frameworks = ", ".join(rule.dialects)
+                lines.append(f"| [{rule.id}]({rule.id}.md) | {rule.severity} | {frameworks} | {title} |")
+    return "\n".join(lines) + "\n"
+
+
+def _condition(rule: Rule) -> str:
+    if rule.when:
+        return f"\n\nFound when `{' '.join(rule.when.split())}`."
+    if rule.check == "log":
+        return "\n\nNo configuration shows it; it is recognised by its text in a log."
+    return "\n\nFound while the input is read."
+
+
+def _framework_words(rule: Rule) -> str:
+    if not rule.raises:
+        return ""
+    return "\n\nThe framework says:\n\n" + "\n\n".join(_quote(text) for text in rule.raises)
+
+
+def _examples(framework: Framework, example: Example) -> str:
+    language = _LANGUAGE.get(Path(example.filename).suffix, "text")
+    stated = ", ".join(f"{name} {version}" for name, version in example.versions.items())
+    with_releases = f" with {stated}" if stated else ""
+    return (
+        f"## Wrong ({framework}{with_releases})\n\n{_fence(example.bad, language)}\n\n"
+        f"## Right ({framework}{with_releases})\n\n{_fence(example.good, language)}"
+    )
+
+
+def _versions(rule: Rule) -> str:
+    if not rule.versions:
+        return "All releases."
+    return ", ".join(f"{package} `{specifier}`" for package, specifier in rule.versions.items())
+
+
+def _fix(rule: Rule) -> str:
+    lines = [
+        _sentence(rule.next),
+        f"{rule.fix.applicability.capitalize()}: {_sentence(rule.fix.description)}",
+    ]
+    changes = [f"- set `{key}` to `{value}`" for key, value in rule.fix.set.items()]
+    changes += [f"- remove `{key}`" for key in rule.fix.remove]
+    changes += [f"{rank}. {option}" for rank, option in enumerate(rule.fix.options, start=1)]
+    return "\n\n".join([*lines, *(["\n".join(changes)] if changes else [])])
+
+
+def _evidence(evidence: Evidence) -> str:
+    return f"{_TAG[evidence.tag].capitalize()}: `{evidence.ref}`\n\n{_quote(evidence.quote)}"
+
+
+def _sentence(text: str) -> str:
+    text = text.strip()
+    text = text[:1].upper() + text[1:] if " " in text and not text.startswith("--") else text
+    return text if text.endswith((".", "!", "?", "`")) else f"{text}."
+
+
+def _quote(text: str) -> str:
+    return _fence(text, "text")
+
+
+def _fence(text: str, language: str) -> str:
+    """Return a fenced block whose fence is longer than any in `text`."""
+    ticks = "```"
+    while ticks in text:
+        ticks += "`"
+    return f"{ticks}{language}\n{text.strip(chr(10))}\n{ticks}"
+
+
+def family(identifier: str) -> str:
+    """Return the name of the family that an id belongs to, by its first part."""
+    return FAMILIES[identifier.partition("-")[0]]
+
+
+def load_inventory() -> tuple[str, ...]:
+    """Return the ids of all known constraints, in the order of their families."""
+    return tuple(knowledge_path("coverage", "inventory.txt").read_text(encoding="utf-8").split())
+
+
+def load_coverage() -> dict[str, str]:
+    """Return the reason of every constraint that no rule reports, by id; raises `ValueError` for a repeated id."""
+    reasons: dict[str, str] = {}
+    for path in sorted(knowledge_path("coverage").glob("*.yaml")):
+        for entry in load_yaml("coverage", path.name):
+            if entry["id"] in reasons:
+                raise ValueError(f"{entry['id']} has two reasons; keep one of them, see {path.name}")
+            reasons[entry["id"]] = " ".join(entry["reason"].split())
+    return reasons
+
+
+def coverage_page(rules: Sequence[Rule], coverage: Mapping[str, str]) -> str:
+    """Return the page: counts a family, then every constraint with the rule or the reason."""
+    by_id = {rule.id: rule for rule in rules}
+    inventory = load_inventory()
+    beyond = sorted(by_id.keys() - set(inventory))
+    parts = [
+        "# Coverage",
+        f"{len(inventory)} constraints on offloading were found in the frameworks' sources, documents and issue"
+        " threads. Each is a rule, or stands here with the reason why no rule can report it.",
+        _coverage_counts(inventory, by_id, coverage),
+        *(_family_table(name, inventory, by_id, coverage) for name in dict.fromkeys(FAMILIES.values())),
+        "## Rules beyond the inventory\n\nFound later, or about the input itself: "
+        + (", ".join(f"[{identifier}]({identifier}.md)" for identifier in beyond) or "none")
+        + ".",
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _coverage_counts(inventory: Sequence[str], by_id: Mapping[str, Rule], coverage: Mapping[str, str]) -> str:
+    lines = [
+        "| family | constraints | from a configuration | from a log | no rule |",
+        "|---|--:|--:|--:|--:|",
+    ]
+    for name in [*dict.fromkeys(FAMILIES.values()), "all"]:
+        ids = [one for one in inventory if name in ("all", family(one))]
+        from_log = sum(one in by_id and by_id[one].check == "log" for one in ids)
+        from_config = sum(one in by_id for one in ids) - from_log
+        without = sum(one in coverage for one in ids)
+        lines.append(f"| {name} | {len(ids)} | {from_config} | {from_log} | {without} |")
+    return "\n".join(lines)
+
+
+def _family_table(
+    name: str, inventory: Sequence[str], by_id: Mapping[str, Rule], coverage: Mapping[str, str]
+) -> str:
+    lines = [f"## {name}", "", "| id | severity | where |", "|---|---|---|"]
+    for identifier in inventory:
+        if family(identifier) == name:
+            lines.append(f"| {identifier} | {_where(identifier, by_id, coverage)} |")
+    return "\n".join(lines)
+
+
+def _where(identifier: str, by_id: Mapping[str, Rule], coverage: Mapping[str, str]) -> str:
+    rule = by_id.get(identifier)
+    if rule is None:
+        return f"none | {_cell(coverage.get(identifier, 'not accounted for'))}"
+    seen_in = "; seen in a log" if rule.check == "log" else ""
+    return f"{rule.severity} | [{_cell(rule.title)}]({identifier}.md){seen_in}"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")

@@ -1,0 +1,79 @@
+"""What the planner assumes of the reference implementation is what the reference implementation does."""
+
+import dataclasses
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from skill_tools.planning.model import reference_numbers
+
+torch = pytest.importorskip("torch", reason="needs torch: pip install -c constraints.txt '.[reference]'")
+
+import reference_impl  # noqa: E402
+from reference_impl.optimizers import resident  # noqa: E402
+from reference_impl.optimizers.split import StateBytes, state_bytes  # noqa: E402
+from reference_impl.optimizers.streamed.slots import LEAST_SLOTS  # noqa: E402
+
+
+def default(made: type, option: str) -> Any:
+    """The default of an option: of a keyword of its own, or of a field of a keyword that groups several."""
+    keywords = [
+        keyword
+        for kind in reversed(made.__mro__)
+        for keyword in inspect.signature(kind.__init__).parameters.values()
+        if keyword.default is not inspect.Parameter.empty
+    ]
+    for keyword in keywords:
+        if keyword.name == option:
+            return keyword.default
+    groups = [keyword.default for keyword in keywords if dataclasses.is_dataclass(keyword.default)]
+    (found,) = (getattr(group, option) for group in groups if hasattr(group, option))
+    return found
+
+
+def bf16_adam() -> StateBytes:
+    """Bytes of one element of a bf16 parameter with an fp32 master and two fp32 moments."""
+    return state_bytes([(1, 2)], moments=2)
+
+
+def gradient_bytes() -> int:
+    return torch.float32.itemsize
+
+
+NUMBERS: dict[str, Callable[[], Any]] = {
+    "BUCKET_ELEMENTS": lambda: default(reference_impl.HybridDeviceOptimizer, "bucket_elements"),
+    "CHUNK_BYTES": lambda: default(reference_impl.HybridDeviceOptimizer, "chunk_bytes"),
+    "SLOTS": lambda: LEAST_SLOTS,
+    "WIDENED_ELEMENTS": lambda: resident.CHUNK_ELEMENTS,
+    "IN_FLIGHT_BYTES": lambda: default(reference_impl.ActivationOffloader, "in_flight_bytes"),
+    "WINDOW_LAYERS": lambda: 1 + default(reference_impl.FrozenLayerStreamer, "prefetch"),
+    "STATE_BYTES": lambda: bf16_adam().streamed,
+    "GRADIENT_BYTES": gradient_bytes,
+    "CPU_LINK_BYTES": lambda: bf16_adam().wire,
+    "STREAMED_LINK_BYTES": lambda: bf16_adam().streamed,
+    "CPU_DRAM_BYTES": lambda: bf16_adam().cpu_traffic,
+    "STREAMED_DRAM_BYTES": lambda: bf16_adam().streamed_traffic,
+    "CHUNK_ELEMENTS": lambda: (
+        default(reference_impl.HybridDeviceOptimizer, "chunk_bytes") // int(bf16_adam().streamed)
+    ),
+}
+
+
+def test_every_number_has_a_source() -> None:
+    assert {name for name in vars(reference_numbers) if name.isupper()} == set(NUMBERS)
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_number_is_the_reference_implementation_s(name: str) -> None:
+    assert vars(reference_numbers)[name] == NUMBERS[name]()
+
+
+def test_the_cpu_share_holds_the_states_and_a_staging_buffer_in_the_weight_s_dtype() -> None:
+    each, weight_bytes = bf16_adam(), torch.bfloat16.itemsize
+    assert reference_numbers.STATE_BYTES + weight_bytes == each.cpu_host
+
+
+def test_both_optimizers_stream_the_same_chunks() -> None:
+    assert default(reference_impl.OptimizerStateOffloader, "chunk_bytes") == reference_numbers.CHUNK_BYTES
