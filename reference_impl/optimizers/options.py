@@ -1,0 +1,115 @@
+"""The options of `HybridDeviceOptimizer` that belong together, as small frozen dataclasses.
+
+Explained in docs/optimizer-offloading.md. Options are only carried here; whoever uses one checks it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+Profile = Mapping[str, Any] | str | Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class Streaming:
+    """How the streamed share's states cross the link.
+
+    Args:
+        chunk_bytes: most bytes of states that one copy moves.
+        hi_lo_masters: stream only the lower half of a bf16 parameter's master; the weight is the upper half. Exact.
+        moments_dtype: `torch.bfloat16` halves the moments' bytes. Not bitwise: moments are rounded stochastically, the
+            same way in every run.
+        prefetch_bytes: how much may come in during an attached model's backward, into memory that this frees.
+    """
+
+    chunk_bytes: int = 96 * 2**20
+    hi_lo_masters: bool = False
+    moments_dtype: torch.dtype = torch.float32
+    prefetch_bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budgets:
+    """What `split="auto"` may use for states, and the rates it reckons with.
+
+    Args:
+        device_bytes: device memory; by default what the slots of the streamed share need.
+        host_bytes: host memory; by default 95 % of what is available.
+        profile: this machine's rates, as `reference_impl.probe` returns them or a file of them; by default a probe of
+            at most 3 s.
+    """
+
+    device_bytes: int | None = None
+    host_bytes: int | None = None
+    profile: Profile | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class CpuUpdate:
+    """How the CPU share is updated.
+
+    Args:
+        threads: update threads; by default this rank's share of the node's cores less two.
+        bucket_elements: elements of one bucket, which is updated and copied as one.
+        pinned: pin the staging buffers, through which gradients come and new weights go.
+        overlap_forward: False means that `step()` returns finished, whether or not a model is attached.
+    """
+
+    threads: int | None = None
+    bucket_elements: int = 2**24
+    pinned: bool = True
+    overlap_forward: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptionGroups:
+    """All of them, as one optimizer uses them."""
+
+    streaming: Streaming = Streaming()
+    budgets: Budgets = Budgets()
+    cpu: CpuUpdate = CpuUpdate()
+
+
+# Keywords of releases before options were grouped → (group, field).
+_MOVED = {
+    "chunk_bytes": ("streaming", "chunk_bytes"),
+    "hi_lo_masters": ("streaming", "hi_lo_masters"),
+    "moments_dtype": ("streaming", "moments_dtype"),
+    "prefetch_bytes": ("streaming", "prefetch_bytes"),
+    "device_budget_bytes": ("budgets", "device_bytes"),
+    "host_budget_bytes": ("budgets", "host_bytes"),
+    "profile": ("budgets", "profile"),
+    "cpu_threads": ("cpu", "threads"),
+    "bucket_elements": ("cpu", "bucket_elements"),
+    "pin_cpu_grads": ("cpu", "pinned"),
+    "pin_cpu_params": ("cpu", "pinned"),
+    "overlap_cpu_optimizer_d2h_h2d": ("cpu", "overlap_forward"),
+}
+
+
+def take_moved_keywords(options: OptionGroups, keywords: dict[str, Any]) -> OptionGroups:
+    """Take old option keywords out of `keywords` and return `options` with their values; each one warns.
+
+    The warning points at the caller's caller.
+    """
+    changes: defaultdict[str, dict[str, Any]] = defaultdict(dict)
+    for old in [name for name in keywords if name in _MOVED]:
+        group, field = _MOVED[old]
+        value = keywords.pop(old)
+        kind = type(getattr(options, group)).__name__
+        warnings.warn(
+            f"{old} has become a field and will be removed as a keyword in the next release; use "
+            f"{group}={kind}({field}={value!r})",
+            DeprecationWarning,
+            stacklevel=3,
+        )
+        # Where two old names meet in one field, it is true only if both are.
+        changes[group][field] = changes[group].get(field, True) and value
+    return replace(options, **{name: replace(getattr(options, name), **new) for name, new in changes.items()})
