@@ -30,7 +30,7 @@ from machine import machine, print_table
 from torch import nn
 from trace_overlap import REPEATED, record
 
-from reference_impl import HybridDeviceOptimizer, OptimizerStateOffloader
+from reference_impl import HybridDeviceOptimizer, OptimizerStateOffloader, Streaming
 from reference_impl.device import Device
 from reference_impl.memory.ledger import Ledger, device_bytes
 from reference_impl.optimizers.auto_split import machine_rates
@@ -117,12 +117,15 @@ def rows() -> dict[str, Build]:
         table[f"streamed 100% exact clipping{name}, 8 GB borrowed"] = streamed(
             device_budget_bytes=8 * GB, **clipped
         )
-        table[f"auto split exact clipping{name}"] = ours(1.0, split="auto", prefetch_bytes=8 * GB, **clipped)
+        streaming = Streaming(prefetch_bytes=8 * GB, **form)
+        table[f"auto split exact clipping{name}"] = ours(
+            1.0, split="auto", streaming=streaming, max_grad_norm=1.0
+        )
     # What auto chooses between: is it the best?
     for cpu in (0.1, 0.3, 0.4):
         split = (0.0, 1 - cpu, cpu)
         table[f"split 0/{1 - cpu:.0%}/{cpu:.0%} exact clipping"] = ours(
-            1.0, split=split, prefetch_bytes=8 * GB, max_grad_norm=1.0
+            1.0, split=split, streaming=Streaming(prefetch_bytes=8 * GB), max_grad_norm=1.0
         )
     table["torchao 100% bf16 states"] = torchao_offload
     for fraction in (0.25, 0.5, 1.0):
@@ -204,7 +207,8 @@ def solved_split(device: Device, numel: int) -> dict[str, object]:
     ]
     times: list[float] = []
     # Chunks that are small against the whole, so that it is split at toy size too.
-    options = {**OPTIONS, "max_grad_norm": 1.0, "chunk_bytes": min(96 * 2**20, numel)}
+    streaming = Streaming(chunk_bytes=min(96 * 2**20, numel))
+    options = {**OPTIONS, "max_grad_norm": 1.0, "streaming": streaming}
     with HybridDeviceOptimizer(weights, split="auto", **options) as optimizer:
         for _ in range(WARM_UP + MEASURED):
             for weight in weights:

@@ -1,20 +1,45 @@
 """Moves training memory between GPU and host: activations, optimizer state and frozen weights.
 
-Reads no configuration and imports no `skill_tools`: a plan is the only thing that passes between the two.
+Reads no configuration and imports no `skill_tools`: a plan is the only thing that passes between the two. What streams
+optimizer states, probes or verifies is imported when its name is first used.
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from reference_impl.activations import ActivationOffloader, CheckpointOffloader
-from reference_impl.optimizers import HybridDeviceOptimizer, OptimizerStateOffloader
-from reference_impl.verification.apply import apply_plan
-from reference_impl.verification.probe import probe
+from reference_impl.optimizers import Budgets, CpuUpdate, HybridDeviceOptimizer, Streaming
 from reference_impl.weights import FrozenLayerStreamer
+
+if TYPE_CHECKING:
+    from reference_impl.optimizers import OptimizerStateOffloader
+    from reference_impl.verification.apply import apply_plan
+    from reference_impl.verification.probe import probe
 
 __all__ = [
     "ActivationOffloader",
+    "Budgets",
     "CheckpointOffloader",
+    "CpuUpdate",
     "FrozenLayerStreamer",
     "HybridDeviceOptimizer",
     "OptimizerStateOffloader",
+    "Streaming",
     "apply_plan",
     "probe",
 ]
+
+_LATER = {
+    "OptimizerStateOffloader": "reference_impl.optimizers.state_offload",
+    "apply_plan": "reference_impl.verification.apply",
+    "probe": "reference_impl.verification.probe",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import the module of a name that is not needed by the others."""
+    if name == "verification":
+        return import_module("reference_impl.verification")
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_LATER[name]), name)

@@ -1,7 +1,43 @@
-"""Optimizers whose state does not have to fit on the GPU."""
+"""Optimizers whose state does not have to fit on the GPU.
+
+Explained in docs/optimizer-offloading.md and docs/optimizer-state-offloading.md. Two optimizers stand on top,
+`hybrid` (with Megatron's form in `megatron`) and `state_offload`; below them the shares `cpu/`, `streamed/` and
+`resident`, which do not know each other; below these plain data: `layout`, `options`,
+`algorithms/`, `step`, `clip_decision`. Terms:
+
+- states: the fp32 master weight and the algorithm's moments of each element.
+- share: the elements whose states are resident (stay on the device), streamed (live on the host, visit the device for
+  their update) or on the CPU (live on the host and are updated there); split: the three shares, which sum to 1.
+- member: one parameter as an optimizer knows it; piece: a contiguous part of one.
+- split member: one that several shares update; its new weights are published together.
+- forward wait: a pre-hook that makes a module's forward wait for the weights that this module owns.
+- clip decision: by how much a step scales its gradients, and whether it is skipped.
+"""
+
+from typing import TYPE_CHECKING, Any
 
 from reference_impl.optimizers.algorithms import SGD, Adam
 from reference_impl.optimizers.hybrid import HybridDeviceOptimizer
-from reference_impl.optimizers.state_offload import OptimizerStateOffloader
+from reference_impl.optimizers.options import Budgets, CpuUpdate, Streaming
 
-__all__ = ["SGD", "Adam", "HybridDeviceOptimizer", "OptimizerStateOffloader"]
+if TYPE_CHECKING:
+    from reference_impl.optimizers.state_offload import OptimizerStateOffloader
+
+__all__ = [
+    "SGD",
+    "Adam",
+    "Budgets",
+    "CpuUpdate",
+    "HybridDeviceOptimizer",
+    "OptimizerStateOffloader",
+    "Streaming",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import what streams when it is asked for."""
+    if name != "OptimizerStateOffloader":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from reference_impl.optimizers.state_offload import OptimizerStateOffloader
+
+    return OptimizerStateOffloader

@@ -1,7 +1,8 @@
 """The fastest split on this machine: its rates from a profile, or from a short probe where there is none.
 
 A profile is what `reference_impl.probe` returns and `offload probe` writes (`schema/profile.schema.json`). One of
-another machine is not used: a split that is best there may be the worst here.
+another machine is not used: a split that is best there may be the worst here. Explained in
+docs/optimizer-offloading.md.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import warnings
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from reference_impl.device import Device
 from reference_impl.memory.host import available_bytes
@@ -22,9 +23,10 @@ from reference_impl.memory.rates import copy_rates, host_rate
 from reference_impl.optimizers.cpu.rate import cpu_update_rates
 from reference_impl.optimizers.cpu.update import TASK_ELEMENTS
 from reference_impl.optimizers.cpu.workers import cpu_budget
+from reference_impl.optimizers.layout import Split
+from reference_impl.optimizers.options import Budgets, Profile
 from reference_impl.optimizers.split import (
     MachineRates,
-    Split,
     StateBytes,
     fastest_split,
     state_bytes,
@@ -38,38 +40,30 @@ _COPY_BYTES = 2**28
 _LEAST_GAIN = 0.1
 _UPDATES = ("cpu_with_copies_Gparam_s", "streamed_Gparam_s", "both_Gparam_s", "both_cpu_share")
 
-Profile = Mapping[str, Any] | str | Path
 
-
-def chosen_split(
-    asked: tuple[float, float, float] | Literal["auto"],
+def fastest_split_here(
     elements: int,
     each: StateBytes,
     device: Device,
+    budgets: Budgets,
     *,
-    profile: Profile | None,
     ring_bytes: int,
-    device_budget_bytes: int | None,
-    host_budget_bytes: int | None,
     hidden_bytes: int,
 ) -> Split:
-    """Return what was `asked` for; for `auto` that with which one update of `elements` takes least time, and log it.
+    """Return the split with which one update of `elements` takes least time on this machine, and log it.
 
-    `hidden_bytes` come in during backward, and as many go out during the next forward: no part of the update.
-
-    By default the device holds no more than the ring, and the host may give 95 % of what it has. Raises ValueError
-    for a device budget below the ring or a profile that is none, HostMemoryError for a host that is too small.
+    `ring_bytes` of the device are needed to stream at all. `hidden_bytes` come in during backward, and as many go out
+    during the next forward: no part of the update. Raises ValueError for a device budget below the ring or a profile
+    that is none, HostMemoryError for a host that is too small.
     """
-    if asked != "auto":
-        return Split(*asked)
-    rates = machine_rates(device, profile)
+    rates = machine_rates(device, budgets.profile)
     split = fastest_split(
         elements,
         each,
         rates,
         ring_bytes=ring_bytes,
-        device_budget_bytes=ring_bytes if device_budget_bytes is None else device_budget_bytes,
-        host_budget_bytes=int(0.95 * available_bytes()) if host_budget_bytes is None else host_budget_bytes,
+        device_bytes=ring_bytes if budgets.device_bytes is None else budgets.device_bytes,
+        host_bytes=int(0.95 * available_bytes()) if budgets.host_bytes is None else budgets.host_bytes,
         hidden_bytes=hidden_bytes,
         least_gain=_LEAST_GAIN,
     )

@@ -1,4 +1,4 @@
-"""What `HybridDeviceOptimizer` refuses, before anything is built."""
+"""What optimizers with state on the host refuse, with the messages that say what to try instead."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from reference_impl.device import Device
 from reference_impl.optimizers.algorithms import Algorithm
 from reference_impl.optimizers.layout import Member
+from reference_impl.optimizers.options import Budgets
 
 BackwardOverlap = Literal["nothing", "gradients", "update"]
 
@@ -34,7 +35,7 @@ def check_options(
     check_group(algorithm, {"params": [], **algorithm.defaults, **hyper_parameters})
 
 
-def check_split(split: Any, fraction: float, *, filtered: bool, budgets: Iterable[Any]) -> None:
+def check_split(split: Any, fraction: float, *, filtered: bool, budgets: Budgets) -> None:
     """Raise ValueError for shares that are none, or for options that contradict each other."""
     if split is None or split == "auto":
         shares = None
@@ -53,10 +54,9 @@ def check_split(split: Any, fraction: float, *, filtered: bool, budgets: Iterabl
             "split was given beside offload_fraction or offload_filter; expected one way to say what leaves; try "
             "split alone"
         )
-    if split != "auto" and any(budget is not None for budget in budgets):
+    if split != "auto" and budgets != Budgets():
         raise ValueError(
-            "device_budget_bytes, host_budget_bytes and profile choose a split; expected split='auto' with them; try "
-            "that, or leave them out"
+            "budgets were given, which choose a split; expected split='auto' with them; try that, or leave them out"
         )
 
 
@@ -142,9 +142,9 @@ def check_model(model: nn.Module, *, moves_in_backward: bool) -> None:
         )
 
 
-def check_scaler(*, used: bool, left: bool, overlap: str) -> None:
+def check_scaler(*, used: bool, sent: bool, overlap: str) -> None:
     """Raise RuntimeError when a GradScaler could not see the gradients."""
-    if used and left and overlap != "nothing":
+    if used and sent and overlap != "nothing":
         raise RuntimeError(
             "GradScaler has to see gradients that have already left; expected backward_overlap='nothing' with it; "
             "try that, or bf16 without a scaler"

@@ -1,7 +1,8 @@
-"""Are the gradients finite, and by how much are they scaled? Answered on the device, read on the host later.
+"""The clip and overflow decision: are the gradients finite, and by how much are they scaled?
 
-The norm is exact: over all gradients, before any of them is used. The training thread never waits for a
-number; the first worker that needs one does.
+Made on the device, over all gradients and before any of them is used, so that the norm is exact. The training thread
+never waits for a number: what updates on the device reads it there, and the first CPU worker that needs it waits.
+Explained in docs/optimizer-offloading.md.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from reference_impl.device import Device, Event
 from reference_impl.memory.arena import HostArena
 
 
-def judge(
+def decide(
     norms: Sequence[torch.Tensor],
     device: Device,
     *,
@@ -22,8 +23,8 @@ def judge(
     max_norm: float | None,
     loss_scale: torch.Tensor | None,
     found_inf: torch.Tensor | None,
-) -> Verdict | None:
-    """Judge gradients of the given `norms` (0-dim fp32 on `device`); None when there are none anywhere."""
+) -> ClipDecision | None:
+    """Decide over gradients of the given `norms` (0-dim fp32 on `device`); None when there are none anywhere."""
     if not norms and reduce_norm_squared is None:
         return None
     # A rank without gradients takes part in the reduction too: the others wait for it.
@@ -31,7 +32,7 @@ def judge(
     norm = torch.linalg.vector_norm(torch.stack(listed))
     if reduce_norm_squared is not None:
         norm = reduce_norm_squared(norm.square()).sqrt()
-    return Verdict(
+    return ClipDecision(
         norm=norm,
         loss_scale=None if loss_scale is None else loss_scale.to(norm.device),
         max_norm=max_norm,
@@ -39,10 +40,18 @@ def judge(
     )
 
 
-class Verdict:
-    """Scale and skip of one step: `grad_scale` and `found_inf`, 0-dim fp32 on the device.
+class ClipDecision:
+    """Scale and skip of one step over gradients of `norm` that carry `loss_scale`.
 
-    `grad_scale` is None where nothing scales: torch's fused SGD on CUDA rounds differently even for a scale of 1.
+    `norm` is the unscaled one; `grad_scale` divides gradients, and `found_inf` is 1 where the step is skipped: all
+    0-dim fp32 on the device. `grad_scale` is None where nothing scales: torch's fused SGD on CUDA rounds differently
+    even for a scale of 1.
+
+    Args:
+        norm: of all gradients, 0-dim fp32.
+        loss_scale: what the loss was multiplied by, 0-dim on the norm's device, or None.
+        max_norm: the greatest norm allowed after unscaling, or None.
+        found: not 0 when somebody else has already found an overflow, 0-dim.
     """
 
     def __init__(
@@ -53,11 +62,6 @@ class Verdict:
         max_norm: float | None,
         found: torch.Tensor,
     ) -> None:
-        """Judge gradients of `norm` that carry `loss_scale`.
-
-        `max_norm` is the greatest norm allowed after unscaling. `found` is not 0 when somebody else has already found
-        an overflow.
-        """
         scale = torch.ones_like(norm) if loss_scale is None else loss_scale
         self.norm = norm / scale
         self._scale = scale * torch.clamp((self.norm + 1e-6) / (max_norm or float("inf")), min=1.0)
@@ -66,7 +70,7 @@ class Verdict:
         self._arrival: Event | None = None
 
     def send(self, device: Device, arena: HostArena) -> None:
-        """Start the way of both numbers to the host, for the workers."""
+        """Start the copy of scale and skip to the host, for the workers."""
         self._numbers = torch.stack([self._scale, self.found_inf])
         self._arena, self._block = arena, arena.allocate(8)
         self._host = self._block.view(torch.float32, (2,))
@@ -74,7 +78,7 @@ class Verdict:
         self._arrival = device.copy_out(self._host, self._numbers, after=[now], for_threads=True)
 
     def read(self) -> tuple[torch.Tensor | None, bool]:
-        """Wait for the numbers; return the host's scale (None for exactly 1) and whether to skip. Once only."""
+        """Wait for the copy; return the host's scale (None for exactly 1) and whether to skip. Once only."""
         assert self._arrival is not None
         self._arrival.synchronize()
         scale, found = self._host.tolist()

@@ -1,33 +1,39 @@
-"""What optimizers with state on the host have in common: gates on a model, one process, an end.
+"""What optimizers with state on the host have in common: forward waits on a model, one process, an end.
 
-It knows no share and no update; `hybrid` and `state_offload` do.
+It knows no share and no update; `hybrid` and `state_offload` do. Explained in docs/optimizer-offloading.md and
+docs/optimizer-state-offloading.md.
 """
 
 from __future__ import annotations
 
 import os
+import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
-from typing import Any, Self
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from reference_impl.optimizers import checks
-from reference_impl.optimizers.cpu.publish import Gates
 from reference_impl.optimizers.layout import Member
+
+_T = TypeVar("_T")
 
 
 class HostedOptimizer(torch.optim.Optimizer, ABC):
-    """A `torch.optim.Optimizer` whose `step()` may return before its weights are new."""
+    """A `torch.optim.Optimizer` whose `step()` may return before its weights are new.
+
+    It can be used only in the process that made it; `params` and `defaults` are as in `torch.optim.Optimizer`.
+    """
 
     # GradScaler hands over its scale and overflow flag instead of touching the gradients itself.
     _step_supports_amp_scaling = True
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
-        """Belong to this process; `params` and `defaults` as in `torch.optim.Optimizer`."""
         self._members: dict[torch.Tensor, Member] = {}
-        self._gates: Gates | None = None
+        self._waits: ForwardWaits | None = None
         self._pid = os.getpid()
         super().__init__(params, defaults)
 
@@ -39,7 +45,7 @@ class HostedOptimizer(torch.optim.Optimizer, ABC):
     @property
     @abstractmethod
     def _moves_in_backward(self) -> bool:
-        """Whether gradients leave before backward is over."""
+        """Whether gradients are sent off before backward is over."""
 
     @abstractmethod
     def _wait_for(self, members: Iterable[Member]) -> None:
@@ -57,16 +63,23 @@ class HostedOptimizer(torch.optim.Optimizer, ABC):
     def close(self) -> None:
         """Finish, take all hooks off and give the host memory back."""
 
+    @property
+    def members(self) -> Mapping[torch.Tensor, Member]:
+        """The trained parameters, and for each how many of its elements stay, stream or are updated on the CPU."""
+        return self._members
+
     def attach(self, model: nn.Module) -> None:
         """Let `step()` return early: the model's modules wait for their own weights in forward.
 
         Their state_dicts wait too, and loading one refreshes masters. Raises ValueError under FSDP, and when
-        gradients would leave before DistributedDataParallel has reduced them.
+        gradients would be sent off before DistributedDataParallel has reduced them.
         """
         checks.check_model(model, moves_in_backward=self._moves_in_backward)
-        if self._gates is not None:
-            self._gates.close()
-        self._gates = Gates(model, self._members, wait_for=self._wait_for, refresh_masters=self._refresh)
+        if self._waits is not None:
+            self._waits.close()
+        self._waits = ForwardWaits(
+            model, self._members, wait_for=self._wait_for, refresh_masters=self._refresh
+        )
 
     def refresh_masters(self) -> None:
         """Make masters from the parameters as they are, after something else has written these."""
@@ -75,8 +88,8 @@ class HostedOptimizer(torch.optim.Optimizer, ABC):
 
     def _attach_again(self) -> None:
         """Let modules wait for members that are new since `attach`."""
-        if self._gates is not None and self._gates.model is not None:
-            self.attach(self._gates.model)
+        if self._waits is not None and self._waits.model is not None:
+            self.attach(self._waits.model)
 
     def _check_usable(self) -> None:
         checks.check_alive(closed=self._closed, made_by=self._pid)
@@ -95,3 +108,86 @@ class HostedOptimizer(torch.optim.Optimizer, ABC):
             f"{type(self).__name__} cannot be pickled or copied, because its memory is pinned; try state_dict() and "
             "load_state_dict()"
         )
+
+
+class ForwardWaits:
+    """Hooks on a model: each module's forward waits for the weights that this module owns.
+
+    Saving and loading its state_dict wait too, and loading calls `refresh_masters`. Each forward also teaches the
+    members their `order`. The owner of both methods is not kept alive, and neither is the model.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        members: Mapping[torch.Tensor, Member],
+        *,
+        wait_for: Callable[[Sequence[Member]], None],
+        refresh_masters: Callable[[Sequence[Member]], None],
+    ) -> None:
+        self._model = weakref.ref(model)
+        self._clock = self._forward_start = max((member.order for member in members.values()), default=0)
+        self._handles: list[RemovableHandle] = []
+        wait, refresh = forgetful(wait_for), forgetful(refresh_masters)
+        for module in model.modules():
+            own = [members[p] for p in module._parameters.values() if p is not None and p in members]
+            if own:
+                self._handles += [
+                    # First of all hooks: others, such as weight normalisation, read weights too.
+                    module.register_forward_pre_hook(self._forward_hook(own, wait), prepend=True),
+                    module.register_state_dict_pre_hook(_before_or_after(wait, own)),
+                    module.register_load_state_dict_pre_hook(_before_or_after(wait, own)),
+                    module.register_load_state_dict_post_hook(_before_or_after(refresh, own)),
+                ]
+        self._handles.append(model.register_forward_pre_hook(self._start_forward, prepend=True))
+
+    @property
+    def model(self) -> nn.Module | None:
+        """The model, unless it is gone."""
+        return self._model()
+
+    def _start_forward(self, module: nn.Module, args: Any) -> None:
+        self._forward_start = self._clock
+
+    def _forward_hook(
+        self, own: list[Member], wait: Callable[[Sequence[Member]], None]
+    ) -> Callable[[nn.Module, Any], None]:
+        def hook(module: nn.Module, args: Any) -> None:
+            # A member's first use in the last forward is the best guess of when the next one needs it.
+            self._clock += 1
+            for member in own:
+                if member.order <= self._forward_start:
+                    member.order = self._clock
+            waiting = [member for member in own if member.pending]
+            if waiting:
+                wait(waiting)
+
+        return hook
+
+    def close(self) -> None:
+        """Take all hooks off the model."""
+        for handle in self._handles:
+            handle.remove()
+
+
+def forgetful(method: Callable[[_T], None]) -> Callable[[_T], None]:
+    """Return a function that calls a bound `method` without keeping its owner alive, and nothing once that is gone."""
+    reference = weakref.WeakMethod(method)
+
+    def call(argument: _T) -> None:
+        bound = reference()
+        if bound is not None:
+            bound(argument)
+
+    return call
+
+
+def _before_or_after(
+    method: Callable[[Sequence[Member]], None], own: Sequence[Member]
+) -> Callable[..., None]:
+    """Return a hook around a state_dict, whose own arguments do not matter."""
+
+    def hook(*_: object) -> None:
+        method(own)
+
+    return hook

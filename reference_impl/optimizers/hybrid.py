@@ -1,10 +1,12 @@
 """AdamW whose state lives partly on the host, at nearly the speed of the GPU.
 
 `HybridDeviceOptimizer` is a real `torch.optim.Optimizer`. A share of the state (fp32 masters and moments) is
-kept and updated on the CPU, another may live on the host and stream through the GPU, the rest stays there. The CPU's
-gradients leave during backward, and all is updated in the order and behind the compute of the next forward.
+kept and updated on the CPU, another may live on the host and stream through the GPU, the rest stays there. Gradients
+of the CPU's share go to the host during backward, and all is updated in the order of the next forward, behind its
+compute.
 
-It does not shard: each rank offloads what it is given. It does not offload activations or weights.
+It does not shard: each rank offloads what it is given. It does not offload activations or weights. Explained in
+docs/optimizer-offloading.md.
 """
 
 from __future__ import annotations
@@ -17,18 +19,16 @@ from typing import Any, Literal
 import torch
 
 from reference_impl.optimizers import checks
-from reference_impl.optimizers import state_dict as state
+from reference_impl.optimizers import state_dict as torch_layout
 from reference_impl.optimizers.algorithms import Adam, Algorithm
-from reference_impl.optimizers.auto_split import Profile
-from reference_impl.optimizers.clip_decision import Verdict, judge
-from reference_impl.optimizers.cpu.gradients import forgetful_hook
-from reference_impl.optimizers.cpu.share import HostShare
-from reference_impl.optimizers.hosted import HostedOptimizer
+from reference_impl.optimizers.clip_decision import ClipDecision, decide
+from reference_impl.optimizers.cpu.step import CpuStep
+from reference_impl.optimizers.hosted import HostedOptimizer, forgetful
 from reference_impl.optimizers.layout import Member, local_numel
-from reference_impl.optimizers.live_state import LiveState
-from reference_impl.optimizers.rounds import Round, snapshot
+from reference_impl.optimizers.options import Budgets, CpuUpdate, Options, Streaming, take_moved_keywords
+from reference_impl.optimizers.parameter_state import OptimizerState
 from reference_impl.optimizers.shares import Shares
-from reference_impl.optimizers.streamed.storage import StateFormat
+from reference_impl.optimizers.step import StepPlan, snapshot
 
 
 class HybridDeviceOptimizer(HostedOptimizer):
@@ -44,30 +44,24 @@ class HybridDeviceOptimizer(HostedOptimizer):
     Args:
         params: parameters or groups, in the order in which the forward uses them; bf16, fp16 or fp32.
         offload_fraction: share of the state's bytes that the CPU holds and updates, exact to 64 elements.
-        offload_filter: instead of the fraction, which parameters leave whole.
+        offload_filter: instead of the fraction, which parameters are offloaded whole.
         split: instead of both, the shares (resident, streamed, CPU), which sum to 1, or `auto` for the fastest.
-        device_budget_bytes, host_budget_bytes: what `auto` may use for states; by default no more of the device
-            than streaming needs, and 95 % of what the host has.
-        profile: this machine's rates for `auto`, as `reference_impl.probe` returns them or a file of them; by default
-            a probe of at most 3 s.
-        chunk_bytes, hi_lo_masters, moments_dtype: how the streamed share travels, as in `OptimizerStateOffloader`.
-        prefetch_bytes: how much of it may come in during an attached model's backward, into memory that this frees.
+        budgets: what `auto` may use for states, and this machine's rates.
+        streaming: how the streamed share's states cross the link.
+        cpu: threads, buckets and pinning of the CPU share, and whether its update overlaps with the next forward.
         algorithm: the formula; `Adam()` is AdamW. Its hyper-parameters (`lr`, `betas`, ...) follow as keywords.
         max_grad_norm: clip the global norm exactly; gradients are divided by `max(1, (norm + 1e-6) / max)`.
         reduce_norm_squared: given this rank's squared norm (0-dim fp32), returns that over all ranks.
-        backward_overlap: what happens during backward. `gradients` (default): gradients leave and their GPU
+        backward_overlap: what happens during backward. `gradients` (default): gradients go to the host and their GPU
             memory is freed. `update`: the CPU update starts too, with the hyper-parameters of that moment, and
             nothing can be skipped or clipped. `nothing`: gradients stay on `param.grad` until `step()`, which
             GradScaler, DistributedDataParallel and code that reads gradients need.
-        overlap_cpu_optimizer_d2h_h2d: False means that `step()` returns finished, attached or not.
-        pin_cpu_grads, pin_cpu_params: the wire serves both directions and is pinned when both are True.
-        bucket_elements, cpu_threads: what one update job covers; by default this rank's share of the cores less two.
 
     Bitwise contract: the CPU share equals `torch.optim.AdamW(fused=True)` on the CPU over the fp32 master, the
     resident and the streamed share equal it on the device, and the parameter is its master rounded to nearest even.
 
     Raises TypeError or ValueError for options and parameters it cannot serve, and HostMemoryError when the host
-    lacks the room: all before anything is built.
+    lacks the memory: all before anything is built. Option keywords of earlier releases warn with their new spelling.
     """
 
     # Megatron's form trains what requires no gradient, shows masters of fp32, keeps a parameter in one bucket.
@@ -80,43 +74,45 @@ class HybridDeviceOptimizer(HostedOptimizer):
         offload_fraction: float = 1.0,
         offload_filter: Callable[[torch.Tensor], bool] | None = None,
         split: tuple[float, float, float] | Literal["auto"] | None = None,
-        device_budget_bytes: int | None = None,
-        host_budget_bytes: int | None = None,
-        profile: Profile | None = None,
-        chunk_bytes: int = 96 * 2**20,
-        hi_lo_masters: bool = False,
-        moments_dtype: torch.dtype = torch.float32,
-        prefetch_bytes: int = 0,
+        budgets: Budgets | None = None,
+        streaming: Streaming | None = None,
+        cpu: CpuUpdate | None = None,
         algorithm: Algorithm | None = None,
         max_grad_norm: float | None = None,
         reduce_norm_squared: Callable[[torch.Tensor], torch.Tensor] | None = None,
         backward_overlap: checks.BackwardOverlap = "gradients",
-        overlap_cpu_optimizer_d2h_h2d: bool = True,
-        pin_cpu_grads: bool = True,
-        pin_cpu_params: bool = True,
-        bucket_elements: int = 2**24,
-        cpu_threads: int | None = None,
         **hyper_parameters: Any,
     ) -> None:
-        """Validate everything, then take the host memory and start the workers."""
+        given = Options(
+            budgets=budgets or Budgets(), streaming=streaming or Streaming(), cpu=cpu or CpuUpdate()
+        )
+        options = take_moved_keywords(given, hyper_parameters)
         self._algorithm = algorithm or Adam()
         checks.check_options(self._algorithm, hyper_parameters, offload_fraction, backward_overlap)
-        budgets = (device_budget_bytes, host_budget_bytes, profile)
-        checks.check_split(split, offload_fraction, filtered=offload_filter is not None, budgets=budgets)
+        checks.check_split(
+            split, offload_fraction, filtered=offload_filter is not None, budgets=options.budgets
+        )
         self._filter = offload_filter
         self._max_grad_norm = max_grad_norm
         self._reduce_norm_squared = reduce_norm_squared
         self._backward_overlap = backward_overlap
-        self._overlaps = overlap_cpu_optimizer_d2h_h2d
+        self._overlaps_forward = options.cpu.overlap_forward
         self._hooks: list[Any] = []
         self._idle: list[torch.Tensor] = []
         self._accumulating = False
-        self._left: set[Member] = set()
-        self._round: Round | None = None
+        self._offloaded: set[Member] = set()
+        self._begun: CpuStep | None = None
         self._shares: Shares | None = None
         self.grad_norm: torch.Tensor | None = None
         super().__init__(params, {**self._algorithm.defaults, **hyper_parameters})
-        self.state = LiveState(self)  # type: ignore[assignment]
+        # `self.state` must not keep its owner alive.
+        owner = weakref.proxy(self)
+        self.state = OptimizerState(  # type: ignore[assignment]
+            self._members,
+            self._algorithm.moments,
+            lambda members: owner._finished(members),
+            masters_of_all=self._masters_of_all,
+        )
         everything = [param for group in self.param_groups for param in group["params"]]
         checks.check_clipping(
             everything,
@@ -130,16 +126,8 @@ class HybridDeviceOptimizer(HostedOptimizer):
             self._algorithm,
             everything,
             split=split or (1 - offload_fraction, 0.0, offload_fraction),
-            device_budget_bytes=device_budget_bytes,
-            host_budget_bytes=host_budget_bytes,
-            profile=profile,
-            chunk_bytes=chunk_bytes,
-            prefetch_bytes=prefetch_bytes,
-            state_format=StateFormat(hi_lo_masters=hi_lo_masters, moments_dtype=moments_dtype),
-            bucket_elements=bucket_elements,
+            options=options,
             whole_members=self._whole_members,
-            pinned=pin_cpu_grads and pin_cpu_params,
-            threads=cpu_threads,
         )
         self.split = self._shares.split
         try:
@@ -173,12 +161,8 @@ class HybridDeviceOptimizer(HostedOptimizer):
         members = self._open.lay_out(params, first_order=len(self._members), offload=self._filter)
         self._open.add(members, total_numel=max(sum(local_numel(param) for param, _ in params), 1))
         self._members.update((member.param, member) for member in members)
-        hook = forgetful_hook(weakref.WeakMethod(self._on_gradient))
-        hears = [
-            m
-            for m in members
-            if self._open.streamed.prefetches_in_backward or (m.pieces and self._moves_in_backward)
-        ]
+        hook = forgetful(self._on_gradient)
+        hears = [m for m in members if self._open.prefetches or (m.pieces and self._moves_in_backward)]
         # Megatron's shards require no gradient: theirs are put on them.
         params_heard = [m.param for m in hears if m.param.requires_grad]
         self._hooks += [param.register_post_accumulate_grad_hook(hook) for param in params_heard]
@@ -190,31 +174,26 @@ class HybridDeviceOptimizer(HostedOptimizer):
         assert self._shares is not None
         return self._shares
 
-    @property
-    def _share(self) -> HostShare:
-        return self._open.host
-
     @torch.no_grad()
     def _on_gradient(self, param: torch.Tensor) -> None:
         """A gradient is final: send it off, and in mode `update` start what it completes."""
         member = self._members[param]
-        if self._gates is not None and self._open.streamed.prefetches_in_backward:
-            self._open.streamed.on_gradient(member)
+        if self._waits is not None and self._open.prefetches:
+            self._open.gradient_is_final(member)
         if self._accumulating or not member.pieces or not self._moves_in_backward:
             return
         self._check_usable()
         self._device.refuse_capture("optimizer offload")
         updating = self._backward_overlap == "update"
-        complete = list(self._share.leave(member, measure=not updating))
-        self._left.add(member)
+        complete = self._open.offload(member, measure=not updating)
+        self._offloaded.add(member)
         if updating:
-            if self._round is None:
-                self._round = Round(snapshot(self.param_groups), None)
+            if self._begun is None:
+                self._begun = CpuStep(StepPlan(snapshot(self.param_groups), None))
             for bucket in complete:
-                # A split member's other part is updated in step(), and both come home together.
+                # A split member's other part is updated in step(), and both are published together.
                 if not any(piece.member.on_device for piece in bucket.pieces):
-                    self._round.submitted.add(bucket)
-                    self._open.submit(bucket, self._round)
+                    self._open.submit(bucket, self._begun)
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -226,17 +205,17 @@ class HybridDeviceOptimizer(HostedOptimizer):
             self._accumulating = False
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop gradients, those that have left but not been used included.
+        """Drop gradients, those that have been sent off but not been used included.
 
         Raises RuntimeError when backward has already started to use them (`backward_overlap="update"`).
         """
-        if self._round is not None:
+        if self._begun is not None:
             raise checks.update_begun()
-        if self._left:
-            self._share.discard(self._left)
-            self._left.clear()
+        if self._offloaded:
+            self._open.discard(self._offloaded)
+            self._offloaded.clear()
         if not set_to_none:
-            self._share.fence()
+            self._open.fence()
         super().zero_grad(set_to_none)
 
     @torch.no_grad()
@@ -255,23 +234,25 @@ class HybridDeviceOptimizer(HostedOptimizer):
         if any(param.grad is not None for param in self._idle):
             self._admit()
         streamed, measure = self._open.streamed_gradients(), self._backward_overlap != "update"
-        self._left.update(self._share.leave_rest(self._members.values(), measure=measure))
-        if self._round is None:
-            self._round = Round(snapshot(self.param_groups), self._judge())
+        self._offloaded.update(self._open.offload_rest(measure=measure))
+        if self._begun is None:
+            self._begun = CpuStep(StepPlan(snapshot(self.param_groups), self._decide()))
         else:
-            self._round.check_unchanged(snapshot(self.param_groups))
-        self._open.update(self._round, self._left, streamed, take_gradients=self._gates is not None)
-        self._round = None
-        self._left.clear()
-        if self._gates is None or not self._overlaps:
+            self._begun.plan.check_unchanged(snapshot(self.param_groups))
+        self._open.update(self._begun, self._offloaded, streamed, take_gradients=self._waits is not None)
+        self._begun = None
+        self._offloaded.clear()
+        if self._waits is None or not self._overlaps_forward:
             self.synchronize()
         return loss
 
-    def _judge(self) -> Verdict | None:
-        """Judge all gradients on the device; None when there are none."""
+    def _decide(self) -> ClipDecision | None:
+        """Decide over all gradients, on the device; None when there are none."""
         found = getattr(self, "found_inf", None)
-        checks.check_scaler(used=found is not None, left=bool(self._left), overlap=self._backward_overlap)
-        verdict = judge(
+        checks.check_scaler(
+            used=found is not None, sent=bool(self._offloaded), overlap=self._backward_overlap
+        )
+        decision = decide(
             self._open.norms(),
             self._device,
             reduce_norm_squared=self._reduce_norm_squared,
@@ -279,8 +260,8 @@ class HybridDeviceOptimizer(HostedOptimizer):
             loss_scale=getattr(self, "grad_scale", None),
             found_inf=found,
         )
-        self.grad_norm = None if verdict is None else verdict.norm
-        return verdict
+        self.grad_norm = None if decision is None else decision.norm
+        return decision
 
     @property
     def _closed(self) -> bool:
@@ -299,6 +280,12 @@ class HybridDeviceOptimizer(HostedOptimizer):
         self._open.wait_for(self._members.values())
         self._open.drain()
 
+    def _finished(self, members: Iterable[Member]) -> Shares:
+        """Return where states are, once no update of `members` runs. Raises RuntimeError when closed."""
+        self._check_usable()
+        self._open.wait_for(members)
+        return self._open
+
     def _refresh(self, members: Sequence[Member]) -> None:
         checks.check_refresh(members)
         self._open.refresh_masters(members)
@@ -311,7 +298,7 @@ class HybridDeviceOptimizer(HostedOptimizer):
         """
         self.synchronize()
         packed = super().state_dict()
-        packed["state"] = state.pack(self, packed)
+        packed["state"] = torch_layout.pack(packed["state"])
         return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -321,9 +308,10 @@ class HybridDeviceOptimizer(HostedOptimizer):
         changed, when groups or shapes do not match.
         """
         self.synchronize()
-        state.check(self, state_dict)
+        state: Any = self.state
+        torch_layout.check(state, self.param_groups, state_dict)
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
-        state.unpack(self, state_dict)
+        torch_layout.unpack(state, self.param_groups, state_dict)
 
     def close(self) -> None:
         """Finish, take all hooks off and give the host memory back. Calling it again does nothing."""
@@ -332,8 +320,8 @@ class HybridDeviceOptimizer(HostedOptimizer):
         checks.check_alive(closed=False, made_by=self._pid)
         for hook in self._hooks:
             hook.remove()
-        if self._gates is not None:
-            self._gates.close()
+        if self._waits is not None:
+            self._waits.close()
         try:
             self.synchronize()
         finally:
@@ -346,4 +334,4 @@ class HybridDeviceOptimizer(HostedOptimizer):
 
     def _check_usable(self) -> None:
         super()._check_usable()
-        self._share.check()
+        self._open.check()

@@ -1,17 +1,20 @@
-"""Which elements stay, stream or are updated on the CPU, and in which buckets the last travel.
+"""Which elements stay, stream or are updated on the CPU, and the plain data that all shares know a parameter by.
+
+Explained in docs/optimizer-offloading.md.
 
 A share is a number of elements, exact to `ALIGNMENT`, because every element costs the same bytes: one
 parameter may stay on the device in part. What the forward uses last leaves first: its gradient leaves
 first in backward and its new weight is needed last in the next forward, so it has the most time to hide.
 Of what leaves, those elements stream first that may come in before the update begins; then parameters take turns
 between the stream and the CPU, so that each keeps the forward's pace.
-Pure arithmetic over shapes; the tensors behind it are `buckets` and `chunks`.
+Pure arithmetic over shapes; the tensors behind it are `cpu.buckets` and `streamed.chunks`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -21,6 +24,22 @@ from reference_impl.device import REACHED, Event
 # 64 elements are 256 bytes in fp32: cuts at multiples of it leave the SIMD body of the fused kernels, and so
 # every bit of the result, as they are for the whole tensor.
 ALIGNMENT = 64
+# The names that a state_dict has beside the algorithm's moments.
+MASTER = "master_param"
+STEP = "step"
+
+
+class Split(NamedTuple):
+    """Shares of all state: on the device, streamed through it, and updated on the CPU; they sum to 1."""
+
+    resident: float
+    streamed: float
+    cpu: float
+
+    @property
+    def streamed_of_leaving(self) -> float:
+        """The streamed share of what does not stay."""
+        return self.streamed / (self.streamed + self.cpu) if self.streamed else 0.0
 
 
 @dataclass(eq=False, slots=True)
@@ -89,18 +108,47 @@ class Piece:
         return self.stop - self.start
 
 
-@dataclass(frozen=True, slots=True)
-class BucketPlan:
-    """The pieces of one bucket, all of one dtype, and its elements with the gaps that alignment leaves."""
+class NewWeights(NamedTuple):
+    """New weights on the device (`weights`) that go into `target`, part of the parameter, once `event` is reached."""
 
-    dtype: torch.dtype
-    pieces: tuple[Piece, ...]
-    numel: int
+    target: torch.Tensor
+    weights: torch.Tensor
+    event: Event
+
+
+def aligned(numel: int) -> int:
+    """Round up to a multiple of `ALIGNMENT`."""
+    return -(-numel // ALIGNMENT) * ALIGNMENT
 
 
 def local_numel(param: torch.Tensor) -> int:
     """Elements of a parameter on this rank."""
     return param.to_local().numel() if isinstance(param, DTensor) else param.numel()
+
+
+def gradient_of(member: Member) -> torch.Tensor:
+    """Return a member's gradient on this rank, laid out in memory like the parameter.
+
+    Raises RuntimeError for a sparse gradient, and when the parameter has changed its layout.
+    """
+    gradient = member.gradient
+    assert gradient is not None
+    if gradient.is_sparse:
+        raise RuntimeError(
+            f"the gradient of a parameter of shape {tuple(member.param.shape)} is sparse; expected a dense one; "
+            "try sparse=False in the embedding"
+        )
+    if isinstance(gradient, DTensor):
+        gradient = gradient.to_local()
+    local = member.param_local
+    if local.stride() != member.stride:
+        raise RuntimeError(
+            f"a parameter of shape {tuple(local.shape)} has strides {local.stride()}; expected {member.stride}, as "
+            "its optimizer state; try changing the memory format before the optimizer is made"
+        )
+    if gradient.stride() != local.stride():
+        gradient = torch.empty_like(local, dtype=gradient.dtype).copy_(gradient)
+    return gradient
 
 
 def members_of(
@@ -132,7 +180,7 @@ def members_of(
     for member in reversed(members):
         taken = min(wanted, member.resident)
         # Round the cut so that both parts start aligned; a whole parameter needs no rounding.
-        member.resident = min(_aligned(member.resident - taken), member.resident)
+        member.resident = min(aligned(member.resident - taken), member.resident)
         wanted -= taken
     return _take_turns(members, streamed, ahead)
 
@@ -158,48 +206,5 @@ def _take_turns(members: list[Member], streamed: float, ahead: int) -> list[Memb
     for member, numel in reversed(leaving.items()):
         moved = max(min(missing, numel - member.streamed), -member.streamed)
         missing -= moved
-        member.streamed = min(_aligned(member.streamed + moved), numel)
+        member.streamed = min(aligned(member.streamed + moved), numel)
     return members
-
-
-def _aligned(numel: int) -> int:
-    return -(-numel // ALIGNMENT) * ALIGNMENT
-
-
-def plan_buckets(
-    members: Sequence[Member], *, bucket_elements: int, whole_members: bool = False
-) -> list[BucketPlan]:
-    """Fill buckets in the order in which gradients arrive: last used first, one dtype a bucket.
-
-    With `whole_members` none is split; one that is larger than `bucket_elements` has a bucket of its own.
-    """
-    open_pieces: dict[torch.dtype, list[Piece]] = {}
-    room: dict[torch.dtype, int] = {}
-    plans: list[BucketPlan] = []
-    for member in sorted(members, key=lambda member: -member.order):
-        dtype = member.param.dtype
-        start, stop = member.on_device, member.on_device + member.offloaded
-        if whole_members and member.offloaded > room.get(dtype, 0):
-            if dtype in open_pieces:
-                plans.append(_close(dtype, open_pieces.pop(dtype)))
-            room[dtype] = max(bucket_elements, member.offloaded)
-        while start < stop:
-            taken = min(stop - start, room.setdefault(dtype, bucket_elements))
-            open_pieces.setdefault(dtype, []).append(Piece(member, start, start + taken, 0))
-            start += taken
-            room[dtype] -= _aligned(taken)
-            if room[dtype] < ALIGNMENT:
-                plans.append(_close(dtype, open_pieces.pop(dtype)))
-                del room[dtype]
-    plans.extend(_close(dtype, pieces) for dtype, pieces in open_pieces.items())
-    return plans
-
-
-def _close(dtype: torch.dtype, pieces: list[Piece]) -> BucketPlan:
-    """Place pieces of one group side by side, so that one kernel call updates many."""
-    offset = 0
-    for piece in sorted(pieces, key=lambda piece: piece.member.group):
-        piece.offset = offset
-        piece.member.pieces.append(piece)
-        offset += _aligned(piece.numel)
-    return BucketPlan(dtype, tuple(sorted(pieces, key=lambda piece: piece.offset)), offset)

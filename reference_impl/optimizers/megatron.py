@@ -15,19 +15,28 @@ Arguments, defaults and methods are those that megatron-core 0.16.1 to 0.19.2 us
 
 Nothing overlaps with backward or forward, because Megatron reduces gradients after their hooks and gathers
 parameters right after `step()`.
+
+Megatron names a CPU and a GPU class and hands both the same arguments. Here they choose one formula; arguments that
+only choose an implementation are dropped, and those that would change the numbers are refused. Explained in
+docs/optimizer-offloading.md.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 
 from reference_impl.optimizers import hybrid
-from reference_impl.optimizers.algorithms import SGD, Adam
+from reference_impl.optimizers.algorithms import SGD, Adam, Algorithm
 from reference_impl.optimizers.layout import local_numel
-from reference_impl.optimizers.megatron_options import algorithm_of, hyper_parameters_of
+from reference_impl.optimizers.options import CpuUpdate
+
+# Choices of an implementation, without a meaning for fused kernels over fp32 masters.
+_IMPLEMENTATION = {"fused", "foreach", "capturable", "set_grad_none", "adam_w_mode", "decoupled_weight_decay"}
+# Options that would change the numbers, with the only value that is served.
+_NEEDED = {"bias_correction": True, "amsgrad": False, "differentiable": False, "dampening": 0}
 
 
 class HybridDeviceOptimizer(hybrid.HybridDeviceOptimizer):
@@ -39,7 +48,7 @@ class HybridDeviceOptimizer(hybrid.HybridDeviceOptimizer):
         cpu_optimizer_cls, gpu_optimizer_cls: SGD, Adam or AdamW of torch, FusedSGD or FusedAdam of Transformer
             Engine or Apex. They choose the formula; torch's fused kernels compute it.
         param_update_in_fp32: must be True for parameters that are not fp32, because masters are always fp32.
-        pin_cpu_grads, pin_cpu_params: the wire serves both directions and is pinned when both are True.
+        pin_cpu_grads, pin_cpu_params: one staging buffer serves both directions; it is pinned when both are True.
         overlap_cpu_optimizer_d2h_h2d: accepted; within `step()` copies overlap with the update either way.
         kwargs: hyper-parameters of the classes.
 
@@ -61,7 +70,6 @@ class HybridDeviceOptimizer(hybrid.HybridDeviceOptimizer):
         overlap_cpu_optimizer_d2h_h2d: bool = True,
         **kwargs: Any,
     ) -> None:
-        """Translate the arguments and build the engine."""
         algorithm = algorithm_of([cpu_optimizer_cls, gpu_optimizer_cls], kwargs)
         self._masters_of_all = param_update_in_fp32
         super().__init__(
@@ -70,8 +78,7 @@ class HybridDeviceOptimizer(hybrid.HybridDeviceOptimizer):
             offload_filter=self._front_first(offload_fraction),
             algorithm=algorithm,
             backward_overlap="nothing",
-            pin_cpu_grads=pin_cpu_grads,
-            pin_cpu_params=pin_cpu_params,
+            cpu=CpuUpdate(pinned=pin_cpu_grads and pin_cpu_params),
             **hyper_parameters_of(algorithm, kwargs),
         )
         # Megatron's distributed optimizer builds a second one of these.
@@ -132,8 +139,8 @@ class HybridDeviceOptimizer(hybrid.HybridDeviceOptimizer):
 
     def dummy_step(self) -> None:
         """Show states in `state` and `state_dict()` before the first step. No parameter changes."""
-        live: Any = self.state
-        live.lists_everyone = True
+        state: Any = self.state
+        state.lists_everyone = True
 
     def update_fp32_param_by_new_param(self) -> None:
         """Make masters from the parameters as they are."""
@@ -173,3 +180,56 @@ class HybridDeviceOptimizer(hybrid.HybridDeviceOptimizer):
         for group in self.param_groups:
             for name in ("cpu_optimizer_cls", "gpu_optimizer_cls"):
                 group.pop(name, None)
+
+
+def algorithm_of(classes: Iterable[type | None], options: Mapping[str, Any]) -> Algorithm:
+    """Return the formula that all `classes` (None where none is stated) compute with `options`.
+
+    Raises TypeError for none at all, and ValueError for a class that is not known or for different formulas.
+    """
+    stated = [each for each in classes if each is not None]
+    if not stated:
+        raise TypeError(
+            "cpu_optimizer_cls and gpu_optimizer_cls are None; expected a class; try torch.optim.AdamW for both"
+        )
+    formulas = {_formula(each, options) for each in stated}
+    if len(formulas) > 1:
+        raise ValueError(
+            f"the CPU and GPU classes {[each.__name__ for each in stated]} compute different formulas; expected one; "
+            "try torch.optim.AdamW for both"
+        )
+    return formulas.pop()
+
+
+def _formula(optimizer_class: type, options: Mapping[str, Any]) -> Algorithm:
+    # Fused classes of Transformer Engine and Apex are known by name: neither needs to be installed.
+    names = {each.__name__ for each in optimizer_class.__mro__}
+    if "SGD" in names or "FusedSGD" in names:
+        return SGD()
+    if "AdamW" in names:
+        return Adam()
+    if "FusedAdam" in names:
+        return Adam(decoupled=options.get("adam_w_mode", True))
+    if "Adam" in names:
+        return Adam(decoupled=options.get("decoupled_weight_decay", False))
+    raise ValueError(
+        f"optimizer class {optimizer_class.__name__} is not supported; expected SGD, Adam, AdamW, FusedSGD or "
+        "FusedAdam; try torch.optim.AdamW"
+    )
+
+
+def hyper_parameters_of(algorithm: Algorithm, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of `options` that `algorithm` reads.
+
+    Raises ValueError for an option that would change the numbers, and TypeError for one that is not known.
+    """
+    for name, value in options.items():
+        if value != _NEEDED.get(name, value):
+            raise ValueError(f"{name} is {value}; expected {_NEEDED[name]}; try leaving it out")
+    unknown = set(options) - _IMPLEMENTATION - set(_NEEDED) - set(algorithm.defaults)
+    if unknown:
+        raise TypeError(
+            f"option {sorted(unknown)[0]!r} is not known; expected some of {sorted(algorithm.defaults)}; "
+            "try leaving it out"
+        )
+    return {name: value for name, value in options.items() if name in algorithm.defaults}

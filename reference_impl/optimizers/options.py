@@ -14,6 +14,9 @@ from typing import Any
 
 import torch
 
+# Most bytes of states that one copy moves, unless the user chooses.
+CHUNK_BYTES = 96 * 2**20
+
 Profile = Mapping[str, Any] | str | Path
 
 
@@ -29,7 +32,7 @@ class Streaming:
         prefetch_bytes: how much may come in during an attached model's backward, into memory that this frees.
     """
 
-    chunk_bytes: int = 96 * 2**20
+    chunk_bytes: int = CHUNK_BYTES
     hi_lo_masters: bool = False
     moments_dtype: torch.dtype = torch.float32
     prefetch_bytes: int = 0
@@ -69,7 +72,7 @@ class CpuUpdate:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptionGroups:
+class Options:
     """All of them, as one optimizer uses them."""
 
     streaming: Streaming = Streaming()
@@ -94,7 +97,7 @@ _MOVED = {
 }
 
 
-def take_moved_keywords(options: OptionGroups, keywords: dict[str, Any]) -> OptionGroups:
+def take_moved_keywords(options: Options, keywords: dict[str, Any]) -> Options:
     """Take old option keywords out of `keywords` and return `options` with their values; each one warns.
 
     The warning points at the caller's caller.

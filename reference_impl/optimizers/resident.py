@@ -1,7 +1,8 @@
 """The share of the state that stays on the device, updated by the fused GPU kernel.
 
 Masters and moments are fp32; an fp32 parameter is its own master unless the CPU updates another part of it. The
-update runs in chunks, so that the fp32 copy of the gradients never takes more than one chunk.
+update runs in chunks, so that the fp32 copy of the gradients never takes more than one chunk. Explained in
+docs/optimizer-offloading.md.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from typing import Any
 
 import torch
 
+from reference_impl.device import REACHED
 from reference_impl.optimizers.algorithms import Algorithm
-from reference_impl.optimizers.cpu.gradients import gradient_of
-from reference_impl.optimizers.layout import Member
+from reference_impl.optimizers.layout import MASTER, Member, NewWeights, gradient_of
 
 CHUNK_ELEMENTS = 64 * 2**20
 
@@ -31,7 +32,7 @@ class ResidentState:
     step: torch.Tensor
 
     def follow(self) -> None:
-        """Turn to the parameter's memory of now: `.data` may have been exchanged."""
+        """Use the parameter's memory of now: `.data` may have been exchanged."""
         local = self.member.param_local
         if local.data_ptr() != self.weight.data_ptr():
             weight = self.member.flat(local.detach())[: self.member.resident]
@@ -43,23 +44,22 @@ class ResidentShare:
     """The states of all members with resident elements."""
 
     def __init__(self, algorithm: Algorithm) -> None:
-        """Hold nothing."""
         self._algorithm = algorithm
-        self.states: dict[Member, ResidentState] = {}
+        self._states: dict[Member, ResidentState] = {}
 
     def add(self, member: Member) -> None:
         """Make the state of a member's resident elements, the master from the parameter."""
         weight = member.flat(member.param_local.detach())[: member.resident]
-        # An fp32 weight is its own master, unless its other part comes home from the CPU: then both appear together.
+        # An fp32 weight is its own master, unless the CPU updates another part: then both appear together.
         own = weight.dtype == torch.float32 and not member.offloaded
         master = weight if own else weight.to(torch.float32, copy=True)
         moments = tuple(torch.zeros_like(master) for _ in self._algorithm.moments)
         step = torch.zeros((), dtype=torch.float32, device=weight.device)
-        self.states[member] = ResidentState(member, weight, master, moments, step)
+        self._states[member] = ResidentState(member, weight, master, moments, step)
 
     def refresh_masters(self, members: Iterable[Member]) -> None:
         """Make the masters of `members` from the parameters as they are."""
-        for state in [self.states[member] for member in members if member in self.states]:
+        for state in [self._states[member] for member in members if member in self._states]:
             state.follow()
             if state.master is not state.weight:
                 state.master.copy_(state.weight)
@@ -74,8 +74,8 @@ class ResidentShare:
     ) -> None:
         """Update the members that have a gradient, on the live current stream.
 
-        `split` chooses between those that are offloaded in part and those that are not. A split member keeps its
-        old weight until its other part comes home.
+        `split` chooses between those that the CPU updates in part and the others. A split member keeps its
+        old weight until its other part is published.
         """
         chosen = [state for state in self._ready() if bool(state.member.pieces) == split]
         for state in chosen:
@@ -102,8 +102,25 @@ class ResidentShare:
             if apart and not split:
                 torch._foreach_copy_([state.weight for state in apart], [state.master for state in apart])
 
+    def new_weights(self, member: Member) -> Iterator[NewWeights]:
+        """Yield what `update` has computed of a split member and its parameter does not hold yet."""
+        state = self._states.get(member)
+        if state is not None and state.master is not state.weight:
+            yield NewWeights(state.weight, state.master, REACHED)
+
+    def parts(self, member: Member, name: str) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield (first element, flat fp32 view) of the part of a moment or `master_param` that is here."""
+        state = self._states.get(member)
+        if state is not None:
+            yield 0, state.master if name == MASTER else state.moments[self._algorithm.moments.index(name)]
+
+    def steps(self, member: Member) -> Iterator[torch.Tensor]:
+        """Yield the step counter of a member that is here, fp32, 0-dim on the device."""
+        if member in self._states:
+            yield self._states[member].step
+
     def _ready(self) -> list[ResidentState]:
-        return [state for state in self.states.values() if state.member.gradient is not None]
+        return [state for state in self._states.values() if state.member.gradient is not None]
 
 
 def _chunks(states: Sequence[ResidentState]) -> Iterator[tuple[int, list[ResidentState]]]:

@@ -1,36 +1,48 @@
 """The three shares of an optimizer's state side by side: resident, streamed and updated on the CPU.
 
 A member says which of its elements belong to which. This is where one step sets all three to work, where a reader
-waits for a whole parameter, and where the parts of a split parameter are brought together.
+waits for a whole parameter, and where the parts of a split parameter are published together. Streaming is imported
+only where something streams, and the automatic split only where it is asked for. Explained in
+docs/optimizer-offloading.md.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
 from reference_impl.device import REACHED, Device
 from reference_impl.optimizers.algorithms import Algorithm
-from reference_impl.optimizers.auto_split import Profile, chosen_split
 from reference_impl.optimizers.checks import check_used_in_time
 from reference_impl.optimizers.cpu.buckets import Bucket
-from reference_impl.optimizers.cpu.gradients import gradient_of
-from reference_impl.optimizers.cpu.publish import Fresh
-from reference_impl.optimizers.cpu.share import HostShare
-from reference_impl.optimizers.cpu.workers import cpu_budget
-from reference_impl.optimizers.layout import Member, local_numel, members_of
+from reference_impl.optimizers.cpu.share import CpuShare
+from reference_impl.optimizers.cpu.step import CpuStep
+from reference_impl.optimizers.layout import Member, NewWeights, Split, gradient_of, local_numel, members_of
+from reference_impl.optimizers.options import Options, Streaming
 from reference_impl.optimizers.resident import ResidentShare
-from reference_impl.optimizers.rounds import Round
-from reference_impl.optimizers.split import state_bytes
-from reference_impl.optimizers.streamed.chunks import Part
-from reference_impl.optimizers.streamed.share import StreamedShare
-from reference_impl.optimizers.streamed.storage import StateFormat
+
+if TYPE_CHECKING:
+    from reference_impl.optimizers.split import StateBytes
+    from reference_impl.optimizers.streamed.share import StreamedShare
 
 
 class Shares:
-    """All state of one optimizer, and what updates it."""
+    """All state of one optimizer, and what updates it. It implements `parameter_state.StateParts`.
+
+    `split` is the one chosen for `params`. Raises ValueError and HostMemoryError for options and budgets that cannot be
+    met, before anything is taken.
+
+    Args:
+        device: where the parameters are.
+        algorithm: the formula.
+        params: the parameters that the split is chosen for; `add` takes the members.
+        split: the shares (resident, streamed, CPU), or `auto`.
+        options: see `Options`.
+        whole_members: never split a member between buckets of the CPU share.
+    """
 
     def __init__(
         self,
@@ -39,60 +51,36 @@ class Shares:
         params: Sequence[torch.Tensor],
         *,
         split: tuple[float, float, float] | Literal["auto"],
-        device_budget_bytes: int | None,
-        host_budget_bytes: int | None,
-        profile: Profile | None,
-        chunk_bytes: int,
-        prefetch_bytes: int,
-        state_format: StateFormat,
-        bucket_elements: int,
+        options: Options,
         whole_members: bool,
-        pinned: bool,
-        threads: int | None,
     ) -> None:
-        """Choose the split for `params` and start the CPU share's threads, by default as many as this rank may use.
-
-        Holds no member yet. Raises ValueError and HostMemoryError as `chosen_split` and `StateFormat.check` do.
-        """
         self._device = device
-        self.resident = ResidentShare(algorithm)
-        self.streamed = StreamedShare(
-            device,
-            algorithm,
-            chunk_bytes=chunk_bytes,
-            prefetch_bytes=prefetch_bytes,
-            state_format=state_format,
-        )
-        sizes = [(local_numel(param), param.element_size()) for param in params]
-        each = state_bytes(
-            sizes,
-            moments=len(algorithm.moments),
-            moment_bytes=state_format.moments_dtype.itemsize,
-            hi_lo_masters=state_format.hi_lo_masters,
-        )
-        # So many elements may come in during backward: those that the next forward needs first.
-        self._ahead = int(prefetch_bytes / max(each.streamed, 1))
-        self.split = chosen_split(
-            split,
-            sum(numel for numel, _ in sizes),
-            each,
-            device,
-            profile=profile,
-            ring_bytes=self.streamed.ring_bytes,
-            device_budget_bytes=device_budget_bytes,
-            host_budget_bytes=host_budget_bytes,
-            # How much does come in, the length of a backward says, which nobody knows yet.
-            hidden_bytes=prefetch_bytes // 2,
-        )
-        self.host = HostShare(
-            device,
-            algorithm,
-            bucket_elements=bucket_elements,
-            whole_members=whole_members,
-            pinned=pinned,
-            threads=threads or cpu_budget(),
-        )
         self._members: list[Member] = []
+        self._resident = ResidentShare(algorithm)
+        self._streamed: StreamedShare | None = None
+        self._ahead = 0
+        if split == "auto" or split[1] > 0 or options.streaming != Streaming():
+            self._streamed = _streamed_share(device, algorithm, options.streaming)
+            sizes = [(local_numel(param), param.element_size()) for param in params]
+            each = _state_bytes(sizes, algorithm, options.streaming)
+            # So many elements may come in during backward: those that the next forward needs first.
+            self._ahead = int(options.streaming.prefetch_bytes / max(each.streamed, 1))
+            if split == "auto":
+                from reference_impl.optimizers.auto_split import fastest_split_here
+
+                split = fastest_split_here(
+                    sum(numel for numel, _ in sizes),
+                    each,
+                    device,
+                    options.budgets,
+                    ring_bytes=self._streamed.ring_bytes,
+                    # How much does come in, the length of a backward says, which nobody knows yet.
+                    hidden_bytes=options.streaming.prefetch_bytes // 2,
+                )
+        self.split = Split(*split)
+        self._cpu = CpuShare(device, algorithm, options.cpu, whole_members=whole_members)
+        # Copies in flight use buffers that die with this object.
+        weakref.finalize(self, device.synchronize).atexit = False
 
     def lay_out(
         self,
@@ -113,23 +101,43 @@ class Shares:
 
     def add(self, members: Sequence[Member], *, total_numel: int) -> None:
         """Make the state of new members, masters from their parameters. Raises HostMemoryError and ValueError."""
-        # A parameter that the CPU updates in part comes home in one piece, so its streamed part waits for that.
-        self.streamed.add(
-            {
-                member: Part(range(member.resident, member.on_device), is_split=member.offloaded > 0)
-                for member in members
-                if member.streamed
-            }
-        )
-        self.host.add(members, total_numel=total_numel)
+        if self._streamed is not None:
+            _add_streamed(self._streamed, [member for member in members if member.streamed])
+        self._cpu.add(members, total_numel=total_numel)
         for member in members:
             if member.resident or not (member.streamed or member.offloaded):
-                self.resident.add(member)
+                self._resident.add(member)
         self._members.extend(members)
 
+    @property
+    def prefetches(self) -> bool:
+        """Whether states may come in during backward, which `gradient_is_final` needs to hear of."""
+        return self._streamed is not None and self._streamed.prefetches_in_backward
+
+    def gradient_is_final(self, member: Member) -> None:
+        """Hear in backward of a gradient that is final; only where this `prefetches`."""
+        assert self._streamed is not None
+        self._streamed.on_gradient(member)
+
+    def offload(self, member: Member, *, measure: bool) -> list[Bucket]:
+        """Start the copy of a gradient to the CPU share, with `measure` its norm too; returns completed buckets."""
+        return list(self._cpu.offload(member, measure=measure))
+
+    def offload_rest(self, *, measure: bool) -> list[Member]:
+        """Start the copies of those of the CPU share's gradients that no hook has sent off; returns whose."""
+        return self._cpu.offload_rest(self._members, measure=measure)
+
+    def discard(self, members: Iterable[Member]) -> None:
+        """Forget gradients of `members` that were sent off but will not be used."""
+        self._cpu.discard(members)
+
+    def fence(self) -> None:
+        """Make the live current stream wait until all gradients in flight have been read."""
+        self._cpu.fence()
+
     def norms(self) -> list[torch.Tensor]:
-        """Return the fp32 norms of all gradients: of those that left since the last call, and of those still here."""
-        return self.host.take_norms() + [
+        """Return the fp32 norms of all gradients: those sent off since the last call, and those still here."""
+        return self._cpu.take_norms() + [
             torch.linalg.vector_norm(gradient_of(member), dtype=torch.float32)
             for member in self._members
             if not member.pieces and member.gradient is not None
@@ -137,6 +145,8 @@ class Shares:
 
     def streamed_gradients(self) -> dict[Member, torch.Tensor]:
         """Return the gradients of members that stream; RuntimeError when one was computed with an old weight."""
+        if self._streamed is None:
+            return {}
         found = {
             member: gradient_of(member)
             for member in self._members
@@ -147,81 +157,155 @@ class Shares:
 
     def update(
         self,
-        round_: Round,
-        left: Set[Member],
+        step: CpuStep,
+        offloaded: Set[Member],
         streamed: Mapping[Member, torch.Tensor],
         *,
         take_gradients: bool,
     ) -> None:
-        """Queue one step: the CPU share of members that `left` by deadline, what streams, and what stays.
+        """Queue one step: the device's shares, and by deadline the CPU's of members whose gradients are `offloaded`.
 
         `streamed` are what `streamed_gradients` returned. With `take_gradients` they are taken off the parameters:
         whoever writes into them later does not know that the update still reads them.
         """
-        verdict, groups = round_.verdict, round_.groups
-        scale = None if verdict is None else verdict.grad_scale
-        found = None if verdict is None else verdict.found_inf
-        buckets = [bucket for bucket in self.host.buckets_of(left) if bucket not in round_.submitted]
+        decision, groups = step.plan.decision, step.plan.groups
+        scale = None if decision is None else decision.grad_scale
+        found = None if decision is None else decision.found_inf
+        buckets = [bucket for bucket in self._cpu.buckets_of(offloaded) if bucket not in step.queued]
         buckets.sort(key=lambda bucket: bucket.deadline)
-        if verdict is not None and buckets:
-            self.host.send(verdict)
-        self.resident.update(groups, split=True, grad_scale=scale, found_inf=found)
+        if decision is not None and buckets:
+            self._cpu.send(decision)
+        self._resident.update(groups, split=True, grad_scale=scale, found_inf=found)
         last_use = self._device.record()
-        arrived = self.host.arrived() if buckets else REACHED
-        for bucket in buckets:
-            if not _is_staged(bucket):
-                self.host.submit(bucket, round_, self._fresh, left=left, arrived=arrived, last_use=last_use)
-        self.resident.update(groups, split=False, grad_scale=scale, found_inf=found)
-        self.streamed.update(streamed, verdict, groups)
-        for bucket in buckets:
-            if _is_staged(bucket):
-                self.host.submit(bucket, round_, self._fresh, left=left, arrived=arrived, last_use=last_use)
+        arrived = self._cpu.arrived() if buckets else REACHED
+
+        def queue(buckets: Iterable[Bucket]) -> None:
+            for bucket in buckets:
+                self._cpu.submit(
+                    bucket, step, self._new_weights, offloaded=offloaded, arrived=arrived, last_use=last_use
+                )
+
+        queue(bucket for bucket in buckets if not _streams_in_part(bucket))
+        self._resident.update(groups, split=False, grad_scale=scale, found_inf=found)
+        if self._streamed is not None:
+            self._streamed.update(streamed, decision, groups)
+            queue(bucket for bucket in buckets if _streams_in_part(bucket))
         for member in streamed:
             member.pending = True
             if take_gradients:
                 member.param.grad = None
 
-    def submit(self, bucket: Bucket, round_: Round) -> None:
+    def submit(self, bucket: Bucket, step: CpuStep) -> None:
         """Queue the CPU update of a complete bucket during backward; the device may update no part of its members."""
-        left = {piece.member for piece in bucket.pieces}
-        self.host.submit(bucket, round_, self._fresh, left=left, arrived=self.host.arrived(), last_use=None)
+        members = {piece.member for piece in bucket.pieces}
+        self._cpu.submit(
+            bucket, step, self._new_weights, offloaded=members, arrived=self._cpu.arrived(), last_use=None
+        )
 
-    def _fresh(self, member: Member) -> Iterator[Fresh]:
+    def _new_weights(self, member: Member) -> Iterator[NewWeights]:
         """Yield the new weights of a member that the device has and its parameter has not."""
-        state = self.resident.states.get(member)
-        if state is not None and state.master is not state.weight:
-            yield Fresh(state.weight, state.master, REACHED)
-        staged = self.streamed.split_weights(member)
-        if staged is not None:
-            start, weights, event = staged
+        yield from self._resident.new_weights(member)
+        streamed = None if self._streamed is None else self._streamed.split_weights(member)
+        if streamed is not None:
+            start, weights, event = streamed
             whole = member.flat(member.param_local.detach())
-            yield Fresh(whole[start : start + weights.numel()], weights, event)
+            yield NewWeights(whole[start : start + weights.numel()], weights, event)
 
     def wait_for(self, members: Iterable[Member]) -> None:
         """Make the live current stream wait for the members' new weights; the host only until they are sent."""
         pending = [member for member in members if member.pending]
         # The device gets its work before the host blocks for the CPU's.
-        self.streamed.wait_for(pending)
-        self.host.wait_for([member for member in pending if member.pieces])
+        if self._streamed is not None:
+            self._streamed.wait_for(pending)
+        self._cpu.wait_for([member for member in pending if member.pieces])
         for member in pending:
             member.pending = False
 
+    def check(self) -> None:
+        """Raise what a worker has died of."""
+        self._cpu.check()
+
     def drain(self) -> None:
         """Wait until all CPU updates are done and their copies have read what they need."""
-        self.host.drain()
+        self._cpu.drain()
 
     @torch.no_grad()
     def refresh_masters(self, members: Sequence[Member]) -> None:
         """Make the masters of `members` from the parameters as they are."""
-        self.host.refresh_masters(members)
-        self.streamed.refresh_masters([member for member in members if member in self.streamed])
-        self.resident.refresh_masters(members)
+        self._cpu.refresh_masters(members)
+        if self._streamed is not None:
+            self._streamed.refresh_masters([member for member in members if member in self._streamed])
+        self._resident.refresh_masters(members)
+
+    def steps(self, member: Member) -> list[torch.Tensor]:
+        """Return a member's step counters (fp32, 0-dim), the CPU's first."""
+        steps = [member.step] if member.pieces else []
+        steps.extend(self._resident.steps(member))
+        if self._streamed is not None and member in self._streamed:
+            steps.append(self._streamed.steps[member])
+        return steps
+
+    def views(self, member: Member, name: str) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield (first element, flat fp32 view) of each part of a state that stays or is updated on the CPU."""
+        yield from self._resident.parts(member, name)
+        yield from self._cpu.parts(member, name)
+
+    def copies(self, member: Member, name: str) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield (first element, flat fp32 values) of each part of a state that streams."""
+        if self._streamed is not None and member.streamed:
+            self._streamed.finish(for_writing=False)
+            yield from self._streamed.parts(member, name)
+
+    def write_streamed(self, member: Member, name: str, value: torch.Tensor) -> None:
+        """Replace the parts of a state that stream by those of `value` (fp32, of the member's shape)."""
+        assert self._streamed is not None
+        self._streamed.finish(for_writing=True)
+        self._streamed.write(member, name, value)
 
     def close(self) -> None:
         """Stop the workers and give the memory of both tiers back."""
-        self.host.close()
-        self.streamed.close()
+        self._cpu.close()
+        if self._streamed is not None:
+            self._streamed.close()
 
 
-def _is_staged(bucket: Bucket) -> bool:
+def _streamed_share(device: Device, algorithm: Algorithm, streaming: Streaming) -> StreamedShare:
+    from reference_impl.optimizers.streamed.share import StreamedShare
+    from reference_impl.optimizers.streamed.storage import StateFormat
+
+    return StreamedShare(
+        device,
+        algorithm,
+        chunk_bytes=streaming.chunk_bytes,
+        prefetch_bytes=streaming.prefetch_bytes,
+        state_format=StateFormat(
+            hi_lo_masters=streaming.hi_lo_masters, moments_dtype=streaming.moments_dtype
+        ),
+    )
+
+
+def _add_streamed(share: StreamedShare, members: Sequence[Member]) -> None:
+    from reference_impl.optimizers.streamed.chunks import Part
+
+    # A parameter that the CPU updates in part is published as one, so its streamed part waits for that.
+    share.add(
+        {
+            member: Part(range(member.resident, member.on_device), is_split=member.offloaded > 0)
+            for member in members
+        }
+    )
+
+
+def _state_bytes(sizes: Iterable[tuple[int, int]], algorithm: Algorithm, streaming: Streaming) -> StateBytes:
+    from reference_impl.optimizers.split import state_bytes
+
+    return state_bytes(
+        sizes,
+        moments=len(algorithm.moments),
+        moment_bytes=streaming.moments_dtype.itemsize,
+        hi_lo_masters=streaming.hi_lo_masters,
+    )
+
+
+def _streams_in_part(bucket: Bucket) -> bool:
     return any(piece.member.streamed for piece in bucket.pieces)

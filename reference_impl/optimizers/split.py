@@ -3,7 +3,8 @@
 The link, the host's memory and its cores each need a time that grows linearly with the shares, and all work at
 once, so the slowest of the three is the update's time. What stays costs nothing but device memory, so as much stays
 as fits; the rest is a search along one line, whose optimum lies where two of the three are equally slow or at an
-end. Pure arithmetic: what the machine reaches is `machine_rates`, which elements go where is `layout`.
+end. Pure arithmetic: what the machine reaches is `machine_rates`, which elements go where is `layout`. Explained in
+docs/optimizer-offloading.md.
 """
 
 from __future__ import annotations
@@ -11,22 +12,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from typing import NamedTuple
 
 from reference_impl.memory.host import HostMemoryError
-
-
-class Split(NamedTuple):
-    """Shares of all state: on the device, streamed through it, and updated on the CPU; they sum to 1."""
-
-    resident: float
-    streamed: float
-    cpu: float
-
-    @property
-    def streamed_of_leaving(self) -> float:
-        """The streamed share of what does not stay."""
-        return self.streamed / (self.streamed + self.cpu) if self.streamed else 0.0
+from reference_impl.optimizers.layout import Split
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,8 +96,8 @@ def fastest_split(
     rates: MachineRates,
     *,
     ring_bytes: int,
-    device_budget_bytes: int,
-    host_budget_bytes: int,
+    device_bytes: int,
+    host_bytes: int,
     hidden_bytes: int = 0,
     least_gain: float = 0.0,
 ) -> Split:
@@ -122,16 +110,16 @@ def fastest_split(
     what does not stay on the device.
     """
     everything = each.resident * elements
-    if device_budget_bytes >= everything:
+    if device_bytes >= everything:
         return Split(1.0, 0.0, 0.0)
-    if device_budget_bytes < ring_bytes:
+    if device_bytes < ring_bytes:
         raise ValueError(
-            f"device_budget_bytes is {device_budget_bytes}; expected {ring_bytes} or more for the ring of the "
-            "streamed share; try that, smaller chunk_bytes, or split=(0, 0, 1)"
+            f"device_bytes is {device_bytes}; expected {ring_bytes} or more for the ring of the streamed share; "
+            "try that, smaller chunk_bytes, or split=(0, 0, 1)"
         )
-    resident = (device_budget_bytes - ring_bytes) / everything
+    resident = (device_bytes - ring_bytes) / everything
     leaving = 1 - resident
-    least, most = _cpu_range(leaving, elements, each, host_budget_bytes)
+    least, most = _cpu_range(leaving, elements, each, host_bytes)
     lines = _lines(leaving, elements, each, rates, hidden_bytes)
     splits = [Split(resident, leaving - cpu, cpu) for cpu in (least, most, *_turns(lines, least, most))]
     seconds = [update_seconds(split, elements, each, rates, hidden_bytes=hidden_bytes) for split in splits]
@@ -139,18 +127,16 @@ def fastest_split(
     return next(split for split, taken in zip(splits, seconds, strict=True) if taken <= good)
 
 
-def _cpu_range(
-    leaving: float, elements: int, each: StateBytes, host_budget_bytes: int
-) -> tuple[float, float]:
+def _cpu_range(leaving: float, elements: int, each: StateBytes, host_bytes: int) -> tuple[float, float]:
     """Return the least and greatest CPU share with which the host can hold what leaves."""
     streamed_only = each.streamed * leaving * elements
-    if streamed_only > host_budget_bytes:
+    if streamed_only > host_bytes:
         raise HostMemoryError(
             needed_bytes=round(streamed_only),
-            available_bytes=host_budget_bytes,
-            remedy=f"try a device_budget_bytes that keeps {1 - host_budget_bytes / (each.streamed * elements):.0%}",
+            available_bytes=host_bytes,
+            remedy=f"try device_bytes that keep {1 - host_bytes / (each.streamed * elements):.0%}",
         )
-    spare = (host_budget_bytes - streamed_only) / elements
+    spare = (host_bytes - streamed_only) / elements
     # Every element that the CPU takes from the stream costs the host this much more.
     return 0.0, min(leaving, spare / (each.cpu_host - each.streamed))
 

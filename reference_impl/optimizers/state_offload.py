@@ -12,7 +12,6 @@ Explained in docs/optimizer-state-offloading.md.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -21,10 +20,10 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from reference_impl.optimizers import checks
-from reference_impl.optimizers.clip_decision import judge
-from reference_impl.optimizers.cpu.gradients import forgetful_hook, gradient_of
-from reference_impl.optimizers.hosted import HostedOptimizer
-from reference_impl.optimizers.layout import Member, members_of
+from reference_impl.optimizers.clip_decision import decide
+from reference_impl.optimizers.hosted import HostedOptimizer, forgetful
+from reference_impl.optimizers.layout import Member, gradient_of, members_of
+from reference_impl.optimizers.options import CHUNK_BYTES
 from reference_impl.optimizers.state_offload_wrapped import (
     algorithm_of,
     check_group,
@@ -32,7 +31,7 @@ from reference_impl.optimizers.state_offload_wrapped import (
     load_states,
     saved_states,
 )
-from reference_impl.optimizers.streamed.chunks import CHUNK_BYTES, Part
+from reference_impl.optimizers.streamed.chunks import Part
 from reference_impl.optimizers.streamed.share import StreamedShare
 from reference_impl.optimizers.streamed.storage import StateFormat
 
@@ -189,10 +188,10 @@ class OptimizerStateOffloader(HostedOptimizer):
         gradients = {
             member: gradient_of(member) for member in self._members.values() if member.param.grad is not None
         }
-        if self._gates is not None:
+        if self._waits is not None:
             checks.check_used_in_time(gradients)
         self.synchronize()
-        decision = judge(
+        decision = decide(
             [torch.linalg.vector_norm(each, dtype=torch.float32) for each in gradients.values()],
             self._device,
             reduce_norm_squared=self._reduce_norm_squared,
@@ -206,10 +205,10 @@ class OptimizerStateOffloader(HostedOptimizer):
         self.streamed.update(gradients, decision, self.param_groups)
         for member in gradients:
             member.pending = True
-            if self._gates is not None:
+            if self._waits is not None:
                 # Whoever writes into it later does not know that the update still reads it.
                 member.param.grad = None
-        if self._gates is None:
+        if self._waits is None:
             self.synchronize()
         return loss
 
@@ -221,7 +220,7 @@ class OptimizerStateOffloader(HostedOptimizer):
         super().attach(model)
         if self.streamed.prefetches_in_backward:
             self._unhook()
-            hook = forgetful_hook(weakref.WeakMethod(self._on_gradient))
+            hook = forgetful(self._on_gradient)
             self._hooks = [param.register_post_accumulate_grad_hook(hook) for param in self._members]
 
     def _on_gradient(self, param: torch.Tensor) -> None:
@@ -304,8 +303,8 @@ class OptimizerStateOffloader(HostedOptimizer):
             return
         self.synchronize()
         self._unhook()
-        if self._gates is not None:
-            self._gates.close()
+        if self._waits is not None:
+            self._waits.close()
         self._open_share.close()
         self._open_share = None
 

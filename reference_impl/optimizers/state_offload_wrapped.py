@@ -14,8 +14,7 @@ import torch
 
 from reference_impl.optimizers.algorithms import SGD, Adam, Algorithm
 from reference_impl.optimizers.checks import check_param
-from reference_impl.optimizers.layout import Member
-from reference_impl.optimizers.streamed.chunks import MASTER
+from reference_impl.optimizers.layout import MASTER, Member
 
 _NEEDED: Mapping[str, Any] = {
     "fused": True,

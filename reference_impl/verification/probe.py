@@ -25,7 +25,7 @@ from reference_impl.memory.rates import best_seconds
 from reference_impl.optimizers import HybridDeviceOptimizer
 from reference_impl.optimizers.cpu.rate import cpu_update_rates
 from reference_impl.optimizers.cpu.workers import cpu_budget
-from reference_impl.optimizers.split import Split
+from reference_impl.optimizers.layout import Split
 from reference_impl.verification.steps import Progress, unseen
 
 SCHEMA_VERSION = "1.0"

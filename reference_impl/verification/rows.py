@@ -14,6 +14,7 @@ import torch
 
 from reference_impl.activations import ActivationOffloader, CheckpointOffloader
 from reference_impl.device import Device
+from reference_impl.optimizers import Streaming
 from reference_impl.verification.attachments import beside_plain, hybrid, streamed, with_disk
 from reference_impl.verification.saved_bytes import saved_bytes
 from reference_impl.verification.train import Attach
@@ -199,7 +200,7 @@ def _three_shares(scale: Scale, reference: Reference) -> Mechanism:
         reference=reference,
         attach=hybrid(
             split=_SPLIT,
-            chunk_bytes=scale.chunk_bytes,
+            streaming=Streaming(chunk_bytes=scale.chunk_bytes),
             attached=True,
             max_grad_norm=reference.max_grad_norm,
         ),

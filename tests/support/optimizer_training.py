@@ -6,9 +6,11 @@ import threading
 import torch
 from optimizer_reference import MasterAdamW, Toy
 
-from reference_impl import HybridDeviceOptimizer, OptimizerStateOffloader
+from reference_impl import CpuUpdate, HybridDeviceOptimizer, OptimizerStateOffloader, Streaming
+from reference_impl.optimizers.cpu.workers import DeadlineWorkers
 
 OPTIONS = {"lr": 1e-2, "betas": (0.8, 0.95), "eps": 1e-7, "weight_decay": 0.1}
+SMALL_CHUNKS = Streaming(chunk_bytes=3000)
 
 
 def fresh(device, dtype=torch.bfloat16):
@@ -24,8 +26,10 @@ def twins(device, dtype=torch.bfloat16):
 def hybrid(params, **options):
     """All on the CPU in small buckets (and chunks, where some is streamed), unless stated."""
     listed = params.parameters() if isinstance(params, torch.nn.Module) else params
-    sizes = {"bucket_elements": 1024, "chunk_bytes": 3000}
-    return HybridDeviceOptimizer(listed, **{**sizes, **OPTIONS, **options})
+    small = {"cpu": CpuUpdate(bucket_elements=1024)}
+    if "split" in options:
+        small["streaming"] = SMALL_CHUNKS
+    return HybridDeviceOptimizer(listed, **{**small, **OPTIONS, **options})
 
 
 def streaming(model, *, wraps=torch.optim.AdamW, hyper=OPTIONS, wrapped=None, **options):
@@ -38,11 +42,16 @@ def reference(model, *, on_cpu=True, **options):
     return MasterAdamW(model, on_cpu=on_cpu, **{**OPTIONS, **options})
 
 
-def hold_updates(optimizer):
+def replace_job(monkeypatch, run):
+    """Let CPU workers call `run` with themselves, the job and what they would have called with both."""
+    original = DeadlineWorkers.run_job
+    monkeypatch.setattr(DeadlineWorkers, "run_job", lambda workers, job: run(workers, job, original))
+
+
+def hold_updates(monkeypatch):
     """Let no CPU update run before the event that this returns is set, for ten seconds at most."""
     gate = threading.Event()
-    update = optimizer._share._run
-    optimizer._share._run = lambda *args: (gate.wait(10), update(*args))
+    replace_job(monkeypatch, lambda workers, job, run: (gate.wait(10), run(workers, job)))
     return gate
 
 

@@ -18,6 +18,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from reference_impl import CpuUpdate
+
 RANKS, MAX_NORM = 2, 0.05
 
 
@@ -74,7 +76,8 @@ def main(rank, store, place, how, fraction):
         timeout=timedelta(seconds=40),
     )
     model, plain = net(device), net(device)
-    options = {"offload_fraction": float(fraction), "max_grad_norm": MAX_NORM, "bucket_elements": 64}
+    options = {"offload_fraction": float(fraction), "max_grad_norm": MAX_NORM}
+    options["cpu"] = CpuUpdate(bucket_elements=64)
     if how == "fsdp":
         for layer in (model[0], model[2], model[4], model):
             fully_shard(layer, mesh=init_device_mesh(place, (RANKS,)))

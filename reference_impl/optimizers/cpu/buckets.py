@@ -1,8 +1,8 @@
-"""The host memory behind the offloaded share: one bucket holds a slice of master, moments and wire.
+"""Buckets: which pieces share one, and the host memory that holds their states and their staging buffer.
 
-The wire buffer has the parameter's dtype and carries both directions: a gradient comes in, the new weight goes
+The staging buffer has the parameter's dtype and carries both directions: a gradient comes in, the new weight goes
 out of the same bytes, which saves memory and the read-for-ownership of a second buffer. Host bytes an
-offloaded bf16 element: 2 wire + 4 master + 8 Adam moments = 14; fp32: 4 + 4 + 8 = 16. Only the wire is pinned,
+offloaded bf16 element: 2 staging + 4 master + 8 Adam moments = 14; fp32: 4 + 4 + 8 = 16. Only staging is pinned,
 because copies touch nothing else.
 """
 
@@ -16,21 +16,23 @@ import torch
 from reference_impl.device import Device
 from reference_impl.memory.arena import ALIGNMENT_BYTES, HostArena
 from reference_impl.memory.host import HostMemoryError, available_bytes
-from reference_impl.optimizers.layout import BucketPlan, Piece
+from reference_impl.optimizers.layout import ALIGNMENT, Member, Piece, aligned
 
 
 @dataclass(eq=False, slots=True)
 class Bucket:
-    """Flat host tensors of `numel` elements: `wire` (parameter dtype), `master` and `moments` (fp32)."""
+    """Flat host tensors of all pieces, with gaps: `staging` (parameter dtype), `master` and `moments` (fp32).
+
+    `missing` counts the pieces whose gradient has not been sent off in this step.
+    """
 
     pieces: tuple[Piece, ...]
-    wire: torch.Tensor
+    staging: torch.Tensor
     master: torch.Tensor
     moments: tuple[torch.Tensor, ...]
     missing: int = field(init=False)
 
     def __post_init__(self) -> None:
-        """No gradient has arrived yet."""
         self.missing = len(self.pieces)
 
     @property
@@ -39,13 +41,63 @@ class Bucket:
         return min(piece.member.order for piece in self.pieces)
 
 
-class HostState:
-    """All buckets of one optimizer and the arenas that hold them."""
+@dataclass(frozen=True, slots=True)
+class BucketPlan:
+    """The pieces of one bucket, all of one dtype, and its elements with the gaps that alignment leaves."""
+
+    dtype: torch.dtype
+    pieces: tuple[Piece, ...]
+    numel: int
+
+
+def plan_buckets(
+    members: Sequence[Member], *, bucket_elements: int, whole_members: bool = False
+) -> list[BucketPlan]:
+    """Fill buckets in the order in which gradients arrive: last used first, one dtype a bucket.
+
+    With `whole_members` none is split; one that is larger than `bucket_elements` has a bucket of its own.
+    """
+    open_pieces: dict[torch.dtype, list[Piece]] = {}
+    free: dict[torch.dtype, int] = {}
+    plans: list[BucketPlan] = []
+    for member in sorted(members, key=lambda member: -member.order):
+        dtype = member.param.dtype
+        start, stop = member.on_device, member.on_device + member.offloaded
+        if whole_members and member.offloaded > free.get(dtype, 0):
+            if dtype in open_pieces:
+                plans.append(_close(dtype, open_pieces.pop(dtype)))
+            free[dtype] = max(bucket_elements, member.offloaded)
+        while start < stop:
+            taken = min(stop - start, free.setdefault(dtype, bucket_elements))
+            open_pieces.setdefault(dtype, []).append(Piece(member, start, start + taken, 0))
+            start += taken
+            free[dtype] -= aligned(taken)
+            if free[dtype] < ALIGNMENT:
+                plans.append(_close(dtype, open_pieces.pop(dtype)))
+                del free[dtype]
+    plans.extend(_close(dtype, pieces) for dtype, pieces in open_pieces.items())
+    return plans
+
+
+def _close(dtype: torch.dtype, pieces: list[Piece]) -> BucketPlan:
+    """Place pieces of one group side by side, so that one kernel call updates many."""
+    offset = 0
+    for piece in sorted(pieces, key=lambda piece: piece.member.group):
+        piece.offset = offset
+        piece.member.pieces.append(piece)
+        offset += aligned(piece.numel)
+    return BucketPlan(dtype, tuple(sorted(pieces, key=lambda piece: piece.offset)), offset)
+
+
+class BucketMemory:
+    """The arenas that hold all buckets of one optimizer, with `moments` fp32 states an element.
+
+    `pinned` is about staging: states are never pinned.
+    """
 
     def __init__(self, device: Device, *, moments: int, pinned: bool) -> None:
-        """Hold nothing; `moments` fp32 states accompany each element."""
         self._moments = moments
-        self._wire = HostArena(device, pinned=pinned)
+        self._staging = HostArena(device, pinned=pinned)
         self._state = HostArena(device, pinned=False)
 
     def add(self, plans: Sequence[BucketPlan], *, total_numel: int) -> list[Bucket]:
@@ -53,9 +105,9 @@ class HostState:
 
         Raises HostMemoryError before anything is taken, naming the share of `total_numel` that would fit.
         """
-        wire_bytes = sum(_aligned(plan.numel * plan.dtype.itemsize) for plan in plans)
-        state_bytes = sum(_aligned(plan.numel * 4) * (1 + self._moments) for plan in plans)
-        needed, available = wire_bytes + state_bytes, available_bytes()
+        staging_bytes = sum(_aligned_bytes(plan.numel * plan.dtype.itemsize) for plan in plans)
+        state_bytes = sum(_aligned_bytes(plan.numel * 4) * (1 + self._moments) for plan in plans)
+        needed, available = staging_bytes + state_bytes, available_bytes()
         if needed > 0.95 * available:
             numel = sum(plan.numel for plan in plans)
             fits = 0.9 * available / needed * numel / total_numel
@@ -65,22 +117,22 @@ class HostState:
                 remedy=f"try offload_fraction={fits:.2f} or less",
             )
         if plans:
-            self._wire.reserve(wire_bytes)
+            self._staging.reserve(staging_bytes)
             self._state.reserve(state_bytes)
         return [self._bucket(plan) for plan in plans]
 
     def close(self) -> None:
         """Give all host memory back."""
-        self._wire.close()
+        self._staging.close()
         self._state.close()
 
     def _bucket(self, plan: BucketPlan) -> Bucket:
         def fp32() -> torch.Tensor:
             return self._state.allocate(plan.numel * 4).view(torch.float32, (plan.numel,))
 
-        wire = self._wire.allocate(plan.numel * plan.dtype.itemsize).view(plan.dtype, (plan.numel,))
-        return Bucket(plan.pieces, wire, fp32(), tuple(fp32() for _ in range(self._moments)))
+        staging = self._staging.allocate(plan.numel * plan.dtype.itemsize).view(plan.dtype, (plan.numel,))
+        return Bucket(plan.pieces, staging, fp32(), tuple(fp32() for _ in range(self._moments)))
 
 
-def _aligned(size_bytes: int) -> int:
+def _aligned_bytes(size_bytes: int) -> int:
     return -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

@@ -14,10 +14,10 @@ import torch
 from reference_impl.device import REACHED, Device
 from reference_impl.memory.rates import best_seconds
 from reference_impl.optimizers.algorithms import Adam
-from reference_impl.optimizers.cpu.buckets import HostState
+from reference_impl.optimizers.cpu.buckets import BucketMemory, plan_buckets
 from reference_impl.optimizers.cpu.update import BLOCK_ELEMENTS, CpuKernel, Task, cut_tasks
 from reference_impl.optimizers.cpu.workers import DeadlineWorkers, Job
-from reference_impl.optimizers.layout import members_of, plan_buckets
+from reference_impl.optimizers.layout import members_of
 
 _BUCKET_ELEMENTS = 2**24
 _TRIES = 2
@@ -29,13 +29,13 @@ def cpu_update_rates(device: Device, numel: int, threads: Iterable[int]) -> dict
         param = torch.empty(numel, dtype=torch.bfloat16)
     members = members_of([(param, 0)], first_order=0, fraction=1.0, offload=None)
     members[0].step.fill_(1)
-    state = HostState(device, moments=len(Adam().moments), pinned=True)
+    memory = BucketMemory(device, moments=len(Adam().moments), pinned=True)
     try:
-        buckets = state.add(plan_buckets(members, bucket_elements=_BUCKET_ELEMENTS), total_numel=numel)
+        buckets = memory.add(plan_buckets(members, bucket_elements=_BUCKET_ELEMENTS), total_numel=numel)
         tasks = [task for bucket in buckets for task in cut_tasks(bucket)]
         return {count: numel / _update_seconds(tasks, count) for count in threads}
     finally:
-        state.close()
+        memory.close()
 
 
 def _update_seconds(tasks: list[Task], threads: int) -> float:

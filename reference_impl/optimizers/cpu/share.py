@@ -1,8 +1,8 @@
 """The CPU share: gradients in, one update a bucket by deadline, weights out.
 
-This is the circle of the package: `GradientMover` brings a gradient to its bucket, `DeadlineWorkers` runs the
-bucket's update in the order in which the next forward needs weights, `Publisher` sends the weight home, and
-`wait_for` is where its reader waits. When each may start is `hybrid`'s decision.
+`GradientMover` brings a gradient to its bucket, `DeadlineWorkers` runs the bucket's update in the order in which the
+next forward needs weights, `Publisher` sends the new weight to the device, and `wait_for` is where its reader waits.
+When each may start is decided above. Explained in docs/optimizer-offloading.md.
 """
 
 from __future__ import annotations
@@ -18,82 +18,55 @@ from reference_impl.device import REACHED, Device, Event
 from reference_impl.memory.arena import HostArena
 from reference_impl.optimizers.algorithms import Algorithm
 from reference_impl.optimizers.checks import written_late
-from reference_impl.optimizers.clip_decision import Verdict
-from reference_impl.optimizers.cpu.buckets import Bucket, HostState
+from reference_impl.optimizers.clip_decision import ClipDecision
+from reference_impl.optimizers.cpu.buckets import Bucket, BucketMemory, plan_buckets
 from reference_impl.optimizers.cpu.gradients import GradientMover
-from reference_impl.optimizers.cpu.publish import Arrivals, Fresh, Publisher
+from reference_impl.optimizers.cpu.publish import Publisher
+from reference_impl.optimizers.cpu.step import BucketUpdate, CpuStep
 from reference_impl.optimizers.cpu.update import BLOCK_ELEMENTS, CpuKernel, Task, cut_tasks, present_part
-from reference_impl.optimizers.cpu.workers import DeadlineWorkers, Job
-from reference_impl.optimizers.layout import Member, Piece, plan_buckets
-from reference_impl.optimizers.rounds import Round
+from reference_impl.optimizers.cpu.workers import DeadlineWorkers, Job, cpu_budget
+from reference_impl.optimizers.layout import MASTER, Member, NewWeights, Piece
+from reference_impl.optimizers.options import CpuUpdate
 
 
-class _BucketUpdate:
-    """One bucket in one round: what its tasks share, and how many are still to do."""
+class CpuShare:
+    """All offloaded pieces of one optimizer, and what moves and updates them.
 
-    __slots__ = ("_lock", "_tasks", "bucket", "fresh", "last_use", "present", "round")
+    The worker threads start at once.
 
-    def __init__(
-        self,
-        bucket: Bucket,
-        round_: Round,
-        fresh: Callable[[Member], Iterable[Fresh]],
-        last_use: Event | None,
-        present: Counter[Member],
-        tasks: int,
-    ) -> None:
-        self.bucket = bucket
-        self.round = round_
-        self.fresh = fresh
-        self.last_use = last_use
-        self.present = present
-        self._tasks = tasks
-        self._lock = threading.Lock()
-
-    def finish_task(self) -> bool:
-        """Count a task; return whether it was the last."""
-        with self._lock:
-            self._tasks -= 1
-            return self._tasks == 0
-
-
-class HostShare:
-    """All offloaded pieces of one optimizer, and what moves and updates them."""
+    Args:
+        device: where the parameters are.
+        algorithm: the formula, run by torch's fused kernel on the CPU.
+        options: threads (None for `cpu_budget()`), size of a bucket, whether staging is pinned.
+        whole_members: never split a member between buckets.
+    """
 
     def __init__(
-        self,
-        device: Device,
-        algorithm: Algorithm,
-        *,
-        bucket_elements: int,
-        whole_members: bool,
-        pinned: bool,
-        threads: int,
+        self, device: Device, algorithm: Algorithm, options: CpuUpdate, *, whole_members: bool
     ) -> None:
-        """Start the worker threads; hold no bucket yet."""
         self._device = device
         self._kernel = CpuKernel(algorithm)
-        self._bucket_elements = bucket_elements
+        self._bucket_elements = options.bucket_elements
         self._whole_members = whole_members
-        self._host = HostState(device, moments=len(algorithm.moments), pinned=pinned)
+        self._memory = BucketMemory(device, moments=len(algorithm.moments), pinned=options.pinned)
+        self._moments = algorithm.moments
         self._numbers = HostArena(device, slab_bytes=2**21)
         self._gradients = GradientMover(device)
         self._publisher = Publisher(device)
-        self._arrivals = Arrivals()
-        self._workers = DeadlineWorkers(threads=threads)
+        self._workers = DeadlineWorkers(threads=options.threads or cpu_budget())
         self._local = threading.local()
         self._tasks: dict[Bucket, tuple[Task, ...]] = {}
-        self.homes: dict[Piece, Bucket] = {}
+        self._buckets: dict[Piece, Bucket] = {}
 
     def add(self, members: Sequence[Member], *, total_numel: int) -> None:
         """Make buckets for new members, masters from their parameters. Raises HostMemoryError first of all."""
         plans = plan_buckets(
             members, bucket_elements=self._bucket_elements, whole_members=self._whole_members
         )
-        buckets = self._host.add(plans, total_numel=total_numel)
+        buckets = self._memory.add(plans, total_numel=total_numel)
         for bucket in buckets:
             self._tasks[bucket] = cut_tasks(bucket)
-            self.homes.update(dict.fromkeys(bucket.pieces, bucket))
+            self._buckets.update(dict.fromkeys(bucket.pieces, bucket))
         self._gradients.add(buckets)
         self._publisher.add(buckets)
         if buckets:
@@ -103,33 +76,33 @@ class HostShare:
 
     @torch.no_grad()
     def refresh_masters(self, members: Iterable[Member]) -> None:
-        """Make the masters of `members` from the parameters as they are, through the wire."""
+        """Make the masters of `members` from the parameters as they are, through staging."""
         arrivals: list[tuple[torch.Tensor, torch.Tensor, Event]] = []
         computed = self._device.record()
         for member in members:
             weight = member.flat(member.param_local.detach())
             for piece in member.pieces:
-                bucket, place = self.homes[piece], slice(piece.offset, piece.offset + piece.numel)
-                wire = bucket.wire[place]
-                event = self._device.copy_out(wire, weight[piece.start : piece.stop], after=[computed])
-                arrivals.append((bucket.master[place], wire, event))
-        for master, wire, event in arrivals:
+                bucket, place = self._buckets[piece], slice(piece.offset, piece.offset + piece.numel)
+                staging = bucket.staging[place]
+                event = self._device.copy_out(staging, weight[piece.start : piece.stop], after=[computed])
+                arrivals.append((bucket.master[place], staging, event))
+        for master, staging, event in arrivals:
             event.synchronize()
-            master.copy_(wire)
+            master.copy_(staging)
 
-    def leave(self, member: Member, *, measure: bool) -> Iterator[Bucket]:
-        """Send a gradient off; yields the buckets that it completes."""
-        self._gradients.leave(member, measure=measure)
+    def offload(self, member: Member, *, measure: bool) -> Iterator[Bucket]:
+        """Start the copy of a gradient, with `measure` its norm too; yields the buckets that it completes."""
+        self._gradients.offload(member, measure=measure)
         for piece in member.pieces:
-            bucket = self.homes[piece]
+            bucket = self._buckets[piece]
             bucket.missing -= 1
             if bucket.missing == 0:
                 yield bucket
 
-    def leave_rest(self, members: Iterable[Member], *, measure: bool) -> list[Member]:
-        """Send off the gradients of `members` that no hook has sent; returns whose.
+    def offload_rest(self, members: Iterable[Member], *, measure: bool) -> list[Member]:
+        """Start the copies of those gradients of `members` that no hook has sent off; returns whose.
 
-        Raises RuntimeError when somebody has written a gradient after it had left.
+        Raises RuntimeError when somebody has written a gradient after it had been sent off.
         """
         rest = []
         for member in members:
@@ -137,33 +110,33 @@ class HostShare:
                 continue
             if member.arrival is None:
                 rest.append(member)
-                for _ in self.leave(member, measure=measure):
+                for _ in self.offload(member, measure=measure):
                     pass
             elif member.on_device == 0:
                 raise written_late(member)
         return rest
 
     def take_norms(self) -> list[torch.Tensor]:
-        """Return the norms of the gradients that left since the last call."""
+        """Return the norms of the gradients sent off since the last call."""
         return self._gradients.take_norms()
 
     def fence(self) -> None:
-        """Make the live current stream wait until all gradients that left have been read."""
+        """Make the live current stream wait until all gradients in flight have been read."""
         self._gradients.fence()
 
     def arrived(self) -> Event:
-        """Return the event for threads after which all gradients that left so far are on the host.
+        """Return the event for threads after which all gradients sent off so far are on the host.
 
         One for all buckets that are ready together: a stream holds few of its kind, see `CudaDevice.record`.
         """
         return self._gradients.arrived()
 
-    def send(self, verdict: Verdict) -> None:
-        """Bring a verdict to the workers."""
-        verdict.send(self._device, self._numbers)
+    def send(self, decision: ClipDecision) -> None:
+        """Start a decision's copy to the host, where the workers read it."""
+        decision.send(self._device, self._numbers)
 
     def discard(self, members: Iterable[Member]) -> None:
-        """Forget gradients of `members` that left but will not be used."""
+        """Forget gradients of `members` that were sent off but will not be used."""
         self._gradients.take_norms()
         for member in members:
             if member.arrival is not None:
@@ -174,54 +147,63 @@ class HostShare:
 
     def buckets_of(self, members: Iterable[Member]) -> list[Bucket]:
         """Return the buckets that hold pieces of `members`."""
-        return list(dict.fromkeys(self.homes[piece] for member in members for piece in member.pieces))
+        return list(dict.fromkeys(self._buckets[piece] for member in members for piece in member.pieces))
 
     def submit(
         self,
         bucket: Bucket,
-        round_: Round,
-        fresh: Callable[[Member], Iterable[Fresh]],
+        step: CpuStep,
+        new_weights: Callable[[Member], Iterable[NewWeights]],
         *,
-        left: Set[Member],
+        offloaded: Set[Member],
         arrived: Event,
         last_use: Event | None,
     ) -> None:
         """Queue a bucket's update behind `arrived`; weights are overwritten behind `last_use`, or each one's gradient.
 
-        Only members that `left` take part: of another the gradient of the step before may still be waiting for its
-        update, or that of the next step come before this one has run. `fresh` yields what else of a member comes
-        home with it.
+        Only members whose gradient has been `offloaded` take part: of another the gradient of the step before may
+        still be waiting for its update, or that of the next step come before this one has run. `new_weights` yields
+        the parts of a member that the device has updated and that go out with the CPU's.
         """
-        present = Counter(piece.member for piece in bucket.pieces if piece.member in left)
+        step.queued.add(bucket)
+        present = Counter(piece.member for piece in bucket.pieces if piece.member in offloaded)
         bucket.missing = len(bucket.pieces)
         for member in present:
             if not member.pending:
-                self._arrivals.expect(member)
-        update = _BucketUpdate(bucket, round_, fresh, last_use, present, len(self._tasks[bucket]))
+                self._publisher.expect(member)
+        update = BucketUpdate(step, present, len(self._tasks[bucket]), new_weights, last_use)
         self._workers.submit(
             [Job(bucket.deadline, arrived, partial(self._run, task, update)) for task in self._tasks[bucket]]
         )
 
-    def _run(self, task: Task, update: _BucketUpdate) -> None:
-        """Update one task; whoever finishes a bucket sends its weights home."""
+    def _run(self, task: Task, update: BucketUpdate) -> None:
+        """Update one task; whoever finishes a bucket publishes its weights."""
         self._gradients.drain()
-        grad_scale, skip = update.round.decide()
+        step = update.step
+        grad_scale, skip = step.scale_and_skip()
         part = None if skip else present_part(task, update.present)
         if part is not None:
             for member in part.members:
-                update.round.begin(member)
-            self._kernel.update(part, update.round.groups[part.group], self._scratch(), grad_scale)
+                step.begin(member)
+            self._kernel.update(part, step.plan.groups[part.group], self._scratch(), grad_scale)
         if update.finish_task():
             self._finish(update, skip=skip)
 
-    def _finish(self, update: _BucketUpdate, *, skip: bool) -> None:
+    def _finish(self, update: BucketUpdate, *, skip: bool) -> None:
         for member, pieces in update.present.items():
-            if update.round.finish(member, pieces):
+            if update.step.finish(member, pieces):
                 arrival, member.arrival = member.arrival, None
                 if not skip:
                     after = update.last_use or arrival or REACHED
-                    self._publisher.publish(member, update.fresh(member), after=after)
-                self._arrivals.arrived(member)
+                    self._publisher.publish(member, update.new_weights(member), after=after)
+                self._publisher.release(member)
+
+    def parts(self, member: Member, name: str) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield (first element, flat fp32 view) of each part of a moment or `master_param` that is here."""
+        for piece in member.pieces:
+            bucket = self._buckets[piece]
+            whole = bucket.master if name == MASTER else bucket.moments[self._moments.index(name)]
+            yield piece.start, whole[piece.offset : piece.offset + piece.numel]
 
     def _scratch(self) -> torch.Tensor:
         """Return the calling worker's own fp32 block, which stays in its cache."""
@@ -234,7 +216,7 @@ class HostShare:
         """Make the live current stream wait for the members' new weights; the host only until they are sent."""
         for member in members:
             if member.pending:
-                self._workers.wait_until(self._arrivals.flag(member))
+                self._workers.wait_until(self._publisher.flag(member))
                 self._device.wait(member.published)
                 member.pending = False
 
@@ -252,7 +234,7 @@ class HostShare:
         self._workers.close()
         self._device.latency_sensitive.discard(self)
         # Pieces and members know each other, and a parameter should not have to wait for the garbage collector.
-        for piece in self.homes:
+        for piece in self._buckets:
             piece.member.pieces.clear()
-        self._host.close()
+        self._memory.close()
         self._numbers.close()

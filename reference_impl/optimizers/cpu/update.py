@@ -1,9 +1,9 @@
 """Updates a bucket on the CPU, in tasks of many cache-sized blocks.
 
-The update is bound by host DRAM, so each block goes through its three passes while it is in cache: the wire
-gradient widens to fp32, one fused kernel updates master and moments, the new weight narrows back onto the
-wire. Every parameter keeps views of its own, cut at multiples of 64 elements, which makes the result bitwise
-that of `torch.optim` with `fused=True` over the whole fp32 tensor.
+The update is bound by host DRAM, so each block goes through its three passes while it is in cache: the gradient in
+staging widens to fp32, one fused kernel updates master and moments, the new weight narrows back into staging. Every
+parameter keeps views of its own, cut at multiples of 64 elements, which makes the result bitwise that of
+`torch.optim` with `fused=True` over the whole fp32 tensor.
 
 A task is one call into a scripted kernel, which runs without the interpreter lock on one thread. Independent
 threads with small blocks beat one team with large ones: 5.4 against 4.4 Gparam/s (one NVIDIA H200 host, 16
@@ -19,12 +19,11 @@ from typing import Any
 
 import torch
 
-from reference_impl.optimizers.algorithms import Algorithm
+from reference_impl.optimizers.algorithms.base import Algorithm, script_list
 from reference_impl.optimizers.cpu.buckets import Bucket
-from reference_impl.optimizers.cpu.kernels import script_list
-from reference_impl.optimizers.layout import ALIGNMENT, Member, Piece
+from reference_impl.optimizers.layout import Member, Piece, aligned
 
-# 65,536 elements x (2 wire + 4 gradient + 4 master + 8 moments) bytes fit a 2 MiB second-level cache.
+# 65,536 elements x (2 staging + 4 gradient + 4 master + 8 moments) bytes fit a 2 MiB second-level cache.
 BLOCK_ELEMENTS = 2**16
 # A task lasts some milliseconds on one thread: long against its start, short against a deadline.
 TASK_ELEMENTS = 2**22
@@ -46,31 +45,31 @@ class Task:
 def cut_tasks(bucket: Bucket) -> tuple[Task, ...]:
     """Cut a bucket into tasks of at most `TASK_ELEMENTS`, one parameter group each."""
     tasks: list[list[tuple[Span, ...]]] = []
-    room = 0
+    free = 0
     for block in _cut_blocks(bucket):
         group = block[0][0].member.group
         size = block[-1][2] - block[0][1]
-        if size > room or tasks[-1][-1][0][0].member.group != group:
+        if size > free or tasks[-1][-1][0][0].member.group != group:
             tasks.append([])
-            room = TASK_ELEMENTS
+            free = TASK_ELEMENTS
         tasks[-1].append(block)
-        room -= size
+        free -= size
     return tuple(_task(bucket, tuple(blocks)) for blocks in tasks)
 
 
 def _cut_blocks(bucket: Bucket) -> Iterator[tuple[Span, ...]]:
     """Yield contiguous ranges of at most `BLOCK_ELEMENTS`, one parameter group each."""
     block: list[Span] = []
-    room = BLOCK_ELEMENTS
+    free = BLOCK_ELEMENTS
     for piece in bucket.pieces:
         begin, stop = piece.offset, piece.offset + piece.numel
         while begin < stop:
-            if block and (room <= 0 or block[-1][0].member.group != piece.member.group):
+            if block and (free <= 0 or block[-1][0].member.group != piece.member.group):
                 yield tuple(block)
-                block, room = [], BLOCK_ELEMENTS
-            end = min(begin + room, stop)
+                block, free = [], BLOCK_ELEMENTS
+            end = min(begin + free, stop)
             block.append((piece, begin, end))
-            room -= -(-(end - begin) // ALIGNMENT) * ALIGNMENT
+            free -= aligned(end - begin)
             begin = end
     if block:
         yield tuple(block)
@@ -86,7 +85,7 @@ def _task(bucket: Bucket, blocks: tuple[tuple[Span, ...], ...]) -> Task:
         arguments=tuple(
             script_list(values)
             for values in (
-                [bucket.wire[start:stop] for start, stop in edges],
+                [bucket.staging[start:stop] for start, stop in edges],
                 [bucket.master[start:stop] for start, stop in edges],
                 [[bucket.master[begin:end] for _, begin, end in block] for block in blocks],
                 [[begin - block[0][1] for _, begin, _ in block] for block in blocks],
@@ -103,7 +102,7 @@ def _task(bucket: Bucket, blocks: tuple[tuple[Span, ...], ...]) -> Task:
 def present_part(task: Task, present: Container[Member]) -> Task | None:
     """Return the task without members that are not `present`; None when no member is left.
 
-    A block is cut where a member is left out: its place on the wire may hold the next step's gradient already.
+    A block is cut where a member is left out: its place in staging may hold the next step's gradient already.
     """
     if all(member in present for member in task.members):
         return task
@@ -117,10 +116,9 @@ def present_part(task: Task, present: Container[Member]) -> Task | None:
 
 
 class CpuKernel:
-    """An algorithm's update of a task, scripted once a process."""
+    """An algorithm's update of one task, compiled once a process."""
 
     def __init__(self, algorithm: Algorithm) -> None:
-        """Compile."""
         self._algorithm = algorithm
         self._call: Callable[..., None] = algorithm.cpu_kernel()
 

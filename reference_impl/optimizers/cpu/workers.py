@@ -43,7 +43,6 @@ class DeadlineWorkers:
     """`threads` threads and one queue."""
 
     def __init__(self, *, threads: int) -> None:
-        """Start the threads."""
         self._changed = threading.Condition()
         self._waiting: list[Job] = []
         self._running = 0
@@ -103,6 +102,14 @@ class DeadlineWorkers:
             if thread is not threading.current_thread():
                 thread.join()
 
+    def run_job(self, job: Job) -> None:
+        """Run `job` on the calling worker thread, once its gradients have arrived.
+
+        Whatever a worker does for a step happens here: the place for tests to delay a job or to let it fail.
+        """
+        job.arrival.synchronize()
+        job.run()
+
     def _take(self) -> Job | None:
         """Wait for a job and claim the most urgent one; None when closed."""
         with self._changed:
@@ -156,8 +163,7 @@ def _work(owner: weakref.ref[DeadlineWorkers], ready: threading.Barrier) -> None
         error: BaseException | None = None
         try:
             with torch.no_grad():
-                job.arrival.synchronize()
-                job.run()
+                workers.run_job(job)
         except BaseException as caught:
             error = caught
         workers._finish(error)

@@ -20,11 +20,7 @@ import torch
 from reference_impl.device import REACHED, Event
 from reference_impl.optimizers.layout import ALIGNMENT, Member, Piece
 
-# Most bytes of a chunk, unless the user chooses.
-CHUNK_BYTES = 96 * 2**20
-
-# Fields that are no moments: whole fp32 masters, and lower halves of them.
-MASTER = "master_param"
+# The field that is no state: the lower halves of masters.
 LOW = "master_low"
 
 

@@ -10,9 +10,9 @@ bits survive; a NaN whose payload is only in the lower half therefore shows as i
 
 bf16 moments are rounded stochastically: 1 - beta2 is 0.001, less than half of what bf16 resolves (2**-8), so rounding
 to nearest would leave `exp_avg_sq` where it is. The noise is a hash of element and step: the same in every run, without
-a generator's state. Such moments are not torch's to the bit anyway, so their update is our own formula (`formulas`) in
-one kernel that unpacks, updates, rounds and packs: 18 to 24 bytes an element pass through the GPU's memory, where
-torch's kernel between `unpack` and `pack` would need 86.
+a generator's state. Such moments are not torch's to the bit anyway, so their update is our own formula
+(`Algorithm.formula`) in one kernel that unpacks, updates, rounds and packs: 18 to 24 bytes an element pass through the
+GPU's memory, where torch's kernel between `unpack` and `pack` would need 86.
 
 On CUDA `torch.compile` builds the kernels; the CPU twin runs the same source block by block.
 Explained in docs/optimizer-state-offloading.md, "Fewer bytes".
@@ -29,9 +29,10 @@ import torch
 from torch.nn.functional import pad
 
 from reference_impl.device import Device
-from reference_impl.optimizers.algorithms import Algorithm
-from reference_impl.optimizers.formulas import Formula, Tensors
+from reference_impl.optimizers.algorithms import Algorithm, Formula
 from reference_impl.optimizers.layout import Member
+
+Tensors = Sequence[torch.Tensor]
 
 _INFINITY = 0x7F800000
 _MAGNITUDE = 0x7FFFFFFF

@@ -17,9 +17,9 @@ import torch
 
 from reference_impl.device import REACHED, Device, Event
 from reference_impl.optimizers.algorithms import Algorithm
-from reference_impl.optimizers.clip_decision import Verdict
+from reference_impl.optimizers.clip_decision import ClipDecision
 from reference_impl.optimizers.layout import Member
-from reference_impl.optimizers.rounds import snapshot
+from reference_impl.optimizers.step import snapshot
 from reference_impl.optimizers.streamed.chunks import Chunk, Part, StreamedWeights
 from reference_impl.optimizers.streamed.pipeline import StreamedPipeline
 from reference_impl.optimizers.streamed.slots import LEAST_SLOTS, FreedMemory
@@ -76,7 +76,7 @@ class StreamedShare:
         self._prefetchable: deque[Chunk] | None = None
         self._most_slots = LEAST_SLOTS
         # Kept alive while the update reads its numbers.
-        self._decision: Verdict | None = None
+        self._decision: ClipDecision | None = None
         self.moments = algorithm.moments
         self.steps: dict[Member, torch.Tensor] = {}
         # Copies in flight use buffers that die with this object.
@@ -167,7 +167,7 @@ class StreamedShare:
     def update(
         self,
         gradients: Mapping[Member, torch.Tensor],
-        decision: Verdict | None,
+        decision: ClipDecision | None,
         groups: Sequence[Mapping[str, Any]],
     ) -> None:
         """Begin the update of members here, behind the live current stream; the host waits for nothing.

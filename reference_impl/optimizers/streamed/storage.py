@@ -18,12 +18,11 @@ import torch
 from reference_impl.device import Device
 from reference_impl.memory.arena import HostArena
 from reference_impl.optimizers.algorithms import Algorithm
-from reference_impl.optimizers.layout import ALIGNMENT, Member, Piece
+from reference_impl.optimizers.layout import ALIGNMENT, MASTER, Member, Piece
+from reference_impl.optimizers.options import CHUNK_BYTES
 from reference_impl.optimizers.streamed import packing
 from reference_impl.optimizers.streamed.chunks import (
-    CHUNK_BYTES,
     LOW,
-    MASTER,
     Chunk,
     Field,
     Part,

@@ -17,12 +17,11 @@ import torch
 
 from reference_impl.device import Device
 from reference_impl.optimizers.algorithms import Algorithm
-from reference_impl.optimizers.clip_decision import Verdict
-from reference_impl.optimizers.layout import Member, Piece
+from reference_impl.optimizers.clip_decision import ClipDecision
+from reference_impl.optimizers.layout import MASTER, Member, Piece
 from reference_impl.optimizers.streamed import packing
 from reference_impl.optimizers.streamed.chunks import (
     LOW,
-    MASTER,
     Chunk,
     Field,
     StreamedWeights,
@@ -40,7 +39,7 @@ class StreamedStep:
 
     gradients: Mapping[Member, torch.Tensor]
     steps: Mapping[Member, torch.Tensor]
-    decision: Verdict | None
+    decision: ClipDecision | None
     groups: Sequence[Mapping[str, Any]]
     weights: StreamedWeights
 

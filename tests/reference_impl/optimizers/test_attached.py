@@ -8,20 +8,28 @@ import weakref
 import pytest
 import torch
 from optimizer_reference import MasterAdamW, batches
-from optimizer_training import OPTIONS, assert_same_weights, hold_updates, hybrid, train, twins
+from optimizer_training import (
+    OPTIONS,
+    assert_same_weights,
+    hold_updates,
+    hybrid,
+    replace_job,
+    train,
+    twins,
+)
 
-from reference_impl import HybridDeviceOptimizer
+from reference_impl import CpuUpdate, HybridDeviceOptimizer
 
 
-def test_attached_step_returns_while_weights_are_on_their_way(device, make):
+def test_attached_step_returns_while_weights_are_on_their_way(device, make, monkeypatch):
     model, plain = twins(device)
     optimizer = make(model)
     optimizer.attach(model)
-    gate = hold_updates(optimizer)
+    gate = hold_updates(monkeypatch)
     data = batches(device.torch_device, 2)
     model(data[0]).backward()
     optimizer.step()
-    assert any(member.pending for member in optimizer._members.values())
+    assert any(member.pending for member in optimizer.members.values())
     threading.Timer(0.2, gate.set).start()
     model(data[1]).backward()
     optimizer.step()
@@ -29,11 +37,11 @@ def test_attached_step_returns_while_weights_are_on_their_way(device, make):
     assert_same_weights(model, plain)
 
 
-def test_use_outside_the_owning_forward_is_caught(device, make):
+def test_use_outside_the_owning_forward_is_caught(device, make, monkeypatch):
     model, _ = twins(device)
     optimizer = make(model)
     optimizer.attach(model)
-    gate = hold_updates(optimizer)
+    gate = hold_updates(monkeypatch)
     ids = batches(device.torch_device, 1)[0]
     model(ids).backward()
     optimizer.step()
@@ -71,35 +79,28 @@ def test_a_loaded_model_refreshes_masters(device, make):
             assert torch.equal(state[index]["master_param"].to(param), param)
 
 
-def test_a_worker_that_dies_is_reported_and_tears_nothing(device, make):
-    model, _ = twins(device)
-    optimizer = make(model, bucket_elements=448)
+def test_a_worker_that_dies_is_reported_and_tears_nothing(device, make, monkeypatch):
+    model, plain = twins(device)
+    optimizer = make(model, cpu=CpuUpdate(bucket_elements=448))
     before = copy.deepcopy(model.state_dict())
-    update, calls = optimizer._share._run, []
+    calls = []
 
-    def dies_midway(*args):
+    def dies_midway(workers, job, run):
         calls.append(1)
         if len(calls) == 4:
             raise OSError("the disk is on fire")
-        update(*args)
+        run(workers, job)
 
-    optimizer._share._run = dies_midway
-    model(batches(device.torch_device, 1)[0]).backward()
+    replace_job(monkeypatch, dies_midway)
+    data = batches(device.torch_device, 1)
+    train(plain, MasterAdamW(plain, on_cpu=True, **OPTIONS), data)
+    model(data[0]).backward()
     with pytest.raises(RuntimeError, match="the disk is on fire") as caught:
         optimizer.step()
     assert isinstance(caught.value.__cause__, OSError)
     device.synchronize()
-    homes = optimizer._share.homes
-    for member in optimizer._members.values():
-        new = torch.cat(
-            [
-                homes[p].master[p.offset : p.offset + p.numel]
-                for p in sorted(member.pieces, key=lambda p: p.start)
-            ]
-        )
-        old = next(before[n] for n, p in model.named_parameters() if p is member.param)
-        now = member.param.detach()
-        assert torch.equal(now, old) or torch.equal(now.flatten().cpu(), new.to(now.dtype))
+    for (name, now), new in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert torch.equal(now, before[name]) or torch.equal(now, new)
     with pytest.raises(RuntimeError, match="the disk is on fire"):
         optimizer.step()
     with pytest.raises(RuntimeError):
@@ -136,7 +137,7 @@ def test_close_is_final_and_repeatable(device, make):
 
 def test_a_forgotten_optimizer_is_collected(device):
     model, _ = twins(device)
-    optimizer = HybridDeviceOptimizer(model.parameters(), bucket_elements=1024)
+    optimizer = HybridDeviceOptimizer(model.parameters(), cpu=CpuUpdate(bucket_elements=1024))
     train(model, optimizer, batches(device.torch_device, 1))
     watcher = weakref.ref(optimizer)
     del optimizer

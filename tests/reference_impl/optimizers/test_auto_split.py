@@ -7,6 +7,7 @@ import pytest
 from optimizer_training import hybrid as build
 from optimizer_training import twins
 
+from reference_impl import Budgets, Streaming
 from reference_impl.device import Device
 from reference_impl.memory.host import HostMemoryError
 from reference_impl.optimizers import auto_split
@@ -42,17 +43,22 @@ def test_auto_keeps_what_the_device_budget_holds(device, rates):
     rates(49e9, 115e9, 4.1e9)
     model, _ = twins(device)
     state_bytes = 12 * sum(param.numel() for param in model.parameters() if param.requires_grad)
-    with build(model, split="auto", chunk_bytes=768, device_budget_bytes=2 * state_bytes) as optimizer:
+    tiny = Streaming(chunk_bytes=768)
+    with build(
+        model, split="auto", streaming=tiny, budgets=Budgets(device_bytes=2 * state_bytes)
+    ) as optimizer:
         assert optimizer.split == (1, 0, 0)
-    with build(model, split="auto", chunk_bytes=768, device_budget_bytes=state_bytes // 2) as optimizer:
+    with build(
+        model, split="auto", streaming=tiny, budgets=Budgets(device_bytes=state_bytes // 2)
+    ) as optimizer:
         assert 0.3 < optimizer.split.resident < 0.5
 
 
 def test_auto_obeys_the_host_budget(device, rates):
     rates(49e9, 400e9, 40e9)
     model, _ = twins(device)
-    with pytest.raises(HostMemoryError, match="device_budget_bytes"):
-        build(model, split="auto", host_budget_bytes=1000)
+    with pytest.raises(HostMemoryError, match="device_bytes"):
+        build(model, split="auto", budgets=Budgets(host_bytes=1000))
 
 
 def test_the_split_is_said_in_the_log(device, rates, caplog):
@@ -79,7 +85,7 @@ def profile(device, **changed):
 def test_a_profile_of_this_machine_is_believed(device, rates):
     calls = rates(49e9, 115e9, 4.1e9)
     model, _ = twins(device)
-    with build(model, split="auto", profile=profile(device)) as optimizer:
+    with build(model, split="auto", budgets=Budgets(profile=profile(device))) as optimizer:
         assert optimizer.split.cpu > 0.8
     assert not calls
 
@@ -89,7 +95,7 @@ def test_a_profile_of_another_machine_is_not(device, rates):
     model, _ = twins(device)
     with (
         pytest.warns(UserWarning, match="another GPU"),
-        build(model, split="auto", profile=profile(device, gpu="another GPU")) as optimizer,
+        build(model, split="auto", budgets=Budgets(profile=profile(device, gpu="another GPU"))) as optimizer,
     ):
         assert optimizer.split.streamed > 0.8
     assert calls

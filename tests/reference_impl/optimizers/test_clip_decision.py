@@ -12,44 +12,44 @@ from optimizer_training import OPTIONS, assert_same_weights, hybrid, reference, 
 
 from reference_impl.device import Device
 from reference_impl.memory.arena import HostArena
-from reference_impl.optimizers.clip_decision import judge
+from reference_impl.optimizers.clip_decision import decide
 
 finite = st.floats(0, 2.0**60, width=32)
 
 
-def verdict_of(norms, device=None, **options):
+def decision_of(norms, device=None, **options):
     device = device or Device.of("cpu")
     asked = {"reduce_norm_squared": None, "max_norm": None, "loss_scale": None, "found_inf": None, **options}
     found = [torch.tensor(norm, dtype=torch.float32, device=device.torch_device) for norm in norms]
-    return judge(found, device, **asked)
+    return decide(found, device, **asked)
 
 
-def read(verdict, device):
+def read(decision, device):
     arena = HostArena(device, slab_bytes=2**21)
-    verdict.send(device, arena)
-    answer = verdict.read()
+    decision.send(device, arena)
+    answer = decision.read()
     assert arena.live_bytes == 0
     arena.close()
     return answer
 
 
 def test_nothing_is_judged_without_gradients():
-    assert verdict_of([]) is None
+    assert decision_of([]) is None
 
 
 def test_a_rank_without_gradients_takes_part_in_the_reduction():
-    verdict = verdict_of([], reduce_norm_squared=lambda squared: squared + 9, max_norm=1.0)
-    assert verdict.norm == 3
-    assert verdict.found_inf == 0
+    decision = decision_of([], reduce_norm_squared=lambda squared: squared + 9, max_norm=1.0)
+    assert decision.norm == 3
+    assert decision.found_inf == 0
 
 
 @given(st.lists(finite, min_size=1, max_size=5), st.floats(1e-3, 1e3))
 def test_the_scale_is_that_of_clipping(norms, max_norm):
-    verdict = verdict_of(norms, max_norm=max_norm)
+    decision = decision_of(norms, max_norm=max_norm)
     norm = torch.linalg.vector_norm(torch.tensor(norms, dtype=torch.float32))
-    assert torch.equal(verdict.norm, norm)
-    assert torch.equal(verdict.grad_scale, torch.clamp((norm + 1e-6) / max_norm, min=1.0))
-    assert verdict.found_inf == (0.0 if torch.isfinite(norm) else 1.0)
+    assert torch.equal(decision.norm, norm)
+    assert torch.equal(decision.grad_scale, torch.clamp((norm + 1e-6) / max_norm, min=1.0))
+    assert decision.found_inf == (0.0 if torch.isfinite(norm) else 1.0)
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_the_scale_is_that_of_clipping(norms, max_norm):
 )
 def test_no_scale_is_exactly_one(device, norm, max_norm, scale):
     """A norm of zero or just below the threshold leaves gradients as they are."""
-    grad_scale, skip = read(verdict_of([norm], device, max_norm=max_norm), device)
+    grad_scale, skip = read(decision_of([norm], device, max_norm=max_norm), device)
     assert not skip
     assert grad_scale is None if scale is None else grad_scale.item() == pytest.approx(scale, rel=1e-6)
 
@@ -66,19 +66,19 @@ def test_no_scale_is_exactly_one(device, norm, max_norm, scale):
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("max_norm", [None, 1.0])
 def test_what_is_not_finite_is_skipped(device, bad, max_norm):
-    _, skip = read(verdict_of([1.0, bad, 2.0], device, max_norm=max_norm), device)
+    _, skip = read(decision_of([1.0, bad, 2.0], device, max_norm=max_norm), device)
     assert skip
 
 
 def test_a_loss_scale_is_taken_off_before_clipping(device):
-    verdict = verdict_of([8.0], device, max_norm=1.0, loss_scale=torch.tensor(4.0))
-    assert verdict.norm == 2
-    grad_scale, _ = read(verdict, device)
+    decision = decision_of([8.0], device, max_norm=1.0, loss_scale=torch.tensor(4.0))
+    assert decision.norm == 2
+    grad_scale, _ = read(decision, device)
     assert grad_scale.item() == pytest.approx(8.0, rel=1e-5)
 
 
 def test_the_finding_of_others_counts(device):
-    _, skip = read(verdict_of([1.0], device, found_inf=torch.tensor(1.0)), device)
+    _, skip = read(decision_of([1.0], device, found_inf=torch.tensor(1.0)), device)
     assert skip
 
 
@@ -86,7 +86,7 @@ def test_other_ranks_decide_too(device):
     def with_a_bad_rank(squared):
         return squared + math.inf
 
-    _, skip = read(verdict_of([1.0], device, reduce_norm_squared=with_a_bad_rank), device)
+    _, skip = read(decision_of([1.0], device, reduce_norm_squared=with_a_bad_rank), device)
     assert skip
 
 

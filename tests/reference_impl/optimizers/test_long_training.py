@@ -7,6 +7,7 @@ from optimizer_reference import MasterAdamW
 from optimizer_training import OPTIONS, train
 from torch import nn
 
+from reference_impl import CpuUpdate
 from reference_impl.verification.kernels import kernels
 from reference_impl.verification.model import Decoder, DecoderShape, decoder_loss
 
@@ -30,7 +31,7 @@ def test_training_200_steps_agrees_with_no_offload(device, make):
     plain = copy.deepcopy(model)
     size = (200, 8, 256) if device.is_accelerator else (200, 2, 32)
     data = torch.randint(model.shape.vocab, size, device=device.torch_device)
-    optimizer = make(model, offload_fraction=0.5, lr=3e-4, bucket_elements=2**16)
+    optimizer = make(model, offload_fraction=0.5, lr=3e-4, cpu=CpuUpdate(bucket_elements=2**16))
     optimizer.attach(model)
     with kernels(device, fixed_order=True):
         ours = train(model, optimizer, data)

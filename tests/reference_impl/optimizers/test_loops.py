@@ -9,6 +9,7 @@ from optimizer_reference import batches
 from optimizer_training import assert_same_weights, hybrid, reference, train, twins
 from torch import nn
 
+from reference_impl import CpuUpdate
 from reference_impl.memory.ledger import Ledger
 
 
@@ -47,7 +48,7 @@ def test_a_resumed_run_starts_with_the_next_accumulation(device):
     """Saved between two accumulated steps, at another bucket size and resumed without a difference."""
     model, resumed = twins(device)
     data = batches(device.torch_device, 6)
-    with hybrid(model) as one, hybrid(resumed, bucket_elements=448, lr=9.0) as other:
+    with hybrid(model) as one, hybrid(resumed, cpu=CpuUpdate(bucket_elements=448), lr=9.0) as other:
         one.attach(model)
         accumulated_step(model, one, data[:3])
         saved = copy.deepcopy((model.state_dict(), one.state_dict()))
@@ -108,7 +109,7 @@ def test_peaks_fall_with_the_fraction_and_losses_stay(device):
         seen = []
         with (
             Ledger(device, track=model.parameters()) as ledger,
-            hybrid(model, offload_fraction=fraction, bucket_elements=width * 64) as optimizer,
+            hybrid(model, offload_fraction=fraction, cpu=CpuUpdate(bucket_elements=width * 64)) as optimizer,
         ):
             for index in range(4):
                 if index == 2:

@@ -12,8 +12,7 @@ from megatron_hybrid import RELEASES, needs_release, on_cuda, their_class, trees
 from torch import nn
 
 from reference_impl.optimizers import SGD, Adam
-from reference_impl.optimizers.megatron import HybridDeviceOptimizer
-from reference_impl.optimizers.megatron_options import algorithm_of
+from reference_impl.optimizers.megatron import HybridDeviceOptimizer, algorithm_of
 
 ADAMW = {"lr": 1e-2, "betas": (0.8, 0.95), "eps": 1e-7, "weight_decay": 0.1}
 CLASSES = {"cpu_optimizer_cls": torch.optim.AdamW, "gpu_optimizer_cls": torch.optim.AdamW}
@@ -149,7 +148,7 @@ def test_megatrons_distributed_optimizer_trains_and_resumes_over_ours(tree):
 def test_whole_parameters_leave_from_the_front(device, fraction):
     model = net(device)
     with build(model, offload_fraction=fraction) as optimizer:
-        members = list(optimizer._members.values())
+        members = list(optimizer.members.values())
         offloaded = [bool(member.pieces) for member in members]
         assert offloaded == sorted(offloaded, reverse=True)
         assert all(member.offloaded in (0, member.param.numel()) for member in members)
@@ -276,7 +275,7 @@ def test_foreign_keys_of_groups_are_carried_along(device):
         optimizer.add_param_group({"params": extra.parameters(), "wd_mult": 0.0, "weight_decay": 0.0})
         assert optimizer.param_groups[1]["wd_mult"] == 0.0
         assert "cpu_optimizer_cls" not in optimizer.param_groups[1]
-        assert all(optimizer._members[param].resident for param in extra.parameters())
+        assert all(optimizer.members[param].resident for param in extra.parameters())
         with HybridDeviceOptimizer(extra.parameters(), **optimizer.defaults) as second:
             assert second.defaults == optimizer.defaults
 
@@ -286,7 +285,7 @@ def test_a_straddling_parameter_stays_in_one_bucket(device):
         device.torch_device
     )
     with build(layers, offload_fraction=1.0) as optimizer:
-        assert [len(member.pieces) for member in optimizer._members.values()] == [1, 1, 1, 1]
+        assert [len(member.pieces) for member in optimizer.members.values()] == [1, 1, 1, 1]
 
 
 class FusedAdam(torch.optim.Optimizer):

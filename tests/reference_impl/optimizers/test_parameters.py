@@ -8,7 +8,7 @@ from optimizer_reference import batches
 from optimizer_training import OPTIONS, assert_same_weights, hybrid, reference, train, twins
 from torch import nn
 
-from reference_impl import HybridDeviceOptimizer
+from reference_impl import CpuUpdate, HybridDeviceOptimizer
 from reference_impl.optimizers import SGD
 
 
@@ -175,11 +175,11 @@ def test_a_learning_rate_may_be_a_tensor(device, fraction, algorithm):
         model.parameters(),
         **options,
         offload_fraction=fraction,
-        bucket_elements=1024,
+        cpu=CpuUpdate(bucket_elements=1024),
         **{**hyper, "lr": rate},
     )
     other = HybridDeviceOptimizer(
-        plain.parameters(), **options, offload_fraction=fraction, bucket_elements=1024, **hyper
+        plain.parameters(), **options, offload_fraction=fraction, cpu=CpuUpdate(bucket_elements=1024), **hyper
     )
     with one, other:
         one.attach(model)
@@ -226,7 +226,7 @@ def test_a_group_that_is_refused_leaves_no_trace(device, group, error):
 def test_the_choice_of_parameters_can_be_the_callers(device):
     model, _ = twins(device)
     with hybrid(model, offload_filter=lambda param: param.ndim > 1) as optimizer:
-        for member in optimizer._members.values():
+        for member in optimizer.members.values():
             assert member.offloaded == (member.param.numel() if member.param.ndim > 1 else 0)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from optimizer_reference import batches
-from optimizer_training import hold_updates, hybrid, train, twins
+from optimizer_training import hybrid, replace_job, train, twins
 
 from reference_impl.memory.host import host_book
 
@@ -18,13 +18,13 @@ ROOT = Path(__file__).resolve().parents[3]
 START = """
 import os, sys, threading, time
 import torch
-from reference_impl import HybridDeviceOptimizer
+from reference_impl import CpuUpdate, HybridDeviceOptimizer
 
 def train(place, steps=3, elements=2**16, width=512, **options):
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(width, width, dtype=torch.bfloat16) for _ in range(4)))
     model.to(place)
-    optimizer = HybridDeviceOptimizer(model.parameters(), bucket_elements=elements, lr=1e-2, **options)
+    optimizer = HybridDeviceOptimizer(model.parameters(), cpu=CpuUpdate(bucket_elements=elements), lr=1e-2, **options)
     optimizer.attach(model)
     for _ in range(steps):
         model(torch.randn(4, width, dtype=torch.bfloat16).to(place)).float().square().mean().backward()
@@ -128,24 +128,24 @@ optimizer.close()
     assert program(code, device).split() == ["28.0"]
 
 
-def step_and_die(model, optimizer, batch):
+def step_and_die(monkeypatch, model, optimizer, batch):
     """Take a step whose first update fails as soon as `step()` has returned."""
     returned = threading.Event()
 
-    def run(*args):
+    def dies(workers, job, run):
         returned.wait(10)
         raise OSError("no more room")
 
-    optimizer._share._run = run
+    replace_job(monkeypatch, dies)
     train(model, optimizer, [batch])
     returned.set()
 
 
-def test_a_worker_that_dies_unnoticed_is_reported_by_close(device):
+def test_a_worker_that_dies_unnoticed_is_reported_by_close(device, monkeypatch):
     model, _ = twins(device)
     optimizer = hybrid(model)
     optimizer.attach(model)
-    step_and_die(model, optimizer, batches(device.torch_device, 1)[0])
+    step_and_die(monkeypatch, model, optimizer, batches(device.torch_device, 1)[0])
     before = threading.active_count()
     with pytest.raises(RuntimeError, match="no more room"):
         optimizer.close()
@@ -164,14 +164,16 @@ def test_a_worker_that_dies_unnoticed_is_reported_by_close(device):
     ],
     ids=["step", "synchronize", "state_dict", "forward", "model.state_dict"],
 )
-def test_every_next_call_reports_a_dead_worker(device, use):
+def test_every_next_call_reports_a_dead_worker(device, use, monkeypatch):
     model, _ = twins(device)
+    others = set(threading.enumerate())
     optimizer = hybrid(model)
     optimizer.attach(model)
     data = batches(device.torch_device, 2)
-    step_and_die(model, optimizer, data[0])
-    while not optimizer._share._workers.stopped:
-        threading.Event().wait(0.01)
+    step_and_die(monkeypatch, model, optimizer, data[0])
+    for worker in set(threading.enumerate()) - others:
+        worker.join(10)
+        assert not worker.is_alive()
     with pytest.raises(RuntimeError, match="no more room") as caught:
         use(model, optimizer, data[1])
     assert isinstance(caught.value.__cause__, OSError)
@@ -179,17 +181,16 @@ def test_every_next_call_reports_a_dead_worker(device, use):
         optimizer.close()
 
 
-def test_closing_from_another_thread_ends_waiting(device):
+def test_closing_from_another_thread_ends_waiting(device, monkeypatch):
     """A forward that waits for a weight is told instead of waiting for ever."""
     model, _ = twins(device)
     optimizer = hybrid(model)
     optimizer.attach(model)
-    gate = hold_updates(optimizer)
+    gate, held = threading.Event(), []
+    replace_job(monkeypatch, lambda workers, job, run: (held.append(workers), gate.wait(10)))
     data = batches(device.torch_device, 2)
     train(model, optimizer, data[:1])
-    timer = threading.Timer(
-        0.2, lambda: (threading.Timer(0.2, gate.set).start(), optimizer._share._workers.close())
-    )
+    timer = threading.Timer(0.2, lambda: (threading.Timer(0.2, gate.set).start(), held[0].close()))
     timer.start()
     with pytest.raises(RuntimeError, match="closed"):
         model(data[1])

@@ -14,7 +14,7 @@ import torch
 from optimizer_training import OPTIONS
 from torch import nn
 
-from reference_impl import HybridDeviceOptimizer
+from reference_impl import CpuUpdate, HybridDeviceOptimizer, Streaming
 from reference_impl.device import CudaDevice
 
 pytestmark = pytest.mark.cuda
@@ -77,7 +77,7 @@ def inputs_of(model, count, seed=1):
 
 def build(model, **options):
     return HybridDeviceOptimizer(
-        model.parameters(), **{"bucket_elements": 2**18, **OPTIONS, "lr": 1e-3, **options}
+        model.parameters(), **{"cpu": CpuUpdate(bucket_elements=2**18), **OPTIONS, "lr": 1e-3, **options}
     )
 
 
@@ -102,7 +102,7 @@ def train(model, optimizer, data, *, before_step=lambda: None, set_to_none=True,
 def waiting_run(make, data, **options):
     """Train with the host waiting for the device around every call; returns weights and losses."""
     model = make()
-    with build(model, overlap_cpu_optimizer_d2h_h2d=False, **options) as optimizer:
+    with build(model, cpu=CpuUpdate(bucket_elements=2**18, overlap_forward=False), **options) as optimizer:
         losses = train(model, optimizer, data, wait=torch.cuda.synchronize)
     return [param.detach().clone() for param in model.parameters()], losses
 
@@ -134,7 +134,8 @@ def test_sleeping_anywhere_changes_no_bit(sleepy, make, backward_overlap, fracti
 @pytest.mark.parametrize(("make", "split"), [(wide, (0.2, 0.5, 0.3)), (deep, (0.0, 0.7, 0.3))])
 @pytest.mark.parametrize("extra", [{}, {"prefetch_bytes": 2**28}, {"hi_lo_masters": True}], ids=str)
 def test_three_shares_side_by_side_change_no_bit(sleepy, make, split, extra):
-    options = {"split": split, "chunk_bytes": 2**20, "max_grad_norm": 0.05, **extra}
+    streaming = Streaming(chunk_bytes=2**20, **extra)
+    options = {"split": split, "streaming": streaming, "max_grad_norm": 0.05}
     model = make()
     data = inputs_of(model, 40)
     expected = waiting_run(make, data, **options)
@@ -303,12 +304,18 @@ def test_a_checkpoint_taken_in_flight_is_consistent(sleepy):
             assert torch.equal(param.detach(), weight)
 
 
-def test_what_copies_touch_is_pinned():
-    model = deep()
-    with build(model) as optimizer:
-        assert all(bucket.wire.is_pinned() for bucket in optimizer._share._tasks)
-    with build(model, pin_cpu_grads=False) as optimizer:
-        assert not any(bucket.wire.is_pinned() for bucket in optimizer._share._tasks)
+@pytest.mark.parametrize("pinned", [True, False])
+def test_what_copies_touch_is_pinned(monkeypatch, pinned):
+    touched, copy_out = [], CudaDevice.copy_out
+
+    def watched(device, host, *args, **options):
+        touched.append(host.is_pinned())
+        return copy_out(device, host, *args, **options)
+
+    monkeypatch.setattr(CudaDevice, "copy_out", watched)
+    with build(deep(), cpu=CpuUpdate(pinned=pinned)):
+        assert touched
+        assert all(each == pinned for each in touched)
 
 
 def test_graph_capture_is_refused():

@@ -10,14 +10,16 @@ from optimizer_training import OPTIONS, assert_same_weights, hold_updates, hybri
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from reference_impl import CpuUpdate
+
 
 @pytest.fixture
-def held():
+def held(monkeypatch):
     """Hold an optimizer's updates back until released, so that every reader that does not wait reads old weights."""
     gates = []
 
-    def hold(optimizer):
-        gates.append(hold_updates(optimizer))
+    def hold():
+        gates.append(hold_updates(monkeypatch))
         return gates[-1]
 
     yield hold
@@ -72,9 +74,10 @@ def test_a_step_leaves_alone_what_another_step_has_in_the_same_bucket(
     model = Branches().to(device.torch_device)
     plain = copy.deepcopy(model)
     inputs = torch.randn(5, 24, dtype=torch.bfloat16, device=device.torch_device)
-    with hybrid(model, split=split, bucket_elements=2**20, backward_overlap=backward_overlap) as optimizer:
+    cpu = CpuUpdate(bucket_elements=2**20)
+    with hybrid(model, split=split, cpu=cpu, backward_overlap=backward_overlap) as optimizer:
         optimizer.attach(model)
-        gate = held(optimizer)
+        gate = held()
         other = reference(plain)
         for net, opt in ((model, optimizer), (plain, other)):
             for order in ((0, 2), late):
@@ -118,7 +121,7 @@ def test_evaluation_between_steps_waits(device, held):
     data = batches(device.torch_device, 2)
     with hybrid(model) as optimizer:
         optimizer.attach(model)
-        gate = held(optimizer)
+        gate = held()
         train(model, optimizer, data[:1])
         soon(gate)
         with torch.no_grad():
@@ -155,7 +158,7 @@ def test_a_state_dict_waits_also_of_a_submodule(device, held, name):
     data = batches(device.torch_device, 1)
     with hybrid(model) as optimizer:
         optimizer.attach(model)
-        gate = held(optimizer)
+        gate = held()
         train(model, optimizer, data)
         soon(gate)
         saved = copy.deepcopy(model.get_submodule(name).state_dict())
@@ -200,7 +203,7 @@ def test_weight_normalisation_reads_after_our_gate(device, held):
     model, plain = nets
     with hybrid(model) as optimizer:
         optimizer.attach(model)
-        gate = held(optimizer)
+        gate = held()
         train_squared(model, optimizer, data[:1])
         soon(gate)
         train_squared(model, optimizer, data[1:])

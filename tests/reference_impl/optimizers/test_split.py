@@ -31,7 +31,7 @@ def machine(link, host, cpu):
 
 
 def without_budgets(elements, each, rates):
-    return fastest_split(elements, each, rates, ring_bytes=0, device_budget_bytes=0, host_budget_bytes=10**15)
+    return fastest_split(elements, each, rates, ring_bytes=0, device_bytes=0, host_bytes=10**15)
 
 
 @pytest.mark.parametrize(("link", "host", "cpu", "seconds", "cpu_share"), KNOWN)
@@ -84,7 +84,7 @@ def test_no_split_on_a_fine_grid_is_faster(rates, sizes, packed, device, host, h
     each = state_bytes(sizes, moments=2, moment_bytes=2 if packed else 4, hi_lo_masters=packed)
     device_budget = int(device * each.resident * elements)
     host_budget = int(host * each.cpu_host * elements)
-    budgets = {"ring_bytes": 0, "device_budget_bytes": device_budget, "host_budget_bytes": host_budget}
+    budgets = {"ring_bytes": 0, "device_bytes": device_budget, "host_bytes": host_budget}
 
     def fits(split):
         held = (each.streamed * split.streamed + each.cpu_host * split.cpu) * elements
@@ -120,8 +120,8 @@ def test_what_hides_takes_work_from_the_cpu():
             ADAM,
             rates,
             ring_bytes=0,
-            device_budget_bytes=0,
-            host_budget_bytes=10**15,
+            device_bytes=0,
+            host_bytes=10**15,
             hidden_bytes=hidden,
         ).cpu
         for hidden in (0, 4 * 10**9, 12 * 10**9)
@@ -150,23 +150,21 @@ def test_what_three_hosts_took_for_one_whole_update(rates, streamed, measured_s)
 @pytest.mark.parametrize(("least_gain", "cpu"), [(0.0, 0.05), (0.03, 0.05), (0.05, 0.0)])
 def test_a_mix_has_to_gain_something(least_gain, cpu):
     """The stream alone takes 0.24 s; a twentieth for so slow a CPU saves 4 % of that."""
-    budgets = {"ring_bytes": 0, "device_budget_bytes": 0, "host_budget_bytes": 10**15}
+    budgets = {"ring_bytes": 0, "device_bytes": 0, "host_bytes": 10**15}
     rates = machine(50e9, 150e9, 2e8)
     found = fastest_split(10**9, ADAM, rates, least_gain=least_gain, **budgets)
     assert found.cpu == pytest.approx(cpu, abs=0.005)
 
 
 def test_a_device_budget_below_the_ring_is_refused():
-    with pytest.raises(
-        ValueError, match=r"device_budget_bytes is 5; expected 7 or more .* split=\(0, 0, 1\)"
-    ):
+    with pytest.raises(ValueError, match=r"device_bytes is 5; expected 7 or more .* split=\(0, 0, 1\)"):
         fastest_split(
             10**9,
             ADAM,
             machine(5e10, 1e11, 4e9),
             ring_bytes=7,
-            device_budget_bytes=5,
-            host_budget_bytes=10**12,
+            device_bytes=5,
+            host_bytes=10**12,
         )
 
 
@@ -177,6 +175,6 @@ def test_a_host_that_cannot_hold_the_rest_names_what_would_have_to_stay():
             ADAM,
             machine(5e10, 1e11, 4e9),
             ring_bytes=0,
-            device_budget_bytes=0,
-            host_budget_bytes=6 * 10**9,
+            device_bytes=0,
+            host_bytes=6 * 10**9,
         )

@@ -1,14 +1,18 @@
 import copy
 import gc
+import weakref
+from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from optimizer_reference import MasterAdamW, batches
-from optimizer_training import OPTIONS, assert_same_weights, train, twins
+from optimizer_training import OPTIONS, SMALL_CHUNKS, assert_same_weights, replace_job, train, twins
 from optimizer_training import hybrid as build
 
+from reference_impl import Budgets, CpuUpdate, Streaming
 from reference_impl.device import Device
 from reference_impl.memory.host import host_book
 
@@ -18,8 +22,8 @@ SPLITS = [(0, 1, 0), (0, 0.6, 0.4), (0.3, 0.4, 0.3), (0.5, 0.5, 0), (0.2, 0, 0.8
 def assert_each_element_follows_its_tier(model, optimizer, on_device, on_cpu):
     """The device's elements equal those of `on_device`, the CPU's those of `on_cpu`."""
     for param, gpu, cpu in zip(model.parameters(), on_device.parameters(), on_cpu.parameters(), strict=True):
-        if param in optimizer._members:
-            cut = optimizer._members[param].on_device
+        if param in optimizer.members:
+            cut = optimizer.members[param].on_device
             assert torch.equal(param.flatten()[:cut], gpu.flatten()[:cut])
             assert torch.equal(param.flatten()[cut:], cpu.flatten()[cut:])
 
@@ -60,7 +64,10 @@ def test_no_split_chunk_or_bucket_changes_a_bit(parts, chunk_bytes, bucket_eleme
     model, plain = twins(device)
     split = tuple(part / sum(parts) for part in parts)
     data = batches(device.torch_device, 3)
-    sizes = {"chunk_bytes": chunk_bytes, "bucket_elements": bucket_elements}
+    sizes = {
+        "streaming": Streaming(chunk_bytes=chunk_bytes),
+        "cpu": CpuUpdate(bucket_elements=bucket_elements),
+    }
     with build(model, split=split, max_grad_norm=0.5, **sizes) as optimizer:
         if attached:
             optimizer.attach(model)
@@ -74,7 +81,8 @@ def test_no_split_chunk_or_bucket_changes_a_bit(parts, chunk_bytes, bucket_eleme
 def test_half_masters_change_no_bit(device, split):
     model, plain = twins(device)
     data = batches(device.torch_device, 4)
-    with build(model, split=split, hi_lo_masters=True) as packed, build(plain, split=split) as whole:
+    halved = replace(SMALL_CHUNKS, hi_lo_masters=True)
+    with build(model, split=split, streaming=halved) as packed, build(plain, split=split) as whole:
         for each, its in ((model, packed), (plain, whole)):
             train(each, its, data)
             its.synchronize()
@@ -87,8 +95,8 @@ def test_half_masters_change_no_bit(device, split):
 def test_bf16_moments_train_nearly_as_well(device):
     model, plain = twins(device)
     data = batches(device.torch_device, 60)
-    packing = {"hi_lo_masters": True, "moments_dtype": torch.bfloat16, "chunk_bytes": 30000}
-    with build(model, split=(0, 0.8, 0.2), **packing) as optimizer:
+    packed = Streaming(chunk_bytes=30000, hi_lo_masters=True, moments_dtype=torch.bfloat16)
+    with build(model, split=(0, 0.8, 0.2), streaming=packed) as optimizer:
         ours = train(model, optimizer, data)
     theirs = train(plain, MasterAdamW(plain, on_cpu=False, **OPTIONS), data)
     assert abs(ours[-1].item() - theirs[-1].item()) < 0.05 * theirs[0].item()
@@ -100,7 +108,11 @@ def test_bf16_moments_train_nearly_as_well(device):
 def test_training_agrees_with_no_offload(device, backward_overlap, attached):
     model, plain = twins(device)
     data = batches(device.torch_device, 40)
-    options = {"backward_overlap": backward_overlap, "lr": 1e-3, "chunk_bytes": 30000}
+    options = {
+        "backward_overlap": backward_overlap,
+        "lr": 1e-3,
+        "streaming": Streaming(chunk_bytes=30000),
+    }
     with build(model, split=(0.2, 0.5, 0.3), **options) as optimizer:
         if attached:
             optimizer.attach(model)
@@ -163,28 +175,43 @@ def test_gradients_of_streamed_parameters_are_freed_by_the_next_forward(device):
     with build(model, split=(0, 0.7, 0.3)) as optimizer:
         optimizer.attach(model)
         model(data[0]).backward()
+        kept = [
+            weakref.ref(param.grad)
+            for param, member in optimizer.members.items()
+            if member.streamed and param.grad is not None
+        ]
         optimizer.step()
-        assert all(param.grad is None for param in optimizer._members)
+        assert all(param.grad is None for param in optimizer.members)
         model(data[1])
-        assert not optimizer._open.streamed.holds_gradients
+        assert len(kept) > 1
+        assert not any(gradient() is not None for gradient in kept)
 
 
 @pytest.mark.parametrize("backward_overlap", ["nothing", "gradients", "update"])
 @pytest.mark.parametrize("packing", [{}, {"hi_lo_masters": True}], ids=str)
-def test_states_that_come_in_during_backward_change_no_bit(device, backward_overlap, packing):
+def test_states_that_come_in_during_backward_change_no_bit(device, backward_overlap, packing, monkeypatch):
     model, plain = twins(device)
     data = batches(device.torch_device, 5)
-    options = {"split": (0.1, 0.6, 0.3), "backward_overlap": backward_overlap, **packing}
+    options = {"split": (0.1, 0.6, 0.3), "backward_overlap": backward_overlap}
+    streaming = replace(SMALL_CHUNKS, **packing)
     with (
-        build(model, prefetch_bytes=10**6, **options) as early,
-        build(plain, **options) as late,
+        build(model, streaming=replace(streaming, prefetch_bytes=10**6), **options) as early,
+        build(plain, streaming=streaming, **options) as late,
     ):
         early.attach(model)
         late.attach(plain)
         for each, its in ((model, early), (plain, late)):
             train(each, its, data)
-        model(data[0]).backward()
-        assert len(early._open.streamed.loaded) > len(late._open.streamed.loaded)
+        copies = Counter()
+        on_h2d = type(device).on_h2d
+        for each, its in ((model, early), (plain, late)):
+            with monkeypatch.context() as patch:
+                loss = each(data[0])
+                patch.setattr(
+                    type(device), "on_h2d", lambda *args, its=its: (copies.update([its]), on_h2d(*args))[1]
+                )
+                loss.backward()
+        assert copies[early] > copies[late] == 0
         for its in (early, late):
             its.synchronize()
         assert_same_weights(model, plain)
@@ -196,7 +223,7 @@ def test_a_weight_used_before_it_is_new_is_refused(device):
         optimizer.attach(model)
         model(batches(device.torch_device, 1)[0]).backward()
         optimizer.step()
-        param = next(iter(optimizer._members))
+        param = next(iter(optimizer.members))
         (param.float() ** 2).sum().backward()
         with pytest.raises(RuntimeError, match="used before its new weight had arrived"):
             optimizer.step()
@@ -220,7 +247,8 @@ def test_a_thousand_steps_hold_no_more_than_ten(device):
     model = torch.nn.Linear(64, 64, dtype=torch.bfloat16, device=device.torch_device)
     batch = torch.randn(4, 64, device=device.torch_device, dtype=torch.bfloat16)
     held = []
-    options = {"split": (0.2, 0.5, 0.3), "chunk_bytes": 12 * 1024, "prefetch_bytes": 10**5}
+    streaming = Streaming(chunk_bytes=12 * 1024, prefetch_bytes=10**5)
+    options = {"split": (0.2, 0.5, 0.3), "streaming": streaming}
     with build(model, **options) as optimizer:
         optimizer.attach(model)
         for step in range(1000):
@@ -236,24 +264,24 @@ def test_a_thousand_steps_hold_no_more_than_ten(device):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("split", [(0.35, 0, 0.65), (0, 0.35, 0.65)], ids=str)
-def test_a_parameter_is_old_all_over_when_its_cpu_part_dies(device, dtype, split):
+def test_a_parameter_is_old_all_over_when_its_cpu_part_dies(device, dtype, split, monkeypatch):
     model, _ = twins(device, dtype)
     data = batches(device.torch_device, 3)
     optimizer = build(model, split=split)
     optimizer.attach(model)
     train(model, optimizer, data[:2])
     optimizer.synchronize()
-    split_members = [each for each in optimizer._members.values() if each.on_device and each.offloaded]
+    split_members = [each for each in optimizer.members.values() if each.on_device and each.offloaded]
     before = [member.param.detach().clone() for member in split_members]
 
-    def dies(*args):
+    def dies(workers, job, run):
         raise OSError("the disk is on fire")
 
     def finish_a_step():
         optimizer.step()
         optimizer.synchronize()
 
-    optimizer._share._run = dies
+    replace_job(monkeypatch, dies)
     model(data[2]).backward()
     with pytest.raises(RuntimeError, match="the disk is on fire"):
         finish_a_step()
@@ -283,11 +311,11 @@ def test_everything_is_given_back(device):
         ({"split": "all"}, "'auto' or three shares"),
         ({"split": (0, 1, 0), "offload_fraction": 0.5}, "beside offload_fraction"),
         ({"split": (0, 1, 0), "offload_filter": bool}, "offload_filter"),
-        ({"device_budget_bytes": 10**9}, "expected split='auto'"),
-        ({"split": (0, 1, 0), "profile": {}}, "expected split='auto'"),
-        ({"split": "auto", "profile": {}}, "no hardware.gpu"),
-        ({"split": "auto", "device_budget_bytes": 100}, r"device_budget_bytes is 100; expected"),
-        ({"split": (0, 1, 0), "chunk_bytes": 700}, "chunk_bytes is 700"),
+        ({"budgets": Budgets(device_bytes=10**9)}, "expected split='auto'"),
+        ({"split": (0, 1, 0), "budgets": Budgets(profile={})}, "expected split='auto'"),
+        ({"split": "auto", "budgets": Budgets(profile={})}, "no hardware.gpu"),
+        ({"split": "auto", "budgets": Budgets(device_bytes=100)}, r"device_bytes is 100; expected"),
+        ({"split": (0, 1, 0), "streaming": Streaming(chunk_bytes=700)}, "chunk_bytes is 700"),
     ],
     ids=str,
 )
@@ -302,7 +330,8 @@ def test_bad_options(device, options, message):
 def test_what_comes_in_during_backward_streams_first_and_is_given_out_once(device):
     weights = [torch.zeros(640, dtype=torch.bfloat16, device=device.torch_device) for _ in range(8)]
     params = [torch.nn.Parameter(weight) for weight in weights]
-    with build(params[:4], split=(0, 0.5, 0.5), prefetch_bytes=2 * 640 * 12) as optimizer:
+    ahead = replace(SMALL_CHUNKS, prefetch_bytes=2 * 640 * 12)
+    with build(params[:4], split=(0, 0.5, 0.5), streaming=ahead) as optimizer:
         optimizer.add_param_group({"params": params[4:]})
-        streamed = [optimizer._members[param].streamed for param in params]
+        streamed = [optimizer.members[param].streamed for param in params]
     assert streamed == [640, 640, 0, 0, 640, 0, 640, 0]

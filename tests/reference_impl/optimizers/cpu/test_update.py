@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from optimizer_training import OPTIONS
 
-from reference_impl import HybridDeviceOptimizer
+from reference_impl import CpuUpdate, HybridDeviceOptimizer
 from reference_impl.device import Device
 from reference_impl.optimizers import SGD, Adam
-from reference_impl.optimizers.cpu.buckets import HostState
+from reference_impl.optimizers.cpu.buckets import BucketMemory, plan_buckets
 from reference_impl.optimizers.cpu.update import (
     BLOCK_ELEMENTS,
     TASK_ELEMENTS,
@@ -19,7 +19,7 @@ from reference_impl.optimizers.cpu.update import (
     cut_tasks,
     present_part,
 )
-from reference_impl.optimizers.layout import members_of, plan_buckets
+from reference_impl.optimizers.layout import members_of
 
 sizes = st.lists(st.integers(1, 3 * BLOCK_ELEMENTS // 2), min_size=1, max_size=6)
 
@@ -28,14 +28,14 @@ def buckets_of(listed, *, bucket_elements=2**20, groups=2):
     params = [(torch.zeros(size), index % groups) for index, size in enumerate(listed)]
     members = members_of(params, first_order=0, fraction=1.0, offload=None)
     plans = plan_buckets(members, bucket_elements=bucket_elements)
-    host = HostState(Device.of("cpu"), moments=2, pinned=False)
-    return host, members, host.add(plans, total_numel=sum(listed))
+    memory = BucketMemory(Device.of("cpu"), moments=2, pinned=False)
+    return memory, members, memory.add(plans, total_numel=sum(listed))
 
 
 @settings(max_examples=40)
 @given(sizes, st.sampled_from([1024, 2**16 + 64, 2**20]))
 def test_tasks_cover_every_element_once(listed, bucket_elements):
-    host, members, buckets = buckets_of(listed, bucket_elements=bucket_elements)
+    memory, members, buckets = buckets_of(listed, bucket_elements=bucket_elements)
     covered = {member: [] for member in members}
     for bucket in buckets:
         for task in cut_tasks(bucket):
@@ -54,31 +54,31 @@ def test_tasks_cover_every_element_once(listed, bucket_elements):
         assert edges[0][0] == 0
         assert edges[-1][1] == member.param.numel()
         assert all(stop == start for (_, stop), (start, _) in itertools.pairwise(edges))
-    host.close()
+    memory.close()
 
 
 def test_members_without_a_gradient_are_left_out():
-    host, members, (bucket,) = buckets_of([100, 200, 300], groups=1)
+    memory, members, (bucket,) = buckets_of([100, 200, 300], groups=1)
     (task,) = cut_tasks(bucket)
     assert present_part(task, set()) is None
     assert present_part(task, {members[1]}).members == (members[1],)
     assert present_part(task, set(members)) is task
-    host.close()
+    memory.close()
 
 
-def test_the_wire_of_a_member_that_is_left_out_is_not_touched():
+def test_the_staging_of_a_member_that_is_left_out_is_not_touched():
     """The members on its two sides share a block; the gradient of its next step may stand there already."""
-    host, members, (bucket,) = buckets_of([100, 200, 300], groups=1)
+    memory, members, (bucket,) = buckets_of([100, 200, 300], groups=1)
     (task,) = cut_tasks(bucket)
-    bucket.wire.fill_(3)
+    bucket.staging.fill_(3)
     CpuKernel(Adam()).update(
         present_part(task, {members[0], members[2]}), Adam().defaults, torch.empty(BLOCK_ELEMENTS), None
     )
     for piece in bucket.pieces:
         place = slice(piece.offset, piece.offset + piece.numel)
         touched = piece.member is not members[1]
-        assert torch.equal(bucket.wire[place], torch.full_like(bucket.wire[place], 3)) is not touched
-    host.close()
+        assert torch.equal(bucket.staging[place], torch.full_like(bucket.staging[place], 3)) is not touched
+    memory.close()
 
 
 SHAPES = [(), (1,), (13,), (63,), (64,), (65,), (4097,), (7, 11), (BLOCK_ELEMENTS + 1,), (3, BLOCK_ELEMENTS)]
@@ -102,7 +102,7 @@ def test_all_shapes_threads_and_buckets_give_the_bits_of_torch(name, bucket_elem
     plain = [torch.nn.Parameter(param.detach().clone()) for param in ours]
     other = theirs(plain, fused=True, **options)
     optimizer = HybridDeviceOptimizer(
-        ours, algorithm=algorithm, bucket_elements=bucket_elements, cpu_threads=threads, **options
+        ours, algorithm=algorithm, cpu=CpuUpdate(bucket_elements=bucket_elements, threads=threads), **options
     )
     with optimizer:
         for _ in range(3):
@@ -129,7 +129,8 @@ def test_any_fraction_of_any_sizes_gives_the_bits_of_torch(listed, fraction, buc
     ours = [torch.nn.Parameter(torch.randn(size, dtype=dtype)) for size in listed]
     masters = [torch.nn.Parameter(param.detach().float()) for param in ours]
     other = torch.optim.AdamW(masters, fused=True, **OPTIONS)
-    options = {**OPTIONS, "offload_fraction": fraction, "bucket_elements": bucket_elements, "cpu_threads": 1}
+    cpu = CpuUpdate(bucket_elements=bucket_elements, threads=1)
+    options = {**OPTIONS, "offload_fraction": fraction, "cpu": cpu}
     with HybridDeviceOptimizer(ours, **options) as optimizer:
         for _ in range(2):
             for one, master in zip(ours, masters, strict=True):

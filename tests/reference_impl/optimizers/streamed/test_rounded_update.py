@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from reference_impl.device import Device
-from reference_impl.optimizers import formulas
 from reference_impl.optimizers.algorithms import SGD, Adam
 from reference_impl.optimizers.streamed import packing
 from reference_impl.optimizers.streamed.packing import Operands, RoundedUpdate
@@ -144,7 +143,7 @@ def test_an_fp32_weight_is_its_own_master(device):
         operands,
         first=torch.tensor(0, device=device.torch_device),
         step=step,
-        numbers=formulas.adam_numbers(GROUP, step[None], decoupled=True)[0],
+        numbers=Adam().numbers_by_step(GROUP, step[None])[0],
         grad_scale=None,
         found_inf=None,
     )

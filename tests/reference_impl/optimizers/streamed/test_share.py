@@ -6,9 +6,9 @@ from optimizer_reference import MasterAdamW
 
 from reference_impl.memory.host import host_book
 from reference_impl.optimizers.algorithms import Adam
-from reference_impl.optimizers.clip_decision import judge
-from reference_impl.optimizers.layout import Member
-from reference_impl.optimizers.streamed.chunks import MASTER, Part
+from reference_impl.optimizers.clip_decision import decide
+from reference_impl.optimizers.layout import MASTER, Member
+from reference_impl.optimizers.streamed.chunks import Part
 from reference_impl.optimizers.streamed.share import StreamedShare
 from reference_impl.optimizers.streamed.storage import StateFormat
 
@@ -55,7 +55,7 @@ def test_it_updates_only_its_own_elements(device, share, dtype, judged):
         if judged:
             norms = [torch.linalg.vector_norm(each, dtype=torch.float32) for each in given.values()]
             nothing = dict.fromkeys(("reduce_norm_squared", "max_norm", "loss_scale", "found_inf"))
-            decision = judge(norms, device, **nothing)
+            decision = decide(norms, device, **nothing)
         share.update(given, decision, GROUPS)
         share.wait_for([weight])
         for param, gradient in zip(plain.parameters(), given.values(), strict=True):

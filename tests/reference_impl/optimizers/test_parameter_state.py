@@ -3,7 +3,11 @@
 import pytest
 import torch
 from optimizer_reference import batches
-from optimizer_training import hybrid, train, twins
+from optimizer_training import hold_updates, hybrid, train, twins
+from torch import nn
+
+from reference_impl import CpuUpdate
+from reference_impl.optimizers.shares import Shares
 
 
 @pytest.fixture(params=[0.0, 0.5, 1.0])
@@ -52,7 +56,7 @@ def test_assigning_writes_all_parts(trained):
 
 def test_a_state_in_one_place_is_a_view(device):
     model, _ = twins(device)
-    with hybrid(model, bucket_elements=2**20) as optimizer:
+    with hybrid(model, cpu=CpuUpdate(bucket_elements=2**20)) as optimizer:
         state = optimizer.state[model.first.weight]
         state["exp_avg_sq"].fill_(2.0)
         assert optimizer.state[model.first.weight]["exp_avg_sq"].min() == 2
@@ -83,3 +87,45 @@ def test_groups_of_an_older_checkpoint_are_completed(device):
         optimizer.load_state_dict(saved)
         assert optimizer.param_groups[0]["maximize"] is False
         train(model, optimizer, batches(device.torch_device, 1))
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
+def test_looking_up_one_parameter_waits_for_no_other(device, fraction, monkeypatch):
+    """While another parameter's update is held, a parameter that has taken a step is found."""
+    params = [nn.Parameter(torch.zeros(640, device=device.torch_device)) for _ in range(4)]
+    with hybrid(params, offload_fraction=fraction, cpu=CpuUpdate(bucket_elements=640)) as optimizer:
+        optimizer.attach(nn.ParameterList(params))
+        params[0].grad = torch.ones_like(params[0])
+        optimizer.step()
+        assert params[0] in optimizer.state
+        assert params[1] not in optimizer.state
+        gate = hold_updates(monkeypatch)
+        params[3].grad = torch.ones_like(params[3])
+        optimizer.step()
+        assert params[0] in optimizer.state
+        assert params[1] not in optimizer.state
+        gate.set()
+        assert params[3] in optimizer.state
+        assert list(optimizer.state) == [params[0], params[3]]
+
+
+@pytest.mark.parametrize("split", [(0, 0, 1), (1, 0, 0), (0, 1, 0), (0.2, 0.5, 0.3)], ids=str)
+def test_looking_up_one_parameter_reads_one_counter(device, split, monkeypatch):
+    params = [nn.Parameter(torch.zeros(64, device=device.torch_device)) for _ in range(100)]
+    counters, steps = [], Shares.steps
+    monkeypatch.setattr(
+        Shares, "steps", lambda shares, member: (counters.append(member), steps(shares, member))[1]
+    )
+    with hybrid(params, split=split) as optimizer:
+        for param in params[:60]:
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+        for looked_up, found in ((params[0], True), (params[99], False), (torch.zeros(64), False)):
+            counters.clear()
+            assert (looked_up in optimizer.state) is found
+            assert len(counters) == (looked_up in optimizer.members)
+        assert "lr" not in optimizer.state
+        counters.clear()
+        assert len(optimizer.state) == 60
+        assert len(counters) == 100
+        assert all(one is other for one, other in zip(optimizer.state, params[:60], strict=True))

@@ -1,0 +1,14 @@
+"""The update formulas: each is one module, and owns no state.
+
+Explained in docs/optimizer-offloading.md. Terms:
+
+- algorithm: a formula with its hyper-parameters and the names of its states.
+- moments: its fp32 states an element, named as `torch.optim` names them.
+- block: a contiguous range of a bucket that fits a core's cache.
+"""
+
+from reference_impl.optimizers.algorithms.adam import Adam
+from reference_impl.optimizers.algorithms.base import Algorithm, Formula
+from reference_impl.optimizers.algorithms.sgd import SGD
+
+__all__ = ["SGD", "Adam", "Algorithm", "Formula"]

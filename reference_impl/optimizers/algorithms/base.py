@@ -1,0 +1,132 @@
+"""What an update formula is, and what its forms share.
+
+An algorithm says one formula in three forms, all over fp32:
+
+- `update`: lists of views in one call of torch's fused kernel, on any device. It is the kernel that `torch.optim`
+  calls with `fused=True`, so results are bitwise torch's on the same device.
+- `cpu_kernel`: the same call in a loop over cache-sized blocks of a bucket. `torch.jit.script` turns the loop into a
+  program that runs with the interpreter lock released, so that a dozen threads update while the training thread
+  launches kernels; it does not change what any operator computes.
+- `formula`: element by element, for states that are not kept in fp32 anyway; it becomes part of one kernel that also
+  unpacks and rounds.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+Tensors = list[torch.Tensor]
+Formula = Callable[[torch.Tensor, torch.Tensor, Sequence[torch.Tensor], torch.Tensor], Sequence[torch.Tensor]]
+
+
+class Algorithm(Protocol):
+    """One optimizer formula; `defaults` names its hyper-parameters, `moments` its fp32 states."""
+
+    @property
+    def defaults(self) -> Mapping[str, Any]:
+        """Hyper-parameters of a parameter group and their defaults."""
+
+    @property
+    def moments(self) -> tuple[str, ...]:
+        """Names of the per-element states, as `torch.optim` writes them in a state_dict."""
+
+    def check(self, group: Mapping[str, Any]) -> None:
+        """Raise ValueError for a hyper-parameter outside its range."""
+
+    def numbers(self, group: Mapping[str, Any]) -> list[float]:
+        """Return a group's hyper-parameters as `cpu_kernel` reads them."""
+
+    def cpu_kernel(self) -> Callable[..., None]:
+        """Return the scripted update of many blocks.
+
+        Its arguments: `scratch` is one block of fp32; per block the `staging` buffers and the masters as `wholes`; per
+        block and member the `masters`, their `begins` in the block and their `steps`; `moments` likewise, one list a
+        moment; then `numbers`, `maximize` and `grad_scale` (0-dim on the CPU, or None for exactly 1). Gradients are
+        read from `staging`, and the new weights are left there.
+        """
+
+    @property
+    def formula(self) -> Formula:
+        """Return the formula element by element.
+
+        It maps master, gradient, moments and the rows of `numbers_by_step`, all fp32, to the new master and moments.
+        """
+
+    def numbers_by_step(self, group: Mapping[str, Any], steps: torch.Tensor) -> torch.Tensor:
+        """Return what `formula` takes, a row (fp32) for each of `steps` (fp32, one dimension)."""
+
+    def update(
+        self,
+        params: Tensors,
+        grads: Tensors,
+        moments: Sequence[Tensors],
+        steps: Tensors,
+        group: Mapping[str, Any],
+        *,
+        grad_scale: torch.Tensor | None,
+        found_inf: torch.Tensor | None,
+    ) -> None:
+        """Update `params` and `moments` in place, all fp32 on one device.
+
+        `steps` are the counters after this step; gradients are divided by `grad_scale`; nothing changes when
+        `found_inf` is 1.
+        """
+
+
+def check_learning_rate(group: Mapping[str, Any]) -> None:
+    """Raise ValueError for a learning rate or weight decay out of range."""
+    lr = group["lr"]
+    if isinstance(lr, torch.Tensor) and lr.device.type != "cpu":
+        raise ValueError(f"lr is a tensor on {lr.device}; expected a float or a CPU tensor; try lr.item()")
+    if lr < 0:
+        raise ValueError(f"lr is {lr}; expected 0 or more")
+    if group["weight_decay"] < 0:
+        raise ValueError(f"weight_decay is {group['weight_decay']}; expected 0 or more")
+
+
+def widen(staging: Tensor, scratch: Tensor, masters: list[Tensor], begins: list[int]) -> list[Tensor]:
+    """Return each member's gradient in fp32: views of `staging` itself, or of its copy in `scratch`."""
+    source = staging
+    if staging.dtype != torch.float32:
+        source = scratch[: staging.numel()]
+        source.copy_(staging)
+    grads: list[Tensor] = []
+    for j in range(len(masters)):
+        grads.append(source[begins[j] : begins[j] + masters[j].numel()])
+    return grads
+
+
+@cache
+def scripted(function: Callable[..., None]) -> Any:
+    """Compile a function over blocks; compiling again returns the same program."""
+    return _quiet_script(function)
+
+
+def script_list(values: list[Any]) -> Any:
+    """Return a list that scripted functions take as it is; a Python list would be converted at every call."""
+    return _quiet_script(values)
+
+
+def _quiet_script(subject: Any) -> Any:
+    with warnings.catch_warnings():
+        # torch advises other compilers for models; none of them runs a loop of operators without the lock.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return torch.jit.script(subject)
+
+
+def sign_of(group: Mapping[str, Any]) -> float:
+    """Return -1 for a group that maximizes, else 1."""
+    return -1.0 if group["maximize"] else 1.0
+
+
+def rows(same: Sequence[float], *by_step: torch.Tensor, like: torch.Tensor | None = None) -> torch.Tensor:
+    """Return a row for each step, fp32; no number is copied from the host, which a stream would wait for."""
+    like = by_step[0] if like is None else like
+    columns = [*(torch.full_like(like, value) for value in same), *by_step]
+    return torch.stack(columns, dim=1).float()
