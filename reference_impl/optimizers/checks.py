@@ -51,7 +51,7 @@ def check_split(split: Any, fraction: float, *, filtered: bool, budgets: Budgets
         )
     if split is not None and (filtered or fraction != 1.0):
         raise ValueError(
-            "split was given beside offload_fraction or offload_filter; expected one way to say what leaves; try "
+            "split was given beside offload_fraction or offload_filter; expected one way to say what is offloaded; try "
             "split alone"
         )
     if split != "auto" and budgets != Budgets():

@@ -2,12 +2,11 @@
 
 Explained in docs/optimizer-offloading.md.
 
-A share is a number of elements, exact to `ALIGNMENT`, because every element costs the same bytes: one
-parameter may stay on the device in part. What the forward uses last leaves first: its gradient leaves
-first in backward and its new weight is needed last in the next forward, so it has the most time to hide.
-Of what leaves, those elements stream first that may come in before the update begins; then parameters take turns
-between the stream and the CPU, so that each keeps the forward's pace.
-Pure arithmetic over shapes; the tensors behind it are `cpu.buckets` and `streamed.chunks`.
+A share is a number of elements, exact to `ALIGNMENT`, because every element costs the same bytes: one parameter may
+stay on the device in part. What the forward uses last is offloaded first: its gradient is final first in backward and its
+new weight is needed last in the next forward, so it has the most time to hide. Of the offloaded elements, those stream
+first that may come in before the update begins; then parameters alternate between the stream and the CPU, so that each
+keeps the forward's pace. Pure arithmetic over shapes; the tensors behind it are `cpu.buckets` and `streamed.chunks`.
 """
 
 from __future__ import annotations
@@ -37,8 +36,8 @@ class Split(NamedTuple):
     cpu: float
 
     @property
-    def streamed_of_leaving(self) -> float:
-        """The streamed share of what does not stay."""
+    def streamed_of_offloaded(self) -> float:
+        """The streamed share of what does not stay on the device."""
         return self.streamed / (self.streamed + self.cpu) if self.streamed else 0.0
 
 
@@ -78,7 +77,7 @@ class Member:
         return self.resident + self.streamed
 
     @property
-    def offloaded(self) -> int:
+    def on_cpu(self) -> int:
         """Elements that the CPU updates."""
         return self.param_local.numel() - self.on_device
 
@@ -160,11 +159,11 @@ def members_of(
     streamed: float = 0.0,
     ahead: int = 0,
 ) -> list[Member]:
-    """Split `params` (each with its group, in forward order) into elements that stay and elements that leave.
+    """Split `params` (each with its group, in forward order) into resident and offloaded elements.
 
-    `offload` decides whole parameters; without it the last `fraction` of all elements leaves. The share `streamed`
-    of what leaves streams, the CPU updates the rest; the first `ahead` elements stream, because they come in before
-    the update: that is how long a start the CPU has on the forward.
+    `offload` decides whole parameters; without it the last `fraction` of all elements is offloaded. The share
+    `streamed` of these streams, the CPU updates the rest. The first `ahead` elements stream, because they come in
+    before the update: that is how long a start the CPU has on the forward.
     """
     listed = list(params)
     members = [
@@ -175,35 +174,35 @@ def members_of(
         for member in members:
             if offload(member.param):
                 member.resident = 0
-        return _take_turns(members, streamed, ahead)
+        return _alternate(members, streamed, ahead)
     wanted = round(fraction * sum(local_numel(param) for param, _ in listed))
     for member in reversed(members):
         taken = min(wanted, member.resident)
         # Round the cut so that both parts start aligned; a whole parameter needs no rounding.
         member.resident = min(aligned(member.resident - taken), member.resident)
         wanted -= taken
-    return _take_turns(members, streamed, ahead)
+    return _alternate(members, streamed, ahead)
 
 
-def _take_turns(members: list[Member], streamed: float, ahead: int) -> list[Member]:
+def _alternate(members: list[Member], streamed: float, ahead: int) -> list[Member]:
     """Let whole members stream: the first `ahead` elements, then whenever the stream is behind the rest of its share.
 
     What is left over or missing then is moved, from the last member on.
     """
-    leaving = {member: member.offloaded for member in members if member.offloaded}
-    total = sum(leaving.values())
+    offloaded = {member: member.on_cpu for member in members if member.on_cpu}
+    total = sum(offloaded.values())
     wanted = streamed * total
     ahead = min(ahead, int(wanted))
     pace = (wanted - ahead) / max(total - ahead, 1)
     seen = taken = 0
-    for member, numel in leaving.items():
+    for member, numel in offloaded.items():
         seen += numel
         due = min(seen, ahead) + pace * max(seen - ahead, 0)
         if due - taken >= numel / 2:
             member.streamed = numel
             taken += numel
     missing = round(wanted - taken)
-    for member, numel in reversed(leaving.items()):
+    for member, numel in reversed(offloaded.items()):
         moved = max(min(missing, numel - member.streamed), -member.streamed)
         missing -= moved
         member.streamed = min(aligned(member.streamed + moved), numel)

@@ -44,7 +44,7 @@ class HybridDeviceOptimizer(hybrid.HybridDeviceOptimizer):
 
     Args:
         params: parameters or groups; what a group holds beside hyper-parameters (`lr_mult`, ...) is carried along.
-        offload_fraction: parameters leave whole, from the front, until this share of all elements is met.
+        offload_fraction: whole parameters are offloaded, from the front, until this share of all elements is met.
         cpu_optimizer_cls, gpu_optimizer_cls: SGD, Adam or AdamW of torch, FusedSGD or FusedAdam of Transformer
             Engine or Apex. They choose the formula; torch's fused kernels compute it.
         param_update_in_fp32: must be True for parameters that are not fp32, because masters are always fp32.
@@ -102,9 +102,9 @@ class HybridDeviceOptimizer(hybrid.HybridDeviceOptimizer):
             if wanted is None:
                 numel = sum(local_numel(param) for group in self.param_groups for param in group["params"])
                 wanted = fraction * numel
-            leaves = wanted > 0
+            offloaded = wanted > 0
             wanted -= local_numel(param)
-            return leaves
+            return offloaded
 
         return offloads
 

@@ -51,7 +51,7 @@ class ResidentShare:
         """Make the state of a member's resident elements, the master from the parameter."""
         weight = member.flat(member.param_local.detach())[: member.resident]
         # An fp32 weight is its own master, unless the CPU updates another part: then both appear together.
-        own = weight.dtype == torch.float32 and not member.offloaded
+        own = weight.dtype == torch.float32 and not member.on_cpu
         master = weight if own else weight.to(torch.float32, copy=True)
         moments = tuple(torch.zeros_like(master) for _ in self._algorithm.moments)
         step = torch.zeros((), dtype=torch.float32, device=weight.device)

@@ -94,7 +94,7 @@ class Shares:
             params,
             first_order=first_order,
             fraction=self.split.streamed + self.split.cpu,
-            streamed=self.split.streamed_of_leaving,
+            streamed=self.split.streamed_of_offloaded,
             ahead=max(self._ahead - sum(member.streamed for member in self._members), 0),
             offload=offload,
         )
@@ -105,7 +105,7 @@ class Shares:
             _add_streamed(self._streamed, [member for member in members if member.streamed])
         self._cpu.add(members, total_numel=total_numel)
         for member in members:
-            if member.resident or not (member.streamed or member.offloaded):
+            if member.resident or not (member.streamed or member.on_cpu):
                 self._resident.add(member)
         self._members.extend(members)
 
@@ -290,7 +290,7 @@ def _add_streamed(share: StreamedShare, members: Sequence[Member]) -> None:
     # A parameter that the CPU updates in part is published as one, so its streamed part waits for that.
     share.add(
         {
-            member: Part(range(member.resident, member.on_device), is_split=member.offloaded > 0)
+            member: Part(range(member.resident, member.on_device), is_split=member.on_cpu > 0)
             for member in members
         }
     )

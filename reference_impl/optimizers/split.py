@@ -30,19 +30,19 @@ class MachineRates:
 class StateBytes:
     """Mean bytes an element: held by each share, moved one way by the streamed and by the CPU share.
 
-    `wire` is the gradient down and the weight up. Updating on the CPU reads and writes every host byte once, and
-    the link's copies read or write the wire twice more: `4 * wire + 2 * (cpu_host - wire)` of host traffic.
+    `staging` is the gradient down and the weight up. Updating on the CPU reads and writes every host byte once, and
+    the link's copies read or write staging twice more: `4 * staging + 2 * (cpu_host - staging)` of host traffic.
     """
 
     resident: float
     streamed: float
     cpu_host: float
-    wire: float
+    staging: float
 
     @property
     def cpu_traffic(self) -> float:
         """Bytes of host memory that one CPU update reads and writes, its copies included."""
-        return 4 * self.wire + 2 * (self.cpu_host - self.wire)
+        return 4 * self.staging + 2 * (self.cpu_host - self.staging)
 
     @property
     def streamed_traffic(self) -> float:
@@ -65,7 +65,7 @@ def state_bytes(
         resident=mean({2: 4 + 4 * moments, 4: 4 * moments}),
         streamed=mean({2: low + moment_bytes * moments, 4: moment_bytes * moments}),
         cpu_host=mean({2: 2 + 4 + 4 * moments, 4: 4 + 4 + 4 * moments}),
-        wire=mean({2: 2, 4: 4}),
+        staging=mean({2: 2, 4: 4}),
     )
 
 
@@ -86,8 +86,8 @@ def whole_update_seconds(
 
     Where gradients are clipped the CPU begins when the last one has come, and its last weight goes home after all else.
     """
-    wire_seconds = elements * each.wire * split.cpu / rates.link_bytes_per_s
-    return update_seconds(split, elements, each, rates, hidden_bytes=hidden_bytes) + 2 * wire_seconds
+    copy_seconds = elements * each.staging * split.cpu / rates.link_bytes_per_s
+    return update_seconds(split, elements, each, rates, hidden_bytes=hidden_bytes) + 2 * copy_seconds
 
 
 def fastest_split(
@@ -128,7 +128,7 @@ def fastest_split(
 
 
 def _cpu_range(leaving: float, elements: int, each: StateBytes, host_bytes: int) -> tuple[float, float]:
-    """Return the least and greatest CPU share with which the host can hold what leaves."""
+    """Return the least and greatest CPU share with which the host can hold what is offloaded."""
     streamed_only = each.streamed * leaving * elements
     if streamed_only > host_bytes:
         raise HostMemoryError(
@@ -150,7 +150,7 @@ def _lines(
     return [
         (
             (elements * each.streamed * leaving - hidden_bytes) / link,
-            elements * (each.wire - each.streamed) / link,
+            elements * (each.staging - each.streamed) / link,
         ),
         (
             (elements * each.streamed_traffic * leaving - 2 * hidden_bytes) / host,

@@ -4,6 +4,8 @@ The staging buffer has the parameter's dtype and carries both directions: a grad
 out of the same bytes, which saves memory and the read-for-ownership of a second buffer. Host bytes an
 offloaded bf16 element: 2 staging + 4 master + 8 Adam moments = 14; fp32: 4 + 4 + 8 = 16. Only staging is pinned,
 because copies touch nothing else.
+
+Explained in docs/optimizer-offloading.md.
 """
 
 from __future__ import annotations
@@ -62,11 +64,11 @@ def plan_buckets(
     plans: list[BucketPlan] = []
     for member in sorted(members, key=lambda member: -member.order):
         dtype = member.param.dtype
-        start, stop = member.on_device, member.on_device + member.offloaded
-        if whole_members and member.offloaded > free.get(dtype, 0):
+        start, stop = member.on_device, member.on_device + member.on_cpu
+        if whole_members and member.on_cpu > free.get(dtype, 0):
             if dtype in open_pieces:
                 plans.append(_close(dtype, open_pieces.pop(dtype)))
-            free[dtype] = max(bucket_elements, member.offloaded)
+            free[dtype] = max(bucket_elements, member.on_cpu)
         while start < stop:
             taken = min(stop - start, free.setdefault(dtype, bucket_elements))
             open_pieces.setdefault(dtype, []).append(Piece(member, start, start + taken, 0))

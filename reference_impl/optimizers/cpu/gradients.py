@@ -2,6 +2,8 @@
 
 The norm is measured, the D2H copy starts behind the work that is on the live stream, and the gradient's device memory
 is freed as soon as the copy has read it. When the update may start is decided elsewhere.
+
+Explained in docs/optimizer-offloading.md.
 """
 
 from __future__ import annotations

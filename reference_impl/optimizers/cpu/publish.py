@@ -1,6 +1,8 @@
 """New weights go to the device, and their readers learn when to go on.
 
 All pieces of a member are copied at once, on the stream of weights, so that a parameter is old or new and never torn.
+
+Explained in docs/optimizer-offloading.md.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """How many parameters a second the CPU share updates on this machine, without any copy.
 
 Runs the hybrid optimizer's own buckets, kernel and threads over bf16 weights with fp32 masters.
+
+Explained in docs/optimizer-offloading.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The CPU share's bookkeeping of one step: what has been queued, begun and finished."""
+"""The CPU share's bookkeeping of one step: what has been queued, begun and finished.
+
+Explained in docs/optimizer-offloading.md.
+"""
 
 from __future__ import annotations
 

@@ -4,6 +4,8 @@ A job is due when the next forward needs its result: the earliest deadline among
 arrived goes first, which hides the most work behind forward and backward. The threads are the optimizer's own
 and each computes on one core, so `OMP_NUM_THREADS=1`, which torchrun sets, starves nobody, and the caller's own
 thread setting is left alone. The first exception stops all work and is raised again at the next call.
+
+Explained in docs/optimizer-offloading.md.
 """
 
 from __future__ import annotations

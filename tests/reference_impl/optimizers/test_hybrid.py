@@ -312,7 +312,7 @@ def test_host_bytes_an_offloaded_element(device, make):
     gc.collect()
     before = host_book.live_bytes
     optimizer = make(model)
-    numel = sum(member.offloaded for member in optimizer.members.values())
+    numel = sum(member.on_cpu for member in optimizer.members.values())
     assert host_book.live_bytes - before <= 16 * numel
 
 

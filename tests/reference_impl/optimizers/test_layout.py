@@ -19,7 +19,7 @@ def lay_out(sizes, fraction, bucket=1024):
 @given(shapes, st.floats(0, 1))
 def test_the_fraction_is_exact_to_one_alignment(sizes, fraction):
     members, _ = lay_out(sizes, fraction)
-    assert abs(sum(member.offloaded for member in members) - fraction * sum(sizes)) <= ALIGNMENT
+    assert abs(sum(member.on_cpu for member in members) - fraction * sum(sizes)) <= ALIGNMENT
 
 
 @given(shapes, st.floats(0, 1))
@@ -64,9 +64,9 @@ def test_three_shares_cover_every_parameter_and_are_exact(sizes, fraction, strea
     leaving = sum(sizes) - sum(member.resident for member in members)
     assert abs(sum(member.streamed for member in members) - streamed * leaving) <= ALIGNMENT
     for member, size in zip(members, sizes, strict=True):
-        assert min(member.resident, member.streamed, member.offloaded) >= 0
-        assert member.on_device + member.offloaded == size
-        assert member.on_device % ALIGNMENT == 0 or member.offloaded == 0
+        assert min(member.resident, member.streamed, member.on_cpu) >= 0
+        assert member.on_device + member.on_cpu == size
+        assert member.on_device % ALIGNMENT == 0 or member.on_cpu == 0
 
 
 @given(st.integers(1, 40), st.floats(0, 1), st.floats(0, 1))

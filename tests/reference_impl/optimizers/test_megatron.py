@@ -151,10 +151,10 @@ def test_whole_parameters_leave_from_the_front(device, fraction):
         members = list(optimizer.members.values())
         offloaded = [bool(member.pieces) for member in members]
         assert offloaded == sorted(offloaded, reverse=True)
-        assert all(member.offloaded in (0, member.param.numel()) for member in members)
-        share = sum(member.offloaded for member in members)
+        assert all(member.on_cpu in (0, member.param.numel()) for member in members)
+        share = sum(member.on_cpu for member in members)
         wanted = fraction * sum(param.numel() for param in model.parameters())
-        last = max((member.offloaded for member in members if member.pieces), default=0)
+        last = max((member.on_cpu for member in members if member.pieces), default=0)
         assert wanted <= share <= wanted + last
 
 

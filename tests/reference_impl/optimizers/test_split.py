@@ -67,9 +67,9 @@ def test_the_table_of_the_page_is_what_the_program_says(row):
 
 
 def test_bytes_of_adam_by_dtype():
-    assert StateBytes(resident=12, streamed=12, cpu_host=14, wire=2) == ADAM
+    assert StateBytes(resident=12, streamed=12, cpu_host=14, staging=2) == ADAM
     assert ADAM.cpu_traffic == 32
-    assert state_bytes([(5, 4)], moments=2) == StateBytes(resident=8, streamed=8, cpu_host=16, wire=4)
+    assert state_bytes([(5, 4)], moments=2) == StateBytes(resident=8, streamed=8, cpu_host=16, staging=4)
     assert state_bytes([(1, 2), (1, 4)], moments=2).streamed == 10
     assert state_bytes([(1, 2)], moments=2, moment_bytes=2, hi_lo_masters=True).streamed == 6
 

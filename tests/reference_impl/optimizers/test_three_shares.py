@@ -271,7 +271,7 @@ def test_a_parameter_is_old_all_over_when_its_cpu_part_dies(device, dtype, split
     optimizer.attach(model)
     train(model, optimizer, data[:2])
     optimizer.synchronize()
-    split_members = [each for each in optimizer.members.values() if each.on_device and each.offloaded]
+    split_members = [each for each in optimizer.members.values() if each.on_device and each.on_cpu]
     before = [member.param.detach().clone() for member in split_members]
 
     def dies(workers, job, run):
