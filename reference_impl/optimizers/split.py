@@ -134,7 +134,7 @@ def _cpu_range(leaving: float, elements: int, each: StateBytes, host_bytes: int)
         raise HostMemoryError(
             needed_bytes=round(streamed_only),
             available_bytes=host_bytes,
-            remedy=f"try device_bytes that keep {1 - host_bytes / (each.streamed * elements):.0%}",
+            remedy=f"try a larger device_bytes, which keeps {1 - host_bytes / (each.streamed * elements):.0%}",
         )
     spare = (host_bytes - streamed_only) / elements
     # Every element that the CPU takes from the stream costs the host this much more.
