@@ -1,6 +1,7 @@
 """The walls of docs/design.md: imports run downwards, files are small, and skill_tools stays harmless."""
 
 import ast
+import re
 import statistics
 import subprocess
 import sys
@@ -15,8 +16,8 @@ REFERENCE_IMPL = sorted((ROOT / "reference_impl").rglob("*.py"))
 
 # Each room with the floor it stands on; a file imports from its own room or from lower floors only.
 SKILL_FLOORS = {
-    "__main__": 7, "commands": 6, "reports": 5, "planning": 4, "rules": 3, "card": 3,
-    "configs": 2, "knowledge": 1, "bundle": 0, "errors": 0,
+    "__main__": 8, "commands": 7, "reports": 6, "planning": 5, "diagnosis": 5, "rules": 4, "card": 4,
+    "dialects": 3, "configs": 2, "knowledge": 1, "units": 1, "bundle": 0, "errors": 0,
 }  # fmt: skip
 REFERENCE_FLOORS = {
     "training": 5, "verification": 4, "optimizers": 3, "activations": 3, "weights": 3, "memory": 2, "device": 1,
@@ -133,6 +134,50 @@ def loaded_by(code: str) -> set[str]:
     return set(output.stdout.splitlines()[-1].split())
 
 
+# A framework that a file of texts may name all the same, with the reason.
+NAMED_ALL_THE_SAME = {
+    "diagnosis/memory.py": {"PyTorch"},  # the library's own words in a log
+    "diagnosis/diagnosis.py": {"PYTORCH"},  # the environment variable PYTORCH_CUDA_ALLOC_CONF
+    "commands/verify.py": {"PYTORCH", "pytorch"},  # the same variable, and a command to copy in the help
+    "card/configuration.py": {"Megatron Bridge"},  # the rendered page's introduction
+    "reports/rule_pages.py": {
+        "Megatron-LM",
+        "Megatron Bridge",
+        "Axolotl",
+    },  # titles of the families of constraints
+    "reports/checkout.py": {"pytorch"},  # the card's column of our own classes
+}
+FRAMEWORK = re.compile(r"megatron.?bridge|megatron.?lm|axolotl|pytorch", re.IGNORECASE)
+
+
+def named_frameworks(path: Path) -> set[str]:
+    """Every framework that a file's code names: in a text that is no docstring, or in a name."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    prose = {
+        id(node.body[0].value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
+        and node.body
+        and isinstance(node.body[0], ast.Expr)
+    }
+    words = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in prose:
+            words.append(node.value)
+        elif isinstance(node, ast.Name | ast.Attribute):
+            words.append(node.id if isinstance(node, ast.Name) else node.attr)
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef | ast.alias):
+            words.append(node.name)
+    return {found for word in words for found in FRAMEWORK.findall(word)}
+
+
+@pytest.mark.parametrize("path", [path for path in SKILL_TOOLS if room(path) != "dialects"], ids=relative)
+def test_only_a_dialect_knows_its_framework(path: Path) -> None:
+    """What differs by framework is asked of its dialect (`dialects/base.py`)."""
+    allowed = NAMED_ALL_THE_SAME.get(str(path.relative_to(ROOT / "skill_tools")), set())
+    assert named_frameworks(path) == allowed
+
+
 def test_help_loads_nothing_heavy() -> None:
     code = "from skill_tools.__main__ import main\ntry: main(['--help'])\nexcept SystemExit: pass"
     loaded = loaded_by(f"exec({code!r})")
@@ -153,3 +198,16 @@ def test_lint_loads_neither_torch_nor_what_it_does_not_need() -> None:
     bare = loaded_by("pass")
     loaded = loaded_by("import skill_tools.commands.lint") - bare
     assert not loaded & {"torch", "numpy", "jsonschema", "packaging", "rich", "markdown_it", "reference_impl"}
+
+
+def test_a_lint_loads_the_mechanics_of_one_dialect_alone() -> None:
+    """The others are asked for evidence only, and a plan's parts of its own are not loaded either."""
+    lint = "from skill_tools.__main__ import main; main(['lint', 'examples/broken_bridge.yaml'])"
+    loaded = {module for module in loaded_by(lint) if module.startswith("skill_tools.dialects.")}
+    mechanics = ("_compose", ".compose", ".run", ".candidates", ".patch", ".parameters", ".layout", "_recipe")
+    assert {module for module in loaded if module.endswith(mechanics)} == {
+        "skill_tools.dialects.megatron.bridge_compose",
+        "skill_tools.dialects.megatron.run_recipe",
+    }
+    stated = loaded_by("from skill_tools.dialects import registry; registry.named('axolotl')")
+    assert not any("megatron" in module or "pytorch" in module for module in stated)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from skill_tools.card.load import Card
 from skill_tools.card.measurements import measured_tables
+from skill_tools.dialects import registry
 
 Execute = Callable[[Sequence[str]], str]
 
@@ -20,19 +21,6 @@ _CARD = re.compile(
     r"^<!-- card:(?P<name>[a-z-]+) -->\n(?P<body>.*?)^<!-- /card -->$", re.MULTILINE | re.DOTALL
 )
 _RUN = re.compile(r"^<!-- run: (?P<words>[^\n]+) -->\n(?P<body>.*?)^<!-- /run -->$", re.MULTILINE | re.DOTALL)
-
-FRAMEWORKS = {
-    "megatron-bridge": "Megatron Bridge",
-    "megatron-lm": "Megatron-LM",
-    "axolotl": "Axolotl",
-    "pytorch": "PyTorch (`reference_impl`)",
-}
-_TITLES = {
-    "megatron-bridge": "Megatron Bridge, as overrides",
-    "megatron-lm": "Megatron-LM, as flags",
-    "axolotl": "Axolotl, in the YAML",
-}
-_LANGUAGES = {"megatron-bridge": "text", "megatron-lm": "text", "axolotl": "yaml"}
 
 
 def fill(text: str, tables: Mapping[str, str], execute: Execute) -> str:
@@ -109,9 +97,9 @@ def _decisions(card: Card) -> str:
 
 def _keys(card: Card) -> str:
     return table(
-        ("Mechanism", *FRAMEWORKS.values()),
+        ("Mechanism", *(registry.named(name).heading for name in registry.names())),
         (
-            (mechanism["name"], *(_code(mechanism["frameworks"][name]) for name in FRAMEWORKS))
+            (mechanism["name"], *(_code(mechanism["frameworks"][name]) for name in registry.names()))
             for mechanism in card["mechanisms"].values()
         ),
     )
@@ -187,24 +175,27 @@ def _sources(card: Card) -> str:
 def path_blocks(card: Card) -> dict[str, str]:
     """Return the blocks `path-MECHANISM`: one fenced block a framework that has the mechanism."""
     return {
-        f"path-{mechanism}": "\n\n".join(
-            f"{_TITLES[framework]}:\n\n```{_LANGUAGES[framework]}\n{as_text(framework, settings)}\n```"
-            for framework, settings in frameworks.items()
-        )
+        f"path-{mechanism}": "\n\n".join(_path_block(name, settings) for name, settings in frameworks.items())
         for mechanism, frameworks in card["recommended_path"].items()
     }
+
+
+def _path_block(framework: str, settings: Mapping[str, object]) -> str:
+    dialect = registry.named(framework)
+    text = as_text(framework, settings)
+    return f"{dialect.label}, {dialect.form}:\n\n```{dialect.language}\n{text}\n```"
 
 
 def as_text(framework: str, settings: Mapping[str, object]) -> str:
     """Return the settings as the framework's user writes them, one a line."""
     exports = [f"export {key[4:]}={value}" for key, value in settings.items() if key.startswith("env.")]
     own = {key: value for key, value in settings.items() if not key.startswith("env.")}
-    write = {"megatron-bridge": _override, "megatron-lm": _flag, "axolotl": _yaml}[framework]
-    return "\n".join([*exports, *(write(key, value) for key, value in own.items())])
-
-
-def _override(key: str, value: object) -> str:
-    return f"{key}={_plain(value)}"
+    assigns = registry.named(framework).assigns
+    lines = (
+        _flag(key, value) if key.startswith("--") else f"{key}{assigns}{_plain(value)}"
+        for key, value in own.items()
+    )
+    return "\n".join([*exports, *lines])
 
 
 def _flag(key: str, value: object) -> str:
@@ -212,10 +203,6 @@ def _flag(key: str, value: object) -> str:
         return key
     words = [str(word) for word in value] if isinstance(value, list) else [str(value)]
     return " ".join([key, *words])
-
-
-def _yaml(key: str, value: object) -> str:
-    return f"{key}: {_plain(value)}"
 
 
 def _plain(value: object) -> str:

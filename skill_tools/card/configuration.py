@@ -1,4 +1,4 @@
-"""Renders `docs/configuration.md` from `knowledge/keys.yaml`: every key, three frameworks side by side.
+"""Renders `docs/configuration.md` from `knowledge/keys.yaml`: every key, frameworks side by side.
 
 Keys that switch or tune an offload mechanism come first, in full; the keys that rules and plans merely read
 follow in a shorter table.
@@ -9,6 +9,7 @@ from typing import Any
 
 from skill_tools.card.blocks import table
 from skill_tools.configs.values import written
+from skill_tools.dialects import registry
 
 Key = Mapping[str, Any]
 
@@ -26,8 +27,6 @@ _READ = {
     "runtime": "Runtime and environment",
     "model": "Model",
 }
-_FRAMEWORKS = {"megatron-bridge": "Megatron Bridge", "megatron-lm": "Megatron-LM", "axolotl": "Axolotl"}
-
 _HEAD = """# Configuration
 
 Every key that a rule, a plan or a fix reads: how each framework spells it, what it is, and since when it
@@ -51,17 +50,25 @@ def configuration_page(keys: Iterable[Key]) -> str:
     return "\n\n".join(section.strip() for section in sections) + "\n"
 
 
+def _frameworks() -> list[str]:
+    return [dialect.name for dialect in registry.with_files()]
+
+
+def _headings() -> list[str]:
+    return [dialect.heading for dialect in registry.with_files()]
+
+
 def _of(keys: list[Key], mechanism: str) -> list[Key]:
     return [key for key in keys if key["mechanism"] == mechanism]
 
 
 def _full(keys: list[Key]) -> str:
     return table(
-        ("Key", *_FRAMEWORKS.values(), "Type", "Releases", "Note"),
+        ("Key", *_headings(), "Type", "Releases", "Note"),
         (
             (
                 f"`{key['key']}`",
-                *(_spelling(key, framework) for framework in _FRAMEWORKS),
+                *(_spelling(key, framework) for framework in _frameworks()),
                 _type(key),
                 _releases(key),
                 _note(key),
@@ -73,9 +80,9 @@ def _full(keys: list[Key]) -> str:
 
 def _short(keys: list[Key]) -> str:
     return table(
-        ("Key", *_FRAMEWORKS.values(), "Type"),
+        ("Key", *_headings(), "Type"),
         (
-            (f"`{key['key']}`", *(_spelling(key, framework) for framework in _FRAMEWORKS), _type(key))
+            (f"`{key['key']}`", *(_spelling(key, framework) for framework in _frameworks()), _type(key))
             for key in keys
         ),
     )

@@ -21,18 +21,18 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from skill_tools.commands import missing, releases
-from skill_tools.configs.config import Config, Framework
+from skill_tools.commands import releases
+from skill_tools.configs.config import Config
 from skill_tools.configs.source import MAX_BYTES, Source, decode, load
-from skill_tools.dialects import detect
-from skill_tools.dialects.read import read_sources
+from skill_tools.dialects import registry
+from skill_tools.dialects.read import read_sources, recognised
 from skill_tools.errors import UnusableInput
 from skill_tools.reports.findings import Report, report
 from skill_tools.rules import suppress
-from skill_tools.rules.finding import Severity, Verdict
+from skill_tools.rules.finding import LintResult, Severity
 from skill_tools.rules.knowledge import load_rules
 from skill_tools.rules.lint import lint
-from skill_tools.rules.repair import Judge, Repaired, repair
+from skill_tools.rules.repair import Lint, Repaired, repair
 
 _SEVERITIES = tuple(Severity)
 
@@ -51,9 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="overrides as on the command line; repeatable",
     )
     inputs.add_argument("--compose", action="store_true", help="all files are one configuration")
-    inputs.add_argument(
-        "--framework", choices=[str(name) for name in Framework], help="default: seen from the content"
-    )
+    inputs.add_argument("--framework", choices=registry.names(), help="default: seen from the content")
     inputs.add_argument("--stdin", action="store_true", help="read a configuration from standard input")
     inputs.add_argument(
         "--stdin-filename", default="<stdin>", metavar="NAME", help="its name, for form and messages"
@@ -95,28 +93,28 @@ def run(args: argparse.Namespace) -> int:
     """Lint every configuration that the arguments describe; return the exit code."""
     releases.check(args.target)
     versions = releases.stated(args)
-    verdicts: list[tuple[str, Verdict]] = []
+    results: list[tuple[str, LintResult]] = []
     errors: list[UnusableInput] = []
     for names in _groups(args):
         try:
             sources = [_source(name, args) for name in names]
             if args.skip_unrecognized and not _recognized(sources, args):
                 continue
-            judge = partial(_judge, args=args, versions=versions)
-            config, verdict = judge(sources)
+            linted = partial(_linted, args=args, versions=versions)
+            config, result = linted(sources)
             if args.fix or args.diff:
-                verdict = _repair(sources, judge, verdict, args)
+                result = _repair(sources, linted, result, args)
         except UnusableInput as error:
             errors.append(error)
             print(f"offload: {error}", file=sys.stderr)
             continue
-        for note in missing.notes(config):
+        for note in config.missing_file_notes():
             print(f"offload: {note}", file=sys.stderr)
-        verdicts.append((names[0] if names else "<overrides>", verdict))
-    result = report(verdicts, errors, limit=args.limit)
+        results.append((names[0] if names else "<overrides>", result))
+    gathered = report(results, errors, limit=args.limit)
     if not args.diff:
-        print(_rendered(result, args))
-    return _exit_code(result, failing=_fails(result, Severity(args.fail_on)))
+        print(_rendered(gathered, args))
+    return _exit_code(gathered, failing=_fails(gathered, Severity(args.fail_on)))
 
 
 def _groups(args: argparse.Namespace) -> list[list[str]]:
@@ -164,27 +162,28 @@ def _recognized(sources: Sequence[Source], args: argparse.Namespace) -> bool:
     if args.framework:
         return True
     try:
-        detect.framework_of(sources, args.overrides)
+        recognised(sources, args.overrides)
     except UnusableInput:
         return False
     return True
 
 
-def _judge(
+def _linted(
     sources: Sequence[Source], *, args: argparse.Namespace, versions: Mapping[str, str]
-) -> tuple[Config, Verdict]:
+) -> tuple[Config, LintResult]:
     """Read, lint, and leave out what the user suppressed."""
-    framework = Framework(args.framework) if args.framework else None
-    config = read_sources(sources, overrides=args.overrides, framework=framework)
-    verdict = lint(config, versions=versions, with_diffs=args.format == "json")
-    return config, suppress.apply(verdict, config, load_rules())
+    config = read_sources(sources, overrides=args.overrides, framework=args.framework)
+    result = lint(config, versions=versions, with_diffs=args.format == "json")
+    return config, suppress.apply(result, config, load_rules())
 
 
-def _repair(sources: Sequence[Source], judge: Judge, found: Verdict, args: argparse.Namespace) -> Verdict:
+def _repair(
+    sources: Sequence[Source], linted: Lint, found: LintResult, args: argparse.Namespace
+) -> LintResult:
     """Fix `sources` on disk and return what is left, or print the difference and return `found`."""
     from skill_tools.rules.fixes import unified_diff
 
-    repaired = repair(sources, judge, unsafe=args.unsafe_fixes)
+    repaired = repair(sources, linted, unsafe=args.unsafe_fixes)
     for before, after in zip(sources, repaired.sources, strict=True):
         if before.text != after.text and args.diff:
             print(unified_diff(before.name, before.text, after.text), end="")
@@ -195,12 +194,12 @@ def _repair(sources: Sequence[Source], judge: Judge, found: Verdict, args: argpa
         return found
     if repaired.applied:
         print(f"offload: {repaired.applied} fixed in {sources[0].name}", file=sys.stderr)
-    return repaired.verdict
+    return repaired.result
 
 
 def _say_what_stays(repaired: Repaired, sources: Sequence[Source], args: argparse.Namespace) -> None:
     """Say on stderr how many errors and warnings the printed difference leaves; nothing where it leaves none."""
-    counts = Counter(finding.severity for finding in repaired.verdict.findings)
+    counts = Counter(finding.severity for finding in repaired.result.findings)
     left = [
         f"{counts[severity]} {severity}{'s' * (counts[severity] > 1)}"
         for severity in (Severity.ERROR, Severity.WARNING)

@@ -15,7 +15,7 @@ import argparse
 import sys
 
 from skill_tools.commands import plan_request, releases
-from skill_tools.dialects.run import PYTORCH
+from skill_tools.dialects import registry
 from skill_tools.errors import UnusableInput
 from skill_tools.planning.model import known_models, shape_sources
 from skill_tools.planning.model.shape_sources import UnknownShapeError
@@ -87,9 +87,7 @@ def _by_situation(args: argparse.Namespace, unknown: UnknownShapeError) -> int:
 def _below_the_floor(plan: Plan) -> UnusableInput:
     floor = plan.floor.memory
     needs = f"{gib(floor.device_bytes)} a GPU"
-    attempt = "more GPUs (--gpus), a larger tensor or pipeline parallel size, or a shorter sequence"
-    if plan.run.dialect == PYTORCH:
-        attempt = "a shorter sequence or a smaller micro-batch (--overrides), or adapters with lora_rank=16"
+    attempt = registry.named(plan.run.dialect).to_fit
     problem = f"nothing legal fits {gib(plan.budget.gpu_bytes)} a GPU"
     if plan.floor.limit == HOST_MEMORY and plan.budget.host_bytes is not None:
         problem += f" and {gib(plan.budget.host_bytes)} of host memory a node"

@@ -2,17 +2,13 @@
 
 import argparse
 import os
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Sequence
 
-from skill_tools.commands import missing, releases
-from skill_tools.configs.config import Config, Framework, Place, Setting
-from skill_tools.configs.keys import load_keys
+from skill_tools.commands import releases
+from skill_tools.configs.config import Config
 from skill_tools.configs.source import looks_like_configuration
-from skill_tools.dialects.axolotl import run as axolotl_run
-from skill_tools.dialects.megatron import run as megatron_run
-from skill_tools.dialects.pytorch import run as pytorch_run
-from skill_tools.dialects.run import PYTORCH, Run
+from skill_tools.dialects import registry
+from skill_tools.dialects.run import Run
 from skill_tools.dialects.shapes import ModelShape
 from skill_tools.errors import UnusableInput
 from skill_tools.planning.cost import machine
@@ -23,16 +19,6 @@ from skill_tools.planning.search import planner
 from skill_tools.planning.search.options import Budget
 from skill_tools.planning.search.planner import Plan
 from skill_tools.units import gib, is_bare_number, parse_bytes, seconds
-
-PLAIN_SETTINGS = (
-    "seq_length",
-    "micro_batch_size",
-    "gradient_accumulation_steps",
-    "recompute_granularity",
-    "lora_rank",
-    "max_grad_norm",
-)
-FRAMEWORKS = (*(framework.value for framework in Framework), PYTORCH)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="a known model, for example qwen3-30b-a3b; `offload plan --list-models` prints all",
     )
-    run.add_argument("--framework", choices=FRAMEWORKS, help="where the input does not show it")
+    run.add_argument("--framework", choices=registry.names(), help="where the input does not show it")
     run.add_argument(
         "--overrides",
         nargs="+",
@@ -125,12 +111,12 @@ def _plan(args: argparse.Namespace, inputs: Sequence[str], *, what_if: Sequence[
     files = [path for path in inputs if path not in jsons]
     config = read_config(args, files, what_if=what_if)
     shape, source = _shape(config, args.model, jsons[0] if jsons else None)
-    built = _run(config, shape, args.gpus, plain=_is_plain(args, files))
+    built = _run(args, files, config, shape)
     where = _machine(args, built)
     budget, notes = _budget(args, where)
     return planner.make_plan(
         config,
-        built._replace(assumptions=(*notes, *missing.notes(config), *built.assumptions)),
+        built._replace(assumptions=(*notes, *config.missing_file_notes(), *built.assumptions)),
         where,
         budget,
         shape_source=source,
@@ -154,50 +140,26 @@ def _shape(config: Config, model: str | None, config_json: str | None) -> tuple[
 def read_config(args: argparse.Namespace, files: Sequence[str], *, what_if: Sequence[str] = ()) -> Config:
     """Return the configuration in `files` with the overrides on top; without files, the overrides alone.
 
-    Overrides without files are those of the stated framework, or plain names of a PyTorch loop's settings.
+    Files are their own framework's where the stated one has none.
     """
-    overrides = [*args.overrides, *what_if]
-    if not files and _is_plain(args, files):
-        return _plain_config(overrides)
     from skill_tools.dialects.read import read
 
-    framework = None if args.framework in {None, PYTORCH} else Framework(args.framework)
-    return read(files, overrides=overrides, framework=framework)
+    stated = _stated(args, files)
+    framework = stated if stated and (not files or registry.named(stated).has_files) else None
+    return read(files, overrides=[*args.overrides, *what_if], framework=framework)
 
 
-def _is_plain(args: argparse.Namespace, files: Sequence[str]) -> bool:
-    """Return whether the run is a plain PyTorch loop: said so, or nothing but a model was named."""
-    return args.framework == PYTORCH or (not files and args.framework is None)
+def _stated(args: argparse.Namespace, files: Sequence[str]) -> str | None:
+    """Return the framework that is said, or stands for a model that was named without any file."""
+    stated: str | None = args.framework or (None if files else registry.WITHOUT_FILES)
+    return stated
 
 
-def _plain_config(overrides: Sequence[str]) -> Config:
-    """Return the settings of a plain loop; raises UnusableInput for a name that means nothing to it."""
-    place = Place("<overrides>", 1, 1)
-    settings = {}
-    for key, value in _pairs([word for text in overrides for word in text.split()]).items():
-        if key not in PLAIN_SETTINGS and not _is_size(key):
-            raise UnusableInput(
-                f"--overrides {key}={value} means nothing to a plain PyTorch loop",
-                expected=f"one of {', '.join(PLAIN_SETTINGS)} or a size of the model",
-                attempt="--framework megatron-bridge for keys of Megatron Bridge",
-            )
-        settings[key] = Setting(key, value, key, place)
-    return Config(Framework.BRIDGE, MappingProxyType(settings), complete=True)
-
-
-def _is_size(name: str) -> bool:
-    key = load_keys().get(name)
-    return key is not None and key.mechanism == "model"
-
-
-def _run(config: Config, shape: ModelShape, gpus: int | None, *, plain: bool) -> Run:
-    if gpus is not None and gpus < 1:
-        raise UnusableInput(f"--gpus {gpus}", expected="1 or more", attempt="--gpus 8")
-    if plain:
-        return pytorch_run.build(config, shape, gpus=gpus)
-    if config.framework is Framework.AXOLOTL:
-        return axolotl_run.build(config, shape, gpus=gpus)
-    return megatron_run.build(config, shape, gpus=gpus)
+def _run(args: argparse.Namespace, files: Sequence[str], config: Config, shape: ModelShape) -> Run:
+    if args.gpus is not None and args.gpus < 1:
+        raise UnusableInput(f"--gpus {args.gpus}", expected="1 or more", attempt="--gpus 8")
+    dialect = registry.named(_stated(args, files) or config.framework)
+    return dialect.run(config, shape, gpus=args.gpus)
 
 
 def _machine(args: argparse.Namespace, built: Run) -> Machine:
@@ -229,18 +191,6 @@ def _budget(args: argparse.Namespace, where: Machine) -> tuple[Budget, tuple[str
     elif host_bytes:
         notes.append(f"host memory: {gib(host_bytes)} a node, as {where.name} machines have")
     return Budget(gpu_bytes, host_bytes), tuple(notes)
-
-
-def _pairs(written: Sequence[str]) -> Mapping[str, str]:
-    pairs = {}
-    for item in written:
-        key, separator, value = item.partition("=")
-        if not separator or not key:
-            raise UnusableInput(
-                f"--overrides {item!r}", expected="KEY=VALUE", attempt="--overrides seq_length=8192"
-            )
-        pairs[key.strip()] = value.strip()
-    return pairs
 
 
 def _positive_time(measured_s: float | None) -> float | None:

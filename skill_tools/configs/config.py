@@ -6,17 +6,8 @@ line that won. It knows no rule and no default: what nobody set is simply absent
 """
 
 from collections.abc import Mapping
-from enum import StrEnum
 from types import MappingProxyType
 from typing import NamedTuple
-
-
-class Framework(StrEnum):
-    """The three dialects, under the names that `--framework` takes."""
-
-    BRIDGE = "megatron-bridge"
-    MEGATRON_LM = "megatron-lm"
-    AXOLOTL = "axolotl"
 
 
 class Place(NamedTuple):
@@ -62,17 +53,16 @@ class WrongType(NamedTuple):
 class Config(NamedTuple):
     """One configuration after composition.
 
-    `complete` says that what is not set here has the framework's default (a launch script, an Axolotl YAML, a
-    saved run config). A Bridge override file is not complete: a recipe that we do not see fills the rest.
-    `versions` maps distribution names (`megatron-core`, `transformer-engine`, `torch`, `axolotl`,
-    `megatron-bridge`) to the release that the input itself states. `sources` keeps each file's text for fixes
-    and suppressions. `model_name` is the recipe, base model or architecture named by the input, if any.
-    `unresolved` holds the keys that the input does set, to something that cannot be read statically (a shell
-    variable, a computed value, a file that is not here): they are unknown, whatever their default.
-    `missing_files` holds the settings that name such a file.
+    `framework` is the name of its dialect, as `--framework` takes it. `complete` says that what is not set here has the
+    framework's default (a launch script, an Axolotl YAML, a saved run config); an override file is not, since a recipe
+    that we do not see fills the rest. `versions` maps distribution names (`megatron-core`, `torch`) to the
+    release that the input itself states. `sources` keeps each file's text for fixes and suppressions. `model_name` is
+    the recipe, base model or architecture named by the input, if any. `unresolved` holds the keys that the input does
+    set, to something that cannot be read statically (a shell variable, a computed value, a file that is not here): they
+    are unknown, whatever their default. `missing_files` holds the settings that name such a file.
     """
 
-    framework: Framework
+    framework: str
     settings: Mapping[str, Setting]
     complete: bool
     overridden: tuple[Setting, ...] = ()
@@ -88,3 +78,11 @@ class Config(NamedTuple):
         """Return what was set for the canonical `key`, or `default` when nobody set it."""
         setting = self.settings.get(key)
         return default if setting is None else setting.value
+
+    def missing_file_notes(self) -> tuple[str, ...]:
+        """Return one line for each file that the configuration names and that is not here: what it sets stays open."""
+        return tuple(
+            f"{setting.place.file}:{setting.place.line} {setting.written}={setting.value}: no such file beside it or "
+            "in the working folder, so what it sets is unknown"
+            for setting in self.missing_files
+        )

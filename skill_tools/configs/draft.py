@@ -6,32 +6,31 @@ cannot be read. It knows no file format.
 
 from types import MappingProxyType
 
-from skill_tools.configs.config import Config, Framework, Place, Setting, UnknownKey, WrongType
-from skill_tools.configs.keys import KeyTable, load_key_table
+from skill_tools.configs.config import Config, Place, Setting, UnknownKey, WrongType
+from skill_tools.configs.keys import load_key_table
+from skill_tools.configs.source import Source, stated_versions
 from skill_tools.configs.values import UNREADABLE, typed
-from skill_tools.configs.vocabulary import Vocabulary, load_vocabulary
+from skill_tools.configs.vocabulary import load_vocabulary
 
 MAX_SUGGESTIONS = 20
 
 
 class Draft:
-    """Collects the values of one configuration.
+    """Collects the values of one configuration of `framework`; `converts_text` as in `values.typed`.
 
     `complete`, `model_name`, `versions`, `sources` and `missing_files` are the reader's to set; they mean what
     `Config` says.
     """
 
-    def __init__(
-        self, framework: Framework, *, table: KeyTable | None = None, vocabulary: Vocabulary | None = None
-    ) -> None:
+    def __init__(self, framework: str, *, converts_text: bool = True) -> None:
         self.framework = framework
         self.complete = False
         self.model_name: str | None = None
         self.versions: dict[str, str] = {}
         self.sources: dict[str, str] = {}
         self.missing_files: list[Setting] = []
-        self.table = load_key_table() if table is None else table
-        self._vocabulary = vocabulary
+        self.table = load_key_table()
+        self._converts_text = converts_text
         self._settings: dict[str, Setting] = {}
         self._overridden: list[Setting] = []
         self._unknown: dict[tuple[str, Place], UnknownKey] = {}
@@ -40,6 +39,11 @@ class Draft:
 
     def __contains__(self, key: str) -> bool:
         return key in self._settings
+
+    def take(self, source: Source) -> None:
+        """Keep the text of an input that is read into the draft, and the releases that it states itself."""
+        self.sources[source.name] = source.text
+        self.versions.update(stated_versions(source.text))
 
     def get(self, key: str) -> Setting | None:
         """Return the setting that holds so far for the canonical `key`."""
@@ -60,7 +64,9 @@ class Draft:
 
     def accepts(self, written: str) -> bool:
         """Return whether the framework knows this spelling."""
-        return self.table.find(self.framework, written) is not None or self._names.accepts(written)
+        return self.table.find(self.framework, written) is not None or load_vocabulary(
+            self.framework
+        ).accepts(written)
 
     def canonical(self, written: str) -> str:
         """Return the canonical key of a spelling; one that the key table lacks stands for itself."""
@@ -81,7 +87,7 @@ class Draft:
         key = self.table.by_name.get(name)
         expected = None
         if key is not None:
-            value, expected = typed(key, value, self.framework)
+            value, expected = typed(key, value, self.framework, converts_text=self._converts_text)
         self._store(Setting(name, value, written, place), expected)
 
     def set_environment(self, variable: str, value: object, place: Place) -> None:
@@ -108,7 +114,7 @@ class Draft:
     def note_unknown(self, written: str, place: Place) -> None:
         """Note a key that the framework does not know; only the first few get suggestions, which are slow."""
         few = len(self._unknown) < MAX_SUGGESTIONS
-        nearest = self._names.nearest(written.lstrip("+~")) if few else ()
+        nearest = load_vocabulary(self.framework).nearest(written.lstrip("+~")) if few else ()
         self._unknown.setdefault((written, place), UnknownKey(written, place, nearest))
 
     def shadow(self, written: str, value: object, place: Place) -> None:
@@ -130,12 +136,6 @@ class Draft:
             unresolved=frozenset(self._unresolved),
             missing_files=tuple(self.missing_files),
         )
-
-    @property
-    def _names(self) -> Vocabulary:
-        if self._vocabulary is None:
-            self._vocabulary = load_vocabulary(self.framework)
-        return self._vocabulary
 
     def _store(self, setting: Setting, expected: str | None) -> None:
         self._drop(setting.key)

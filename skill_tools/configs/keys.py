@@ -5,12 +5,10 @@ spelling that no key has may still be accepted by the framework: that is what `v
 """
 
 from collections.abc import Iterable, Mapping
-from functools import cache
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from skill_tools import knowledge
-from skill_tools.configs.config import Framework
 
 _EMPTY: Mapping[Any, Any] = MappingProxyType({})
 
@@ -19,7 +17,7 @@ class Key(NamedTuple):
     """One key of `keys.yaml`; the fields are described in docs/design.md.
 
     `default` maps a framework to a value, or to a list of `{versions, value}` where it changed. `negatives` are
-    Megatron-LM flags that set the key to false. `implies` maps a value of the key to the fields that it stands for.
+    flags that set the key to false. `implies` maps a value of the key to the fields that it stands for.
     """
 
     name: str
@@ -27,16 +25,16 @@ class Key(NamedTuple):
     types: Mapping[str, str]
     unit: str | None = None
     choices: tuple[object, ...] = ()
-    spelling: Mapping[Framework, str] = _EMPTY
-    aliases: Mapping[Framework, tuple[str, ...]] = _EMPTY
+    spelling: Mapping[str, str] = _EMPTY
+    aliases: Mapping[str, tuple[str, ...]] = _EMPTY
     negatives: tuple[str, ...] = ()
-    default: Mapping[Framework, object] = _EMPTY
+    default: Mapping[str, object] = _EMPTY
     recipe_sets: bool = False
     exists: Mapping[str, str] = _EMPTY
     implies: Mapping[str, Mapping[str, object]] = _EMPTY
     note: str = ""
 
-    def type_in(self, framework: Framework) -> str:
+    def type_in(self, framework: str) -> str:
         """Return the key's type in one dialect: bool, int, float, str, dtype, list, dict or any."""
         return self.types.get(framework) or self.types["default"]
 
@@ -45,21 +43,20 @@ class KeyTable(NamedTuple):
     """All keys by canonical name, and by each spelling of each dialect."""
 
     by_name: Mapping[str, Key]
-    by_spelling: Mapping[Framework, Mapping[str, Key]]
+    by_spelling: Mapping[str, Mapping[str, Key]]
     by_negative: Mapping[str, Key]
 
-    def find(self, framework: Framework, written: str) -> Key | None:
+    def find(self, framework: str, written: str) -> Key | None:
         """Return the key that `written` spells in this dialect (`model.num_layers`, `--num-layers`)."""
-        return self.by_spelling[framework].get(written)
+        return self.by_spelling.get(framework, _EMPTY).get(written)
 
 
-@cache
 def load_keys() -> Mapping[str, Key]:
     """Return every key of the compiled index by its canonical name."""
     return load_key_table().by_name
 
 
-@cache
+@knowledge.derived
 def load_key_table() -> KeyTable:
     """Return the keys of the compiled index, by name and by spelling."""
     return key_table(keys_from_data(knowledge.index()["keys"]))
@@ -72,7 +69,6 @@ def load_keys_yaml() -> tuple[Key, ...]:
 
 def read_key_file() -> list[dict[str, Any]]:
     """Return the entries of `keys.yaml` as plain data."""
-
     entries: list[dict[str, Any]] = knowledge.load_yaml("keys.yaml")
     return entries
 
@@ -85,12 +81,12 @@ def keys_from_data(entries: Iterable[Mapping[str, Any]]) -> tuple[Key, ...]:
 def key_table(keys: Iterable[Key]) -> KeyTable:
     """Index `keys` by name and by spelling."""
     by_name = {key.name: key for key in keys}
-    by_spelling: dict[Framework, dict[str, Key]] = {framework: {} for framework in Framework}
+    by_spelling: dict[str, dict[str, Key]] = {}
     for key in by_name.values():
         for framework, spelling in key.spelling.items():
-            by_spelling[framework][spelling] = key
+            by_spelling.setdefault(framework, {})[spelling] = key
         for framework, aliases in key.aliases.items():
-            by_spelling[framework].update(dict.fromkeys(aliases, key))
+            by_spelling.setdefault(framework, {}).update(dict.fromkeys(aliases, key))
     by_negative = {flag: key for key in by_name.values() for flag in key.negatives}
     return KeyTable(by_name, by_spelling, by_negative)
 
@@ -105,16 +101,12 @@ def _key(entry: Mapping[str, Any]) -> Key:
         types=types if isinstance(types, dict) else {"default": types},
         unit=entry.get("unit"),
         choices=tuple(entry.get("choices", ())),
-        spelling=_by_framework(entry.get("spelling", _EMPTY)),
-        aliases=_by_framework({name: tuple(names) for name, names in aliases.items()}),
+        spelling=entry.get("spelling", _EMPTY),
+        aliases={name: tuple(names) for name, names in aliases.items()},
         negatives=tuple(negatives),
-        default=_by_framework(entry.get("default", _EMPTY)),
+        default=entry.get("default", _EMPTY),
         recipe_sets=entry.get("recipe_sets", False),
         exists=entry.get("exists", _EMPTY),
         implies=entry.get("implies", _EMPTY),
         note=entry.get("note", ""),
     )
-
-
-def _by_framework(data: Mapping[str, Any]) -> Mapping[Framework, Any]:
-    return {Framework(name): value for name, value in data.items()} if data else _EMPTY

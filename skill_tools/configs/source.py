@@ -1,14 +1,19 @@
-"""Loads an input's text, and says what kind of text it is.
+"""Loads an input's text, and says what kind of text it is and which releases it states.
 
 Bounds and encodings are checked here, once: what comes after may trust that the text is short and Unicode.
 """
 
 import re
 from enum import Enum
+from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING
 
+from skill_tools import knowledge
 from skill_tools.errors import UnusableInput
+
+if TYPE_CHECKING:
+    from skill_tools.configs.yaml_lines import Node
 
 MAX_BYTES = 1024 * 1024
 
@@ -32,18 +37,28 @@ class Kind(Enum):
     SHELL = "shell"
 
 
-class Source(NamedTuple):
+class Source:
     """One input: `name` as the user gave it, its text, and the folder that its relative paths start from.
 
-    `recipe` is the function of a Python file that was asked for with `file.py::function`.
+    `recipe` is the function of a Python file that was asked for with `file.py::function`. A source does not change, so
+    it is parsed once, when somebody first asks for its documents.
     """
 
-    name: str
-    text: str
-    folder: Path | None = None
-    recipe: str | None = None
+    def __init__(self, name: str, text: str, folder: Path | None = None, recipe: str | None = None) -> None:
+        self.name, self.text, self.folder, self.recipe = name, text, folder, recipe
 
-    @property
+    def with_text(self, text: str) -> "Source":
+        """Return the same input with another text."""
+        return Source(self.name, text, self.folder, self.recipe)
+
+    @cached_property
+    def documents(self) -> "list[Node]":
+        """The roots of a YAML or JSON text; raises `UnusableInput` where it is neither."""
+        from skill_tools.configs.yaml_lines import parse
+
+        return parse(self.text.replace("\t", " ") if self.kind is Kind.JSON else self.text, self.name)
+
+    @cached_property
     def kind(self) -> Kind:
         """What the text is: by the file's suffix, else by its first impression."""
         suffix = _SUFFIXES.get(Path(self.name).suffix.lower())
@@ -72,6 +87,23 @@ def load(path: str | Path) -> Source:
 def looks_like_configuration(path: str) -> bool:
     """Return whether `path`, by its suffix alone, names a configuration rather than a log or a setting."""
     return Path(path.partition("::")[0]).suffix.lower() in _SUFFIXES
+
+
+def stated_versions(text: str) -> dict[str, str]:
+    """Return the releases that a text states, in a comment or a `pip install` line: `megatron-core==0.16.1`.
+
+    The key is the distribution. Only an exact `==` states a release, and the last statement counts.
+    """
+    if "==" not in text:
+        return {}
+    stated = _stated().findall(text)
+    return {name.lower().replace("_", "-"): version.rstrip(".") for name, version in stated}
+
+
+@knowledge.derived
+def _stated() -> re.Pattern[str]:
+    names = "|".join(name.replace("-", "[-_]") for name in knowledge.index()["releases"]["known"])
+    return re.compile(rf"(?<![\w.-])({names})(?:\[[\w,-]*\])?==v?(\d[\w.+!]*)", re.IGNORECASE)
 
 
 def decode(data: bytes, name: str) -> str:

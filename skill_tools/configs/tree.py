@@ -9,7 +9,7 @@ from collections.abc import Callable
 from skill_tools.configs.config import Place
 from skill_tools.configs.draft import Draft
 from skill_tools.configs.source import Kind, Source
-from skill_tools.configs.yaml_lines import Node, parse, plain
+from skill_tools.configs.yaml_lines import Node, as_omegaconf, plain
 from skill_tools.errors import UnusableInput
 
 Value = Callable[[Node], object]
@@ -20,9 +20,7 @@ def single_document(source: Source, *, omegaconf: bool = False) -> Node:
 
     Raises `UnusableInput` when it holds several documents, or no mapping: no framework takes that.
     """
-    is_json = source.kind is Kind.JSON
-    text = source.text.replace("\t", " ") if is_json else source.text
-    documents = parse(text, source.name, omegaconf=omegaconf or is_json)
+    documents = source.documents
     root = documents[0] if documents and documents[0].value is not None else Node({}, 1, 1)
     if len(documents) > 1 or not isinstance(root.value, dict):
         what = f"{len(documents)} documents" if len(documents) > 1 else "no mapping of keys to values"
@@ -31,7 +29,7 @@ def single_document(source: Source, *, omegaconf: bool = False) -> Node:
             expected="one mapping of keys to values",
             attempt="linting a configuration file",
         )
-    return root
+    return as_omegaconf(root) if omegaconf or source.kind is Kind.JSON else root
 
 
 def entries_of(node: Node | None) -> dict[str, Node]:

@@ -1,7 +1,7 @@
 """Brings a written value to the type that its key has, the way each framework does.
 
-Axolotl's models and Megatron-LM's parser convert text (`"2e-5"`, `"4"`); Megatron Bridge takes what OmegaConf
-made of the file and converts nothing but dtypes. A value that cannot be brought to the type is left as it is,
+Most parsers convert text (`"2e-5"`, `"4"`); some frameworks take what their loader made of the file and convert
+nothing but dtypes. A value that cannot be brought to the type is left as it is,
 and the caller learns what was expected.
 """
 
@@ -9,7 +9,6 @@ import re
 from enum import Enum
 from typing import NamedTuple
 
-from skill_tools.configs.config import Framework
 from skill_tools.configs.keys import Key
 
 _DTYPES = {
@@ -47,12 +46,15 @@ class Typed(NamedTuple):
     expected: str | None = None
 
 
-def typed(key: Key, value: object, framework: Framework) -> Typed:
-    """Return `value` in the type of `key`, or as it is with what was expected. None fits every type."""
+def typed(key: Key, value: object, framework: str, *, converts_text: bool) -> Typed:
+    """Return `value` in the type of `key`, or as it is with what was expected. None fits every type.
+
+    `converts_text` says that the framework turns text such as `"4"` into what the key holds.
+    """
     kind = key.type_in(framework)
     if value is None:
         return Typed(None)
-    if framework is not Framework.BRIDGE and isinstance(value, str):
+    if converts_text and isinstance(value, str):
         value = _from_text(kind, value)
         if isinstance(value, str) and any(choice is True for choice in key.choices):
             value = _from_text("bool", value)

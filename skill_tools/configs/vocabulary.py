@@ -1,23 +1,16 @@
 """All names that a framework accepts, so that a misspelt key is seen and the right one offered.
 
-Bridge and Axolotl drop a key that they do not know without an error; Megatron-LM refuses it. The names come from
-`knowledge/vocabulary/*.txt` (through the compiled index) and from the key table. A name that ends in `.*` is a
-free-form section: anything below it is accepted.
+Some frameworks drop a key that they do not know without an error, others refuse it. The names come from the file in
+`knowledge/vocabulary/` that is called like the framework (through the compiled index) and from the key table. A name
+that ends in `.*` is a free-form section: anything below it is accepted.
 """
 
 from collections.abc import Iterable
-from functools import cache
 from typing import NamedTuple
 
 from skill_tools import knowledge
-from skill_tools.configs.config import Framework
 from skill_tools.configs.keys import KeyTable, load_key_table
 
-_FILE = {
-    Framework.BRIDGE: "megatron_bridge",
-    Framework.MEGATRON_LM: "megatron_lm",
-    Framework.AXOLOTL: "axolotl",
-}
 _NEAREST = 3
 
 
@@ -51,16 +44,21 @@ class Vocabulary(NamedTuple):
         return tuple(dict.fromkeys([*moved, *alike]))[:_NEAREST]
 
 
-@cache
-def load_vocabulary(framework: Framework) -> Vocabulary:
+@knowledge.derived
+def load_vocabulary(framework: str) -> Vocabulary:
     """Return the vocabulary of `framework` from the compiled index."""
-    return vocabulary(knowledge.index()["vocabulary"][_FILE[framework]], load_key_table(), framework)
+    return vocabulary(
+        knowledge.index()["vocabulary"].get(framework.replace("-", "_"), ()), load_key_table(), framework
+    )
 
 
-def vocabulary(names: Iterable[str], keys: KeyTable, framework: Framework) -> Vocabulary:
-    """Join `names` with every spelling that the key table has for `framework`."""
-    every = {*names, *keys.by_spelling[framework]}
-    if framework is Framework.MEGATRON_LM:
+def vocabulary(names: Iterable[str], keys: KeyTable, framework: str) -> Vocabulary:
+    """Join `names` with every spelling that the key table has for `framework`.
+
+    A framework of flags also has the flags that set a key to false.
+    """
+    every = {*names, *keys.by_spelling.get(framework, ())}
+    if any(name.startswith("--") for name in every):
         every |= keys.by_negative.keys()
     free = {name.removesuffix(".*") for name in every if name.endswith(".*")}
     return Vocabulary(frozenset(every - {f"{name}.*" for name in free} | free), frozenset(free))

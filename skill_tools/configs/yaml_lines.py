@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import yaml
 
-from skill_tools.configs.yaml_scalars import resolve
+from skill_tools.configs.yaml_scalars import omegaconf_float, resolve
 from skill_tools.errors import UnusableInput
 
 MAX_DEPTH = 64
@@ -24,8 +24,8 @@ _EXPECTED = "a training configuration"
 class Node(NamedTuple):
     """A value and its place, from 1: in a mapping that of its key, else its own.
 
-    `value` is a scalar, `list[Node]` or `dict[str, Node]`; `text` is a scalar as it was written. `shadowed` holds
-    the earlier values of a duplicate key, `size` and `height` what the node expands to.
+    `value` is a scalar, `list[Node]` or `dict[str, Node]`; `text` is a scalar as it was written, `bare` without quotes
+    and tag. `shadowed` holds the earlier values of a duplicate key, `size` and `height` what the node expands to.
     """
 
     value: object
@@ -35,6 +35,7 @@ class Node(NamedTuple):
     shadowed: tuple["Node", ...] = ()
     size: int = 1
     height: int = 0
+    bare: bool = False
 
 
 class _Frame:
@@ -54,12 +55,12 @@ class _Frame:
         self.height = 0
 
 
-def parse(text: str, filename: str, *, omegaconf: bool = False) -> list[Node]:
+def parse(text: str, filename: str) -> list[Node]:
     """Return the root of every document in `text`; an empty text has none.
 
     Raises `UnusableInput` for invalid YAML, and for input beyond `MAX_DEPTH` levels or `MAX_NODES` values.
     """
-    builder = _Builder(filename, omegaconf)
+    builder = _Builder(filename)
     try:
         for event in _events(text):
             builder.take(event)
@@ -75,6 +76,20 @@ def plain(node: Node) -> object:
     if isinstance(node.value, list):
         return [plain(child) for child in node.value]
     return node.value
+
+
+def as_omegaconf(node: Node) -> Node:
+    """Return the tree as OmegaConf loads it: a bare `1e-4`, which YAML 1.1 has as text, is a number."""
+    value = node.value
+    if isinstance(value, dict):
+        value = {key: as_omegaconf(child) for key, child in value.items()}
+    elif isinstance(value, list):
+        value = [as_omegaconf(child) for child in value]
+    elif node.bare and isinstance(value, str) and (number := omegaconf_float(value)) is not None:
+        value = number
+    if value is node.value and not node.shadowed:
+        return node
+    return node._replace(value=value, shadowed=tuple(map(as_omegaconf, node.shadowed)))
 
 
 def _events(text: str) -> Iterator[yaml.Event]:
@@ -103,10 +118,9 @@ def _invalid(error: yaml.YAMLError, filename: str) -> UnusableInput:
 class _Builder:
     """Builds nodes from events; one frame an open collection."""
 
-    def __init__(self, filename: str, omegaconf: bool) -> None:
+    def __init__(self, filename: str) -> None:
         self.documents: list[Node] = []
         self._filename = filename
-        self._omegaconf = omegaconf
         self._frames: list[_Frame] = []
         self._anchors: dict[str, Node | None] = {}
         self._nodes = 0
@@ -126,9 +140,9 @@ class _Builder:
 
     def _scalar(self, event: yaml.ScalarEvent) -> None:
         text = event.value
-        value = resolve(text, tag=event.tag, plain=event.implicit[0], omegaconf=self._omegaconf)
-        node = Node(value, *_place(event), text)
-        is_merge = text == "<<" and event.implicit[0]
+        bare: bool = event.implicit[0]
+        node = Node(resolve(text, tag=event.tag, plain=bare), *_place(event), text, bare=bare)
+        is_merge = text == "<<" and bare
         if event.anchor:
             self._anchors[event.anchor] = node
         self._add(node, is_merge=is_merge)

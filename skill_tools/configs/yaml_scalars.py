@@ -19,7 +19,7 @@ _CONSTRUCTOR = yaml.constructor.SafeConstructor()
 Scalar = None | bool | int | float | str
 
 
-def resolve(text: str, *, tag: str | None, plain: bool, omegaconf: bool) -> Scalar:
+def resolve(text: str, *, tag: str | None, plain: bool) -> Scalar:
     """Return the value of one scalar: `tag` is the explicit tag if any, `plain` whether it is unquoted.
 
     Unknown tags and dates give the text itself.
@@ -28,8 +28,6 @@ def resolve(text: str, *, tag: str | None, plain: bool, omegaconf: bool) -> Scal
         if not plain:
             return text
         tag = _implicit_tag(text)
-    if tag == _STR and plain and omegaconf and _is_omegaconf_float(text):
-        return float(text.replace("_", ""))
     if tag not in _PLAIN_TAGS:
         return text
     return _construct(tag, text)
@@ -42,8 +40,10 @@ def _implicit_tag(text: str) -> str:
     return _STR
 
 
-def _is_omegaconf_float(text: str) -> bool:
-    return ("." in text or "e" in text.lower()) and _OMEGACONF_FLOAT.fullmatch(text) is not None
+def omegaconf_float(text: str) -> float | None:
+    """Return the number that OmegaConf reads in a bare scalar which YAML 1.1 leaves as text."""
+    is_float = ("." in text or "e" in text.lower()) and _OMEGACONF_FLOAT.fullmatch(text) is not None
+    return float(text.replace("_", "")) if is_float else None
 
 
 def _construct(tag: str, text: str) -> Scalar:

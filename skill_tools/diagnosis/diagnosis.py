@@ -13,6 +13,7 @@ from skill_tools.diagnosis.known_errors import KnownError
 from skill_tools.diagnosis.log import Log
 from skill_tools.diagnosis.memory import HostOutOfMemory, OutOfMemory
 from skill_tools.diagnosis.steps import StepPattern
+from skill_tools.dialects import registry
 from skill_tools.units import gib
 
 
@@ -94,7 +95,8 @@ def advice(found: Diagnosis, *, planned: bool = False) -> tuple[str, ...]:
 def _plan_command(oom: OutOfMemory) -> str:
     """Return the command that plans for the GPU of the log: from a configuration, or for a loop that has none."""
     capacity = f"{oom.total_bytes / (1 << 30):.1f}GiB" if oom.total_bytes else "80GiB"
+    loop = registry.named(registry.WITHOUT_FILES)
     return (
-        f"offload plan FILE --gpu-memory {capacity}; for a plain PyTorch loop, which has no FILE: "
-        f"offload plan --framework pytorch --model NAME --gpu-memory {capacity}"
+        f"offload plan FILE --gpu-memory {capacity}; for {loop.label}, which has no FILE: "
+        f"offload plan --framework {loop.name} --model NAME --gpu-memory {capacity}"
     )

@@ -6,7 +6,7 @@ others off) in the user's framework. This module knows which combinations exist;
 """
 
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from skill_tools.configs.config import Config
 from skill_tools.dialects.run import Mode, Run
@@ -22,6 +22,17 @@ DISTRIBUTED = "distributed-optimizer"
 INPUTS = "checkpoint-offload"
 WEIGHTS = "layer-streaming"
 SHARDED = "parameter-offload"
+
+
+class Advice(Protocol):
+    """What a planner knows of the machine and the run, for candidates that depend on it."""
+
+    @property
+    def best_streamed_share(self) -> float:
+        """The share of an offloaded optimizer that is best streamed through the GPU instead of updated on the CPU."""
+
+    def recomputed_share(self, removed: float) -> float:
+        """Return which share of all saved bytes to compute again when the share `removed` must leave the GPU."""
 
 
 class Candidate(NamedTuple):

@@ -122,3 +122,13 @@ def active(shape: ModelShape) -> int:
     if not shape.experts:
         return whole.total
     return whole.split + whole.replicated + whole.expert * shape.experts_per_token // shape.experts
+
+
+def lora(shape: ModelShape, rank: int) -> int:
+    """Count rank-`rank` LoRA on every linear layer of attention and dense MLPs (experts are left out)."""
+    queries = shape.heads * shape.attention_head_dim
+    keys = shape.kv_heads * shape.attention_head_dim
+    each = 2 * shape.hidden + 2 * queries + 2 * (shape.hidden + keys)
+    dense = sum(1 for layer in range(shape.num_layers) if not shape.is_moe(layer))
+    inner = (3 if shape.gated_mlp else 2) * (shape.hidden + shape.ffn)
+    return rank * (shape.num_layers * each + dense * inner)

@@ -1,7 +1,7 @@
 """One training run as the planner sees it: a shape, a layout, precisions, and how activations are kept.
 
-It is the meeting point of the dialects: `megatron_run.py`, `axolotl_run.py` and `pytorch_run.py` build it
-from what the user wrote, memory and time are computed from it alone. Whatever was not written and had to be
+It is where dialects and planner meet: each dialect builds it from what the user wrote, memory and time are computed
+from it alone. Whatever was not written and had to be
 assumed stands in `assumptions`, in words.
 """
 
@@ -11,7 +11,7 @@ from typing import NamedTuple
 from skill_tools.dialects.layout import Layout
 from skill_tools.dialects.shapes import ModelShape
 
-PYTORCH = "pytorch"
+STATE_CHUNK_BYTES = 512 << 20  # of Megatron's optimizer-state offload, which restores two chunks at once
 
 
 class Precision(NamedTuple):
@@ -51,7 +51,8 @@ class Run(NamedTuple):
     `weight_shards` and `gradient_shards` are the ranks that share weights and gradients (FSDP, ZeRO);
     `shards_optimizer` is Megatron's distributed optimizer or its equals. `loss_bytes` are bytes per token
     and vocabulary entry that the loss keeps at its worst moment; `fused_activation` says that SwiGLU keeps
-    no product of its own; `clips` that gradients may be clipped by their global norm.
+    no product of its own; `clips` that gradients may be clipped by their global norm; `is_eager` that operations run
+    one by one, without Megatron's fusions; `widens_gradients` that the GPU's update makes fp32 of bf16 gradients.
     """
 
     dialect: str
@@ -72,6 +73,8 @@ class Run(NamedTuple):
     norm_bytes: float = 0
     tiled_mlp: bool = False
     clips: bool = True
+    is_eager: bool = False
+    widens_gradients: bool = False
     assumptions: tuple[str, ...] = ()
 
     @property
@@ -108,9 +111,9 @@ class ActivationEngine(StrEnum):
 
 
 class WeightEngine(StrEnum):
-    """Who moves frozen weights."""
+    """Who moves frozen weights: `SWAPPED` is Axolotl's `layer_offloading`, out on the compute stream."""
 
-    AXOLOTL = "axolotl-layer-offloading"
+    SWAPPED = "axolotl-layer-offloading"
     REFERENCE = "reference"
 
 

@@ -1,26 +1,97 @@
 """The facts, as data, and the one way to their compiled form.
 
-People write YAML; `index.json` is what the commands load, because parsing the YAML would cost more than the
-lint or the plan itself. `rules/index.py` writes it. Nothing here interprets a fact.
+People write YAML; `index.json` is what the commands load, because parsing the YAML would cost more than the lint or
+the plan itself. `rules/index.py` writes it. A framework from elsewhere brings a folder of its own, which `add` joins.
+Nothing here interprets a fact.
+
+- key: a setting under its canonical name (`keys.yaml`), with each framework's spelling, type and default
+- vocabulary: every name that a framework accepts (`vocabulary/NAME.txt`), so that a misspelt one is seen
+- rule: one fact about configurations (`rules/*.yaml`); docs/design.md describes its fields
+- index: all of it in one JSON file
 """
 
 import json
+from collections.abc import Callable
 from functools import cache
-from typing import Any
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar, cast
 
 from skill_tools.bundle import knowledge_path
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_added: list[Path] = []
+_kept: list[Callable[[], None]] = []
+_MERGED = ("spelling", "aliases", "default")  # what a key has for each framework
+
+
+def derived(make: Callable[P, T]) -> Callable[P, T]:
+    """Let `make` work once and remember what it made of the index, until the facts change."""
+    kept = cache(make)
+    _kept.append(kept.cache_clear)
+    return cast("Callable[P, T]", kept)
+
+
+def forget() -> None:
+    """Forget what was loaded and made of the facts, because they have changed."""
+    for clear in _kept:
+        clear()
+
 
 def load_yaml(*parts: str) -> Any:
-    """Return one YAML file of this folder as plain data; libyaml, where PyYAML has it, is ten times faster."""
+    """Return one YAML file of this folder as plain data."""
+    return load_yaml_file(knowledge_path(*parts))
+
+
+def load_yaml_file(path: Path) -> Any:
+    """Return a YAML file as plain data; libyaml, where PyYAML has it, is ten times faster."""
     import yaml
 
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    return yaml.load(knowledge_path(*parts).read_text(encoding="utf-8"), Loader=loader)
+    return yaml.load(path.read_text(encoding="utf-8"), Loader=loader)
 
 
-@cache
+def words(text: str) -> list[str]:
+    """Return the names in a vocabulary file, one a line; blank lines and comments name nothing."""
+    lines = (line.strip() for line in text.splitlines())
+    return [line for line in lines if line and not line.startswith("#")]
+
+
+@derived
 def index() -> dict[str, Any]:
     """Return `index.json`: `keys`, `rules`, `vocabulary`, `releases`, `models`, `hardware`, as in their sources."""
     loaded: dict[str, Any] = json.loads(knowledge_path("index.json").read_text(encoding="utf-8"))
+    for folder in _added:
+        loaded |= _joined(loaded, folder)
     return loaded
+
+
+def add(folder: Path) -> None:
+    """Join the facts in `folder`: `keys.yaml`, `vocabulary/*.txt` and `rules/*.yaml`, in the form of this folder's.
+
+    An entry of a key that exists already says what the framework has for it: spelling, aliases, default.
+    """
+    _added.append(folder)
+    forget()
+
+
+def remove(folder: Path) -> None:
+    """Take the facts in `folder` out again."""
+    _added.remove(folder)
+    forget()
+
+
+def _joined(known: dict[str, Any], folder: Path) -> dict[str, Any]:
+    keys = {entry["key"]: entry for entry in known["keys"]}
+    for entry in load_yaml_file(folder / "keys.yaml"):
+        old = keys.get(entry["key"], {})
+        both = {part: {**old.get(part, {}), **entry[part]} for part in _MERGED if part in entry}
+        keys[entry["key"]] = {**entry, **old, **both}
+    added = [rule for path in sorted(folder.glob("rules/*.yaml")) for rule in load_yaml_file(path)]
+    texts = {path.stem: path.read_text(encoding="utf-8") for path in folder.glob("vocabulary/*.txt")}
+    return {
+        "keys": list(keys.values()),
+        "rules": sorted([*known["rules"], *added], key=lambda rule: str(rule["id"])),
+        "vocabulary": known["vocabulary"] | {name: words(text) for name, text in texts.items()},
+    }

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from skill_tools.errors import UnusableInput
-from skill_tools.rules.finding import Finding, Severity, Undecided, Verdict
+from skill_tools.rules.finding import Finding, LintResult, Severity, Undecided
 from skill_tools.rules.lint import in_order
 
 SCHEMA_VERSION = "1.0"
@@ -34,15 +34,15 @@ class Report(NamedTuple):
 
 
 def report(
-    verdicts: Sequence[tuple[str, Verdict]], errors: Sequence[UnusableInput], *, limit: int | None = None
+    results: Sequence[tuple[str, LintResult]], errors: Sequence[UnusableInput], *, limit: int | None = None
 ) -> Report:
     """Gather the results of all runs, each with its input's name, into one report."""
-    findings = in_order([finding for _, verdict in verdicts for finding in verdict.findings])
+    findings = in_order([finding for _, result in results for finding in result.findings])
     shown = findings if limit is None else findings[:limit]
     return Report(
-        inputs=len(verdicts),
+        inputs=len(results),
         findings=shown,
-        undecided=tuple((name, rule) for name, verdict in verdicts for rule in verdict.undecided),
+        undecided=tuple((name, rule) for name, result in results for rule in result.undecided),
         errors=tuple(errors),
         counts={severity: sum(found.severity is severity for found in findings) for severity in Severity},
         omitted=len(findings) - len(shown),

@@ -6,9 +6,8 @@ Where the model's shape is not known there is no plan; the card's decision table
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
-from skill_tools.dialects import parameters
+from skill_tools.dialects import parameters, registry
 from skill_tools.dialects.patch import Patch
-from skill_tools.dialects.run import PYTORCH
 from skill_tools.planning.search.legality import Condition, RuledOut
 from skill_tools.planning.search.options import Option
 from skill_tools.planning.search.planner import Plan, shown
@@ -23,10 +22,6 @@ class _Row(Protocol):
 
 
 _KNOWN_RATES = "rates: {} of knowledge/hardware.yaml, not measured here; --profile FILE takes measured ones"
-_CARRY_OUT = (
-    "to carry it out, save it (--format json > plan.json), then call in the loop "
-    'reference_impl.verification.apply.apply_plan(model, optimizer, "plan.json")'
-)
 _NOTHING = "nothing to change"
 _NO_PLAN = "no plan was computed, because the model's shape is not known; the card answers by situation"
 _ESTIMATED = (
@@ -92,7 +87,8 @@ def _recommendation(plan: Plan, *, code: Callable[[str], str]) -> list[str]:
         f"{gib(best.memory.host_bytes_per_node)} of host memory a node, {ratio:.2f}x the step time"
     ]
     if not _patch_text(patch):
-        lines.append(_CARRY_OUT if plan.run.dialect == PYTORCH and best.candidate.mechanisms else _NOTHING)
+        how = registry.named(plan.run.dialect).carry_out if best.candidate.mechanisms else ""
+        lines.append(how or _NOTHING)
         return lines
     lines += ["change:", code(_patch_text(patch))]
     if plan.simpler is not None and plan.simpler_patch is not None:
@@ -103,10 +99,7 @@ def _recommendation(plan: Plan, *, code: Callable[[str], str]) -> list[str]:
 
 
 def _patch_text(patch: Patch) -> str:
-    parts = [patch.environment, patch.overrides or patch.text]
-    if patch.dialect == "megatron-lm":
-        parts = [patch.environment, patch.overrides, patch.text]
-    return "\n".join(part for part in parts if part).rstrip()
+    return registry.named(patch.dialect).change(patch)
 
 
 def _plain_code(text: str) -> str:

@@ -4,9 +4,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from skill_tools.dialects import parameters
-from skill_tools.dialects.pytorch import candidates as pytorch_modes
-from skill_tools.dialects.run import PYTORCH, Run
+from skill_tools.dialects import parameters, registry
+from skill_tools.dialects.run import Run
 from skill_tools.planning.model.memory import Memory
 from skill_tools.planning.search.legality import RuledOut
 from skill_tools.planning.search.options import Option
@@ -96,9 +95,8 @@ def _adapter(run: Run) -> dict[str, Any]:
 
 
 def _execute(option: Option, plan: Plan) -> dict[str, object] | None:
-    if plan.run.dialect != PYTORCH:
-        return None
-    return pytorch_modes.execute(option.candidate.mode, plan.run, option.memory.allocated_bytes)
+    dialect = registry.named(plan.run.dialect)
+    return dialect.execute(option.candidate.mode, plan.run, option.memory.allocated_bytes)
 
 
 def _option(option: Option, plan: Plan) -> dict[str, Any]:

@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from skill_tools.bundle import knowledge_path
-from skill_tools.configs.config import Framework
 from skill_tools.knowledge import load_yaml
 from skill_tools.rules.finding import Evidence
 from skill_tools.rules.knowledge import Example, Rule, load_rules_yaml
@@ -117,7 +116,7 @@ def _framework_words(rule: Rule) -> str:
     return "\n\nThe framework says:\n\n" + "\n\n".join(_quote(text) for text in rule.raises)
 
 
-def _examples(framework: Framework, example: Example) -> str:
+def _examples(framework: str, example: Example) -> str:
     language = _LANGUAGE.get(Path(example.filename).suffix, "text")
     stated = ", ".join(f"{name} {version}" for name, version in example.versions.items())
     with_releases = f" with {stated}" if stated else ""

@@ -65,7 +65,7 @@ class Undecided(NamedTuple):
     missing: tuple[str, ...]
 
 
-class Verdict(NamedTuple):
+class LintResult(NamedTuple):
     """The result of one lint: findings in a stable order, and what could not be decided."""
 
     findings: tuple[Finding, ...]

@@ -10,8 +10,9 @@ from functools import partial
 from pathlib import PurePath
 from typing import NamedTuple
 
-from skill_tools.configs.config import Config, Framework, Setting
+from skill_tools.configs.config import Config, Setting
 from skill_tools.configs.keys import Key
+from skill_tools.dialects import registry
 from skill_tools.rules.knowledge import RuleFix
 
 Keys = Mapping[str, Key]
@@ -109,7 +110,7 @@ def _add_step(config: Config, key: Key, value: object) -> _Step | None:
         last = max(siblings, key=lambda setting: setting.place.line)
         return _Step(last.place.file, last.place.line, partial(_add, sibling=last, name=name, value=value))
     file = next((file for file in config.sources if _is_yaml(file)), None)
-    if file is None or config.framework is Framework.MEGATRON_LM:
+    if file is None or not registry.named(config.framework).takes_new_keys:
         return None
     return _Step(file, 10**9, partial(_append, path=tuple(spelling.split(".")), value=value))
 
@@ -152,11 +153,11 @@ def _suggestion(config: Config, fix: RuleFix, keys: Keys) -> str:
     return "".join(f"{line}\n" for line in lines)
 
 
-def _spell(framework: Framework, written: str, value: object) -> str:
+def _spell(framework: str, written: str, value: object) -> str:
     """Write one setting as a script (`--flag value`), an override (`a.b=c`) or a file (`a: b`) has it."""
     if written.startswith("--"):
         items = value if isinstance(value, list) else [value]
         words = [] if isinstance(value, bool) else [str(item) for item in items]
         return " ".join([written, *words])
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-    return f"{written}: {text}" if framework is Framework.AXOLOTL else f"{written}={text}"
+    return f"{written}{registry.named(framework).assigns}{text}"

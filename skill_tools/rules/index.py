@@ -22,16 +22,10 @@ def build() -> dict[str, Any]:
         "releases": releases,
         "keys": keys,
         "rules": [{**entry, "compiled": compiled(entry, releases, keys)} for entry in read_rule_files()],
-        "vocabulary": {path.stem: _words(path.read_text(encoding="utf-8")) for path in vocabulary},
+        "vocabulary": {path.stem: knowledge.words(path.read_text(encoding="utf-8")) for path in vocabulary},
         "models": knowledge.load_yaml("models.yaml")["models"],
         "hardware": knowledge.load_yaml("hardware.yaml"),
     }
-
-
-def _words(text: str) -> list[str]:
-    """Return the lines that name a key; blank lines and comments do not."""
-    lines = (line.strip() for line in text.splitlines())
-    return [line for line in lines if line and not line.startswith("#")]
 
 
 def rendered() -> str:
@@ -61,4 +55,4 @@ def is_stale() -> bool:
 def write() -> None:
     """Write `index.json`, and forget what this process has loaded of the old one."""
     knowledge_path("index.json").write_text(rendered(), encoding="utf-8")
-    knowledge.index.cache_clear()
+    knowledge.forget()

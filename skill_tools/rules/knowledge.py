@@ -5,13 +5,12 @@ validated again here. Loading parses no condition: that happens when a rule is f
 """
 
 from collections.abc import Iterable, Mapping
-from functools import cache
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from skill_tools import knowledge
 from skill_tools.bundle import knowledge_path
-from skill_tools.configs.config import Framework
+from skill_tools.dialects import registry
 from skill_tools.rules.conditions import Condition, build
 from skill_tools.rules.finding import Evidence, Severity
 from skill_tools.rules.versions import conditional
@@ -28,12 +27,18 @@ class RuleFix(NamedTuple):
 
 
 class Example(NamedTuple):
-    """A fixture, and the wrong and right of the rule's page; `filename` tells the reader the form."""
+    """A fixture, and the wrong and right of the rule's page."""
 
+    framework: str
     bad: str
     good: str
-    filename: str
+    stated_filename: str
     versions: Mapping[str, str]
+
+    @property
+    def filename(self) -> str:
+        """The file that the example stands in, which tells a reader its form."""
+        return self.stated_filename or registry.named(self.framework).example_file
 
 
 class Rule(NamedTuple):
@@ -47,7 +52,7 @@ class Rule(NamedTuple):
     id: str
     title: str
     mechanism: str
-    dialects: tuple[Framework, ...]
+    dialects: tuple[str, ...]
     when: str
     tree: list[Any]
     guard: str
@@ -63,7 +68,12 @@ class Rule(NamedTuple):
     evidence: Evidence
     next: str
     fix: RuleFix
-    examples: Mapping[Framework, Example]
+    given_examples: Mapping[str, Mapping[str, Any]]
+
+    @property
+    def examples(self) -> dict[str, Example]:
+        """A bad and a good configuration for each dialect; made when asked, as no lint needs them."""
+        return {name: _example(name, data) for name, data in self.given_examples.items()}
 
     @property
     def condition(self) -> Condition:
@@ -79,14 +89,9 @@ class Rule(NamedTuple):
 
 
 _BUILT: dict[str, Condition] = {}
-_FILENAMES = {
-    Framework.BRIDGE: "config.yaml",
-    Framework.MEGATRON_LM: "run.sh",
-    Framework.AXOLOTL: "config.yaml",
-}
 
 
-@cache
+@knowledge.derived
 def load_rules() -> tuple[Rule, ...]:
     """Return every rule of the compiled index, by id."""
     return rules_from_data(knowledge.index()["rules"])
@@ -151,7 +156,7 @@ def _rule(entry: Mapping[str, Any]) -> Rule:
         id=entry["id"],
         title=entry["title"],
         mechanism=entry["mechanism"],
-        dialects=tuple(Framework(name) for name in entry["dialects"]),
+        dialects=tuple(entry["dialects"]),
         when=entry.get("when", ""),
         tree=derived["tree"],
         guard=derived["guard"],
@@ -167,7 +172,7 @@ def _rule(entry: Mapping[str, Any]) -> Rule:
         evidence=Evidence(**entry["evidence"]),
         next=entry["next"],
         fix=_fix(entry["fix"]),
-        examples={Framework(name): _example(name, data) for name, data in entry.get("examples", {}).items()},
+        given_examples=entry.get("examples", {}),
     )
 
 
@@ -183,8 +188,9 @@ def _fix(entry: Mapping[str, Any]) -> RuleFix:
 
 def _example(framework: str, entry: Mapping[str, Any]) -> Example:
     return Example(
+        framework=framework,
         bad=entry["bad"],
         good=entry["good"],
-        filename=entry.get("filename", _FILENAMES[Framework(framework)]),
+        stated_filename=entry.get("filename", ""),
         versions=entry.get("versions", {}),
     )

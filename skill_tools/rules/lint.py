@@ -1,4 +1,4 @@
-"""The linter: one configuration and the rules give a verdict. A pure function; nothing is read or written.
+"""The linter: holds one configuration to the rules. A pure function; nothing is read or written.
 
 A planner asks it what is legal, the `lint` command asks it what is wrong. Suppressions are the command's
 affair (`suppress`), because a plan must not be legal only by comment.
@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from skill_tools.configs.config import Config
 from skill_tools.configs.keys import Key, load_keys
 from skill_tools.rules import input_checks
-from skill_tools.rules.finding import Finding, Severity, Undecided, Verdict
+from skill_tools.rules.finding import Finding, LintResult, Severity, Undecided
 from skill_tools.rules.knowledge import Rule, load_rules
 from skill_tools.rules.messages import describe, from_rule, observed_keys, place_of
 from skill_tools.rules.operations import UNKNOWN
@@ -27,7 +27,7 @@ def lint(
     versions: Mapping[str, str] | None = None,
     keys: Mapping[str, Key] | None = None,
     with_diffs: bool = False,
-) -> Verdict:
+) -> LintResult:
     """Hold `config` to `rules` (default: all that are known) and return what it breaks and what stays open.
 
     `versions` maps distribution names to the releases that the user states; they win over what the config
@@ -59,7 +59,7 @@ def lint(
     if with_diffs:
         by_id = {rule.id: rule for rule in rules}
         findings = [_with_diff(finding, config, by_id, keys) for finding in findings]
-    return Verdict(in_order(findings), tuple(undecided))
+    return LintResult(in_order(findings), tuple(undecided))
 
 
 def in_order(findings: Sequence[Finding]) -> tuple[Finding, ...]:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from skill_tools.configs.config import Config, Place
-from skill_tools.rules.finding import Finding, Verdict
+from skill_tools.rules.finding import Finding, LintResult
 from skill_tools.rules.knowledge import Rule
 from skill_tools.rules.lint import in_order
 from skill_tools.rules.messages import from_rule
@@ -28,21 +28,21 @@ class Suppression(NamedTuple):
     lines: tuple[int, ...]
 
 
-def apply(verdict: Verdict, config: Config, rules: Sequence[Rule]) -> Verdict:
-    """Return `verdict` without the suppressed findings, and with findings about bad suppressions."""
+def apply(result: LintResult, config: Config, rules: Sequence[Rule]) -> LintResult:
+    """Return `result` without the suppressed findings, and with findings about bad suppressions."""
     suppressions = [found for file, text in config.sources.items() for found in read(file, text)]
     if not suppressions:
-        return verdict
+        return result
     used: set[tuple[Suppression, str]] = set()
     kept: list[Finding] = []
-    for finding in verdict.findings:
+    for finding in result.findings:
         covering = [suppression for suppression in suppressions if _covers(suppression, finding)]
         used |= {(suppression, finding.rule) for suppression in covering}
         kept += [] if covering else [finding]
     by_id = {rule.id: rule for rule in rules}
     for suppression in suppressions:
         kept += _complaints(suppression, used, by_id)
-    return Verdict(in_order(kept), verdict.undecided)
+    return LintResult(in_order(kept), result.undecided)
 
 
 def read(file: str, text: str) -> Iterator[Suppression]:

@@ -1,8 +1,8 @@
 """What a condition reads: the value that a key has in one configuration, set or by default.
 
 A `Scope` answers every name of `conditions` and fills itself as it is asked. A value is `UNKNOWN` when
-nobody set the key and its default is not known: for this release, for this dialect, or because a Bridge
-recipe that we do not see usually sets it. A value that cannot be read statically is unknown, and so is one
+nobody set the key and its default is not known: for this release, for this dialect, or because a recipe
+that we do not see usually sets it. A value that cannot be read statically is unknown, and so is one
 that its key cannot hold; the latter has a finding of its own.
 """
 
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any, TypeGuard
 
-from skill_tools.configs.config import Config, Framework
+from skill_tools.configs.config import Config
 from skill_tools.configs.keys import Key
 from skill_tools.rules import versions as releases
 from skill_tools.rules.operations import UNKNOWN
@@ -69,7 +69,7 @@ class Scope(dict[str, object]):
         return not self.config.complete and key in self.known_keys and self.known_keys[key].recipe_sets
 
 
-def default(key: Key, framework: Framework, versions: Mapping[str, str]) -> object:
+def default(key: Key, framework: str, versions: Mapping[str, str]) -> object:
     """Return the value that `key` has when nobody sets it, or `UNKNOWN`.
 
     Where the default changed between releases and the user's release is not known, it is unknown.

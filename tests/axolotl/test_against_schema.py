@@ -13,7 +13,6 @@ from axolotl_configurations import COMPLETE, configurations
 from axolotl_releases import Release, installed
 from hypothesis import HealthCheck, assume, given, settings
 
-from skill_tools.configs.config import Framework
 from skill_tools.dialects.read import read_text
 from skill_tools.rules.knowledge import Rule, load_rules_yaml
 from skill_tools.rules.lint import lint
@@ -65,7 +64,7 @@ def disagreements(configuration: dict[str, object], release: Release) -> list[st
     answer = release.ask(configuration)
     text = yaml.safe_dump(configuration, sort_keys=False)
     verdict = lint(
-        read_text(text, "config.yaml", framework=Framework.AXOLOTL),
+        read_text(text, "config.yaml", framework="axolotl"),
         rules=JUDGED,
         versions={"axolotl": release.version},
     )
@@ -113,7 +112,7 @@ def test_every_judged_rule_is_seen_by_some_release() -> None:
     for version in installed():
         with Release(version) as running:
             for rule in RAISING:
-                asked = {**COMPLETE, **yaml.safe_load(rule.examples[Framework.AXOLOTL].bad)}
+                asked = {**COMPLETE, **yaml.safe_load(rule.examples["axolotl"].bad)}
                 if "gradient_checkpointing_kwargs" in asked:
                     # An earlier validator compares with True and hides the later one, which asks for truth.
                     asked["gradient_checkpointing_kwargs"] = {"use_reentrant": 1}

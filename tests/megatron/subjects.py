@@ -12,7 +12,7 @@ from typing import Any
 from configurations import Fields, command_line_fields, optimizer_fields, transformer_fields
 from hypothesis import strategies as st
 
-from skill_tools.configs.config import Config, Framework, Place, Setting
+from skill_tools.configs.config import Config, Place, Setting
 from skill_tools.configs.keys import load_keys_yaml
 from skill_tools.dialects.read import read_text
 from skill_tools.rules.knowledge import Rule
@@ -40,7 +40,7 @@ class Subject:
     draw: Callable[[str], st.SearchStrategy[Fields]]
     question: Callable[[Fields], dict[str, Any]]
     config: Callable[[Fields], Config]
-    framework: Framework
+    framework: str
     files: tuple[str, ...]
     unknown: str
 
@@ -60,7 +60,7 @@ def fields_config(fields: Mapping[str, Any]) -> Config:
         name: Setting(name, value, name, Place("generated", line, 1))
         for line, (name, value) in enumerate(fields.items(), start=1)
     }
-    return Config(Framework.BRIDGE, settings, complete=True)
+    return Config("megatron-bridge", settings, complete=True)
 
 
 def arguments_of(fields: Fields) -> list[str]:
@@ -69,7 +69,7 @@ def arguments_of(fields: Fields) -> list[str]:
     for name, value in fields.items():
         if value is None or value is False or name.startswith("env."):
             continue
-        spelled = name if name.startswith("--") else KEYS[name].spelling[Framework.MEGATRON_LM]
+        spelled = name if name.startswith("--") else KEYS[name].spelling["megatron-lm"]
         values = value if isinstance(value, list) else [] if value is True else [value]
         words += [spelled, *map(str, values)]
     return words
@@ -84,7 +84,7 @@ def command_line_config(fields: Fields) -> Config:
     """A launch script as our reader reads it."""
     exports = "".join(f"export {name}={value}\n" for name, value in environment_of(fields).items())
     script = f"{exports}torchrun pretrain_gpt.py {WHOLE_RUN} {shlex.join(arguments_of(fields))}\n"
-    return read_text(script, "run.sh", framework=Framework.MEGATRON_LM)
+    return read_text(script, "run.sh", framework="megatron-lm")
 
 
 TRANSFORMER = Subject(
@@ -92,7 +92,7 @@ TRANSFORMER = Subject(
     lambda release: transformer_fields(KEYS, release),
     lambda fields: {"class": "TransformerConfig", "fields": fields},
     fields_config,
-    Framework.BRIDGE,
+    "megatron-bridge",
     TRANSFORMER_FILES,
     UNKNOWN_FIELD,
 )
@@ -101,7 +101,7 @@ OPTIMIZER = Subject(
     lambda release: optimizer_fields(KEYS, release),
     lambda fields: {"class": "OptimizerConfig", "fields": fields},
     fields_config,
-    Framework.BRIDGE,
+    "megatron-bridge",
     OPTIMIZER_FILES,
     UNKNOWN_FIELD,
 )
@@ -113,7 +113,7 @@ COMMAND_LINE = Subject(
         "environment": environment_of(fields),
     },
     command_line_config,
-    Framework.MEGATRON_LM,
+    "megatron-lm",
     (*TRANSFORMER_FILES, *OPTIMIZER_FILES, "megatron/training/arguments.py"),
     UNKNOWN_FLAG,
 )

@@ -1,1 +1,6 @@
-"""Reads launch scripts without running them."""
+"""Reads launch scripts without running them; `launch` is the one door, the rest is loaded when there is a script.
+
+- word, part: a piece of the script between blanks, and a stretch of it: literal text, an expansion, a command's output
+- field, piece: what a word becomes when variables are expanded, and a stretch of it that knows its place
+- resolved: all of a word's text is known; certain: it stands in no branch that may not run
+"""

@@ -70,6 +70,6 @@ def _weights(config: Config, run: Run) -> Iterator[_Part]:
         if run.adapter is not None:
             layers: dict[str, object] = {
                 "weight_layers": run.shape.num_layers,
-                "weight_engine": WeightEngine.AXOLOTL,
+                "weight_engine": WeightEngine.SWAPPED,
             }
             yield layers, "frozen layers streamed (layer_offloading)", (WEIGHTS,), {"layer_offloading": True}

@@ -8,15 +8,15 @@ for beside the YAML and in the working folder. The JSON files that Axolotl itsel
 from collections.abc import Sequence
 from pathlib import Path
 
-from skill_tools.configs.config import Config, Framework, Place, Setting
+from skill_tools.configs.config import Config, Place, Setting
 from skill_tools.configs.draft import Draft
 from skill_tools.configs.shell.command import Argument
 from skill_tools.configs.shell.launch import command_line, training_command, write_environment
 from skill_tools.configs.source import Kind, Source, load
-from skill_tools.configs.stated_versions import stated_versions
 from skill_tools.configs.tree import entries_of, single_document, write_tree
 from skill_tools.configs.values import UNREADABLE
 from skill_tools.configs.yaml_lines import parse, plain
+from skill_tools.dialects.axolotl import AXOLOTL
 from skill_tools.errors import UnusableInput
 
 _DEEPSPEED = "deepspeed"
@@ -26,12 +26,11 @@ _OVERRIDES = "<overrides>"
 
 def compose(sources: Sequence[Source], overrides: Sequence[str]) -> Config:
     """Read `sources` in order, then `overrides`, then the DeepSpeed file that the result names."""
-    draft = Draft(Framework.AXOLOTL)
+    draft = Draft(AXOLOTL)
     draft.complete = True
     folders = [source.folder for source in sources if source.folder is not None]
     for source in sources:
-        draft.sources[source.name] = source.text
-        draft.versions.update(stated_versions(source.text))
+        draft.take(source)
         _write_source(draft, source)
     for text in overrides:
         _write_options(draft, command_line(text, _OVERRIDES), _OVERRIDES)

@@ -9,7 +9,7 @@ from pathlib import PurePath
 from skill_tools.configs.config import Config
 from skill_tools.dialects import fields
 from skill_tools.dialects.layout import Layout, checked
-from skill_tools.dialects.megatron.run import lora_parameters
+from skill_tools.dialects.parameters import lora
 from skill_tools.dialects.run import (
     ActivationEngine,
     Adapter,
@@ -42,7 +42,7 @@ def build(config: Config, shape: ModelShape, *, gpus: int | None) -> Run:
     adapter = _adapter(config, shape, assumptions)
     fused_loss = any("cut_cross_entropy" in plugin or "liger" in plugin for plugin in _plugins(config))
     return Run(
-        dialect=config.framework.value,
+        dialect=config.framework,
         shape=shape,
         layout=checked(Layout(gpus=world, context=fields.count(config, "context_parallel_size") or 1)),
         seq_length=seq_length,
@@ -57,6 +57,7 @@ def build(config: Config, shape: ModelShape, *, gpus: int | None) -> Run:
         loss_bytes=0.5 if fused_loss else 12.0,
         fused_activation=bool(fields.flag(config, "liger_glu_activation")),
         tiled_mlp=bool(fields.flag(config, "tiled_mlp")),
+        is_eager=True,
         norm_bytes=0.0 if fields.flag(config, "liger_rms_norm") else 4.0,
         assumptions=tuple(assumptions),
     )
@@ -90,7 +91,7 @@ def current(config: Config, run: Run) -> Mode:
         activation_engine=engine,
         recompute=recompute,
         weight_layers=layers,
-        weight_engine=WeightEngine.AXOLOTL,
+        weight_engine=WeightEngine.SWAPPED,
         offload_parameters=_offloads_parameters(config),
     )
 
@@ -135,7 +136,7 @@ def _adapter(config: Config, shape: ModelShape, assumptions: list[str]) -> Adapt
         assumptions.append(
             "layer_offloading frees weights only under checkpointing; without it the measured peak stayed as it was"
         )
-    return Adapter(rank=rank, parameters=lora_parameters(shape, rank), base_weight_bytes=base)
+    return Adapter(rank=rank, parameters=lora(shape, rank), base_weight_bytes=base)
 
 
 def _precision(config: Config, stage: int, assumptions: list[str]) -> Precision:

@@ -1,8 +1,8 @@
 """Reads Megatron Bridge's files and overrides into a draft.
 
 An override file holds a part of a ConfigContainer and the recipe fills the rest; a saved `run_config.yaml` (with
-`_target_`) holds all of it. `bridge_precedence` does what Bridge itself does to the values afterwards; recipes
-in Python are read by `python_recipe`, launch scripts by `launch_script`.
+`_target_`) holds all of it. `bridge_compose` does what Bridge itself does to the values afterwards; recipes in
+Python are read by `python_recipe`, launch programs by `run_recipe`.
 """
 
 from skill_tools.configs.config import Place

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from itertools import product
 
-from skill_tools.configs.config import Config, Framework
+from skill_tools.configs.config import Config
 from skill_tools.dialects import fields
 from skill_tools.dialects.candidates import (
     DISTRIBUTED,
@@ -17,8 +17,8 @@ from skill_tools.dialects.candidates import (
     changed,
     layer_counts,
 )
-from skill_tools.dialects.run import ActivationEngine, Mode, Recompute, Run
-from skill_tools.planning.model.states import STATE_CHUNK_BYTES
+from skill_tools.dialects.megatron import BRIDGE, LM
+from skill_tools.dialects.run import STATE_CHUNK_BYTES, ActivationEngine, Mode, Recompute, Run
 
 _DENSE_MODULES = (
     ("core_attn", "attn_proj"),
@@ -41,12 +41,12 @@ def current(config: Config) -> Mode:
     """Return the mode that the configuration asks for as it stands."""
     fraction = 0.0
     if fields.flag(config, "optimizer_cpu_offload"):
-        default = 0.0 if config.framework is Framework.BRIDGE else 1.0
+        default = 0.0 if config.framework == BRIDGE else 1.0
         written = fields.number(config, "optimizer_offload_fraction")
         fraction = min(max(default if written is None else written, 0.0), 1.0)
     fine = fields.flag(config, "fine_grained_activation_offloading")
     layers = fields.integer(config, "cpu_offloading_num_layers") or 0
-    on = fields.flag(config, "cpu_offloading") or config.framework is Framework.MEGATRON_LM
+    on = fields.flag(config, "cpu_offloading") or config.framework == LM
     return Mode(
         optimizer_fraction=fraction,
         overlap=bool(fields.flag(config, "overlap_cpu_optimizer_d2h_h2d")),
@@ -186,7 +186,7 @@ def _threads(config: Config, run: Run) -> dict[str, object]:
     if _THREADS in config.unresolved:
         return {}
     written = config.value(_THREADS)
-    left_to_torchrun = written is None and config.framework is Framework.MEGATRON_LM
+    left_to_torchrun = written is None and config.framework == LM
     if not left_to_torchrun and written not in {1, "1"}:
         return {}
     return {_THREADS: f"$(( $(env -u OMP_NUM_THREADS nproc) / {run.layout.ranks_on_node} ))"}

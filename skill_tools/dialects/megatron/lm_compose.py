@@ -7,15 +7,15 @@ done here too: a positive number of offloaded layers turns the offload on, for e
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from skill_tools.configs.config import Config, Framework, Place
+from skill_tools.configs.config import Config, Place
 from skill_tools.configs.draft import Draft
 from skill_tools.configs.shell.command import Argument
 from skill_tools.configs.shell.launch import command_line, training_command, write_environment
 from skill_tools.configs.source import Kind, Source
-from skill_tools.configs.stated_versions import stated_versions
 from skill_tools.configs.tree import entries_of, single_document
 from skill_tools.configs.values import UNREADABLE
 from skill_tools.configs.yaml_lines import Node, plain
+from skill_tools.dialects.megatron import LM
 from skill_tools.errors import UnusableInput
 
 _YAML_CFG_SECTIONS = ("language_model", "model_parallel")
@@ -34,11 +34,10 @@ class Flag(NamedTuple):
 
 def compose(sources: Sequence[Source], overrides: Sequence[str]) -> Config:
     """Read `sources` in order, then `overrides` (each a string of arguments), into one configuration."""
-    draft = Draft(Framework.MEGATRON_LM)
+    draft = Draft(LM)
     draft.complete = True
     for source in sources:
-        draft.sources[source.name] = source.text
-        draft.versions.update(stated_versions(source.text))
+        draft.take(source)
         _write_source(draft, source)
     for text in overrides:
         _write_flags(draft, _flags(command_line(text, _OVERRIDES), _OVERRIDES))
@@ -94,8 +93,8 @@ def _write_flags(draft: Draft, flags: Iterable[Flag]) -> None:
 
 
 def _write_flag(draft: Draft, flag: Flag) -> None:
-    key = draft.table.find(Framework.MEGATRON_LM, flag.name)
-    kind = key.type_in(Framework.MEGATRON_LM) if key else "any"
+    key = draft.table.find(LM, flag.name)
+    kind = key.type_in(LM) if key else "any"
     name = draft.canonical(flag.name)
     value: object = flag.values[0] if len(flag.values) == 1 else list(flag.values)
     if not flag.known:

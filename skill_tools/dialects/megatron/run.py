@@ -6,10 +6,12 @@ of the configuration is seen (a Bridge override file lies over a recipe that is 
 
 from collections.abc import Mapping
 
-from skill_tools.configs.config import Config, Framework
+from skill_tools.configs.config import Config
 from skill_tools.dialects import fields
 from skill_tools.dialects.layout import Layout
-from skill_tools.dialects.megatron import layout_checks, layout_sources
+from skill_tools.dialects.megatron import BRIDGE
+from skill_tools.dialects.megatron import layout as megatron_layout
+from skill_tools.dialects.parameters import lora
 from skill_tools.dialects.run import Adapter, Precision, Recompute, Run
 from skill_tools.dialects.shapes import ModelShape
 from skill_tools.errors import UnusableInput
@@ -29,8 +31,8 @@ _FUSED_LOSS_BYTES, _PLAIN_LOSS_BYTES = 4.0, 6.0
 
 def build(config: Config, shape: ModelShape, *, gpus: int | None) -> Run:
     """Return the run; raise `UnusableInput` for sizes that cannot be."""
-    found = layout_sources.of_megatron(config, gpus=gpus, num_layers=shape.num_layers, moe=shape.experts > 0)
-    assumptions = [*found.assumptions, *layout_checks.check(shape, found.layout, config)]
+    found = megatron_layout.of_megatron(config, gpus=gpus, num_layers=shape.num_layers, moe=shape.experts > 0)
+    assumptions = [*found.assumptions, *megatron_layout.check(shape, found.layout, config)]
     seq_length = fields.count(
         config, "seq_length", "dataset.seq_length", "model.seq_length", "dataset.sequence_length"
     )
@@ -40,7 +42,7 @@ def build(config: Config, shape: ModelShape, *, gpus: int | None) -> Run:
     micro_batch = fields.count(config, "micro_batch_size") or 1
     precision_aware = bool(fields.flag(config, "use_precision_aware_optimizer"))
     return Run(
-        dialect=config.framework.value,
+        dialect=config.framework,
         shape=shape,
         layout=found.layout,
         seq_length=seq_length,
@@ -117,22 +119,12 @@ def _adapter(config: Config, shape: ModelShape) -> Adapter | None:
     rank = fields.count(config, "peft.dim")
     if rank is None:
         return None
-    return Adapter(rank=rank, parameters=lora_parameters(shape, rank))
-
-
-def lora_parameters(shape: ModelShape, rank: int) -> int:
-    """Count rank-`rank` LoRA on every linear layer of attention and dense MLPs (experts are left out)."""
-    queries = shape.heads * shape.attention_head_dim
-    keys = shape.kv_heads * shape.attention_head_dim
-    attention = 2 * shape.hidden + 2 * queries + 2 * (shape.hidden + keys)
-    dense = sum(1 for layer in range(shape.num_layers) if not shape.is_moe(layer))
-    mlp = (3 if shape.gated_mlp else 2) * (shape.hidden + shape.ffn)
-    return rank * (shape.num_layers * attention + dense * mlp)
+    return Adapter(rank=rank, parameters=lora(shape, rank))
 
 
 def _shards_optimizer(config: Config, assumptions: list[str]) -> bool:
     sharded = fields.flag(config, "use_distributed_optimizer", "ddp.use_distributed_optimizer")
-    if sharded is None and config.framework is Framework.BRIDGE:
+    if sharded is None and config.framework == BRIDGE:
         assumptions.append("distributed optimizer on, as Bridge's recipes have it")
         return True
     return bool(sharded)

@@ -1,1 +1,7 @@
-"""A plain PyTorch loop, planned with the mechanisms of `reference_impl`."""
+"""A plain PyTorch loop, planned with the mechanisms of `reference_impl`. It has settings to plan with, and no files.
+
+- setting: a plain name that `--overrides` takes: `seq_length`, `lora_rank`, or a size of the model
+- execute: the section of a plan that `reference_impl.apply_plan` carries out; there are no settings to patch
+"""
+
+PYTORCH = "pytorch"

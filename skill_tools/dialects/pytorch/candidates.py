@@ -11,22 +11,19 @@ from skill_tools.dialects.candidates import (
     OPTIMIZER_LABEL,
     RECOMPUTE,
     WEIGHTS,
+    Advice,
     Candidate,
     layer_counts,
 )
 from skill_tools.dialects.run import ActivationEngine, Mode, OptimizerEngine, Recompute, Run
-from skill_tools.planning.cost import recompute
-from skill_tools.planning.cost.compute import Pace
-from skill_tools.planning.cost.machine import Machine
-from skill_tools.planning.cost.optimizer import best_streamed_share
 
 _Part = tuple[dict[str, object], str, tuple[str, ...]]
 
 
-def candidates(run: Run, machine: Machine, speed: Pace) -> Iterator[Candidate]:
+def candidates(run: Run, advice: Advice) -> Iterator[Candidate]:
     """Yield every combination of the reference implementation's mechanisms."""
-    states = tuple(_weights(run)) if run.adapter else tuple(_optimizers(run, machine))
-    for activations, kept in product(tuple(_activations(run, machine, speed)), states):
+    states = tuple(_weights(run)) if run.adapter else tuple(_optimizers(run, advice))
+    for activations, kept in product(tuple(_activations(run, advice)), states):
         labels = [label for label in (activations[1], kept[1]) if label]
         yield Candidate(
             Mode(**(activations[0] | kept[0])),  # type: ignore[arg-type]
@@ -36,7 +33,7 @@ def candidates(run: Run, machine: Machine, speed: Pace) -> Iterator[Candidate]:
         )
 
 
-def _activations(run: Run, machine: Machine, speed: Pace) -> Iterator[_Part]:
+def _activations(run: Run, advice: Advice) -> Iterator[_Part]:
     yield {"recompute": Recompute()}, "", ()
     yield {"recompute": Recompute(granularity="full")}, "checkpointing", (RECOMPUTE,)
     yield (
@@ -50,10 +47,10 @@ def _activations(run: Run, machine: Machine, speed: Pace) -> Iterator[_Part]:
             f"activation offload of {layers} layers",
             (LAYERS,),
         )
-    yield from _budgets(run, machine, speed)
+    yield from _budgets(run, advice)
 
 
-def _budgets(run: Run, machine: Machine, speed: Pace) -> Iterator[_Part]:
+def _budgets(run: Run, advice: Advice) -> Iterator[_Part]:
     """Yield what the budget engine may be told to remove.
 
     It learns from one forward and backward, so not where gradients add up over several, nor beside streamed weights;
@@ -63,7 +60,7 @@ def _budgets(run: Run, machine: Machine, speed: Pace) -> Iterator[_Part]:
         return
     for eighths in range(1, 8):
         removed = eighths / 8
-        recomputed = recompute.recomputed_share(run, machine, speed, removed)
+        recomputed = advice.recomputed_share(removed)
         yield (
             {
                 "recompute": Recompute(),
@@ -76,13 +73,13 @@ def _budgets(run: Run, machine: Machine, speed: Pace) -> Iterator[_Part]:
         )
 
 
-def _optimizers(run: Run, machine: Machine) -> Iterator[_Part]:
+def _optimizers(run: Run, advice: Advice) -> Iterator[_Part]:
     """Yield what may leave: to the CPU alone, in the split that is updated fastest, or streamed alone.
 
     The first needs no room on the GPU, the last the least on the host; how much leaves, the search decides.
     """
     yield {}, "", ()
-    for share in sorted({0.0, round(best_streamed_share(machine), 4), 1.0}):
+    for share in sorted({0.0, round(advice.best_streamed_share, 4), 1.0}):
         arguments: dict[str, object] = {
             "optimizer_fraction": 1.0,
             "streamed_fraction": share,

@@ -7,8 +7,9 @@ numbers, trained eagerly with flash attention, data-parallel at most.
 from skill_tools.configs.config import Config
 from skill_tools.dialects import fields
 from skill_tools.dialects.layout import Layout
-from skill_tools.dialects.megatron.run import lora_parameters
-from skill_tools.dialects.run import PYTORCH, Adapter, Precision, Recompute, Run
+from skill_tools.dialects.parameters import lora
+from skill_tools.dialects.pytorch import PYTORCH
+from skill_tools.dialects.run import Adapter, Precision, Recompute, Run
 from skill_tools.dialects.shapes import ModelShape
 from skill_tools.errors import UnusableInput
 
@@ -58,10 +59,12 @@ def build(config: Config, shape: ModelShape, *, gpus: int | None) -> Run:
         micro_batches=fields.count(config, "gradient_accumulation_steps") or 1,
         precision=Precision(gradient_bytes=2, gradient_is_buffer=False),
         recompute=Recompute(granularity="full") if granularity == "full" else Recompute(),
-        adapter=None if rank is None else Adapter(rank=rank, parameters=lora_parameters(shape, rank)),
+        adapter=None if rank is None else Adapter(rank=rank, parameters=lora(shape, rank)),
         shards_optimizer=False,
         loss_bytes=LOSS_BYTES,
         fused_activation=False,
         clips=norm != 0,
+        is_eager=True,
+        widens_gradients=True,
         assumptions=tuple(assumptions),
     )

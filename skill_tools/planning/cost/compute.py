@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from skill_tools.dialects import parameters
-from skill_tools.dialects.run import PYTORCH, Run
+from skill_tools.dialects.run import Run
 from skill_tools.dialects.shapes import ModelShape
 from skill_tools.planning.cost.machine import Machine, model_constants
 
@@ -122,6 +122,6 @@ def pace(run: Run, machine: Machine, shard: int, *, measured_step_s: float | Non
 
 
 def _share(run: Run, constants: Mapping[str, float]) -> float:
-    if run.dialect in {PYTORCH, "axolotl"}:
+    if run.is_eager:
         return constants["eager_share"]
     return constants["moe_share"] if run.shape.experts else constants["dense_share"]

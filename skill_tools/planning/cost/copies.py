@@ -92,7 +92,7 @@ def weights(
     moved = sum(line.bytes for line in memory.host if line.name == "base weights")
     if not moved or not mode.weight_layers:
         return []
-    if mode.weight_engine is WeightEngine.AXOLOTL:
+    if mode.weight_engine is WeightEngine.SWAPPED:
         back = 2 * moved / machine.duplex_copy
         return [
             Cost(

@@ -10,8 +10,8 @@ import re
 from pathlib import Path, PurePath
 from typing import Any
 
-from skill_tools.configs.config import Config, Framework
-from skill_tools.dialects import fields
+from skill_tools.configs.config import Config
+from skill_tools.dialects import fields, registry
 from skill_tools.dialects.shapes import ModelShape, checked
 from skill_tools.errors import UnusableInput
 from skill_tools.planning.model import known_models
@@ -66,15 +66,10 @@ def _unknown(config: Config) -> UnknownShapeError:
     }
     missing = [name for name, size in sizes.items() if size is None]
     if len(missing) < len(sizes):
-        option = (
-            f"--{missing[0].replace('_', '-')} N"
-            if config.framework is Framework.MEGATRON_LM
-            else f"model.{missing[0]}=N"
-        )
         return UnknownShapeError(
             f"the configuration sets some of the model's sizes, but not {', '.join(missing)}",
             expected="all of them, a known model or a config.json",
-            attempt=f'--overrides="{option}", or --model NAME',
+            attempt=f"{registry.named(config.framework).size_override(missing[0])}, or --model NAME",
         )
     named = (
         f"{config.model_name!r} has no known shape"

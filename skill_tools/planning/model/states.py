@@ -9,13 +9,12 @@ Explained in docs/optimizer-offloading.md and docs/layer-streaming.md.
 from functools import lru_cache
 
 from skill_tools.dialects.layout import LocalParameters
-from skill_tools.dialects.run import PYTORCH, Adapter, Mode, OptimizerEngine, Run, WeightEngine
+from skill_tools.dialects.run import STATE_CHUNK_BYTES, Adapter, Mode, OptimizerEngine, Run, WeightEngine
 from skill_tools.planning.accounts import Line, each
 from skill_tools.planning.model import reference_numbers as reference
 from skill_tools.units import gib
 
 HOST_BYTES_CPU_SHARE = 16  # frameworks' engines: fp32 master, gradient and two moments
-STATE_CHUNK_BYTES = 512 << 20  # Megatron's state offload restores two such chunks at a time
 
 
 @lru_cache(maxsize=1024)
@@ -77,7 +76,7 @@ def _optimizer(run: Run, mode: Mode, shard: int) -> tuple[list[Line], list[Line]
         gpu.append(
             Line("fp32 copy of gradients", 4 * resident, each(4, resident, "kept by HybridDeviceOptimizer"))
         )
-    if run.dialect == PYTORCH and resident and moments_bytes:
+    if run.widens_gradients and resident and moments_bytes:
         widened = min(resident, max(reference.WIDENED_ELEMENTS, run.shape.vocab * run.shape.hidden))
         formula = each(4, widened, "widened at once: a list of tensors, or the largest one")
         gpu.append(Line("fp32 gradients", 4 * widened, formula, "update"))
@@ -175,7 +174,7 @@ def _frees_nothing(run: Run, mode: Mode) -> bool:
     Axolotl swaps `param.data`, which frees nothing while saved tensors hold views of the weights.
     """
     recompute = mode.recompute or run.recompute
-    return mode.weight_engine is WeightEngine.AXOLOTL and recompute.granularity != "full"
+    return mode.weight_engine is WeightEngine.SWAPPED and recompute.granularity != "full"
 
 
 def _gathered(run: Run, mode: Mode, local: LocalParameters) -> list[Line]:

@@ -9,13 +9,11 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from skill_tools.configs.config import Config, Framework
-from skill_tools.dialects.axolotl import candidates as axolotl_modes
+from skill_tools.configs.config import Config
+from skill_tools.dialects.base import Dialect
 from skill_tools.dialects.candidates import DISTRIBUTED, OPTIMIZER, RECOMPUTE, Candidate, at_fraction
-from skill_tools.dialects.megatron import candidates as megatron_modes
-from skill_tools.dialects.pytorch import candidates as pytorch_modes
-from skill_tools.dialects.run import PYTORCH, Mode, Run
-from skill_tools.planning.cost import step_time
+from skill_tools.dialects.run import Mode, Run
+from skill_tools.planning.cost import optimizer, recompute, step_time
 from skill_tools.planning.cost.compute import Pace
 from skill_tools.planning.cost.machine import Machine
 from skill_tools.planning.model import memory
@@ -33,27 +31,52 @@ class Forbidden(NamedTuple):
     reasons: tuple[RuledOut, ...]
 
 
+class MachineAdvice(NamedTuple):
+    """What this run's candidates may ask about the machine (`dialects.candidates.Advice`)."""
+
+    run: Run
+    machine: Machine
+    speed: Pace
+
+    @property
+    def best_streamed_share(self) -> float:
+        """The share of the reference implementation's offloaded optimizer that is best streamed."""
+        return optimizer.best_streamed_share(self.machine)
+
+    def recomputed_share(self, removed: float) -> float:
+        """Return which share of the saved bytes its budget engine computes again when `removed` of them leave."""
+        return recompute.recomputed_share(self.run, self.machine, self.speed, removed)
+
+
 class Search:
     """Candidates of one configuration, judged once and then asked for any budget."""
 
     def __init__(
-        self, config: Config, run: Run, machine: Machine, speed: Pace, *, versions: Mapping[str, str]
+        self,
+        config: Config,
+        dialect: Dialect,
+        run: Run,
+        machine: Machine,
+        speed: Pace,
+        *,
+        versions: Mapping[str, str],
     ) -> None:
+        self._dialect = dialect
         self._run, self._machine, self.speed = run, machine, speed
         self._judge = Judge(config, versions)
         self._legal: list[tuple[Candidate, Legality]] = []
         self.ruled_out: list[Forbidden] = []
         self.considered = 0
         self._memories: dict[Mode, Memory] = {}
-        for candidate in _candidates(config, run, machine, speed):
+        for candidate in dialect.candidates(config, run, MachineAdvice(run, machine, speed)):
             self.considered += _STEPS if candidate.mode.optimizer_fraction else 1
-            verdict = self.judge(candidate)
-            if verdict.legal:
-                self._legal.append((candidate, verdict))
+            legality = self.judge(candidate)
+            if legality.legal:
+                self._legal.append((candidate, legality))
             elif (
                 len(set(candidate.mechanisms) - {DISTRIBUTED}) == 1 and RECOMPUTE not in candidate.mechanisms
             ):
-                self.ruled_out.append(Forbidden(candidate, verdict.ruled_out))
+                self.ruled_out.append(Forbidden(candidate, legality.ruled_out))
 
     def _memory(self, mode: Mode) -> Memory:
         """Return the memory of `mode`, which no budget changes."""
@@ -63,12 +86,12 @@ class Search:
         return known
 
     def judge(self, candidate: Candidate) -> Legality:
-        """Return what the rules say; a plain PyTorch loop has no rules to break."""
-        return LEGAL if self._run.dialect == PYTORCH else self._judge.of(candidate)
+        """Return what the rules say; where there are no configuration files, there is no rule to break."""
+        return self._judge.of(candidate) if self._dialect.has_files else LEGAL
 
     def judge_as_it_is(self, candidate: Candidate) -> Legality:
         """Return what the rules say of the configuration as it stands, which `candidate` is."""
-        return LEGAL if self._run.dialect == PYTORCH else self._judge.as_it_is(candidate)
+        return self._judge.as_it_is(candidate) if self._dialect.has_files else LEGAL
 
     def evaluate(self, candidate: Candidate, legality: Legality, budget: Budget) -> Option:
         """Return the candidate as it is, with its memory and time."""
@@ -128,11 +151,3 @@ class Search:
             return 1
         share = (least.device_bytes - budget.gpu_bytes) / fall
         return min(max(math.ceil(share * _STEPS), 1), _STEPS - 1)
-
-
-def _candidates(config: Config, run: Run, machine: Machine, speed: Pace) -> tuple[Candidate, ...]:
-    if run.dialect == PYTORCH:
-        return tuple(pytorch_modes.candidates(run, machine, speed))
-    if config.framework is Framework.AXOLOTL:
-        return tuple(axolotl_modes.candidates(config, run))
-    return tuple(megatron_modes.candidates(config, run))

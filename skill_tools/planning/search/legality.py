@@ -6,9 +6,9 @@ key nobody set becomes a condition.
 """
 
 from collections.abc import Mapping
-from functools import cache
 from typing import NamedTuple
 
+from skill_tools import knowledge
 from skill_tools.configs.config import Config, Place, Setting
 from skill_tools.dialects.candidates import (
     FINE_GRAINED,
@@ -107,33 +107,33 @@ class Judge:
         if not own:
             return LEGAL
         laid = with_settings(self._config, candidate.settings)
-        verdict = lint(laid, rules=_rules_about(own), versions=self._versions)
-        about = [finding for finding in verdict.findings if own & set(finding.observed)]
+        linted = lint(laid, rules=_rules_about(own), versions=self._versions)
+        about = [finding for finding in linted.findings if own & set(finding.observed)]
         return Legality(
             tuple(_line(finding) for finding in about if finding.severity is Severity.ERROR),
             tuple(_line(finding) for finding in about if finding.severity is Severity.WARNING),
             tuple(
                 Condition(each.rule, each.title, each.missing)
-                for each in verdict.undecided
+                for each in linted.undecided
                 if each.rule in _serious()
             ),
         )
 
 
-@cache
+@knowledge.derived
 def _rules_about(keys: frozenset[str]) -> tuple[Rule, ...]:
     """Return the rules whose condition names one of `keys`: no other rule can find fault with them."""
     about = frozenset[int]().union(*map(_naming, keys))
     return tuple(rule for index, rule in enumerate(load_rules()) if index in about)
 
 
-@cache
+@knowledge.derived
 def _naming(key: str) -> frozenset[int]:
     """Return the places of the rules whose condition names `key`."""
     return frozenset(index for index, rule in enumerate(load_rules()) if key in rule.when)
 
 
-@cache
+@knowledge.derived
 def _serious() -> frozenset[str]:
     """Return the rules that rule a candidate out where they hold."""
     return frozenset(rule.id for rule in load_rules() if rule.severity is Severity.ERROR)

@@ -7,8 +7,9 @@ what would change the answer. It neither reads files nor prints.
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from skill_tools.configs.config import Config, Framework
-from skill_tools.dialects.axolotl import run as axolotl_run
+from skill_tools.configs.config import Config
+from skill_tools.dialects import registry
+from skill_tools.dialects.base import Dialect
 from skill_tools.dialects.candidates import (
     FINE_GRAINED,
     INPUTS,
@@ -20,9 +21,8 @@ from skill_tools.dialects.candidates import (
     Candidate,
     changed,
 )
-from skill_tools.dialects.megatron import candidates as megatron_modes
-from skill_tools.dialects.patch import Patch, render
-from skill_tools.dialects.run import PYTORCH, ActivationEngine, Mode, Run
+from skill_tools.dialects.patch import Patch
+from skill_tools.dialects.run import ActivationEngine, Mode, Run
 from skill_tools.planning.cost import compute
 from skill_tools.planning.cost.machine import Machine
 from skill_tools.planning.model import memory
@@ -30,6 +30,7 @@ from skill_tools.planning.search import sensitivity
 from skill_tools.planning.search.candidates import Forbidden, Search
 from skill_tools.planning.search.legality import LEGAL, RuledOut
 from skill_tools.planning.search.options import HOST_MEMORY, Budget, Option
+from skill_tools.rules.input_checks import dead_keys
 
 _ALTERNATIVES = 8
 _LITTLE_MORE = 1.05  # half of what a predicted step time is usually wrong by
@@ -83,13 +84,14 @@ def make_plan(
     measured_step_s: float | None = None,
 ) -> Plan:
     """Return the plan for `run` on `machine` under `budget`."""
+    dialect = registry.named(run.dialect)
     shard = memory.estimate(run).parameters.shard
     speed = compute.pace(run, machine, shard, measured_step_s=measured_step_s)
-    search = Search(config, run, machine, speed, versions=versions)
+    search = Search(config, dialect, run, machine, speed, versions=versions)
     options = search.options(budget)
     best = options[0] if options[0].fits else None
     simpler = _simpler(options) if best else None
-    current = _as_it_is(config, run)
+    current = _as_it_is(dialect.current(config, run))
     return Plan(
         run=run,
         shape_source=shape_source,
@@ -98,9 +100,9 @@ def make_plan(
         as_it_is=search.evaluate(current, search.judge_as_it_is(current), budget),
         without_offload=search.evaluate(Candidate(Mode(), "without offload", (), {}), LEGAL, budget),
         recommendation=best,
-        patch=_patch(best, run, config),
+        patch=_patch(best, dialect, config),
         simpler=simpler,
-        simpler_patch=_patch(simpler, run, config),
+        simpler_patch=_patch(simpler, dialect, config),
         floor=_floor(options),
         search=search,
         alternatives=_alternatives(options, best),
@@ -109,17 +111,18 @@ def make_plan(
         sensitivity=sensitivity.answers(run, machine, search, budget, options) if best else (),
         assumptions=(
             *run.assumptions,
-            *_remarks(config, run, current),
-            *(megatron_modes.cautions(best.candidate.settings) if best else ()),
+            *_assumed_of_experts(run),
+            *dialect.remarks(config, current.mode),
+            *(dialect.cautions(best.candidate.settings) if best else ()),
         ),
     )
 
 
-def _patch(option: Option | None, run: Run, config: Config) -> Patch | None:
+def _patch(option: Option | None, dialect: Dialect, config: Config) -> Patch | None:
     """Return what has to change for `option`: those of its settings that the configuration does not have."""
     if option is None:
         return None
-    return render(run.dialect, changed(config, option.candidate.settings), config=config)
+    return dialect.patch(changed(config, option.candidate.settings), config, dead=dead_keys(config))
 
 
 def _floor(options: Sequence[Option]) -> Option:
@@ -143,17 +146,13 @@ def _simpler(options: Sequence[Option]) -> Option | None:
     return next(fewer, None)
 
 
-def _remarks(config: Config, run: Run, current: Candidate) -> tuple[str, ...]:
-    even = (
-        ("tokens spread evenly over the experts; an overloaded rank keeps more",) if run.shape.experts else ()
-    )
-    if run.dialect == PYTORCH or config.framework is Framework.AXOLOTL:
-        return even
-    return (*even, *megatron_modes.remarks(config, current.mode))
+def _assumed_of_experts(run: Run) -> tuple[str, ...]:
+    if not run.shape.experts:
+        return ()
+    return ("tokens spread evenly over the experts; an overloaded rank keeps more",)
 
 
-def _as_it_is(config: Config, run: Run) -> Candidate:
-    mode = _current(config, run)
+def _as_it_is(mode: Mode) -> Candidate:
     uses = {
         OPTIMIZER: mode.optimizer_fraction,
         LAYERS: mode.layers,
@@ -164,14 +163,6 @@ def _as_it_is(config: Config, run: Run) -> Candidate:
         SHARDED: mode.offload_parameters,
     }
     return Candidate(mode, "as it is", tuple(mechanism for mechanism, used in uses.items() if used), {})
-
-
-def _current(config: Config, run: Run) -> Mode:
-    if run.dialect == PYTORCH:
-        return Mode()
-    if config.framework is Framework.AXOLOTL:
-        return axolotl_run.current(config, run)
-    return megatron_modes.current(config)
 
 
 def _alternatives(options: Sequence[Option], best: Option | None) -> tuple[Option, ...]:

@@ -7,7 +7,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skill_tools.configs.yaml_lines import MAX_DEPTH, Node, parse, plain
+from skill_tools.configs.yaml_lines import MAX_DEPTH, Node, as_omegaconf, parse, plain
 from skill_tools.errors import UnusableInput
 
 scalars = st.one_of(
@@ -27,8 +27,8 @@ documents = st.dictionaries(names, trees, min_size=1, max_size=5)
 
 
 def only(text: str, *, omegaconf: bool = False) -> Node:
-    (root,) = parse(text, "config.yaml", omegaconf=omegaconf)
-    return root
+    (root,) = parse(text, "config.yaml")
+    return as_omegaconf(root) if omegaconf else root
 
 
 def value_of(text: str, *, omegaconf: bool = False) -> object:

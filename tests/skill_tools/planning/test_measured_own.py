@@ -49,6 +49,8 @@ MODEL = ModelShape(name="decoder", num_layers=24, hidden=2048, ffn=5632, heads=1
 def run(tokens: int) -> Run:
     return Run(
         dialect="pytorch",
+        is_eager=True,
+        widens_gradients=True,
         shape=MODEL,
         layout=Layout(),
         seq_length=2048,

@@ -47,6 +47,8 @@ def decoder(*, hidden: int, ffn: int, layers: int, heads: int) -> ModelShape:
 def run(shape: ModelShape, *, tokens: int, seq_length: int, adapter: Adapter | None = None) -> Run:
     return Run(
         dialect="pytorch",
+        is_eager=True,
+        widens_gradients=True,
         shape=shape,
         layout=Layout(),
         seq_length=seq_length,
@@ -116,7 +118,7 @@ def test_activation_rows(tokens: int, mode: Mode, peak_gb: float, step_s: float)
 
 
 STREAMING_MODEL = decoder(hidden=4096, ffn=14336, layers=16, heads=32)
-AXOLOTL = Mode(weight_layers=16, weight_engine=WeightEngine.AXOLOTL)
+AXOLOTL = Mode(weight_layers=16, weight_engine=WeightEngine.SWAPPED)
 STREAMING_ROWS = [
     (2048, Mode(), 15.22, 0.0701),
     (2048, AXOLOTL, 15.46, 0.4162),

@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skill_tools.configs.config import Config, Framework, Place, Setting
+from skill_tools.configs.config import Config, Place, Setting
 from skill_tools.dialects import layout
 from skill_tools.dialects.megatron import run as megatron_run
 from skill_tools.dialects.pytorch import run as pytorch_run
@@ -28,7 +28,7 @@ VERSIONS = {"megatron-core": "0.19.0", "transformer-engine": "2.10"}
 
 def config(**values: object) -> Config:
     settings_ = {key: Setting(key, value, key, Place("run.yaml", 1, 1)) for key, value in values.items()}
-    return Config(Framework.BRIDGE, settings_, complete=False)
+    return Config("megatron-bridge", settings_, complete=False)
 
 
 def bridge_config(tensor: int, pipeline: int, batch: int, recompute: str | None) -> Config:

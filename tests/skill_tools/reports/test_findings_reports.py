@@ -11,7 +11,7 @@ from skill_tools.configs.config import Place
 from skill_tools.errors import UnusableInput
 from skill_tools.reports.ci_findings import as_github, as_sarif
 from skill_tools.reports.findings import Report, as_concise, as_json, error_as_json, report
-from skill_tools.rules.finding import Evidence, Finding, Fix, Severity, Undecided, Verdict
+from skill_tools.rules.finding import Evidence, Finding, Fix, LintResult, Severity, Undecided
 
 SCHEMA = json.loads(schema_path("findings").read_text(encoding="utf-8"))
 
@@ -35,7 +35,7 @@ def finding(
 
 @pytest.fixture
 def full() -> Report:
-    verdict = Verdict(
+    verdict = LintResult(
         (
             finding(),
             finding("oc-x", 9, Severity.WARNING, depends_on=("megatron-core>=0.18",)),
@@ -74,7 +74,8 @@ def test_open_rules_are_listed_on_request(full: Report) -> None:
 
 def test_a_clean_call_says_so() -> None:
     assert (
-        as_concise(report([("a", Verdict((), ())), ("b", Verdict((), ()))], [])) == "no findings in 2 inputs"
+        as_concise(report([("a", LintResult((), ())), ("b", LintResult((), ()))], []))
+        == "no findings in 2 inputs"
     )
 
 
@@ -97,7 +98,7 @@ def test_a_call_that_fails_is_json_too(error: Exception) -> None:
 
 
 def test_a_limit_leaves_out_the_mildest_and_counts_them() -> None:
-    verdict = Verdict((finding("aa-b", 9, Severity.WARNING), finding("la-pp", 3)), ())
+    verdict = LintResult((finding("aa-b", 9, Severity.WARNING), finding("la-pp", 3)), ())
     limited = report([("a", verdict)], [], limit=1)
     assert [found.rule for found in limited.findings] == ["la-pp"]
     assert (limited.omitted, limited.counts[Severity.WARNING]) == (1, 1)
@@ -106,10 +107,12 @@ def test_a_limit_leaves_out_the_mildest_and_counts_them() -> None:
 
 def test_findings_of_several_inputs_are_in_one_order() -> None:
     verdicts = [
-        ("b", Verdict((finding("xx-b", 1, place=Place("b", 1, 1)),), ())),
+        ("b", LintResult((finding("xx-b", 1, place=Place("b", 1, 1)),), ())),
         (
             "a",
-            Verdict((finding("xx-w", 1, Severity.WARNING), finding("xx-a", 1, place=Place("a", 9, 1))), ()),
+            LintResult(
+                (finding("xx-w", 1, Severity.WARNING), finding("xx-a", 1, place=Place("a", 9, 1))), ()
+            ),
         ),
     ]
     assert [found.rule for found in report(verdicts, []).findings] == ["xx-a", "xx-b", "xx-w"]
@@ -121,14 +124,14 @@ def test_github_commands_are_escaped(full: Report) -> None:
     assert "100%25 sure" in lines[0]
     assert lines[2].startswith("::notice ")
     assert lines[3].startswith("::error title=unusable input::cannot read 'x'")
-    odd = as_github(report([("a", Verdict((finding(place=Place("a,b:c.yaml", 1, 1)),), ()))], []))
+    odd = as_github(report([("a", LintResult((finding(place=Place("a,b:c.yaml", 1, 1)),), ()))], []))
     assert "file=a%2Cb%3Ac.yaml" in odd
 
 
 def test_sarif_keeps_the_official_schema(full: Report) -> None:
     """The schema beside this file is OASIS's own, unchanged: sarif-2.1/schema of oasis-tcs/sarif-spec."""
     schema = json.loads(Path(__file__).with_name("sarif-schema-2.1.0.json").read_text(encoding="utf-8"))
-    for each in (full, report([], []), report([("a", Verdict((), ()))], [])):
+    for each in (full, report([], []), report([("a", LintResult((), ()))], [])):
         jsonschema.validate(json.loads(as_sarif(each)), schema, cls=jsonschema.Draft4Validator)
 
 
@@ -144,9 +147,9 @@ def test_sarif_points_rules_and_results_at_each_other(full: Report) -> None:
 
 def test_a_sarif_fingerprint_does_not_move_with_the_line() -> None:
     prints = [
-        json.loads(as_sarif(report([("a", Verdict((finding(line=line),), ()))], [])))["runs"][0]["results"][
-            0
-        ]["partialFingerprints"]["offload/v1"]
+        json.loads(as_sarif(report([("a", LintResult((finding(line=line),), ()))], [])))["runs"][0][
+            "results"
+        ][0]["partialFingerprints"]["offload/v1"]
         for line in (3, 30)
     ]
     assert prints[0] == prints[1]

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from skill_tools.configs.config import Config, Framework, Place, Setting
+from skill_tools.configs.config import Config, Place, Setting
 from skill_tools.rules.knowledge import Rule, rules_from_data
 
 
@@ -22,7 +22,7 @@ def make_rule() -> Callable[..., Rule]:
 def _config(
     values: Mapping[str, object],
     *,
-    framework: Framework = Framework.BRIDGE,
+    framework: str = "megatron-bridge",
     complete: bool = True,
     file: str = "run.yaml",
     **more: Any,

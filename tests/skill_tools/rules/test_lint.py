@@ -1,27 +1,30 @@
 from collections.abc import Callable
 from types import MappingProxyType
 
-from skill_tools.configs.config import Config, Framework, Place, Setting, UnknownKey, WrongType
+from skill_tools.configs.config import Config, Place, Setting, UnknownKey, WrongType
 from skill_tools.configs.keys import Key
+from skill_tools.dialects import registry
 from skill_tools.rules.finding import Severity
 from skill_tools.rules.knowledge import Rule
 from skill_tools.rules.lint import in_order, lint
+
+FRAMEWORKS = [dialect.name for dialect in registry.with_files()]
 
 MakeConfig = Callable[..., Config]
 MakeRule = Callable[..., Rule]
 
 TYPES = {"default": "any"}
 KEYS = {
-    "a": Key("a", "parallelism", TYPES, default={Framework.BRIDGE: False}),
-    "b": Key("b", "parallelism", TYPES, default={Framework.BRIDGE: 1}),
+    "a": Key("a", "parallelism", TYPES, default={"megatron-bridge": False}),
+    "b": Key("b", "parallelism", TYPES, default={"megatron-bridge": 1}),
     "open": Key("open", "parallelism", TYPES),
-    "preset": Key("preset", "parallelism", TYPES, default={Framework.BRIDGE: 0}, recipe_sets=True),
+    "preset": Key("preset", "parallelism", TYPES, default={"megatron-bridge": 0}, recipe_sets=True),
     "moved": Key(
         "moved",
         "parallelism",
         TYPES,
         default={
-            Framework.BRIDGE: [
+            "megatron-bridge": [
                 {"versions": {"megatron-core": "<0.15"}, "value": True},
                 {"versions": {"megatron-core": ">=0.15"}, "value": False},
             ]
@@ -134,7 +137,7 @@ def test_what_cannot_be_read_statically_is_unknown_but_set(
 def test_unknown_keys_get_the_id_of_their_framework_and_form(
     make_config: MakeConfig, make_rule: MakeRule
 ) -> None:
-    def ids(framework: Framework, written: str, file: str, nearest: tuple[str, ...] = ()) -> list[str]:
+    def ids(framework: str, written: str, file: str, nearest: tuple[str, ...] = ()) -> list[str]:
         unknown = (UnknownKey(written, Place(file, 1, 1), nearest),)
         config = make_config({}, framework=framework, unknown=unknown)
         names = [
@@ -144,25 +147,25 @@ def test_unknown_keys_get_the_id_of_their_framework_and_form(
             "ax-typo-silent",
             "mlm-no-abbrev",
         ]
-        every = [framework.value for framework in Framework]
+        every = FRAMEWORKS
         rules = [make_rule("", id=name, check="input", dialects=every) for name in names]
         rules.append(
             make_rule("", id="xx-claims", check="input", dialects=every, spellings=["--cpu-offloading"])
         )
         return [finding.rule for finding in lint(config, rules=rules, keys=KEYS).findings]
 
-    assert ids(Framework.BRIDGE, "model.x", "<overrides>") == ["br-dotted-unknown-key"]
-    assert ids(Framework.BRIDGE, "+model.x", "<overrides>") == ["br-dotted-plus-unknown"]
-    assert ids(Framework.BRIDGE, "model.x", "over.yaml") == ["br-dotted-plus-unknown"]
-    assert ids(Framework.BRIDGE, "model.x", "recipe.py") == ["unknown-key"]
-    assert ids(Framework.AXOLOTL, "x", "run.yml") == ["ax-typo-silent"]
-    assert ids(Framework.MEGATRON_LM, "--num-lay", "run.sh", ("--num-layers",)) == ["mlm-no-abbrev"]
-    assert ids(Framework.MEGATRON_LM, "--nun-layers", "run.sh", ("--num-layers",)) == ["unknown-key"]
-    assert ids(Framework.MEGATRON_LM, "--cpu-offloading", "run.sh") == ["xx-claims"]
+    assert ids("megatron-bridge", "model.x", "<overrides>") == ["br-dotted-unknown-key"]
+    assert ids("megatron-bridge", "+model.x", "<overrides>") == ["br-dotted-plus-unknown"]
+    assert ids("megatron-bridge", "model.x", "over.yaml") == ["br-dotted-plus-unknown"]
+    assert ids("megatron-bridge", "model.x", "recipe.py") == ["unknown-key"]
+    assert ids("axolotl", "x", "run.yml") == ["ax-typo-silent"]
+    assert ids("megatron-lm", "--num-lay", "run.sh", ("--num-layers",)) == ["mlm-no-abbrev"]
+    assert ids("megatron-lm", "--nun-layers", "run.sh", ("--num-layers",)) == ["unknown-key"]
+    assert ids("megatron-lm", "--cpu-offloading", "run.sh") == ["xx-claims"]
 
 
 def test_other_dialects_rules_are_not_asked(make_config: MakeConfig, make_rule: MakeRule) -> None:
-    config = make_config({"a": True}, framework=Framework.AXOLOTL)
+    config = make_config({"a": True}, framework="axolotl")
     assert not lint(config, rules=[make_rule("a")], keys=KEYS).findings
 
 

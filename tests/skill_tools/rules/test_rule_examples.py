@@ -7,12 +7,12 @@ import pytest
 import yaml
 
 from skill_tools.bundle import knowledge_path
-from skill_tools.configs.config import Config, Framework
+from skill_tools.configs.config import Config
 from skill_tools.configs.keys import load_keys_yaml
 from skill_tools.configs.source import Source
 from skill_tools.dialects.read import read, read_sources
 from skill_tools.rules import suppress
-from skill_tools.rules.finding import Finding, Verdict
+from skill_tools.rules.finding import Finding, LintResult
 from skill_tools.rules.fixes import repaired
 from skill_tools.rules.knowledge import Rule, rules_from_data
 from skill_tools.rules.lint import lint
@@ -41,39 +41,39 @@ each_fixable = pytest.mark.parametrize(
 )
 
 
-def config_of(text: str, rule: Rule, framework: Framework) -> Config:
+def config_of(text: str, rule: Rule, framework: str) -> Config:
     filename = rule.examples[framework].filename
     if filename == "<overrides>":
         return read([], overrides=text.split("\n"), framework=framework)
     return read_sources([Source(filename, text)], framework=framework)
 
 
-def judge(config: Config, rule: Rule, framework: Framework) -> Verdict:
+def judge(config: Config, rule: Rule, framework: str) -> LintResult:
     verdict = lint(
         config, rules=RULES, versions=rule.examples[framework].versions, keys=KEYS, with_diffs=True
     )
     return suppress.apply(verdict, config, RULES)
 
 
-def of_rule(verdict: Verdict, rule: Rule) -> list[Finding]:
+def of_rule(verdict: LintResult, rule: Rule) -> list[Finding]:
     return [finding for finding in verdict.findings if finding.rule == rule.id]
 
 
 @each_example
-def test_the_bad_example_is_found(rule: Rule, framework: Framework) -> None:
+def test_the_bad_example_is_found(rule: Rule, framework: str) -> None:
     verdict = judge(config_of(rule.examples[framework].bad, rule, framework), rule, framework)
     open_rules = [(undecided.rule, undecided.missing) for undecided in verdict.undecided]
     assert of_rule(verdict, rule), f"found {[f.rule for f in verdict.findings]}, undecided {open_rules}"
 
 
 @each_example
-def test_the_good_example_is_not(rule: Rule, framework: Framework) -> None:
+def test_the_good_example_is_not(rule: Rule, framework: str) -> None:
     verdict = judge(config_of(rule.examples[framework].good, rule, framework), rule, framework)
     assert not of_rule(verdict, rule), of_rule(verdict, rule)[0].message
 
 
 @each_example
-def test_an_example_is_clean_but_for_what_it_shows(rule: Rule, framework: Framework) -> None:
+def test_an_example_is_clean_but_for_what_it_shows(rule: Rule, framework: str) -> None:
     """No unknown key and no wrong type slips in: an example is copied by its reader."""
     if rule.check == "input":
         pytest.skip("this rule is about the input itself")
@@ -84,7 +84,7 @@ def test_an_example_is_clean_but_for_what_it_shows(rule: Rule, framework: Framew
 
 
 @each_fixable
-def test_a_fix_makes_its_finding_vanish(rule: Rule, framework: Framework) -> None:
+def test_a_fix_makes_its_finding_vanish(rule: Rule, framework: str) -> None:
     config = config_of(rule.examples[framework].bad, rule, framework)
     (finding, *_) = of_rule(judge(config, rule, framework), rule)
     assert finding.fix.diff, "a safe or unsafe fix shows what it changes"

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from skill_tools.configs.config import Config
 from skill_tools.rules import suppress
-from skill_tools.rules.finding import Verdict
+from skill_tools.rules.finding import LintResult
 from skill_tools.rules.knowledge import Rule
 from skill_tools.rules.lint import lint
 
@@ -63,7 +63,7 @@ def test_an_unknown_rule_is_named(ids: Callable[[str], list[str]]) -> None:
 
 def test_open_rules_stay_open(make_config: Callable[..., Config]) -> None:
     config = make_config({}, sources={"run.yaml": ""})
-    assert suppress.apply(Verdict((), ()), config, []) == Verdict((), ())
+    assert suppress.apply(LintResult((), ()), config, []) == LintResult((), ())
 
 
 @given(st.text())

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from skill_tools.configs.config import Config, Framework
+from skill_tools.configs.config import Config
 from skill_tools.dialects.read import read, read_text
 from skill_tools.errors import UnusableInput
 
@@ -25,7 +25,7 @@ def test_a_configuration() -> None:
         "datasets:\n  - path: a\n    type: alpaca\ngradient_checkpointing_kwargs:\n  use_reentrant: false\n"
         "special_tokens:\n  pad_token: <pad>\n"
     )
-    assert config.framework is Framework.AXOLOTL
+    assert config.framework == "axolotl"
     assert config.complete
     assert config.model_name == "Qwen/Qwen3-8B"
     assert config.versions == {"axolotl": "0.19.0"}
@@ -134,7 +134,7 @@ def test_a_launch_script_leads_to_its_configuration(tmp_path: Path) -> None:
     script = tmp_path / "train.sh"
     script.write_text("export OMP_NUM_THREADS=8\naxolotl train config.yml --micro-batch-size 4\n")
     config = read([script])
-    assert config.framework is Framework.AXOLOTL
+    assert config.framework == "axolotl"
     assert value(config, "micro_batch_size") == 4
     assert value(config, "env.OMP_NUM_THREADS") == "8"
 

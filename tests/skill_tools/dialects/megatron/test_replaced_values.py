@@ -2,20 +2,23 @@
 
 import pytest
 
-from skill_tools.configs.config import Config, Framework
+from skill_tools.configs.config import Config
 from skill_tools.configs.source import Source
+from skill_tools.dialects import registry
 from skill_tools.dialects.read import read_sources
-from skill_tools.rules.overwritten import overwritten
 
 
 def config(*texts: tuple[str, str], overrides: tuple[str, ...] = ()) -> Config:
     return read_sources(
-        [Source(name, text) for name, text in texts], overrides=overrides, framework=Framework.BRIDGE
+        [Source(name, text) for name, text in texts], overrides=overrides, framework="megatron-bridge"
     )
 
 
 def rules(found: Config) -> list[tuple[str, object, object]]:
-    return [(rule, loser.value, winner.value) for rule, loser, winner in overwritten(found)]
+    return [
+        (rule, loser.value, winner.value)
+        for rule, loser, winner in registry.named(found.framework).replaced(found)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -53,4 +56,5 @@ def test_an_exported_variable_beats_env_vars() -> None:
 
 def test_other_frameworks_have_no_such_rule() -> None:
     flags = "python pretrain_gpt.py --num-layers 4 --num-layers 8\n"
-    assert not list(overwritten(read_sources([Source("run.sh", flags)], framework=Framework.MEGATRON_LM)))
+    config = read_sources([Source("run.sh", flags)], framework="megatron-lm")
+    assert not list(registry.named(config.framework).replaced(config))

@@ -1,9 +1,9 @@
 import pytest
 
-from skill_tools.configs.config import Config, Framework, Place, Setting
+from skill_tools.configs.config import Config, Place, Setting
 from skill_tools.dialects import layout
 from skill_tools.dialects.layout import Layout
-from skill_tools.dialects.megatron import layout_sources
+from skill_tools.dialects.megatron import layout as megatron_layout
 from skill_tools.dialects.megatron import run as megatron_run
 from skill_tools.dialects.run import Run
 from skill_tools.dialects.shapes import ModelShape
@@ -13,13 +13,13 @@ from skill_tools.planning.model.activations import in_flight
 from skill_tools.planning.model.shape_sources import from_fields
 
 
-def config(framework: Framework = Framework.MEGATRON_LM, **values: object) -> Config:
+def config(framework: str = "megatron-lm", **values: object) -> Config:
     settings = {key: Setting(key, value, key, Place("run.sh", 1, 1)) for key, value in values.items()}
-    return Config(framework, settings, complete=framework is Framework.MEGATRON_LM)
+    return Config(framework, settings, complete=framework == "megatron-lm")
 
 
 def test_megatrons_stage_notation_places_every_layer() -> None:
-    found = layout_sources.of_megatron(
+    found = megatron_layout.of_megatron(
         config(pipeline_model_parallel_size=2, pipeline_model_parallel_layout="Et*3|(tt|)*6mL"),
         gpus=2,
         num_layers=15,
@@ -30,7 +30,7 @@ def test_megatrons_stage_notation_places_every_layer() -> None:
 
 
 def test_uneven_first_and_last_stages_are_kept() -> None:
-    found = layout_sources.of_megatron(
+    found = megatron_layout.of_megatron(
         config(
             pipeline_model_parallel_size=4,
             num_layers_in_first_pipeline_stage=5,
@@ -44,7 +44,7 @@ def test_uneven_first_and_last_stages_are_kept() -> None:
 
 
 def test_without_a_world_size_the_fewest_gpus_are_assumed_and_said() -> None:
-    found = layout_sources.of_megatron(
+    found = megatron_layout.of_megatron(
         config(tensor_model_parallel_size=2, pipeline_model_parallel_size=2, expert_model_parallel_size=4),
         gpus=None,
         num_layers=48,
@@ -125,5 +125,5 @@ def test_a_head_size_of_its_own_needs_no_hidden_size_that_divides() -> None:
 )
 def test_the_launch_line_says_how_many_gpus(text: str, world: int | None) -> None:
     launched = config(tensor_model_parallel_size=2)._replace(sources={"run.sh": text})
-    found = layout_sources.of_megatron(launched, gpus=None, num_layers=4, moe=False)
+    found = megatron_layout.of_megatron(launched, gpus=None, num_layers=4, moe=False)
     assert found.layout.gpus == (world or 2)

@@ -1,0 +1,157 @@
+"""What a dialect is: everything that the tools need to know about one framework, as one object.
+
+A subclass says what differs from the defaults here; `compose`, `run` and `candidates` it has to write. The object's
+module is small and loads the mechanics when they are called, because every dialect is asked for evidence in each lint.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from skill_tools.configs.config import Config, Setting, UnknownKey
+from skill_tools.configs.keys import Key, load_keys
+from skill_tools.configs.source import Kind, Source
+
+if TYPE_CHECKING:  # a lint builds no run: what a plan alone needs is loaded by the plan
+    from skill_tools.configs.yaml_lines import Node
+    from skill_tools.dialects.candidates import Advice, Candidate
+    from skill_tools.dialects.patch import Patch
+    from skill_tools.dialects.run import Mode, Run
+    from skill_tools.dialects.shapes import ModelShape
+
+
+class Evidence(NamedTuple):
+    """How many names of an input are this framework's; `certain` where nothing else can be true beside it."""
+
+    votes: int = 0
+    certain: bool = False
+
+
+NONE = Evidence()
+
+
+class Dialect(ABC):
+    """One framework.
+
+    `name` is what `--framework` takes, `label` its name in a sentence. `has_files` says that it has configuration files
+    of its own, and with them rules. `example_file` tells the form of a rule's example that does not say it. `form` and
+    `language` say how settings are shown to its users, `assigns` what stands between a key and its value.
+    `takes_new_keys` says that a fix may add a key at the end of a YAML file. `to_fit` is what to try when nothing fits,
+    `carry_out` how to carry out a plan that changes no setting.
+    """
+
+    name: str
+    label: str
+    has_files = True
+    example_file = "config.yaml"
+    form = "in the YAML"
+    language = "yaml"
+    assigns = ": "
+    takes_new_keys = True
+    to_fit = "more GPUs (--gpus), or a shorter sequence"
+    carry_out = ""
+
+    @property
+    def heading(self) -> str:
+        """How a column of a table is called that is about this framework."""
+        return self.label
+
+    def evidence(self, source: Source) -> Evidence:
+        """Return what in `source` says that it is this framework's."""
+        match source.kind:
+            case Kind.PYTHON:
+                return self.evidence_in_python(source.text)
+            case Kind.SHELL:
+                return self.evidence_in_text(source.text)
+        root = source.documents[0].value if source.documents else None
+        return self.evidence_in_entries(root) if isinstance(root, dict) else NONE
+
+    def evidence_in_python(self, text: str) -> Evidence:
+        """Return what a Python file says."""
+        return NONE
+
+    def evidence_in_text(self, text: str) -> Evidence:
+        """Return what a launch script, or the overrides of a command line say."""
+        return NONE
+
+    def evidence_in_entries(self, entries: "Mapping[str, Node]") -> Evidence:
+        """Return what the entries at the top of a YAML or JSON file say."""
+        return NONE
+
+    @abstractmethod
+    def compose(self, sources: Sequence[Source], overrides: Sequence[str]) -> Config:
+        """Merge inputs in the framework's own precedence; raises `UnusableInput` for what it cannot read."""
+
+    def rule_for_unknown(self, unknown: UnknownKey) -> str:
+        """Return the id of the rule for a key that the framework does not know."""
+        return "unknown-key"
+
+    def rule_for_type(self, key: Key | None) -> str:
+        """Return the id of the rule for a value that `key` (None: not in the table) cannot hold."""
+        return "wrong-type"
+
+    def replaced(self, config: Config) -> Iterator[tuple[str, Setting, Setting]]:
+        """Yield what the framework replaces although nobody overrode it: the rule's id, the loser and the winner."""
+        return iter(())
+
+    def size_override(self, key: str) -> str:
+        """Return the option that gives a size of the model, such as `num_layers`, on top of the input."""
+        return f'--overrides="{self.spelling(key)}=N"'
+
+    def spelling(self, key: str) -> str:
+        """Return how the framework spells a canonical key; one that it does not spell stands for itself."""
+        known = load_keys().get(key)
+        return known.spelling.get(self.name, key) if known else key
+
+    @abstractmethod
+    def run(self, config: Config, shape: "ModelShape", *, gpus: int | None) -> "Run":
+        """Return the run that `config` describes; raises `UnusableInput` for sizes that cannot be."""
+
+    def current(self, config: Config, run: "Run") -> "Mode":
+        """Return the mode that the configuration asks for as it stands."""
+        from skill_tools.dialects.run import Mode
+
+        return Mode()
+
+    @abstractmethod
+    def candidates(self, config: Config, run: "Run", advice: "Advice") -> "Iterator[Candidate]":
+        """Yield the ways to fit, each with the optimizer offloaded whole or not at all."""
+
+    def remarks(self, config: Config, mode: "Mode") -> tuple[str, ...]:
+        """Say what the mode as it stands does not move, although its name promises it."""
+        return ()
+
+    def cautions(self, settings: Mapping[str, object]) -> tuple[str, ...]:
+        """Say what a proposal changes beside memory and time."""
+        return ()
+
+    def patch(
+        self, settings: Mapping[str, object], config: Config | None = None, *, dead: Sequence[str] = ()
+    ) -> "Patch":
+        """Return `settings` as the user writes them, with the spellings that `config` already uses.
+
+        `dead` are unknown keys of the input that mean to offload, so that they should go.
+        """
+        from skill_tools.dialects.patch import Patch, as_yaml, exports
+
+        line, own = exports(settings)
+        return Patch(self.name, settings, "", as_yaml(self.spelled(own, config)), line)
+
+    def spelled(self, settings: Mapping[str, object], config: Config | None) -> dict[str, object]:
+        """Return `settings` under the framework's spellings, or those that `config` uses."""
+        present = config.settings if config else {}
+        return {
+            present[key].written if key in present else self.spelling(key): value
+            for key, value in settings.items()
+        }
+
+    def change(self, patch: "Patch") -> str:
+        """Return what a reader is shown of a patch: exports, then the form that is shorter to carry out."""
+        return "\n".join(part for part in (patch.environment, patch.overrides or patch.text) if part).rstrip()
+
+    def execute(self, mode: "Mode", run: "Run", peak_bytes: int) -> dict[str, object] | None:
+        """Return what `reference_impl.apply_plan` is to do, where it is what carries plans out.
+
+        `peak_bytes` is what the allocator may reach in a step.
+        """
+        return None

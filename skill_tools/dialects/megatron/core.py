@@ -1,0 +1,53 @@
+"""What Megatron Bridge and Megatron-LM have in common as dialects, because both train with Megatron Core.
+
+It stands alone so that neither dialect's module loads the other.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from skill_tools.configs.config import Config
+from skill_tools.dialects.base import Dialect
+
+if TYPE_CHECKING:
+    from skill_tools.dialects.candidates import Advice, Candidate
+    from skill_tools.dialects.run import Mode, Run
+    from skill_tools.dialects.shapes import ModelShape
+
+
+class MegatronCore(Dialect):
+    """A dialect of Megatron Core: one way from parallel sizes to a run, one set of candidates."""
+
+    language = "text"
+    assigns = "="
+    to_fit = "more GPUs (--gpus), a larger tensor or pipeline parallel size, or a shorter sequence"
+
+    def run(self, config: Config, shape: "ModelShape", *, gpus: int | None) -> "Run":
+        """Return the run; raises `UnusableInput` for sizes that cannot be."""
+        from skill_tools.dialects.megatron.run import build
+
+        return build(config, shape, gpus=gpus)
+
+    def current(self, config: Config, run: "Run") -> "Mode":
+        """Return the mode that the configuration asks for as it stands."""
+        from skill_tools.dialects.megatron.candidates import current
+
+        return current(config)
+
+    def candidates(self, config: Config, run: "Run", advice: "Advice") -> "Iterator[Candidate]":
+        """Yield every combination of recompute, activation offload and optimizer offload worth a look."""
+        from skill_tools.dialects.megatron.candidates import candidates
+
+        return candidates(config, run)
+
+    def remarks(self, config: Config, mode: "Mode") -> tuple[str, ...]:
+        """Say what the mode as it stands does not move, although its name promises it."""
+        from skill_tools.dialects.megatron.candidates import remarks
+
+        return remarks(config, mode)
+
+    def cautions(self, settings: Mapping[str, object]) -> tuple[str, ...]:
+        """Say what a proposal changes beside memory and time."""
+        from skill_tools.dialects.megatron.candidates import cautions
+
+        return cautions(settings)

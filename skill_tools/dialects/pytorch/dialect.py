@@ -1,0 +1,109 @@
+"""A plain PyTorch loop as a dialect: settings on the command line, a model by name or by sizes, no files, no rules."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from skill_tools.configs.config import Config, Place, Setting
+from skill_tools.configs.keys import load_keys
+from skill_tools.configs.source import Source
+from skill_tools.dialects.base import Dialect
+from skill_tools.dialects.pytorch import PYTORCH
+from skill_tools.errors import UnusableInput
+
+if TYPE_CHECKING:
+    from skill_tools.dialects.candidates import Advice, Candidate
+    from skill_tools.dialects.patch import Patch
+    from skill_tools.dialects.run import Mode, Run
+    from skill_tools.dialects.shapes import ModelShape
+
+SETTINGS = (
+    "seq_length",
+    "micro_batch_size",
+    "gradient_accumulation_steps",
+    "recompute_granularity",
+    "lora_rank",
+    "max_grad_norm",
+)
+_PLACE = Place("<overrides>", 1, 1)
+
+
+class PyTorch(Dialect):
+    """A loop that someone wrote; `reference_impl` moves its tensors."""
+
+    name = PYTORCH
+    label = "a plain PyTorch loop"
+    has_files = False
+    to_fit = "a shorter sequence or a smaller micro-batch (--overrides), or adapters with lora_rank=16"
+    carry_out = (
+        "to carry it out, save it (--format json > plan.json), then call in the loop "
+        'reference_impl.verification.apply.apply_plan(model, optimizer, "plan.json")'
+    )
+
+    @property
+    def heading(self) -> str:
+        """Who moves the tensors is worth a word."""
+        return "PyTorch (`reference_impl`)"
+
+    def compose(self, sources: Sequence[Source], overrides: Sequence[str]) -> Config:
+        """Read `key=value` settings; raises `UnusableInput` for a name that means nothing to a loop."""
+        settings = {}
+        for key, value in _pairs([word for text in overrides for word in text.split()]).items():
+            if key not in SETTINGS and not _is_size(key):
+                raise UnusableInput(
+                    f"--overrides {key}={value} means nothing to {self.label}",
+                    expected=f"one of {', '.join(SETTINGS)} or a size of the model",
+                    attempt="--framework megatron-bridge for keys of Megatron Bridge",
+                )
+            settings[key] = Setting(key, value, key, _PLACE)
+        return Config(self.name, MappingProxyType(settings), complete=True)
+
+    def size_override(self, key: str) -> str:
+        """Return the override as `compose` takes it."""
+        return f"--overrides {key}=N"
+
+    def run(self, config: Config, shape: "ModelShape", *, gpus: int | None) -> "Run":
+        """Return the run: bf16 weights, fp32 master weights, data-parallel at most."""
+        from skill_tools.dialects.pytorch.run import build
+
+        return build(config, shape, gpus=gpus)
+
+    def candidates(self, config: Config, run: "Run", advice: "Advice") -> "Iterator[Candidate]":
+        """Yield every combination of the reference implementation's mechanisms."""
+        from skill_tools.dialects.pytorch.candidates import candidates
+
+        return candidates(run, advice)
+
+    def patch(
+        self, settings: Mapping[str, object], config: Config | None = None, *, dead: Sequence[str] = ()
+    ) -> "Patch":
+        """Return an empty patch: what a plan changes here is carried out, not written."""
+        from skill_tools.dialects.patch import Patch
+
+        return Patch(self.name, settings, "", "")
+
+    def execute(self, mode: "Mode", run: "Run", peak_bytes: int) -> dict[str, object]:
+        """Return what `reference_impl.apply_plan` is to do."""
+        from skill_tools.dialects.pytorch.candidates import execute
+
+        return execute(mode, run, peak_bytes)
+
+
+def _is_size(name: str) -> bool:
+    key = load_keys().get(name)
+    return key is not None and key.mechanism == "model"
+
+
+def _pairs(written: Sequence[str]) -> Mapping[str, str]:
+    pairs = {}
+    for item in written:
+        key, separator, value = item.partition("=")
+        if not separator or not key:
+            raise UnusableInput(
+                f"--overrides {item!r}", expected="KEY=VALUE", attempt="--overrides seq_length=8192"
+            )
+        pairs[key.strip()] = value.strip()
+    return pairs
+
+
+DIALECT = PyTorch()

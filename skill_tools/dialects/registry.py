@@ -1,0 +1,54 @@
+"""The dialects by name. One that is asked for is loaded; the others are not, unless an input has to be recognised."""
+
+import importlib
+from functools import cache
+from pathlib import Path
+
+from skill_tools import knowledge
+from skill_tools.dialects.base import Dialect
+
+_MODULES = {
+    "megatron-bridge": "skill_tools.dialects.megatron.bridge",
+    "megatron-lm": "skill_tools.dialects.megatron.lm",
+    "axolotl": "skill_tools.dialects.axolotl.dialect",
+}
+WITHOUT_FILES = "pytorch"  # what a plan is for where neither a file nor a framework is named
+_MODULES_WITHOUT_FILES = {WITHOUT_FILES: "skill_tools.dialects.pytorch.dialect"}
+
+_registered: dict[str, tuple[Dialect, Path]] = {}
+
+
+def names() -> tuple[str, ...]:
+    """Return the name of every dialect, as `--framework` takes it."""
+    return (*_MODULES, *_MODULES_WITHOUT_FILES, *_registered)
+
+
+def named(name: str) -> Dialect:
+    """Return the dialect called `name`; raises `KeyError` for a name that is not one of `names()`."""
+    return _registered[name][0] if name in _registered else _load(name)
+
+
+def with_files() -> tuple[Dialect, ...]:
+    """Return the dialects that have configuration files, in the order in which evidence is weighed."""
+    added = (dialect for dialect, _ in _registered.values() if dialect.has_files)
+    return (*map(named, _MODULES), *added)
+
+
+def register(dialect: Dialect, data: Path) -> None:
+    """Add a framework: its dialect, and its facts in the folder `data` (see `knowledge.add`)."""
+    if dialect.name in names():
+        raise ValueError(f"{dialect.name} is registered already; expected a name of its own")
+    knowledge.add(data)
+    _registered[dialect.name] = dialect, data
+
+
+def unregister(name: str) -> None:
+    """Take a registered framework and its facts out again."""
+    _, data = _registered.pop(name)
+    knowledge.remove(data)
+
+
+@cache
+def _load(name: str) -> Dialect:
+    dialect: Dialect = importlib.import_module({**_MODULES, **_MODULES_WITHOUT_FILES}[name]).DIALECT
+    return dialect
