@@ -20,7 +20,7 @@ STEPS_BEFORE_A_PLAN = 2
 @pytest.fixture
 def long_trainee(trainee, device):
     """More tokens, so that activations outweigh weights, with kernels that repeat themselves bit by bit."""
-    trainee.ids = torch.randint(512, (2, 8192 if device.is_accelerator else 1024), device=device.torch_device)
+    trainee.ids = torch.randint(512, (2, 8192 if device.is_accelerator else 512), device=device.torch_device)
     # The attention that adds in a fixed order takes half precision only.
     trainee.model.to(torch.bfloat16 if device.is_accelerator else torch.float32)
     with kernels(device, fixed_order=True):
