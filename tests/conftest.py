@@ -1,5 +1,6 @@
 """Skips what this machine cannot run, and says why in one line a reason."""
 
+import gc
 import importlib.util
 from collections import Counter
 from collections.abc import Generator
@@ -26,6 +27,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         reason = "needs a CUDA device"
     for item in wanted:
         item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_collection_finish() -> None:
+    """Take what is loaded by now out of garbage collection: a collection then takes milliseconds, not half a second."""
+    gc.collect()
+    gc.freeze()
 
 
 def reason_of(report: pytest.TestReport | pytest.CollectReport) -> str:
