@@ -61,7 +61,7 @@ def extremes(trainee, device):
     return without, everything
 
 
-@pytest.mark.parametrize("share", [0.05, 0.3, 0.7, 1.2])
+@pytest.mark.parametrize("share", [0.05, pytest.param(0.3, marks=pytest.mark.slow), 0.7, 1.2])
 def test_the_budget_is_kept_and_the_step_is_bitwise_the_same(long_trainee, device, share):
     expected = long_trainee.step()
     without, everything = extremes(long_trainee, device)
@@ -78,7 +78,9 @@ def test_the_budget_is_kept_and_the_step_is_bitwise_the_same(long_trainee, devic
 
 
 @pytest.mark.usefixtures("slow_link")
-@pytest.mark.parametrize("share", [0.02, 0.05, 0.1, 0.3])
+@pytest.mark.parametrize(
+    "share", [0.02, *(pytest.param(share, marks=pytest.mark.slow) for share in (0.05, 0.1)), 0.3]
+)
 def test_the_budget_is_kept_where_much_is_recomputed(long_trainee, device, share):
     expected = long_trainee.step()
     without, everything = extremes(long_trainee, device)
