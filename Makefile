@@ -1,9 +1,12 @@
-# `make demo` shows the tool, `make test` proves it; both set up what they need in .venv.
+# `make demo` shows the tool, `make test` proves it, `make test-all` at length; each sets up what it needs in .venv.
 PYTHON ?= python3
 BIN := .venv/bin
+# Two tests at a time, each with a thread of its own for small tensors.
+WORKERS ?= 2
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses $(WORKERS) --dist worksteal
 AXOLOTL_RELEASES := 0.12.2 0.13.2 0.14.0 0.15.0 0.16.1 0.17.0 0.18.0 0.19.0
 
-.PHONY: setup demo test test-axolotl test-megatron lint-code render clean
+.PHONY: setup demo test test-all check test-axolotl test-megatron lint-code render clean
 
 setup: .venv/.ready
 
@@ -20,10 +23,17 @@ lint-code: setup
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-test: setup lint-code
+check: setup lint-code
 	$(BIN)/offload card check
+
+# The fast tier: under five minutes on two idle cores.
+test: check
+	$(PYTEST) -m 'not slow'
+
+# Both tiers: under twenty minutes. The newest Megatron judges our rules too.
+test-all: check
 	$(BIN)/python tests/megatron/fetch.py newest
-	$(BIN)/pytest
+	$(PYTEST)
 
 # The released schemas of Axolotl judge our rules: 10,000 generated configurations a release.
 test-axolotl: setup

@@ -2,9 +2,9 @@
 
 import ast
 import re
-import statistics
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -35,8 +35,11 @@ BANNED_MODULES = {
     "ctypes",
 }
 BANNED_CALLS = {"eval", "exec", "compile", "__import__"}
-LONGEST_FILE = 500
-LONGEST_MEDIAN = 150
+LONGEST_MODULE = 500
+MOST_MODULES_OF_A_FOLDER = 25
+# A shorter module with a single importer says in a sentence of its docstring why it stands alone.
+SHORTEST_MODULE = 60
+STANDS_ALONE = re.compile(r"(?:^|[.:]\s+|\n)Apart because \S")
 
 
 def relative(path: Path) -> str:
@@ -107,17 +110,61 @@ def test_skill_tools_reaches_for_nothing_dangerous(path: Path) -> None:
     assert all(isinstance(call.args[1], ast.Constant) for call in dynamic), "getattr with a computed name"
 
 
-@pytest.mark.parametrize("path", [*SKILL_TOOLS, *REFERENCE_IMPL], ids=relative)
-def test_a_file_is_short(path: Path) -> None:
-    assert len(path.read_text(encoding="utf-8").splitlines()) <= LONGEST_FILE
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-@pytest.mark.parametrize("paths", [SKILL_TOOLS, REFERENCE_IMPL], ids=["skill_tools", "reference_impl"])
-def test_the_median_file_is_short(paths: list[Path]) -> None:
-    assert (
-        statistics.median(len(path.read_text(encoding="utf-8").splitlines()) for path in paths)
-        <= LONGEST_MEDIAN
-    )
+def importers() -> Counter[str]:
+    """How many modules of the two packages import each module, packages' `__init__` included."""
+    paths = [*SKILL_TOOLS, *REFERENCE_IMPL]
+    modules = {module_name(path) for path in paths}
+    counts: Counter[str] = Counter()
+    for path in paths:
+        names = {name if name in modules else name.rpartition(".")[0] for name in imported(path)}
+        counts.update(names & modules)
+    return counts
+
+
+def length(path: Path) -> int:
+    return len(path.read_text(encoding="utf-8").splitlines())
+
+
+def test_no_module_is_long() -> None:
+    long = [
+        f"{relative(path)}: {length(path)} lines"
+        for path in [*SKILL_TOOLS, *REFERENCE_IMPL]
+        if length(path) > LONGEST_MODULE
+    ]
+    assert not long, listed(f"over {LONGEST_MODULE} lines; try two ideas in two modules", long)
+
+
+def test_no_folder_has_many_modules() -> None:
+    counts = Counter(path.parent for path in [*SKILL_TOOLS, *REFERENCE_IMPL] if path.name != "__init__.py")
+    full = [
+        f"{relative(folder)}: {count} modules"
+        for folder, count in counts.items()
+        if count > MOST_MODULES_OF_A_FOLDER
+    ]
+    assert not full, listed(f"over {MOST_MODULES_OF_A_FOLDER} modules; try a room of its own", full)
+
+
+def test_no_module_is_short_and_used_once_without_a_reason() -> None:
+    counts = importers()
+    alone = [
+        f"{relative(path)}: {length(path)} lines"
+        for path in [*SKILL_TOOLS, *REFERENCE_IMPL]
+        if length(path) < SHORTEST_MODULE
+        and counts[module_name(path)] == 1
+        and path.name != "__init__.py"
+        and not STANDS_ALONE.search(ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "")
+    ]
+    advice = f"under {SHORTEST_MODULE} lines with one importer; try to merge it, or say 'Apart because ...'"
+    assert not alone, listed(advice, alone)
+
+
+def listed(title: str, offenders: list[str]) -> str:
+    return "\n  ".join([f"{len(offenders)} {title}:", *sorted(offenders)])
 
 
 @pytest.mark.parametrize("path", [*SKILL_TOOLS, *REFERENCE_IMPL], ids=relative)

@@ -33,6 +33,7 @@ def run(benchmark, monkeypatch, *arguments):
     benchmark.main()
 
 
+@pytest.mark.slow
 def test_the_table_is_filled_from_one_call(benchmark, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(benchmark, "first_step", lambda name, tokens, *, tiny: 1.5)
     out = tmp_path / "activations.json"
@@ -60,6 +61,7 @@ def test_the_table_is_filled_from_one_call(benchmark, monkeypatch, tmp_path, cap
     assert "| row |" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_first_step_has_a_process_of_its_own(benchmark):
     assert benchmark.first_step(benchmark.RESERVED, 32, tiny=True) > 0
     with pytest.raises(RuntimeError, match="first step of 'nothing like it' failed"):

@@ -42,6 +42,7 @@ def plans(monkeypatch):
     return module
 
 
+@pytest.mark.slow
 def test_plans_are_made_and_trained_at_toy_size(plans, tmp_path, monkeypatch, capsys):
     out = tmp_path / "plans.json"
     arguments = ["plans.py", "--tiny", "--plans", "optimizer on,LoRA", "--out", str(out)]

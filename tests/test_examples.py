@@ -18,6 +18,7 @@ def printed(
     return capsys.readouterr().out.splitlines()
 
 
+@pytest.mark.slow
 def test_the_loop_learns_the_same_with_and_without_offload(capsys, monkeypatch):
     pytest.importorskip("torch", reason="needs torch: pip install -c constraints.txt '.[reference]'")
     offloaded = printed("train_with_offload.py", [], capsys, monkeypatch)

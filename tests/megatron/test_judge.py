@@ -10,6 +10,7 @@ HERE = Path(__file__).resolve().parent
 TREES = sorted(path.parent for path in (HERE.parents[1] / ".megatron-core").glob("*/megatron"))
 
 
+@pytest.mark.slow
 @pytest.mark.megatron
 @pytest.mark.skipif(not TREES, reason="no megatron-core release is unpacked; make test-megatron fetches some")
 @pytest.mark.parametrize("tree", TREES, ids=lambda tree: tree.name)

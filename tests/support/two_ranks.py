@@ -1,8 +1,9 @@
 """Runs as a script, once a rank: FSDP2 with uneven and empty shards, or DDP, over two ranks that see different data.
 
-    python two_ranks.py RANK STORE_FILE cpu|cuda fsdp|ddp OFFLOAD_FRACTION
+    python two_ranks.py RANK STORE_FILE cpu|cuda fsdp:OFFLOAD_FRACTION|ddp:OFFLOAD_FRACTION ...
 
-Compares four clipped steps with one process that has seen all of the data, and ends with an error where they differ.
+Compares four clipped steps with one process that has seen all of the data, once for each of the last words, and ends
+with an error where they differ.
 """
 
 import os
@@ -62,21 +63,9 @@ def train_alone(model, halves):
     return torch.stack(norms)
 
 
-def main(rank, store, place, how, fraction):
-    rank = int(rank)
-    device = torch.device(place, rank) if place == "cuda" else torch.device(place)
-    if place == "cuda":
-        torch.cuda.set_device(device)
-    dist.init_process_group(
-        "nccl" if place == "cuda" else "gloo",
-        store=dist.FileStore(store, RANKS),
-        rank=rank,
-        world_size=RANKS,
-        # A rank whose neighbour has ended with an error ends too.
-        timeout=timedelta(seconds=40),
-    )
+def compare(rank, place, device, how, fraction):
     model, plain = net(device), net(device)
-    options = {"offload_fraction": float(fraction), "max_grad_norm": MAX_NORM}
+    options = {"offload_fraction": fraction, "max_grad_norm": MAX_NORM}
     options["cpu"] = CpuUpdate(bucket_elements=64)
     if how == "fsdp":
         for layer in (model[0], model[2], model[4], model):
@@ -103,6 +92,25 @@ def main(rank, store, place, how, fraction):
         for param, state in optimizer.state.items():
             assert state["exp_avg"].shape == param.shape
     dist.barrier()
+
+
+def main(rank, store, place, *cases):
+    rank = int(rank)
+    device = torch.device(place, rank) if place == "cuda" else torch.device(place)
+    if place == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "nccl" if place == "cuda" else "gloo",
+        store=dist.FileStore(store, RANKS),
+        rank=rank,
+        world_size=RANKS,
+        # A rank whose neighbour has ended with an error ends too.
+        timeout=timedelta(seconds=40),
+    )
+    for case in cases:
+        how, fraction = case.split(":")
+        print(case, file=sys.stderr)
+        compare(rank, place, device, how, float(fraction))
     # Both ranks remove the store's file as they let go of it, and torch waits for minutes for one that is just gone.
     os._exit(0)
 

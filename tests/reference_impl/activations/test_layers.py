@@ -219,6 +219,8 @@ def test_what_is_reserved_is_there_before_the_first_step_and_serves_it(trainee):
 def test_what_cannot_be_reserved_is_said_before_anything_is_attached(trainee, options, tmp_path):
     before = [dict(module.__dict__) for module in trainee.model.modules()]
     with pytest.raises(HostMemoryError, match=f"{options['reserve_bytes'] / 2**30:.2f} GiB needed"):
-        ActivationOffloader(trainee.model, disk=DiskSpace(path=tmp_path, limit_bytes=2**22), **options)
+        ActivationOffloader(
+            trainee.model, disk=DiskSpace(path=tmp_path, limit_bytes=2**22, staging_bytes=2**21), **options
+        )
     assert [dict(module.__dict__) for module in trainee.model.modules()] == before
     assert list(tmp_path.iterdir()) == []

@@ -2,6 +2,7 @@
 
 import copy
 
+import pytest
 import torch
 from optimizer_reference import MasterAdamW
 from optimizer_training import OPTIONS, train
@@ -26,6 +27,7 @@ class Learner(nn.Module):
         return decoder_loss(self.decoder(ids), ids)
 
 
+@pytest.mark.slow
 def test_training_200_steps_agrees_with_no_offload(device, make):
     model = Learner(device)
     plain = copy.deepcopy(model)

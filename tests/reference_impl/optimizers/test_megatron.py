@@ -120,6 +120,7 @@ def test_their_checkpoint_continues_bitwise_in_ours(device, on_cuda):  # noqa: F
         assert torch.load(file, weights_only=True)["state"].keys() == theirs.state_dict()["state"].keys()
 
 
+@pytest.mark.slow
 @pytest.mark.megatron
 @needs_release
 @pytest.mark.parametrize("tree", trees(), ids=lambda tree: tree.name)

@@ -66,6 +66,7 @@ print("end")
     assert program(code, device).split() == ["end"]
 
 
+@pytest.mark.slow
 def test_one_thread_of_openmp_changes_no_bit(device):
     """torchrun sets it; the update's threads are the optimizer's own."""
     code = """
@@ -101,6 +102,7 @@ optimizer.close()
     assert program(code, device).split() == ["4"]
 
 
+@pytest.mark.slow
 def test_a_forked_child_may_end_by_itself(device):
     """As a data loader's worker does, with the parent's updates in flight."""
     code = """
@@ -114,6 +116,7 @@ optimizer.close()
     assert program(code, device).split() == ["0"]
 
 
+@pytest.mark.slow
 def test_data_loader_workers_started_later_work(device):
     code = """
 model, optimizer = train(place)

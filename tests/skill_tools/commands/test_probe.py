@@ -22,12 +22,14 @@ def probed(tmp_path_factory):
     return file, "\n".join(out), progress
 
 
+@pytest.mark.slow
 def test_the_profile_follows_its_schema(probed):
     schema = json.loads(schema_path("profile").read_text(encoding="utf-8"))
     jsonschema.Draft202012Validator.check_schema(schema)
     jsonschema.validate(json.loads(probed[0].read_text(encoding="utf-8")), schema)
 
 
+@pytest.mark.slow
 def test_every_rate_is_printed_with_its_unit(probed):
     hardware = json.loads(probed[0].read_text(encoding="utf-8"))["hardware"]
     lines = probed[1].splitlines()
@@ -40,6 +42,7 @@ def test_every_rate_is_printed_with_its_unit(probed):
     assert next(text[4:].strip() for text in probed[2]) == "copies"
 
 
+@pytest.mark.slow
 def test_a_plan_rests_on_the_measured_rates(probed, capsys):
     arguments = ["plan", "--model", "llama-3-8b", "--gpu-memory", "80GiB", "--host-memory", "500GiB"]
     assert main([*arguments, "--profile", str(probed[0]), "--format", "json"]) == 0

@@ -96,7 +96,7 @@ FORMULAS = {
 @pytest.mark.parametrize("name", FORMULAS)
 def test_all_shapes_threads_and_buckets_give_the_bits_of_torch(name, bucket_elements, threads):
     algorithm, theirs, options = FORMULAS[name]
-    shapes = SHAPES if bucket_elements > 64 else SHAPES[:-1]
+    shapes = SHAPES if bucket_elements > 64 else SHAPES[:-2]
     torch.manual_seed(0)
     ours = [torch.nn.Parameter(torch.randn(shape)) for shape in shapes]
     plain = [torch.nn.Parameter(param.detach().clone()) for param in ours]
