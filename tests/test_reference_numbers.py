@@ -1,6 +1,5 @@
 """What the planner assumes of the reference implementation is what the reference implementation does."""
 
-import dataclasses
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -13,24 +12,16 @@ torch = pytest.importorskip("torch", reason="needs torch: pip install -c constra
 
 import reference_impl  # noqa: E402
 from reference_impl.optimizers import resident  # noqa: E402
+from reference_impl.optimizers.options import CpuUpdate, Streaming  # noqa: E402
 from reference_impl.optimizers.split import StateBytes, state_bytes  # noqa: E402
 from reference_impl.optimizers.streamed.slots import LEAST_SLOTS  # noqa: E402
 
 
 def default(made: type, option: str) -> Any:
-    """The default of an option: of a keyword of its own, or of a field of a keyword that groups several."""
-    keywords = [
-        keyword
-        for kind in reversed(made.__mro__)
-        for keyword in inspect.signature(kind.__init__).parameters.values()
-        if keyword.default is not inspect.Parameter.empty
-    ]
-    for keyword in keywords:
-        if keyword.name == option:
-            return keyword.default
-    groups = [keyword.default for keyword in keywords if dataclasses.is_dataclass(keyword.default)]
-    (found,) = (getattr(group, option) for group in groups if hasattr(group, option))
-    return found
+    """The default of a keyword that `made` takes, or a class below it."""
+    keywords = [inspect.signature(kind.__init__).parameters for kind in made.__mro__]
+    found = [each[option].default for each in keywords if option in each]
+    return found[0]
 
 
 def bf16_adam() -> StateBytes:
@@ -43,21 +34,19 @@ def gradient_bytes() -> int:
 
 
 NUMBERS: dict[str, Callable[[], Any]] = {
-    "BUCKET_ELEMENTS": lambda: default(reference_impl.HybridDeviceOptimizer, "bucket_elements"),
-    "CHUNK_BYTES": lambda: default(reference_impl.HybridDeviceOptimizer, "chunk_bytes"),
+    "BUCKET_ELEMENTS": lambda: CpuUpdate().bucket_elements,
+    "CHUNK_BYTES": lambda: Streaming().chunk_bytes,
     "SLOTS": lambda: LEAST_SLOTS,
     "WIDENED_ELEMENTS": lambda: resident.CHUNK_ELEMENTS,
     "IN_FLIGHT_BYTES": lambda: default(reference_impl.ActivationOffloader, "in_flight_bytes"),
     "WINDOW_LAYERS": lambda: 1 + default(reference_impl.FrozenLayerStreamer, "prefetch"),
     "STATE_BYTES": lambda: bf16_adam().streamed,
     "GRADIENT_BYTES": gradient_bytes,
-    "CPU_LINK_BYTES": lambda: bf16_adam().wire,
+    "CPU_LINK_BYTES": lambda: bf16_adam().staging,
     "STREAMED_LINK_BYTES": lambda: bf16_adam().streamed,
     "CPU_DRAM_BYTES": lambda: bf16_adam().cpu_traffic,
     "STREAMED_DRAM_BYTES": lambda: bf16_adam().streamed_traffic,
-    "CHUNK_ELEMENTS": lambda: (
-        default(reference_impl.HybridDeviceOptimizer, "chunk_bytes") // int(bf16_adam().streamed)
-    ),
+    "CHUNK_ELEMENTS": lambda: Streaming().chunk_bytes // int(bf16_adam().streamed),
 }
 
 
