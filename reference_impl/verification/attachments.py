@@ -68,7 +68,7 @@ def beside_plain(offloader: Callable[[Decoder], AbstractContextManager[object]])
 def with_disk(
     offloader: Callable[[Decoder, DiskSpace], AbstractContextManager[object]], limit_bytes: int
 ) -> Attach:
-    """Attach `offloader` with room for `limit_bytes` in a folder that lives as long as the run."""
+    """Attach `offloader` with disk space for `limit_bytes` in a folder that lives as long as the run."""
 
     @contextmanager
     def attach(model: Decoder) -> Iterator[Trainer]:

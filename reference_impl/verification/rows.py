@@ -35,7 +35,7 @@ _PREFETCH = 1
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """Sizes of one verification: activation storages below `min_bytes` stay, states travel by `chunk_bytes`."""
+    """Sizes of one verification: activation storages below `min_bytes` stay, states stream by `chunk_bytes`."""
 
     workload: Workload
     min_bytes: int

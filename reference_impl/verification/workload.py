@@ -14,7 +14,7 @@ import torch
 from reference_impl.device import Device
 from reference_impl.verification.model import Decoder, DecoderShape, add_lora
 
-# Peaks are those of the third to fifth step: states exist and the activation engine has learnt its room. The
+# Peaks are those of the third to fifth step: states exist and the activation engine has learnt its headroom. The
 # ledger of the CPU twin slows every operation down, so the steps after them are timed.
 FIRST_MEASURED, FIRST_TIMED = 2, 5
 

@@ -31,7 +31,7 @@ class Place:
 
     offset: int
     host: torch.Tensor
-    home: torch.device
+    origin: torch.device
     storage: FrozenStorage
 
 
@@ -134,7 +134,7 @@ class StreamedBlock:
             self._device.synchronize()
         self._free()
 
-    def restore(self, *, to_home: bool) -> None:
+    def restore(self, *, to_origin: bool) -> None:
         """Give every storage its own memory again, on the device or where it came from.
 
         Graphs that are still alive keep the flat storage, which is loaded from here on.
@@ -149,7 +149,7 @@ class StreamedBlock:
             self.load()
             self.wait()
         # All memory first: running out of it half way would leave some tensors here and some there.
-        own = [self._own_bytes(self._host, place, to_home) for place in self._places]
+        own = [self._own_bytes(self._host, place, to_origin) for place in self._places]
         for place, bytes_ in zip(self._places, own, strict=True):
             for tensor in place.storage.tensors:
                 tensor.data = placed(bytes_, tensor, -place.offset)
@@ -181,8 +181,8 @@ class StreamedBlock:
         place = next(p for p in self._places if p.offset <= start < p.offset + p.host.numel())
         return placed(torch.from_numpy(place.host.numpy()), tensor, -place.offset)
 
-    def _own_bytes(self, host: HostCopy, place: Place, to_home: bool) -> torch.Tensor:
-        if to_home and place.home.type == "cpu":
+    def _own_bytes(self, host: HostCopy, place: Place, to_origin: bool) -> torch.Tensor:
+        if to_origin and place.origin.type == "cpu":
             return host.own(place.host)
         return self._flat[place.offset : place.offset + place.host.numel()].clone()
 

@@ -186,7 +186,7 @@ class HostMemory:
         self._arena.close()
 
     def _require(self, blocks: Sequence[Sequence[FrozenStorage]]) -> None:
-        """Raise HostMemoryError unless the host has room for what is not on it yet."""
+        """Raise HostMemoryError unless the host can hold what is not on it yet."""
         needed_bytes = sum(s.size_bytes for block in blocks for s in block if s.device.type != "cpu")
         if needed_bytes > available_bytes():
             self.close()

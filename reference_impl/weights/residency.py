@@ -65,7 +65,7 @@ def fraction_within(blocks: Sequence[Sequence[int]], budget_bytes: int, window_b
     # Not always that of share 0: what stays makes the largest rest, and so the window, smaller.
     least = min(device_bytes(blocks, step / _STEPS, window_blocks) for step in range(_STEPS + 1))
     raise ValueError(
-        f"budget_bytes={budget_bytes} is too small; expected at least {least}, the room for {window_blocks} blocks; "
+        f"budget_bytes={budget_bytes} is too small; expected at least {least}, which {window_blocks} blocks take; "
         f"try budget_bytes={least} or a smaller prefetch"
     )
 

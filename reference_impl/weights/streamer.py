@@ -145,7 +145,7 @@ class FrozenLayerStreamer:
         try:
             for block in blocks:
                 self._window.forget(block)
-                block.restore(to_home=False)
+                block.restore(to_origin=False)
             yield
         finally:
             self._take_again(blocks)
@@ -160,7 +160,7 @@ class FrozenLayerStreamer:
         for undo in self._undo.values():
             undo.close()
         for block in self._blocks:
-            block.restore(to_home=True)
+            block.restore(to_origin=True)
         self._host.close()
 
     def __enter__(self) -> Self:
@@ -207,8 +207,8 @@ class FrozenLayerStreamer:
                 self._follow(block)
 
     def _move_the_rest(self) -> None:
-        home = self._device.torch_device
-        move((tensor for _, _, tensor, _ in plain_tensors(self._model) if tensor.device != home), home)
+        target = self._device.torch_device
+        move((tensor for _, _, tensor, _ in plain_tensors(self._model) if tensor.device != target), target)
 
     def _take_again(self, blocks: Sequence[StreamedBlock]) -> None:
         """Stream `blocks` from what their modules hold now, as far as that is on the device."""

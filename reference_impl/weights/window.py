@@ -18,7 +18,7 @@ from reference_impl.weights.order import Kind, VisitOrder
 
 
 class Window:
-    """Room for `capacity` of `blocks` at a time; more only while more are in use at once."""
+    """Holds `capacity` of `blocks` at a time; more only while more are in use at once."""
 
     def __init__(self, blocks: Sequence[StreamedBlock], capacity: int) -> None:
         self.capacity = capacity

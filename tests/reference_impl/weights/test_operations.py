@@ -243,11 +243,11 @@ def test_no_room_to_gather(trainee, streamer, monkeypatch):
     expected = trainee.step()
     restore, calls = StreamedBlock.restore, []
 
-    def full(self, *, to_home):
+    def full(self, *, to_origin):
         calls.append(self)
         if len(calls) == 3:
             raise MemoryError("planted")
-        restore(self, to_home=to_home)
+        restore(self, to_origin=to_origin)
 
     monkeypatch.setattr(StreamedBlock, "restore", full)
     with pytest.raises(MemoryError, match="planted"), streamer.gathered():
