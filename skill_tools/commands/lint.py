@@ -56,9 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     inputs.add_argument(
         "--stdin-filename", default="<stdin>", metavar="NAME", help="its name, for format and messages"
     )
-    inputs.add_argument(
-        "--skip-unrecognized", action="store_true", help="skip files of no known framework"
-    )
+    inputs.add_argument("--skip-unrecognized", action="store_true", help="skip files of no known framework")
     versions = parser.add_argument_group("releases")
     versions.add_argument(
         "--target",

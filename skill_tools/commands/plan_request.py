@@ -31,7 +31,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--gpu", metavar="NAME", help="a100, h100, h200, b200, gb200, rtx4090, l40s; or four numbers"
     )
     budgets.add_argument("--profile", metavar="FILE", help="rates that `offload probe` measured, as JSON")
-    budgets.add_argument("--step-time", type=float, metavar="SECONDS", help="measured time of a step without offload")
+    budgets.add_argument(
+        "--step-time", type=float, metavar="SECONDS", help="measured time of a step without offload"
+    )
     run = parser.add_argument_group("the run")
     run.add_argument(
         "--model",
