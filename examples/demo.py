@@ -2,7 +2,7 @@
 
     make demo
 
-It calls the commands as the shell would: `offload lint`, `offload plan` and `offload verify`.
+It calls the commands as a shell would: `offload lint`, `offload plan` and `offload verify`.
 """
 
 import sys
@@ -13,7 +13,7 @@ from skill_tools.__main__ import main
 CONFIG = str(Path(__file__).with_name("broken_bridge.yaml"))
 RELEASES = ["--target", "megatron-core==0.19.0", "--target", "transformer-engine==2.12.0"]
 
-# What it is, the command, and the exit code of a job well done: lint is to find the faults.
+# The question, the command, and the expected exit code: lint must find the faults.
 STEPS = (
     ("What is wrong with this configuration?", ["lint", CONFIG, *RELEASES], 1),
     (
@@ -37,7 +37,7 @@ STEPS = (
 
 
 def demo() -> int:
-    """Run the three steps; return 0 when each did what it should."""
+    """Run the three steps; return 0 if each exits as expected."""
     as_expected = True
     for number, (question, command, expected) in enumerate(STEPS, start=1):
         print(f"\n== {number} of {len(STEPS)}: {question}\n$ offload {' '.join(command)}\n", flush=True)

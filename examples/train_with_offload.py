@@ -1,10 +1,10 @@
-"""A plain PyTorch loop with optimizer and activations on the host: what changes is marked (1), (2) and (3).
+"""A plain PyTorch loop with optimizer states and activations on the host: (1), (2) and (3) mark the changes.
 
     python examples/train_with_offload.py            # with offload
     python examples/train_with_offload.py --plain    # without, for comparison
 
 It needs `reference_impl`, installed (`pip install -c constraints.txt '.[reference]'`) or through `PYTHONPATH=.`.
-It prints the same losses either way, and on a GPU the peak of its memory. An idle two-core CPU takes a few seconds.
+It prints the same losses either way, and on a GPU its peak memory. It takes a few seconds on an idle two-core CPU.
 """
 
 import argparse
@@ -26,13 +26,13 @@ def main() -> None:
     torch.manual_seed(0)
     model = Decoder(shape).to(device, torch.bfloat16)
 
-    # (1) The optimizer: fp32 masters and moments live on the host; a fraction of 0 keeps them on the device.
+    # (1) The optimizer: fp32 masters and moments are on the host; a fraction of 0 keeps them on the device.
     optimizer = HybridDeviceOptimizer(
         model.parameters(), offload_fraction=0.0 if plain else 1.0, lr=3e-4, max_grad_norm=1.0
     )
-    # (2) The next forward starts at once, and waits for each weight where it needs it.
+    # (2) The next forward starts at once and waits for each weight only where it needs it.
     optimizer.attach(model)
-    # (3) What the first two layers save for backward waits on the host.
+    # (3) The tensors that the first two layers save for backward are held on the host.
     offloader = None if plain else ActivationOffloader(model, num_layers=2)
 
     for step in range(STEPS):

@@ -1,10 +1,10 @@
-"""Train a small decoder under a plan that the planner wrote.
+"""Train a small decoder with a plan from `offload plan`.
 
     offload plan --model llama-3-8b --gpu-memory 80GiB --format json > plan.json
     python examples/train_with_plan.py plan.json
 
 It needs `reference_impl`, installed (`pip install -c constraints.txt '.[reference]'`) or through `PYTHONPATH=.`.
-The plan's amounts fit the model it was made for; here the mechanisms are what matters, so a plan of any model will do.
+A plan's amounts fit its model. This script only shows the mechanisms, so a plan for any model works.
 """
 
 import sys

@@ -21,9 +21,9 @@ if not __package__:  # run as a folder: make the package importable from whereve
 COMMANDS: Mapping[str, str] = MappingProxyType(
     {
         "lint": "find settings that break, contradict or do nothing",
-        "explain": "say what a rule means, why it holds and how to act on it",
+        "explain": "explain what a rule means, why it holds and what to do",
         "plan": "choose an offload for a configuration and a GPU",
-        "diagnose": "match a log with the rule behind its error, and plan from it",
+        "diagnose": "find the rule behind an error in a log, and plan from it",
         "probe": "measure this machine's copies, memory, updates and disk",
         "verify": "train a small model with each mechanism and compare",
         "card": "check or render the documents of this repository",

@@ -145,7 +145,7 @@ def _interactions(card: Card) -> str:
         demand = f"needs {one['requires']}" if "requires" in one else f"excludes {one['forbids']}"
         return _code(one["when"]), demand, one.get("versions", "all"), _code(one["rule"])
 
-    return table(("With", "It", "Versions", "Rule"), map(row, card["interactions"]))
+    return table(("Setting", "Constraint", "Versions", "Rule"), map(row, card["interactions"]))
 
 
 def _corrections(card: Card) -> str:

@@ -100,7 +100,7 @@ def _verified_plans(card: Card) -> str:
 def _section(card: Card, name: str, rows: Sequence[Row]) -> str:
     if not rows:
         return ""
-    lines = ["| Configuration | Step, ms | Ratio | Memory, GB | Less, GB |", "|---|---|---|---|---|"]
+    lines = ["| Configuration | Step, ms | Ratio | Memory, GB | Saved, GB |", "|---|---|---|---|---|"]
     lines += [_line(card, row) for row in rows]
     return _head(card, name) + "\n\n" + "\n".join(lines)
 
@@ -119,7 +119,7 @@ def _comparison(card: Card) -> str:
     chosen = [rows_by_id(card)[name] for name in card["comparison"]["rows"]]
     used = dict.fromkeys(row["setting"] for row in chosen)
     letters = dict(zip(used, string.ascii_uppercase, strict=False))
-    lines = ["| Offload | Setting | Step, ratio to none | GPU memory, GB less |", "|---|---|---|---|"]
+    lines = ["| Offload | Setting | Step, ratio to none | GPU memory saved, GB |", "|---|---|---|---|"]
     for row in chosen:
         ratio, saved = slowdown(card, row), saved_gb(card, row)
         numbers = [f"{ratio:.2f}" if ratio else row["status"], f"{saved:.1f}" if saved is not None else ""]

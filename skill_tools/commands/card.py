@@ -1,10 +1,10 @@
-"""Keep the card, the documents and the knowledge in step. For contributors, in a checkout.
+"""Keep the card, the documents and the knowledge in sync. For contributors, in a checkout.
 
-  offload card check     say what is wrong, and change nothing
+  offload card check     report what is wrong, and change nothing
   offload card render    write the documents and index.json that differ from their data
-  offload card pages     build docs/rules/, a page for each rule; the folder is not kept in git
+  offload card pages     build docs/rules/, a page per rule; the folder is not kept in git
 
-Exit codes: 0 in step or written, 1 `check` found problems, 2 unusable input, 3 a fault of this tool. Data that
+Exit codes: 0 in sync or written, 1 `check` found problems, 2 unusable input, 3 a fault of this tool. Data that
 breaks its schema is unusable: `render` and `pages` then write nothing.
 """
 

@@ -1,11 +1,11 @@
-"""Match a log with the rule behind its error, read its memory and step times, and hand over to `plan`.
+"""Find the rule behind the error in a log, read its memory and step times, and plan from them.
 
   offload diagnose train.log
   offload diagnose train.log run.yaml --gpus 16
   offload diagnose - < traceback.txt
 
-With the run's configuration, rules are confirmed by it, and where the log says how large the GPU is, a plan for that
-budget follows; a known model (--model) or its sizes (--overrides) are enough for the plan.
+The run's configuration confirms the rules. If the log says how large the GPU is, a plan for that budget follows; a
+known model (--model) or its sizes (--overrides) are enough for the plan.
 Exit codes: 0 nothing recognised, 1 something was, 2 unusable input, 3 a fault of this tool.
 """
 
@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "log", nargs="?", metavar="LOG", help="a training log or traceback; - reads standard input"
     )
     parser.add_argument(
-        "inputs", nargs="*", metavar="FILE", help="the run's configuration, to confirm and to plan"
+        "inputs", nargs="*", metavar="FILE", help="the run's configuration, to confirm rules and to plan"
     )
     plan_request.add_arguments(parser)
     parser.add_argument("--format", choices=FORMATS, default="concise", help="default: concise")

@@ -1,4 +1,4 @@
-"""Say what a rule means, why it holds, how wrong and right look, and how to act on it."""
+"""Explain a rule: what it means, why it holds, wrong and right examples, and what to do."""
 
 import argparse
 import json

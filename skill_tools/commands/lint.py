@@ -1,15 +1,15 @@
-"""Find settings of a training configuration that break, contradict or do nothing.
+"""Find settings in a training configuration that break it, contradict each other or do nothing.
 
 Reads Megatron Bridge, Megatron-LM and Axolotl configurations: YAML, launch scripts, Python recipes (never run),
-DeepSpeed JSON, command line overrides. Each file is a configuration of its own; with --overrides or --compose all
-files are one, composed in the framework's own precedence:
+DeepSpeed JSON, command line overrides. Each file is its own configuration; with --overrides or --compose, all files
+are one, composed in the framework's own precedence:
 
   offload lint run.yaml other.yaml
   offload lint recipe.py --overrides "model.cpu_offloading=true" overrides.yaml
   offload lint run.sh --target megatron-core==0.16.1 --target transformer-engine==2.12
 
-Exit codes: 0 no finding at or above --fail-on, 1 findings, 2 unusable input, 3 a fault of this tool; with --diff
-those of the files as they are, with --fix those of the files as they have become.
+Exit codes: 0 no finding at or above --fail-on, 1 findings, 2 unusable input, 3 a fault of this tool. With --diff they
+describe the files before the fixes, with --fix the files after them.
 A comment `# offload: ignore[RULE] reason` on a finding's line, or above it, suppresses it.
 """
 
@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add inputs, targets, output and fixes."""
     inputs = parser.add_argument_group("inputs")
     inputs.add_argument(
-        "files", nargs="*", metavar="FILE", help="configurations; recipe.py::function names one recipe"
+        "files", nargs="*", metavar="FILE", help="configurations; recipe.py::function selects one recipe"
     )
     inputs.add_argument(
         "--overrides",
@@ -50,22 +50,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="TEXT",
         help="overrides as on the command line; repeatable",
     )
-    inputs.add_argument("--compose", action="store_true", help="all files are one configuration")
-    inputs.add_argument("--framework", choices=registry.names(), help="default: seen from the content")
+    inputs.add_argument("--compose", action="store_true", help="treat all files as one configuration")
+    inputs.add_argument("--framework", choices=registry.names(), help="default: detected from the content")
     inputs.add_argument("--stdin", action="store_true", help="read a configuration from standard input")
     inputs.add_argument(
-        "--stdin-filename", default="<stdin>", metavar="NAME", help="its name, for form and messages"
+        "--stdin-filename", default="<stdin>", metavar="NAME", help="its name, for format and messages"
     )
-    inputs.add_argument(
-        "--skip-unrecognized", action="store_true", help="pass over files of no known framework"
-    )
+    inputs.add_argument("--skip-unrecognized", action="store_true", help="skip files of no known framework")
     versions = parser.add_argument_group("releases")
     versions.add_argument(
         "--target",
         action="append",
         default=[],
         metavar="NAME==VERSION",
-        help="a release to lint for, as megatron-core==0.16.1; repeatable",
+        help="a release to lint for, such as megatron-core==0.16.1; repeatable",
     )
     versions.add_argument("--versions", metavar="FILE", help="output of pip list or pip freeze")
     output = parser.add_argument_group("output")
@@ -75,14 +73,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     output.add_argument("--limit", type=_count, metavar="N", help="show only the N worst findings")
     output.add_argument(
-        "--show-undecided", action="store_true", help="list the rules that missing values leave open"
+        "--show-undecided", action="store_true", help="list the rules that missing values leave undecided"
     )
     fixes = parser.add_argument_group("fixes")
     fixes.add_argument("--fix", action="store_true", help="apply safe fixes to the files")
     fixes.add_argument(
         "--diff",
         action="store_true",
-        help="print what --fix would change and write nothing; what stays is counted on stderr",
+        help="print what --fix would change, write nothing, and count what remains on stderr",
     )
     fixes.add_argument(
         "--unsafe-fixes", action="store_true", help="include fixes that may change what a run computes"

@@ -1,14 +1,14 @@
 """Choose an offload for a configuration and a GPU: which mode, how much, its cost, and the lines to change.
 
-Reads the user's own configuration (as `lint` does), a model's Hugging Face config.json, or only a model's name:
+Reads your own configuration (as `lint` does), a model's Hugging Face config.json, or only a model's name:
 
   offload plan run.yaml --gpu-memory 80GiB --gpus 16
   offload plan run.yaml --model qwen3-30b-a3b --gpu h100 --what-if model.seq_length=8192
   offload plan --model llama-3-8b --gpu rtx4090 --overrides seq_length=4096
   offload plan --list-models
 
-Exit codes: 0 a plan that fits, 2 unusable input or nothing that fits, 3 a fault of this tool. Without a known model the
-card's decision table is printed, with exit code 2.
+Exit codes: 0 a plan that fits, 2 unusable input or nothing that fits, 3 a fault of this tool. For an
+unknown model it prints the card's decision table and exits with 2.
 """
 
 import argparse
@@ -33,10 +33,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     plan_request.add_arguments(parser)
     parser.add_argument(
-        "--list-models", action="store_true", help="print the names that --model takes, and end"
+        "--list-models", action="store_true", help="print the names that --model accepts, and exit"
     )
     parser.add_argument("--format", choices=FORMATS, default="concise", help="default: concise")
-    parser.add_argument("--plot", metavar="FILE", help="draw the plan into FILE.svg, FILE.png or FILE.html")
+    parser.add_argument("--plot", metavar="FILE", help="draw the plan to FILE.svg, FILE.png or FILE.html")
 
 
 def run(args: argparse.Namespace) -> int:

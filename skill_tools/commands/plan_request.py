@@ -24,42 +24,44 @@ from skill_tools.units import gib, is_bare_number, parse_bytes, seconds
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the budgets, the machine, and what the configuration does not say."""
     budgets = parser.add_argument_group("budgets and machine")
-    budgets.add_argument("--gpu-memory", metavar="AMOUNT", help="budget of one GPU, for example 80GiB")
-    budgets.add_argument("--host-memory", metavar="AMOUNT", help="budget of one node's host memory")
-    budgets.add_argument("--gpus", type=int, metavar="N", help="GPUs of the whole run")
+    budgets.add_argument("--gpu-memory", metavar="AMOUNT", help="memory budget per GPU, for example 80GiB")
+    budgets.add_argument("--host-memory", metavar="AMOUNT", help="host memory budget per node")
+    budgets.add_argument("--gpus", type=int, metavar="N", help="GPUs in the whole run")
     budgets.add_argument(
         "--gpu", metavar="NAME", help="a100, h100, h200, b200, gb200, rtx4090, l40s; or four numbers"
     )
-    budgets.add_argument("--profile", metavar="FILE", help="rates measured on the machine, as JSON")
-    budgets.add_argument("--step-time", type=float, metavar="SECONDS", help="a measured step without offload")
+    budgets.add_argument("--profile", metavar="FILE", help="rates that `offload probe` measured, as JSON")
+    budgets.add_argument(
+        "--step-time", type=float, metavar="SECONDS", help="measured time of a step without offload"
+    )
     run = parser.add_argument_group("the run")
     run.add_argument(
         "--model",
         metavar="NAME",
         help="a known model, for example qwen3-30b-a3b; `offload plan --list-models` prints all",
     )
-    run.add_argument("--framework", choices=registry.names(), help="where the input does not show it")
+    run.add_argument("--framework", choices=registry.names(), help="needed if the input does not show it")
     run.add_argument(
         "--overrides",
         nargs="+",
         action="extend",
         default=[],
         metavar="KEY=VALUE",
-        help="settings on top of the files, which stand before this option",
+        help="settings on top of the files; give files before this option",
     )
     run.add_argument(
         "--what-if",
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="plan with one more override and compare with the plan without; repeatable",
+        help="plan with one more override, and compare with the plan without it; repeatable",
     )
     run.add_argument(
         "--target",
         action="append",
         default=[],
         metavar="NAME==RELEASE",
-        help="a release, as megatron-core==0.16.1",
+        help="a release, such as megatron-core==0.16.1",
     )
     run.add_argument("--versions", metavar="FILE", help="output of pip list or pip freeze")
 

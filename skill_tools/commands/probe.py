@@ -1,7 +1,7 @@
 """Measure this machine in at most 20 seconds: copies, memory, updates on CPU and device, disk.
 
   offload probe                       print the rates
-  offload probe --out profile.json    write them too, for `offload plan --profile profile.json`
+  offload probe --out profile.json    also write them, for `offload plan --profile profile.json`
 
 Run it on an idle machine. Exit codes: 0 measured, 2 unusable input or no torch, 3 a fault of this tool.
 """
@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the device, the disk and the output."""
     add_device(parser)
     parser.add_argument(
-        "--disk", metavar="FOLDER", help="the disk to measure; default: that of temporary files"
+        "--disk", metavar="FOLDER", help="a folder on the disk to measure; default: the temporary folder"
     )
     parser.add_argument("--out", metavar="FILE", help="write the profile as JSON")
     parser.add_argument("--format", choices=("concise", "json"), default="concise", help="default: concise")

@@ -1,4 +1,4 @@
-"""The releases that a command line states: `--target` and `--versions`, read alike by `lint`, `plan` and `diagnose`."""
+"""Reads the releases on a command line, `--target` and `--versions`, for `lint`, `plan` and `diagnose`."""
 
 import argparse
 import sys

@@ -2,10 +2,10 @@
 
   offload verify                    on the CUDA device if there is one, else on its CPU twin
   offload verify --device cpu --format json
-  offload verify --plan plan.json   the plan's own model, with and without it: predicted beside measured
+  offload verify --plan plan.json   the plan's own model, with and without the plan: predicted and measured
 
-Exit codes: 0 every loss agrees (bitwise where that is promised, else within 0.001) and every peak is what was
-predicted within 5 percent, 1 one does not, 2 unusable input or no torch, 3 a fault of this tool.
+Exit codes: 0 every loss agrees (bitwise where promised, else within 0.001) and every peak is within 5 percent of the
+prediction, 1 one does not, 2 unusable input or no torch, 3 a fault of this tool.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from skill_tools.reports.measuring import OnStep, progress
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the plan, the device and the output."""
     parser.add_argument(
-        "--plan", metavar="FILE", help="what `offload plan --framework pytorch --format json` wrote"
+        "--plan", metavar="FILE", help="output of `offload plan --framework pytorch --format json`"
     )
     add_device(parser)
     parser.add_argument("--format", choices=("concise", "json"), default="concise", help="default: concise")
