@@ -28,7 +28,7 @@ CONFIG = {
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "vocab_size": 1024,
+    "vocab_size": 8192,
     "tie_word_embeddings": False,
 }
 
@@ -53,7 +53,7 @@ def made(tmp_path_factory):
 @pytest.fixture(scope="module")
 def plan(made):
     """What the planner writes for a tiny model that has room for everything."""
-    return made("2GiB", "seq_length=128", "micro_batch_size=2")
+    return made("2GiB", "seq_length=64", "micro_batch_size=1")
 
 
 @pytest.fixture
@@ -327,7 +327,7 @@ def test_peaks_on_a_gpu_are_those_of_the_plan(made, tmp_path, gpu_memory, overri
 
 
 def test_a_budget_that_cannot_be_kept_is_one_line(made, tmp_path, capsys):
-    document = made("2GiB", "seq_length=1024", intermediate_size=1024, vocab_size=512)
+    document = made("2GiB", "seq_length=512", intermediate_size=1024, vocab_size=512)
     document["execute"] = {"activations": {"mode": "budget", "budget_bytes": 1000}}
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(document))
