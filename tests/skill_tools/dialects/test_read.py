@@ -181,7 +181,7 @@ def test_several_files_of_one_framework_compose() -> None:
 @pytest.mark.parametrize("path", corpus_files, ids=lambda path: path.name)
 def test_real_configurations_are_read_without_false_alarms(path: Path) -> None:
     config = read([path])
-    assert config.framework is FRAMEWORK_OF_FOLDER[path.parent.name]
+    assert config.framework == FRAMEWORK_OF_FOLDER[path.parent.name]
     assert len(config.settings) >= 10
     assert not config.wrong_types
     # `finetune_lr` is a parameter of recipe functions; OptimizerConfig has no such field and Bridge skips it.
