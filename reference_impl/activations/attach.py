@@ -2,6 +2,8 @@
 
 Blocks are found by structure: the outermost `nn.ModuleList` that holds most of the parameters. Nothing here
 knows what is done around a forward.
+
+Explained in docs/activation-offloading.md.
 """
 
 from __future__ import annotations

@@ -337,7 +337,7 @@ class Run:
         in_flight: InFlight,
         headroom: PrefetchHeadroom,
     ) -> None:
-        """Start empty; `headroom` says how much may come early."""
+        """`headroom` says how much may come in early."""
         self.device = device
         self._orders = orders
         self._in_flight = in_flight

@@ -70,7 +70,7 @@ class HostArena:
         remedy: str = "",
         pinned: bool = True,
     ) -> None:
-        """Take nothing yet; `remedy` ends the message when the host lacks the memory."""
+        """`remedy` ends the message when the host lacks the memory; nothing is allocated yet."""
         self._device = device
         self._limit_bytes = limit_bytes
         self._slab_bytes = slab_bytes

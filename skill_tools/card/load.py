@@ -13,6 +13,7 @@ import yaml
 
 from skill_tools.bundle import schema_path
 from skill_tools.errors import UnusableInput
+from skill_tools.knowledge import load_yaml_file
 
 Card = Mapping[str, Any]
 
@@ -20,7 +21,7 @@ Card = Mapping[str, Any]
 def load_card(path: Path) -> Card:
     """Return the card at `path`; raises `UnusableInput` when it is missing, no YAML, or no mapping."""
     try:
-        card = yaml.safe_load(path.read_text(encoding="utf-8"))
+        card = load_yaml_file(path)
     except OSError as error:
         raise UnusableInput(
             f"card {path} cannot be read: {error.strerror}",

@@ -9,6 +9,8 @@ An algorithm says one formula in three forms, all over fp32:
   launches kernels; it does not change what any operator computes.
 - `formula`: element by element, for states that are not kept in fp32 anyway; it becomes part of one kernel that also
   unpacks and rounds.
+
+Explained in docs/optimizer-offloading.md.
 """
 
 from __future__ import annotations
