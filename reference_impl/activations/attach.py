@@ -10,44 +10,153 @@ from __future__ import annotations
 
 import difflib
 import functools
+import inspect
 import types
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from torch import nn
 
 Forward = Callable[..., Any]
 Around = Callable[[Forward, nn.Module, tuple[Any, ...], dict[str, Any]], Any]
+ChangeState = Callable[[dict[str, Any]], None]
+
+_COMPILED = "_compiled_call_impl"
+_MARK = "_wrapped_call"
+
+
+class WrappedCall:
+    """What stands in one slot of a module, `forward` or its compiled call, while anything is to run around it.
+
+    All wrappers of a slot share one: each may go in any order, and what somebody else puts on top of it later stays,
+    with nothing more underneath than the module's own call.
+    """
+
+    def __init__(self, module: nn.Module, slot: str) -> None:
+        self._module = module
+        self._slot = slot
+        self._beneath = module.__dict__.get(slot)
+        self._arounds: list[Around] = []
+        self._undo_state: Callable[[], None] = change_copies(module, self._take_out)
+        module.__dict__[slot] = self._method = self._make_method()
+
+    @staticmethod
+    def on(module: nn.Module) -> WrappedCall:
+        """Return the one on `module`'s outermost call, which is made where there is none."""
+        slot = "forward" if module.__dict__.get(_COMPILED) is None else _COMPILED
+        standing = getattr(module.__dict__.get(slot), _MARK, None)
+        return (
+            standing
+            if isinstance(standing, WrappedCall) and standing.is_in_place
+            else WrappedCall(module, slot)
+        )
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether it is still what the module calls."""
+        return self._module.__dict__.get(self._slot) is self._method
+
+    def add(self, around: Around) -> Callable[[], None]:
+        """Run `around` outside all others; return what undoes it."""
+        # An object of its own, since the same `around` may be there twice.
+        added: Around = functools.partial(around)
+        self._arounds.append(added)
+        return functools.partial(self._remove, added)
+
+    def _remove(self, around: Around) -> None:
+        if around not in self._arounds:
+            return
+        self._arounds.remove(around)
+        if self._arounds:
+            return
+        self._undo_state()
+        if not self.is_in_place:
+            # Somebody's own patch is on top, and may call this: it does nothing any more.
+            return
+        if self._beneath is None:
+            del self._module.__dict__[self._slot]
+        else:
+            self._module.__dict__[self._slot] = self._beneath
+
+    def _take_out(self, state: dict[str, Any]) -> None:
+        """Make `state` of a copy what it is without wrappers."""
+        if state.get(self._slot) is not self._method:
+            return
+        del state[self._slot]
+        if self._beneath is not None and self._slot != _COMPILED:
+            state[self._slot] = self._beneath
+
+    def _make_method(self) -> types.MethodType:
+        called = self._module.forward if self._slot == "forward" else self._beneath
+        assert called is not None
+
+        @functools.wraps(called)
+        def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            inner = self._own_call(module)
+            # A copy that came about in an unforeseen way is a plain module.
+            for around in self._arounds if module is self._module else ():
+                inner = functools.partial(_call_around, around, inner, module)
+            return inner(*args, **kwargs)
+
+        # Of a function bound to a module, `inspect` takes the first parameter away.
+        with suppress(TypeError, ValueError):
+            signature = inspect.signature(called)
+            first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+            forward.__signature__ = signature.replace(  # type: ignore[attr-defined]
+                parameters=[first, *signature.parameters.values()]
+            )
+        setattr(forward, _MARK, self)
+        return types.MethodType(forward, self._module)
+
+    def _own_call(self, module: nn.Module) -> Forward:
+        """Return what `module`, this one or a copy of it, calls without wrappers."""
+        beneath = self._beneath
+        if beneath is None:
+            return types.MethodType(type(module).forward, module)
+        if isinstance(beneath, types.MethodType) and beneath.__self__ is self._module:
+            return types.MethodType(beneath.__func__, module)
+        return beneath
+
+
+def _call_around(around: Around, forward: Forward, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+    return around(forward, module, args, kwargs)
 
 
 def wrap_forward(module: nn.Module, around: Around) -> Callable[[], None]:
     """Run `around(forward, module, args, kwargs)` in place of `module`'s forward; return what undoes it.
 
-    A compiled module is wrapped outside its compiled code. A deep copy of a wrapped module runs its own forward.
+    A compiled module is wrapped outside its compiled code. A copy of a wrapped module, deep or pickled, is plain.
     """
-    compiled = module.__dict__.get("_compiled_call_impl")
-    if compiled is not None:
+    return WrappedCall.on(module).add(around)
 
-        def call(*args: Any, **kwargs: Any) -> Any:
-            return around(compiled, module, args, kwargs)
 
-        module.__dict__["_compiled_call_impl"] = call
-        return functools.partial(module.__dict__.__setitem__, "_compiled_call_impl", compiled)
+def change_copies(module: nn.Module, change: ChangeState) -> Callable[[], None]:
+    """Have `change(state)` see the state of each copy of `module`, deep or pickled; return what undoes it."""
+    changes = getattr(module.__dict__.get("__getstate__"), "changes", None)
+    if changes is None:
+        changes = []
 
-    own = module.__dict__.get("forward")
+        def get_state() -> Any:
+            state = type(module).__getstate__(module)
+            if not isinstance(state, dict):
+                return state
+            state = dict(state)
+            state.pop("__getstate__", None)
+            # The last one first, as they would be taken off.
+            for each in reversed(changes):
+                each(state)
+            return state
 
-    @functools.wraps(module.forward)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        inner = own if own is not None else types.MethodType(type(self).forward, self)
-        return around(inner, self, args, kwargs)
-
-    module.__dict__["forward"] = types.MethodType(forward, module)
+        get_state.changes = changes  # type: ignore[attr-defined]
+        module.__dict__["__getstate__"] = get_state
+    changes.append(change)
 
     def undo() -> None:
-        if own is None:
-            del module.__dict__["forward"]
-        else:
-            module.__dict__["forward"] = own
+        if change in changes:
+            changes.remove(change)
+        if not changes and getattr(module.__dict__.get("__getstate__"), "changes", None) is changes:
+            del module.__dict__["__getstate__"]
 
     return undo
 

@@ -13,6 +13,8 @@ Explained in docs/activation-offloading.md.
 
 from __future__ import annotations
 
+import functools
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -106,7 +108,7 @@ class SavedTensorEngine:
             with nullcontext() if self.tape is None else self.tape.paused():
                 return self._pack(tensor, policy)
 
-        hooks = torch.autograd.graph.saved_tensors_hooks(pack, _restore)
+        hooks = torch.autograd.graph.saved_tensors_hooks(_uncompiled(pack), _restore)
         return hooks if self.tape is None else _both(hooks, self.tape)
 
     def save(self, tensor: torch.Tensor, policy: Policy) -> KeptTensor | MovedTensor:
@@ -202,16 +204,35 @@ class SavedTensorEngine:
         else:
             original = flat_bytes(extent.storage, extent.start, extent.size_bytes)
         stored = self.tier.store(original, after=self.device.record())
-        self.headroom.hold(self._run, stored.stored, original)
+        try:
+            self.headroom.hold(self._run, stored.stored, original)
+            copied = Copied(self.device, stored, extent.size_bytes)
+            saved = SavedStorage(self._run, extent, copied, version=tensor._version, in_flight=original)
+        except BaseException:
+            stored.release()
+            raise
         self.offloaded_bytes += extent.size_bytes
-        copied = Copied(self.device, stored, extent.size_bytes)
-        return SavedStorage(self._run, extent, copied, version=tensor._version, in_flight=original)
+        return saved
 
 
 @contextmanager
 def _both(first: AbstractContextManager[object], second: AbstractContextManager[object]) -> Iterator[None]:
     with first, second:
         yield
+
+
+def _uncompiled(hook: Callable[[torch.Tensor], Token]) -> Callable[[torch.Tensor], Token]:
+    """Return `hook` such that torch.compile, under which a layer of torch's own saves, does not trace into it."""
+    # Where nobody has imported the compiler, it is not running either.
+    global _call_uncompiled
+    if "torch._dynamo" not in sys.modules:
+        return hook
+    if _call_uncompiled is None:
+        _call_uncompiled = torch.compiler.disable(lambda hook, tensor: hook(tensor))
+    return functools.partial(_call_uncompiled, hook)
+
+
+_call_uncompiled: Callable[[Callable[[torch.Tensor], Token], torch.Tensor], Token] | None = None
 
 
 def _restore(token: Token) -> torch.Tensor:

@@ -14,10 +14,12 @@ Explained in docs/activation-offloading.md.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import nn
 
+from reference_impl.activations.attach import change_copies
 from reference_impl.activations.geometry import flat_bytes
 from reference_impl.device import REACHED, Device, Event
 from reference_impl.memory.arena import HostArena, HostBlock
@@ -107,6 +109,7 @@ class OffloadedWeights:
         }
         self._order: list[nn.Module] = []
         self._hook = model.register_state_dict_pre_hook(lambda *_: self.gather())
+        self._undo_copies = [change_copies(module, self._make_plain) for module in {model, *self._storages}]
 
     def before_forward(self, layer: nn.Module) -> None:
         """Have `layer`'s weights on the device; their copies out start while it computes."""
@@ -144,11 +147,22 @@ class OffloadedWeights:
                 storage.load()
 
     def close(self) -> None:
-        """Bring everything back for good."""
+        """Bring everything back for good. Where the device lacks the memory, this may be called again."""
         self._hook.remove()
+        for undo in self._undo_copies:
+            undo()
         for storages in self._storages.values():
             for storage in storages:
                 storage.close()
+
+    def _make_plain(self, state: dict[str, Any]) -> None:
+        """Have a copy find all weights on the device, and leave them to it."""
+        self.gather()
+        hooks = state.get("_state_dict_pre_hooks")
+        if hooks and self._hook.id in hooks:
+            state["_state_dict_pre_hooks"] = type(hooks)(
+                (number, hook) for number, hook in hooks.items() if number != self._hook.id
+            )
 
     def _start_before(self, layer: nn.Module) -> None:
         position = self._order.index(layer) if layer in self._order else 0

@@ -22,6 +22,7 @@ from reference_impl.activations.headroom import IN_FLIGHT_BYTES, Headroom
 from reference_impl.activations.run import Run
 from reference_impl.device import Device
 from reference_impl.memory.arena import HostArena
+from reference_impl.memory.closing import close_behind, undo_all
 from reference_impl.memory.disk import DiskSpace, DiskTier, SpillTier
 from reference_impl.memory.tiers import HostTier, Tier
 
@@ -132,9 +133,12 @@ class Offloader:
         return self.engine.offloaded_bytes
 
     def close(self) -> None:
-        """Leave the model as it was and give the host memory back. Calling it again does nothing."""
-        while self._undo:
-            self._undo.pop()()
+        """Leave the model as it was and give the host memory back. Calling it again does nothing.
+
+        What others have put around the model's forward meanwhile stays. After an error, such as a device that lacks the
+        memory for weights that are held on the host, it may be called again.
+        """
+        undo_all(self._undo)
         self.engine.tier.close()
         self._is_closed = True
 
@@ -150,8 +154,8 @@ class Offloader:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close."""
-        self.close()
+        """Close; the exception that has left the block, if any, stays the one that is raised."""
+        close_behind(error, self.close)
 
     def _wrap(self, module: nn.Module, around: Around) -> None:
         self._undo.append(wrap_forward(module, around))

@@ -146,10 +146,10 @@ class MovedTensor:
     __slots__ = ("_geometry", "_probe", "_saved", "round")
 
     def __init__(self, saved: SavedStorage, geometry: Geometry, probe: VersionProbe) -> None:
-        self._saved = saved
-        self.round = saved.join()
         self._geometry = geometry
         self._probe = probe
+        self.round = saved.join()
+        self._saved = saved
 
     @property
     def storage_index(self) -> int:
@@ -169,7 +169,9 @@ class MovedTensor:
         return self._geometry.over(flat.untyped_storage(), shifted_bytes=shift)
 
     def __del__(self) -> None:
-        self._saved.forget(self)
+        # Of a token that was interrupted as it was made, nothing has been counted.
+        if hasattr(self, "_saved"):
+            self._saved.forget(self)
 
 
 class SavedStorage:
@@ -209,7 +211,6 @@ class SavedStorage:
         """Stand for `extent` at in-place `version`; `in_flight` is what a copy out may still be reading."""
         self._device = run.device
         self.run = run
-        self.source = source
         self.start = extent.start
         self.size_bytes = extent.size_bytes
         self.is_compact = extent.is_compact
@@ -228,6 +229,8 @@ class SavedStorage:
         self._unserved_tokens = 0
         self.round = 0
         self.index = run.add(self)
+        # Last: until then whoever makes this gives the source back.
+        self.source = source
 
     def join(self) -> int:
         """Count a new token; return the round in which it is to be served."""
@@ -323,8 +326,9 @@ class SavedStorage:
         self._buffer = None
 
     def __del__(self) -> None:
-        self._drop_buffer()
-        self.source.release()
+        if hasattr(self, "source"):
+            self._drop_buffer()
+            self.source.release()
 
 
 class Run:

@@ -72,7 +72,8 @@ class HostArena:
     ) -> None:
         """`remedy` ends the message when the host lacks the memory; nothing is allocated yet."""
         self._device = device
-        self._limit_bytes = limit_bytes
+        # Blocks are multiples of the alignment, and what cannot be one is no use.
+        self._limit_bytes = None if limit_bytes is None else limit_bytes - limit_bytes % ALIGNMENT_BYTES
         self._slab_bytes = slab_bytes
         self._remedy = remedy or "try offloading less"
         self._pinned = pinned
@@ -142,7 +143,7 @@ class HostArena:
                 block = self._carve(size_bytes)
             assert block is not None
             self._live.add(size_bytes)
-        return block
+            return block
 
     def free(self, block: HostBlock, *, after: Event = REACHED) -> None:
         """Take `block` back; whoever gets it next writes it only once `after` is reached.
@@ -197,19 +198,21 @@ class HostArena:
 
     def _merge(self) -> None:
         """Turn recycled blocks back into free ranges, joining neighbours, once no copy uses them."""
-        for blocks in self._recycled.values():
-            for _ in range(len(blocks)):
-                block = blocks.popleft()
-                (self._free if block.ready.query() else blocks).append(block)
-        self._free.sort(key=lambda block: (id(block.slab), block.offset))
+        free = list(self._free)
+        in_use: defaultdict[int, deque[HostBlock]] = defaultdict(deque)
+        for size_bytes, blocks in self._recycled.items():
+            for block in blocks:
+                (free if block.ready.query() else in_use[size_bytes]).append(block)
+        free.sort(key=lambda block: (id(block.slab), block.offset))
         joined: list[HostBlock] = []
-        for block in self._free:
+        for block in free:
             last = joined[-1] if joined else None
             if last and last.slab is block.slab and last.offset + last.size_bytes == block.offset:
-                last.size_bytes += block.size_bytes
+                joined[-1] = HostBlock(last.slab, last.offset, last.size_bytes + block.size_bytes)
             else:
                 joined.append(block)
-        self._free = joined
+        # At once: an exception before leaves every block where it was, in one list and of its size.
+        self._free, self._recycled = joined, in_use
 
     def _next_slab_bytes(self) -> int:
         """Double what there is, so that a small model pins little and a large one few slabs."""
@@ -226,7 +229,10 @@ class HostArena:
                 raise HostMemoryError(
                     needed_bytes=size_bytes, available_bytes=left_bytes, remedy=self._remedy
                 )
-        self._add(Slab(self._device, size_bytes, remedy=self._remedy, pinned=self._pinned))
+        most_bytes = None if self._limit_bytes is None else self._limit_bytes - self.reserved_bytes
+        self._add(
+            Slab(self._device, size_bytes, remedy=self._remedy, pinned=self._pinned, most_bytes=most_bytes)
+        )
 
     def _drop_unused(self) -> None:
         """Unlock slabs of which nothing is handed out, as a wrong guess leaves them."""
@@ -236,9 +242,13 @@ class HostArena:
             block.slab.close()
 
     def _order(self, size_bytes: int) -> None:
-        taken_bytes = self.reserved_bytes + self._supply.ordered_bytes
-        if self._limit_bytes is None or taken_bytes + size_bytes <= self._limit_bytes:
+        if self._limit_bytes is None:
             self._supply.order(size_bytes)
+            return
+        left_bytes = self._limit_bytes - self.reserved_bytes - self._supply.ordered_bytes
+        if size_bytes <= left_bytes:
+            # As ordered: a slab that is rounded up would not leave room for those that are ordered next.
+            self._supply.order(size_bytes, most_bytes=size_bytes)
 
     def _add(self, slab: Slab) -> None:
         self._slabs.append(slab)

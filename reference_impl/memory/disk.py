@@ -10,24 +10,31 @@ Explained in docs/activation-offloading.md.
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from reference_impl.device import Device, Event
+from reference_impl.device import REACHED, Device, Event
 from reference_impl.memory.arena import HostArena, HostBlock
+from reference_impl.memory.closing import undo_all
 from reference_impl.memory.host import HostMemoryError
-from reference_impl.memory.spill_file import PAGE_BYTES, DiskError, SpillFile
+from reference_impl.memory.spill_file import PAGE_BYTES, SpillFile
 from reference_impl.memory.tiers import HostTier, StoredBytes
+from reference_impl.memory.worker import Worker
 
 _STAGING_BYTES = 2 * 2**30
+# A disk that needs longer for one storage is gone.
 _DEADLINE_S = 600.0
+# Where no write will free staging memory, another thread's backward may.
+_OTHERS_TURN_S = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,8 +70,7 @@ class SpillTier:
 
     def close(self) -> None:
         """Close both."""
-        self._disk.close()
-        self._host.close()
+        undo_all([self._host.close, self._disk.close])
 
 
 class DiskTier:
@@ -75,40 +81,69 @@ class DiskTier:
         self.device = device
         self.file = SpillFile(space.path, limit_bytes=space.limit_bytes)
         self.staging = HostArena(device, limit_bytes=space.staging_bytes, remedy="try more staging_bytes")
-        self.staging.reserve(space.staging_bytes)
-        self.writer = ThreadPoolExecutor(1, "disk-write")
-        self.reader = ThreadPoolExecutor(1, "disk-read")
+        try:
+            self.staging.reserve(space.staging_bytes)
+        except BaseException:
+            self.file.close()
+            raise
+        self.writer = Worker("disk-write")
+        self.reader = Worker("disk-read")
         self._staging_bytes = space.staging_bytes
         self._largest_bytes = 0
         self._freed = threading.Condition()
         self._released: deque[DiskBytes] = deque()
-        self._failure: DiskError | None = None
+        self._failure: BaseException | None = None
+        # Only a write that ends frees staging memory for whoever waits.
+        self._last_write: Future[None] | None = None
 
     def store(self, source: torch.Tensor, *, after: Event) -> StoredBytes:
         """Start the D2H copy and the write behind it; waits while the staging memory is full.
 
-        Raises DiskError when the disk has failed or is full, HostMemoryError when the staging is too small.
+        Raises DiskError when the disk is full, what the writing thread has raised when it has failed, and
+        HostMemoryError when the staging is too small.
         """
         size_bytes = -(-source.numel() // PAGE_BYTES) * PAGE_BYTES
         self._largest_bytes = max(self._largest_bytes, size_bytes)
         offset = self.file.allocate(size_bytes)
         try:
             block = self.wait_for_staging(size_bytes, unless=self._raise_failure)
+            try:
+                stored = DiskBytes(self, block, offset, size_bytes, source, after)
+                self._last_write = stored.start_writing()
+            except BaseException:
+                # Nobody knows how far the copy has come.
+                with suppress(Exception):
+                    self.device.synchronize()
+                self.free_staging(block, after=REACHED)
+                raise
         except BaseException:
             self.file.free(offset, size_bytes)
             raise
-        return DiskBytes(self, block, offset, size_bytes, source, after)
+        return stored
 
     def wait_for_staging(self, size_bytes: int, *, unless: Callable[[], None] = lambda: None) -> HostBlock:
-        """Return a staging block as soon as the threads have freed one; `unless` may raise while it waits."""
+        """Return a staging block as soon as the threads have freed one; `unless` may raise while it waits.
+
+        Raises HostMemoryError when none will come: no write is under way, and no copy either.
+        """
         deadline = time.monotonic() + _DEADLINE_S
+        hopeless_since: float | None = None
         while True:
             unless()
             self.sweep()
+            is_writing = self._last_write is not None and not self._last_write.done() and self.writer.is_alive
             try:
                 return self.staging.allocate(size_bytes)
             except HostMemoryError:
-                if size_bytes > self._staging_bytes or time.monotonic() > deadline:
+                now = time.monotonic()
+                if size_bytes > self._staging_bytes or now > deadline:
+                    raise
+                if is_writing:
+                    hopeless_since = None
+                elif hopeless_since is None:
+                    self.device.synchronize()
+                    hopeless_since = now
+                elif now > hopeless_since + _OTHERS_TURN_S:
                     raise
             with self._freed:
                 self._freed.wait(0.01)
@@ -123,12 +158,12 @@ class DiskTier:
             return None
 
     def free_staging(self, block: HostBlock, *, after: Event) -> None:
-        """Take a block back whose bytes are in the file; its next user comes behind `after`."""
+        """Take a block back; its next user comes behind `after`."""
         self.staging.free(block, after=after)
         with self._freed:
             self._freed.notify_all()
 
-    def fail(self, error: DiskError) -> None:
+    def fail(self, error: BaseException) -> None:
         """Remember an error of a thread for the next call of `store`."""
         self._failure = error
 
@@ -146,8 +181,8 @@ class DiskTier:
 
     def close(self) -> None:
         """Wait for the threads and give everything back. Calling it again does nothing."""
-        self.writer.shutdown(cancel_futures=True)
-        self.reader.shutdown(cancel_futures=True)
+        self.writer.close()
+        self.reader.close()
         self.sweep()
         self.staging.close()
         self.file.close()
@@ -176,29 +211,33 @@ class DiskBytes:
         self._padded_bytes = size_bytes
         self._size_bytes = source.numel()
         self._lock = threading.Lock()
+        self._writing: Future[None] | None = None
         self._reading: Future[None] | None = None
         # Once backward is near, the block stays until the copy to the device has been started.
         self._is_wanted = False
         self._is_written = False
+        self._is_released = False
         host = block.view(torch.uint8, (self._size_bytes,))
         self.stored = tier.device.copy_out(host, source, after=(after, block.ready), for_threads=True)
         self._last_copy = self.stored
-        self._writing: Future[None] = tier.writer.submit(self._write)
+
+    def start_writing(self) -> Future[None]:
+        """Queue the write behind the copy."""
+        self._writing = self._tier.writer.submit(self._write)
+        return self._writing
 
     def prepare(self) -> None:
         """Queue the read when staging memory is free; does nothing while the bytes still are in memory."""
         with self._lock:
             self._is_wanted = True
-            if self._block is not None:
-                return
-            self._block = self._tier.try_staging(self._padded_bytes)
-            if self._block is not None:
-                self._reading = self._tier.reader.submit(self._read)
+            if self._block is None and (block := self._tier.try_staging(self._padded_bytes)) is not None:
+                self._start_reading(block)
 
     def load(self, target: torch.Tensor) -> Event:
         """Start the H2D copy once the bytes are in memory, which this waits for. Raises DiskError.
 
-        The block goes back behind the copy, since more may be loaded ahead than the staging memory holds at once.
+        The block goes back behind the copy, since more may be loaded ahead than the staging memory holds at once. After
+        an error it may be called again, which reads again.
         """
         block = self._in_memory()
         host = block.view(torch.uint8, (self._size_bytes,))
@@ -210,40 +249,62 @@ class DiskBytes:
         return loaded
 
     def release(self) -> None:
-        """Let the tier's next sweep take everything back."""
-        self._tier.take_back_later(self)
+        """Let the tier's next sweep take everything back. Calling it again does nothing."""
+        if not self._is_released:
+            self._is_released = True
+            self._tier.take_back_later(self)
 
     def give_back(self) -> bool:
         """Give the extent and the staging block back if no thread uses them; return whether that was so."""
-        self._writing.cancel()
-        if not self._writing.done() or (self._reading is not None and not self._reading.done()):
+        if self._writing is not None:
+            self._writing.cancel()
+        if self._is_used(self._writing, self._tier.writer) or self._is_used(self._reading, self._tier.reader):
             return False
         if self._block is not None:
-            self._tier.staging.free(self._block, after=self._last_copy)
-            self._block = None
+            block, self._block = self._block, None
+            self._tier.staging.free(block, after=self._last_copy)
         self._tier.file.free(self._offset, self._padded_bytes)
         return True
 
     def _in_memory(self) -> HostBlock:
+        """Return the block with the bytes; raises what reading them has raised, and gives the block back then."""
         with self._lock:
             self._is_wanted = True
             if self._block is None:
-                self._block = self._tier.wait_for_staging(self._padded_bytes)
-                self._reading = self._tier.reader.submit(self._read)
+                self._start_reading(self._tier.wait_for_staging(self._padded_bytes))
             reading, block = self._reading, self._block
-        if reading is not None:
-            reading.result(_DEADLINE_S)
+        assert block is not None
+        if reading is None:
+            return block
+        try:
+            self._tier.reader.wait(reading, deadline_s=_DEADLINE_S)
+        except BaseException:
+            # Of an interrupted wait the thread still fills the block.
+            if reading.done():
+                with self._lock:
+                    self._block, self._reading, self._is_wanted = None, None, False
+                    self._tier.free_staging(block, after=REACHED)
+            raise
         return block
+
+    def _start_reading(self, block: HostBlock) -> None:
+        try:
+            reading = self._tier.reader.submit(functools.partial(self._read, block))
+        except BaseException:
+            self._tier.free_staging(block, after=REACHED)
+            raise
+        # Together: a block without its reading would pass for the bytes.
+        self._reading, self._block = reading, block
 
     def _write(self) -> None:
         block = self._block
         assert block is not None
-        self.stored.synchronize()
         try:
+            self.stored.synchronize()
             self._tier.file.write(self._offset, block.view(torch.uint8, (self._padded_bytes,)))
-        except DiskError as error:
-            # The bytes stay in memory, so the step in flight can still finish.
-            self._tier.fail(error)
+        except BaseException as error:
+            # The bytes stay in memory, so the step in flight can still finish. Nobody asks a write for its result.
+            self._tier.fail(error.with_traceback(None))
             return
         with self._lock:
             self._is_written = True
@@ -252,11 +313,13 @@ class DiskBytes:
     def _free_staging(self) -> None:
         """Give the block back if the file has the bytes and nobody is about to copy them."""
         if self._block is not None and self._is_written and not self._is_wanted:
-            block, self._block = self._block, None
+            block, self._block, self._reading = self._block, None, None
             self._tier.free_staging(block, after=self._last_copy)
 
-    def _read(self) -> None:
-        block = self._block
-        assert block is not None
+    def _read(self, block: HostBlock) -> None:
         block.ready.synchronize()
         self._tier.file.read(self._offset, block.view(torch.uint8, (self._padded_bytes,)))
+
+    @staticmethod
+    def _is_used(future: Future[None] | None, worker: Worker) -> bool:
+        return future is not None and not future.done() and worker.is_alive

@@ -24,6 +24,7 @@ import torch
 
 from reference_impl.device import Device
 from reference_impl.memory.host import HostMemoryError, available_bytes, host_book, host_storages
+from reference_impl.memory.interrupts import deferred_interrupts
 
 _HUGE_PAGE_BYTES = 2 * 2**20
 _RESERVE_BYTES = 2**30
@@ -62,7 +63,7 @@ _promises = _Promises()
 
 
 class Slab:
-    """`bytes` is a flat uint8 tensor of zeros of `size_bytes`.
+    """`bytes` is a flat uint8 tensor of zeros of `size_bytes`, or of up to a huge page more, but within `most_bytes`.
 
     With `pinned` it is page-locked where the device's copies need that; state that only the CPU touches needs none.
 
@@ -78,8 +79,13 @@ class Slab:
         remedy: str,
         pinned: bool = True,
         touching_threads: int = TOUCHING_THREADS,
+        most_bytes: int | None = None,
     ) -> None:
-        self.size_bytes = -(-size_bytes // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
+        # Whole huge pages, as far as a limit allows.
+        rounded_bytes = -(-size_bytes // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
+        self.size_bytes = (
+            rounded_bytes if most_bytes is None else max(min(rounded_bytes, most_bytes), size_bytes)
+        )
         _promises.make(self.size_bytes, remedy)
         try:
             self._map(device, pinned, touching_threads)
@@ -93,19 +99,23 @@ class Slab:
             # A forked child must neither copy locked pages nor make the parent write to others.
             pages.madvise(mmap.MADV_DONTFORK)
         self.bytes = torch.frombuffer(pages, dtype=torch.uint8)
-        storage = self.bytes.untyped_storage()
-        host_storages.add(storage.data_ptr())
+        address = self.bytes.untyped_storage().data_ptr()
         try:
+            host_storages.add(address)
             _touch(self.bytes, touching_threads)
-            if pinned:
-                device.pin(self.bytes)
+            self._lock(device if pinned else None, address)
         except BaseException:
-            host_storages.discard(storage.data_ptr())
+            if not hasattr(self, "_finalizer"):
+                host_storages.discard(address)
             raise
-        host_book.add(reserved=self.size_bytes)
-        self._finalizer = weakref.finalize(
-            self, _release, storage.data_ptr(), self.size_bytes, device if pinned else None
-        )
+
+    def _lock(self, pinned_for: Device | None, address: int) -> None:
+        # What is locked and counted is sure to be released.
+        with deferred_interrupts():
+            if pinned_for is not None:
+                pinned_for.pin(self.bytes)
+            host_book.add(reserved=self.size_bytes)
+            self._finalizer = weakref.finalize(self, _release_dropped, address, self.size_bytes, pinned_for)
 
     @property
     def is_open(self) -> bool:
@@ -114,7 +124,8 @@ class Slab:
 
     def close(self) -> None:
         """Unlock the pages. Views handed out earlier stay readable but are pageable from then on."""
-        self._finalizer()
+        if (finalizer := self._finalizer.detach()) is not None:
+            _release(*finalizer[2])
 
 
 def _touch(bytes_: torch.Tensor, threads: int) -> None:
@@ -122,7 +133,7 @@ def _touch(bytes_: torch.Tensor, threads: int) -> None:
     if threads == 1:
         _populate(bytes_)
         return
-    pages = bytes_.numel() // _HUGE_PAGE_BYTES
+    pages = -(-bytes_.numel() // _HUGE_PAGE_BYTES)
     with ThreadPoolExecutor(threads) as pool:
         list(pool.map(_populate, bytes_.split(-(-pages // threads) * _HUGE_PAGE_BYTES)))
 
@@ -139,6 +150,13 @@ def _release(address: int, size_bytes: int, pinned_for: Device | None) -> None:
     host_book.add(reserved=-size_bytes)
     if pinned_for is not None:
         pinned_for.unpin(address)
+
+
+def _release_dropped(address: int, size_bytes: int, pinned_for: Device | None) -> None:
+    """Release a slab that nobody has closed: copies may still use it."""
+    if pinned_for is not None:
+        pinned_for.synchronize()
+    _release(address, size_bytes, pinned_for)
 
 
 class SlabSupply:
@@ -161,14 +179,20 @@ class SlabSupply:
         """Bytes that were ordered and not taken yet."""
         return sum(size_bytes for size_bytes, _ in self._orders)
 
-    def order(self, size_bytes: int) -> None:
-        """Have a slab of `size_bytes` made in the background."""
+    def order(self, size_bytes: int, *, most_bytes: int | None = None) -> None:
+        """Have a slab of `size_bytes`, rounded up within `most_bytes`, made in the background."""
         if self._pool is None:
             self._pool = ThreadPoolExecutor(
                 TOUCHING_THREADS, "make-slab", initializer=self._device.use_in_thread
             )
         made = self._pool.submit(
-            Slab, self._device, size_bytes, remedy=self._remedy, pinned=self._pinned, touching_threads=1
+            Slab,
+            self._device,
+            size_bytes,
+            remedy=self._remedy,
+            pinned=self._pinned,
+            touching_threads=1,
+            most_bytes=most_bytes,
         )
         self._orders.append((size_bytes, made))
 

@@ -6,6 +6,7 @@ the host; it does not decide what is stored.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Protocol
 
 import torch
@@ -28,7 +29,7 @@ class StoredBytes(Protocol):
         """Start whatever must run before `load` can copy at full speed."""
 
     def release(self) -> None:
-        """Give the memory back once nothing uses it any more. Safe in a finalizer; called once."""
+        """Give the memory back once nothing uses it any more. Safe in a finalizer, and to call again."""
 
 
 class Tier(Protocol):
@@ -60,15 +61,23 @@ class HostTier:
 class HostBytes:
     """A block of the arena and the event of the last copy that used it."""
 
-    __slots__ = ("_arena", "_block", "_device", "_view", "stored")
+    __slots__ = ("_arena", "_block", "_device", "_is_released", "_view", "stored")
 
     def __init__(self, device: Device, arena: HostArena, source: torch.Tensor, after: Event) -> None:
         self._device = device
         self._arena = arena
+        self._is_released = False
         self._block = arena.allocate(source.numel())
-        self._view = self._block.view(torch.uint8, (source.numel(),))
-        self.stored = device.copy_out(self._view, source, after=(after, self._block.ready))
-        self._block.ready = self.stored
+        try:
+            self._view = self._block.view(torch.uint8, (source.numel(),))
+            self.stored = device.copy_out(self._view, source, after=(after, self._block.ready))
+            self._block.ready = self.stored
+        except BaseException:
+            # Nobody knows how far the copy has come.
+            with suppress(Exception):
+                device.synchronize()
+            arena.free(self._block)
+            raise
 
     def load(self, target: torch.Tensor) -> Event:
         """Start the H2D copy behind the D2H copy and behind the live current stream, which owns `target`."""
@@ -80,5 +89,7 @@ class HostBytes:
         """Do nothing: pinned memory is ready."""
 
     def release(self) -> None:
-        """Hand the block back; its next user waits for the last copy."""
-        self._arena.free(self._block, after=self._block.ready)
+        """Hand the block back; its next user waits for the last copy. Calling it again does nothing."""
+        if not self._is_released:
+            self._is_released = True
+            self._arena.free(self._block, after=self._block.ready)

@@ -19,6 +19,7 @@ from torch import nn
 
 from reference_impl.activations import ActivationOffloader, CheckpointOffloader
 from reference_impl.activations.offloader import Offloader
+from reference_impl.memory.closing import close_behind
 from reference_impl.optimizers import HybridDeviceOptimizer
 from reference_impl.weights import FrozenLayerStreamer
 
@@ -49,8 +50,8 @@ class AppliedPlan:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close."""
-        self.close()
+        """Close; the exception that has left the block, if any, stays the one that is raised."""
+        close_behind(error, self.close)
 
 
 def apply_plan(

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 import torch
@@ -19,6 +18,7 @@ import torch
 from reference_impl.device import REACHED, Device, Event
 from reference_impl.memory.arena import HostArena
 from reference_impl.memory.host import HostMemoryError, available_bytes
+from reference_impl.memory.worker import Worker
 from reference_impl.weights.frozen import FrozenStorage, layout
 from reference_impl.weights.residency import pinned_within
 
@@ -93,19 +93,18 @@ class Staging:
         self._blocks = [arena.allocate(slot_bytes) for _ in range(_STAGING_SLOTS)]
         self._free: list[Event] = [REACHED] * _STAGING_SLOTS
         self._next = 0
-        self._thread = ThreadPoolExecutor(1, "frozen-weights")
+        self._thread = Worker("frozen-weights")
 
     def load(
         self, target: torch.Tensor, parts: Sequence[torch.Tensor], offsets: Sequence[int], after: Event
     ) -> Started:
         """Queue reading `parts` and copying them to `offsets` of `target` once `after` is reached."""
-        return functools.partial(
-            self._thread.submit(self._pass_through, target, parts, offsets, after).result, _DEADLINE_S
-        )
+        task = functools.partial(self._pass_through, target, parts, offsets, after)
+        return functools.partial(self._thread.wait, self._thread.submit(task), deadline_s=_DEADLINE_S)
 
     def close(self) -> None:
         """End the thread; the arena keeps the buffers."""
-        self._thread.shutdown(cancel_futures=True)
+        self._thread.close()
 
     def _pass_through(
         self, target: torch.Tensor, parts: Sequence[torch.Tensor], offsets: Sequence[int], after: Event

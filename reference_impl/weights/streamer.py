@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from reference_impl.device import Device
+from reference_impl.memory.closing import close_behind, undo_all
 from reference_impl.weights import hooks
 from reference_impl.weights.block import StreamedBlock
 from reference_impl.weights.frozen import (
@@ -155,12 +156,15 @@ class FrozenLayerStreamer:
     def close(self) -> None:
         """Give every weight its own memory where it came from, and the host memory back. Idempotent.
 
-        Graphs that are still alive keep the weights that they saved, and run backward as before.
+        Graphs that are still alive keep the weights that they saved, and run backward as before. After an error, such
+        as a device that lacks the memory for a block, it may be called again.
         """
-        for undo in self._undo.values():
-            undo.close()
-        for block in self._blocks:
-            block.restore(to_origin=True)
+        undo_all(
+            [
+                *(functools.partial(block.restore, to_origin=True) for block in self._blocks),
+                *(undo.close for undo in self._undo.values()),
+            ]
+        )
         self._host.close()
 
     def __enter__(self) -> Self:
@@ -170,8 +174,8 @@ class FrozenLayerStreamer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close."""
-        self.close()
+        """Close; the exception that has left the block, if any, stays the one that is raised."""
+        close_behind(error, self.close)
 
     def _attach(self, streamed: Sequence[Sequence[FrozenStorage]], capacity: int) -> None:
         for block, storages in zip(self._blocks, streamed, strict=True):

@@ -1,0 +1,37 @@
+"""Closing when something fails: everything is tried, and an exception that is on its way stays the one that is raised.
+
+A file of its own, because the activation and the weight offloaders, which do not know each other, close alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+
+def undo_all(steps: list[Callable[[], None]]) -> None:
+    """Run and remove all of `steps`, the last first, and raise the first error at the end.
+
+    A step that has raised stays in the list, so that another call tries it again.
+    """
+    raised: BaseException | None = None
+    unfinished: list[Callable[[], None]] = []
+    while steps:
+        try:
+            steps[-1]()
+        except BaseException as error:
+            raised = raised or error
+            unfinished.append(steps[-1])
+        steps.pop()
+    steps.extend(reversed(unfinished))
+    if raised is not None:
+        raise raised
+
+
+def close_behind(error: BaseException | None, close: Callable[[], None]) -> None:
+    """Call `close` at the end of a `with` block that `error`, if any, has left; what it raises never hides that."""
+    try:
+        close()
+    except BaseException as failure:
+        if error is None:
+            raise
+        error.add_note(f"closing has failed too: {type(failure).__name__}: {failure}; try close() again")

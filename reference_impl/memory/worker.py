@@ -1,0 +1,69 @@
+"""One thread that carries out tasks in order, and whose death ends every wait for it.
+
+A file of its own, because the disk tier and the streamed weights use it alike.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as NotInTime
+from typing import TypeVar
+
+_LOOK_EVERY_S = 0.5
+_T = TypeVar("_T")
+
+
+class Worker:
+    """A thread called `name`, from its first task until it is closed, or dropped."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._threads: list[threading.Thread] = []
+        # The thread must not know this object, or it would keep it alive.
+        self._pool = ThreadPoolExecutor(
+            1,
+            name,
+            initializer=lambda threads: threads.append(threading.current_thread()),
+            initargs=(self._threads,),
+        )
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether tasks that were given to it will be carried out."""
+        return all(thread.is_alive() for thread in self._threads)
+
+    def submit(self, task: Callable[[], _T]) -> Future[_T]:
+        """Queue `task`; its result or exception is what `wait` on the returned future gives."""
+        return self._pool.submit(task)
+
+    def wait(self, future: Future[_T], *, deadline_s: float) -> _T:
+        """Return what a task has returned, or raise what it has raised.
+
+        Raises RuntimeError when the thread is dead, as all are in a forked child, or after `deadline_s`.
+        """
+        deadline = time.monotonic() + deadline_s
+        while True:
+            try:
+                return future.result(_LOOK_EVERY_S)
+            except NotInTime:
+                if future.done():
+                    # The task's own.
+                    raise
+            if not self.is_alive:
+                raise RuntimeError(
+                    f"thread {self._name!r} has died with a task unfinished; expected it to live as long as its "
+                    "offloader; try a new offloader, made in this process"
+                )
+            if time.monotonic() > deadline:
+                raise RuntimeError(
+                    f"thread {self._name!r} has not finished a task within {deadline_s:.0f} s; expected seconds; try "
+                    "another disk"
+                )
+
+    def close(self) -> None:
+        """Forget queued tasks and wait for the one that runs. Calling it again does nothing."""
+        if self.is_alive:
+            self._pool.shutdown(cancel_futures=True)
