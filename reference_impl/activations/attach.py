@@ -111,7 +111,7 @@ class WrappedCall:
 
     def _own_call(self, module: nn.Module) -> Forward:
         """Return what `module`, this one or a copy of it, calls without wrappers."""
-        beneath = self._beneath
+        beneath: Forward | None = self._beneath
         if beneath is None:
             return types.MethodType(type(module).forward, module)
         if isinstance(beneath, types.MethodType) and beneath.__self__ is self._module:

@@ -1,13 +1,12 @@
 """Executes a plan on a PyTorch model: the one door through which a plan reaches tensors.
 
 A plan is the JSON document of `schema/plan.schema.json`; its `execute` section names mechanisms and their
-parameters. Everything is checked before anything is attached. Whether the plan is a good one, this module
-does not judge.
+parameters. Everything is checked before anything is attached (`plan_document`). Whether the plan is a good one, this
+module does not judge.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -18,15 +17,14 @@ import torch
 from torch import nn
 
 from reference_impl.activations import ActivationOffloader, CheckpointOffloader
+from reference_impl.activations.attach import first_blocks
 from reference_impl.activations.offloader import Offloader
 from reference_impl.memory.closing import close_behind
 from reference_impl.optimizers import HybridDeviceOptimizer
+from reference_impl.verification.plan_document import SHARES, execute_section
 from reference_impl.weights import FrozenLayerStreamer
 
 _EVERYTHING = 2**62  # bytes that stay on the device: recompute without offload
-_MECHANISMS = ("optimizer", "activations", "weights")
-_SHARES = ("resident", "streamed", "cpu")
-_MODES = ("layers", "checkpoint", "recompute", "budget")
 
 
 class AppliedPlan:
@@ -77,16 +75,20 @@ def apply_plan(
             backward excludes it.
 
     Raises:
-        ValueError: a document without an `execute` section, a mechanism or mode that is not known here, or an
-            optimizer that the plan was not made for.
+        ValueError: a document without an `execute` section, or with an entry that the schema does not allow, which the
+            message names; a plan for another model or optimizer. The model is left as it was.
     """
-    execute = _execute_section(plan)
+    execute = execute_section(plan)
     wanted = execute.get("optimizer")
     if wanted is not None and type(optimizer) is not torch.optim.AdamW:
         raise ValueError(
             f"the plan offloads AdamW's state; got {type(optimizer).__name__}; "
             "try torch.optim.AdamW(model.parameters())"
         )
+    activations = execute.get("activations") or {}
+    if activations.get("mode") == "layers":
+        # Before weights are moved: what the model itself refuses.
+        first_blocks(model, activations["num_layers"])
     stack = ExitStack()
     try:
         if (weights := execute.get("weights")) is not None:
@@ -99,26 +101,9 @@ def apply_plan(
         stack.callback(offloading.close)
         offloading.attach(model)
         return AppliedPlan(offloading, stack)
-    except BaseException:
-        stack.close()
+    except BaseException as error:
+        close_behind(error, stack.close)
         raise
-
-
-def _execute_section(plan: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
-    document = plan if isinstance(plan, Mapping) else json.loads(Path(plan).read_text(encoding="utf-8"))
-    execute = document.get("execute")
-    if not isinstance(execute, Mapping):
-        raise ValueError(
-            f"the plan has no execute section (dialect {document.get('dialect')!r}); expected a plan for PyTorch; "
-            "try offload plan --framework pytorch --format json"
-        )
-    unknown = sorted(set(execute) - set(_MECHANISMS))
-    if unknown:
-        raise ValueError(
-            f"the plan asks for {', '.join(unknown)}; expected some of {', '.join(_MECHANISMS)}; "
-            "try a plan with another recommendation"
-        )
-    return execute
 
 
 def _activations(model: nn.Module, wanted: Mapping[str, Any] | None) -> Offloader | None:
@@ -131,11 +116,8 @@ def _activations(model: nn.Module, wanted: Mapping[str, Any] | None) -> Offloade
             return CheckpointOffloader(model)
         case "recompute":
             return CheckpointOffloader(model, keep_last_bytes=_EVERYTHING)
-        case "budget":
+        case _:
             return ActivationOffloader(model, budget_bytes=wanted["budget_bytes"])
-    raise ValueError(
-        f"activations.mode={wanted['mode']!r}; expected one of {', '.join(_MODES)}; try mode='layers'"
-    )
 
 
 def _optimizer(
@@ -155,4 +137,4 @@ def _options(wanted: Mapping[str, Any]) -> dict[str, Any]:
     split = wanted.get("split")
     if split is None:
         return options | {"offload_fraction": wanted["offload_fraction"]}
-    return options | {"split": tuple(split.get(name, 0.0) for name in _SHARES)}
+    return options | {"split": tuple(split.get(name, 0.0) for name in SHARES)}

@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from reference_impl.device import REACHED, Device
+from reference_impl.memory.interrupts import deferred_interrupts
 from reference_impl.memory.ledger import resize_storage
 from reference_impl.weights.absent import mark_absent, mark_present
 from reference_impl.weights.frozen import FrozenStorage, bytes_of, layout, placed, unpacked
@@ -86,15 +87,16 @@ class StreamedBlock:
         flat = torch.empty(max(slot_bytes, size_bytes), dtype=torch.uint8, device=self._device.torch_device)
         sources = [bytes_of(storage.tensors[0]) for storage in storages]
         copy = self._host_memory.keep(self.index, sources, offsets, size_bytes)
-        self._host, self._flat, self.size_bytes = copy, flat, size_bytes
-        for storage, offset, part in zip(storages, offsets, copy.parts, strict=True):
-            self._places.append(Place(offset, part, storage.device, storage))
-            for name, tensor in zip(storage.names, storage.tensors, strict=True):
-                tensor.data = placed(flat, tensor, offset)
-                self._watched.append(
-                    Watched(name, tensor, tensor._version, tensor.data_ptr() - flat.data_ptr())
-                )
-        self._free()
+        with deferred_interrupts():
+            self._host, self._flat, self.size_bytes = copy, flat, size_bytes
+            for storage, offset, part in zip(storages, offsets, copy.parts, strict=True):
+                self._places.append(Place(offset, part, storage.device, storage))
+                for name, tensor in zip(storage.names, storage.tensors, strict=True):
+                    tensor.data = placed(flat, tensor, offset)
+                    self._watched.append(
+                        Watched(name, tensor, tensor._version, tensor.data_ptr() - flat.data_ptr())
+                    )
+            self._free()
 
     def load(self) -> None:
         """Allocate on the live current stream and start the H2D copy behind it.
@@ -150,13 +152,14 @@ class StreamedBlock:
             self.wait()
         # All memory first: running out of it half way would leave some tensors here and some there.
         own = [self._own_bytes(self._host, place, to_origin) for place in self._places]
-        for place, bytes_ in zip(self._places, own, strict=True):
-            for tensor in place.storage.tensors:
-                tensor.data = placed(bytes_, tensor, -place.offset)
-        self._host.release(after=self._started())
-        self._host, self._places, self._watched = None, [], []
-        self._flat = torch.empty(0, dtype=torch.uint8)
-        self.is_loaded, self.size_bytes = False, 0
+        empty = torch.empty(0, dtype=torch.uint8)
+        with deferred_interrupts():
+            for place, bytes_ in zip(self._places, own, strict=True):
+                for tensor in place.storage.tensors:
+                    tensor.data = placed(bytes_, tensor, -place.offset)
+            self._host.release(after=self._started())
+            self._host, self._places, self._watched = None, [], []
+            self._flat, self.is_loaded, self.size_bytes = empty, False, 0
 
     def owns(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor`, or a part of it where it is packed, is a view of this block's device storage."""

@@ -100,12 +100,16 @@ def replace_in_state_dict(
     return undo
 
 
-def replace_deepcopy(block: nn.Module, copy: Callable[[dict[int, Any]], nn.Module]) -> Callable[[], None]:
-    """Have `copy.deepcopy` call `copy(memo)` for `block`; return what undoes it."""
-    block.__dict__["__deepcopy__"] = copy
+def replace_copies(
+    block: nn.Module, copy: Callable[[dict[int, Any]], nn.Module], reduce: Callable[[Any], Any]
+) -> Callable[[], None]:
+    """Have `copy.deepcopy` call `copy(memo)` for `block`, and pickle `reduce(protocol)`; return what undoes it."""
+    replaced: dict[str, Any] = {"__deepcopy__": copy, "__reduce_ex__": reduce}
+    block.__dict__.update(replaced)
 
     def undo() -> None:
-        block.__dict__.pop("__deepcopy__", None)
+        for name in replaced:
+            block.__dict__.pop(name, None)
 
     return undo
 
@@ -132,7 +136,7 @@ def _changing_methods(block: nn.Module) -> Iterator[tuple[nn.Module, str]]:
 
 
 def _wrap_method(module: nn.Module, name: str, gather: Gather) -> Callable[[], None]:
-    method = getattr(module, name)
+    method, own = getattr(module, name), module.__dict__.get(name)
 
     @functools.wraps(method)
     def gathered(*args: Any, **kwargs: Any) -> Any:
@@ -142,6 +146,12 @@ def _wrap_method(module: nn.Module, name: str, gather: Gather) -> Callable[[], N
     module.__dict__[name] = gathered
 
     def undo() -> None:
-        module.__dict__.pop(name, None)
+        if module.__dict__.get(name) is not gathered:
+            # Somebody's own patch is on top.
+            return
+        if own is None:
+            del module.__dict__[name]
+        else:
+            module.__dict__[name] = own
 
     return undo

@@ -199,7 +199,13 @@ class FrozenLayerStreamer:
         undo.callback(visits)
         undo.callback(hooks.gather_around(block.module, functools.partial(self.gathered, block.module)))
         undo.callback(hooks.replace_in_state_dict(block.module, block.owns, block.on_host))
-        undo.callback(hooks.replace_deepcopy(block.module, functools.partial(self._copy, block)))
+        undo.callback(
+            hooks.replace_copies(
+                block.module,
+                functools.partial(self._copy, block),
+                lambda protocol: self._copy(block, {}).__reduce_ex__(protocol),
+            )
+        )
 
     def _copy(self, block: StreamedBlock, memo: dict[int, Any]) -> nn.Module:
         """Return a deep copy of `block`'s module, whose weights are its own and do not stream."""

@@ -1,0 +1,167 @@
+"""Reads a plan and checks what is to be executed of it, entry by entry, before anything is touched.
+
+The document is that of `schema/plan.schema.json`; of its sections only `execute` is looked into. Sizes that depend on
+the model, such as a number of layers, the mechanisms check themselves.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+SECTIONS = frozenset(
+    (
+        *(
+            "schema_version",
+            "errors",
+            "kind",
+            "dialect",
+            "recommendation",
+            "simpler",
+            "execute",
+            "alternatives",
+        ),
+        *(
+            "as_it_is",
+            "without_offload",
+            "ruled_out",
+            "sensitivity",
+            "considered",
+            "model",
+            "layout",
+            "machine",
+        ),
+        *("budget", "decisions", "assumptions"),
+    )
+)
+MODES = ("layers", "checkpoint", "recompute", "budget")
+SHARES = ("resident", "streamed", "cpu")
+_OVERLAPS = ("gradients", "update")
+_MOST_BYTES = 2**63 - 1
+_SUM_TOLERANCE = 1e-6
+
+Check = Callable[[str, Any], None]
+
+
+def execute_section(plan: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
+    """Return what `plan`, a document or its path, says is to be executed.
+
+    Raises ValueError that names the entry for anything but a plan for PyTorch as the schema describes it, and OSError
+    for a file that cannot be read.
+    """
+    document = plan if isinstance(plan, Mapping) else _read(plan)
+    if not isinstance(document, Mapping):
+        raise _wrong("plan", document, "an object", "offload plan --framework pytorch --format json")
+    _known("plan", document, SECTIONS)
+    version = document.get("schema_version", "1.0")
+    if not isinstance(version, str) or not version.startswith("1."):
+        raise _wrong("schema_version", version, "1.x", "offload plan of this release")
+    execute = document.get("execute")
+    if execute is None:
+        raise ValueError(
+            f"the plan has no execute section (dialect {_short(document.get('dialect'))}); expected a plan for "
+            "PyTorch; try offload plan --framework pytorch --format json"
+        )
+    _object({"optimizer": _optimizer, "activations": _activations, "weights": _weights})("execute", execute)
+    assert isinstance(execute, Mapping)
+    return execute
+
+
+def _read(path: str | Path) -> Any:
+    if not isinstance(path, str | Path):
+        raise _wrong("plan", path, "a mapping, or the path of a JSON file", "json.load")
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(
+            f"{path} is no JSON document ({type(error).__name__}: {error}); expected a plan; "
+            "try offload plan --framework pytorch --format json"
+        ) from error
+
+
+def _optimizer(entry: str, found: Any) -> None:
+    _object(
+        {"offload_fraction": _share, "split": _split, "backward_overlap": _one_of(_OVERLAPS)},
+        required=("offload_fraction",),
+    )(entry, found)
+
+
+def _split(entry: str, found: Any) -> None:
+    _object(dict.fromkeys(SHARES, _share))(entry, found)
+    total = sum(found.values())
+    if abs(total - 1) > _SUM_TOLERANCE:
+        raise ValueError(f"{entry} sums to {total:g}; expected shares that sum to 1; try another plan")
+
+
+def _activations(entry: str, found: Any) -> None:
+    _object({"mode": _one_of(MODES), "num_layers": _count, "budget_bytes": _count}, required=("mode",))(
+        entry, found
+    )
+    needed = {"layers": "num_layers", "budget": "budget_bytes"}.get(found["mode"])
+    if needed is not None and needed not in found:
+        raise ValueError(
+            f"{entry}.{needed} is missing; expected it with mode={found['mode']!r}; try another plan"
+        )
+
+
+def _weights(entry: str, found: Any) -> None:
+    _object({"resident_layers": _count, "budget_bytes": _count})(entry, found)
+
+
+def _object(entries: Mapping[str, Check], *, required: tuple[str, ...] = ()) -> Check:
+    """Return a check of an object that has some of `entries`, all `required` ones among them."""
+
+    def check(entry: str, found: Any) -> None:
+        if not isinstance(found, Mapping):
+            raise _wrong(entry, found, "an object", f"{{{', '.join(entries)}}}")
+        _known(entry, found, entries)
+        for name in required:
+            if name not in found:
+                raise ValueError(f"{entry}.{name} is missing; expected it there; try another plan")
+        for name, value in found.items():
+            entries[name](f"{entry}.{name}", value)
+
+    return check
+
+
+def _known(entry: str, found: Mapping[Any, Any], entries: Mapping[str, Check] | frozenset[str]) -> None:
+    unknown = [_short(name) for name in found if not isinstance(name, str) or name not in entries]
+    if unknown:
+        raise ValueError(
+            f"{entry} has {', '.join(unknown[:5])}; expected some of {', '.join(sorted(entries))}; try another plan"
+        )
+
+
+def _one_of(choices: tuple[str, ...]) -> Check:
+    def check(entry: str, found: Any) -> None:
+        if not isinstance(found, str) or found not in choices:
+            raise _wrong(entry, found, f"one of {', '.join(choices)}", repr(choices[0]))
+
+    return check
+
+
+def _share(entry: str, found: Any) -> None:
+    is_number = isinstance(found, int | float) and not isinstance(found, bool)
+    if not is_number or not math.isfinite(found) or not 0 <= found <= 1:
+        raise _wrong(entry, found, "a number from 0 to 1", "0.5")
+
+
+def _count(entry: str, found: Any) -> None:
+    if not isinstance(found, int) or isinstance(found, bool) or not 0 <= found <= _MOST_BYTES:
+        raise _wrong(entry, found, "a whole number of at least 0", "1")
+
+
+def _wrong(entry: str, found: Any, expected: str, remedy: str) -> ValueError:
+    return ValueError(f"{entry} is {_short(found)}; expected {expected}; try {remedy}")
+
+
+def _short(found: Any) -> str:
+    """Return `found` for a message; nonsense may be large, or nested deeper than `repr` goes."""
+    try:
+        text = repr(found)
+    except (RecursionError, ValueError):
+        text = type(found).__name__
+    return text if len(text) <= 60 else f"{text[:57]}..."
