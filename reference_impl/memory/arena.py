@@ -129,21 +129,28 @@ class HostArena:
         Raises HostMemoryError when the limit or the host has too little left.
         """
         size_bytes = _aligned(size_bytes)
-        with self._lock:
-            self._take_back()
-            block = self._recycle(size_bytes) or self._carve(size_bytes)
-            if block is None:
-                self._merge()
-                block = self._carve(size_bytes)
-            while block is None and (slab := self._supply.take()) is not None:
-                self._add(slab)
-                block = self._carve(size_bytes)
-            if block is None:
-                self._grow(max(size_bytes, self._next_slab_bytes()))
-                block = self._carve(size_bytes)
-            assert block is not None
-            self._live.add(size_bytes)
+        block: HostBlock | None = None
+        try:
+            with self._lock:
+                self._take_back()
+                block = self._recycle(size_bytes) or self._carve(size_bytes)
+                if block is None:
+                    self._merge()
+                    block = self._carve(size_bytes)
+                while block is None and (slab := self._supply.take()) is not None:
+                    self._add(slab)
+                    block = self._carve(size_bytes)
+                if block is None:
+                    self._grow(max(size_bytes, self._next_slab_bytes()))
+                    block = self._carve(size_bytes)
+                assert block is not None
+                self._live.add(size_bytes)
             return block
+        except BaseException:
+            # An interrupt on the way out: nobody else would give the block back.
+            if block is not None:
+                self._returned.append(block)
+            raise
 
     def free(self, block: HostBlock, *, after: Event = REACHED) -> None:
         """Take `block` back; whoever gets it next writes it only once `after` is reached.

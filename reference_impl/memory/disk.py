@@ -59,18 +59,18 @@ class SpillTier:
 
     def __init__(self, host: HostTier, disk: DiskTier) -> None:
         self._host = host
-        self._disk = disk
+        self.disk = disk
 
     def store(self, source: torch.Tensor, *, after: Event) -> StoredBytes:
         """Start storing in the first tier that has space. Raises DiskError when neither has."""
         try:
             return self._host.store(source, after=after)
         except HostMemoryError:
-            return self._disk.store(source, after=after)
+            return self.disk.store(source, after=after)
 
     def close(self) -> None:
         """Close both."""
-        undo_all([self._host.close, self._disk.close])
+        undo_all([self._host.close, self.disk.close])
 
 
 class DiskTier:

@@ -171,6 +171,7 @@ class SlabSupply:
         self._device = device
         self._remedy = remedy
         self._pinned = pinned
+        self._process = os.getpid()
         self._pool: ThreadPoolExecutor | None = None
         self._orders: deque[tuple[int, Future[Slab]]] = deque()
 
@@ -200,10 +201,15 @@ class SlabSupply:
         """Return the slab that was ordered first, once it is made; None when there is none, or no memory for it."""
         if not self._orders:
             return None
+        if os.getpid() != self._process:
+            # A forked child has the orders, but not the threads that would carry them out.
+            self._orders.clear()
+            self._pool = None
+            return None
         _, made = self._orders.popleft()
         try:
             return made.result()
-        except (HostMemoryError, RuntimeError, CancelledError):
+        except (Exception, CancelledError):
             # An order is a guess: whoever truly needs the memory asks for it and gets the error.
             self.close()
             return None

@@ -7,7 +7,6 @@ the model, such as a number of layers, the mechanisms check themselves.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -145,7 +144,8 @@ def _one_of(choices: tuple[str, ...]) -> Check:
 
 def _share(entry: str, found: Any) -> None:
     is_number = isinstance(found, int | float) and not isinstance(found, bool)
-    if not is_number or not math.isfinite(found) or not 0 <= found <= 1:
+    # Of NaN neither holds.
+    if not is_number or not 0 <= found <= 1:
         raise _wrong(entry, found, "a number from 0 to 1", "0.5")
 
 

@@ -111,6 +111,7 @@ class FrozenLayerStreamer:
             StreamedBlock(self._device, self._host, module, index) for index, module in enumerate(modules)
         ]
         self._gathered: set[int] = set()
+        self._is_closed = False
         self._undo: dict[int, ExitStack] = {}
         try:
             self._attach(streamed, window_blocks)
@@ -137,9 +138,10 @@ class FrozenLayerStreamer:
 
         Afterwards they are taken over again as they are then, except those that were moved off the device.
         """
+        # Somebody may have kept a method that gathers first.
         blocks = [
             block
-            for block in self._blocks
+            for block in ([] if self._is_closed else self._blocks)
             if (layer is None or block.module is layer) and block.index not in self._gathered
         ]
         self._gathered.update(block.index for block in blocks)
@@ -159,6 +161,7 @@ class FrozenLayerStreamer:
         Graphs that are still alive keep the weights that they saved, and run backward as before. After an error, such
         as a device that lacks the memory for a block, it may be called again.
         """
+        self._is_closed = True
         undo_all(
             [
                 *(functools.partial(block.restore, to_origin=True) for block in self._blocks),

@@ -1,4 +1,5 @@
 import gc
+from contextlib import suppress
 
 import pytest
 import torch
@@ -118,4 +119,20 @@ def test_a_forgotten_arena_leaves_nothing_in_the_book(device):
 def test_blocks_are_pinned():
     arena = HostArena(Device.of("cuda"))
     assert arena.allocate(MIB).view(torch.uint8, (MIB,)).is_pinned()
+    arena.close()
+
+
+@pytest.mark.parametrize("limit_bytes", [1, 300, 300_000, 2 * MIB + 1, 5 * MIB - 1])
+def test_the_limit_is_kept_to_the_byte(device, limit_bytes):
+    arena, blocks = HostArena(device, limit_bytes=limit_bytes), []
+    arena.expect([100_000] * 80)
+    with pytest.raises(HostMemoryError):
+        blocks += [arena.allocate(100_000) for _ in range(80)]
+    fitted = arena.live_bytes
+    assert arena.reserved_bytes <= limit_bytes
+    with suppress(HostMemoryError):
+        for _ in range(limit_bytes // 256 + 1):
+            blocks.append(arena.allocate(256))
+    assert fitted <= arena.live_bytes <= arena.reserved_bytes <= limit_bytes
+    assert arena.live_bytes > limit_bytes - 256 - 256
     arena.close()
