@@ -26,6 +26,8 @@ from reference_impl.optimizers.streamed.slots import LEAST_SLOTS, FreedMemory
 from reference_impl.optimizers.streamed.storage import StateFormat, StateStorage, StreamedStates
 from reference_impl.optimizers.streamed.update import StreamedStep
 
+_Step = tuple[dict[Member, torch.Tensor], ClipDecision | None, list[dict[str, Any]]]
+
 
 class StreamedShare:
     """Streamed (and resident) parts of members: their states, and what moves and updates them.
@@ -75,6 +77,9 @@ class StreamedShare:
         # The chunks that backward may still prefetch; None until its first gradient.
         self._prefetchable: deque[Chunk] | None = None
         self._most_slots = LEAST_SLOTS
+        # The step that is prepared, and the one that has begun until it is queued: gradients, decision, groups.
+        self._prepared: _Step | None = None
+        self._begun: _Step | None = None
         # Kept alive while the update reads its numbers.
         self._decision: ClipDecision | None = None
         self.moments = algorithm.moments
@@ -163,35 +168,61 @@ class StreamedShare:
         """Return whether a part of `member` is here."""
         return member in self.steps
 
-    @torch.no_grad()
     def update(
         self,
         gradients: Mapping[Member, torch.Tensor],
         decision: ClipDecision | None,
         groups: Sequence[Mapping[str, Any]],
     ) -> None:
-        """Begin the update of members here, behind the live current stream; the host waits for nothing.
+        """Prepare a step, begin it, and queue what is queued at once."""
+        self.prepare(gradients, decision, groups)
+        self.begin()
+        self.advance()
+
+    @torch.no_grad()
+    def prepare(
+        self,
+        gradients: Mapping[Member, torch.Tensor],
+        decision: ClipDecision | None,
+        groups: Sequence[Mapping[str, Any]],
+    ) -> None:
+        """Prepare the update of members here; it may raise, and changes nothing.
 
         Chunks go in the order of `chunks`: the first at once, others as `wait_for` asks for them, then the copies of
         the next step's first chunks. `gradients` of other members are passed over; each has the shape of its (local)
-        parameter and is kept until `wait_for`. Each call copies every chunk that it touches in and out, so one call a
-        step is best. Without a decision gradients are used as they are.
+        parameter and is kept until `wait_for`. Each step copies every chunk that it touches in and out, so one step of
+        all members is best. Without a decision gradients are used as they are.
         """
         self.wait_for(self._gradients)
+        self._prepared = (
+            {member: gradient for member, gradient in gradients.items() if member in self.steps},
+            decision,
+            snapshot(groups),
+        )
+
+    def begin(self) -> None:
+        """Make the prepared step begun; does not raise."""
+        self._begun, self._prepared = self._prepared, None
+
+    @torch.no_grad()
+    def advance(self) -> None:
+        """Queue the begun step, behind the live current stream; the host waits for nothing."""
+        if self._begun is None:
+            return
+        ours, decision, groups = self._begun
         self._freed.on_step()
         self._prefetchable = None
-        ours = {member: gradient for member, gradient in gradients.items() if member in self.steps}
-        if not ours:
-            return
-        self._decision, self._gradients = decision, dict(ours)
-        steps = [self.steps[member] for member in ours]
-        torch._foreach_add_(steps, 1)
-        if decision is not None:
-            torch._foreach_sub_(steps, [decision.found_inf] * len(steps))
-        due = [chunk for chunk in self.chunks if any(piece.member in ours for piece in chunk.pieces)]
-        step = StreamedStep(ours, self.steps, decision, snapshot(groups), self._weights)
-        # A CPU worker waits for the chunks of split members.
-        self._pipeline.begin(due, step, at_once=sum(map(self._has_split_member, due)))
+        if ours:
+            self._decision, self._gradients = decision, dict(ours)
+            steps = [self.steps[member] for member in ours]
+            torch._foreach_add_(steps, 1)
+            if decision is not None:
+                torch._foreach_sub_(steps, [decision.found_inf] * len(steps))
+            due = [chunk for chunk in self.chunks if any(piece.member in ours for piece in chunk.pieces)]
+            step = StreamedStep(ours, self.steps, decision, groups, self._weights)
+            # A CPU worker waits for the chunks of split members.
+            self._pipeline.begin(due, step, at_once=sum(map(self._has_split_member, due)))
+        self._begun = None
 
     def _has_split_member(self, chunk: Chunk) -> bool:
         return any(self._weights.kept_apart(piece.member) is not None for piece in chunk.pieces)
