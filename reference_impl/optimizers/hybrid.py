@@ -111,6 +111,8 @@ class HybridDeviceOptimizer(HostedOptimizer):
         self._begun: BegunStep | None = None
         self._in_backward: CpuStep | None = None
         self._taken: Mapping[Member, torch.Tensor] = {}
+        # Whether step() was called and has failed before it could go on with what backward has begun.
+        self._is_asked = False
         self._refused_in_between = False
         # Whether the last call was a step() that had begun; an error after that belongs to somebody else.
         self._has_stepped = False
@@ -207,8 +209,7 @@ class HybridDeviceOptimizer(HostedOptimizer):
             self._check_usable()
             self._device.refuse_capture("optimizer offload")
             self._has_stepped = False
-            if self._begun is not None:
-                self._finish_begun()
+            self._finish_begun()
             self._send(member)
 
     def _send(self, member: Member) -> None:
@@ -243,7 +244,7 @@ class HybridDeviceOptimizer(HostedOptimizer):
         if self._shares is not None:
             with self._failures.told():
                 self._check_between_steps(checks.update_begun)
-                if self._begun is not None:
+                if self._begun is not None or self._is_asked:
                     self._check_usable()
                     self._finish_begun()
                 self._taken, self._has_stepped = {}, False
@@ -264,8 +265,7 @@ class HybridDeviceOptimizer(HostedOptimizer):
             self._check_usable()
             self._device.refuse_capture("optimizer offload")
             self._has_stepped = False
-            if self._begun is not None:
-                self._finish_begun()
+            self._finish_begun()
             loss = None
             if closure is not None:
                 with torch.enable_grad():
@@ -276,29 +276,34 @@ class HybridDeviceOptimizer(HostedOptimizer):
                     return loss
             if any(param.grad is not None for param in self._idle):
                 self._admit()
-            prepared = self._prepare()
-            with deferred_interrupts():
-                self._begun, self._in_backward, self._has_stepped = prepared, None, True
-                prepared.advance()
-            if not self._returns_early:
-                self._wait()
+            self._is_asked = self._in_backward is not None
+            self._take()
             self._begun = None
             return loss
 
+    def _take(self) -> None:
+        """Take a step with the gradients that there are."""
+        prepared = self._prepare()
+        with deferred_interrupts():
+            self._begun, self._in_backward, self._is_asked, self._has_stepped = prepared, None, False, True
+            prepared.advance()
+        if not self._returns_early:
+            self._wait()
+
     def _finish_begun(self) -> None:
-        """Finish the step that has begun, if there is one."""
-        begun = self._begun
-        if begun is None:
-            self._failures.forget_forward()
-            return
+        """Finish the step that has begun, if an error has left one."""
         with torch.no_grad():
-            with deferred_interrupts():
-                begun.advance()
-            if not self._returns_early:
-                self._wait()
-        # Finished only after an error: what it was taken from may still stand on the parameters.
-        self._taken = begun.gradients
-        self._begun = None
+            if self._begun is not None:
+                with deferred_interrupts():
+                    self._begun.advance()
+                if not self._returns_early:
+                    self._wait()
+            elif self._is_asked:
+                self._take()
+        if self._begun is not None:
+            # What it was taken from may still stand on the parameters.
+            self._taken = self._begun.gradients
+            self._begun = None
         self._failures.forget_forward()
 
     @property
@@ -379,16 +384,14 @@ class HybridDeviceOptimizer(HostedOptimizer):
     def _wait_for(self, members: Iterable[Member]) -> None:
         with self._failures.told():
             self._check_usable()
-            if self._begun is not None:
-                self._finish_begun()
+            self._finish_begun()
             self._open.wait_for(members)
 
     def synchronize(self) -> None:
         """Make the live current stream see finished weights: call it before reading them in your own code."""
         with self._failures.told():
             self._check_usable()
-            if self._begun is not None:
-                self._finish_begun()
+            self._finish_begun()
             self._wait()
 
     def _wait(self) -> None:
@@ -429,7 +432,7 @@ class HybridDeviceOptimizer(HostedOptimizer):
 
     def _check_between_steps(self, refusal: Callable[[], Exception]) -> None:
         """Raise `refusal` between a backward that has begun to update and its step."""
-        if self._in_backward is not None and self._failures.first is None:
+        if self._in_backward is not None and not self._is_asked and self._failures.first is None:
             self._refused_in_between = True
             raise refusal()
 
@@ -463,7 +466,7 @@ class HybridDeviceOptimizer(HostedOptimizer):
                     raise
 
     def _finish_for_close(self) -> None:
-        begun_in_backward = self._in_backward is not None
+        begun_in_backward = self._in_backward is not None and not self._is_asked
         # What a worker has failed with is raised once, and then tried again.
         for is_last in (False, True):
             try:

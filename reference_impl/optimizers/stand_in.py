@@ -70,7 +70,7 @@ class GradientStandIn(torch.Tensor):
         self.dropped = False
         self.arrived = None
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"GradientStandIn(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
 
     def data_ptr(self) -> int:

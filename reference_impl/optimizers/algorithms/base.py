@@ -94,11 +94,12 @@ def check_learning_rate(group: Mapping[str, Any]) -> None:
 
 
 def widen(
-    staging: Tensor, scratch: Tensor, masters: list[Tensor], begins: list[int], factors: list[float]
+    staging: Tensor, scratch: Tensor, masters: list[Tensor], begins: list[int], factors: list[Tensor]
 ) -> list[Tensor]:
     """Return each member's gradient in fp32, scaled: views of `staging` itself, or of its copy in `scratch`.
 
-    Each of `factors` rounds to the dtype of `staging`, as scaling the gradient in place does.
+    Each product rounds to the dtype of `staging`, as scaling the gradient in place does. `factors` are 0-dim fp32: a
+    number would be rounded to that dtype first.
     """
     for factor in factors:
         staging.mul_(factor)

@@ -96,7 +96,7 @@ def sgd_blocks(
     begins: list[list[int]],
     moments: list[list[list[Tensor]]],
     steps: list[list[Tensor]],
-    factors: list[float],
+    factors: list[Tensor],
     numbers: list[float],
     maximize: bool,
     grad_scale: Tensor | None,

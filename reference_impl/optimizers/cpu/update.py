@@ -139,7 +139,7 @@ class CpuKernel:
         self._call(
             scratch,
             *task.arguments,
-            list(factors),
+            [torch.tensor(factor) for factor in factors],
             self._algorithm.numbers(group),
             bool(group["maximize"]),
             grad_scale,

@@ -133,8 +133,7 @@ def test_new_weights_that_cannot_be_sent_are_sent_by_the_next_call(device, make,
     with monkeypatch.context() as failing:
         fail_once(failing, type(publisher), "publish", out_of_memory(), at=3)
         with pytest.raises(torch.OutOfMemoryError):
-            optimizer.step()
-            optimizer.synchronize()
+            (optimizer.step(), optimizer.synchronize())
     assert optimizer.status == "begun"
     optimizer.synchronize()
     optimizer.zero_grad()
