@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 
+import injector as injection
 import torch
 from injector import WORKER, Fault, Injector, Moment, some_kind
 from interrupts import Interrupt, counted, seconds_of
@@ -45,6 +46,7 @@ class Verdict(enum.Enum):
     LEAK = "LEAK"
     CRASH = "CRASH"
     MISSED = "MISSED"
+    UNSAID = "UNSAID"
 
     @property
     def passes(self) -> bool:
@@ -103,7 +105,7 @@ def opened(setting: Setting, injector: Injector) -> Iterator[Trainee]:
 @cache
 def undisturbed(setting: Setting, left_out: int | None, stop: int = STEPS) -> Snapshot:
     """Return what the run without a fault ends with, after batch `stop` - 1."""
-    with opened(setting, injector := Injector()) as trainee:
+    with injection.undisturbed.run(), opened(setting, injector := Injector()) as trainee:
         train(trainee, injector, 0, left_out=left_out, stop=stop)
         return trainee.snapshot()
 
@@ -227,7 +229,9 @@ class _Run:
                 return Outcome(Verdict.CRASH, told_of(error))
             if not self._injector.names(error):
                 return Outcome(Verdict.STUCK, f"the fault is not named: {told_of(error)}")
-            return self._after(self._injector.step, self._injector.phase)
+            outcome = self._after(self._injector.step, phase := self._injector.phase)
+            unsaid = phase == "step" and isinstance(self._case.fault, Fault) and self._unsaid(error)
+            return Outcome(Verdict.UNSAID, unsaid) if unsaid and outcome.verdict.passes else outcome
         if self._injector.error is None and isinstance(self._case.fault, Fault):
             return Outcome(Verdict.MISSED, "the fault was never reached")
         try:
@@ -237,6 +241,14 @@ class _Run:
         if different is None:
             return Outcome(Verdict.TAKEN, "nothing was raised")
         return Outcome(Verdict.SILENT, f"nothing was raised, and these differ: {_few(different)}")
+
+    def _unsaid(self, error: BaseException) -> str:
+        """Return what is missing where `step()` says which state its error has left; empty if nothing is."""
+        states = ("untouched", "begun", "broken")
+        notes = " ".join(getattr(error, "__notes__", ()))
+        if not hasattr(self._optimizer, "status") or any(state in notes for state in states):
+            return ""
+        return f"no note names one of {states}: {told_of(error)} {notes}"
 
     def _interrupted(self) -> AbstractContextManager[object]:
         fault = self._case.fault
