@@ -379,7 +379,7 @@ class HybridDeviceOptimizer(HostedOptimizer):
         if self._failures.first is not None:
             return "broken"
         begun = self._begun is not None or self._in_backward is not None or self._has_stepped
-        return "begun" if begun or self._shares.has_failed_jobs else "untouched"
+        return "begun" if begun or self._shares.is_unfinished else "untouched"
 
     def _wait_for(self, members: Iterable[Member]) -> None:
         with self._failures.told():
