@@ -322,7 +322,7 @@ class HybridDeviceOptimizer(HostedOptimizer):
             gradient = self._gradients.to_use(member, measure=not updates)
             if member.arrival is not None:
                 arrivals[member] = member.arrival
-            if gradient is not None and member.on_device:
+            if gradient is not None and (member.on_device or not member.pieces):
                 gradients[member] = gradient
         if self._open.prefetches or any(member.streamed for member in gradients):
             checks.check_used_in_time(member for member in gradients if member.streamed)

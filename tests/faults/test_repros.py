@@ -85,7 +85,6 @@ class TestStepRetried:
                 optimizer.step()
             return states(optimizer) | {"a": a.detach().clone(), "b": b.detach().clone()}
 
-    @fails("the weight is taken for a gradient, and the other share steps twice")
     def test_it(self, kernel_fails):
         expected = self.trained(kernel_fails)
         assert expected["0.step"] == expected["1.step"] == 1
@@ -108,7 +107,6 @@ class TestStaleDecision:
                     optimizer.zero_grad()
             return states(optimizer) | {"b": b.detach().clone()}
 
-    @fails("the next batch is scaled, or skipped, as the failed one would have been")
     @pytest.mark.parametrize("failed", [1e-3, float("inf")])
     def test_it(self, kernel_fails, failed):
         after = self.trained(kernel_fails, [failed, 1e6], 1)
@@ -132,7 +130,6 @@ class TestStatesTorn:
                     optimizer.zero_grad()
             return states(optimizer) | {"p": p.detach().clone()}
 
-    @fails("a third of the tensor misses an update")
     def test_it(self, kernel_fails):
         after = self.trained(kernel_fails, 2, 2)
         assert any(differing(after, self.trained(kernel_fails, count)) == [] for count in (1, 2))
@@ -160,9 +157,7 @@ def test_slots_come_back(kernel_fails):
     assert differing(after, trained(6 - lost)[1]) == []
 
 
-@pytest.mark.parametrize(
-    "fraction", [0.0, pytest.param(0.5, marks=fails("close() waits for a step that was dropped"))]
-)
+@pytest.mark.parametrize("fraction", [0.0, 0.5])
 def test_close_after_a_skipped_batch(kernel_fails, fraction):
     model = layers()
     optimizer = HybridDeviceOptimizer(model.parameters(), offload_fraction=fraction, lr=1e-2)
@@ -182,7 +177,6 @@ def test_close_after_a_skipped_batch(kernel_fails, fraction):
     in_time(train)
 
 
-@fails("__exit__ waits for ever, and the user's error never shows")
 def test_an_error_in_backward_leaves_the_with_block():
     def train():
         model = layers()
@@ -198,9 +192,7 @@ def test_an_error_in_backward_leaves_the_with_block():
         in_time(train)
 
 
-@pytest.mark.parametrize(
-    "overlap", ["gradients", pytest.param("update", marks=fails("the third forward waits for ever"))]
-)
+@pytest.mark.parametrize("overlap", ["gradients", "update"])
 def test_a_forgotten_accumulate_is_named(overlap):
     def train():
         model = layers()
@@ -216,9 +208,7 @@ def test_a_forgotten_accumulate_is_named(overlap):
 @pytest.mark.parametrize("overlap", ["nothing", "gradients", "update"])
 @pytest.mark.parametrize("attached", [False, True])
 @pytest.mark.parametrize("split", [(1.0, 0.0, 0.0), (0.0, 0.0, 1.0), (0.3, 0.4, 0.3), (0.0, 1.0, 0.0)])
-def test_gradients_stay_after_step(split, overlap, attached, request):
-    if split[2] or (attached and split[1]):
-        request.applymarker(fails("step() takes gradients off some parameters"))
+def test_gradients_stay_after_step(split, overlap, attached):
     model = layers(2)
     with HybridDeviceOptimizer(
         model.parameters(), split=split, backward_overlap=overlap, lr=1e-2
@@ -263,9 +253,7 @@ def clipped(optimizer_of, *, foreach):
 @pytest.mark.parametrize("foreach", [None, True, False])
 @pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("overlap", ["nothing", "gradients"])
-def test_clip_grad_norm(fraction, overlap, foreach, request):
-    if fraction and overlap == "gradients":
-        request.applymarker(fails("it returns 0.0, or the norm of a part, and clips nothing"))
+def test_clip_grad_norm(fraction, overlap, foreach):
     plain = clipped(lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True), foreach=foreach)
     options = {"offload_fraction": fraction, "backward_overlap": overlap, "lr": 1e-2}
     ours = clipped(lambda model: HybridDeviceOptimizer(model.parameters(), **options), foreach=foreach)
@@ -273,7 +261,7 @@ def test_clip_grad_norm(fraction, overlap, foreach, request):
     assert differing(ours[1], plain[1]) == []
 
 
-@pytest.mark.parametrize("threads", [1, *(pytest.param(n, marks=fails("threads never end")) for n in (2, 4))])
+@pytest.mark.parametrize("threads", [1, 2, 4])
 def test_threads_of_dropped_optimizers_end(threads):
     before, reserved_bytes = threading.active_count(), host_book.reserved_bytes
     for _ in range(10):
