@@ -467,6 +467,7 @@ class HybridDeviceOptimizer(HostedOptimizer):
 
     def _finish_for_close(self) -> None:
         begun_in_backward = self._in_backward is not None and not self._is_asked
+        was_told = self._failures.first is not None
         # What a worker has failed with is raised once, and then tried again.
         for is_last in (False, True):
             try:
@@ -476,9 +477,9 @@ class HybridDeviceOptimizer(HostedOptimizer):
                     self.synchronize()
                 break
             except Exception:
-                if self._failures.first is not None:
+                if was_told:
                     return
-                if is_last:
+                if is_last or self._failures.first is not None:
                     raise
         if begun_in_backward and not self._refused_in_between:
             raise checks.closed_in_between()
