@@ -292,6 +292,9 @@ class HybridDeviceOptimizer(HostedOptimizer):
 
     def _finish_begun(self) -> None:
         """Finish the step that has begun, if an error has left one."""
+        if self._begun is None and not self._is_asked:
+            self._failures.forget_forward()
+            return
         with torch.no_grad():
             if self._begun is not None:
                 with deferred_interrupts():

@@ -38,13 +38,12 @@ def assert_all_pass(results, name, count):
 
 STILL_FAILS = {
     "optimizers": "a step that fails is neither resumed nor undone yet",
-    "signals": "a step that is interrupted is neither resumed nor undone yet",
     "memory": "close() raises when the device is lost",
 }
 CAMPAIGNS = [
     pytest.param(name, marks=pytest.mark.xfail(strict=True, reason=reason))
     for name, reason in STILL_FAILS.items()
-]
+] + ["signals"]
 
 
 @pytest.mark.parametrize("name", CAMPAIGNS)
