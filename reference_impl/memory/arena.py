@@ -168,16 +168,19 @@ class HostArena:
 
     def close(self) -> None:
         """Wait for copies in flight and unlock all slabs. Calling it again does nothing."""
-        self._device.synchronize()
-        with self._lock:
-            self._take_back()
-            self._supply.close()
-            for slab in self._slabs:
-                slab.close()
-            self._slabs.clear()
-            self._free.clear()
-            self._recycled.clear()
-            self._live.drop()
+        try:
+            self._device.synchronize()
+        finally:
+            # Also where the device is gone: then no copy is in flight.
+            with self._lock:
+                self._take_back()
+                self._supply.close()
+                for slab in self._slabs:
+                    slab.close()
+                self._slabs.clear()
+                self._free.clear()
+                self._recycled.clear()
+                self._live.drop()
 
     def _take_back(self) -> None:
         while self._returned:

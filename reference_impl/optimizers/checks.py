@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
@@ -23,14 +24,14 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def check_options(
-    algorithm: Algorithm, hyper_parameters: Mapping[str, Any], fraction: float, overlap: str
+    algorithm: Algorithm, hyper_parameters: Mapping[str, Any], fraction: float, overlap: str | None
 ) -> None:
     """Raise TypeError for an unknown hyper-parameter, ValueError for a fraction or overlap out of range."""
     if not 0 <= fraction <= 1:
         raise ValueError(
             f"offload_fraction is {fraction}; expected a share of bytes in [0, 1]; try {min(max(fraction, 0.0), 1.0)}"
         )
-    if overlap not in get_args(BackwardOverlap):
+    if overlap not in (None, *get_args(BackwardOverlap)):
         raise ValueError(f"backward_overlap is {overlap!r}; expected one of {get_args(BackwardOverlap)}")
     check_group(algorithm, {"params": [], **algorithm.defaults, **hyper_parameters})
 
@@ -171,12 +172,45 @@ def check_alive(*, closed: bool, made_by: int) -> None:
         )
 
 
-def written_late(member: Member) -> RuntimeError:
-    """Return the error for a gradient that appeared after the hook had sent it off."""
+def second_gradient(member: Member) -> RuntimeError:
+    """Return the error for a gradient that came while an update still uses, or waits for, the last one."""
     return RuntimeError(
-        f"a gradient of a parameter of shape {tuple(member.param.shape)} was written after it had left, as "
-        "DistributedDataParallel does when it reduces; expected gradients to be final in their hooks; try "
-        "backward_overlap='nothing'"
+        f"a second gradient of a parameter of shape {tuple(member.param.shape)} came after backward had started the "
+        "update with the first; expected one backward a step; try `with optimizer.accumulate():` around all but the "
+        "last, or backward_overlap='gradients' where a batch may be left out"
+    )
+
+
+def used_twice(member: Member) -> RuntimeError:
+    """Return the error for a step with a gradient that the last one has used."""
+    return RuntimeError(
+        f"the gradient of a parameter of shape {tuple(member.param.shape)} has been offloaded and used by an earlier "
+        "step(); expected a new one, or none; try zero_grad() after each step"
+    )
+
+
+def saved_in_between() -> RuntimeError:
+    """Return the error for saving states between a backward that has started the update and its step."""
+    return RuntimeError(
+        "the state was asked for after a backward that had started the update; expected step() in between; try step() "
+        "first, or backward_overlap='gradients' where a batch may be left out"
+    )
+
+
+def closed_in_between() -> RuntimeError:
+    """Return the error for closing there."""
+    return RuntimeError(
+        "close() came after a backward that had started the update, so that some weights are of this batch and others "
+        "are not; expected step() in between; try that, or backward_overlap='gradients' where a batch may be left out"
+    )
+
+
+def warn_kept_gradients() -> None:
+    """Warn that gradients of sharded parameters stay until `step()`."""
+    warnings.warn(
+        "gradients of sharded parameters (DTensor) stay on param.grad until step(), so that code which clips them "
+        "finds them; to let them leave during backward, pass backward_overlap='gradients' and clip with max_grad_norm",
+        stacklevel=3,
     )
 
 

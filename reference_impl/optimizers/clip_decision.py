@@ -69,18 +69,30 @@ class ClipDecision:
         self.found_inf = (~torch.isfinite(norm) | (found != 0)).float()
         self._arrival: Event | None = None
 
-    def send(self, device: Device, arena: HostArena) -> None:
-        """Start the copy of scale and skip to the host, for the workers."""
-        self._numbers = torch.stack([self._scale, self.found_inf])
-        self._arena, self._block = arena, arena.allocate(8)
-        self._host = self._block.view(torch.float32, (2,))
+    def send(self, device: Device, arena: HostArena, factors: Sequence[torch.Tensor | float] = ()) -> None:
+        """Start the copy of scale, skip and `factors` (0-dim) to the host, for the workers. May be called again."""
+        numbers = [self._scale, self.found_inf]
+        for factor in factors:
+            if isinstance(factor, torch.Tensor):
+                numbers.append(factor.to(self._scale))
+            else:
+                numbers.append(torch.full_like(self._scale, factor))
+        # Kept alive while the copy reads it.
+        self._numbers = torch.stack(numbers)
         now = device.record()
-        self._arrival = device.copy_out(self._host, self._numbers, after=[now], for_threads=True)
+        block = arena.allocate(self._numbers.nbytes)
+        try:
+            self._host = block.view(torch.float32, (len(numbers),))
+            self._arrival = device.copy_out(self._host, self._numbers, after=[now], for_threads=True)
+        except BaseException:
+            arena.free(block)
+            raise
+        self._arena, self._block = arena, block
 
-    def read(self) -> tuple[torch.Tensor | None, bool]:
-        """Wait for the copy; return the host's scale (None for exactly 1) and whether to skip. Once only."""
+    def read(self) -> list[float]:
+        """Wait for the copy; return scale, skip (not 0) and factors. Once only."""
         assert self._arrival is not None
         self._arrival.synchronize()
-        scale, found = self._host.tolist()
+        numbers: list[float] = self._host.tolist()
         self._arena.free(self._block)
-        return (None if scale == 1.0 else torch.tensor(scale)), found != 0
+        return numbers

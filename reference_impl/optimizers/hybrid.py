@@ -12,23 +12,28 @@ docs/optimizer-offloading.md.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Literal
 
 import torch
 
+from reference_impl.device import Event
+from reference_impl.memory.interrupts import deferred_interrupts
 from reference_impl.optimizers import checks
 from reference_impl.optimizers import state_dict as torch_layout
 from reference_impl.optimizers.algorithms import Adam, Algorithm
 from reference_impl.optimizers.clip_decision import ClipDecision, decide
 from reference_impl.optimizers.cpu.step import CpuStep
+from reference_impl.optimizers.gradients import Gradients, factors_of, has_new_gradients, put_in_place
 from reference_impl.optimizers.hosted import HostedOptimizer, forgetful
 from reference_impl.optimizers.layout import Member, local_numel
 from reference_impl.optimizers.options import Budgets, CpuUpdate, Options, Streaming, take_moved_keywords
 from reference_impl.optimizers.parameter_state import OptimizerState
 from reference_impl.optimizers.shares import Shares
-from reference_impl.optimizers.step import StepPlan, snapshot
+from reference_impl.optimizers.stand_in import GradientStandIn
+from reference_impl.optimizers.step import BegunStep, Failures, Status, StepPlan, snapshot
 
 
 class HybridDeviceOptimizer(HostedOptimizer):
@@ -53,9 +58,10 @@ class HybridDeviceOptimizer(HostedOptimizer):
         max_grad_norm: clip the global norm exactly; gradients are divided by `max(1, (norm + 1e-6) / max)`.
         reduce_norm_squared: given this rank's squared norm (0-dim fp32), returns that over all ranks.
         backward_overlap: what happens during backward. `gradients` (default): gradients go to the host and their GPU
-            memory is freed. `update`: the CPU update starts too, with the hyper-parameters of that moment, and
-            nothing can be skipped or clipped. `nothing`: gradients stay on `param.grad` until `step()`, which
-            GradScaler, DistributedDataParallel and code that reads gradients need.
+            memory is freed; a `GradientStandIn` stays on `param.grad`. `update`: the CPU update starts too, with the
+            hyper-parameters of that moment, and nothing can be skipped or clipped. `nothing`: gradients stay on
+            `param.grad` until `step()`, which GradScaler, DistributedDataParallel and code that reads gradients need.
+            Gradients of DTensors leave only where this is given, and then nothing stays.
 
     Bitwise contract: the CPU share equals `torch.optim.AdamW(fused=True)` on the CPU over the fp32 master, the
     resident and the streamed share equal it on the device, and the parameter is its master rounded to nearest even.
@@ -80,7 +86,7 @@ class HybridDeviceOptimizer(HostedOptimizer):
         algorithm: Algorithm | None = None,
         max_grad_norm: float | None = None,
         reduce_norm_squared: Callable[[torch.Tensor], torch.Tensor] | None = None,
-        backward_overlap: checks.BackwardOverlap = "gradients",
+        backward_overlap: checks.BackwardOverlap | None = None,
         **hyper_parameters: Any,
     ) -> None:
         given = Options(
@@ -95,13 +101,22 @@ class HybridDeviceOptimizer(HostedOptimizer):
         self._filter = offload_filter
         self._max_grad_norm = max_grad_norm
         self._reduce_norm_squared = reduce_norm_squared
-        self._backward_overlap = backward_overlap
+        self._backward_overlap = backward_overlap or "gradients"
         self._overlaps_forward = options.cpu.overlap_forward
         self._hooks: list[Any] = []
         self._idle: list[torch.Tensor] = []
         self._accumulating = False
-        self._offloaded: set[Member] = set()
-        self._begun: CpuStep | None = None
+        # The step that has begun and is not finished; the update that backward has begun and step() goes on with; and
+        # what a step that has failed was taken from, once it is finished.
+        self._begun: BegunStep | None = None
+        self._in_backward: CpuStep | None = None
+        self._taken: Mapping[Member, torch.Tensor] = {}
+        # Whether step() was called and has failed before it could go on with what backward has begun.
+        self._is_asked = False
+        self._refused_in_between = False
+        # Whether the last call was a step() that had begun; an error after that belongs to somebody else.
+        self._has_stepped = False
+        self._failures = Failures(self._status, self._finish_begun)
         self._shares: Shares | None = None
         self.grad_norm: torch.Tensor | None = None
         super().__init__(params, {**self._algorithm.defaults, **hyper_parameters})
@@ -130,6 +145,11 @@ class HybridDeviceOptimizer(HostedOptimizer):
             whole_members=self._whole_members,
         )
         self.split = self._shares.split
+        self._gradients = Gradients(
+            self._shares,
+            leave_in_backward=self._moves_in_backward,
+            sharded_too=backward_overlap is not None,
+        )
         try:
             self._admit()
         except BaseException:
@@ -162,7 +182,10 @@ class HybridDeviceOptimizer(HostedOptimizer):
         self._open.add(members, total_numel=max(sum(local_numel(param) for param, _ in params), 1))
         self._members.update((member.param, member) for member in members)
         hook = forgetful(self._on_gradient)
-        hears = [m for m in members if self._open.prefetches or (m.pieces and self._moves_in_backward)]
+        sent = [member for member in members if member.pieces and self._gradients.leave_in_backward(member)]
+        if self._moves_in_backward and any(member.pieces and member not in sent for member in members):
+            checks.warn_kept_gradients()
+        hears = members if self._open.prefetches else sent
         # Megatron's shards require no gradient: theirs are put on them.
         params_heard = [m.param for m in hears if m.param.requires_grad]
         self._hooks += [param.register_post_accumulate_grad_hook(hook) for param in params_heard]
@@ -180,20 +203,28 @@ class HybridDeviceOptimizer(HostedOptimizer):
         member = self._members[param]
         if self._waits is not None and self._open.prefetches:
             self._open.gradient_is_final(member)
-        if self._accumulating or not member.pieces or not self._moves_in_backward:
+        if self._accumulating or not member.pieces or not self._gradients.leave_in_backward(member):
             return
-        self._check_usable()
-        self._device.refuse_capture("optimizer offload")
-        updating = self._backward_overlap == "update"
-        complete = self._open.offload(member, measure=not updating)
-        self._offloaded.add(member)
-        if updating:
-            if self._begun is None:
-                self._begun = CpuStep(StepPlan(snapshot(self.param_groups), None))
-            for bucket in complete:
+        with self._failures.told():
+            self._check_usable()
+            self._device.refuse_capture("optimizer offload")
+            self._has_stepped = False
+            self._finish_begun()
+            self._send(member)
+
+    def _send(self, member: Member) -> None:
+        """Offload a gradient and put a stand-in in its place; changes nothing when it raises."""
+        if self._in_backward is not None and member in self._in_backward.arrivals:
+            raise checks.second_gradient(member)
+        updates = self._backward_overlap == "update"
+        self._gradients.send(member, measure=not updates)
+        if updates:
+            for bucket in self._open.completed_by(member):
                 # A split member's other part is updated in step(), and both are published together.
-                if not any(piece.member.on_device for piece in bucket.pieces):
-                    self._open.submit(bucket, self._begun)
+                with deferred_interrupts():
+                    if self._in_backward is None:
+                        self._in_backward = CpuStep(StepPlan(snapshot(self.param_groups), None))
+                    self._open.submit(bucket, self._in_backward)
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -207,53 +238,118 @@ class HybridDeviceOptimizer(HostedOptimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop gradients, those that have been sent off but not been used included.
 
-        Raises RuntimeError when backward has already started to use them (`backward_overlap="update"`).
+        A step that has begun is finished first. Raises RuntimeError when backward has already started to use gradients
+        (`backward_overlap="update"`).
         """
-        if self._begun is not None:
-            raise checks.update_begun()
-        if self._offloaded:
-            self._open.discard(self._offloaded)
-            self._offloaded.clear()
-        if not set_to_none:
-            self._open.fence()
+        if self._shares is not None:
+            with self._failures.told():
+                self._check_between_steps(checks.update_begun)
+                if self._begun is not None or self._is_asked:
+                    self._check_usable()
+                    self._finish_begun()
+                self._taken, self._has_stepped = {}, False
+                self._shares.discard(self._members.values())
+                if not set_to_none:
+                    self._shares.fence()
         super().zero_grad(set_to_none)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update with the gradients of the last backward.
 
-        With a model attached, returns when the work is queued; its forward waits for each weight. Raises what
-        a worker has died of.
+        With a model attached, returns when the work is queued; its forward waits for each weight. After an error
+        `status` says what has become of the step; one that had begun is finished by the next call, which takes another
+        step only where there are new gradients.
         """
-        self._check_usable()
-        self._device.refuse_capture("optimizer offload")
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        if any(param.grad is not None for param in self._idle):
-            self._admit()
-        streamed, measure = self._open.streamed_gradients(), self._backward_overlap != "update"
-        self._offloaded.update(self._open.offload_rest(measure=measure))
-        if self._begun is None:
-            self._begun = CpuStep(StepPlan(snapshot(self.param_groups), self._decide()))
-        else:
-            self._begun.plan.check_unchanged(snapshot(self.param_groups))
-        self._open.update(self._begun, self._offloaded, streamed, take_gradients=self._waits is not None)
-        self._begun = None
-        self._offloaded.clear()
-        if self._waits is None or not self._overlaps_forward:
-            self.synchronize()
-        return loss
+        with self._failures.told():
+            self._check_usable()
+            self._device.refuse_capture("optimizer offload")
+            self._has_stepped = False
+            self._finish_begun()
+            loss = None
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
+            if self._taken:
+                taken, self._taken = self._taken, {}
+                if not has_new_gradients(self._members.values(), taken):
+                    return loss
+            if any(param.grad is not None for param in self._idle):
+                self._admit()
+            self._is_asked = self._in_backward is not None
+            self._take()
+            self._begun = None
+            return loss
 
-    def _decide(self) -> ClipDecision | None:
+    def _take(self) -> None:
+        """Take a step with the gradients that there are."""
+        prepared = self._prepare()
+        with deferred_interrupts():
+            self._begun, self._in_backward, self._is_asked, self._has_stepped = prepared, None, False, True
+            prepared.advance()
+        if not self._returns_early:
+            self._wait()
+
+    def _finish_begun(self) -> None:
+        """Finish the step that has begun, if an error has left one."""
+        if self._begun is None and not self._is_asked:
+            self._failures.forget_forward()
+            return
+        with torch.no_grad():
+            if self._begun is not None:
+                with deferred_interrupts():
+                    self._begun.advance()
+                if not self._returns_early:
+                    self._wait()
+            elif self._is_asked:
+                self._take()
+        if self._begun is not None:
+            # What it was taken from may still stand on the parameters.
+            self._taken = self._begun.gradients
+            self._begun = None
+        self._failures.forget_forward()
+
+    @property
+    def _returns_early(self) -> bool:
+        return self._waits is not None and self._overlaps_forward
+
+    def _prepare(self) -> BegunStep:
+        """Do all of a step that may fail and changes nothing."""
+        updates = self._backward_overlap == "update"
+        begun = self._in_backward
+        gradients: dict[Member, torch.Tensor] = {}
+        arrivals: dict[Member, Event] = {}
+        for member in self._members.values():
+            if begun is not None and member in begun.arrivals:
+                continue
+            gradient = self._gradients.to_use(member, measure=not updates)
+            if member.arrival is not None:
+                arrivals[member] = member.arrival
+            if gradient is not None and (member.on_device or not member.pieces):
+                gradients[member] = gradient
+        if self._open.prefetches or any(member.streamed for member in gradients):
+            checks.check_used_in_time(member for member in gradients if member.streamed)
+        factors, indices = factors_of(arrivals)
+        if begun is not None:
+            begun.plan.check_unchanged(snapshot(self.param_groups))
+            step = begun
+        else:
+            sent = any(isinstance(member.placeholder, GradientStandIn) for member in arrivals)
+            decision = self._decide(arrivals, gradients, sent=sent)
+            step = CpuStep(StepPlan(snapshot(self.param_groups), decision), indices)
+        operations = self._open.prepare(step, arrivals, gradients, factors)
+        stand_ins = self._gradients.stand_ins(arrivals, gradients, returns_early=self._returns_early)
+        before = {m: m.gradient for m in (*step.arrivals, *arrivals, *gradients) if m.gradient is not None}
+        return BegunStep([partial(put_in_place, stand_ins), *operations], {**before, **stand_ins})
+
+    def _decide(
+        self, sent_off: Mapping[Member, Event], gradients: Mapping[Member, torch.Tensor], *, sent: bool
+    ) -> ClipDecision | None:
         """Decide over all gradients, on the device; None when there are none."""
         found = getattr(self, "found_inf", None)
-        checks.check_scaler(
-            used=found is not None, sent=bool(self._offloaded), overlap=self._backward_overlap
-        )
+        checks.check_scaler(used=found is not None, sent=sent, overlap=self._backward_overlap)
         decision = decide(
-            self._open.norms(),
+            self._gradients.norms(sent_off, gradients),
             self._device,
             reduce_norm_squared=self._reduce_norm_squared,
             max_norm=self._max_grad_norm,
@@ -271,19 +367,43 @@ class HybridDeviceOptimizer(HostedOptimizer):
     def _moves_in_backward(self) -> bool:
         return self._backward_overlap != "nothing"
 
+    @property
+    def status(self) -> Status:
+        """What has become of the last gradients: `untouched`, `begun`, `broken` or `closed`.
+
+        `begun`: a step or a backward has begun to use them, and the next call finishes what an error has left of it.
+        `untouched`: none has been used. `broken`: every call raises the first error again.
+        """
+        return self._status()
+
+    def _status(self) -> Status:
+        if self._shares is None:
+            return "closed"
+        if self._failures.first is not None:
+            return "broken"
+        begun = self._begun is not None or self._in_backward is not None or self._has_stepped
+        return "begun" if begun or self._shares.is_unfinished else "untouched"
+
     def _wait_for(self, members: Iterable[Member]) -> None:
-        self._open.wait_for(members)
+        with self._failures.told():
+            self._check_usable()
+            self._finish_begun()
+            self._open.wait_for(members)
 
     def synchronize(self) -> None:
         """Make the live current stream see finished weights: call it before reading them in your own code."""
-        self._check_usable()
+        with self._failures.told():
+            self._check_usable()
+            self._finish_begun()
+            self._wait()
+
+    def _wait(self) -> None:
         self._open.wait_for(self._members.values())
         self._open.drain()
 
     def _finished(self, members: Iterable[Member]) -> Shares:
         """Return where states are, once no update of `members` runs. Raises RuntimeError when closed."""
-        self._check_usable()
-        self._open.wait_for(members)
+        self._wait_for(members)
         return self._open
 
     def _refresh(self, members: Sequence[Member]) -> None:
@@ -296,7 +416,7 @@ class HybridDeviceOptimizer(HostedOptimizer):
         Each parameter has `step` and the moments in its own shape; parameters that are not fp32 have their
         `master_param` too. Offloaded state comes as CPU tensors.
         """
-        self.synchronize()
+        self._synchronize_between_steps()
         packed = super().state_dict()
         packed["state"] = torch_layout.pack(packed["state"])
         return packed
@@ -307,14 +427,28 @@ class HybridDeviceOptimizer(HostedOptimizer):
         Without a `master_param` the master is made from the parameter. Raises ValueError, before anything is
         changed, when groups or shapes do not match.
         """
-        self.synchronize()
+        self._synchronize_between_steps()
         state: Any = self.state
         torch_layout.check(state, self.param_groups, state_dict)
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         torch_layout.unpack(state, self.param_groups, state_dict)
 
+    def _check_between_steps(self, refusal: Callable[[], Exception]) -> None:
+        """Raise `refusal` between a backward that has begun to update and its step."""
+        if self._in_backward is not None and not self._is_asked and self._failures.first is None:
+            self._refused_in_between = True
+            raise refusal()
+
+    def _synchronize_between_steps(self) -> None:
+        with self._failures.told():
+            self._check_between_steps(checks.saved_in_between)
+        self.synchronize()
+
     def close(self) -> None:
-        """Finish, take all hooks off and give the host memory back. Calling it again does nothing."""
+        """Finish, take all hooks off and give the host memory back. Calling it again does nothing.
+
+        Raises, once all is given back, what has kept a step from being finished; a broken optimizer closes quietly.
+        """
         if self._shares is None:
             return
         checks.check_alive(closed=False, made_by=self._pid)
@@ -323,10 +457,35 @@ class HybridDeviceOptimizer(HostedOptimizer):
         if self._waits is not None:
             self._waits.close()
         try:
-            self.synchronize()
+            self._finish_for_close()
         finally:
-            self._shares.close()
-            self._shares = None
+            self._failures.forget_forward()
+            shares, self._shares = self._shares, None
+            self._begun = self._in_backward = None
+            try:
+                shares.close()
+            except Exception:
+                if self._failures.first is None:
+                    raise
+
+    def _finish_for_close(self) -> None:
+        begun_in_backward = self._in_backward is not None and not self._is_asked
+        was_told = self._failures.first is not None
+        # What a worker has failed with is raised once, and then tried again.
+        for is_last in (False, True):
+            try:
+                if begun_in_backward:
+                    self._open.drain()
+                else:
+                    self.synchronize()
+                break
+            except Exception:
+                if was_told:
+                    return
+                if is_last or self._failures.first is not None:
+                    raise
+        if begun_in_backward and not self._refused_in_between:
+            raise checks.closed_in_between()
 
     def __setstate__(self, loaded: dict[str, Any]) -> None:
         """Take over the groups that `load_state_dict` has prepared; the state stays where it lives."""
@@ -334,4 +493,5 @@ class HybridDeviceOptimizer(HostedOptimizer):
 
     def _check_usable(self) -> None:
         super()._check_usable()
+        self._failures.check()
         self._open.check()

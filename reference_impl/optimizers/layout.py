@@ -46,8 +46,9 @@ class Split(NamedTuple):
 class Member:
     """One parameter: elements `[0, resident)` stay, the next `streamed` stream, the CPU updates the rest.
 
-    `order` is its place in the forward. The rest is its state in the current step: the event of its gradient's
-    copy (`arrival`) and of its weight's copy back (`published`, `pending` until someone has waited for it).
+    `order` is its place in the forward. The rest is its state between steps: of a gradient that has been sent off for
+    the next step the event of its copy (`arrival`) and what stands on the parameter for it (`placeholder`); of a new
+    weight the event of its copy back (`published`, `pending` until someone has waited for it).
     """
 
     param: torch.Tensor
@@ -59,6 +60,7 @@ class Member:
     stride: tuple[int, ...] = field(init=False)
     step: torch.Tensor = field(default_factory=lambda: torch.tensor(0.0))
     arrival: Event | None = None
+    placeholder: torch.Tensor | None = None
     published: Event = REACHED
     pending: bool = False
 

@@ -16,7 +16,9 @@ import torch
 
 from reference_impl.device import REACHED
 from reference_impl.optimizers.algorithms import Algorithm
-from reference_impl.optimizers.layout import MASTER, Member, NewWeights, gradient_of
+from reference_impl.optimizers.clip_decision import ClipDecision
+from reference_impl.optimizers.layout import MASTER, Member, NewWeights
+from reference_impl.optimizers.step import Operation
 
 CHUNK_ELEMENTS = 64 * 2**20
 
@@ -64,43 +66,22 @@ class ResidentShare:
             if state.master is not state.weight:
                 state.master.copy_(state.weight)
 
-    def update(
+    def operations(
         self,
+        gradients: Mapping[Member, torch.Tensor],
         groups: Sequence[Mapping[str, Any]],
-        *,
-        split: bool,
-        grad_scale: torch.Tensor | None,
-        found_inf: torch.Tensor | None,
-    ) -> None:
-        """Update the members that have a gradient, on the live current stream.
+        decision: ClipDecision | None,
+    ) -> Iterator[Operation]:
+        """Yield what updates the members that have one of `gradients`, on the live current stream.
 
-        `split` chooses between those that the CPU updates in part and the others. A split member keeps its
-        old weight until its other part is published.
+        Each gradient is laid out like its parameter. A member that the CPU updates in part keeps its old weight until
+        its other part is published.
         """
-        chosen = [state for state in self._ready() if bool(state.member.pieces) == split]
-        for state in chosen:
-            state.follow()
+        chosen = [self._states[member] for member in gradients if member in self._states]
         for group, states in _chunks(chosen):
-            grads = [
-                state.member.flat(gradient_of(state.member))[: state.member.resident] for state in states
-            ]
-            steps = [state.step for state in states]
-            torch._foreach_add_(steps, 1)
-            self._algorithm.update(
-                [state.master for state in states],
-                # The kernel writes the scaled gradient back, so it gets a copy also where none is needed to widen.
-                [grad.to(torch.float32, copy=grad_scale is not None) for grad in grads],
-                [[state.moments[index] for state in states] for index in range(len(self._algorithm.moments))],
-                steps,
-                groups[group],
-                grad_scale=grad_scale,
-                found_inf=found_inf,
-            )
-            if found_inf is not None:
-                torch._foreach_sub_(steps, [found_inf] * len(steps))
-            apart = [state for state in states if state.master is not state.weight]
-            if apart and not split:
-                torch._foreach_copy_([state.weight for state in apart], [state.master for state in apart])
+            yield from _ChunkUpdate(
+                self._algorithm, states, [gradients[s.member] for s in states], groups[group], decision
+            ).operations()
 
     def new_weights(self, member: Member) -> Iterator[NewWeights]:
         """Yield what `update` has computed of a split member and its parameter does not hold yet."""
@@ -119,8 +100,72 @@ class ResidentShare:
         if member in self._states:
             yield self._states[member].step
 
-    def _ready(self) -> list[ResidentState]:
-        return [state for state in self._states.values() if state.member.gradient is not None]
+
+class _ChunkUpdate:
+    """The update of some states of one group in one step."""
+
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        states: Sequence[ResidentState],
+        gradients: Sequence[torch.Tensor],
+        group: Mapping[str, Any],
+        decision: ClipDecision | None,
+    ) -> None:
+        self._algorithm = algorithm
+        self._states = states
+        self._gradients = gradients
+        self._group = group
+        self._grad_scale = None if decision is None else decision.grad_scale
+        self._found_inf = None if decision is None else decision.found_inf
+        self._steps = [state.step for state in states]
+        self._fp32: list[torch.Tensor] = []
+
+    def operations(self) -> Iterator[Operation]:
+        """Yield what it consists of; all memory is allocated by the first."""
+        yield self._widen
+        yield self._count
+        yield self._run_kernel
+        if self._found_inf is not None:
+            yield self._uncount_skipped
+        yield self._write_weights
+
+    def _widen(self) -> None:
+        # The kernel writes the scaled gradient back, so it gets a copy also where none is needed to widen.
+        copies = self._grad_scale is not None
+        for state in self._states:
+            state.follow()
+        self._fp32 = [
+            state.member.flat(gradient)[: state.member.resident].to(torch.float32, copy=copies)
+            for state, gradient in zip(self._states, self._gradients, strict=True)
+        ]
+
+    def _count(self) -> None:
+        torch._foreach_add_(self._steps, 1)
+
+    def _run_kernel(self) -> None:
+        states = self._states
+        self._algorithm.update(
+            [state.master for state in states],
+            self._fp32,
+            [[state.moments[index] for state in states] for index in range(len(self._algorithm.moments))],
+            self._steps,
+            self._group,
+            grad_scale=self._grad_scale,
+            found_inf=self._found_inf,
+        )
+        self._fp32 = []
+
+    def _uncount_skipped(self) -> None:
+        assert self._found_inf is not None
+        torch._foreach_sub_(self._steps, [self._found_inf] * len(self._steps))
+
+    def _write_weights(self) -> None:
+        apart = [
+            state for state in self._states if state.master is not state.weight and not state.member.pieces
+        ]
+        if apart:
+            torch._foreach_copy_([state.weight for state in apart], [state.master for state in apart])
 
 
 def _chunks(states: Sequence[ResidentState]) -> Iterator[tuple[int, list[ResidentState]]]:

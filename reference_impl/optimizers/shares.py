@@ -9,20 +9,21 @@ docs/optimizer-offloading.md.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from reference_impl.device import REACHED, Device
+from reference_impl.device import REACHED, Device, Event
 from reference_impl.optimizers.algorithms import Algorithm
-from reference_impl.optimizers.checks import check_used_in_time
 from reference_impl.optimizers.cpu.buckets import Bucket
 from reference_impl.optimizers.cpu.share import CpuShare
 from reference_impl.optimizers.cpu.step import CpuStep
-from reference_impl.optimizers.layout import Member, NewWeights, Split, gradient_of, local_numel, members_of
+from reference_impl.optimizers.layout import Member, NewWeights, Split, local_numel, members_of
 from reference_impl.optimizers.options import Options, Streaming
 from reference_impl.optimizers.resident import ResidentShare
+from reference_impl.optimizers.step import Operation
 
 if TYPE_CHECKING:
     from reference_impl.optimizers.split import StateBytes
@@ -119,13 +120,12 @@ class Shares:
         assert self._streamed is not None
         self._streamed.on_gradient(member)
 
-    def offload(self, member: Member, *, measure: bool) -> list[Bucket]:
-        """Start the copy of a gradient to the CPU share, with `measure` its norm too; returns completed buckets."""
-        return list(self._cpu.offload(member, measure=measure))
+    def offload(self, member: Member, *, measure: bool) -> torch.Tensor:
+        """Start the copy of a gradient to the CPU share, with `measure` its norm too; return it, laid out.
 
-    def offload_rest(self, *, measure: bool) -> list[Member]:
-        """Start the copies of those of the CPU share's gradients that no hook has sent off; returns whose."""
-        return self._cpu.offload_rest(self._members, measure=measure)
+        Changes nothing when it raises.
+        """
+        return self._cpu.offload(member, measure=measure)
 
     def discard(self, members: Iterable[Member]) -> None:
         """Forget gradients of `members` that were sent off but will not be used."""
@@ -135,72 +135,76 @@ class Shares:
         """Make the live current stream wait until all gradients in flight have been read."""
         self._cpu.fence()
 
-    def norms(self) -> list[torch.Tensor]:
-        """Return the fp32 norms of all gradients: those sent off since the last call, and those still here."""
-        return self._cpu.take_norms() + [
-            torch.linalg.vector_norm(gradient_of(member), dtype=torch.float32)
-            for member in self._members
-            if not member.pieces and member.gradient is not None
-        ]
+    @property
+    def norms(self) -> Mapping[Member, torch.Tensor]:
+        """The fp32 norms (0-dim, on the device) of the gradients sent off, as they were then."""
+        return self._cpu.norms
 
-    def streamed_gradients(self) -> dict[Member, torch.Tensor]:
-        """Return the gradients of members that stream; RuntimeError when one was computed with an old weight."""
-        if self._streamed is None:
-            return {}
-        found = {
-            member: gradient_of(member)
-            for member in self._members
-            if member.streamed and member.gradient is not None
-        }
-        check_used_in_time(found)
-        return found
-
-    def update(
+    def prepare(
         self,
         step: CpuStep,
-        offloaded: Set[Member],
-        streamed: Mapping[Member, torch.Tensor],
-        *,
-        take_gradients: bool,
-    ) -> None:
-        """Queue one step: the device's shares, and by deadline the CPU's of members whose gradients are `offloaded`.
+        arrivals: Mapping[Member, Event],
+        gradients: Mapping[Member, torch.Tensor],
+        factors: Sequence[torch.Tensor | float],
+    ) -> list[Operation]:
+        """Prepare a step and return its operations: the device's shares, and by deadline the CPU's.
 
-        `streamed` are what `streamed_gradients` returned. With `take_gradients` they are taken off the parameters:
-        whoever writes into them later does not know that the update still reads them.
+        Changes nothing when it raises.
+
+        Args:
+            step: the CPU share's part, which may have queued some of its buckets already.
+            arrivals: the members whose gradients it takes now, with the events of their copies.
+            gradients: those of the members that have a part on the device, laid out like their parameters.
+            factors: what `step` multiplies gradients by.
         """
         decision, groups = step.plan.decision, step.plan.groups
-        scale = None if decision is None else decision.grad_scale
-        found = None if decision is None else decision.found_inf
-        buckets = [bucket for bucket in self._cpu.buckets_of(offloaded) if bucket not in step.queued]
+        buckets = [
+            bucket
+            for bucket in self._cpu.buckets_of([*step.arrivals, *arrivals])
+            if bucket not in step.queued
+        ]
         buckets.sort(key=lambda bucket: bucket.deadline)
-        if decision is not None and buckets:
-            self._cpu.send(decision)
-        self._resident.update(groups, split=True, grad_scale=scale, found_inf=found)
-        last_use = self._device.record()
-        arrived = self._cpu.arrived() if buckets else REACHED
-
-        def queue(buckets: Iterable[Bucket]) -> None:
-            for bucket in buckets:
-                self._cpu.submit(
-                    bucket, step, self._new_weights, offloaded=offloaded, arrived=arrived, last_use=last_use
-                )
-
-        queue(bucket for bucket in buckets if not _streams_in_part(bucket))
-        self._resident.update(groups, split=False, grad_scale=scale, found_inf=found)
+        last = [bucket for bucket in buckets if _streams_in_part(bucket)]
+        first = [bucket for bucket in buckets if not _streams_in_part(bucket)]
+        split = {member: gradient for member, gradient in gradients.items() if member.pieces}
+        whole = {member: gradient for member, gradient in gradients.items() if not member.pieces}
+        streamed = [member for member in gradients if member.streamed]
         if self._streamed is not None:
-            self._streamed.update(streamed, decision, groups)
-            queue(bucket for bucket in buckets if _streams_in_part(bucket))
+            self._streamed.prepare(gradients, decision, groups)
+        if decision is not None and buckets:
+            self._cpu.send(decision, factors)
+        update = _BucketQueue(self._device, self._cpu, step, self._new_weights)
+        operations: list[Operation] = [partial(self._take, step, arrivals, streamed)]
+        operations += self._resident.operations(split, groups, decision)
+        if buckets:
+            operations.append(update.mark)
+        operations += [partial(update.submit, bucket) for bucket in first]
+        operations += self._resident.operations(whole, groups, decision)
+        if self._streamed is not None:
+            operations += [self._streamed.begin, self._streamed.advance]
+        operations += [partial(update.submit, bucket) for bucket in last]
+        return operations
+
+    def _take(self, step: CpuStep, arrivals: Mapping[Member, Event], streamed: Iterable[Member]) -> None:
+        """Let a step own its gradients; whoever reads a weight waits from now on."""
+        self._cpu.take(step, arrivals)
         for member in streamed:
             member.pending = True
-            if take_gradients:
-                member.param.grad = None
+
+    def completed_by(self, member: Member) -> list[Bucket]:
+        """Return the buckets of `member` whose gradients have all been sent off, and which no device shares."""
+        return [
+            bucket
+            for bucket in self._cpu.buckets_of([member])
+            if bucket.is_complete and not any(piece.member.on_device for piece in bucket.pieces)
+        ]
 
     def submit(self, bucket: Bucket, step: CpuStep) -> None:
-        """Queue the CPU update of a complete bucket during backward; the device may update no part of its members."""
-        members = {piece.member for piece in bucket.pieces}
-        self._cpu.submit(
-            bucket, step, self._new_weights, offloaded=members, arrived=self._cpu.arrived(), last_use=None
-        )
+        """Queue the CPU update of a complete bucket during backward."""
+        arrived = self._cpu.arrived()
+        members = dict.fromkeys(piece.member for piece in bucket.pieces)
+        self._cpu.take(step, {m: m.arrival for m in members if m.arrival is not None})
+        self._cpu.submit(bucket, step, self._new_weights, arrived=arrived, last_use=None)
 
     def _new_weights(self, member: Member) -> Iterator[NewWeights]:
         """Yield the new weights of a member that the device has and its parameter has not."""
@@ -222,8 +226,13 @@ class Shares:
             member.pending = False
 
     def check(self) -> None:
-        """Raise what a worker has died of."""
+        """Raise what a worker has failed with, see `DeadlineWorkers.check`."""
         self._cpu.check()
+
+    @property
+    def is_unfinished(self) -> bool:
+        """Whether some update is not queued to its end, or has failed on a worker and is to be done again."""
+        return self._cpu.has_failed_jobs or (self._streamed is not None and self._streamed.is_begun)
 
     def drain(self) -> None:
         """Wait until all CPU updates are done and their copies have read what they need."""
@@ -264,9 +273,36 @@ class Shares:
 
     def close(self) -> None:
         """Stop the workers and give the memory of both tiers back."""
-        self._cpu.close()
-        if self._streamed is not None:
-            self._streamed.close()
+        try:
+            self._cpu.close()
+        finally:
+            if self._streamed is not None:
+                self._streamed.close()
+
+
+class _BucketQueue:
+    """Submits the buckets of one step behind what the device has been given when `mark` was called."""
+
+    def __init__(
+        self,
+        device: Device,
+        cpu: CpuShare,
+        step: CpuStep,
+        new_weights: Callable[[Member], Iterable[NewWeights]],
+    ) -> None:
+        self._device, self._cpu, self._step, self._new_weights = device, cpu, step, new_weights
+        self._last_use: Event = REACHED
+        self._arrived: Event = REACHED
+
+    def mark(self) -> None:
+        """Remember what the live current stream has now: the last use of old weights, the split members' update."""
+        self._last_use, self._arrived = self._device.record(), self._cpu.arrived()
+
+    def submit(self, bucket: Bucket) -> None:
+        """Queue the update of a bucket."""
+        self._cpu.submit(
+            bucket, self._step, self._new_weights, arrived=self._arrived, last_use=self._last_use
+        )
 
 
 def _streamed_share(device: Device, algorithm: Algorithm, streaming: Streaming) -> StreamedShare:

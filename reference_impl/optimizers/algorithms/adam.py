@@ -120,13 +120,14 @@ def adam_blocks(
     begins: list[list[int]],
     moments: list[list[list[Tensor]]],
     steps: list[list[Tensor]],
+    factors: list[Tensor],
     numbers: list[float],
     maximize: bool,
     grad_scale: Tensor | None,
 ) -> None:
     """Adam or AdamW; `numbers` are lr, beta1, beta2, weight_decay, eps, and 1 for decoupled decay."""
     for i in range(len(staging)):
-        grads = widen(staging[i], scratch, masters[i], begins[i])
+        grads = widen(staging[i], scratch, masters[i], begins[i], factors)
         if numbers[5] == 1.0:
             torch._fused_adamw_(
                 masters[i],

@@ -49,8 +49,9 @@ class Algorithm(Protocol):
 
         Its arguments: `scratch` is one block of fp32; per block the `staging` buffers and the masters as `wholes`; per
         block and member the `masters`, their `begins` in the block and their `steps`; `moments` likewise, one list a
-        moment; then `numbers`, `maximize` and `grad_scale` (0-dim on the CPU, or None for exactly 1). Gradients are
-        read from `staging`, and the new weights are left there.
+        moment; then `factors`, `numbers`, `maximize` and `grad_scale` (0-dim on the CPU, or None for exactly 1).
+        Gradients are read from `staging`, multiplied by each of `factors` in their own dtype, and the new weights are
+        left there.
         """
 
     @property
@@ -92,8 +93,16 @@ def check_learning_rate(group: Mapping[str, Any]) -> None:
         raise ValueError(f"weight_decay is {group['weight_decay']}; expected 0 or more")
 
 
-def widen(staging: Tensor, scratch: Tensor, masters: list[Tensor], begins: list[int]) -> list[Tensor]:
-    """Return each member's gradient in fp32: views of `staging` itself, or of its copy in `scratch`."""
+def widen(
+    staging: Tensor, scratch: Tensor, masters: list[Tensor], begins: list[int], factors: list[Tensor]
+) -> list[Tensor]:
+    """Return each member's gradient in fp32, scaled: views of `staging` itself, or of its copy in `scratch`.
+
+    Each product rounds to the dtype of `staging`, as scaling the gradient in place does. `factors` are 0-dim fp32: a
+    number would be rounded to that dtype first.
+    """
+    for factor in factors:
+        staging.mul_(factor)
     source = staging
     if staging.dtype != torch.float32:
         source = scratch[: staging.numel()]

@@ -96,6 +96,7 @@ def sgd_blocks(
     begins: list[list[int]],
     moments: list[list[list[Tensor]]],
     steps: list[list[Tensor]],
+    factors: list[Tensor],
     numbers: list[float],
     maximize: bool,
     grad_scale: Tensor | None,
@@ -104,7 +105,7 @@ def sgd_blocks(
     for i in range(len(staging)):
         torch._fused_sgd_(
             masters[i],
-            widen(staging[i], scratch, masters[i], begins[i]),
+            widen(staging[i], scratch, masters[i], begins[i], factors),
             moments[0][i] if numbers[1] != 0.0 else [],
             weight_decay=numbers[2],
             momentum=numbers[1],

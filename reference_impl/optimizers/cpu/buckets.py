@@ -25,17 +25,19 @@ from reference_impl.optimizers.layout import ALIGNMENT, Member, Piece, aligned
 class Bucket:
     """Flat host tensors of all pieces, with gaps: `staging` (parameter dtype), `master` and `moments` (fp32).
 
-    `missing` counts the pieces whose gradient has not been sent off in this step.
+    `sent` are the pieces whose gradient has been sent off for the next step.
     """
 
     pieces: tuple[Piece, ...]
     staging: torch.Tensor
     master: torch.Tensor
     moments: tuple[torch.Tensor, ...]
-    missing: int = field(init=False)
+    sent: set[Piece] = field(default_factory=set)
 
-    def __post_init__(self) -> None:
-        self.missing = len(self.pieces)
+    @property
+    def is_complete(self) -> bool:
+        """Whether the gradients of all pieces have been sent off."""
+        return len(self.sent) == len(self.pieces)
 
     @property
     def deadline(self) -> int:
@@ -125,8 +127,10 @@ class BucketMemory:
 
     def close(self) -> None:
         """Give all host memory back."""
-        self._staging.close()
-        self._state.close()
+        try:
+            self._staging.close()
+        finally:
+            self._state.close()
 
     def _bucket(self, plan: BucketPlan) -> Bucket:
         def fp32() -> torch.Tensor:

@@ -22,13 +22,16 @@ _IN_FLIGHT_BYTES = 2 * 2**30
 
 
 class GradientMover:
-    """Copies gradients of offloaded members into their buckets' staging buffers, and keeps each member's norm."""
+    """Copies gradients of offloaded members into their buckets' staging buffers.
+
+    `norms` are those of the gradients sent off for the next step, fp32, 0-dim, on the device.
+    """
 
     def __init__(self, device: Device) -> None:
         self._device = device
         self._in_flight = InFlight(device, limit_bytes=_IN_FLIGHT_BYTES)
         self._targets: dict[Piece, torch.Tensor] = {}
-        self._norms: dict[Member, torch.Tensor] = {}
+        self.norms: dict[Member, torch.Tensor] = {}
 
     def add(self, buckets: Sequence[Bucket]) -> None:
         """Learn where the gradients of new buckets go."""
@@ -36,26 +39,21 @@ class GradientMover:
             for piece in bucket.pieces:
                 self._targets[piece] = bucket.staging[piece.offset : piece.offset + piece.numel]
 
-    def offload(self, member: Member, *, measure: bool) -> None:
-        """Start the copy of `member`'s gradient and take it off the parameter.
+    def offload(self, member: Member, *, measure: bool) -> torch.Tensor:
+        """Start the copy of `member`'s gradient; return that gradient, laid out like the parameter.
 
-        Raises RuntimeError when the gradient of the last backward has not been used yet, or when the forward
-        used a weight that was still on its way.
+        Changes nothing when it raises: RuntimeError when the forward used a weight that was still on its way, and what
+        torch raises where memory is short.
         """
         check_used_in_time([member])
-        if member.arrival is not None:
-            raise RuntimeError(
-                f"a second gradient of a parameter of shape {tuple(member.param.shape)} came before step(); "
-                "expected one backward a step; try `with optimizer.accumulate():` around all but the last"
-            )
         gradient = gradient_of(member)
-        if measure:
-            self._norms[member] = torch.linalg.vector_norm(gradient, dtype=torch.float32)
-        self._copy(member, gradient)
-        if member.on_device == 0:
-            member.param.grad = None
+        norm = torch.linalg.vector_norm(gradient, dtype=torch.float32) if measure else None
+        member.arrival = self._copy(member, gradient)
+        if norm is not None:
+            self.norms[member] = norm
+        return gradient
 
-    def _copy(self, member: Member, gradient: torch.Tensor) -> None:
+    def _copy(self, member: Member, gradient: torch.Tensor) -> Event:
         if gradient.dtype != member.param.dtype:
             gradient = gradient.to(member.param.dtype)
         flat = member.flat(gradient)
@@ -65,19 +63,14 @@ class GradientMover:
             self._device.wait(member.published)
             for piece in member.pieces:
                 self._device.copy(self._targets[piece], flat[piece.start : piece.stop])
-            member.arrival = self._device.record()
-        self._in_flight.hold(member.arrival, gradient, gradient.nbytes)
+            arrival = self._device.record()
+        self._in_flight.hold(arrival, gradient, gradient.nbytes)
+        return arrival
 
     def arrived(self) -> Event:
         """Return the event for threads after which all gradients sent off so far are on the host."""
         with self._device.on_d2h_for_threads():
             return self._device.record(for_threads=True)
-
-    def take_norms(self) -> list[torch.Tensor]:
-        """Return the fp32 norms (0-dim, on the device) of the gradients sent off, and forget them."""
-        norms = list(self._norms.values())
-        self._norms.clear()
-        return norms
 
     def fence(self) -> None:
         """Make the live current stream wait until all gradients in flight have been read."""

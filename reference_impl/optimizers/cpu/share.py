@@ -8,16 +8,15 @@ When each may start is decided above. Explained in docs/optimizer-offloading.md.
 from __future__ import annotations
 
 import threading
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
-from functools import partial
+from collections import Counter, defaultdict
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 
 import torch
 
-from reference_impl.device import REACHED, Device, Event
+from reference_impl.device import Device, Event
 from reference_impl.memory.arena import HostArena
 from reference_impl.optimizers.algorithms import Algorithm
-from reference_impl.optimizers.checks import written_late
 from reference_impl.optimizers.clip_decision import ClipDecision
 from reference_impl.optimizers.cpu.buckets import Bucket, BucketMemory, plan_buckets
 from reference_impl.optimizers.cpu.gradients import GradientMover
@@ -27,6 +26,7 @@ from reference_impl.optimizers.cpu.update import BLOCK_ELEMENTS, CpuKernel, Task
 from reference_impl.optimizers.cpu.workers import DeadlineWorkers, Job, cpu_budget
 from reference_impl.optimizers.layout import MASTER, Member, NewWeights, Piece
 from reference_impl.optimizers.options import CpuUpdate
+from reference_impl.optimizers.step import WorkLostError
 
 
 class CpuShare:
@@ -90,35 +90,40 @@ class CpuShare:
             event.synchronize()
             master.copy_(staging)
 
-    def offload(self, member: Member, *, measure: bool) -> Iterator[Bucket]:
-        """Start the copy of a gradient, with `measure` its norm too; yields the buckets that it completes."""
-        self._gradients.offload(member, measure=measure)
-        for piece in member.pieces:
-            bucket = self._buckets[piece]
-            bucket.missing -= 1
-            if bucket.missing == 0:
-                yield bucket
+    def offload(self, member: Member, *, measure: bool) -> torch.Tensor:
+        """Start the copy of a gradient, with `measure` its norm too; return it, laid out like the parameter.
 
-    def offload_rest(self, members: Iterable[Member], *, measure: bool) -> list[Member]:
-        """Start the copies of those gradients of `members` that no hook has sent off; returns whose.
-
-        Raises RuntimeError when somebody has written a gradient after it had been sent off.
+        Changes nothing when it raises.
         """
-        rest = []
-        for member in members:
-            if not member.pieces or member.gradient is None:
-                continue
-            if member.arrival is None:
-                rest.append(member)
-                for _ in self.offload(member, measure=measure):
-                    pass
-            elif member.on_device == 0:
-                raise written_late(member)
-        return rest
+        gradient = self._gradients.offload(member, measure=measure)
+        for piece in member.pieces:
+            self._buckets[piece].sent.add(piece)
+        return gradient
 
-    def take_norms(self) -> list[torch.Tensor]:
-        """Return the norms of the gradients sent off since the last call."""
-        return self._gradients.take_norms()
+    @property
+    def norms(self) -> Mapping[Member, torch.Tensor]:
+        """The norms of the gradients sent off for the next step, fp32, 0-dim, on the device."""
+        return self._gradients.norms
+
+    def take(self, step: CpuStep, arrivals: Mapping[Member, Event]) -> None:
+        """Let `step` own the gradients whose copies end at `arrivals`: readers of their weights wait from now on."""
+        step.arrivals.update(arrivals)
+        for member in arrivals:
+            self._publisher.expect(member)
+            self._forget(member)
+
+    def discard(self, members: Iterable[Member]) -> None:
+        """Forget gradients of `members` that were sent off but will not be used."""
+        for member in members:
+            if member.arrival is not None:
+                self._device.wait(member.arrival)
+                self._forget(member)
+                for piece in member.pieces:
+                    self._buckets[piece].sent.discard(piece)
+
+    def _forget(self, member: Member) -> None:
+        member.arrival = member.placeholder = None
+        self._gradients.norms.pop(member, None)
 
     def fence(self) -> None:
         """Make the live current stream wait until all gradients in flight have been read."""
@@ -131,19 +136,9 @@ class CpuShare:
         """
         return self._gradients.arrived()
 
-    def send(self, decision: ClipDecision) -> None:
-        """Start a decision's copy to the host, where the workers read it."""
-        decision.send(self._device, self._numbers)
-
-    def discard(self, members: Iterable[Member]) -> None:
-        """Forget gradients of `members` that were sent off but will not be used."""
-        self._gradients.take_norms()
-        for member in members:
-            if member.arrival is not None:
-                self._device.wait(member.arrival)
-                member.arrival = None
-        for bucket in self.buckets_of(members):
-            bucket.missing = len(bucket.pieces)
+    def send(self, decision: ClipDecision, factors: Sequence[torch.Tensor | float]) -> None:
+        """Start a decision's copy to the host, where the workers read it, and that of the gradients' `factors`."""
+        decision.send(self._device, self._numbers, factors)
 
     def buckets_of(self, members: Iterable[Member]) -> list[Bucket]:
         """Return the buckets that hold pieces of `members`."""
@@ -155,48 +150,52 @@ class CpuShare:
         step: CpuStep,
         new_weights: Callable[[Member], Iterable[NewWeights]],
         *,
-        offloaded: Set[Member],
         arrived: Event,
         last_use: Event | None,
     ) -> None:
         """Queue a bucket's update behind `arrived`; weights are overwritten behind `last_use`, or each one's gradient.
 
-        Only members whose gradient has been `offloaded` take part: of another the gradient of the step before may
-        still be waiting for its update, or that of the next step come before this one has run. `new_weights` yields
-        the parts of a member that the device has updated and that go out with the CPU's.
+        Only members whose gradient the step has taken take part: of another that of the next step may stand in staging.
+        `new_weights` yields the parts of a member that the device has updated and that go out with the CPU's.
         """
-        step.queued.add(bucket)
-        present = Counter(piece.member for piece in bucket.pieces if piece.member in offloaded)
-        bucket.missing = len(bucket.pieces)
-        for member in present:
-            if not member.pending:
-                self._publisher.expect(member)
+        present = Counter(piece.member for piece in bucket.pieces if piece.member in step.arrivals)
         update = BucketUpdate(step, present, len(self._tasks[bucket]), new_weights, last_use)
+        deadline = bucket.deadline
         self._workers.submit(
-            [Job(bucket.deadline, arrived, partial(self._run, task, update)) for task in self._tasks[bucket]]
+            [Job(deadline, arrived, _TaskUpdate(self, task, update)) for task in self._tasks[bucket]]
         )
+        step.queued.add(bucket)
+        bucket.sent.clear()
 
-    def _run(self, task: Task, update: BucketUpdate) -> None:
-        """Update one task; whoever finishes a bucket publishes its weights."""
+    def run_kernel(self, task: Task, step: CpuStep, present: Container[Member]) -> None:
+        """Update a task's members that are `present`, on the calling worker.
+
+        Raises WorkLostError from inside the kernel.
+        """
         self._gradients.drain()
-        step = update.step
         grad_scale, skip = step.scale_and_skip()
-        part = None if skip else present_part(task, update.present)
-        if part is not None:
-            for member in part.members:
-                step.begin(member)
-            self._kernel.update(part, step.plan.groups[part.group], self._scratch(), grad_scale)
-        if update.finish_task():
-            self._finish(update, skip=skip)
+        part = None if skip else present_part(task, present)
+        if part is None:
+            return
+        scratch = self._scratch()
+        parts = list(_by_factors(part, step))
+        for member in part.members:
+            step.count(member)
+        try:
+            for each, factors in parts:
+                self._kernel.update(each, step.plan.groups[each.group], scratch, grad_scale, factors)
+        except BaseException as error:
+            raise WorkLostError(
+                f"an update on the CPU has failed: {error!r}; expected it to finish; some masters are neither old nor "
+                "new; try loading the last checkpoint into a new optimizer"
+            ) from error
 
-    def _finish(self, update: BucketUpdate, *, skip: bool) -> None:
-        for member, pieces in update.present.items():
-            if update.step.finish(member, pieces):
-                arrival, member.arrival = member.arrival, None
-                if not skip:
-                    after = update.last_use or arrival or REACHED
-                    self._publisher.publish(member, update.new_weights(member), after=after)
-                self._publisher.release(member)
+    def publish(self, member: Member, update: BucketUpdate) -> None:
+        """Send a member's new weight to the device, unless the step is skipped, and let its readers go on."""
+        if not update.step.skips:
+            after = update.last_use or update.step.arrivals[member]
+            self._publisher.publish(member, update.new_weights(member), after=after)
+        self._publisher.release(member)
 
     def parts(self, member: Member, name: str) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield (first element, flat fp32 view) of each part of a moment or `master_param` that is here."""
@@ -221,8 +220,13 @@ class CpuShare:
                 member.pending = False
 
     def check(self) -> None:
-        """Raise what a worker has died of, or that the share is closed."""
+        """Raise what a worker has failed with, see `DeadlineWorkers.check`, or that the share is closed."""
         self._workers.check()
+
+    @property
+    def has_failed_jobs(self) -> bool:
+        """Whether a part of an update has failed and is to be done again."""
+        return self._workers.has_failed_jobs
 
     def drain(self) -> None:
         """Wait until all updates are done and their copies have read what they need."""
@@ -231,10 +235,43 @@ class CpuShare:
 
     def close(self) -> None:
         """Stop the workers and give the host memory back."""
-        self._workers.close()
-        self._device.latency_sensitive.discard(self)
-        # Pieces and members know each other, and a parameter should not have to wait for the garbage collector.
-        for piece in self._buckets:
-            piece.member.pieces.clear()
-        self._memory.close()
-        self._numbers.close()
+        with ExitStack() as last:
+            last.callback(self._numbers.close)
+            last.callback(self._memory.close)
+            # Pieces and members know each other, and a parameter should not have to wait for the garbage collector.
+            for piece in self._buckets:
+                last.callback(piece.member.pieces.clear)
+            last.callback(self._device.latency_sensitive.discard, self)
+            last.callback(self._workers.close)
+
+
+class _TaskUpdate:
+    """A task of a bucket's update, for a worker: the kernel, then what it completes is published. Each happens once."""
+
+    __slots__ = ("_is_updated", "_share", "_task", "_to_publish", "_update")
+
+    def __init__(self, share: CpuShare, task: Task, update: BucketUpdate) -> None:
+        self._share, self._task, self._update = share, task, update
+        self._is_updated = False
+        self._to_publish: list[Member] = []
+
+    def __call__(self) -> None:
+        """Do what is left of it."""
+        if not self._is_updated:
+            self._share.run_kernel(self._task, self._update.step, self._update.present)
+            self._is_updated = True
+            self._to_publish = self._update.finish_task()
+        while self._to_publish:
+            self._share.publish(self._to_publish[-1], self._update)
+            self._to_publish.pop()
+
+
+def _by_factors(task: Task, step: CpuStep) -> Iterator[tuple[Task, tuple[float, ...]]]:
+    """Yield parts of a task, and what the gradients of each are multiplied by."""
+    members: defaultdict[tuple[float, ...], set[Member]] = defaultdict(set)
+    for member in task.members:
+        members[step.factors(member)].add(member)
+    for factors, having in members.items():
+        part = present_part(task, having)
+        assert part is not None
+        yield part, factors

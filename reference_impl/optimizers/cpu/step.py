@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
@@ -20,33 +20,55 @@ from reference_impl.optimizers.step import StepPlan
 class CpuStep:
     """One step of all members that take part, shared by all workers.
 
-    `queued` are the buckets whose update has been handed to the workers.
+    `arrivals` are the members that take part, each with the event of its gradient's copy. `queued` are the buckets
+    whose update has been handed to the workers.
+
+    Args:
+        plan: the step.
+        factors: which of the decision's factors each member's gradient is multiplied by; none where it is not in it.
     """
 
-    def __init__(self, plan: StepPlan) -> None:
+    def __init__(self, plan: StepPlan, factors: Mapping[Member, Sequence[int]] | None = None) -> None:
         self.plan = plan
+        self.arrivals: dict[Member, Event] = {}
         self.queued: set[Bucket] = set()
+        self._factors = factors or {}
         self._lock = threading.Lock()
-        self._decided: tuple[torch.Tensor | None, bool] | None = (
-            (None, False) if plan.decision is None else None
-        )
-        self._begun: set[Member] = set()
+        self._numbers: list[float] | None = [1.0, 0.0] if plan.decision is None else None
+        self._counted: set[Member] = set()
         self._done: Counter[Member] = Counter()
 
     def scale_and_skip(self) -> tuple[torch.Tensor | None, bool]:
         """Return what divides gradients (0-dim fp32 on the host, None for exactly 1) and whether to skip the step."""
-        with self._lock:
-            if self._decided is None:
-                assert self.plan.decision is not None
-                self._decided = self.plan.decision.read()
-            return self._decided
+        scale, found = self._read()[:2]
+        return (None if scale == 1.0 else torch.tensor(scale)), found != 0
 
-    def begin(self, member: Member) -> None:
+    @property
+    def skips(self) -> bool:
+        """Whether the step is skipped."""
+        return self._read()[1] != 0
+
+    def factors(self, member: Member) -> tuple[float, ...]:
+        """Return what a member's gradient is multiplied by, in order, those of exactly 1 left out."""
+        indices = self._factors.get(member)
+        if not indices:
+            return ()
+        numbers = self._read()
+        return tuple(numbers[2 + index] for index in indices if numbers[2 + index] != 1.0)
+
+    def _read(self) -> list[float]:
+        with self._lock:
+            if self._numbers is None:
+                assert self.plan.decision is not None
+                self._numbers = self.plan.decision.read()
+            return self._numbers
+
+    def count(self, member: Member) -> None:
         """Count the step of `member`, once however many buckets it has."""
         with self._lock:
-            if member not in self._begun:
-                self._begun.add(member)
+            if member not in self._counted:
                 member.step += 1
+                self._counted.add(member)
 
     def finish(self, member: Member, pieces: int) -> bool:
         """Count `pieces` of `member` as updated; return whether these were the last."""
@@ -83,8 +105,10 @@ class BucketUpdate:
         self._tasks = tasks
         self._lock = threading.Lock()
 
-    def finish_task(self) -> bool:
-        """Count a task as done; return whether it was the last."""
+    def finish_task(self) -> list[Member]:
+        """Count a task as done; after the bucket's last return the members whose every piece is updated."""
         with self._lock:
             self._tasks -= 1
-            return self._tasks == 0
+            if self._tasks:
+                return []
+        return [member for member, pieces in self.present.items() if self.step.finish(member, pieces)]

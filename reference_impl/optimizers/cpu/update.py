@@ -14,7 +14,7 @@ Explained in docs/optimizer-offloading.md.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -125,9 +125,22 @@ class CpuKernel:
         self._call: Callable[..., None] = algorithm.cpu_kernel()
 
     def update(
-        self, task: Task, group: Mapping[str, Any], scratch: torch.Tensor, grad_scale: torch.Tensor | None
+        self,
+        task: Task,
+        group: Mapping[str, Any],
+        scratch: torch.Tensor,
+        grad_scale: torch.Tensor | None,
+        factors: Sequence[float] = (),
     ) -> None:
-        """Update the members of `task` in place; `scratch` is fp32 of `BLOCK_ELEMENTS`."""
+        """Update the members of `task` in place; `scratch` is fp32 of `BLOCK_ELEMENTS`.
+
+        Gradients are multiplied by each of `factors`, then divided by `grad_scale`.
+        """
         self._call(
-            scratch, *task.arguments, self._algorithm.numbers(group), bool(group["maximize"]), grad_scale
+            scratch,
+            *task.arguments,
+            [torch.tensor(factor) for factor in factors],
+            self._algorithm.numbers(group),
+            bool(group["maximize"]),
+            grad_scale,
         )

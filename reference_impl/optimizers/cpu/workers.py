@@ -3,9 +3,10 @@
 A job is due when the next forward needs its result: the earliest deadline among the jobs whose gradients have
 arrived goes first, which hides the most work behind forward and backward. The threads are the optimizer's own
 and each computes on one core, so `OMP_NUM_THREADS=1`, which torchrun sets, starves nobody, and the caller's own
-thread setting is left alone. The first exception stops all work and is raised again at the next call.
+thread setting is left alone.
 
-Explained in docs/optimizer-offloading.md.
+A job that fails is kept: its error is raised once, by the caller's next call, and the call after that runs the job
+again. Where that cannot help (`step.is_lasting`) all work stops, and every call raises.
 """
 
 from __future__ import annotations
@@ -21,11 +22,19 @@ from dataclasses import dataclass
 import torch
 
 from reference_impl.device import Event
+from reference_impl.memory.interrupts import deferred_interrupts
+from reference_impl.optimizers.step import WorkLostError, is_lasting
+
+# How long the caller waits until it looks for signals and for what else has happened.
+_SLICE_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """`run` may start once `arrival` is reached; `deadline` is smallest for what is needed first."""
+    """`run` may start once `arrival` is reached; `deadline` is smallest for what is needed first.
+
+    `run` may be called again after it has raised, and then does what it has not done yet.
+    """
 
     deadline: int
     arrival: Event
@@ -41,20 +50,74 @@ def cpu_budget() -> int:
     return max(len(os.sched_getaffinity(0)) // max(ranks, 1) - 2, 1)
 
 
+class _Queue:
+    """What the threads share. They hold it, and not its owner, who may be collected while they sleep."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.waiting: list[Job] = []
+        self.running = 0
+        self.closed = False
+        self.lost = False
+
+    def put(self, jobs: Sequence[Job]) -> None:
+        with self.changed:
+            for job in jobs:
+                bisect.insort(self.waiting, job, key=lambda job: job.deadline)
+            self.changed.notify(len(jobs))
+
+    def take(self) -> Job | None:
+        """Wait for a job and claim the most urgent one that has arrived; None when the threads should end."""
+        with self.changed:
+            self.changed.wait_for(lambda: self.waiting or self.stopped)
+            if self.stopped:
+                return None
+            self.running += 1
+            try:
+                arrived = (index for index, job in enumerate(self.waiting) if job.arrival.query())
+                return self.waiting.pop(next(arrived, 0))
+            except BaseException:
+                # The device is gone: whoever runs a job finds out.
+                return self.waiting.pop(0)
+
+    def finish(self, *, lost: bool) -> None:
+        with self.changed:
+            self.running -= 1
+            if lost:
+                self.lost = True
+                self.waiting.clear()
+            self.changed.notify_all()
+
+    def close(self) -> None:
+        with self.changed:
+            self.closed = True
+            self.waiting.clear()
+            self.changed.notify_all()
+
+    @property
+    def stopped(self) -> bool:
+        return self.closed or self.lost
+
+    @property
+    def is_idle(self) -> bool:
+        return not (self.waiting or self.running)
+
+
 class DeadlineWorkers:
     """`threads` threads and one queue."""
 
     def __init__(self, *, threads: int) -> None:
-        self._changed = threading.Condition()
-        self._waiting: list[Job] = []
-        self._running = 0
-        self._closed = False
-        self._error: BaseException | None = None
+        self._queue = _Queue()
+        # Jobs to run again, an error that the caller has not heard of, and the first one after which nothing can go on.
+        # The threads do not hold these, and what an error's traceback holds: it could never be collected.
+        self._failed: list[Job] = []
+        self._unheard: BaseException | None = None
+        self._lasting: BaseException | None = None
         callers_threads = torch.get_num_threads()
         ready = threading.Barrier(threads + 1)
         self._threads = [
             threading.Thread(
-                target=_work, args=(weakref.ref(self), ready), daemon=True, name="offload-update"
+                target=_work, args=(weakref.ref(self), self._queue, ready), daemon=True, name="offload-update"
             )
             for _ in range(threads)
         ]
@@ -62,47 +125,87 @@ class DeadlineWorkers:
             thread.start()
         ready.wait()
         _open.add(self)
+        weakref.finalize(self, self._queue.close).atexit = False
         # A thread's own setting also becomes the default of threads born later: put that back.
         torch.set_num_threads(callers_threads)
 
     def submit(self, jobs: Sequence[Job]) -> None:
-        """Queue jobs; raises what a worker has died of."""
-        self.check()
-        with self._changed:
-            for job in jobs:
-                bisect.insort(self._waiting, job, key=lambda job: job.deadline)
-            self._changed.notify(len(jobs))
+        """Queue jobs, all or none; raises what a worker has failed with."""
+        with deferred_interrupts():
+            self.check()
+            self._queue.put(jobs)
 
     def check(self) -> None:
-        """Raise RuntimeError from the first exception of a worker, if there was one."""
-        if self._error is not None:
-            raise RuntimeError(
-                f"an optimizer worker died: {self._error!r}; expected every update to finish; parameters are old "
-                "or new, none is torn; try loading the last checkpoint into a new optimizer"
-            ) from self._error
-        if self._closed:
+        """Raise what a worker has failed with, once where trying again may help; then let it try again.
+
+        Raises RuntimeError when closed, or when the threads are gone.
+        """
+        if self._lasting is not None:
+            raise self._lasting
+        if self._queue.closed:
             raise RuntimeError("the optimizer is closed; expected an open one; try constructing a new one")
+        if not self._failed:
+            return
+        with deferred_interrupts():
+            error, self._unheard = self._unheard, None
+            if error is not None:
+                raise error
+            again, self._failed = self._failed, []
+            self._queue.put(again)
+
+    @property
+    def has_failed_jobs(self) -> bool:
+        """Whether some jobs have failed and are to be run again, or to be given up."""
+        return bool(self._failed)
 
     def wait_idle(self) -> None:
-        """Block until every job is done; raises what a worker has died of."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._error or not (self._waiting or self._running))
-        self.check()
+        """Block until every job is done; raises what a worker has failed with."""
+        while True:
+            with deferred_interrupts():
+                with self._queue.changed:
+                    done = self._queue.changed.wait_for(
+                        lambda: self._failed or self._queue.is_idle, timeout=_SLICE_S
+                    )
+                self.check()
+                if done and self._queue.is_idle and not self._failed:
+                    return
+                self._check_threads()
 
     def wait_until(self, done: threading.Event) -> None:
-        """Block until `done` is set by a job; raises what a worker has died of."""
-        while not done.wait(timeout=0.2):
+        """Block until `done` is set by a job; raises what a worker has failed with.
+
+        Raises RuntimeError when no job is left that could set it.
+        """
+        while not done.is_set():
+            with deferred_interrupts():
+                if done.wait(_SLICE_S):
+                    return
+                self.check()
+                self._check_threads()
+                idle = self._queue.is_idle and not self._failed
+                if idle and not done.is_set():
+                    raise RuntimeError(
+                        "a new weight was waited for whose update has not been queued; expected step() after the "
+                        "backward that has started it (backward_overlap='update'); try `with optimizer.accumulate():` "
+                        "around all backwards but the last, or step() before the next forward"
+                    )
+
+    def _check_threads(self) -> None:
+        if not any(thread.is_alive() for thread in self._threads):
             self.check()
+            raise WorkLostError(
+                "the optimizer's threads have ended, as at the end of the interpreter; expected them to run; try "
+                "synchronize() before the program ends"
+            )
 
     def close(self) -> None:
         """Let running jobs finish and stop the threads. Calling it again does nothing."""
-        with self._changed:
-            self._closed = True
-            self._waiting.clear()
-            self._changed.notify_all()
+        with deferred_interrupts():
+            self._queue.close()
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join()
+        self._failed.clear()
 
     def run_job(self, job: Job) -> None:
         """Run `job` on the calling worker thread, once its gradients have arrived.
@@ -112,29 +215,14 @@ class DeadlineWorkers:
         job.arrival.synchronize()
         job.run()
 
-    def _take(self) -> Job | None:
-        """Wait for a job and claim the most urgent one; None when closed."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._waiting or self._closed or self._error, timeout=1.0)
-            if self._closed or self._error or not self._waiting:
-                return None
-            arrived = (index for index, job in enumerate(self._waiting) if job.arrival.query())
-            job = self._waiting.pop(next(arrived, 0))
-            self._running += 1
-            return job
-
-    def _finish(self, error: BaseException | None) -> None:
-        with self._changed:
-            self._running -= 1
-            self._error = self._error or error
-            if error is not None:
-                self._waiting.clear()
-            self._changed.notify_all()
-
-    @property
-    def stopped(self) -> bool:
-        """Whether the threads should end."""
-        return self._closed or self._error is not None
+    def keep(self, job: Job, error: BaseException) -> bool:
+        """Keep a job that has failed with `error`; return whether all work is lost."""
+        lost = is_lasting(error)
+        if lost:
+            self._lasting = self._lasting or error
+        self._unheard = self._unheard or error
+        self._failed.append(job)
+        return lost
 
 
 # A daemon thread that comes back from torch into a dying interpreter aborts the process.
@@ -148,25 +236,21 @@ def _close_all() -> None:
         workers.close()
 
 
-def _work(owner: weakref.ref[DeadlineWorkers], ready: threading.Barrier) -> None:
+def _work(owner: weakref.ref[DeadlineWorkers], queue: _Queue, ready: threading.Barrier) -> None:
     """A worker's life; it holds its owner only while it works, so that a forgotten owner can be collected."""
     # A thread takes over the process's setting when it first asks, so it asks before it sets its own.
     torch.get_num_threads()
     torch.set_num_threads(1)
     ready.wait()
-    while True:
-        workers = owner()
-        if workers is None or workers.stopped:
-            return
-        job = workers._take()
-        if job is None:
-            del workers
-            continue
-        error: BaseException | None = None
+    while (job := queue.take()) is not None:
+        lost, workers = False, owner()
         try:
-            with torch.no_grad():
-                workers.run_job(job)
-        except BaseException as caught:
-            error = caught
-        workers._finish(error)
+            if workers is not None:
+                with torch.no_grad():
+                    workers.run_job(job)
+        except BaseException as error:
+            if workers is not None:
+                lost = workers.keep(job, error)
+        # Before the wait for the next: neither must keep the owner alive.
         del workers, job
+        queue.finish(lost=lost)

@@ -99,6 +99,7 @@ def test_looking_up_one_parameter_waits_for_no_other(device, fraction, monkeypat
         optimizer.step()
         assert params[0] in optimizer.state
         assert params[1] not in optimizer.state
+        optimizer.zero_grad()
         gate = hold_updates(monkeypatch)
         params[3].grad = torch.ones_like(params[3])
         optimizer.step()

@@ -13,6 +13,7 @@ from optimizer_reference import batches
 from optimizer_training import hybrid, replace_job, train, twins
 
 from reference_impl.memory.host import host_book
+from reference_impl.optimizers.step import WorkLostError
 
 ROOT = Path(__file__).resolve().parents[3]
 START = """
@@ -137,7 +138,7 @@ def step_and_die(monkeypatch, model, optimizer, batch):
 
     def dies(workers, job, run):
         returned.wait(10)
-        raise OSError("no more room")
+        raise WorkLostError("no more room")
 
     replace_job(monkeypatch, dies)
     train(model, optimizer, [batch])
@@ -177,11 +178,12 @@ def test_every_next_call_reports_a_dead_worker(device, use, monkeypatch):
     for worker in set(threading.enumerate()) - others:
         worker.join(10)
         assert not worker.is_alive()
-    with pytest.raises(RuntimeError, match="no more room") as caught:
-        use(model, optimizer, data[1])
-    assert isinstance(caught.value.__cause__, OSError)
-    with pytest.raises(RuntimeError):
-        optimizer.close()
+    for _ in range(2):
+        with pytest.raises(WorkLostError, match="no more room") as caught:
+            use(model, optimizer, data[1])
+        assert optimizer.status == "broken"
+    assert isinstance(caught.value.__cause__, WorkLostError)
+    optimizer.close()
 
 
 def test_closing_from_another_thread_ends_waiting(device, monkeypatch):

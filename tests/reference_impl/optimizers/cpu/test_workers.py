@@ -1,3 +1,4 @@
+import gc
 import threading
 
 import pytest
@@ -7,6 +8,7 @@ from hypothesis import strategies as st
 
 from reference_impl.device import REACHED
 from reference_impl.optimizers.cpu.workers import DeadlineWorkers, Job, cpu_budget
+from reference_impl.optimizers.step import WorkLostError
 
 
 class Pending:
@@ -76,17 +78,60 @@ def test_each_thread_computes_on_one_core_and_leaves_the_callers_setting_alone()
     workers.close()
 
 
-def test_an_error_stops_the_rest_and_stays(workers):
+def raising(error):
+    raise error
+
+
+def test_a_job_that_fails_is_reported_once_and_runs_again(workers):
+    ran, errors = [], [ZeroDivisionError("first"), ZeroDivisionError("second")]
+    workers.submit([Job(0, REACHED, lambda: raising(errors.pop(0)) if errors else ran.append(0))])
+    for told in ("first", "second"):
+        with pytest.raises(ZeroDivisionError, match=told):
+            workers.wait_idle()
+        assert workers.has_failed_jobs
+    workers.wait_idle()
+    assert ran == [0]
+    assert not workers.has_failed_jobs
+
+
+def test_an_error_that_lasts_stops_the_rest_and_stays(workers):
     go_on, ran = block(workers), []
-    workers.submit([Job(0, REACHED, lambda: 1 // 0), Job(1, REACHED, lambda: ran.append(1))])
+    workers.submit(
+        [
+            Job(0, REACHED, lambda: raising(WorkLostError("inside an update"))),
+            Job(1, REACHED, lambda: ran.append(1)),
+        ]
+    )
     go_on.set()
     for _ in range(2):
-        with pytest.raises(RuntimeError, match="ZeroDivisionError") as caught:
+        with pytest.raises(WorkLostError, match="inside an update"):
             workers.wait_idle()
-        assert isinstance(caught.value.__cause__, ZeroDivisionError)
-    with pytest.raises(RuntimeError, match="died"):
+    with pytest.raises(WorkLostError):
         workers.wait_until(threading.Event())
     assert ran == []
+
+
+def test_a_wait_for_what_nobody_does_ends(workers):
+    with pytest.raises(RuntimeError, match="has not been queued"):
+        workers.wait_until(threading.Event())
+
+
+@pytest.mark.parametrize("threads", [1, 2, 4])
+@pytest.mark.parametrize("fails", [False, True])
+def test_threads_end_with_their_owner(threads, fails):
+    workers = DeadlineWorkers(threads=threads)
+    mine = [each for each in threading.enumerate() if each.name == "offload-update"][-threads:]
+    workers.submit([Job(0, REACHED, lambda: 1 // 0 if fails else None)])
+    if fails:
+        while not workers.has_failed_jobs:
+            pass
+    else:
+        workers.wait_idle()
+    del workers
+    gc.collect()
+    for thread in mine:
+        thread.join(5)
+        assert not thread.is_alive()
 
 
 def test_closed_workers_say_so(workers):

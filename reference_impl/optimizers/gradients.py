@@ -1,0 +1,160 @@
+"""The gradients of an optimizer's members: which have been sent off, and which of them a step uses.
+
+A gradient that has left has a stand-in on its parameter. Before a step uses it, what stands there says whether it still
+counts: whoever has dropped or replaced the stand-in wants it no more. Explained in docs/optimizer-offloading.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from reference_impl.device import Event
+from reference_impl.optimizers import checks
+from reference_impl.optimizers.layout import Member, gradient_of
+from reference_impl.optimizers.shares import Shares
+from reference_impl.optimizers.stand_in import GradientStandIn
+
+
+class Gradients:
+    """Sends gradients off and finds those of a step.
+
+    Args:
+        shares: where they go.
+        leave_in_backward: gradients of members with a part on the CPU leave before `step()`.
+        sharded_too: those of DTensors, too; no stand-in can take their place.
+    """
+
+    def __init__(self, shares: Shares, *, leave_in_backward: bool, sharded_too: bool) -> None:
+        self._shares = shares
+        self._leave_in_backward = leave_in_backward
+        self._sharded_too = sharded_too
+
+    def leave_in_backward(self, member: Member) -> bool:
+        """Return whether a member's gradient leaves before `step()`."""
+        return self._leave_in_backward and (self._sharded_too or not isinstance(member.param, DTensor))
+
+    def send(self, member: Member, *, measure: bool) -> None:
+        """Offload a gradient and put a stand-in in its place; changes nothing when it raises.
+
+        Without `measure` its norm is not known, and an update may use it at once.
+        """
+        param = member.param
+        if isinstance(param.grad, GradientStandIn):
+            # It had been set to zero, so that the gradient which autograd has added to it is the new one.
+            param.grad = param.grad.arrived
+        # Whoever has let go of the last one's stand-in does not want that gradient any more.
+        self._shares.discard([member])
+        gradient = self._shares.offload(member, measure=measure)
+        if isinstance(param, DTensor):
+            if member.on_device == 0:
+                param.grad = None
+            member.placeholder = param.grad
+            return
+        kept = gradient if member.on_device else None
+        member.placeholder = GradientStandIn(
+            gradient,
+            self._shares.norms.get(member),
+            kept=kept,
+            kept_part=None if kept is None else member.flat(kept)[: member.on_device],
+            used=not measure,
+        )
+        param.grad = member.placeholder
+
+    def to_use(self, member: Member, *, measure: bool) -> torch.Tensor | None:
+        """Return a member's gradient, laid out; of one that has been sent off what the device has kept.
+
+        One that has to go to the host and is still here is sent off.
+        """
+        found = member.gradient
+        if isinstance(found, GradientStandIn):
+            if found.dropped:
+                # As in torch, what was set to zero is a gradient of zeros.
+                found = torch.zeros_like(member.param) if found.arrived is None else found.arrived
+                member.param.grad = found
+            elif found is not member.placeholder:
+                raise checks.used_twice(member)
+            else:
+                return found.kept
+        sent_sharded = isinstance(member.param, DTensor) and self.leave_in_backward(member)
+        if member.arrival is not None and sent_sharded and found is member.placeholder:
+            return None if found is None else gradient_of(member)
+        # It was dropped, or replaced by another one, or sent off by a step that failed before it began.
+        self._shares.discard([member])
+        if found is None:
+            return None
+        if not member.pieces:
+            return gradient_of(member)
+        gradient = self._shares.offload(member, measure=measure)
+        member.placeholder = found
+        return gradient
+
+    def stand_ins(
+        self,
+        arrivals: Mapping[Member, Event],
+        gradients: Mapping[Member, torch.Tensor],
+        *,
+        returns_early: bool,
+    ) -> dict[Member, GradientStandIn]:
+        """Return what stands on parameters from the begin of the step on, because the update reads their gradients."""
+        found: dict[Member, GradientStandIn] = {}
+        for member in (*arrivals, *(member for member in gradients if not member.pieces)):
+            now = member.param.grad
+            if isinstance(now, GradientStandIn):
+                found[member] = now
+            elif returns_early and now is not None and _may_be_replaced(member):
+                # Whoever writes into a gradient later does not know that the update still reads it.
+                found[member] = GradientStandIn(now, None)
+        return found
+
+    def norms(
+        self, sent: Mapping[Member, Event], gradients: Mapping[Member, torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """Return the fp32 norms of all gradients, as they are now."""
+        norms = []
+        for member, norm in self._shares.norms.items():
+            if member in sent:
+                stand_in = member.placeholder
+                norms.append(stand_in.scaled_norm() if isinstance(stand_in, GradientStandIn) else norm)
+        return norms + [
+            torch.linalg.vector_norm(gradient, dtype=torch.float32)
+            for member, gradient in gradients.items()
+            if not member.pieces
+        ]
+
+
+def _may_be_replaced(member: Member) -> bool:
+    read_later = bool(member.pieces) or member.streamed > 0
+    return read_later and member.gradient is member.param.grad and not isinstance(member.param, DTensor)
+
+
+def factors_of(members: Iterable[Member]) -> tuple[list[torch.Tensor | float], dict[Member, list[int]]]:
+    """Return all that gradients of `members` have been multiplied by, and for each member which of it, in order."""
+    places: dict[int, int] = {}
+    factors: list[torch.Tensor | float] = []
+    indices: dict[Member, list[int]] = {}
+    for member in members:
+        stand_in = member.placeholder
+        if isinstance(stand_in, GradientStandIn) and stand_in.factors:
+            indices[member] = []
+            for factor in stand_in.factors:
+                if id(factor) not in places:
+                    places[id(factor)] = len(factors)
+                    factors.append(factor)
+                indices[member].append(places[id(factor)])
+    return factors, indices
+
+
+def has_new_gradients(members: Iterable[Member], taken: Mapping[Member, torch.Tensor]) -> bool:
+    """Return whether other gradients stand on parameters than `taken`."""
+    found = ((member, member.gradient) for member in members)
+    return any(gradient is not None and gradient is not taken.get(member) for member, gradient in found)
+
+
+def put_in_place(stand_ins: Mapping[Member, GradientStandIn]) -> None:
+    """Put stand-ins on parameters; the step owns the gradients from here on."""
+    for member, stand_in in stand_ins.items():
+        stand_in.use()
+        member.param.grad = stand_in

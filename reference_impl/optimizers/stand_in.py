@@ -1,0 +1,264 @@
+"""What stands on `param.grad` once a gradient has been offloaded: its shape, dtype and device, no values.
+
+Code between backward and `step()` asks gradients for little: their norm, and to be scaled (`clip_grad_norm_`). A
+`GradientStandIn` answers both. The norm was measured when the gradient left; a scale is recorded, and the update
+applies it to the gradient in the gradient's own dtype, which is what scaling in place would have done. Everything else
+that would read or write values raises RuntimeError and names the operator: a stand-in never passes for a gradient of
+zeros. It stays after `step()`, as any gradient does, until `zero_grad()`.
+
+Explained in docs/optimizer-offloading.md.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+_aten = torch.ops.aten
+_REMEDY = "try backward_overlap='nothing', which keeps gradients on param.grad until step()"
+
+
+class GradientStandIn(torch.Tensor):
+    """A tensor without storage in the place of an offloaded gradient.
+
+    Args:
+        gradient: what it stands for.
+        norm: the gradient's 2-norm (0-dim fp32, on the device); None where it has not been measured.
+        kept: the gradient itself where its device still needs a part of it.
+        kept_part: that part, a view of `kept`, which is scaled at once.
+        used: an update has begun to use the gradient, so that it can be scaled no more.
+
+    `factors` are the 0-dim tensors or numbers that the gradient has been multiplied by since, in order. `dropped` says
+    that somebody has set it to zero; `arrived` is the gradient that autograd has added to these zeros since, for
+    whoever hooks the parameter to put in this one's place.
+    """
+
+    factors: list[torch.Tensor | float]
+    dropped: bool
+    arrived: torch.Tensor | None
+    used: bool
+
+    @staticmethod
+    def __new__(cls, gradient: torch.Tensor, norm: torch.Tensor | None, **_: Any) -> GradientStandIn:
+        """Stand in for `gradient`."""
+        made: GradientStandIn = torch.Tensor._make_wrapper_subclass(
+            cls,
+            gradient.shape,
+            strides=gradient.stride(),
+            dtype=gradient.dtype,
+            device=gradient.device,
+        )
+        return made
+
+    def __init__(
+        self,
+        gradient: torch.Tensor,
+        norm: torch.Tensor | None,
+        *,
+        kept: torch.Tensor | None = None,
+        kept_part: torch.Tensor | None = None,
+        used: bool = False,
+    ) -> None:
+        self.l2_norm = norm
+        self.kept = kept
+        self.kept_part = kept_part
+        self.used = used
+        self.factors = []
+        self.dropped = False
+        self.arrived = None
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"GradientStandIn(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
+
+    def data_ptr(self) -> int:
+        """Raise RuntimeError: there is no memory to point to."""
+        raise _refused("data_ptr()", [self])
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Raise RuntimeError: there is nothing to save."""
+        raise _refused("pickling", [self])
+
+    def scaled_norm(self) -> torch.Tensor:
+        """Return the 2-norm in fp32 with all factors applied; raises RuntimeError where it has not been measured."""
+        if self.l2_norm is None:
+            raise _refused("a norm in mode 'update'", [self])
+        norm = self.l2_norm
+        for factor in self.factors:
+            norm = norm * (factor.abs() if isinstance(factor, torch.Tensor) else abs(factor))
+        return torch.zeros_like(norm) if self.dropped else norm
+
+    def scale_by(self, factor: torch.Tensor | float) -> None:
+        """Record that the gradient is scaled by `factor`, which nobody changes afterwards."""
+        if self.used:
+            raise RuntimeError(
+                f"a gradient of shape {tuple(self.shape)} was scaled after an update had begun to use it; expected "
+                "scaling between backward and step(), and none with backward_overlap='update'; try "
+                "backward_overlap='gradients'"
+            )
+        if not self.dropped:
+            if self.kept_part is not None:
+                self.kept_part.mul_(factor)
+            self.factors.append(factor)
+
+    def use(self) -> None:
+        """Let go of what is kept: an update owns the gradient from here on."""
+        self.used = True
+        self.kept = self.kept_part = None
+
+    def drop(self) -> None:
+        """Forget the gradient: it is zero from here on."""
+        self.dropped = True
+        self.factors.clear()
+        self.kept = self.kept_part = None
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Answer what needs no values; raise RuntimeError for everything else."""
+        answer = _ANSWERS.get(func)
+        if answer is None:
+            raise _refused(func, args)
+        return answer(*args, **(kwargs or {}))
+
+
+def _refused(func: Any, args: Sequence[Any]) -> RuntimeError:
+    listed = [*args, *(each for arg in args if isinstance(arg, list | tuple) for each in arg)]
+    shape = next((tuple(each.shape) for each in listed if isinstance(each, GradientStandIn)), ())
+    return RuntimeError(
+        f"{func} reads or writes a gradient of shape {shape} that has been offloaded; expected nothing but its 2-norm "
+        f"and scaling, as clip_grad_norm_ does, between backward and step(); {_REMEDY}"
+    )
+
+
+def _norm(
+    gradient: GradientStandIn, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
+) -> Any:
+    if ord != 2 or dim is not None or keepdim:
+        raise _refused(f"a norm of order {ord} over dim {dim}", [gradient])
+    return gradient.scaled_norm().to(dtype or gradient.dtype)
+
+
+def _foreach_norm(gradients: Sequence[torch.Tensor], ord: Any = 2, dtype: Any = None) -> list[torch.Tensor]:
+    return [
+        _norm(each, ord, dtype=dtype)
+        if isinstance(each, GradientStandIn)
+        else torch.linalg.vector_norm(each, ord, dtype=dtype)
+        for each in gradients
+    ]
+
+
+class _LastCopy:
+    """The copy of the tensor that gradients were last scaled by: one number usually scales all of them."""
+
+    def __init__(self) -> None:
+        self._of: Callable[[], torch.Tensor | None] = lambda: None
+        self._version = 0
+        self._copy = torch.empty(0)
+
+    def of(self, factor: torch.Tensor) -> torch.Tensor:
+        if self._of() is not factor or self._version != factor._version:
+            self._copy = factor.detach().clone()
+            self._of, self._version = weakref.ref(factor), factor._version
+        return self._copy
+
+
+_last_copy = _LastCopy()
+
+
+def _scalar_of(factor: Any) -> torch.Tensor | float:
+    """Return `factor`, a copy of it where it is a tensor; raises RuntimeError for one of more than one element."""
+    if not isinstance(factor, torch.Tensor):
+        return float(factor)
+    if isinstance(factor, GradientStandIn) or factor.dim() != 0:
+        raise _refused("multiplication by a tensor", [factor])
+    return _last_copy.of(factor)
+
+
+def _mul(gradient: torch.Tensor, factor: Any) -> torch.Tensor:
+    if not isinstance(gradient, GradientStandIn):
+        raise _refused("multiplication by a gradient", [factor])
+    gradient.scale_by(_scalar_of(factor))
+    return gradient
+
+
+def _foreach_mul(gradients: Sequence[torch.Tensor], factors: Any) -> None:
+    listed = factors if isinstance(factors, list | tuple) else [_scalar_of(factors)] * len(gradients)
+    for gradient, factor in zip(gradients, listed, strict=True):
+        gradient.mul_(factor)
+
+
+def _zero(gradient: GradientStandIn) -> GradientStandIn:
+    gradient.drop()
+    return gradient
+
+
+def _foreach_zero(gradients: Sequence[torch.Tensor]) -> None:
+    for gradient in gradients:
+        gradient.zero_()
+
+
+def _add(first: torch.Tensor, second: torch.Tensor, *, alpha: Any = 1) -> torch.Tensor:
+    """Autograd adds a new gradient to what stands on `param.grad`: to zeros, once it has been dropped."""
+    old, new = (first, second) if isinstance(first, GradientStandIn) else (second, first)
+    if (
+        isinstance(old, GradientStandIn)
+        and old.dropped
+        and not isinstance(new, GradientStandIn)
+        and alpha == 1
+    ):
+        return new.clone() if old.arrived is None else old.arrived + new
+    raise RuntimeError(
+        f"a second gradient of a parameter of shape {tuple(first.shape)} came while the first, which has been "
+        "offloaded, is still on param.grad; expected zero_grad() between steps, and one backward a step; try `with "
+        f"optimizer.accumulate():` around all backwards but the last, or {_REMEDY.removeprefix('try ')}"
+    )
+
+
+def _add_in_place(gradient: torch.Tensor, other: torch.Tensor, *, alpha: Any = 1) -> torch.Tensor:
+    total = _add(gradient, other, alpha=alpha)
+    assert isinstance(gradient, GradientStandIn)
+    gradient.arrived = total
+    return gradient
+
+
+def _div_by_number(gradient: torch.Tensor, divisor: Any) -> torch.Tensor:
+    """Multiply by the inverse of a power of two, which gives the same bits; other divisors round otherwise."""
+    number = _scalar_of(divisor)
+    if (
+        isinstance(number, torch.Tensor)
+        or number == 0
+        or (abs(number).hex().partition("p")[0]) != "0x1.0000000000000"
+    ):
+        raise _refused(f"division by {divisor}", [gradient])
+    return _mul(gradient, 1 / number)
+
+
+def _same(gradient: GradientStandIn, *_: object, **__: object) -> GradientStandIn:
+    return gradient
+
+
+_ANSWERS: dict[Any, Callable[..., Any]] = {
+    _aten.linalg_vector_norm.default: _norm,
+    _aten._foreach_norm.Scalar: _foreach_norm,
+    _aten.mul_.Tensor: _mul,
+    _aten.mul_.Scalar: _mul,
+    _aten._foreach_mul_.Tensor: _foreach_mul,
+    _aten._foreach_mul_.Scalar: _foreach_mul,
+    _aten._foreach_mul_.ScalarList: _foreach_mul,
+    _aten.zero_.default: _zero,
+    _aten._foreach_zero_.default: _foreach_zero,
+    _aten.add.Tensor: _add,
+    _aten.add_.Tensor: _add_in_place,
+    _aten.div_.Tensor: _div_by_number,
+    _aten.div_.Scalar: _div_by_number,
+    _aten.detach.default: _same,
+    _aten.alias.default: _same,
+}

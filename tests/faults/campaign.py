@@ -1,0 +1,187 @@
+"""Runs many cases in child processes, so that one that hangs takes no other with it.
+
+    PYTHONPATH=. python tests/faults/campaign.py optimizers:0:200 --told [--mutation NAME] [--limit-s 20]
+
+tells what becomes of seeds 0 to 199; `optimizers:17` runs one seed alone, and several may be named.
+
+A child runs case after case and says, a line of JSON each, what it begins and what became of it. A case that takes
+longer than the limit ends its child, with the stacks of all threads; the next child goes on behind it. Children are
+forked from a process that has imported torch and has run nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import gc
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+# The status of a child in which the campaign itself has failed.
+_OUR_FAULT = 3
+HERE = Path(__file__).resolve().parent
+CAMPAIGNS = ("optimizers", "memory", "signals")
+
+
+class Result(NamedTuple):
+    """What became of a case; `verdict` is a value of `judge.Verdict`."""
+
+    campaign: str
+    seed: int
+    verdict: str
+    case: str
+    detail: str
+
+    @property
+    def passes(self) -> bool:
+        """Whether the contract allows it."""
+        return self.verdict in ("exact-taken", "exact-skipped", "broken-and-says-so")
+
+
+def run(*jobs: str, limit_s: float = 20, mutation: str | None = None) -> list[Result]:
+    """Run `jobs`, such as "optimizers:0:200", in processes of their own, one after the other."""
+    command = [sys.executable, __file__, *jobs, "--limit-s", str(limit_s)]
+    if mutation is not None:
+        command += ["--mutation", mutation]
+    path = os.pathsep.join([str(HERE.parents[1]), str(HERE), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2"}
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    return [Result(**json.loads(line)) for line in done.stdout.splitlines()]
+
+
+def report(results: list[Result]) -> str:
+    """Return counts by verdict, and each case that does not pass."""
+    counts = ", ".join(
+        f"{count} {verdict}" for verdict, count in Counter(r.verdict for r in results).most_common()
+    )
+    failed = [
+        f"{r.campaign}:{r.seed}: {r.verdict}: {r.case}\n    {r.detail}" for r in results if not r.passes
+    ]
+    return "\n".join([f"{len(results)} cases: {counts}", *failed])
+
+
+def _child(limit_s: float, campaign: str, seeds: range, report_to: int, stacks: int) -> None:
+    """Run cases until one takes too long, which ends this process."""
+
+    def say(**what: Any) -> None:
+        os.write(report_to, (json.dumps({"campaign": campaign, **what}) + "\n").encode())
+
+    gc.freeze()
+    for seed in seeds:
+        faulthandler.dump_traceback_later(limit_s, exit=True, file=stacks)
+        case, judged = _case(campaign, seed)
+        say(seed=seed, case=str(case))
+        outcome = judged()
+        faulthandler.cancel_dump_traceback_later()
+        say(seed=seed, verdict=outcome.verdict.value, case=str(case), detail=outcome.detail)
+
+
+def _case(campaign: str, seed: int) -> tuple[object, Any]:
+    """Return the case of a seed and what judges it."""
+    import judge
+    import memory_cases
+
+    if campaign == "memory":
+        held = memory_cases.case_of(seed)
+        return held, lambda: memory_cases.judge(held)
+    case = judge.case_of(seed) if campaign == "optimizers" else judge.interrupted_case_of(seed)
+    return case, lambda: judge.judge(case)
+
+
+def _forked(limit_s: float, campaign: str, seeds: range) -> int:
+    """Run cases in a child; print their results and return the next seed."""
+    reading, writing = os.pipe()
+    with tempfile.TemporaryFile() as stacks:
+        child = os.fork()
+        if child == 0:
+            os.close(reading)
+            status = _OUR_FAULT
+            try:
+                _child(limit_s, campaign, seeds, writing, stacks.fileno())
+                status = 0
+            except BaseException:
+                sys.excepthook(*sys.exc_info())
+            finally:
+                # Threads of a case that has failed must not hold the process.
+                os._exit(status)
+        os.close(writing)
+        following = seeds.start
+        begun: dict[str, Any] = {"campaign": campaign, "seed": following, "case": "the search for a case"}
+        with os.fdopen(reading) as lines:
+            for line in lines:
+                told = json.loads(line)
+                if "verdict" in told:
+                    print(line, end="", flush=True)
+                    following = told["seed"] + 1
+                    begun = {**begun, "seed": following, "case": "the search for a case"}
+                else:
+                    begun = told
+        _, status = os.waitpid(child, 0)
+        if status != 0:
+            if os.waitstatus_to_exitcode(status) == _OUR_FAULT:
+                raise SystemExit(_OUR_FAULT)
+            stacks.seek(0)
+            where = _where(stacks.read().decode())
+            verdict = "HANG" if where else "CRASH"
+            print(
+                json.dumps({**begun, "verdict": verdict, "detail": where or f"status {status}"}), flush=True
+            )
+            following = begun["seed"] + 1
+    return following
+
+
+def _where(stacks: str) -> str:
+    """Return the lines of this project's stack in which the main thread waited, innermost first."""
+    main = stacks.split("Thread ")[-1]
+    frames = [line.strip() for line in main.splitlines() if "reference_impl" in line or "tests/" in line]
+    return " <- ".join(frame.replace(str(HERE.parents[1]) + "/", "") for frame in frames[:5]) or stacks[:300]
+
+
+def _job(text: str) -> tuple[str, range]:
+    campaign, first, *stop = text.split(":")
+    if campaign not in CAMPAIGNS:
+        raise argparse.ArgumentTypeError(f"{campaign!r} is no campaign; expected one of {CAMPAIGNS}")
+    return campaign, range(int(first), int(stop[0]) if stop else int(first) + 1)
+
+
+def main() -> None:
+    """Run what the command line says."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("jobs", nargs="+", help="CAMPAIGN:FIRST[:STOP]")
+    parser.add_argument("--mutation")
+    parser.add_argument("--limit-s", type=float, default=20)
+    parser.add_argument("--told", action="store_true", help="print a report instead of lines of JSON")
+    arguments = parser.parse_args()
+    if arguments.told:
+        print(report(run(*arguments.jobs, limit_s=arguments.limit_s, mutation=arguments.mutation)))
+        return
+    import torch
+
+    torch.set_num_threads(1)
+    # Imported once for all children.
+    import judge  # noqa: F401
+    import torch._dynamo
+
+    from reference_impl.optimizers.algorithms import Adam
+
+    # Scripting the kernel takes seconds, and starts no thread.
+    Adam().cpu_kernel()
+
+    if arguments.mutation is not None:
+        import mutations
+
+        mutations.MUTATIONS[arguments.mutation].put_back()
+    for campaign, seeds in map(_job, arguments.jobs):
+        following = seeds.start
+        while following < seeds.stop:
+            following = _forked(arguments.limit_s, campaign, range(following, seeds.stop))
+
+
+if __name__ == "__main__":
+    main()

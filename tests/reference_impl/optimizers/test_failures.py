@@ -1,0 +1,257 @@
+"""A step that fails: it happened or it did not, and the optimizer says which."""
+
+import gc
+import threading
+import time
+
+import pytest
+import torch
+from optimizer_reference import batches
+from optimizer_training import assert_same_weights, hybrid, reference, replace_job, train, twins
+
+from reference_impl import CpuUpdate
+from reference_impl.memory.host import HostMemoryError
+from reference_impl.optimizers import Adam
+from reference_impl.optimizers.cpu.update import CpuKernel
+
+
+def fail_once(monkeypatch, owner, name, error, *, at=1):
+    """Let the `at`-th call of a method raise before it does anything; returns a list of what is left to fail."""
+    real, left, calls = getattr(owner, name), [error], []
+
+    def failing(*args, **options):
+        calls.append(1)
+        if left and len(calls) >= at:
+            raise left.pop()
+        return real(*args, **options)
+
+    monkeypatch.setattr(owner, name, failing)
+    return left
+
+
+def out_of_memory():
+    return torch.OutOfMemoryError("CUDA out of memory")
+
+
+def states(optimizer):
+    return [value for state in optimizer.state_dict()["state"].values() for value in state.values()]
+
+
+def assert_same_states(one, other):
+    for left, right in zip(states(one), states(other), strict=True):
+        assert torch.equal(left.cpu(), right.cpu())
+
+
+@pytest.mark.parametrize("attached", [False, True])
+@pytest.mark.parametrize("fraction", [0.0, 0.5])
+@pytest.mark.parametrize("following", ["step", "synchronize", "state_dict", "zero_grad", "forward", "model"])
+def test_a_step_that_has_begun_is_finished_by_the_next_call(
+    device, make, monkeypatch, attached, fraction, following
+):
+    """Its own clip decision is used, and nothing is done twice."""
+    model, plain = twins(device)
+    optimizer, other = (make(net, offload_fraction=fraction, max_grad_norm=0.1) for net in (model, plain))
+    if attached:
+        optimizer.attach(model)
+    data = batches(device.torch_device, 4)
+    train(model, optimizer, data[:1])
+    train(plain, other, data)
+    (model(data[1])).backward()
+    with monkeypatch.context() as failing:
+        fail_once(failing, Adam, "update", out_of_memory())
+        with pytest.raises(torch.OutOfMemoryError) as caught:
+            optimizer.step()
+    assert optimizer.status == "begun"
+    assert any("begun" in note for note in caught.value.__notes__)
+    if following == "forward":
+        model(data[2])
+    elif following == "model":
+        model.zero_grad()
+        torch.nn.Linear(1, 1)(torch.ones(1))
+    else:
+        getattr(optimizer, following)()
+    optimizer.zero_grad()
+    assert optimizer.status == "untouched"
+    train(model, optimizer, data[2:])
+    assert_same_states(optimizer, other)
+    assert_same_weights(model, plain)
+
+
+@pytest.mark.parametrize("backward_overlap", ["nothing", "gradients"])
+@pytest.mark.parametrize("again", [False, True])
+def test_a_step_that_has_not_begun_may_be_repeated_or_left_out(
+    device, make, monkeypatch, backward_overlap, again
+):
+    model, plain = twins(device)
+    options = {"offload_fraction": 0.5, "max_grad_norm": 0.1, "backward_overlap": backward_overlap}
+    optimizer, other = make(model, **options), make(plain, **options)
+    data = batches(device.torch_device, 3)
+    train(plain, other, data if again else [data[0], data[2]])
+    train(model, optimizer, data[:1])
+    model(data[1]).backward()
+    with monkeypatch.context() as failing:
+        fail_once(failing, torch, "stack", out_of_memory())
+        with pytest.raises(torch.OutOfMemoryError) as caught:
+            optimizer.step()
+    assert optimizer.status == "untouched"
+    assert any("untouched" in note for note in caught.value.__notes__)
+    if again:
+        optimizer.step()
+    model.zero_grad()
+    train(model, optimizer, data[2:])
+    assert_same_states(optimizer, other)
+    assert_same_weights(model, plain)
+
+
+def test_a_gradient_that_cannot_be_sent_leaves_the_batch_to_be_left_out(device, make, monkeypatch):
+    model, plain = twins(device)
+    optimizer, other = make(model, offload_fraction=0.5), make(plain, offload_fraction=0.5)
+    data = batches(device.torch_device, 3)
+    train(plain, other, [data[0], data[2]])
+    train(model, optimizer, data[:1])
+    error = HostMemoryError(needed_bytes=2, available_bytes=1, remedy="try less")
+    with monkeypatch.context() as failing:
+        fail_once(failing, type(device), "copy", error, at=2)
+        with pytest.raises(HostMemoryError):
+            model(data[1]).backward()
+    assert optimizer.status == "untouched"
+    model.zero_grad()
+    train(model, optimizer, data[2:])
+    assert_same_states(optimizer, other)
+
+
+@pytest.mark.parametrize("attached", [False, True])
+def test_new_weights_that_cannot_be_sent_are_sent_by_the_next_call(device, make, monkeypatch, attached):
+    model, plain = twins(device)
+    optimizer = make(model, cpu=CpuUpdate(bucket_elements=448, threads=1))
+    if attached:
+        optimizer.attach(model)
+    data = batches(device.torch_device, 2)
+    train(plain, reference(plain), data)
+    model(data[0]).backward()
+    publisher = optimizer._open._cpu._publisher
+    with monkeypatch.context() as failing:
+        fail_once(failing, type(publisher), "publish", out_of_memory(), at=3)
+        with pytest.raises(torch.OutOfMemoryError):
+            (optimizer.step(), optimizer.synchronize())
+    assert optimizer.status == "begun"
+    optimizer.synchronize()
+    optimizer.zero_grad()
+    train(model, optimizer, data[1:])
+    assert_same_weights(model, plain)
+
+
+def test_an_error_inside_the_kernel_of_a_worker_breaks_it(device, monkeypatch):
+    model, _ = twins(device)
+    optimizer = hybrid(model)
+    model(batches(device.torch_device, 1)[0]).backward()
+    fail_once(monkeypatch, CpuKernel, "update", ValueError("inside"))
+    with pytest.raises(RuntimeError, match="inside"):
+        optimizer.step()
+    assert optimizer.status == "broken"
+    for call in (optimizer.step, optimizer.state_dict, optimizer.synchronize, optimizer.state_dict):
+        with pytest.raises(RuntimeError, match="inside"):
+            call()
+    optimizer.close()
+    assert optimizer.status == "closed"
+
+
+def test_a_lost_device_breaks_it(device, monkeypatch):
+    model, _ = twins(device)
+    optimizer = hybrid(model, offload_fraction=0.5)
+    model(batches(device.torch_device, 1)[0]).backward()
+    fail_once(
+        monkeypatch, Adam, "update", RuntimeError("CUDA error: an illegal memory access was encountered")
+    )
+    with pytest.raises(RuntimeError, match="illegal memory access") as first:
+        optimizer.step()
+    for call in (optimizer.step, optimizer.state_dict, optimizer.zero_grad):
+        with pytest.raises(RuntimeError, match="illegal memory access") as later:
+            call()
+        assert later.value.__cause__ is first.value
+    optimizer.close()
+
+
+def test_leaving_the_block_with_an_error_returns_and_keeps_that_error(device):
+    model, _ = twins(device)
+
+    def fails(_):
+        raise ZeroDivisionError("the user's own")
+
+    def run():
+        with hybrid(model, backward_overlap="update", cpu=CpuUpdate(bucket_elements=448)):
+            model.first.weight.register_hook(fails)
+            model(batches(device.torch_device, 1)[0]).backward()
+
+    started = time.monotonic()
+    with pytest.raises(ZeroDivisionError, match="the user's own"):
+        run()
+    assert time.monotonic() - started < 5
+
+
+def test_closing_between_a_backward_that_updates_and_its_step_says_so(device):
+    model, _ = twins(device)
+    optimizer = hybrid(model, backward_overlap="update")
+    model(batches(device.torch_device, 1)[0]).backward()
+    assert optimizer.status == "begun"
+    with pytest.raises(RuntimeError, match="update"):
+        optimizer.state_dict()
+    optimizer.close()
+    assert optimizer.status == "closed"
+
+
+def test_accumulation_that_was_forgotten_is_named_also_where_backward_updates(device):
+    model, _ = twins(device)
+    data = batches(device.torch_device, 3)
+    with hybrid(model, backward_overlap="update") as optimizer:
+        optimizer.attach(model)
+        model(data[0]).backward()
+        with pytest.raises(RuntimeError, match="accumulate"):
+            model(data[1]).backward()
+        model.zero_grad()
+        with pytest.raises(RuntimeError, match="accumulate"):
+            model(data[1]).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("threads", [1, 2, 4])
+def test_threads_of_a_dropped_optimizer_end(device, threads):
+    def alive():
+        return sum(thread.name == "offload-update" for thread in threading.enumerate())
+
+    gc.collect()
+    before = alive()
+    model, _ = twins(device)
+    optimizer = hybrid(model, cpu=CpuUpdate(bucket_elements=1024, threads=threads))
+    train(model, optimizer, batches(device.torch_device, 1))
+    assert alive() >= before + threads
+    del optimizer, model
+    gc.collect()
+    stop = time.monotonic() + 5
+    while alive() > before and time.monotonic() < stop:
+        time.sleep(0.01)
+    assert alive() <= before
+
+
+def test_a_task_that_never_starts_keeps_a_batch_begun_until_it_does(device, make, monkeypatch):
+    model, plain = twins(device)
+    optimizer = make(model)
+    optimizer.attach(model)
+    fails = [MemoryError("no memory")]
+
+    def run_or_fail(workers, job, run):
+        if fails:
+            raise fails.pop()
+        run(workers, job)
+
+    replace_job(monkeypatch, run_or_fail)
+    data = batches(device.torch_device, 2)
+    train(plain, reference(plain), data)
+    model(data[0]).backward()
+    optimizer.step()
+    with pytest.raises(MemoryError):
+        optimizer.synchronize()
+    assert optimizer.status == "begun"
+    optimizer.zero_grad()
+    train(model, optimizer, data[1:])
+    assert_same_weights(model, plain)

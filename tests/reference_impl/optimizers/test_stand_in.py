@@ -1,0 +1,223 @@
+"""What stands on `param.grad` for a gradient that has left, in loops of other people."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from optimizer_reference import batches
+from optimizer_training import OPTIONS, assert_same_weights, hybrid, reference, train, twins
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+
+from reference_impl import HybridDeviceOptimizer
+from reference_impl.optimizers.stand_in import GradientStandIn
+
+
+def clipped_steps(model, optimizer, data, clip):
+    norms = []
+    for batch in data:
+        (model(batch) * 30).backward()
+        norms.append(clip(model))
+        optimizer.step()
+        optimizer.zero_grad()
+    return norms
+
+
+@pytest.mark.parametrize("foreach", [None, True, False])
+@pytest.mark.parametrize("fraction", [0.5, 1.0])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("attached", [False, True])
+def test_clip_grad_norm_gives_the_bits_of_torch(device, make, dtype, fraction, foreach, attached):
+    if device.is_accelerator and (fraction < 1 or foreach is not False):
+        pytest.skip("shares round differently there, and so do norms of lists")
+    model, plain = twins(device, dtype)
+    optimizer = make(model, offload_fraction=fraction)
+    if attached:
+        optimizer.attach(model)
+    data = batches(device.torch_device, 4)
+
+    def clip(net):
+        return clip_grad_norm_(net.parameters(), 0.05, foreach=foreach)
+
+    norms = clipped_steps(model, optimizer, data, clip)
+    expected = clipped_steps(plain, reference(plain), data, clip)
+    assert all(torch.equal(one, other) for one, other in zip(norms, expected, strict=True))
+    assert all(norm > 0.05 for norm in norms)
+    optimizer.synchronize()
+    assert_same_weights(model, plain)
+
+
+def test_three_shares_clip_alike(device, make):
+    model, plain = twins(device)
+    data = batches(device.torch_device, 3)
+
+    def clip(net):
+        return clip_grad_norm_(net.parameters(), 0.05)
+
+    clipped_steps(model, make(model, split=(0.3, 0.3, 0.4)), data, clip)
+    clipped_steps(plain, make(plain, split=(0.3, 0.3, 0.4), backward_overlap="nothing"), data, clip)
+    assert_same_weights(model, plain)
+
+
+def test_parameters_may_be_scaled_differently_and_more_than_once(device, make):
+    model, plain = twins(device)
+    optimizer, other = make(model, offload_fraction=0.7), reference(plain)
+    for batch in batches(device.torch_device, 3):
+        for net, opt in ((model, optimizer), (plain, other)):
+            net(batch).backward()
+            for index, param in enumerate(param for param in net.parameters() if param.grad is not None):
+                param.grad.mul_(0.3 + index)
+                param.grad /= 4
+            opt.step()
+            opt.zero_grad()
+    assert_same_weights(model, plain)
+
+
+def test_the_own_norm_is_measured_after_scaling(device, make):
+    model, _ = twins(device, torch.float32)
+    optimizer = make(model, max_grad_norm=1.0, offload_fraction=0.5)
+    (model(batches(device.torch_device, 1)[0]) * 30).backward()
+    clip_grad_norm_(model.parameters(), 0.05)
+    optimizer.step()
+    assert optimizer.grad_norm.item() == pytest.approx(0.05, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    "drop",
+    [
+        lambda model: model.zero_grad(),
+        lambda model: model.zero_grad(set_to_none=False),
+        lambda model: [setattr(param, "grad", None) for param in model.parameters()],
+    ],
+    ids=["none", "zero", "by hand"],
+)
+@pytest.mark.parametrize("fraction", [0.5, 1.0])
+def test_a_gradient_that_is_dropped_is_dropped(device, make, drop, fraction):
+    model, plain = twins(device)
+    data = batches(device.torch_device, 3)
+    for net, opt in ((model, make(model, offload_fraction=fraction)), (plain, reference(plain))):
+        net(data[0]).backward()
+        drop(net)
+        train(net, opt, data[1:])
+    assert_same_weights(model, plain)
+
+
+def test_gradients_set_to_zero_are_a_step_as_in_torch(device, make):
+    model, plain = twins(device)
+    data = batches(device.torch_device, 2)
+    for net, opt in ((model, make(model, offload_fraction=0.7)), (plain, reference(plain))):
+        train(net, opt, data[:1])
+        net(data[1]).backward()
+        net.zero_grad(set_to_none=False)
+        opt.step()
+    assert_same_weights(model, plain)
+
+
+def test_a_gradient_that_is_replaced_counts(device, make):
+    model, plain = twins(device)
+    for net, opt in ((model, make(model, offload_fraction=0.7)), (plain, reference(plain))):
+        net(batches(device.torch_device, 1)[0]).backward()
+        generator = torch.Generator().manual_seed(0)
+        for param in net.parameters():
+            if param.grad is not None:
+                param.grad = torch.randn(param.shape, generator=generator).to(param)
+        opt.step()
+    assert_same_weights(model, plain)
+
+
+@pytest.mark.parametrize("backward_overlap", ["nothing", "gradients", "update"])
+@pytest.mark.parametrize("attached", [False, True])
+def test_gradients_stay_after_step_until_zero_grad(device, make, backward_overlap, attached):
+    model, plain = twins(device)
+    optimizer = make(model, split=(0.3, 0.3, 0.4), backward_overlap=backward_overlap)
+    if attached:
+        optimizer.attach(model)
+    data = batches(device.torch_device, 2)
+    for net, opt in ((model, optimizer), (plain, reference(plain))):
+        net(data[0]).backward()
+        opt.step()
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert (one.grad is None) == (other.grad is None)
+        if backward_overlap == "nothing" and not attached and one.grad is not None:
+            assert torch.equal(one.grad, other.grad)
+    optimizer.zero_grad()
+    assert all(param.grad is None for param in model.parameters())
+
+
+def test_a_step_with_used_gradients_is_refused(device, make):
+    model, _ = twins(device)
+    optimizer = make(model)
+    train_once = batches(device.torch_device, 1)[0]
+    model(train_once).backward()
+    optimizer.step()
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(RuntimeError, match="zero_grad"):
+        optimizer.step()
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda gradient: gradient.sum().item(),
+        lambda gradient: gradient.clone(),
+        lambda gradient: gradient.double(),
+        lambda gradient: gradient.data_ptr(),
+        lambda gradient: gradient.multiply(2),
+        lambda gradient: gradient.div_(3),
+        lambda gradient: gradient.mul_(torch.ones(7, 3)),
+        lambda gradient: gradient.norm(float("inf")),
+        lambda gradient: torch.isfinite(gradient),
+        lambda gradient: torch.zeros(7, 3).copy_(gradient),
+        lambda gradient: pickle.dumps(gradient),
+    ],
+)
+def test_reading_or_writing_values_is_refused_by_name(read):
+    gradient = torch.ones(7, 3)
+    with pytest.raises(RuntimeError, match=r"offloaded.*backward_overlap='nothing'"):
+        read(GradientStandIn(gradient, gradient.norm()))
+
+
+def test_values_cannot_be_clipped_behind_its_back(device, make):
+    model, _ = twins(device)
+    make(model)
+    model(batches(device.torch_device, 1)[0]).backward()
+    with pytest.raises(RuntimeError, match="backward_overlap='nothing'"):
+        clip_grad_value_(model.parameters(), 1.0)
+
+
+def test_scaling_after_an_update_has_begun_is_refused(device):
+    model, _ = twins(device)
+    with hybrid(model, backward_overlap="update") as optimizer:
+        model(batches(device.torch_device, 1)[0]).backward()
+        with pytest.raises(RuntimeError, match="norm in mode"):
+            clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+
+
+def test_a_copied_model_has_its_own_parameters(device, make):
+    model, _ = twins(device)
+    make(model)
+    model(batches(device.torch_device, 1)[0]).backward()
+    for param in model.parameters():
+        param.grad = None
+    assert_same_weights(copy.deepcopy(model), model)
+
+
+def test_the_scale_may_change_after_it_was_used():
+    params = [torch.nn.Parameter(torch.ones(64)) for _ in range(2)]
+    plain = copy.deepcopy(params)
+    with HybridDeviceOptimizer(params, **OPTIONS) as optimizer:
+        other = torch.optim.AdamW(plain, fused=True, **OPTIONS)
+        for step in range(2):
+            scale = torch.tensor(0.5 + step)
+            for listed in (params, plain):
+                (listed[0] * 3 + listed[1]).sum().backward()
+                for param in listed:
+                    param.grad.mul_(scale)
+                    scale.add_(1)
+                scale.sub_(2)
+            for opt in (optimizer, other):
+                opt.step()
+                opt.zero_grad()
+    assert all(torch.equal(one, its) for one, its in zip(params, plain, strict=True))
