@@ -1,0 +1,181 @@
+"""Runs many cases in child processes, so that one that hangs takes no other with it.
+
+    PYTHONPATH=. python tests/faults/campaign.py optimizers 0 200 --told [--mutation NAME] [--limit-s 20]
+
+tells what becomes of seeds 0 to 199; `optimizers 17 18` runs one seed alone.
+
+A child runs case after case and says, a line of JSON each, what it begins and what became of it. A case that takes
+longer than the limit ends its child, with the stacks of all threads; the next child goes on behind it. Children are
+forked from a process that has imported torch and has run nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import gc
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+HERE = Path(__file__).resolve().parent
+CAMPAIGNS = ("optimizers", "memory", "signals")
+
+
+class Result(NamedTuple):
+    """What became of a case; `verdict` is a value of `judge.Verdict`."""
+
+    seed: int
+    verdict: str
+    case: str
+    detail: str
+
+    @property
+    def passes(self) -> bool:
+        """Whether the contract allows it."""
+        return self.verdict in ("exact-taken", "exact-skipped", "broken-and-says-so")
+
+
+def run(campaign: str, seeds: range, *, limit_s: float = 20, mutation: str | None = None) -> list[Result]:
+    """Run a campaign in processes of its own."""
+    command = [
+        sys.executable,
+        __file__,
+        campaign,
+        str(seeds.start),
+        str(seeds.stop),
+        "--limit-s",
+        str(limit_s),
+    ]
+    if mutation is not None:
+        command += ["--mutation", mutation]
+    path = os.pathsep.join([str(HERE.parents[1]), str(HERE), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2"}
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    return [Result(**json.loads(line)) for line in done.stdout.splitlines()]
+
+
+def report(results: list[Result]) -> str:
+    """Return counts by verdict, and each case that does not pass."""
+    counts = ", ".join(
+        f"{count} {verdict}" for verdict, count in Counter(r.verdict for r in results).most_common()
+    )
+    failed = [f"seed {r.seed}: {r.verdict}: {r.case}\n    {r.detail}" for r in results if not r.passes]
+    return "\n".join([f"{len(results)} cases: {counts}", *failed])
+
+
+def _child(arguments: argparse.Namespace, seeds: Iterator[int], report_to: int, stacks: int) -> None:
+    """Run cases until one takes too long, which ends this process."""
+
+    def say(**what: Any) -> None:
+        os.write(report_to, (json.dumps(what) + "\n").encode())
+
+    import mutations
+
+    gc.freeze()
+    with mutations.applied(arguments.mutation):
+        for seed in seeds:
+            faulthandler.dump_traceback_later(arguments.limit_s, exit=True, file=stacks)
+            case, judged = _case(arguments.campaign, seed)
+            say(seed=seed, case=str(case))
+            outcome = judged()
+            faulthandler.cancel_dump_traceback_later()
+            say(seed=seed, verdict=outcome.verdict.value, case=str(case), detail=outcome.detail)
+
+
+def _case(campaign: str, seed: int) -> tuple[object, Any]:
+    """Return the case of a seed and what judges it."""
+    if campaign == "optimizers":
+        import judge
+
+        case = judge.case_of(seed)
+        return case, lambda: judge.judge(case)
+    raise ValueError(f"{campaign!r} is no campaign; expected one of {CAMPAIGNS}")
+
+
+def _forked(arguments: argparse.Namespace, first: int, stop: int) -> int:
+    """Run cases from `first` in a child; print their results and return the next seed."""
+    reading, writing = os.pipe()
+    with tempfile.TemporaryFile() as stacks:
+        child = os.fork()
+        if child == 0:
+            os.close(reading)
+            status = 1
+            try:
+                _child(arguments, iter(range(first, stop)), writing, stacks.fileno())
+                status = 0
+            except BaseException:
+                sys.excepthook(*sys.exc_info())
+            finally:
+                # Threads of a case that has failed must not hold the process.
+                os._exit(status)
+        os.close(writing)
+        begun: dict[str, Any] = {"seed": first, "case": "the search for a case"}
+        following = first
+        with os.fdopen(reading) as lines:
+            for line in lines:
+                told = json.loads(line)
+                if "verdict" in told:
+                    print(line, end="", flush=True)
+                    following = told["seed"] + 1
+                    begun = {"seed": following, "case": "the search for a case"}
+                else:
+                    begun = told
+        _, status = os.waitpid(child, 0)
+        if status != 0:
+            stacks.seek(0)
+            where = _where(stacks.read().decode())
+            verdict = "HANG" if where else "CRASH"
+            print(
+                json.dumps({**begun, "verdict": verdict, "detail": where or f"status {status}"}), flush=True
+            )
+            following = begun["seed"] + 1
+    return following
+
+
+def _where(stacks: str) -> str:
+    """Return the lines of this project's stack in which the main thread waited, innermost first."""
+    main = stacks.split("Thread ")[-1]
+    frames = [line.strip() for line in main.splitlines() if "reference_impl" in line or "tests/" in line]
+    return " <- ".join(frame.replace(str(HERE.parents[1]) + "/", "") for frame in frames[:5]) or stacks[:300]
+
+
+def main() -> None:
+    """Run what the command line says."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("campaign", choices=CAMPAIGNS)
+    parser.add_argument("first", type=int)
+    parser.add_argument("stop", type=int)
+    parser.add_argument("--mutation")
+    parser.add_argument("--limit-s", type=float, default=20)
+    parser.add_argument("--told", action="store_true", help="print a report instead of lines of JSON")
+    arguments = parser.parse_args()
+    if arguments.told:
+        seeds = range(arguments.first, arguments.stop)
+        print(report(run(arguments.campaign, seeds, limit_s=arguments.limit_s, mutation=arguments.mutation)))
+        return
+    import torch
+
+    torch.set_num_threads(1)
+    # Imported once for all children.
+    import judge  # noqa: F401
+    import torch._dynamo
+
+    from reference_impl.optimizers.algorithms import Adam
+
+    # Scripting the kernel takes seconds, and starts no thread.
+    Adam().cpu_kernel()
+
+    following = arguments.first
+    while following < arguments.stop:
+        following = _forked(arguments, following, arguments.stop)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,289 @@
+"""Fails one kernel, copy, allocation, event, worker task or user hook, at its n-th call.
+
+A *seam* is a place at which a call may fail before it has an effect. `SEAMS` names where each is in the package; it is
+the only place here that knows private names. A *visit* is one call through a seam. A dry run counts the visits of every
+moment (step and phase), so that a `Fault` can name one that will be reached.
+
+What the main thread visits is counted by moment. What other threads visit is counted over the whole run, because which
+moment they share with the main thread is chance.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from reference_impl.device import Device
+from reference_impl.memory.host import HostMemoryError
+
+
+class UserError(Exception):
+    """What a user's own hook or closure raises."""
+
+
+def out_of_memory() -> BaseException:
+    """Return what torch raises when the device's allocator has nothing left."""
+    return torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB (injected)")
+
+
+def host_out_of_memory() -> BaseException:
+    return HostMemoryError(needed_bytes=2**31, available_bytes=2**30, remedy="injected")
+
+
+def device_lost() -> BaseException:
+    """Return what torch raises for an error of CUDA that is no lack of memory; nothing works after it."""
+    return RuntimeError("CUDA error: an illegal memory access was encountered (injected)")
+
+
+# What may happen at a seam. `device_lost` makes every later visit of the device fail with the same error.
+KINDS: dict[str, Callable[[], BaseException]] = {
+    "out_of_memory": out_of_memory,
+    "memory_error": lambda: MemoryError("injected"),
+    "host_memory_error": host_out_of_memory,
+    "worker_error": lambda: RuntimeError("injected into a worker"),
+    "device_lost": device_lost,
+    "user_error": lambda: UserError("injected into a user's hook"),
+}
+
+
+class Seam(NamedTuple):
+    """Methods of one kind: the first of `places` (module, class, method) that exist, and what may happen there."""
+
+    places: tuple[tuple[str, str | None, str], ...]
+    kinds: tuple[str, ...]
+
+
+_OPTIMIZERS = "reference_impl.optimizers"
+_HOST_KINDS = ("memory_error", "host_memory_error")
+
+# Places beyond those of `Device`. Several places of one seam are all patched; one must exist.
+SEAMS: dict[str, Seam] = {
+    "kernel": Seam(
+        (
+            (f"{_OPTIMIZERS}.algorithms", "Adam", "update"),
+            (f"{_OPTIMIZERS}.algorithms", "SGD", "update"),
+            (f"{_OPTIMIZERS}.streamed.packing", "RoundedUpdate", "update"),
+        ),
+        ("out_of_memory", "device_lost"),
+    ),
+    "cpu_kernel": Seam(
+        ((f"{_OPTIMIZERS}.cpu.update", "CpuKernel", "update"),), ("memory_error", "worker_error")
+    ),
+    "allocate": Seam(
+        (("reference_impl.memory.arena", "HostArena", "allocate"),), ("memory_error", "host_memory_error")
+    ),
+    "slab": Seam(
+        (("reference_impl.memory.slab", "Slab", "__init__"),), ("memory_error", "host_memory_error")
+    ),
+    "submit": Seam(((f"{_OPTIMIZERS}.cpu.workers", "DeadlineWorkers", "submit"),), ("memory_error",)),
+}
+
+# Methods of `Device`, by seam.
+DEVICE_SEAMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "copy": (("copy", "copy_in", "copy_out"), ("out_of_memory", "device_lost")),
+    "event": (("record",), ("out_of_memory", "device_lost")),
+    "order": (
+        (
+            "wait",
+            "on_d2h",
+            "on_d2h_for_threads",
+            "on_h2d",
+            "on_h2d_of_weights",
+            "on_update_stream",
+            "synchronize",
+        ),
+        ("device_lost",),
+    ),
+}
+OTHER_KINDS: dict[str, tuple[str, ...]] = {
+    # Every operator of torch on the main thread: allocations and kernels of the model, of autograd and of ours.
+    "operator": ("out_of_memory",),
+    # The entry of a worker's task.
+    "task": ("memory_error", "worker_error"),
+    "hook": ("user_error",),
+}
+_ON_DEVICE = frozenset({"kernel", *DEVICE_SEAMS})
+# A worker that has died inside an update cannot be resumed, whatever killed it.
+WORKER = "@worker"
+
+
+def kinds_of(seam: str) -> tuple[str, ...]:
+    """Return the names of what may happen at `seam`."""
+    base = seam.removesuffix(WORKER)
+    if base in SEAMS:
+        return SEAMS[base].kinds
+    return DEVICE_SEAMS[base][1] if base in DEVICE_SEAMS else OTHER_KINDS[base]
+
+
+class Moment(NamedTuple):
+    """One kind of visits in one phase of one step; (-1, "") for those of other threads."""
+
+    step: int
+    phase: str
+    seam: str
+
+
+@dataclass(frozen=True)
+class Fault:
+    """The `nth` visit (from 1) of `moment` raises what `kind` says."""
+
+    moment: Moment
+    nth: int
+    kind: str
+
+    @property
+    def may_break(self) -> bool:
+        """Whether an optimizer may give up after this, if it says so."""
+        return self.kind == "device_lost" or self.moment.seam.endswith(WORKER)
+
+
+class Injector:
+    """Counts visits, and fails one if given a `fault`. One at a time may be installed."""
+
+    def __init__(self, fault: Fault | None = None) -> None:
+        self.fault = fault
+        self.visits: Counter[Moment] = Counter()
+        self.error: BaseException | None = None
+        self.step, self.phase = -1, "build"
+        self._lock = threading.Lock()
+        self._quiet = False
+
+    def enter(self, step: int, phase: str) -> None:
+        """Say which moment begins."""
+        self.step, self.phase = step, phase
+
+    @contextmanager
+    def quietly(self) -> Iterator[None]:
+        """Neither count nor fail what the main thread does inside, unless the device is lost."""
+        before, self._quiet = self._quiet, True
+        try:
+            yield
+        finally:
+            self._quiet = before
+
+    def recover(self) -> None:
+        """Let a lost device work again."""
+        self.fault = None
+
+    def visit(self, seam: str) -> None:
+        """Note a call through `seam`; raises when it is to fail."""
+        # Autograd's own threads are the training's too.
+        thread = threading.current_thread()
+        on_main = thread is threading.main_thread() or thread.name.startswith("Dummy-")
+        if self.fault is not None and self.fault.kind == "device_lost" and self.error and seam in _ON_DEVICE:
+            raise self.error
+        if on_main and self._quiet:
+            return
+        moment = Moment(self.step, self.phase, seam) if on_main else Moment(-1, "", seam + WORKER)
+        with self._lock:
+            self.visits[moment] += 1
+            fails = (
+                self.fault is not None
+                and self.error is None
+                and self.fault.moment == moment
+                and self.fault.nth == self.visits[moment]
+            )
+            if fails:
+                assert self.fault is not None
+                self.error = KINDS[self.fault.kind]()
+        if fails:
+            assert self.error is not None
+            raise self.error
+
+    @contextmanager
+    def installed(self, device: Device) -> Iterator[Injector]:
+        """Patch all seams, of `device`'s class too."""
+        with ExitStack() as stack:
+            for seam, (places, _) in SEAMS.items():
+                owners = [(_owner(module, name), method) for module, name, method in places]
+                found = [
+                    (owner, method)
+                    for owner, method in owners
+                    if owner is not None and hasattr(owner, method)
+                ]
+                if not found:
+                    raise LookupError(
+                        f"seam {seam!r} is at none of {places}; expected one; try mending SEAMS"
+                    )
+                for owner, method in found:
+                    stack.enter_context(self._patched(owner, method, seam))
+            for seam, (methods, _) in DEVICE_SEAMS.items():
+                for method in methods:
+                    stack.enter_context(self._patched(type(device), method, seam))
+            stack.enter_context(self._tasks())
+            if self.fault is None or self.fault.moment.seam.startswith("operator"):
+                stack.enter_context(_Operators(self))
+            yield self
+
+    @contextmanager
+    def _patched(self, owner: Any, name: str, seam: str) -> Iterator[None]:
+        own = owner.__dict__.get(name)
+        real = getattr(owner, name)
+
+        @functools.wraps(real)
+        def visited(*args: Any, **options: Any) -> Any:
+            self.visit(seam)
+            return real(*args, **options)
+
+        setattr(owner, name, visited)
+        try:
+            yield
+        finally:
+            if own is None:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, own)
+
+    @contextmanager
+    def _tasks(self) -> Iterator[None]:
+        """Wrap the `run` of every job that is submitted to the workers."""
+        workers = importlib.import_module(f"{_OPTIMIZERS}.cpu.workers").DeadlineWorkers
+        real = workers.submit
+
+        def submit(owner: Any, jobs: Any) -> Any:
+            return real(owner, [replace(job, run=self._visited_task(job.run)) for job in jobs])
+
+        workers.submit = submit
+        try:
+            yield
+        finally:
+            workers.submit = real
+
+    def _visited_task(self, run: Callable[[], None]) -> Callable[[], None]:
+        def visited() -> None:
+            self.visit("task")
+            run()
+
+        return visited
+
+
+class _Operators(TorchDispatchMode):
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # It would wrap each call below, for the sake of `torch.compile`, which nobody uses here.
+        return False
+
+    def __init__(self, injector: Injector) -> None:
+        super().__init__()
+        self._injector = injector
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._injector.visit("operator")
+        return func(*args, **(kwargs or {}))
+
+
+def _owner(module: str, name: str | None) -> Any:
+    try:
+        found = importlib.import_module(module)
+    except ModuleNotFoundError:
+        return None
+    return found if name is None else getattr(found, name, None)

@@ -1,0 +1,354 @@
+"""Trains with one fault and says what became of it.
+
+After the fault the program does what somebody's loop would do (`ACTIONS`), trains on, and at the end all weights,
+masters, moments and step counts are compared, bit for bit, with undisturbed runs: the one that took every batch, and
+the one that left the batch of the fault out.
+"""
+
+from __future__ import annotations
+
+import enum
+import gc
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from injector import WORKER, Fault, Injector, Moment, kinds_of
+from settings import STEPS, Setting, Trainee, differing, settings, shuffled
+
+from reference_impl.device import Device
+from reference_impl.memory.host import host_book
+
+Snapshot = dict[str, torch.Tensor]
+ACTIONS = ("skip", "again", "state_dict", "synchronize", "forward", "close")
+# The fault comes in one of these steps: before them there is nothing to lose, after the last nothing would show it.
+FAULTY_STEPS = range(1, STEPS - 1)
+
+
+SEEDS_A_SETTING = 5
+
+
+class Verdict(enum.Enum):
+    """What became of a run with a fault."""
+
+    TAKEN = "exact-taken"
+    SKIPPED = "exact-skipped"
+    BROKEN = "broken-and-says-so"
+    SILENT = "SILENT"
+    TORN = "TORN"
+    STUCK = "STUCK"
+    HANG = "HANG"
+    LEAK = "LEAK"
+    CRASH = "CRASH"
+    MISSED = "MISSED"
+
+    @property
+    def passes(self) -> bool:
+        """Whether the contract allows it."""
+        return self in (Verdict.TAKEN, Verdict.SKIPPED, Verdict.BROKEN)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run of the campaign."""
+
+    setting: Setting
+    fault: Fault
+    action: str
+
+    def __str__(self) -> str:
+        moment = self.fault.moment
+        when = "another thread" if moment.step < 0 else f"step {moment.step}, {moment.phase}"
+        return f"{self.setting}: {self.fault.kind} at {moment.seam} {self.fault.nth} ({when}), then {self.action}"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A verdict and why."""
+
+    verdict: Verdict
+    detail: str = ""
+
+
+def train(
+    trainee: Trainee, injector: Injector, first: int, *, left_out: int | None = None, stop: int = STEPS
+) -> None:
+    """Train with the batches from `first`; `injector` hears which moment begins."""
+    for index in range(first, stop):
+        if index == left_out:
+            continue
+        injector.enter(index, "forward")
+        loss = trainee.loss(index)
+        injector.enter(index, "backward")
+        loss.backward()
+        del loss
+        injector.enter(index, "step")
+        trainee.optimizer.step()
+        injector.enter(index, "zero_grad")
+        trainee.optimizer.zero_grad()
+
+
+@contextmanager
+def opened(setting: Setting, injector: Injector) -> Iterator[Trainee]:
+    trainee = Trainee(setting, injector.visit)
+    try:
+        yield trainee
+    finally:
+        with injector.quietly():
+            trainee.optimizer.close()
+
+
+@cache
+def undisturbed(setting: Setting, left_out: int | None, stop: int = STEPS) -> Snapshot:
+    """Return what the run without a fault ends with, after batch `stop` - 1."""
+    with opened(setting, injector := Injector()) as trainee:
+        train(trainee, injector, 0, left_out=left_out, stop=stop)
+        return trainee.snapshot()
+
+
+@cache
+def visits(setting: Setting) -> dict[Moment, int]:
+    """Return how often each seam is visited in each moment of an undisturbed run."""
+    injector = Injector()
+    with injector.installed(Device.of("cpu")), opened(setting, injector) as trainee:
+        train(trainee, injector, 0)
+        injector.enter(STEPS, "end")
+        trainee.optimizer.synchronize()
+    return dict(injector.visits)
+
+
+@cache
+def _matrix() -> list[Setting]:
+    return settings()
+
+
+def case_of(seed: int, *, matrix: list[Setting] | None = None) -> Case:
+    """Return the case of a seed: what is trained, what fails, when, and what the program does about it."""
+    random, listed = shuffled(seed), matrix or _matrix()
+    # Neighbours share a setting, so that undisturbed runs serve several; 59 takes them through the whole matrix.
+    setting = listed[seed // SEEDS_A_SETTING * 59 % len(listed)]
+    counted = visits(setting)
+    # The step itself is what the contract is about, so it gets half of all faults.
+    moments = [m for m in counted if m.step in FAULTY_STEPS or m.seam.endswith(WORKER)]
+    kinds = sorted({(m.phase, m.seam) for m in moments})
+    weights = [{"step": 6.0, "zero_grad": 1.0, "": 4.0}.get(phase, 2.0) for phase, _ in kinds]
+    phase, seam = random.choices(kinds, weights)[0]
+    moment = random.choice(sorted(m for m in moments if (m.phase, m.seam) == (phase, seam)))
+    nth = random.randint(1, counted[moment])
+    if seam.endswith(WORKER):
+        # Neither the first step nor the last.
+        each = counted[moment] // STEPS
+        nth = random.randint(each + 1, max(counted[moment] - each, each + 1))
+    return Case(setting, Fault(moment, nth, random.choice(kinds_of(seam))), random.choice(ACTIONS))
+
+
+def judge(case: Case) -> Outcome:
+    """Run a case."""
+    reserved_bytes = host_book.reserved_bytes
+    injector = Injector(case.fault)
+    trainee = Trainee(case.setting, injector.visit)
+    try:
+        with injector.installed(Device.of("cpu")):
+            outcome = _Run(case, trainee, injector).outcome()
+            injector.enter(STEPS, "close")
+            injector.fault = case.fault if case.fault.kind == "device_lost" else None
+            try:
+                trainee.optimizer.close()
+            except Exception as error:
+                if outcome.verdict.passes:
+                    outcome = Outcome(Verdict.STUCK, f"close() raised {error!r}")
+    finally:
+        del trainee
+    if outcome.verdict.passes and _kept_bytes(reserved_bytes):
+        return Outcome(Verdict.LEAK, f"{_kept_bytes(reserved_bytes)} bytes of host memory stay after close()")
+    return outcome
+
+
+def _kept_bytes(before: int) -> int:
+    if host_book.reserved_bytes > before:
+        gc.collect()
+    return host_book.reserved_bytes - before
+
+
+class _Run:
+    def __init__(self, case: Case, trainee: Trainee, injector: Injector) -> None:
+        self._case = case
+        self._trainee = trainee
+        self._injector = injector
+        self._optimizer = trainee.optimizer
+        # What a look in between has shown the batch of the fault to be: "taken" or "skipped".
+        self._seen: str | None = None
+
+    def outcome(self) -> Outcome:
+        try:
+            train(self._trainee, self._injector, 0)
+            self._injector.enter(STEPS, "end")
+            self._optimizer.synchronize()
+        except Exception as error:
+            if self._injector.error is None:
+                return Outcome(Verdict.CRASH, _told(error))
+            if not self._is_injected(error):
+                return Outcome(Verdict.STUCK, f"the fault is not named: {_told(error)}")
+            return self._after(self._injector.step, self._injector.phase)
+        if self._injector.error is None:
+            return Outcome(Verdict.MISSED, "the fault was never reached")
+        if (different := self._different(None)) is None:
+            return Outcome(Verdict.TAKEN, "nothing was raised")
+        return Outcome(Verdict.SILENT, f"nothing was raised, and these differ: {different}")
+
+    def _after(self, step: int, phase: str) -> Outcome:
+        """Do what the case says after the fault came in `phase` of `step`, train on, and compare."""
+        status = getattr(self._optimizer, "status", None)
+        told = f"raised in step {step}, {phase}, status {status}"
+        self._injector.enter(STEPS, "after")
+        try:
+            closed = self._act(step, phase)
+            if closed is not None:
+                return closed
+        except Exception as later:
+            return self._gives_up(later, step, phase, told)
+        redone = phase in ("forward", "backward") and self._case.action == "again"
+        allowed = self._allowed(phase, status)
+        if redone:
+            allowed = {"taken"}
+        left_out = {"taken": None, "skipped": step}
+        found = {which: self._different(left_out[which]) for which in sorted(allowed)}
+        exact = [which for which, different in found.items() if different is None]
+        if exact and self._seen not in (None, exact[0]) and not redone:
+            return Outcome(Verdict.TORN, f"{told}: the state_dict was of {self._seen}, the end of {exact[0]}")
+        if exact:
+            return Outcome(Verdict.TAKEN if exact[0] == "taken" else Verdict.SKIPPED, told)
+        if self._seen == "torn":
+            return Outcome(Verdict.TORN, told)
+        return Outcome(Verdict.SILENT, f"{told}: differing from {found}")
+
+    def _allowed(self, phase: str, status: str | None) -> set[str]:
+        """Return which runs the end may equal, given where the fault came and what the optimizer said of itself."""
+        if phase in ("forward", "backward") and not self._case.setting.updates_in_backward:
+            return {"skipped"}
+        if phase in ("zero_grad", "end"):
+            return {"taken"}
+        if status == "begun":
+            return {"taken"}
+        if status == "untouched":
+            return {"taken"} if self._case.action == "again" else {"skipped"}
+        return {"taken", "skipped"}
+
+    def _act(self, step: int, phase: str) -> Outcome | None:
+        """Do what the case says and train on with the batches that are left."""
+        action, optimizer = self._case.action, self._optimizer
+        following = step + 1
+        if phase == "end":
+            optimizer.synchronize()
+            return None
+        if action == "close":
+            optimizer.close()
+            return self._weights_after_close(step, phase)
+        if action == "again":
+            if phase in ("forward", "backward"):
+                following = step
+            elif phase == "step":
+                optimizer.step()
+        elif action == "state_dict":
+            self._look(step, phase)
+        elif action == "synchronize":
+            optimizer.synchronize()
+        elif action == "forward" and following < STEPS:
+            loss = self._trainee.loss(following)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            following += 1
+        optimizer.zero_grad()
+        for index in range(following, STEPS):
+            self._trainee.loss(index).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return None
+
+    def _look(self, step: int, phase: str) -> None:
+        with self._injector.quietly():
+            seen = self._trainee.snapshot()
+            before = undisturbed_until(self._case.setting, step)
+            after = undisturbed_until(self._case.setting, step + 1)
+            if phase != "zero_grad" and not differing(seen, before):
+                self._seen = "skipped"
+            elif not differing(seen, after):
+                self._seen = "taken"
+            else:
+                self._seen = "torn"
+
+    def _weights_after_close(self, step: int, phase: str) -> Outcome:
+        with self._injector.quietly():
+            seen = self._trainee.weights()
+            runs = {Verdict.SKIPPED: step, Verdict.TAKEN: step + 1}
+            for verdict, stop in runs.items():
+                wanted = undisturbed_until(self._case.setting, stop)
+                if not differing(seen, {name: wanted[name] for name in seen}):
+                    return Outcome(verdict, f"raised in step {step}, {phase}, then closed")
+        if self._case.fault.may_break:
+            return Outcome(Verdict.BROKEN, f"raised in step {step}, {phase}, then closed")
+        return Outcome(
+            Verdict.SILENT, f"raised in step {step}, {phase}: after close() weights of neither run"
+        )
+
+    def _gives_up(self, later: BaseException, step: int, phase: str, told: str) -> Outcome:
+        """Judge an error after the fault: may the optimizer give up, and does it say so everywhere?"""
+        told = f"{told}; later {_told(later)}"
+        if phase in ("forward", "backward") and self._case.setting.updates_in_backward:
+            return self._refuses(step, phase, told)
+        status = getattr(self._optimizer, "status", None)
+        if not self._case.fault.may_break or status not in (None, "broken"):
+            return Outcome(Verdict.STUCK, f"{told}; status {status}")
+        for name in ("state_dict", "step", "synchronize", "state_dict"):
+            try:
+                self._look(step, phase) if name == "state_dict" else getattr(self._optimizer, name)()
+            except Exception as error:
+                if not self._is_injected(error):
+                    return Outcome(Verdict.STUCK, f"{told}; {name}() does not name the fault: {_told(error)}")
+            else:
+                verdict = Verdict.TORN if self._seen == "torn" else Verdict.STUCK
+                return Outcome(verdict, f"{told}; and yet {name}() returned")
+        return Outcome(Verdict.BROKEN, told)
+
+    def _refuses(self, step: int, phase: str, told: str) -> Outcome:
+        """Judge an optimizer that has used some gradients of a backward that failed.
+
+        It can neither take the batch nor leave it out, and need not know why backward failed. So it is enough that it
+        refuses to drop the gradients, as it just has, and to save the state.
+        """
+        try:
+            self._look(step, phase)
+        except Exception:
+            return Outcome(Verdict.BROKEN, told)
+        return Outcome(
+            Verdict.TORN if self._seen == "torn" else Verdict.STUCK, f"{told}; yet state_dict() returned"
+        )
+
+    def _is_injected(self, error: BaseException) -> bool:
+        wanted = self._injector.error
+        seen: BaseException | None = error
+        while seen is not None:
+            if seen is wanted or (wanted is not None and str(wanted) in str(seen)):
+                return True
+            seen = seen.__cause__ or seen.__context__
+        return False
+
+    def _different(self, left_out: int | None) -> list[str] | None:
+        """Return what differs from the undisturbed run; None if nothing does."""
+        with self._injector.quietly():
+            return differing(self._trainee.snapshot(), undisturbed(self._case.setting, left_out)) or None
+
+
+def undisturbed_until(setting: Setting, stop: int) -> Snapshot:
+    """Return what the undisturbed run holds after `stop` batches."""
+    return undisturbed(setting, None, stop)
+
+
+def _told(error: BaseException) -> str:
+    last = traceback.extract_tb(error.__traceback__)[-1:] or [None]
+    where = f" ({last[0].filename.rsplit('/', 1)[-1]}:{last[0].lineno})" if last[0] else ""
+    return f"{type(error).__name__}: {str(error)[:160]}{where}"

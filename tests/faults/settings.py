@@ -1,0 +1,202 @@
+"""What the campaign trains: a small model, and every way to keep its optimizer's states.
+
+A `Setting` is one way; `settings` lists those of the matrix. `Trainee` is a model with its optimizer and batches.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from reference_impl import HybridDeviceOptimizer, OptimizerStateOffloader
+from reference_impl.device import Device
+
+STEPS = 5
+OPTIONS = {"lr": 1e-2, "betas": (0.8, 0.95), "eps": 1e-7, "weight_decay": 0.1}
+WIDTH = 24
+# Of the same model and batches in each step, so that a clip decision of another step shows.
+LOSS_FACTORS = (1.0, 64.0, 0.02, 8.0, 0.3)
+
+Visit = Callable[[str], None]
+
+
+class Small(nn.Module):
+    """A tied weight, a frozen parameter, one that only every other step uses, and hooks of the user's own."""
+
+    def __init__(self, dtype: torch.dtype, visit: Visit) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(19, WIDTH, dtype=dtype)
+        self.first = nn.Linear(WIDTH, 41, dtype=dtype)
+        self.scale = nn.Parameter(torch.ones(41, dtype=dtype))
+        self.second = nn.Linear(41, WIDTH, bias=False, dtype=dtype)
+        self.sometimes = nn.Linear(WIDTH, WIDTH, bias=False, dtype=dtype)
+        self.third = nn.Linear(WIDTH, WIDTH, dtype=dtype)
+        self.head = nn.Linear(WIDTH, 19, bias=False, dtype=dtype)
+        self.head.weight = self.embed.weight
+        nn.init.normal_(self.embed.weight, std=0.1)
+        self.frozen = nn.Parameter(torch.ones(5, dtype=dtype), requires_grad=False)
+        self.second.register_forward_pre_hook(lambda *_: visit("hook"))
+        self.second.weight.register_hook(lambda _: visit("hook"))
+        self.second.weight.register_post_accumulate_grad_hook(lambda _: visit("hook"))
+
+    def forward(self, ids: torch.Tensor, *, everything: bool) -> torch.Tensor:
+        hidden = self.embed(ids)
+        hidden = hidden + self.second(torch.tanh(self.first(hidden)) * self.scale)
+        if everything:
+            hidden = hidden + self.sometimes(hidden)
+        hidden = hidden + torch.tanh(self.third(hidden))
+        return nn.functional.cross_entropy(self.head(hidden).float().flatten(0, 1), ids.flatten())
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One way to train: which optimizer, with which options."""
+
+    kind: str
+    options: tuple[tuple[str, Any], ...]
+    dtype: torch.dtype
+    attached: bool
+
+    def __str__(self) -> str:
+        chosen = ", ".join(f"{key}={value}" for key, value in self.options)
+        return (
+            f"{self.kind}({chosen}), {str(self.dtype)[6:]}, {'attached' if self.attached else 'not attached'}"
+        )
+
+    @property
+    def updates_in_backward(self) -> bool:
+        """Whether the update may begin before backward is over."""
+        return dict(self.options).get("backward_overlap") == "update"
+
+
+def _make(kind: str, dtype: torch.dtype, attached: bool, **options: Any) -> Setting:
+    return Setting(kind, tuple(sorted(options.items())), dtype, attached)
+
+
+def _hybrid() -> Iterator[Setting]:
+    half, single = torch.bfloat16, torch.float32
+    shares: list[tuple[dict[str, Any], tuple[torch.dtype, ...]]] = [
+        ({"offload_fraction": 0.0}, (half, single)),
+        ({"offload_fraction": 0.5}, (half, single)),
+        ({"offload_fraction": 1.0}, (half, single)),
+        ({"split": (0.3, 0.4, 0.3)}, (half, single)),
+        ({"split": (0.0, 1.0, 0.0)}, (half, single)),
+        ({"split": (0.0, 1.0, 0.0), "prefetch_bytes": 12_000}, (half,)),
+        ({"split": (0.2, 0.5, 0.3), "hi_lo_masters": True}, (half,)),
+        ({"split": (0.2, 0.5, 0.3), "moments_dtype": half}, (half, single)),
+    ]
+    for share, dtypes in shares:
+        for dtype in dtypes:
+            for overlap in ("nothing", "gradients", "update"):
+                for attached in (False, True):
+                    for norm in (None, 0.5) if overlap != "update" else (None,):
+                        yield _make(
+                            "hybrid",
+                            dtype,
+                            attached,
+                            backward_overlap=overlap,
+                            max_grad_norm=norm,
+                            cpu_threads=1 + attached,
+                            **share,
+                        )
+
+
+def _states() -> Iterator[Setting]:
+    half, single = torch.bfloat16, torch.float32
+    forms: list[tuple[dict[str, Any], tuple[torch.dtype, ...]]] = [
+        ({"fraction": 1.0}, (half, single)),
+        ({"fraction": 0.5}, (half, single)),
+        ({"fraction": 1.0, "hi_lo_masters": True}, (half,)),
+        ({"fraction": 0.5, "moments_dtype": half}, (half, single)),
+        ({"fraction": 1.0, "moments_dtype": half, "hi_lo_masters": True}, (half,)),
+        ({"fraction": 1.0, "offload_masters": False}, (half,)),
+        ({"fraction": 1.0, "device_budget_bytes": 60_000}, (half, single)),
+    ]
+    for form, dtypes in forms:
+        for dtype in dtypes:
+            for attached in (False, True):
+                for norm in (None, 0.5):
+                    yield _make("states", dtype, attached, max_grad_norm=norm, **form)
+
+
+def settings() -> list[Setting]:
+    """Return the matrix of optimizers."""
+    return [*_hybrid(), *_states()]
+
+
+@dataclass
+class Trainee:
+    """A model, its optimizer and its batches; `visit` is called by the user's hooks."""
+
+    setting: Setting
+    visit: Visit
+    device: Device = field(default_factory=lambda: Device.of("cpu"))
+
+    def __post_init__(self) -> None:
+        torch.manual_seed(3)
+        self.model = Small(self.setting.dtype, self.visit).to(self.device.torch_device)
+        generator = torch.Generator().manual_seed(1)
+        ids = [torch.randint(0, 19, (2, 5), generator=generator) for _ in range(STEPS)]
+        self.batches = [each.to(self.device.torch_device) for each in ids]
+        self.optimizer: Any = self._optimizer()
+        if self.setting.attached:
+            self.optimizer.attach(self.model)
+
+    def _optimizer(self) -> Any:
+        options = dict(self.setting.options)
+        if options.get("max_grad_norm") is not None:
+            options["reduce_norm_squared"] = self._reduced
+        if self.setting.kind == "hybrid":
+            sizes = {"bucket_elements": 1024, "chunk_bytes": 6000}
+            return HybridDeviceOptimizer(self.model.parameters(), **{**sizes, **OPTIONS, **options})
+        wrapped = torch.optim.AdamW(self.model.parameters(), fused=True, **OPTIONS)
+        return OptimizerStateOffloader(wrapped, **{"chunk_bytes": 6000, **options})
+
+    def _reduced(self, norm_squared: torch.Tensor) -> torch.Tensor:
+        self.visit("hook")
+        return norm_squared
+
+    def loss(self, index: int) -> torch.Tensor:
+        """Return the loss of batch `index`."""
+        return self.model(self.batches[index], everything=index % 2 == 0) * LOSS_FACTORS[index]
+
+    def snapshot(self) -> dict[str, torch.Tensor]:
+        """Return copies of all states and weights, by name."""
+        state = self.optimizer.state_dict()["state"]
+        found = {
+            f"{key}.{name}": value.clone() for key, each in state.items() for name, value in each.items()
+        }
+        return found | self.weights()
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Return copies of the weights as they are."""
+        return {name: each.detach().clone() for name, each in self.model.named_parameters()}
+
+
+def differing(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> list[str]:
+    """Return the names whose tensors are not the same, bit for bit."""
+    return sorted(
+        name
+        for name in one.keys() | other.keys()
+        if name not in one or name not in other or not _same(one[name], other[name])
+    )
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    if one.dtype == torch.int64:
+        return torch.equal(one, other)
+    return torch.equal(
+        one.contiguous().reshape(-1).view(torch.uint8), other.contiguous().reshape(-1).view(torch.uint8)
+    )
+
+
+def shuffled(seed: int) -> random.Random:
+    """Return the random numbers of a seed."""
+    return random.Random(seed)
