@@ -24,6 +24,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+# The status of a child in which the campaign itself has failed.
+_OUR_FAULT = 3
 HERE = Path(__file__).resolve().parent
 CAMPAIGNS = ("optimizers", "memory", "signals")
 
@@ -91,12 +93,10 @@ def _child(arguments: argparse.Namespace, seeds: Iterator[int], report_to: int, 
 
 def _case(campaign: str, seed: int) -> tuple[object, Any]:
     """Return the case of a seed and what judges it."""
-    if campaign == "optimizers":
-        import judge
+    import judge
 
-        case = judge.case_of(seed)
-        return case, lambda: judge.judge(case)
-    raise ValueError(f"{campaign!r} is no campaign; expected one of {CAMPAIGNS}")
+    case = judge.case_of(seed) if campaign == "optimizers" else judge.interrupted_case_of(seed)
+    return case, lambda: judge.judge(case)
 
 
 def _forked(arguments: argparse.Namespace, first: int, stop: int) -> int:
@@ -106,7 +106,7 @@ def _forked(arguments: argparse.Namespace, first: int, stop: int) -> int:
         child = os.fork()
         if child == 0:
             os.close(reading)
-            status = 1
+            status = _OUR_FAULT
             try:
                 _child(arguments, iter(range(first, stop)), writing, stacks.fileno())
                 status = 0
@@ -129,6 +129,8 @@ def _forked(arguments: argparse.Namespace, first: int, stop: int) -> int:
                     begun = told
         _, status = os.waitpid(child, 0)
         if status != 0:
+            if os.waitstatus_to_exitcode(status) == _OUR_FAULT:
+                raise SystemExit(_OUR_FAULT)
             stacks.seek(0)
             where = _where(stacks.read().decode())
             verdict = "HANG" if where else "CRASH"

@@ -140,6 +140,11 @@ class Fault:
     nth: int
     kind: str
 
+    def __str__(self) -> str:
+        moment = self.moment
+        when = "another thread" if moment.step < 0 else f"step {moment.step}, {moment.phase}"
+        return f"{self.kind} at {moment.seam} {self.nth} ({when})"
+
     @property
     def may_break(self) -> bool:
         """Whether an optimizer may give up after this, if it says so."""
@@ -169,10 +174,6 @@ class Injector:
             yield
         finally:
             self._quiet = before
-
-    def recover(self) -> None:
-        """Let a lost device work again."""
-        self.fault = None
 
     def visit(self, seam: str) -> None:
         """Note a call through `seam`; raises when it is to fail."""

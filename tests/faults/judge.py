@@ -11,12 +11,13 @@ import enum
 import gc
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 
 import torch
 from injector import WORKER, Fault, Injector, Moment, kinds_of
+from interrupts import Interrupt, counted, seconds_of
 from settings import STEPS, Setting, Trainee, differing, settings, shuffled
 
 from reference_impl.device import Device
@@ -56,13 +57,11 @@ class Case:
     """One run of the campaign."""
 
     setting: Setting
-    fault: Fault
+    fault: Fault | Interrupt
     action: str
 
     def __str__(self) -> str:
-        moment = self.fault.moment
-        when = "another thread" if moment.step < 0 else f"step {moment.step}, {moment.phase}"
-        return f"{self.setting}: {self.fault.kind} at {moment.seam} {self.fault.nth} ({when}), then {self.action}"
+        return f"{self.setting}: {self.fault}, then {self.action}"
 
 
 @dataclass(frozen=True)
@@ -134,7 +133,8 @@ def case_of(seed: int, *, matrix: list[Setting] | None = None) -> Case:
     # The step itself is what the contract is about, so it gets half of all faults.
     moments = [m for m in counted if m.step in FAULTY_STEPS or m.seam.endswith(WORKER)]
     kinds = sorted({(m.phase, m.seam) for m in moments})
-    weights = [{"step": 6.0, "zero_grad": 1.0, "": 4.0}.get(phase, 2.0) for phase, _ in kinds]
+    by_phase = {"step": 6.0, "zero_grad": 1.0, "": 4.0}
+    weights = [by_phase.get(phase, 2.0) * (0.3 if seam == "order" else 1.0) for phase, seam in kinds]
     phase, seam = random.choices(kinds, weights)[0]
     moment = random.choice(sorted(m for m in moments if (m.phase, m.seam) == (phase, seam)))
     nth = random.randint(1, counted[moment])
@@ -142,19 +142,56 @@ def case_of(seed: int, *, matrix: list[Setting] | None = None) -> Case:
         # Neither the first step nor the last.
         each = counted[moment] // STEPS
         nth = random.randint(each + 1, max(counted[moment] - each, each + 1))
-    return Case(setting, Fault(moment, nth, random.choice(kinds_of(seam))), random.choice(ACTIONS))
+    # After a lost device there is little to see.
+    possible = kinds_of(seam)
+    kind = random.choices(possible, [0.3 if each == "device_lost" else 1.0 for each in possible])[0]
+    return Case(setting, Fault(moment, nth, kind), random.choice(ACTIONS))
+
+
+@cache
+def bytecodes(setting: Setting) -> tuple[int, int]:
+    """Return how many bytecodes of the package run before the faulty steps, and until their end."""
+    with opened(setting, injector := Injector()) as trainee, counted(None, lambda: None) as count:
+        train(trainee, injector, 0, stop=FAULTY_STEPS.start)
+        before = count[0]
+        train(trainee, injector, FAULTY_STEPS.start, stop=FAULTY_STEPS.stop)
+        return before, count[0]
+
+
+@cache
+def duration_s(setting: Setting) -> float:
+    """Return how long training takes."""
+    with opened(setting, injector := Injector()) as trainee:
+        return seconds_of(lambda: train(trainee, injector, 0))
+
+
+def interrupted_case_of(seed: int) -> Case:
+    """Return the case of a seed in which SIGINT comes: every other one at a bytecode, the others after a time."""
+    random, listed = shuffled(seed), _matrix()
+    setting = listed[seed // SEEDS_A_SETTING * 59 % len(listed)]
+    if seed % 2:
+        interrupt = Interrupt(None, random.random() * duration_s(setting))
+    else:
+        before, until = bytecodes(setting)
+        interrupt = Interrupt(random.randint(before + 1, until))
+    # Whether a step has been taken, a program that was interrupted does not know: so it does not step again.
+    action = random.choice(
+        ("state_dict", "state_dict", "state_dict", "skip", "synchronize", "forward", "close")
+    )
+    return Case(setting, interrupt, action)
 
 
 def judge(case: Case) -> Outcome:
     """Run a case."""
     reserved_bytes = host_book.reserved_bytes
-    injector = Injector(case.fault)
+    fault = case.fault if isinstance(case.fault, Fault) else None
+    injector = Injector(fault)
     trainee = Trainee(case.setting, injector.visit)
     try:
-        with injector.installed(Device.of("cpu")):
+        with injector.installed(Device.of("cpu")) if fault else nullcontext():
             outcome = _Run(case, trainee, injector).outcome()
             injector.enter(STEPS, "close")
-            injector.fault = case.fault if case.fault.kind == "device_lost" else None
+            injector.fault = fault if fault and fault.kind == "device_lost" else None
             try:
                 trainee.optimizer.close()
             except Exception as error:
@@ -184,20 +221,25 @@ class _Run:
 
     def outcome(self) -> Outcome:
         try:
-            train(self._trainee, self._injector, 0)
-            self._injector.enter(STEPS, "end")
-            self._optimizer.synchronize()
-        except Exception as error:
+            with self._interrupted():
+                train(self._trainee, self._injector, 0)
+                self._injector.enter(STEPS, "end")
+                self._optimizer.synchronize()
+        except (Exception, KeyboardInterrupt) as error:
             if self._injector.error is None:
                 return Outcome(Verdict.CRASH, _told(error))
             if not self._is_injected(error):
                 return Outcome(Verdict.STUCK, f"the fault is not named: {_told(error)}")
             return self._after(self._injector.step, self._injector.phase)
-        if self._injector.error is None:
+        if self._injector.error is None and isinstance(self._case.fault, Fault):
             return Outcome(Verdict.MISSED, "the fault was never reached")
         if (different := self._different(None)) is None:
             return Outcome(Verdict.TAKEN, "nothing was raised")
-        return Outcome(Verdict.SILENT, f"nothing was raised, and these differ: {different}")
+        return Outcome(Verdict.SILENT, f"nothing was raised, and these differ: {_few(different)}")
+
+    def _interrupted(self) -> AbstractContextManager[object]:
+        fault = self._case.fault
+        return fault.comes(self._injector) if isinstance(fault, Interrupt) else nullcontext()
 
     def _after(self, step: int, phase: str) -> Outcome:
         """Do what the case says after the fault came in `phase` of `step`, train on, and compare."""
@@ -223,7 +265,10 @@ class _Run:
             return Outcome(Verdict.TAKEN if exact[0] == "taken" else Verdict.SKIPPED, told)
         if self._seen == "torn":
             return Outcome(Verdict.TORN, told)
-        return Outcome(Verdict.SILENT, f"{told}: differing from {found}")
+        return Outcome(
+            Verdict.SILENT,
+            f"{told}: " + "; ".join(f"not as if {which}: {_few(each)}" for which, each in found.items()),
+        )
 
     def _allowed(self, phase: str, status: str | None) -> set[str]:
         """Return which runs the end may equal, given where the fault came and what the optimizer said of itself."""
@@ -231,6 +276,9 @@ class _Run:
             return {"skipped"}
         if phase in ("zero_grad", "end"):
             return {"taken"}
+        if isinstance(self._case.fault, Interrupt):
+            # It may have come before the step or after it.
+            return {"taken", "skipped"}
         if status == "begun":
             return {"taken"}
         if status == "untouched":
@@ -330,6 +378,8 @@ class _Run:
 
     def _is_injected(self, error: BaseException) -> bool:
         wanted = self._injector.error
+        if isinstance(wanted, KeyboardInterrupt):
+            return isinstance(error, KeyboardInterrupt)
         seen: BaseException | None = error
         while seen is not None:
             if seen is wanted or (wanted is not None and str(wanted) in str(seen)):
@@ -346,6 +396,11 @@ class _Run:
 def undisturbed_until(setting: Setting, stop: int) -> Snapshot:
     """Return what the undisturbed run holds after `stop` batches."""
     return undisturbed(setting, None, stop)
+
+
+def _few(names: list[str] | None) -> str:
+    listed = names or []
+    return f"{len(listed)} differ, such as {', '.join(listed[:4])}"
 
 
 def _told(error: BaseException) -> str:

@@ -1,0 +1,102 @@
+"""Real signals at a chosen or at a random moment of training.
+
+`Interrupt.comes` sends SIGINT to this process: either before the n-th bytecode that the package runs on the main
+thread, which is the same in every run, or from another thread after a time, which may be anywhere, inside torch and the
+standard library too.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+from injector import Injector
+
+import reference_impl
+
+_PACKAGE = os.path.dirname(reference_impl.__file__) + os.sep
+
+
+@dataclass(frozen=True)
+class Interrupt:
+    """SIGINT before bytecode `nth`, or after `delay_s` seconds of training."""
+
+    nth: int | None
+    delay_s: float = 0.0
+    may_break = False
+
+    def __str__(self) -> str:
+        if self.nth is None:
+            return f"SIGINT after {self.delay_s * 1e3:.1f} ms"
+        return f"SIGINT before bytecode {self.nth}"
+
+    @contextmanager
+    def comes(self, injector: Injector) -> Iterator[None]:
+        """Send the signal while the program inside runs; `injector.error` says that it has been sent."""
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+        def send() -> None:
+            injector.error = KeyboardInterrupt()
+            os.kill(os.getpid(), signal.SIGINT)
+
+        with self._timed(send) if self.nth is None else counted(self.nth, send):
+            yield
+            # What is still under way must not hit the judge.
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    @contextmanager
+    def _timed(self, send: Callable[[], None]) -> Iterator[None]:
+        over = threading.Event()
+
+        def wait() -> None:
+            if not over.wait(self.delay_s):
+                send()
+
+        timer = threading.Thread(target=wait, daemon=True)
+        timer.start()
+        try:
+            yield
+        finally:
+            over.set()
+            timer.join()
+
+
+@contextmanager
+def counted(nth: int | None, send: Callable[[], None]) -> Iterator[list[int]]:
+    """Count bytecodes of the package on this thread, into the list that is returned; call `send` before the `nth`."""
+    count = [0]
+
+    def enter(frame: FrameType, event: str, argument: Any) -> Any:
+        if not frame.f_code.co_filename.startswith(_PACKAGE):
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        return each
+
+    def each(frame: FrameType, event: str, argument: Any) -> Any:
+        if event == "opcode":
+            count[0] += 1
+            if count[0] == nth:
+                sys.settrace(None)
+                send()
+        return each
+
+    sys.settrace(enter)
+    try:
+        yield count
+    finally:
+        sys.settrace(None)
+
+
+def seconds_of(train: Callable[[], object]) -> float:
+    """Return how long `train` takes."""
+    start = time.perf_counter()
+    train()
+    return time.perf_counter() - start
