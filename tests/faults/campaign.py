@@ -1,8 +1,8 @@
 """Runs many cases in child processes, so that one that hangs takes no other with it.
 
-    PYTHONPATH=. python tests/faults/campaign.py optimizers 0 200 --told [--mutation NAME] [--limit-s 20]
+    PYTHONPATH=. python tests/faults/campaign.py optimizers:0:200 --told [--mutation NAME] [--limit-s 20]
 
-tells what becomes of seeds 0 to 199; `optimizers 17 18` runs one seed alone.
+tells what becomes of seeds 0 to 199; `optimizers:17` runs one seed alone, and several may be named.
 
 A child runs case after case and says, a line of JSON each, what it begins and what became of it. A case that takes
 longer than the limit ends its child, with the stacks of all threads; the next child goes on behind it. Children are
@@ -20,7 +20,6 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,6 +32,7 @@ CAMPAIGNS = ("optimizers", "memory", "signals")
 class Result(NamedTuple):
     """What became of a case; `verdict` is a value of `judge.Verdict`."""
 
+    campaign: str
     seed: int
     verdict: str
     case: str
@@ -44,17 +44,9 @@ class Result(NamedTuple):
         return self.verdict in ("exact-taken", "exact-skipped", "broken-and-says-so")
 
 
-def run(campaign: str, seeds: range, *, limit_s: float = 20, mutation: str | None = None) -> list[Result]:
-    """Run a campaign in processes of its own."""
-    command = [
-        sys.executable,
-        __file__,
-        campaign,
-        str(seeds.start),
-        str(seeds.stop),
-        "--limit-s",
-        str(limit_s),
-    ]
+def run(*jobs: str, limit_s: float = 20, mutation: str | None = None) -> list[Result]:
+    """Run `jobs`, such as "optimizers:0:200", in processes of their own, one after the other."""
+    command = [sys.executable, __file__, *jobs, "--limit-s", str(limit_s)]
     if mutation is not None:
         command += ["--mutation", mutation]
     path = os.pathsep.join([str(HERE.parents[1]), str(HERE), os.environ.get("PYTHONPATH", "")])
@@ -68,39 +60,42 @@ def report(results: list[Result]) -> str:
     counts = ", ".join(
         f"{count} {verdict}" for verdict, count in Counter(r.verdict for r in results).most_common()
     )
-    failed = [f"seed {r.seed}: {r.verdict}: {r.case}\n    {r.detail}" for r in results if not r.passes]
+    failed = [
+        f"{r.campaign}:{r.seed}: {r.verdict}: {r.case}\n    {r.detail}" for r in results if not r.passes
+    ]
     return "\n".join([f"{len(results)} cases: {counts}", *failed])
 
 
-def _child(arguments: argparse.Namespace, seeds: Iterator[int], report_to: int, stacks: int) -> None:
+def _child(limit_s: float, campaign: str, seeds: range, report_to: int, stacks: int) -> None:
     """Run cases until one takes too long, which ends this process."""
 
     def say(**what: Any) -> None:
-        os.write(report_to, (json.dumps(what) + "\n").encode())
-
-    import mutations
+        os.write(report_to, (json.dumps({"campaign": campaign, **what}) + "\n").encode())
 
     gc.freeze()
-    with mutations.applied(arguments.mutation):
-        for seed in seeds:
-            faulthandler.dump_traceback_later(arguments.limit_s, exit=True, file=stacks)
-            case, judged = _case(arguments.campaign, seed)
-            say(seed=seed, case=str(case))
-            outcome = judged()
-            faulthandler.cancel_dump_traceback_later()
-            say(seed=seed, verdict=outcome.verdict.value, case=str(case), detail=outcome.detail)
+    for seed in seeds:
+        faulthandler.dump_traceback_later(limit_s, exit=True, file=stacks)
+        case, judged = _case(campaign, seed)
+        say(seed=seed, case=str(case))
+        outcome = judged()
+        faulthandler.cancel_dump_traceback_later()
+        say(seed=seed, verdict=outcome.verdict.value, case=str(case), detail=outcome.detail)
 
 
 def _case(campaign: str, seed: int) -> tuple[object, Any]:
     """Return the case of a seed and what judges it."""
     import judge
+    import memory_cases
 
+    if campaign == "memory":
+        held = memory_cases.case_of(seed)
+        return held, lambda: memory_cases.judge(held)
     case = judge.case_of(seed) if campaign == "optimizers" else judge.interrupted_case_of(seed)
     return case, lambda: judge.judge(case)
 
 
-def _forked(arguments: argparse.Namespace, first: int, stop: int) -> int:
-    """Run cases from `first` in a child; print their results and return the next seed."""
+def _forked(limit_s: float, campaign: str, seeds: range) -> int:
+    """Run cases in a child; print their results and return the next seed."""
     reading, writing = os.pipe()
     with tempfile.TemporaryFile() as stacks:
         child = os.fork()
@@ -108,7 +103,7 @@ def _forked(arguments: argparse.Namespace, first: int, stop: int) -> int:
             os.close(reading)
             status = _OUR_FAULT
             try:
-                _child(arguments, iter(range(first, stop)), writing, stacks.fileno())
+                _child(limit_s, campaign, seeds, writing, stacks.fileno())
                 status = 0
             except BaseException:
                 sys.excepthook(*sys.exc_info())
@@ -116,15 +111,15 @@ def _forked(arguments: argparse.Namespace, first: int, stop: int) -> int:
                 # Threads of a case that has failed must not hold the process.
                 os._exit(status)
         os.close(writing)
-        begun: dict[str, Any] = {"seed": first, "case": "the search for a case"}
-        following = first
+        following = seeds.start
+        begun: dict[str, Any] = {"campaign": campaign, "seed": following, "case": "the search for a case"}
         with os.fdopen(reading) as lines:
             for line in lines:
                 told = json.loads(line)
                 if "verdict" in told:
                     print(line, end="", flush=True)
                     following = told["seed"] + 1
-                    begun = {"seed": following, "case": "the search for a case"}
+                    begun = {**begun, "seed": following, "case": "the search for a case"}
                 else:
                     begun = told
         _, status = os.waitpid(child, 0)
@@ -148,19 +143,23 @@ def _where(stacks: str) -> str:
     return " <- ".join(frame.replace(str(HERE.parents[1]) + "/", "") for frame in frames[:5]) or stacks[:300]
 
 
+def _job(text: str) -> tuple[str, range]:
+    campaign, first, *stop = text.split(":")
+    if campaign not in CAMPAIGNS:
+        raise argparse.ArgumentTypeError(f"{campaign!r} is no campaign; expected one of {CAMPAIGNS}")
+    return campaign, range(int(first), int(stop[0]) if stop else int(first) + 1)
+
+
 def main() -> None:
     """Run what the command line says."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("campaign", choices=CAMPAIGNS)
-    parser.add_argument("first", type=int)
-    parser.add_argument("stop", type=int)
+    parser.add_argument("jobs", nargs="+", help="CAMPAIGN:FIRST[:STOP]")
     parser.add_argument("--mutation")
     parser.add_argument("--limit-s", type=float, default=20)
     parser.add_argument("--told", action="store_true", help="print a report instead of lines of JSON")
     arguments = parser.parse_args()
     if arguments.told:
-        seeds = range(arguments.first, arguments.stop)
-        print(report(run(arguments.campaign, seeds, limit_s=arguments.limit_s, mutation=arguments.mutation)))
+        print(report(run(*arguments.jobs, limit_s=arguments.limit_s, mutation=arguments.mutation)))
         return
     import torch
 
@@ -174,9 +173,14 @@ def main() -> None:
     # Scripting the kernel takes seconds, and starts no thread.
     Adam().cpu_kernel()
 
-    following = arguments.first
-    while following < arguments.stop:
-        following = _forked(arguments, following, arguments.stop)
+    if arguments.mutation is not None:
+        import mutations
+
+        mutations.MUTATIONS[arguments.mutation]()
+    for campaign, seeds in map(_job, arguments.jobs):
+        following = seeds.start
+        while following < seeds.stop:
+            following = _forked(arguments.limit_s, campaign, range(following, seeds.stop))
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ moment they share with the main thread is chance.
 
 from __future__ import annotations
 
+import errno
 import functools
 import importlib
 import threading
@@ -17,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from random import Random
 from typing import Any, NamedTuple
 
 import torch
@@ -50,6 +52,7 @@ KINDS: dict[str, Callable[[], BaseException]] = {
     "memory_error": lambda: MemoryError("injected"),
     "host_memory_error": host_out_of_memory,
     "worker_error": lambda: RuntimeError("injected into a worker"),
+    "disk_error": lambda: OSError(errno.EIO, "Input/output error (injected)"),
     "device_lost": device_lost,
     "user_error": lambda: UserError("injected into a user's hook"),
 }
@@ -83,6 +86,13 @@ SEAMS: dict[str, Seam] = {
     ),
     "slab": Seam(
         (("reference_impl.memory.slab", "Slab", "__init__"),), ("memory_error", "host_memory_error")
+    ),
+    "disk": Seam((("os", None, "pwrite"), ("os", None, "preadv")), ("disk_error",)),
+    "spill": Seam(
+        tuple(
+            ("reference_impl.memory.spill_file", "SpillFile", name) for name in ("write", "read", "allocate")
+        ),
+        ("memory_error",),
     ),
     "submit": Seam(((f"{_OPTIMIZERS}.cpu.workers", "DeadlineWorkers", "submit"),), ("memory_error",)),
 }
@@ -122,6 +132,12 @@ def kinds_of(seam: str) -> tuple[str, ...]:
     if base in SEAMS:
         return SEAMS[base].kinds
     return DEVICE_SEAMS[base][1] if base in DEVICE_SEAMS else OTHER_KINDS[base]
+
+
+def some_kind(random: Random, seam: str) -> str:
+    """Choose one of them; a lost device seldom, since there is little to see after it."""
+    possible = kinds_of(seam)
+    return random.choices(possible, [0.3 if each == "device_lost" else 1.0 for each in possible])[0]
 
 
 class Moment(NamedTuple):
@@ -199,6 +215,17 @@ class Injector:
         if fails:
             assert self.error is not None
             raise self.error
+
+    def names(self, error: BaseException) -> bool:
+        """Return whether `error` is what was injected, or says that it came from it."""
+        if isinstance(self.error, KeyboardInterrupt):
+            return isinstance(error, KeyboardInterrupt)
+        seen: BaseException | None = error
+        while seen is not None:
+            if seen is self.error or (self.error is not None and str(self.error) in str(seen)):
+                return True
+            seen = seen.__cause__ or seen.__context__
+        return False
 
     @contextmanager
     def installed(self, device: Device) -> Iterator[Injector]:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
-from injector import WORKER, Fault, Injector, Moment, kinds_of
+from injector import WORKER, Fault, Injector, Moment, some_kind
 from interrupts import Interrupt, counted, seconds_of
 from settings import STEPS, Setting, Trainee, differing, settings, shuffled
 
@@ -142,10 +142,7 @@ def case_of(seed: int, *, matrix: list[Setting] | None = None) -> Case:
         # Neither the first step nor the last.
         each = counted[moment] // STEPS
         nth = random.randint(each + 1, max(counted[moment] - each, each + 1))
-    # After a lost device there is little to see.
-    possible = kinds_of(seam)
-    kind = random.choices(possible, [0.3 if each == "device_lost" else 1.0 for each in possible])[0]
-    return Case(setting, Fault(moment, nth, kind), random.choice(ACTIONS))
+    return Case(setting, Fault(moment, nth, some_kind(random, seam)), random.choice(ACTIONS))
 
 
 @cache
@@ -227,13 +224,17 @@ class _Run:
                 self._optimizer.synchronize()
         except (Exception, KeyboardInterrupt) as error:
             if self._injector.error is None:
-                return Outcome(Verdict.CRASH, _told(error))
-            if not self._is_injected(error):
-                return Outcome(Verdict.STUCK, f"the fault is not named: {_told(error)}")
+                return Outcome(Verdict.CRASH, told_of(error))
+            if not self._injector.names(error):
+                return Outcome(Verdict.STUCK, f"the fault is not named: {told_of(error)}")
             return self._after(self._injector.step, self._injector.phase)
         if self._injector.error is None and isinstance(self._case.fault, Fault):
             return Outcome(Verdict.MISSED, "the fault was never reached")
-        if (different := self._different(None)) is None:
+        try:
+            different = self._different(None)
+        except Exception as error:
+            return self._gives_up(error, STEPS, "end", "raised at the end")
+        if different is None:
             return Outcome(Verdict.TAKEN, "nothing was raised")
         return Outcome(Verdict.SILENT, f"nothing was raised, and these differ: {_few(different)}")
 
@@ -253,11 +254,12 @@ class _Run:
         except Exception as later:
             return self._gives_up(later, step, phase, told)
         redone = phase in ("forward", "backward") and self._case.action == "again"
-        allowed = self._allowed(phase, status)
-        if redone:
-            allowed = {"taken"}
+        allowed = {"taken"} if redone else self._allowed(phase, status)
         left_out = {"taken": None, "skipped": step}
-        found = {which: self._different(left_out[which]) for which in sorted(allowed)}
+        try:
+            found = {which: self._different(left_out[which]) for which in sorted(allowed)}
+        except Exception as later:
+            return self._gives_up(later, step, phase, told)
         exact = [which for which, different in found.items() if different is None]
         if exact and self._seen not in (None, exact[0]) and not redone:
             return Outcome(Verdict.TORN, f"{told}: the state_dict was of {self._seen}, the end of {exact[0]}")
@@ -265,10 +267,8 @@ class _Run:
             return Outcome(Verdict.TAKEN if exact[0] == "taken" else Verdict.SKIPPED, told)
         if self._seen == "torn":
             return Outcome(Verdict.TORN, told)
-        return Outcome(
-            Verdict.SILENT,
-            f"{told}: " + "; ".join(f"not as if {which}: {_few(each)}" for which, each in found.items()),
-        )
+        unlike = "; ".join(f"not as if {which}: {_few(different)}" for which, different in found.items())
+        return Outcome(Verdict.SILENT, f"{told}: {unlike}")
 
     def _allowed(self, phase: str, status: str | None) -> set[str]:
         """Return which runs the end may equal, given where the fault came and what the optimizer said of itself."""
@@ -321,7 +321,7 @@ class _Run:
         with self._injector.quietly():
             seen = self._trainee.snapshot()
             before = undisturbed_until(self._case.setting, step)
-            after = undisturbed_until(self._case.setting, step + 1)
+            after = undisturbed_until(self._case.setting, min(step + 1, STEPS))
             if phase != "zero_grad" and not differing(seen, before):
                 self._seen = "skipped"
             elif not differing(seen, after):
@@ -345,7 +345,7 @@ class _Run:
 
     def _gives_up(self, later: BaseException, step: int, phase: str, told: str) -> Outcome:
         """Judge an error after the fault: may the optimizer give up, and does it say so everywhere?"""
-        told = f"{told}; later {_told(later)}"
+        told = f"{told}; later {told_of(later)}"
         if phase in ("forward", "backward") and self._case.setting.updates_in_backward:
             return self._refuses(step, phase, told)
         status = getattr(self._optimizer, "status", None)
@@ -355,8 +355,10 @@ class _Run:
             try:
                 self._look(step, phase) if name == "state_dict" else getattr(self._optimizer, name)()
             except Exception as error:
-                if not self._is_injected(error):
-                    return Outcome(Verdict.STUCK, f"{told}; {name}() does not name the fault: {_told(error)}")
+                if not self._injector.names(error):
+                    return Outcome(
+                        Verdict.STUCK, f"{told}; {name}() does not name the fault: {told_of(error)}"
+                    )
             else:
                 verdict = Verdict.TORN if self._seen == "torn" else Verdict.STUCK
                 return Outcome(verdict, f"{told}; and yet {name}() returned")
@@ -376,17 +378,6 @@ class _Run:
             Verdict.TORN if self._seen == "torn" else Verdict.STUCK, f"{told}; yet state_dict() returned"
         )
 
-    def _is_injected(self, error: BaseException) -> bool:
-        wanted = self._injector.error
-        if isinstance(wanted, KeyboardInterrupt):
-            return isinstance(error, KeyboardInterrupt)
-        seen: BaseException | None = error
-        while seen is not None:
-            if seen is wanted or (wanted is not None and str(wanted) in str(seen)):
-                return True
-            seen = seen.__cause__ or seen.__context__
-        return False
-
     def _different(self, left_out: int | None) -> list[str] | None:
         """Return what differs from the undisturbed run; None if nothing does."""
         with self._injector.quietly():
@@ -403,7 +394,8 @@ def _few(names: list[str] | None) -> str:
     return f"{len(listed)} differ, such as {', '.join(listed[:4])}"
 
 
-def _told(error: BaseException) -> str:
+def told_of(error: BaseException) -> str:
+    """Return an error in one line, with where it was raised."""
     last = traceback.extract_tb(error.__traceback__)[-1:] or [None]
     where = f" ({last[0].filename.rsplit('/', 1)[-1]}:{last[0].lineno})" if last[0] else ""
     return f"{type(error).__name__}: {str(error)[:160]}{where}"

@@ -1,0 +1,235 @@
+"""Faults under the offloaders of activations, checkpoints and frozen weights.
+
+They hold nothing between steps, so a fault in forward or backward costs that batch at most: the program leaves it out,
+or does it again, and from then on everything equals, bit for bit, the plain model that did the same.
+"""
+
+from __future__ import annotations
+
+import gc
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from injector import WORKER, Fault, Injector, Moment, some_kind
+from judge import Outcome, Verdict, told_of
+from settings import differing, shuffled
+
+from reference_impl import ActivationOffloader, CheckpointOffloader, FrozenLayerStreamer
+from reference_impl.device import Device
+from reference_impl.memory.disk import DiskSpace
+from reference_impl.memory.host import host_book
+from reference_impl.verification.model import Decoder, DecoderShape, add_lora, decoder_loss
+
+STEPS = 5
+FAULTY_STEPS = range(STEPS - 1)
+ACTIONS = ("skip", "skip", "again", "again", "close")
+MIB = 2**20
+_SMALL = {"min_bytes": 1024}
+_LONG, _SHORT = (2, 128), (1, 24)
+
+
+def _on_disk(model: Decoder, directory: str) -> Any:
+    space = DiskSpace(path=directory, limit_bytes=64 * MIB, staging_bytes=2 * MIB)
+    return ActivationOffloader(model, disk=space, host_limit_bytes=2 * MIB, **_SMALL)
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to keep part of training on the host; `wrap` is given a model and an empty directory."""
+
+    name: str
+    shape: tuple[int, int]
+    wrap: Callable[[Decoder, str], Any]
+    lora: bool = False
+
+
+WAYS = (
+    Way("activations", _SHORT, lambda model, _: ActivationOffloader(model, **_SMALL)),
+    Way(
+        "activations of two layers",
+        _SHORT,
+        lambda model, _: ActivationOffloader(model, num_layers=2, **_SMALL),
+    ),
+    Way(
+        "activations, little in flight",
+        _SHORT,
+        lambda model, _: ActivationOffloader(model, in_flight_bytes=4096, double_buffering=False, **_SMALL),
+    ),
+    Way(
+        "activations and weights", _SHORT, lambda model, _: ActivationOffloader(model, weights=True, **_SMALL)
+    ),
+    Way("activations on disk", _LONG, _on_disk),
+    Way("checkpoints", _SHORT, lambda model, _: CheckpointOffloader(model, **_SMALL)),
+    Way(
+        "checkpoints with kept products",
+        _SHORT,
+        lambda model, _: CheckpointOffloader(model, num_layers=2, keep=("core_attention", "qkv"), **_SMALL),
+    ),
+    *(
+        Way(
+            f"frozen weights, prefetch {prefetch}",
+            _SHORT,
+            lambda model, _, prefetch=prefetch: FrozenLayerStreamer(model, prefetch=prefetch),
+            lora=True,
+        )
+        for prefetch in (0, 1, 2)
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run of the campaign."""
+
+    way: Way
+    fault: Fault
+    action: str
+
+    def __str__(self) -> str:
+        return f"{self.way.name}: {self.fault}, then {self.action}"
+
+
+class Trainee:
+    """A small decoder, plain AdamW and batches."""
+
+    def __init__(self, way: Way, injector: Injector) -> None:
+        torch.manual_seed(3)
+        self.model = Decoder(DecoderShape(layers=3, vocab=64))
+        if way.lora:
+            add_lora(self.model, rank=4)
+        self.injector = injector
+        self.trained = [p for p in self.model.parameters() if p.requires_grad]
+        self.optimizer = torch.optim.AdamW(self.trained, lr=1e-2, fused=True)
+        generator = torch.Generator().manual_seed(1)
+        self.batches = [torch.randint(64, way.shape, generator=generator) for _ in range(STEPS)]
+        layer = self.model.layers[1]
+        layer.register_forward_pre_hook(lambda *_: injector.visit("hook"))
+        next(p for p in layer.parameters() if p.requires_grad).register_hook(lambda _: injector.visit("hook"))
+
+    def train(self, first: int, left_out: int | None = None) -> None:
+        """Train with the batches from `first`."""
+        for index in range(first, STEPS):
+            if index == left_out:
+                continue
+            self.injector.enter(index, "forward")
+            loss = decoder_loss(self.model(self.batches[index]), self.batches[index])
+            self.injector.enter(index, "backward")
+            loss.backward()
+            del loss
+            self.injector.enter(index, "optimizer")
+            with self.injector.quietly():
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+
+    def snapshot(self) -> dict[str, torch.Tensor]:
+        """Return copies of the trained weights."""
+        return {str(number): p.detach().clone() for number, p in enumerate(self.trained)}
+
+
+@cache
+def plain(way: Way, left_out: int | None) -> dict[str, torch.Tensor]:
+    """Return the weights that plain training ends with."""
+    trainee = Trainee(way, Injector())
+    trainee.train(0, left_out)
+    return trainee.snapshot()
+
+
+@contextmanager
+def _directory(way: Way) -> Iterator[str]:
+    with tempfile.TemporaryDirectory() as directory:
+        yield directory
+
+
+@cache
+def visits(way: Way) -> dict[Moment, int]:
+    """Return how often each seam is visited in each moment of an undisturbed run."""
+    injector = Injector()
+    trainee = Trainee(way, injector)
+    with injector.installed(Device.of("cpu")), _directory(way) as directory:
+        offloader = way.wrap(trainee.model, directory)
+        trainee.train(0)
+        injector.enter(STEPS, "close")
+        offloader.close()
+    assert differing(trainee.snapshot(), plain(way, None)) == []
+    return dict(injector.visits)
+
+
+def case_of(seed: int) -> Case:
+    """Return the case of a seed."""
+    random = shuffled(seed)
+    way = WAYS[seed % len(WAYS)]
+    counted = visits(way)
+    phases = ("forward", "backward")
+    moments = [
+        m for m in counted if m.seam.endswith(WORKER) or (m.step in FAULTY_STEPS and m.phase in phases)
+    ]
+    seams = sorted({(m.phase, m.seam) for m in moments})
+    weights = [0.3 if seam == "order" else 1.0 for _, seam in seams]
+    phase, seam = random.choices(seams, weights)[0]
+    moment = random.choice(sorted(m for m in moments if (m.phase, m.seam) == (phase, seam)))
+    count = counted[moment]
+    # In other threads not in the last step.
+    nth = random.randint(1, max(count - count // STEPS, 1) if seam.endswith(WORKER) else count)
+    return Case(way, Fault(moment, nth, some_kind(random, seam)), random.choice(ACTIONS))
+
+
+def judge(case: Case) -> Outcome:
+    """Run a case."""
+    before = (host_book.live_bytes, host_book.reserved_bytes)
+    injector = Injector(case.fault)
+    trainee = Trainee(case.way, injector)
+    with injector.installed(Device.of("cpu")), _directory(case.way) as directory:
+        with injector.quietly():
+            offloader = case.way.wrap(trainee.model, directory)
+        outcome = _outcome(case, trainee, offloader, injector)
+        injector.enter(STEPS, "close")
+        try:
+            offloader.close()
+        except Exception as error:
+            if outcome.verdict.passes:
+                outcome = Outcome(Verdict.STUCK, f"close() raised {told_of(error)}")
+    del trainee, offloader
+    if outcome.verdict.passes and (host_book.live_bytes, host_book.reserved_bytes) != before:
+        gc.collect()
+        kept = (host_book.live_bytes - before[0], host_book.reserved_bytes - before[1])
+        if max(kept) > 0:
+            return Outcome(Verdict.LEAK, f"{kept[0]} live and {kept[1]} reserved bytes of host memory stay")
+    return outcome
+
+
+def _outcome(case: Case, trainee: Trainee, offloader: Any, injector: Injector) -> Outcome:
+    try:
+        trainee.train(0)
+    except Exception as error:
+        if injector.error is None:
+            return Outcome(Verdict.CRASH, told_of(error))
+        if not injector.names(error):
+            return Outcome(Verdict.STUCK, f"the fault is not named: {told_of(error)}")
+        step, phase, told = injector.step, injector.phase, told_of(error)
+        # It keeps the frames of the failed batch alive, and with them what they have saved.
+        del error
+    else:
+        # Which of the copies another thread makes is chance, so the fault may stay out.
+        same = not differing(trainee.snapshot(), plain(case.way, None))
+        return Outcome(Verdict.TAKEN if same else Verdict.SILENT, "nothing was raised")
+    told = f"raised in step {step}, {phase}: {told}"
+    injector.enter(STEPS, "after")
+    trainee.optimizer.zero_grad()
+    again = case.action == "again"
+    try:
+        if case.action == "close":
+            offloader.close()
+        trainee.train(step if again else step + 1)
+    except Exception as later:
+        lost = case.fault.kind == "device_lost" and injector.names(later)
+        return Outcome(Verdict.BROKEN if lost else Verdict.STUCK, f"{told}; later {told_of(later)}")
+    with injector.quietly():
+        different = differing(trainee.snapshot(), plain(case.way, None if again else step))
+    if different:
+        return Outcome(Verdict.SILENT, f"{told}; {len(different)} weights differ from the plain run")
+    return Outcome(Verdict.TAKEN if again else Verdict.SKIPPED, told)
