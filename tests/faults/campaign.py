@@ -176,7 +176,7 @@ def main() -> None:
     if arguments.mutation is not None:
         import mutations
 
-        mutations.MUTATIONS[arguments.mutation]()
+        mutations.MUTATIONS[arguments.mutation].put_back()
     for campaign, seeds in map(_job, arguments.jobs):
         following = seeds.start
         while following < seeds.stop:

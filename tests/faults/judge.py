@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 
+import injector as injection
 import torch
 from injector import WORKER, Fault, Injector, Moment, some_kind
 from interrupts import Interrupt, counted, seconds_of
@@ -45,6 +46,7 @@ class Verdict(enum.Enum):
     LEAK = "LEAK"
     CRASH = "CRASH"
     MISSED = "MISSED"
+    UNSAID = "UNSAID"
 
     @property
     def passes(self) -> bool:
@@ -103,7 +105,7 @@ def opened(setting: Setting, injector: Injector) -> Iterator[Trainee]:
 @cache
 def undisturbed(setting: Setting, left_out: int | None, stop: int = STEPS) -> Snapshot:
     """Return what the run without a fault ends with, after batch `stop` - 1."""
-    with opened(setting, injector := Injector()) as trainee:
+    with injection.undisturbed.run(), opened(setting, injector := Injector()) as trainee:
         train(trainee, injector, 0, left_out=left_out, stop=stop)
         return trainee.snapshot()
 
@@ -227,7 +229,9 @@ class _Run:
                 return Outcome(Verdict.CRASH, told_of(error))
             if not self._injector.names(error):
                 return Outcome(Verdict.STUCK, f"the fault is not named: {told_of(error)}")
-            return self._after(self._injector.step, self._injector.phase)
+            outcome = self._after(self._injector.step, phase := self._injector.phase)
+            unsaid = phase == "step" and isinstance(self._case.fault, Fault) and self._unsaid(error)
+            return Outcome(Verdict.UNSAID, unsaid) if unsaid and outcome.verdict.passes else outcome
         if self._injector.error is None and isinstance(self._case.fault, Fault):
             return Outcome(Verdict.MISSED, "the fault was never reached")
         try:
@@ -237,6 +241,14 @@ class _Run:
         if different is None:
             return Outcome(Verdict.TAKEN, "nothing was raised")
         return Outcome(Verdict.SILENT, f"nothing was raised, and these differ: {_few(different)}")
+
+    def _unsaid(self, error: BaseException) -> str:
+        """Return what is missing where `step()` says which state its error has left; empty if nothing is."""
+        states = ("untouched", "begun", "broken")
+        notes = " ".join(getattr(error, "__notes__", ()))
+        if not hasattr(self._optimizer, "status") or any(state in notes for state in states):
+            return ""
+        return f"no note names one of {states}: {told_of(error)} {notes}"
 
     def _interrupted(self) -> AbstractContextManager[object]:
         fault = self._case.fault
@@ -272,11 +284,11 @@ class _Run:
 
     def _allowed(self, phase: str, status: str | None) -> set[str]:
         """Return which runs the end may equal, given where the fault came and what the optimizer said of itself."""
-        if phase in ("forward", "backward") and not self._case.setting.updates_in_backward:
+        if phase == "forward" or (phase == "backward" and not self._case.setting.updates_in_backward):
             return {"skipped"}
         if phase in ("zero_grad", "end"):
             return {"taken"}
-        if isinstance(self._case.fault, Interrupt):
+        if phase == "backward" or isinstance(self._case.fault, Interrupt):
             # It may have come before the step or after it.
             return {"taken", "skipped"}
         if status == "begun":
@@ -346,7 +358,7 @@ class _Run:
     def _gives_up(self, later: BaseException, step: int, phase: str, told: str) -> Outcome:
         """Judge an error after the fault: may the optimizer give up, and does it say so everywhere?"""
         told = f"{told}; later {told_of(later)}"
-        if phase in ("forward", "backward") and self._case.setting.updates_in_backward:
+        if phase == "backward" and self._case.setting.updates_in_backward:
             return self._refuses(step, phase, told)
         status = getattr(self._optimizer, "status", None)
         if not self._case.fault.may_break or status not in (None, "broken"):

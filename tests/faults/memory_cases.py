@@ -15,7 +15,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from injector import WORKER, Fault, Injector, Moment, some_kind
+from injector import WORKER, Fault, Injector, Moment, some_kind, undisturbed
 from judge import Outcome, Verdict, told_of
 from settings import differing, shuffled
 
@@ -134,9 +134,10 @@ class Trainee:
 @cache
 def plain(way: Way, left_out: int | None) -> dict[str, torch.Tensor]:
     """Return the weights that plain training ends with."""
-    trainee = Trainee(way, Injector())
-    trainee.train(0, left_out)
-    return trainee.snapshot()
+    with undisturbed.run():
+        trainee = Trainee(way, Injector())
+        trainee.train(0, left_out)
+        return trainee.snapshot()
 
 
 @contextmanager

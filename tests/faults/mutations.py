@@ -1,20 +1,195 @@
 """Mended faults, put back one at a time: the campaign must find each.
 
-A mutation is a function that patches the package and returns nothing; it runs in a child process of its own, so nothing
-has to be undone. Whoever mends a fault adds what puts it back.
+A mutation patches the package and never takes that back: it runs in a process of its own, see `campaign`. Each says
+which seeds find it. Whoever mends a fault adds what puts it back; most need only know whether a call has just failed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import functools
+import importlib
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, NamedTuple
 
-MUTATIONS: dict[str, Callable[[], None]] = {}
+import torch
+from injector import Injector, undisturbed
+
+from reference_impl import HybridDeviceOptimizer, OptimizerStateOffloader
+from reference_impl.optimizers.algorithms import Adam
+from reference_impl.optimizers.cpu.publish import Publisher
+from reference_impl.optimizers.cpu.workers import DeadlineWorkers
+from reference_impl.optimizers.streamed.slots import Slots
+from reference_impl.optimizers.streamed.update import ChunkUpdate
+
+Wrapper = Callable[..., Any]
 
 
-@contextmanager
-def applied(name: str | None) -> Iterator[None]:
-    """Put the fault `name` back."""
-    if name is not None:
-        MUTATIONS[name]()
-    yield
+class Mutation(NamedTuple):
+    """What puts a fault back, and the job of the campaign that must notice."""
+
+    put_back: Callable[[], None]
+    job: str = "optimizers:0:60"
+
+
+def around(owner: Any, name: str) -> Callable[[Wrapper], None]:
+    """Replace the method `name` of `owner` by a function that is given the method and its arguments."""
+    real = getattr(owner, name)
+
+    def replace(wrapper: Wrapper) -> None:
+        setattr(owner, name, functools.wraps(real)(lambda *args, **options: wrapper(real, *args, **options)))
+
+    return replace
+
+
+def faults() -> list[str]:
+    """Return a list to which the seam of each failed call will be appended."""
+    failed: list[str] = []
+
+    @around(Injector, "__init__")
+    def begin(real: Wrapper, injector: Injector, fault: Any = None) -> None:
+        real(injector, fault)
+        if fault is not None:
+            failed.clear()
+
+    @around(Injector, "visit")
+    def visit(real: Wrapper, injector: Injector, seam: str) -> None:
+        try:
+            real(injector, seam)
+        except BaseException:
+            failed.append(seam)
+            raise
+
+    return failed
+
+
+def once(failed: list[str]) -> bool:
+    """Return whether a call has failed since this last said so."""
+    if undisturbed.active or not failed:
+        return False
+    failed.clear()
+    return True
+
+
+def kernel_done_twice() -> None:
+    """A kernel that has failed had an effect already, as if progress were recorded before the operations."""
+
+    @around(Adam, "update")
+    def update(real: Wrapper, *args: Any, **options: Any) -> None:
+        real(*args, **options)
+        if once(failed):
+            real(*args, **options)
+
+    failed = faults()
+
+
+def chunk_recorded_first() -> None:
+    """The chunk whose update fails counts as updated: its update is left out the next time."""
+
+    @around(ChunkUpdate, "run")
+    def run(real: Wrapper, *args: Any) -> None:
+        if not once(failed):
+            real(*args)
+
+    failed = faults()
+
+
+def slot_kept() -> None:
+    """After an error a slot is not given back."""
+
+    @around(Slots, "give_back")
+    def give_back(real: Wrapper, *args: Any, **options: Any) -> None:
+        if not once(failed):
+            real(*args, **options)
+
+    failed = faults()
+
+
+def flag_never_set() -> None:
+    """After an error nobody tells those who wait for a parameter that it has come."""
+
+    @around(Publisher, "release")
+    def release(real: Wrapper, *args: Any) -> None:
+        if not once(failed):
+            real(*args)
+
+    failed = faults()
+
+
+def decision_kept() -> None:
+    """The clip decision of a step that has failed is used in the next."""
+    failed, last = faults(), []
+    for module in (_module(HybridDeviceOptimizer), _module(OptimizerStateOffloader)):
+        if hasattr(module, "decide"):
+
+            @around(module, "decide")
+            def decide(real: Wrapper, *args: Any, **options: Any) -> Any:
+                last.append(real(*args, **options))
+                return last[-2] if once(failed) and len(last) > 1 else last[-1]
+
+
+def job_dropped() -> None:
+    """After an error the jobs that are submitted next are lost."""
+
+    @around(DeadlineWorkers, "submit")
+    def submit(real: Wrapper, workers: Any, jobs: Any) -> None:
+        real(workers, [] if once(failed) else jobs)
+
+    failed = faults()
+
+
+def worker_error_swallowed() -> None:
+    """A worker goes on as if its task had been done."""
+
+    @around(DeadlineWorkers, "run_job")
+    def run_job(real: Wrapper, *args: Any) -> None:
+        with suppress(MemoryError, RuntimeError):
+            real(*args)
+
+
+def step_counted_twice() -> None:
+    """A step that is taken again counts twice."""
+
+    @around(torch, "_foreach_add_")
+    def add(real: Wrapper, tensors: Any, other: Any) -> Any:
+        result = real(tensors, other)
+        return real(tensors, other) if once(failed) else result
+
+    failed = faults()
+
+
+def begun_step_dropped() -> None:
+    """`zero_grad()` after an error forgets what is left of the step."""
+    for owner in (HybridDeviceOptimizer, OptimizerStateOffloader):
+
+        @around(owner, "zero_grad")
+        def zero_grad(real: Wrapper, optimizer: Any, *args: Any, **options: Any) -> None:
+            torch.optim.Optimizer.zero_grad(optimizer, *args, **options) if once(failed) else real(optimizer)
+
+    failed = faults()
+
+
+def interrupts_at_once() -> None:
+    """Signals are not deferred."""
+    from reference_impl.memory import interrupts
+
+    interrupts.deferred_interrupts.__enter__ = lambda self: self
+    interrupts.deferred_interrupts.__exit__ = lambda self, *_: None
+
+
+def _module(owner: type) -> Any:
+    return importlib.import_module(owner.__module__)
+
+
+MUTATIONS: dict[str, Mutation] = {
+    "kernel-done-twice": Mutation(kernel_done_twice),
+    "chunk-recorded-first": Mutation(chunk_recorded_first),
+    "slot-kept": Mutation(slot_kept),
+    "flag-never-set": Mutation(flag_never_set),
+    "decision-kept": Mutation(decision_kept),
+    "job-dropped": Mutation(job_dropped),
+    "worker-error-swallowed": Mutation(worker_error_swallowed),
+    "step-counted-twice": Mutation(step_counted_twice),
+    "begun-step-dropped": Mutation(begun_step_dropped),
+    "interrupts-at-once": Mutation(interrupts_at_once, "signals:0:60"),
+}

@@ -1,0 +1,22 @@
+"""The campaign notices: each fault that was mended, put back, is found."""
+
+import campaign
+import pytest
+from mutations import MUTATIONS
+from test_campaign import STILL_FAILS
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize("job", sorted({mutation.job for mutation in MUTATIONS.values()}))
+@pytest.mark.xfail(strict=True, reason=STILL_FAILS["optimizers"])
+def test_nothing_is_found_as_it_is(job):
+    results = campaign.run(job)
+    assert all(result.passes for result in results), campaign.report(results)
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_what_is_put_back_is_found(name):
+    # A hang has been found after a few seconds.
+    results = campaign.run(MUTATIONS[name].job, limit_s=5, mutation=name)
+    assert not all(result.passes for result in results)
