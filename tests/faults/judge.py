@@ -289,7 +289,7 @@ class _Run:
         if phase in ("zero_grad", "end"):
             return {"taken"}
         if phase == "backward" or isinstance(self._case.fault, Interrupt):
-            # It may have come before the step or after it.
+            # An interrupt may have come before the step or after it; a backward that updates may not have begun to.
             return {"taken", "skipped"}
         if status == "begun":
             return {"taken"}

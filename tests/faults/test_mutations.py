@@ -15,7 +15,13 @@ def test_nothing_is_found_as_it_is(job):
     assert all(result.passes for result in results), campaign.report(results)
 
 
-@pytest.mark.parametrize("name", MUTATIONS)
+NOT_YET = pytest.mark.xfail(strict=True, reason="signals are not deferred yet, so nothing can be put back")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[NOT_YET] if name == "interrupts-at-once" else []) for name in MUTATIONS],
+)
 def test_what_is_put_back_is_found(name):
     # A hang has been found after a few seconds.
     results = campaign.run(MUTATIONS[name].job, limit_s=5, mutation=name)
