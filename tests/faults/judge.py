@@ -284,12 +284,12 @@ class _Run:
 
     def _allowed(self, phase: str, status: str | None) -> set[str]:
         """Return which runs the end may equal, given where the fault came and what the optimizer said of itself."""
-        if phase in ("forward", "backward") and not self._case.setting.updates_in_backward:
+        if phase == "forward" or (phase == "backward" and not self._case.setting.updates_in_backward):
             return {"skipped"}
         if phase in ("zero_grad", "end"):
             return {"taken"}
-        if isinstance(self._case.fault, Interrupt):
-            # It may have come before the step or after it.
+        if phase == "backward" or isinstance(self._case.fault, Interrupt):
+            # An interrupt may have come before the step or after it; a backward that updates may not have begun to.
             return {"taken", "skipped"}
         if status == "begun":
             return {"taken"}
@@ -358,7 +358,7 @@ class _Run:
     def _gives_up(self, later: BaseException, step: int, phase: str, told: str) -> Outcome:
         """Judge an error after the fault: may the optimizer give up, and does it say so everywhere?"""
         told = f"{told}; later {told_of(later)}"
-        if phase in ("forward", "backward") and self._case.setting.updates_in_backward:
+        if phase == "backward" and self._case.setting.updates_in_backward:
             return self._refuses(step, phase, told)
         status = getattr(self._optimizer, "status", None)
         if not self._case.fault.may_break or status not in (None, "broken"):

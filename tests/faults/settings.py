@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from reference_impl import HybridDeviceOptimizer, OptimizerStateOffloader
+from reference_impl import CpuUpdate, HybridDeviceOptimizer, OptimizerStateOffloader, Streaming
 from reference_impl.device import Device
 
 STEPS = 5
@@ -101,7 +101,7 @@ def _hybrid() -> Iterator[Setting]:
                             attached,
                             backward_overlap=overlap,
                             max_grad_norm=norm,
-                            cpu_threads=1 + attached,
+                            threads=1 + attached,
                             **share,
                         )
 
@@ -152,8 +152,12 @@ class Trainee:
         if options.get("max_grad_norm") is not None:
             options["reduce_norm_squared"] = self._reduced
         if self.setting.kind == "hybrid":
-            sizes = {"bucket_elements": 1024, "chunk_bytes": 6000}
-            return HybridDeviceOptimizer(self.model.parameters(), **{**sizes, **OPTIONS, **options})
+            names = {"hi_lo_masters", "moments_dtype", "prefetch_bytes"} & options.keys()
+            streaming = Streaming(chunk_bytes=6000, **{name: options.pop(name) for name in names})
+            cpu = CpuUpdate(threads=options.pop("threads"), bucket_elements=1024)
+            return HybridDeviceOptimizer(
+                self.model.parameters(), streaming=streaming, cpu=cpu, **OPTIONS, **options
+            )
         wrapped = torch.optim.AdamW(self.model.parameters(), fused=True, **OPTIONS)
         return OptimizerStateOffloader(wrapped, **{"chunk_bytes": 6000, **options})
 

@@ -9,7 +9,7 @@ import torch
 from settings import differing
 from torch import nn
 
-from reference_impl import HybridDeviceOptimizer, OptimizerStateOffloader
+from reference_impl import CpuUpdate, HybridDeviceOptimizer, OptimizerStateOffloader
 from reference_impl.memory.host import host_book
 from reference_impl.optimizers.algorithms import Adam
 
@@ -180,8 +180,8 @@ def test_close_after_a_skipped_batch(kernel_fails, fraction):
 def test_an_error_in_backward_leaves_the_with_block():
     def train():
         model = layers()
-        options = {"backward_overlap": "update", "bucket_elements": 4096, "lr": 1e-2}
-        with HybridDeviceOptimizer(model.parameters(), **options):
+        options = {"backward_overlap": "update", "cpu": CpuUpdate(bucket_elements=4096)}
+        with HybridDeviceOptimizer(model.parameters(), lr=1e-2, **options):
             model[0].weight.register_hook(raises)
             model(torch.ones(2, 64)).sum().backward()
 
@@ -265,7 +265,7 @@ def test_clip_grad_norm(fraction, overlap, foreach):
 def test_threads_of_dropped_optimizers_end(threads):
     before, reserved_bytes = threading.active_count(), host_book.reserved_bytes
     for _ in range(10):
-        HybridDeviceOptimizer([nn.Parameter(torch.zeros(1 << 12))], cpu_threads=threads, lr=1e-3)
+        HybridDeviceOptimizer([nn.Parameter(torch.zeros(1 << 12))], cpu=CpuUpdate(threads=threads), lr=1e-3)
     gc.collect()
     deadline = time.monotonic() + 6
     while threading.active_count() > before and time.monotonic() < deadline:
