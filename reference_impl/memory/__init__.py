@@ -8,6 +8,7 @@
 - staging: pinned memory that copies to and from slower memory pass through.
 - extent: a stretch of the spill file.
 - ledger: counts live and peak bytes of the device and host tiers.
+- region: a few lines that no signal may cut in two; handlers of signals run at its end.
 - live, reserved: bytes that are handed out, and bytes of all slabs.
 
 Explained in docs/activation-offloading.md and docs/optimizer-state-offloading.md.

@@ -1,0 +1,111 @@
+"""Keeps what must happen together from being cut in two by a signal.
+
+Python runs signal handlers between two bytecodes of the main thread, and a handler may raise: Ctrl-C becomes
+KeyboardInterrupt anywhere. Inside `deferred_interrupts()` signals are noted, and their handlers run when the region
+ends. A region should be short, and wait for nothing: it cannot be interrupted. Other threads are never interrupted, so
+there it does nothing.
+
+Explained in docs/reliability.md.
+"""
+
+from __future__ import annotations
+
+import _signal  # type: ignore[import-not-found]
+import signal
+import sys
+import threading
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+# Signals that programs catch. The others either cannot be caught or tell of a fault of the process itself.
+_CAUGHT = tuple(
+    int(getattr(signal, name))
+    for name in (
+        *("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGALRM", "SIGUSR1", "SIGUSR2", "SIGXCPU"),
+        *("SIGVTALRM", "SIGPROF", "SIGCHLD", "SIGCONT", "SIGTSTP", "SIGWINCH"),
+    )
+    if hasattr(signal, name)
+)
+# Only the main thread touches these.
+_depth = 0
+_handlers: dict[int, Any] = {}
+_noted: list[tuple[int, Any]] = []
+
+
+class deferred_interrupts:  # noqa: N801 (used like a function, as contextlib's)
+    """Run the handlers of signals at the end of the region; regions may stand inside each other."""
+
+    __slots__ = ("_applies",)
+
+    def __enter__(self) -> Self:
+        global _depth
+        self._applies = threading.get_ident() == threading.main_thread().ident
+        if not self._applies:
+            return self
+        if _depth == 0:
+            try:
+                # `signal.signal` makes enums of what it takes and returns, in ten times the time of this one.
+                for number in _CAUGHT:
+                    handler = _signal.getsignal(number)
+                    if callable(handler) and handler is not _note:
+                        _handlers[number] = handler
+                        _signal.signal(number, _note)
+            except BaseException:
+                # A signal came that was not deferred yet: the region has not begun.
+                _put_back()
+                raise
+        # Last: from here on signals are noted, and the region is sure to end.
+        _depth += 1
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        global _depth
+        if not self._applies:
+            return
+        _depth -= 1
+        if _depth:
+            return
+        # From here on a signal is handled at once, also where its handler is not put back yet.
+        try:
+            _put_back()
+        finally:
+            _run_noted()
+
+
+def _put_back() -> None:
+    """Give every signal its own handler again; raises what a handler has raised meanwhile, afterwards."""
+    raised: BaseException | None = None
+    while _handlers:
+        try:
+            for number, handler in list(_handlers.items()):
+                # Somebody may have set another one inside the region; that stays.
+                if _signal.getsignal(number) is _note:
+                    _signal.signal(number, handler)
+                del _handlers[number]
+        except BaseException as error:
+            raised = raised or error
+    if raised is not None:
+        raise raised
+
+
+def _run_noted() -> None:
+    """Run the handlers of all noted signals, also where one of them raises."""
+    if _noted:
+        number, handler = _noted.pop(0)
+        try:
+            handler(number, sys._getframe())
+        finally:
+            _run_noted()
+
+
+def _note(number: int, frame: FrameType | None) -> None:
+    """Note a signal inside a region; outside, where an interrupt has left this in a handler's place, handle it."""
+    handler = _handlers.get(number, signal.default_int_handler if number == signal.SIGINT else None)
+    if handler is None:
+        return
+    if _depth:
+        _noted.append((number, handler))
+    else:
+        handler(number, frame)
