@@ -122,6 +122,10 @@ class StreamedWeights:
         """Return the first element and the separate weights; None for a member that is updated in place."""
         return self._apart.get(member)
 
+    def forget(self, member: Member) -> None:
+        """Drop the separate weights of a member, if there are any."""
+        self._apart.pop(member, None)
+
     def refresh(self, member: Member) -> None:
         """Copy the parameter's weights to the separate ones, if there are any."""
         if member in self._apart:

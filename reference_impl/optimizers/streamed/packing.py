@@ -14,7 +14,9 @@ a generator's state. Such moments are not torch's to the bit anyway, so their up
 (`Algorithm.formula`) in one kernel that unpacks, updates, rounds and packs: 18 to 24 bytes an element pass through the
 GPU's memory, where torch's kernel between `unpack` and `pack` would need 86.
 
-On CUDA `torch.compile` builds the kernels; the CPU twin runs the same source block by block.
+On CUDA `torch.compile` builds the kernels; the CPU twin runs the same source block by block. There each operator may
+fail by itself, so all new values of a block are computed before the first is written, and after an error `Resumable`
+goes on where it stopped.
 Explained in docs/optimizer-state-offloading.md, "Fewer bytes".
 """
 
@@ -33,6 +35,8 @@ from reference_impl.optimizers.algorithms import Algorithm, Formula
 from reference_impl.optimizers.layout import Member
 
 Tensors = Sequence[torch.Tensor]
+# Pairs of a tensor and what is to be copied into it.
+Writes = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
 _INFINITY = 0x7F800000
 _MAGNITUDE = 0x7FFFFFFF
@@ -107,16 +111,29 @@ class Halves(NamedTuple):
 
 def unpack(halves: Halves) -> None:
     """Write the masters, and take the flags off `exp_avg_sq`."""
-    halves.masters.copy_(join(halves.high, halves.low, halves.flagged < 0))
-    halves.flagged.copy_(widen(halves.flagged, flagged=True))
+    write(_unpacked(halves))
 
 
 def pack(halves: Halves) -> None:
     """Write new weights and lower halves from the masters, and put the flags on `exp_avg_sq`."""
+    write(_packed(halves))
+
+
+def _unpacked(halves: Halves) -> Writes:
+    masters = join(halves.high, halves.low, halves.flagged < 0)
+    return [(halves.masters, masters), (halves.flagged, widen(halves.flagged, flagged=True))]
+
+
+def _packed(halves: Halves) -> Writes:
     high, low, flag = split(halves.masters)
-    halves.high.copy_(high)
-    halves.low.copy_(low)
-    halves.flagged.copy_(with_flag(halves.flagged, flag))
+    flagged = with_flag(halves.flagged, flag)
+    return [(halves.high, high), (halves.low, low), (halves.flagged, flagged)]
+
+
+def write(writes: Writes) -> None:
+    """Copy each value into its tensor."""
+    for target, value in writes:
+        target.copy_(value)
 
 
 def noise(count: int, first: torch.Tensor, step: torch.Tensor) -> Tensors:
@@ -141,13 +158,55 @@ def _shifted(x: torch.Tensor, by: int) -> torch.Tensor:
     return (x >> by) & ((1 << (32 - by)) - 1)
 
 
-def run_on(device: Device, function: Callable[[Halves], None], halves: Halves) -> None:
-    """Run `pack` or `unpack` as one kernel where the device compiles, else block by block."""
-    if device.compiles:
-        compiled(function)(Halves(*map(apart, halves)))
-        return
-    for part in blocks(halves.low.numel()):
-        function(Halves(*(each[part] for each in halves)))
+class Resumable:
+    """Runs one kernel after the other, each as one where the device compiles, else block by block.
+
+    A run that has raised goes on where it stopped when it is made again. So each element is changed once, whichever
+    operator fails.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._compiles = device.compiles
+        self._blocks_done = 0
+        # What the block that failed has left to write.
+        self._writes: Writes | None = None
+
+    def run(self, numel: int, whole: Callable[[], None], part: Callable[[slice], Writes]) -> None:
+        """Run `whole`, a compiled kernel over `numel` elements, or make the writes of every `part`."""
+        if self._compiles:
+            whole()
+            return
+        for each in blocks(numel)[self._blocks_done :]:
+            if self._writes is None:
+                self._writes = part(each)
+            write(self._writes)
+            self._writes = None
+            self._blocks_done += 1
+        self._blocks_done = 0
+
+
+class Packer:
+    """Runs `pack` and `unpack` on the live current stream; after an error the same call goes on."""
+
+    def __init__(self, device: Device) -> None:
+        self._kernel = Resumable(device)
+
+    def pack(self, halves: Halves) -> None:
+        """See `pack`."""
+        self._run(pack, _packed, halves)
+
+    def unpack(self, halves: Halves) -> None:
+        """See `unpack`."""
+        self._run(unpack, _unpacked, halves)
+
+    def _run(
+        self, function: Callable[[Halves], None], values: Callable[[Halves], Writes], halves: Halves
+    ) -> None:
+        self._kernel.run(
+            halves.low.numel(),
+            lambda: compiled(function)(Halves(*map(apart, halves))),
+            lambda part: values(Halves(*(each[part] for each in halves))),
+        )
 
 
 def apart(tensor: torch.Tensor) -> torch.Tensor:
@@ -211,6 +270,15 @@ class Scalars(NamedTuple):
 
 def update_halved(formula: Formula, operands: Operands, scalars: Scalars) -> None:
     """Update hi/lo masters; the flag in the sign of the last moment tells ties apart."""
+    write(_updated_halved(formula, operands, scalars))
+
+
+def update_whole(formula: Formula, operands: Operands, scalars: Scalars) -> None:
+    """Update fp32 masters, and round them to weights unless the weight is its own master."""
+    write(_updated_whole(formula, operands, scalars))
+
+
+def _updated_halved(formula: Formula, operands: Operands, scalars: Scalars) -> Writes:
     weight, low, _, _, moments = operands
     assert weight is not None
     assert low is not None
@@ -218,24 +286,22 @@ def update_halved(formula: Formula, operands: Operands, scalars: Scalars) -> Non
     bits = [*(widen(each, flagged=False) for each in moments[:-1]), widen(moments[-1], flagged=True)]
     master, *rounded = _new_states(formula, operands, scalars, old, bits)
     high, lower, flag = split(master.view(torch.int32))
-    weight.copy_(high)
-    low.copy_(lower)
-    for target, value in zip(moments[:-1], rounded[:-1], strict=True):
-        target.copy_(value)
-    moments[-1].copy_(with_flag(rounded[-1], flag))
+    flagged = with_flag(rounded[-1], flag)
+    return [
+        (weight, high),
+        (low, lower),
+        *zip(moments[:-1], rounded[:-1], strict=True),
+        (moments[-1], flagged),
+    ]
 
 
-def update_whole(formula: Formula, operands: Operands, scalars: Scalars) -> None:
-    """Update fp32 masters, and round them to weights unless the weight is its own master."""
+def _updated_whole(formula: Formula, operands: Operands, scalars: Scalars) -> Writes:
     weight, _, old, _, moments = operands
     assert old is not None
     bits = [widen(each, flagged=False) for each in moments]
     master, *rounded = _new_states(formula, operands, scalars, old, bits)
-    old.copy_(master)
-    if weight is not None:
-        weight.copy_(master)
-    for target, value in zip(moments, rounded, strict=True):
-        target.copy_(value)
+    weights = [] if weight is None else [(weight, master)]
+    return [(old, master), *weights, *zip(moments, rounded, strict=True)]
 
 
 def _new_states(
@@ -258,8 +324,8 @@ class RoundedUpdate:
     """Runs the update of rounded moments on the live current stream."""
 
     def __init__(self, device: Device, algorithm: Algorithm) -> None:
-        self._device = device
         self._algorithm = algorithm
+        self._kernel = Resumable(device)
         # The scale and the overflow flag of steps that have none.
         self._one = torch.ones((), device=device.torch_device)
         self._zero = torch.zeros((), device=device.torch_device)
@@ -289,8 +355,10 @@ class RoundedUpdate:
         grad_scale: torch.Tensor | None,
         found_inf: torch.Tensor | None,
     ) -> None:
-        """Update one piece; `Operands` and `Scalars` say what is what."""
-        function = update_whole if operands.low is None else update_halved
+        """Update one piece; `Operands` and `Scalars` say what is what. After an error the same call goes on."""
+        function, values = (
+            (update_whole, _updated_whole) if operands.low is None else (update_halved, _updated_halved)
+        )
         scalars = Scalars(
             first,
             step,
@@ -298,12 +366,16 @@ class RoundedUpdate:
             self._one if grad_scale is None else grad_scale,
             self._zero if found_inf is None else found_inf,
         )
-        if self._device.compiles:
-            compiled(function)(self._algorithm.formula, operands.each(apart), scalars)
-            return
-        for part in blocks(operands.gradient.numel()):
-            cut = operands.each(lambda tensor, part=part: tensor[part])  # type: ignore[misc]
-            function(self._algorithm.formula, cut, scalars._replace(first=first + part.start))
+        formula = self._algorithm.formula
+        self._kernel.run(
+            operands.gradient.numel(),
+            lambda: compiled(function)(formula, operands.each(apart), scalars),
+            lambda part: values(
+                formula,
+                operands.each(lambda tensor: tensor[part]),
+                scalars._replace(first=first + part.start),
+            ),
+        )
 
 
 def _group(member: Member) -> int:

@@ -9,8 +9,12 @@ should hide the update has been launched. Slots that become free at the end take
 which therefore arrive behind forward and backward.
 
 The pipeline knows chunks and gradients. Which of them take part, and who waits for the weights, is up to `share`.
-Slots are taken in `_load` alone. One is given back after its copy out (`_queue`), or when its chunk is dropped before
-its update (`_pop_loaded`, `drop_prefetched`). A step begins in `begin`; `_end_step` runs once all of it is queued.
+Every slot is either idle, or holds a chunk in `_loaded`, or is retired: it changes its place where nothing can fail.
+
+Any operation may raise before it has had an effect, as where memory is short. A step is planned (`plan`, which changes
+nothing), begun (`begin`, assignments alone) and then carried out by whoever calls `advance`, `queue_for` or `finish`:
+operation by operation, each noted once it has happened. The chunk that is being updated stays at the head of the queue
+until it is whole, so the next call goes on exactly where the last one stopped.
 
 Explained in docs/optimizer-state-offloading.md, "What happens in a step".
 """
@@ -18,11 +22,14 @@ Explained in docs/optimizer-state-offloading.md, "What happens in a step".
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 
 import torch
 
-from reference_impl.device import REACHED, Device, Event
+from reference_impl.device import Device, Event
+from reference_impl.memory.interrupts import deferred_interrupts
 from reference_impl.memory.ring import Slot
 from reference_impl.optimizers.algorithms import Algorithm
 from reference_impl.optimizers.layout import Member
@@ -32,6 +39,19 @@ from reference_impl.optimizers.streamed.update import ChunkUpdate, StreamedStep
 
 # A chunk takes up to ten launches, and a stream holds about a thousand before the host has to wait.
 _QUEUED_AHEAD = 64
+
+
+@dataclass(slots=True)
+class ChunkQueue:
+    """The chunks that one step updates, in order, and what it applies: None once all of them are queued.
+
+    `chunks_until` counts, for each member, how many of them make its weight new. `at_once` are queued at once.
+    """
+
+    chunks: list[Chunk]
+    chunks_until: Mapping[Member, int]
+    step: StreamedStep | None
+    at_once: int
 
 
 class StreamedPipeline:
@@ -47,15 +67,16 @@ class StreamedPipeline:
         self._slots = Slots(device)
         # Chunks on the device or on their way in, not updated yet, in the order of their copies.
         self._loaded: dict[Chunk, tuple[Slot, Event]] = {}
-        # The step that is being queued, None between steps; all its chunks, those that are not queued yet, and of
-        # these the ones that are not loaded.
-        self._step: StreamedStep | None = None
-        self._begun: Event = REACHED
-        self._order: list[Chunk] = []
+        # The last step; its chunks that are not queued yet, and of these the ones that are not loaded.
+        self._queue = ChunkQueue([], {}, None, 0)
         self._unqueued: deque[Chunk] = deque()
         self._unloaded: deque[Chunk] = deque()
-        # How many chunks have to be queued until a member's weight is new.
-        self._chunks_until: dict[Member, int] = {}
+        # The event behind which the step's updates run; None until what precedes them has happened.
+        self._begun: Event | None = None
+        # How many operations before the first chunk have happened.
+        self._done = 0
+        # The event of the update of the chunk at the head, once it has run.
+        self._head_updated: Event | None = None
         self.updated: dict[Member, Event] = {}
 
     @property
@@ -78,10 +99,22 @@ class StreamedPipeline:
         """Whether no extra slot may be added, however much memory is free."""
         return self._slots.at_limit
 
+    def synchronize(self) -> None:
+        """Block until all that has been queued of the step has happened."""
+        for event in (self._begun, *self.updated.values()):
+            if event is not None:
+                event.synchronize()
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether a step has begun that is not queued to its end."""
+        return self._queue.step is not None
+
     def allocate(self, chunks: Sequence[Chunk], *, slots: int) -> None:
         """Allocate what `chunks`, all there are, need on the live current stream.
 
-        A step that has begun is finished first. At most `slots` slots will exist, three of them permanent.
+        A step that has begun is finished first. At most `slots` slots will exist, three of them permanent. When it
+        raises, all buffers are as they were or larger.
         """
         self.finish()
         self.drop_prefetched()
@@ -91,132 +124,199 @@ class StreamedPipeline:
             max(sizes, default=0), permanent=min(LEAST_SLOTS, len(sizes)), most=min(slots, len(sizes))
         )
 
-    def begin(self, chunks: Sequence[Chunk], step: StreamedStep, *, at_once: int) -> None:
-        """Begin to update `chunks` in this order, behind the live current stream; queue `at_once` or more of them.
+    def plan(self, chunks: Sequence[Chunk], step: StreamedStep, *, at_once: int) -> ChunkQueue:
+        """Plan to update `chunks` in this order, and to queue `at_once` or more of them at once; changes nothing."""
+        until = {piece.member: count for count, chunk in enumerate(chunks, start=1) for piece in chunk.pieces}
+        return ChunkQueue(list(chunks), until, step, max(at_once, _QUEUED_AHEAD))
 
-        Pieces of members without a gradient stay as they are. The caller keeps what is in `step` alive until the
+    def begin(self, queue: ChunkQueue) -> None:
+        """Begin a step that was planned, once the last one is finished; `advance` carries it out. Does not raise.
+
+        Pieces of members without a gradient stay as they are. The caller keeps what is in the step alive until the
         events in `updated`.
         """
-        self.finish()
-        self._update.begin(step, chunks)
-        self._step, self._begun = step, self._device.record()
-        self._order, self._unqueued = list(chunks), deque(chunks)
-        self._chunks_until = {
-            piece.member: count for count, chunk in enumerate(chunks, start=1) for piece in chunk.pieces
-        }
-        self._load_unloaded()
-        self._queue_next(max(at_once, _QUEUED_AHEAD))
+        self._queue, self._unqueued = queue, deque(queue.chunks)
+        self._begun, self._done = None, 0
 
-    def queue_for(self, members: Iterable[Member]) -> None:
-        """Queue the update of `members`, and of `_QUEUED_AHEAD` chunks that follow."""
-        wanted = max((self._chunks_until.get(member, 0) for member in members), default=0)
+    def advance(self) -> None:
+        """Queue what is to be queued at once, behind the live current stream."""
+        self._queue_until(self._queue.at_once)
+
+    def queue_for(self, members: Iterable[Member], *, ahead: bool = True) -> None:
+        """Queue the update of `members`, and where something is `ahead`, of `_QUEUED_AHEAD` chunks that follow."""
+        until = self._queue.chunks_until
+        wanted = max((until.get(member, 0) for member in members), default=0)
         if wanted:
-            self._queue_next(wanted + _QUEUED_AHEAD - (len(self._order) - len(self._unqueued)))
+            self._queue_until(wanted + _QUEUED_AHEAD if ahead else wanted)
         self._slots.free_retired()
 
     def finish(self) -> None:
         """Queue all that is left of the step, and the copies of the next step's first chunks."""
-        self._queue_next(len(self._unqueued))
+        self._queue_until(len(self._queue.chunks))
 
     def prefetch(self, chunks: deque[Chunk], *, limit_bytes: int | None) -> None:
         """Copy `chunks`, the next step's first, in, taking them from the left, as far as there are slots for them.
 
         Extra slots are allocated on the live current stream, of at most `limit_bytes` in all if given; they retire
-        once their chunks have been copied out.
+        once their chunks have been copied out. Where memory is short fewer chunks come in, and nothing is raised.
         """
-        self.finish()
-        while chunks and (self._slots.idle or self._slots.add_extra(limit_bytes)):
-            chunk = chunks.popleft()
-            if not chunk.resident and chunk not in self._loaded:
-                self._load(chunk)
+        with deferred_interrupts():
+            try:
+                self.finish()
+                while chunks and (self._slots.idle or self._slots.add_extra(limit_bytes)):
+                    chunk = chunks[0]
+                    if not chunk.resident and chunk not in self._loaded:
+                        self._load(chunk)
+                    chunks.popleft()
+            except (torch.OutOfMemoryError, MemoryError):
+                # The chunks come in with the step instead.
+                self._settle()
 
     def drop_prefetched(self) -> None:
         """Block until the chunks that were prefetched have come in, and drop them: their storage may be written."""
-        for slot, arrived in self._loaded.values():
+        for _, arrived in self._loaded.values():
             arrived.synchronize()
-            self._slots.give_back(slot, after=arrived, needed=0)
-        self._loaded.clear()
-        self._slots.retire_extra()
-        self._slots.free_retired()
+        with deferred_interrupts():
+            for chunk in self.loaded:
+                self._drop(chunk, needed=0)
+            self._slots.retire_extra()
+            self._slots.free_retired()
 
     def close(self) -> None:
         """Drop the buffers, once all copies are done."""
         self._update.close()
-        self._step = None
+        self._queue = ChunkQueue([], {}, None, 0)
         self._loaded.clear()
-        self._order.clear()
         self._unqueued.clear()
         self._unloaded.clear()
+        self._head_updated = None
         self._slots = Slots(self._device)
 
-    def _queue_next(self, count: int) -> None:
-        if count <= 0 or not self._unqueued:
+    def _queue_until(self, count: int) -> None:
+        """Queue the step's chunks until `count` of them are; what an earlier call has not managed comes first."""
+        step, chunks = self._queue.step, self._queue.chunks
+        if step is None:
             return
-        with torch.inference_mode(False), torch.no_grad():
-            for _ in range(min(count, len(self._unqueued))):
-                self._queue(self._unqueued.popleft())
+        missing = min(count, len(chunks)) - (len(chunks) - len(self._unqueued))
+        if missing <= 0 and self._begun is not None:
+            return
+        with deferred_interrupts(), torch.inference_mode(False), torch.no_grad():
+            try:
+                if self._begun is None:
+                    self._start(step)
+                for _ in range(missing):
+                    self._update_next(step)
+            except BaseException:
+                self._settle()
+                raise
             if not self._unqueued:
                 self._end_step()
 
+    def _settle(self) -> None:
+        """Wait until the device is done, after an operation that was given to a stream may have lost its event."""
+        # The error that led here says more than one of waiting.
+        with suppress(Exception):
+            self._device.synchronize()
+
+    def _start(self, step: StreamedStep) -> None:
+        """Do what the updates of chunks need, once: count the step, and load as many chunks as there are idle slots."""
+        counters = [step.steps[member] for member in step.gradients]
+        if self._done == 0:
+            torch._foreach_add_(counters, 1)
+            self._done = 1
+        if self._done == 1:
+            if step.found_inf is not None:
+                torch._foreach_sub_(counters, [step.found_inf] * len(counters))
+            self._done = 2
+        self._update.begin(step, self._queue.chunks)
+        begun = self._device.record()
+        self._note_unloaded()
+        self._begun = begun
+        self._load_idle()
+
     def _end_step(self) -> None:
         """Copy the next step's first chunks in, each once one of the permanent slots becomes free."""
-        self._step = None
+        self._queue.step = None
         self._slots.retire_extra()
-        for chunk in self._order:
-            if not self._slots.idle:
-                return
-            if not chunk.resident and chunk not in self._loaded:
-                self._load(chunk)
+        try:
+            for chunk in self._queue.chunks:
+                if not self._slots.idle:
+                    return
+                if not chunk.resident and chunk not in self._loaded:
+                    self._load(chunk)
+        except (torch.OutOfMemoryError, MemoryError):
+            # They come in with the step instead.
+            self._settle()
 
-    def _queue(self, chunk: Chunk) -> None:
-        """Queue the update of one chunk, and what its slot takes next."""
+    def _update_next(self, step: StreamedStep) -> None:
+        """Queue the update of the chunk at the head, and what its slot takes next."""
+        chunk = self._unqueued[0]
         if chunk.resident:
-            updated = self._run_update(chunk, chunk.storage, after=(self._begun,))
-        else:
-            slot, arrived = self._pop_loaded(chunk)
-            buffer = _buffer(chunk, slot)
-            updated = self._run_update(chunk, buffer, after=(self._begun, arrived))
-            chunk.stored = self._device.copy_out(chunk.storage, buffer, after=(updated,))
-            self._slots.give_back(slot, after=chunk.stored, needed=len(self._unloaded))
-            self._load_idle()
+            updated = self._update_head(chunk, chunk.storage, step)
+            self._pop_head(chunk, updated)
+            return
+        slot, arrived = self._slot_of(chunk)
+        buffer = _buffer(chunk, slot)
+        updated = self._update_head(chunk, buffer, step, arrived)
+        stored = self._device.copy_out(chunk.storage, buffer, after=(updated,))
+        chunk.stored = stored
+        del self._loaded[chunk]
+        self._pop_head(chunk, updated)
+        self._slots.give_back(slot, after=stored, needed=len(self._unloaded))
+        self._load_idle()
+
+    def _pop_head(self, chunk: Chunk, updated: Event) -> None:
+        """Note that the update of `chunk` has been queued to its end; nothing here can fail."""
         for piece in chunk.pieces:
             self.updated[piece.member] = updated
+        self._unqueued.popleft()
+        self._head_updated = None
+        self._update.end()
 
-    def _run_update(self, chunk: Chunk, buffer: torch.Tensor, *, after: tuple[Event, ...]) -> Event:
-        """Run the kernels of `chunk` on the update stream; return the event of their end."""
-        assert self._step is not None
-        with self._device.on_update_stream():
-            for event in after:
-                self._device.wait(event)
-            self._update.run(chunk, buffer, self._step)
-            return self._device.record()
+    def _update_head(self, chunk: Chunk, buffer: torch.Tensor, step: StreamedStep, *after: Event) -> Event:
+        """Run the kernels of `chunk` on the update stream, unless they have run; return the event of their end."""
+        if self._head_updated is None:
+            assert self._begun is not None
+            with self._device.on_update_stream():
+                self._device.wait(self._begun)
+                for event in after:
+                    self._device.wait(event)
+                self._update.run(chunk, buffer, step)
+                self._head_updated = self._device.record()
+        return self._head_updated
 
-    def _pop_loaded(self, chunk: Chunk) -> tuple[Slot, Event]:
+    def _slot_of(self, chunk: Chunk) -> tuple[Slot, Event]:
         """Return the slot of `chunk` and the event after which it has come in; load it if it is not loaded."""
         if chunk not in self._loaded:
-            # The order has changed since the prefetch. What was loaded last is needed last.
-            _, (slot, arrived) = self._loaded.popitem()
-            self._slots.give_back(slot, after=arrived, needed=1)
-            self._load(chunk)
-            self._load_unloaded()
-        return self._loaded.pop(chunk)
+            # A load has failed, or there was no slot because the order has changed since the prefetch. What was
+            # loaded last is needed last.
+            if not self._slots.idle:
+                self._drop(next(reversed(self._loaded)), needed=1)
+            self._note_unloaded()
+            self._load_idle()
+        return self._loaded[chunk]
 
-    def _load_unloaded(self) -> None:
-        """Note which chunks of the step are not loaded, and load as many as there are idle slots."""
+    def _drop(self, chunk: Chunk, *, needed: int) -> None:
+        """Give the slot of a chunk back that has not been updated."""
+        slot, arrived = self._loaded.pop(chunk)
+        self._slots.give_back(slot, after=arrived, needed=needed)
+
+    def _note_unloaded(self) -> None:
         self._unloaded = deque(
             chunk for chunk in self._unqueued if not chunk.resident and chunk not in self._loaded
         )
-        self._load_idle()
 
     def _load_idle(self) -> None:
+        """Load as many chunks as there are idle slots."""
         while self._unloaded and self._slots.idle:
-            self._load(self._unloaded.popleft())
+            self._load(self._unloaded[0])
+            self._unloaded.popleft()
 
     def _load(self, chunk: Chunk) -> None:
-        """Take a slot and copy `chunk` in, behind the slot's last use and the chunk's last copy out."""
-        slot = self._slots.take()
+        """Copy `chunk` into an idle slot, behind the slot's last use and the chunk's last copy out."""
+        slot = self._slots.idle[0]
         arrived = self._device.copy_in(_buffer(chunk, slot), chunk.storage, after=(slot.free, chunk.stored))
-        self._loaded[chunk] = slot, arrived
+        self._loaded[chunk] = self._slots.take(), arrived
 
 
 def _buffer(chunk: Chunk, slot: Slot) -> torch.Tensor:

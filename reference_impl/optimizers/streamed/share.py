@@ -1,7 +1,9 @@
 """The streamed share: the elements of an optimizer's members whose states are on the host between steps.
 
 It puts chunks, storage and the pipeline together as one share of an optimizer, beside others that update other elements
-of the same members. A step begins in `update`, and is finished by `wait_for` (for some members) or `finish`.
+of the same members. A step is prepared (`prepare`, which may raise and changes nothing), begun (`begin`, which does not
+raise) and carried out: what is wanted at once by `advance`, the rest by `wait_for` (for some members) or `finish`. Any
+of these may raise where memory is short, and the next one goes on exactly where it stopped.
 
 Explained in docs/optimizer-state-offloading.md, "Shares".
 """
@@ -16,12 +18,13 @@ from typing import Any
 import torch
 
 from reference_impl.device import REACHED, Device, Event
+from reference_impl.memory.interrupts import deferred_interrupts
 from reference_impl.optimizers.algorithms import Algorithm
 from reference_impl.optimizers.clip_decision import ClipDecision
 from reference_impl.optimizers.layout import Member
 from reference_impl.optimizers.step import snapshot
 from reference_impl.optimizers.streamed.chunks import Chunk, Part, StreamedWeights
-from reference_impl.optimizers.streamed.pipeline import StreamedPipeline
+from reference_impl.optimizers.streamed.pipeline import ChunkQueue, StreamedPipeline
 from reference_impl.optimizers.streamed.slots import LEAST_SLOTS, FreedMemory
 from reference_impl.optimizers.streamed.storage import StateFormat, StateStorage, StreamedStates
 from reference_impl.optimizers.streamed.update import StreamedStep
@@ -71,6 +74,7 @@ class StreamedShare:
         self._pipeline = StreamedPipeline(device, algorithm)
         self._chunks: list[Chunk] = []
         self._gradients: dict[Member, torch.Tensor] = {}
+        self._prepared: ChunkQueue | None = None
         self._freed = FreedMemory(device)
         # The chunks that backward may still prefetch; None until its first gradient.
         self._prefetchable: deque[Chunk] | None = None
@@ -86,19 +90,33 @@ class StreamedShare:
     def add(self, parts: Mapping[Member, Part]) -> None:
         """Make the states of new members, moments zero and masters from the parameters. No update may be running.
 
-        Raises ValueError for a budget below three chunks, and HostMemoryError: both before anything is allocated.
+        Raises ValueError for a budget below three chunks, HostMemoryError and torch.OutOfMemoryError; then nothing has
+        been added, and host memory that was reserved serves the next call.
         """
-        self._most_slots = self._slots_in_budget([member.param for member in (*self.steps, *parts)])
+        most_slots = self._slots_in_budget([member.param for member in (*self.steps, *parts)])
+        self.finish(for_writing=True)
         chunks = self._storage.make(parts)
-        self._chunks.extend(chunks)
-        self._pipeline.allocate(self._chunks, slots=self._most_slots)
-        for chunk in chunks:
-            self._states.add(chunk)
-        for member, part in parts.items():
-            self.steps[member] = torch.zeros((), device=self._device.torch_device)
-            if part.is_split:
-                self._weights.keep_apart(member, part.streamed)
-        self.refresh_masters(parts)
+        try:
+            self._pipeline.allocate([*self._chunks, *chunks], slots=most_slots)
+            steps = {member: torch.zeros((), device=self._device.torch_device) for member in parts}
+            for chunk in chunks:
+                self._states.add(chunk)
+            for member, part in parts.items():
+                if part.is_split:
+                    self._weights.keep_apart(member, part.streamed)
+            for member in parts:
+                self._states.refresh_master(member)
+        except BaseException:
+            with deferred_interrupts():
+                for member in parts:
+                    self._weights.forget(member)
+                    self._states.forget(member)
+                self._storage.discard()
+            raise
+        with deferred_interrupts():
+            self._most_slots = most_slots
+            self._chunks.extend(chunks)
+            self.steps.update(steps)
 
     def _slots_in_budget(self, params: Sequence[torch.Tensor]) -> int:
         """Return how many slots the budget allows, given all parameters."""
@@ -145,6 +163,11 @@ class StreamedShare:
         return self._pipeline.unqueued
 
     @property
+    def is_begun(self) -> bool:
+        """Whether a step has begun that is not queued to its end: `wait_for` and `finish` go on with it."""
+        return self._pipeline.is_begun
+
+    @property
     def extra_bytes(self) -> int:
         """Device bytes of all extra slots."""
         return self._pipeline.extra_bytes
@@ -163,35 +186,56 @@ class StreamedShare:
         """Return whether a part of `member` is here."""
         return member in self.steps
 
-    @torch.no_grad()
     def update(
         self,
         gradients: Mapping[Member, torch.Tensor],
         decision: ClipDecision | None,
         groups: Sequence[Mapping[str, Any]],
     ) -> None:
-        """Begin the update of members here, behind the live current stream; the host waits for nothing.
+        """Prepare a step, begin it, and queue what is wanted at once; the host waits for nothing."""
+        self.prepare(gradients, decision, groups)
+        with deferred_interrupts():
+            self.begin()
+            self.advance()
+
+    @torch.no_grad()
+    def prepare(
+        self,
+        gradients: Mapping[Member, torch.Tensor],
+        decision: ClipDecision | None,
+        groups: Sequence[Mapping[str, Any]],
+    ) -> None:
+        """Prepare the update of members here, once the last step is finished; it may raise, and changes nothing.
 
         Chunks go in the order of `chunks`: the first at once, others as `wait_for` asks for them, then the copies of
         the next step's first chunks. `gradients` of other members are passed over; each has the shape of its (local)
-        parameter and is kept until `wait_for`. Each call copies every chunk that it touches in and out, so one call a
-        step is best. Without a decision gradients are used as they are.
+        parameter and is kept until `wait_for`. Each step copies every chunk that it touches in and out, so one step of
+        all members is best. Without a decision gradients are used as they are.
         """
+        self._prepared = None
         self.wait_for(self._gradients)
-        self._freed.on_step()
-        self._prefetchable = None
+        self._pipeline.finish()
         ours = {member: gradient for member, gradient in gradients.items() if member in self.steps}
         if not ours:
             return
-        self._decision, self._gradients = decision, dict(ours)
-        steps = [self.steps[member] for member in ours]
-        torch._foreach_add_(steps, 1)
-        if decision is not None:
-            torch._foreach_sub_(steps, [decision.found_inf] * len(steps))
         due = [chunk for chunk in self.chunks if any(piece.member in ours for piece in chunk.pieces)]
         step = StreamedStep(ours, self.steps, decision, snapshot(groups), self._weights)
         # A CPU worker waits for the chunks of split members.
-        self._pipeline.begin(due, step, at_once=sum(map(self._has_split_member, due)))
+        self._prepared = self._pipeline.plan(due, step, at_once=sum(map(self._has_split_member, due)))
+
+    def begin(self) -> None:
+        """Begin the prepared step, which owns its gradients and decision from here on; does not raise."""
+        self._freed.on_step()
+        self._prefetchable = None
+        queue, self._prepared = self._prepared, None
+        if queue is not None and queue.step is not None:
+            self._decision, self._gradients = queue.step.decision, dict(queue.step.gradients)
+            self._pipeline.begin(queue)
+
+    @torch.no_grad()
+    def advance(self) -> None:
+        """Queue what the begun step wants at once, behind the live current stream; after an error, go on."""
+        self._pipeline.advance()
 
     def _has_split_member(self, chunk: Chunk) -> bool:
         return any(self._weights.kept_apart(piece.member) is not None for piece in chunk.pieces)
@@ -223,15 +267,21 @@ class StreamedShare:
         `update` with this member, the live current stream must wait for whoever reads them.
         """
         apart = self._weights.kept_apart(member)
-        return None if apart is None else (*apart, self._pipeline.updated.get(member, REACHED))
+        if apart is None:
+            return None
+        # It has been, unless queueing has failed.
+        self._pipeline.queue_for([member], ahead=False)
+        return *apart, self._pipeline.updated.get(member, REACHED)
 
+    @torch.no_grad()
     def finish(self, *, for_writing: bool) -> None:
         """Finish the step, and block until the storage is whole and, `for_writing`, no copy reads it either."""
-        self.wait_for(self._gradients)
         self._pipeline.finish()
-        self._prefetchable = None
+        self._pipeline.synchronize()
         for chunk in self._chunks:
             chunk.stored.synchronize()
+        self._gradients.clear()
+        self._prefetchable = None
         if for_writing:
             self._pipeline.drop_prefetched()
 
@@ -261,11 +311,14 @@ class StreamedShare:
             self._states.refresh_master(member)
 
     def close(self) -> None:
-        """Wait for all copies and free the memory on the device and on the host."""
-        self._storage.close()
-        # The views of the host's pages, and the device buffers.
-        self._chunks.clear()
-        self._gradients.clear()
-        self._weights.clear()
-        self._states = StreamedStates(self._weights)
-        self._pipeline.close()
+        """Wait for all copies and free the memory on the device and on the host. What is not queued yet is dropped."""
+        try:
+            self._storage.close()
+        finally:
+            # The views of the host's pages, and the device buffers.
+            self._chunks.clear()
+            self._gradients.clear()
+            self._prepared = None
+            self._weights.clear()
+            self._states = StreamedStates(self._weights)
+            self._pipeline.close()

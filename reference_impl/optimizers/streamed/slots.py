@@ -39,17 +39,16 @@ class Slots:
     def allocate(self, slot_bytes: int, *, permanent: int, most: int) -> None:
         """Allocate the `permanent` slots on the live current stream, unless they exist; afterwards all are idle.
 
-        `most` slots may exist at a time, extra ones included.
+        `most` slots may exist at a time, extra ones included. Changes nothing when it raises.
         """
+        if slot_bytes > self._slot_bytes or permanent > self._permanent:
+            for slot in (*self.idle, *self._retired):
+                self._device.wait(slot.free)
+            idle = deque(DeviceRing(self._device, slot_bytes=slot_bytes, slots=permanent).slots)
+            self._retired.clear()
+            self._slot_bytes, self._permanent, self._count = slot_bytes, permanent, permanent
+            self.idle = idle
         self._most = most
-        if slot_bytes <= self._slot_bytes and permanent <= self._permanent:
-            return
-        for slot in (*self.idle, *self._retired):
-            self._device.wait(slot.free)
-        self._retired.clear()
-        self._slot_bytes, self._permanent = slot_bytes, permanent
-        self.idle = deque(DeviceRing(self._device, slot_bytes=slot_bytes, slots=permanent).slots)
-        self._count = permanent
 
     def take(self) -> Slot:
         """Take the idle slot that becomes free first. Raises IndexError when none is idle."""
@@ -71,7 +70,7 @@ class Slots:
         """Add an idle slot if the number of slots and `limit_bytes` for all extra ones (None: no limit) allow it.
 
         It is a new slot, allocated on the live current stream, or else a retired one that is not free yet. Returns
-        whether one was added.
+        whether one was added. Raises torch.OutOfMemoryError, before anything has changed.
         """
         self.free_retired()
         extra = self._count - self._permanent + 1

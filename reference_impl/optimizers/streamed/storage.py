@@ -16,7 +16,7 @@ from importlib.util import find_spec
 import torch
 
 from reference_impl.device import Device
-from reference_impl.memory.arena import HostArena
+from reference_impl.memory.arena import HostArena, HostBlock
 from reference_impl.optimizers.algorithms import Algorithm
 from reference_impl.optimizers.layout import ALIGNMENT, MASTER, Member, Piece
 from reference_impl.optimizers.options import CHUNK_BYTES
@@ -118,6 +118,10 @@ class StateStorage:
         self._format = state_format
         self._arena = HostArena(device, remedy=remedy)
         self._numbered = 0
+        # What the last `make` has taken, and what was reserved for chunks that were discarded.
+        self._blocks: list[HostBlock] = []
+        self._used_bytes = 0
+        self._spare_bytes = 0
 
     def chunk_elements(self, dtype: torch.dtype) -> int:
         """Return the most elements that a chunk of parameters of `dtype` has."""
@@ -132,10 +136,29 @@ class StateStorage:
         return self.chunk_elements(dtype) * scratch_bytes_an_element(self._fields(dtype))
 
     def make(self, parts: Mapping[Member, Part]) -> list[Chunk]:
-        """Return new chunks for parts of members, all states zero. Raises HostMemoryError."""
-        resident = {member: part.resident for member, part in parts.items()}
-        streamed = {member: part.streamed for member, part in parts.items()}
-        return [*self._make(resident, resident=True), *self._make(streamed, resident=False)]
+        """Return new chunks for parts of members, all states zero.
+
+        Raises HostMemoryError and torch.OutOfMemoryError; then nothing has been handed out.
+        """
+        self._blocks, self._used_bytes = [], 0
+        chunks: list[Chunk] = []
+        try:
+            for resident in (True, False):
+                ranges = {m: part.resident if resident else part.streamed for m, part in parts.items()}
+                chunks.extend(self._make(ranges, resident=resident))
+        except BaseException:
+            self.discard()
+            raise
+        return chunks
+
+    def discard(self) -> None:
+        """Take the host memory of the last `make` back, which no copy may have used; the next chunks get it."""
+        for block in self._blocks:
+            # A chunk begins with states that are zero.
+            block.view(torch.uint8, (block.size_bytes,)).zero_()
+            self._arena.free(block)
+        self._spare_bytes += self._used_bytes
+        self._blocks, self._used_bytes = [], 0
 
     def close(self) -> None:
         """Wait for all copies and unlock the host memory."""
@@ -153,7 +176,12 @@ class StateStorage:
             for pieces, numel in plans
         ]
         if listed and not resident:
-            self._arena.reserve(sum(numel * bytes_an_element(fields) for _, numel, fields in listed))
+            needed_bytes = sum(numel * bytes_an_element(fields) for _, numel, fields in listed)
+            if needed_bytes > self._spare_bytes:
+                self._arena.reserve(needed_bytes - self._spare_bytes)
+                self._spare_bytes = needed_bytes
+            self._spare_bytes -= needed_bytes
+            self._used_bytes = needed_bytes
         for pieces, numel, fields in listed:
             size_bytes = numel * bytes_an_element(fields)
             is_own_master = pieces[0].member.param.dtype == torch.float32
@@ -181,8 +209,10 @@ class StateStorage:
         return torch.zeros(size_bytes, dtype=torch.uint8, device=self._device.torch_device)
 
     def _on_host(self, size_bytes: int) -> torch.Tensor:
-        """Return a part of the slab, which holds zeros as long as no block has been freed to it."""
-        return self._arena.allocate(size_bytes).view(torch.uint8, (size_bytes,))
+        """Return a part of the slab, which holds zeros: what is freed to it is set to zero."""
+        block = self._arena.allocate(size_bytes)
+        self._blocks.append(block)
+        return block.view(torch.uint8, (size_bytes,))
 
 
 class StreamedStates:
@@ -200,6 +230,10 @@ class StreamedStates:
         """Note where the pieces of `chunk` are."""
         for piece in chunk.pieces:
             self._chunks[piece.member].append((piece, chunk))
+
+    def forget(self, member: Member) -> None:
+        """Know nothing of a member any more."""
+        self._chunks.pop(member, None)
 
     def parts(self, member: Member, name: str) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield (first element, flat fp32 values) of each piece: a view of its storage, or a copy if it is packed."""

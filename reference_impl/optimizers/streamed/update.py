@@ -4,6 +4,10 @@ Where all states are fp32 while they are updated, torch's own fused kernel runs,
 masters before it and pack them after it. Where moments are bf16 one kernel does all of it; see `packing`. Updates run
 one after the other, so one set of scratch buffers, allocated once, serves all chunks.
 
+A chunk's update is a few operations, and any of them may raise before it has had an effect. `ChunkUpdate` counts those
+that are done, so that the same call, made again, goes on with the one that has failed: the fused kernel must not run
+twice on the same states.
+
 Explained in docs/optimizer-state-offloading.md.
 """
 
@@ -66,6 +70,8 @@ class ChunkUpdate:
         self._scratch = Scratch(device)
         self._rounded = packing.RoundedUpdate(device, algorithm)
         self._numbers: Mapping[Member, torch.Tensor] = {}
+        # How many operations of the chunk that is being updated are done.
+        self._done = 0
 
     def allocate(self, chunks: Sequence[Chunk]) -> None:
         """Allocate the scratch of `chunks`, all there are, on the live current stream. No update may be running."""
@@ -81,13 +87,18 @@ class ChunkUpdate:
     def run(self, chunk: Chunk, buffer: torch.Tensor, step: StreamedStep) -> None:
         """Update the states in `buffer`, which is laid out like the chunk's storage, and the weights of its pieces.
 
-        Pieces of members without a gradient stay as they are.
+        Pieces of members without a gradient stay as they are. Called again before `end`, with the same arguments, it
+        does what it has not done yet.
         """
         pieces = [piece for piece in chunk.pieces if piece.member in step.gradients]
         if chunk.rounded:
             self._run_rounded(chunk, buffer, pieces, step)
         else:
             self._run_exact(chunk, buffer, pieces, step)
+
+    def end(self) -> None:
+        """Forget how far the chunk has come: the next `run` is of another."""
+        self._done = 0
 
     def close(self) -> None:
         """Drop the scratch. No update may be running."""
@@ -99,24 +110,31 @@ class ChunkUpdate:
         """Unpack, run the fused kernel, round masters to weights, pack."""
         weights = [step.weights.of(piece) for piece in pieces]
         widened = [self._scratch.gradient(piece) for piece in pieces]
-        # The kernel writes the scaled gradient back, so an fp32 gradient is copied too.
-        torch._foreach_copy_(widened, [step.gradient(piece) for piece in pieces])
-        states = self._scratch.unpack(chunk, buffer, step.weights)
+        if self._done == 0:
+            # The kernel writes the scaled gradient back, so an fp32 gradient is copied too.
+            torch._foreach_copy_(widened, [step.gradient(piece) for piece in pieces])
+            self._scratch.unpack(chunk, buffer, step.weights)
+            self._done = 1
+        states = self._scratch.states(chunk, buffer)
         masters = states.get(MASTER, chunk.masters)
-        self._algorithm.update(
-            weights if masters is None else _cut(masters, pieces),
-            widened,
-            [_cut(states[name], pieces) for name in self._algorithm.moments],
-            [step.steps[piece.member] for piece in pieces],
-            step.groups[chunk.group],
-            grad_scale=step.grad_scale,
-            found_inf=step.found_inf,
-        )
-        self._scratch.pack(chunk, buffer)
-        if chunk.has(LOW):
-            torch._foreach_copy_(weights, [self._scratch.new_weight(piece) for piece in pieces])
-        elif masters is not None:
-            torch._foreach_copy_(weights, _cut(masters, pieces))
+        if self._done == 1:
+            self._algorithm.update(
+                weights if masters is None else _cut(masters, pieces),
+                widened,
+                [_cut(states[name], pieces) for name in self._algorithm.moments],
+                [step.steps[piece.member] for piece in pieces],
+                step.groups[chunk.group],
+                grad_scale=step.grad_scale,
+                found_inf=step.found_inf,
+            )
+            self._done = 2
+        if self._done == 2:
+            self._scratch.pack(chunk, buffer)
+            if chunk.has(LOW):
+                torch._foreach_copy_(weights, [self._scratch.new_weight(piece) for piece in pieces])
+            elif masters is not None:
+                torch._foreach_copy_(weights, _cut(masters, pieces))
+            self._done = 3
 
     def _run_rounded(
         self, chunk: Chunk, buffer: torch.Tensor, pieces: Sequence[Piece], step: StreamedStep
@@ -126,7 +144,7 @@ class ChunkUpdate:
         if chunk.masters is not None:
             whole[MASTER] = chunk.masters
         is_own_master = MASTER not in whole and LOW not in whole
-        for piece in pieces:
+        for piece in pieces[self._done :]:
             states = {name: _part(state, piece) for name, state in whole.items()}
             weight = step.weights.of(piece)
             self._rounded.update(
@@ -143,6 +161,7 @@ class ChunkUpdate:
                 grad_scale=step.grad_scale,
                 found_inf=step.found_inf,
             )
+            self._done += 1
 
 
 def scratch_bytes_an_element(fields: tuple[Field, ...]) -> int:
@@ -160,6 +179,7 @@ class Scratch:
 
     def __init__(self, device: Device) -> None:
         self._device = device
+        self._packer = packing.Packer(device)
         self._gradients = torch.empty(0)
         self._masters = torch.empty(0)
         self._high = torch.empty(0, dtype=torch.bfloat16)
@@ -186,23 +206,26 @@ class Scratch:
         """Return the new bf16 weight of `piece`, after `pack` of a chunk with hi/lo masters."""
         return _part(self._high, piece)
 
-    def unpack(self, chunk: Chunk, buffer: torch.Tensor, weights: StreamedWeights) -> dict[str, torch.Tensor]:
-        """Return all states of `chunk`, which `buffer` holds, by name as flat fp32 tensors."""
-        states = {field.name: chunk.field(field.name, buffer) for field in chunk.fields}
+    def unpack(self, chunk: Chunk, buffer: torch.Tensor, weights: StreamedWeights) -> None:
+        """Make `states` of `chunk`, which `buffer` holds, valid."""
         if chunk.has(LOW):
             torch._foreach_copy_(
                 [self.new_weight(piece) for piece in chunk.pieces],
                 [weights.of(piece) for piece in chunk.pieces],
             )
-            packing.run_on(self._device, packing.unpack, self._halves(chunk, buffer))
-            del states[LOW]
+            self._packer.unpack(self._halves(chunk, buffer))
+
+    def states(self, chunk: Chunk, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return all states of `chunk`, by name, as flat fp32 tensors; valid between `unpack` and `pack`."""
+        states = {field.name: chunk.field(field.name, buffer) for field in chunk.fields}
+        if states.pop(LOW, None) is not None:
             states[MASTER] = self._masters[: chunk.numel]
         return states
 
     def pack(self, chunk: Chunk, buffer: torch.Tensor) -> None:
-        """Write the states that `unpack` returned back to `buffer`."""
+        """Write the `states` back to `buffer`."""
         if chunk.has(LOW):
-            packing.run_on(self._device, packing.pack, self._halves(chunk, buffer))
+            self._packer.pack(self._halves(chunk, buffer))
 
     def _grown(self, buffer: torch.Tensor, chunks: Sequence[Chunk]) -> torch.Tensor:
         numel = max((chunk.numel for chunk in chunks), default=0)

@@ -96,15 +96,15 @@ def test_unpack_undoes_pack(device, numel):
     masters = torch.randint(-(2**31), 2**31, (numel,), dtype=torch.int64).to(torch.int32)
     halves = packing.Halves(*(each.to(device.torch_device) for each in halves_of(masters)))
     squares = halves.flagged.clone()
-    packing.run_on(device, packing.pack, halves)
+    packing.Packer(device).pack(halves)
     assert torch.equal(halves.flagged & 0x7FFFFFFF, squares)
     sent = [each.clone() for each in halves]
     halves.masters.zero_()
-    packing.run_on(device, packing.unpack, halves)
+    packing.Packer(device).unpack(halves)
     assert torch.equal(halves.masters.cpu(), masters)
     assert torch.equal(halves.flagged, squares)
     # A skipped step changes nothing.
-    packing.run_on(device, packing.pack, halves)
+    packing.Packer(device).pack(halves)
     assert all(torch.equal(now, before) for now, before in zip(halves, sent, strict=True))
 
 
@@ -134,9 +134,9 @@ def test_cuda_gives_the_bits_of_the_twin():
         low, flagged = slot[: 2 * numel].view(torch.int16), slot[2 * numel :].view(torch.int32)
         flagged.copy_(kept.flagged)
         moved = packing.Halves(kept.high.to("cuda"), low, masters.to("cuda"), flagged)
-        for function in (packing.pack, packing.unpack, packing.pack):
-            packing.run_on(Device.of("cpu"), function, kept)
-            packing.run_on(Device.of("cuda"), function, moved)
+        for name in ("pack", "unpack", "pack"):
+            getattr(packing.Packer(Device.of("cpu")), name)(kept)
+            getattr(packing.Packer(Device.of("cuda")), name)(moved)
             for there, here in zip(moved, kept, strict=True):
                 assert torch.equal(there.cpu(), here)
 
