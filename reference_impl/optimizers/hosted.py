@@ -98,9 +98,14 @@ class HostedOptimizer(torch.optim.Optimizer, ABC):
         """Return the optimizer itself."""
         return self
 
-    def __exit__(self, *_: object) -> None:
-        """Close."""
-        self.close()
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Close; what this raises never hides the `error` that has ended the block."""
+        try:
+            self.close()
+        except BaseException as later:
+            if error is None:
+                raise
+            error.add_note(f"closing the optimizer raised, too: {later!r}")
 
     def __getstate__(self) -> dict[str, Any]:
         """Refuse: pinned memory and threads cannot be copied."""

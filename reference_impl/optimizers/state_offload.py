@@ -7,18 +7,26 @@ for their own weights.
 
 It does not compute on the CPU (`hybrid` does) and it does not shard: each rank offloads what it is given.
 
+A step that an error cuts short is either untouched or begun, see `status`. A begun one keeps its gradients and its clip
+decision, and the next call finishes it. A load or a refresh of masters that an error cuts short is finished likewise.
+
 Explained in docs/optimizer-state-offloading.md.
 """
 
 from __future__ import annotations
 
+import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from reference_impl.memory.interrupts import deferred_interrupts
 from reference_impl.optimizers import checks
 from reference_impl.optimizers.clip_decision import decide
 from reference_impl.optimizers.hosted import HostedOptimizer, forgetful
@@ -31,6 +39,7 @@ from reference_impl.optimizers.state_offload_wrapped import (
     load_states,
     saved_states,
 )
+from reference_impl.optimizers.step import Failures, Status
 from reference_impl.optimizers.streamed.chunks import Part
 from reference_impl.optimizers.streamed.share import StreamedShare
 from reference_impl.optimizers.streamed.storage import StateFormat
@@ -67,6 +76,12 @@ class OptimizerStateOffloader(HostedOptimizer):
     Bitwise contract: states and fp32 weights equal those of the wrapped optimizer over fp32 (master) parameters,
     and other weights are their masters rounded to nearest even. A step whose gradients are not finite changes
     nothing.
+
+    After `step()` gradients stay on the parameters until `zero_grad()`, as torch leaves them. With a model attached the
+    update still reads them until the forward has waited for it: whoever writes into one before that, and not through
+    this optimizer's `zero_grad()`, gets a RuntimeError.
+
+    Threads may call it at the same time, for instance `state_dict()` beside training: one waits for the other.
 
     Raises TypeError or ValueError for optimizers, options and parameters it cannot serve, and HostMemoryError when
     the host has too little memory: all before anything is changed.
@@ -115,30 +130,91 @@ class OptimizerStateOffloader(HostedOptimizer):
         )
         self._open_share: StreamedShare | None = share
         self.grad_norm: torch.Tensor | None = None
-        super().__init__(optimizer.param_groups, optimizer.defaults)
-        self._wrapped = optimizer
-        self.param_groups = optimizer.param_groups
+        # Held by whoever works with the states; never while a closure runs, whose backward has threads of its own.
+        self._lock = threading.RLock()
+        self._failures = Failures(self._told_status, self._finish_begun)
+        # Whether a step has begun in a call of `step` that has not returned.
+        self._is_begun = False
+        # What a load or a refresh has left to do.
+        self._left: deque[Callable[[], None]] = deque()
+        # The gradients that a begun update reads, with their versions; and those that stood when a step failed.
+        self._read: dict[Member, tuple[torch.Tensor, int]] = {}
+        self._taken: dict[Member, tuple[torch.Tensor, int]] = {}
         try:
+            super().__init__(optimizer.param_groups, optimizer.defaults)
+            self._wrapped = optimizer
+            self.param_groups = optimizer.param_groups
             self._admit(range(len(self.param_groups)))
+            with torch.no_grad():
+                for param, states in optimizer.state.items():
+                    if param in self._members:
+                        load_states(share, self._members[param], states)
         except BaseException:
             share.close()
+            self._open_share = None
             raise
-        with torch.no_grad():
-            for param, states in optimizer.state.items():
-                if param in self._members:
-                    load_states(share, self._members[param], states)
         optimizer.state.clear()
+
+    @property
+    def status(self) -> Status:
+        """What became of the last step: "untouched" unless it has failed, "begun", "broken" or "closed".
+
+        After `step()` has raised: an untouched step has changed nothing, and may be made again or left out. A begun one
+        is finished by the next `step()`, `synchronize()`, `state_dict()`, `zero_grad()`, `close()` or forward. A broken
+        optimizer raises its first error again at every call but `close()`.
+        """
+        return self._told_status()
+
+    def _told_status(self) -> Status:
+        if self._open_share is None:
+            return "closed"
+        if self._failures.first is not None:
+            return "broken"
+        return "begun" if self._is_begun or self._left else "untouched"
+
+    @contextmanager
+    def _working(self) -> Iterator[None]:
+        """Let no other thread in, and note on whatever is raised what became of the step."""
+        with self._lock, self._failures.told():
+            self._check_usable()
+            yield
+
+    def _resume(self) -> None:
+        """Finish what an error has cut short."""
+        if self._is_begun:
+            self.streamed.advance()
+            self._wait_for_all()
+            self._is_begun = False
+        while self._left:
+            with deferred_interrupts(), torch.no_grad():
+                self._left[0]()
+                self._left.popleft()
+        self._failures.forget_forward()
+
+    def _finish_begun(self) -> None:
+        """Finish what an error has cut short, before a forward."""
+        try:
+            with self._working():
+                self._resume()
+        finally:
+            if self.status != "begun":
+                self._failures.forget_forward()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to this and to the wrapped optimizer; the fraction applies to it by itself."""
-        super().add_param_group(param_group)
-        if hasattr(self, "_wrapped"):
+        if not hasattr(self, "_wrapped"):
+            super().add_param_group(param_group)
+            return
+        with self._working():
+            self._resume()
+            self._finish(for_writing=True)
+            count = len(self.param_groups)
+            super().add_param_group(param_group)
             try:
                 check_group(self.param_groups[-1])
-                self.synchronize()
-                self._admit([len(self.param_groups) - 1])
+                self._admit([count])
             except BaseException:
-                self.param_groups.pop()
+                del self.param_groups[count:]
                 raise
             self._attach_again()
 
@@ -152,15 +228,14 @@ class OptimizerStateOffloader(HostedOptimizer):
             if param.requires_grad
         ]
         members = members_of(params, first_order=len(self._members), fraction=self._fraction, offload=None)
-        self.streamed.add(
-            {
-                member: Part(
-                    streamed=range(member.resident, member.param_local.numel()),
-                    resident=range(member.resident),
-                )
-                for member in members
-            }
-        )
+        parts = {
+            member: Part(
+                streamed=range(member.resident, member.param_local.numel()),
+                resident=range(member.resident),
+            )
+            for member in members
+        }
+        self.streamed.add(parts)
         self._members.update({member.param: member for member in members})
 
     @property
@@ -177,20 +252,37 @@ class OptimizerStateOffloader(HostedOptimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Queue the update with the gradients that the parameters have; the host waits for nothing.
 
-        With a model attached the gradients are taken off the parameters, and forward waits for each weight. Without
-        one the live current stream waits for the whole update.
+        With a model attached its forward waits for each weight. Without one the live current stream waits for the whole
+        update. Gradients stay until `zero_grad()`. After an error `status` says what became of the step; the next call
+        finishes one that has begun, and takes a new one if any gradient is new.
         """
-        self._check_usable()
         loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        try:
+            with self._failures.told():
+                with self._working():
+                    self._resume()
+                if closure is not None:
+                    with torch.enable_grad():
+                        loss = closure()
+                with self._working():
+                    self._step()
+        except BaseException:
+            if self._is_begun:
+                self._taken = self._standing()
+            raise
+        self._is_begun = False
+        return loss
+
+    def _step(self) -> None:
+        """Prepare a step, begin it, and carry it out as far as nobody else waits for it."""
+        if self._is_taken():
+            return
         gradients = {
             member: gradient_of(member) for member in self._members.values() if member.param.grad is not None
         }
         if self._waits is not None:
             checks.check_used_in_time(gradients)
-        self.synchronize()
+        self._wait_for_all()
         decision = decide(
             [torch.linalg.vector_norm(each, dtype=torch.float32) for each in gradients.values()],
             self._device,
@@ -199,18 +291,45 @@ class OptimizerStateOffloader(HostedOptimizer):
             loss_scale=getattr(self, "grad_scale", None),
             found_inf=getattr(self, "found_inf", None),
         )
-        self.grad_norm = None if decision is None else decision.norm
+        self._taken = {}
         if decision is None:
-            return loss
-        self.streamed.update(gradients, decision, self.param_groups)
-        for member in gradients:
-            member.pending = True
-            if self._waits is not None:
-                # Whoever writes into it later does not know that the update still reads it.
-                member.param.grad = None
+            self.grad_norm = None
+            return
+        self.streamed.prepare(gradients, decision, self.param_groups)
+        read = {member: (gradient, _version(gradient)) for member, gradient in gradients.items()}
+        with deferred_interrupts():
+            self._is_begun = True
+            self.grad_norm, self._read = decision.norm, read
+            self.streamed.begin()
+            for member in gradients:
+                member.pending = True
+            self.streamed.advance()
         if self._waits is None:
-            self.synchronize()
-        return loss
+            self._wait_for_all()
+
+    def _standing(self) -> dict[Member, tuple[torch.Tensor, int]]:
+        """Return the gradients that are on the parameters, with their versions."""
+        grads = ((member, member.param.grad) for member in self._members.values())
+        return {member: (grad, _version(grad)) for member, grad in grads if grad is not None}
+
+    def _is_taken(self) -> bool:
+        """Whether all gradients that are on the parameters are those of a step that has failed after it began."""
+        standing = self._standing() if self._taken else {}
+        return bool(standing) and all(
+            self._taken.get(member, (None, 0))[0] is grad and self._taken[member][1] == version
+            for member, (grad, version) in standing.items()
+        )
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Finish a step that has begun and failed, then drop the gradients or set them to zero."""
+        if self._open_share is not None:
+            with self._working():
+                self._resume()
+                if not set_to_none:
+                    # The update still reads them.
+                    self._wait_for_all()
+                self._taken = {}
+        super().zero_grad(set_to_none)
 
     def attach(self, model: nn.Module) -> None:
         """Let the update run behind the next forward: the model's modules wait for their own weights, on the device.
@@ -224,7 +343,9 @@ class OptimizerStateOffloader(HostedOptimizer):
             self._hooks = [param.register_post_accumulate_grad_hook(hook) for param in self._members]
 
     def _on_gradient(self, param: torch.Tensor) -> None:
-        self.streamed.on_gradient(self._members[param])
+        with self._lock:
+            if self._open_share is not None and self._failures.first is None:
+                self._open_share.on_gradient(self._members[param])
 
     def _unhook(self) -> None:
         for hook in self._hooks:
@@ -240,24 +361,47 @@ class OptimizerStateOffloader(HostedOptimizer):
 
     def _wait_for(self, members: Iterable[Member]) -> None:
         """Make the live current stream wait for the updates of `members`, and drop their gradients."""
-        listed = list(members)
-        self.streamed.wait_for(listed)
-        for member in listed:
+        # Of the checks only this one: every module of a model comes here in its forward.
+        with self._lock, self._failures.told():
+            self._failures.check()
+            listed = list(members)
+            self.streamed.wait_for(listed)
+            self._end_reading(listed)
+
+    def _wait_for_all(self) -> None:
+        self._wait_for([member for member in self._members.values() if member.pending])
+
+    def _end_reading(self, members: Iterable[Member]) -> None:
+        """Note that the updates of `members` are waited for. Raises RuntimeError when a gradient was written before."""
+        for member in members:
+            gradient, version = self._read.get(member, (None, 0))
+            if gradient is not None and _version(gradient) != version:
+                self._failures.first = RuntimeError(
+                    f"a gradient of shape {tuple(gradient.shape)} was written after step(), while the update still "
+                    "read it; expected it to stay until the next forward; try optimizer.synchronize() before "
+                    "writing, or optimizer.zero_grad()"
+                )
+                raise self._failures.first
             member.pending = False
+            self._read.pop(member, None)
 
     def synchronize(self) -> None:
         """Make the live current stream see finished weights: call it before reading them in your own code."""
-        self._check_usable()
-        self._wait_for([member for member in self._members.values() if member.pending])
+        with self._working():
+            self._resume()
+            self._wait_for_all()
 
     def _refresh(self, members: Sequence[Member]) -> None:
-        self.synchronize()
-        self.streamed.refresh_masters(members)
+        with self._working():
+            self._resume()
+            self._finish(for_writing=True)
+            self._left.append(partial(self.streamed.refresh_masters, members))
+            self._resume()
 
     def _finish(self, *, for_writing: bool) -> None:
         """Finish the step, and block until the states are whole and, `for_writing`, nobody reads them either."""
-        self.synchronize()
         self.streamed.finish(for_writing=for_writing)
+        self._end_reading(self._members.values())
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
@@ -265,11 +409,13 @@ class OptimizerStateOffloader(HostedOptimizer):
 
         Parameters that are not fp32 have their `master_param` too.
         """
-        self._finish(for_writing=False)
-        packed = super().state_dict()
-        states = ((index, saved_states(self.streamed, member)) for index, member in self._indexed())
-        packed["state"] = {index: state for index, state in states if state}
-        return packed
+        with self._working():
+            self._resume()
+            self._finish(for_writing=False)
+            packed = super().state_dict()
+            states = ((index, saved_states(self.streamed, member)) for index, member in self._indexed())
+            packed["state"] = {index: state for index, state in states if state}
+            return packed
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -278,17 +424,22 @@ class OptimizerStateOffloader(HostedOptimizer):
         Without a `master_param` the master is made from the parameter. Raises ValueError, before anything is
         changed, when groups, options or shapes do not match.
         """
-        self._check_usable()
-        for group in state_dict["param_groups"]:
-            check_group({**group, "params": [], "fused": True})
-        saved = state_dict["state"]
-        for index, member in self._indexed():
-            check_states(self.streamed, index, member, saved.get(index, {}))
-        self._finish(for_writing=True)
-        super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
-        self._wrapped.param_groups = self.param_groups
-        for index, member in self._indexed():
-            load_states(self.streamed, member, saved.get(index, {}))
+        with self._working():
+            self._resume()
+            for group in state_dict["param_groups"]:
+                check_group({**group, "params": [], "fused": True})
+            saved = state_dict["state"]
+            for index, member in self._indexed():
+                check_states(self.streamed, index, member, saved.get(index, {}))
+            self._finish(for_writing=True)
+            with deferred_interrupts():
+                super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
+                self._wrapped.param_groups = self.param_groups
+                self._left.extend(
+                    partial(load_states, self.streamed, member, saved.get(index, {}))
+                    for index, member in self._indexed()
+                )
+                self._resume()
 
     def _indexed(self) -> Iterator[tuple[int, Member]]:
         """Yield each member with its index in a state_dict; frozen parameters have an index but no member."""
@@ -298,16 +449,35 @@ class OptimizerStateOffloader(HostedOptimizer):
                 yield index, self._members[param]
 
     def close(self) -> None:
-        """Finish, take all hooks off and free the host memory. Calling it again does nothing."""
-        if self._open_share is None:
-            return
-        self.synchronize()
-        self._unhook()
-        if self._waits is not None:
-            self._waits.close()
-        self._open_share.close()
-        self._open_share = None
+        """Finish, take all hooks off and free the host memory, also where finishing raises. Again, it does nothing."""
+        with self._lock:
+            share = self._open_share
+            if share is None:
+                return
+            try:
+                if self._failures.first is None:
+                    with self._working():
+                        self._resume()
+                        self._wait_for_all()
+            finally:
+                with deferred_interrupts():
+                    self._unhook()
+                    if self._waits is not None:
+                        self._waits.close()
+                    self._failures.forget_forward()
+                    self._open_share = None
+                    self._left.clear()
+                    self._read, self._taken = {}, {}
+                    # Of a broken optimizer everybody knows the error.
+                    with suppress(Exception) if self._failures.first else nullcontext():
+                        share.close()
 
     def _check_usable(self) -> None:
         super()._check_usable()
+        self._failures.check()
         self._device.refuse_capture("optimizer state offload")
+
+
+def _version(gradient: torch.Tensor) -> int:
+    """Return a number that changes when a gradient is written in place."""
+    return 0 if gradient.is_inference() else gradient._version

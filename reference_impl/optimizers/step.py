@@ -1,18 +1,30 @@
 """What one optimizer step has decided before any update begins.
 
-Every share works from the same plan, and nothing in it changes while the step runs: whoever finishes the step later
-has all that it needs here.
+A step is prepared, begins and is carried out. Preparing may fail and changes nothing. It begins with one assignment,
+and from there on owns its gradients, hyper-parameters and clip decision (`StepPlan`): every share works from the same
+plan, and nothing in it changes while the step runs. `BegunStep` is what is left to carry out: whoever finishes the step
+later has all that it needs here. `Failures` keeps what errors have left of an optimizer.
+
+Explained in docs/optimizer-offloading.md, "When something fails".
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from reference_impl.optimizers.clip_decision import ClipDecision
+
+Operation = Callable[[], None]
+Status = Literal["untouched", "begun", "broken", "closed"]
 
 
 def snapshot(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -50,3 +62,113 @@ class StepPlan:
                         "had begun; expected it to stay; try changing it after step(), or "
                         "backward_overlap='gradients'"
                     )
+
+
+class BegunStep:
+    """The operations of a step that are still to do, in order.
+
+    Each one happens, or raises before it has had an effect. `gradients` are what stood on the parameters when the step
+    was taken; what stands there later is new.
+    """
+
+    def __init__(self, operations: Iterable[Operation], gradients: Mapping[Any, torch.Tensor]) -> None:
+        self._left = deque(operations)
+        self.gradients = gradients
+
+    @property
+    def is_queued(self) -> bool:
+        """Whether every operation has happened."""
+        return not self._left
+
+    def advance(self) -> None:
+        """Do what is left; after an error the next call goes on with the operation that has failed."""
+        while self._left:
+            self._left[0]()
+            self._left.popleft()
+
+
+def is_lasting(error: BaseException) -> bool:
+    """Return whether the device or a worker is gone after `error`: trying again would not help."""
+    if isinstance(error, WorkLostError | torch.AcceleratorError):
+        return not isinstance(error, torch.OutOfMemoryError)
+    return (
+        isinstance(error, RuntimeError)
+        and not isinstance(error, torch.OutOfMemoryError)
+        and str(error).startswith("CUDA error")
+    )
+
+
+class WorkLostError(RuntimeError):
+    """A worker has failed inside an update: what it was updating is neither old nor new."""
+
+
+_NOTES = {
+    "untouched": "the step has changed nothing: step() again, or leave the batch out with zero_grad()",
+    "begun": "the step has begun: the next step(), synchronize(), state_dict(), zero_grad() or forward completes it",
+    "broken": "the optimizer is lost: load the last checkpoint into a new one",
+    "closed": "the optimizer is closed",
+}
+
+
+class Failures:
+    """What errors have left of an optimizer: whether it is broken, and how a step that has begun gets finished.
+
+    Args:
+        status: returns the optimizer's status; not kept alive.
+        finish: finishes a step that has begun; not kept alive.
+    """
+
+    def __init__(self, status: Callable[[], Status], finish: Callable[[], None]) -> None:
+        self._status, self._finish = weakref.WeakMethod(status), weakref.WeakMethod(finish)
+        self._hook: RemovableHandle | None = None
+        self._depth = 0
+        self.first: BaseException | None = None
+
+    def check(self) -> None:
+        """Raise the first error after which the optimizer is broken, as one of its type."""
+        if self.first is None:
+            return
+        message = f"the optimizer is broken since: {self.first}"
+        try:
+            again = type(self.first)(message)
+        except Exception:
+            again = RuntimeError(message)
+        raise again from self.first
+
+    @contextmanager
+    def told(self) -> Iterator[None]:
+        """Note on what is raised inside what became of the step; one that has begun is finished by any forward."""
+        self._depth += 1
+        try:
+            yield
+        except BaseException as error:
+            if self.first is None and is_lasting(error):
+                self.first = error
+            if self._depth == 1:
+                self._tell(error)
+            raise
+        finally:
+            self._depth -= 1
+
+    def _tell(self, error: BaseException) -> None:
+        status = self._status()
+        if status is None:
+            return
+        told = status()
+        if not any(each.startswith("optimizer.status") for each in getattr(error, "__notes__", ())):
+            error.add_note(f"optimizer.status is {told!r}: {_NOTES[told]}")
+        if told == "begun" and self._hook is None:
+            self._hook = register_module_forward_pre_hook(self._before_forward)
+
+    def _before_forward(self, *_: Any) -> None:
+        finish = self._finish()
+        if finish is None:
+            self.forget_forward()
+        else:
+            finish()
+
+    def forget_forward(self) -> None:
+        """Take the hook on every forward off: nothing is left to finish."""
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None

@@ -1,0 +1,363 @@
+"""A step fails at each of its operations in turn; whatever the program does then, the step was made or it was not.
+
+Every operator of torch, every copy and every event of one step raises once, before it has an effect. Then the program
+steps again, leaves the batch out, saves, goes on with the next forward, or closes, and all weights and states are
+compared, bit for bit, with the undisturbed runs.
+"""
+
+from functools import cache
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from reference_impl import OptimizerStateOffloader
+from reference_impl.device import CpuTwin, Device
+from reference_impl.memory.host import host_book
+from reference_impl.optimizers.algorithms import Adam
+from reference_impl.optimizers.layout import MASTER, Member
+from reference_impl.optimizers.streamed import pipeline
+from reference_impl.optimizers.streamed.chunks import Part
+from reference_impl.optimizers.streamed.pipeline import StreamedPipeline
+from reference_impl.optimizers.streamed.share import StreamedShare
+from reference_impl.optimizers.streamed.slots import Slots
+from reference_impl.optimizers.streamed.storage import StateFormat
+
+OPTIONS = {"lr": 1e-2, "betas": (0.8, 0.95), "eps": 1e-7, "weight_decay": 0.1}
+FORMS = {
+    "bf16": {},
+    "fp32": {"dtype": torch.float32},
+    "resident in part": {"fraction": 0.4},
+    "masters stay": {"offload_masters": False},
+    "halved masters": {"hi_lo_masters": True},
+    "rounded moments": {"moments_dtype": torch.bfloat16, "fraction": 0.7},
+    "all packed": {"moments_dtype": torch.bfloat16, "hi_lo_masters": True},
+    "extra slots": {"device_budget_bytes": 12 * 128 * 20},
+    "clipped": {"max_grad_norm": 0.05},
+}
+ACTIONS = ("again", "skip", "state_dict", "synchronize", "forward", "close")
+STEPS, FAULTY = 4, 1
+
+
+class Faults(TorchDispatchMode):
+    """Counts operations while it is armed, and fails the one numbered `at`."""
+
+    SEAMS = ("copy_in", "copy_out", "record", "wait", "on_update_stream")
+
+    def __init__(self, monkeypatch, at=None):
+        super().__init__()
+        self.at, self.count, self.armed, self.kind = at, 0, False, torch.OutOfMemoryError
+        for name in self.SEAMS:
+            monkeypatch.setattr(CpuTwin, name, self._visited(getattr(Device, name, None), name))
+
+    def _visited(self, real, name):
+        real = CpuTwin.__dict__.get(name, real)
+
+        def visited(*args, **options):
+            self.visit()
+            return real(*args, **options)
+
+        return visited
+
+    def visit(self):
+        if self.armed:
+            self.count += 1
+            if self.count == self.at:
+                raise self.kind("CUDA out of memory (injected)")
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        # torch's own mark around step().
+        if func.namespace != "profiler":
+            self.visit()
+        return func(*args, **(kwargs or {}))
+
+
+class Run:
+    """A model of two layers, its optimizer and what is compared."""
+
+    def __init__(self, form, attached):
+        options = dict(FORMS[form])
+        dtype = options.pop("dtype", torch.bfloat16)
+        torch.manual_seed(3)
+        self.model = torch.nn.Sequential(
+            torch.nn.Linear(24, 13, dtype=dtype), torch.nn.Tanh(), torch.nn.Linear(13, 9, dtype=dtype)
+        )
+        self.batches = [torch.randn(3, 24, dtype=dtype) for _ in range(STEPS)]
+        inner = torch.optim.AdamW(self.model.parameters(), fused=True, **OPTIONS)
+        self.optimizer = OptimizerStateOffloader(inner, **{"chunk_bytes": 12 * 128, **options})
+        if attached:
+            self.optimizer.attach(self.model)
+
+    def backward(self, index):
+        self.model(self.batches[index]).float().square().sum().backward()
+
+    def train(self, first, stop=STEPS, left_out=None):
+        for index in range(first, stop):
+            if index != left_out:
+                self.backward(index)
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+
+    def weights(self):
+        return {name: each.detach().clone() for name, each in self.model.named_parameters()}
+
+    def snapshot(self):
+        states = self.optimizer.state_dict()["state"]
+        named = {f"{key}.{name}": value for key, each in states.items() for name, value in each.items()}
+        return named | self.weights()
+
+
+@cache
+def undisturbed(form, attached, left_out, stop=STEPS):
+    run = Run(form, attached)
+    run.train(0, stop, left_out)
+    try:
+        return run.snapshot()
+    finally:
+        run.optimizer.close()
+
+
+def assert_same(ours, theirs):
+    assert ours.keys() == theirs.keys()
+    for name, value in theirs.items():
+        assert torch.equal(ours[name].reshape(-1).view(torch.uint8), value.reshape(-1).view(torch.uint8)), (
+            name
+        )
+
+
+def operations(monkeypatch, form, attached, during):
+    """Return how many operations there are."""
+    with monkeypatch.context() as patched:
+        run, faults = Run(form, attached), Faults(patched)
+        disturbed(run, faults, during)
+        run.optimizer.close()
+    return faults.count
+
+
+def disturbed(run, faults, during):
+    """Train until the fault, and return what was raised; `during` says where operations count."""
+    run.train(0, FAULTY)
+    run.backward(FAULTY)
+    if during == "forward":
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+    faults.armed = True
+    try:
+        with faults:
+            run.optimizer.step() if during == "step" else run.model(run.batches[FAULTY + 1])
+    except torch.OutOfMemoryError as error:
+        return error
+    finally:
+        faults.armed = False
+
+
+def expect_exact(monkeypatch, form, attached, at, action, during="step"):
+    before = host_book.reserved_bytes
+    with monkeypatch.context() as patched:
+        run, faults = Run(form, attached), Faults(patched, at)
+        error = disturbed(run, faults, during)
+        status = run.optimizer.status
+        taken = during == "forward" or error is None or status == "begun"
+        if error is not None:
+            assert status in ("begun", "untouched")
+            # A forward's own operators know nothing of the optimizer.
+            assert during == "forward" or any(status in note for note in error.__notes__)
+        if action == "close":
+            run.optimizer.close()
+            reached = undisturbed(form, attached, None if taken else FAULTY, FAULTY + 1)
+            assert_same(run.weights(), {name: reached[name] for name in run.weights()})
+            assert run.optimizer.status == "closed"
+            assert host_book.reserved_bytes == before
+            return
+        if action == "again" and error is not None and during == "step":
+            run.optimizer.step()
+            taken = True
+        elif action == "state_dict":
+            reached = undisturbed(form, attached, None if taken else FAULTY, FAULTY + 1)
+            assert_same(run.snapshot(), reached)
+        elif action == "synchronize":
+            run.optimizer.synchronize()
+        elif action == "forward":
+            run.optimizer.zero_grad() if error is None else run.model.zero_grad()
+        run.optimizer.zero_grad() if action != "forward" else None
+        run.train(FAULTY + 1)
+        assert_same(run.snapshot(), undisturbed(form, attached, None if taken else FAULTY))
+        assert run.optimizer.status == "untouched"
+        run.optimizer.close()
+        assert host_book.reserved_bytes == before
+
+
+@pytest.mark.parametrize("attached", [False, True])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_step_that_fails_was_made_or_was_not(monkeypatch, form, attached):
+    """Some of the operations, each with one of the actions; the slow tier has all of both."""
+    count = operations(monkeypatch, form, attached, "step")
+    assert count > 100
+    for index, at in enumerate(range(1, count + 1, count // 24)):
+        expect_exact(monkeypatch, form, attached, at, ACTIONS[index % len(ACTIONS)])
+
+
+@pytest.mark.parametrize("form", ["bf16", "halved masters"])
+def test_a_forward_that_fails_while_the_update_is_queued_loses_nothing(monkeypatch, form):
+    monkeypatch.setattr(pipeline, "_QUEUED_AHEAD", 1)
+    count = operations(monkeypatch, form, True, "forward")
+    assert count > 100
+    for index, at in enumerate(range(1, count + 1, count // 24)):
+        expect_exact(monkeypatch, form, True, at, ACTIONS[index % len(ACTIONS)], during="forward")
+
+
+def members_of(model):
+    return [Member(param, 0, order, resident=0) for order, param in enumerate(model.parameters())]
+
+
+def shared(monkeypatch, at):
+    """Update a share of two layers, one of them split, while operation `at` fails; return all that it has made."""
+    torch.manual_seed(3)
+    model = torch.nn.Sequential(*(torch.nn.Linear(20, 20, dtype=torch.bfloat16) for _ in range(2)))
+    members = members_of(model)
+    share = StreamedShare(
+        Device.of("cpu"), Adam(), chunk_bytes=12 * 128, state_format=StateFormat(hi_lo_masters=True)
+    )
+    parts = {member: Part(range(member.param.numel())) for member in members}
+    share.add(parts | {members[0]: Part(streamed=range(64, 320), is_split=True)})
+    group = {**Adam().defaults, **OPTIONS}
+    for index in range(3):
+        gradients = {member: torch.randn_like(member.param) for member in members}
+        with monkeypatch.context() as patched:
+            faults = Faults(patched, at if index == 1 else None)
+            share.prepare(gradients, None, [group])
+            # They belong to the step once it is prepared.
+            group = {**group, "lr": group["lr"] / 2}
+            share.begin()
+            faults.armed = True
+            try:
+                with faults:
+                    share.advance()
+            except torch.OutOfMemoryError:
+                assert share.is_begun
+            faults.armed = False
+        _, split, _ = share.split_weights(members[0])
+        split = split.clone()
+    share.finish(for_writing=False)
+    found = [split, *(param.detach().clone() for param in model.parameters())]
+    found += [
+        part.clone()
+        for member in members
+        for name in ("exp_avg", "exp_avg_sq", MASTER)
+        for _, part in share.parts(member, name)
+    ]
+    found += [step.clone() for step in share.steps.values()]
+    share.close()
+    return faults.count, found
+
+
+def test_a_share_goes_on_where_an_error_has_stopped_it(monkeypatch):
+    """With weights that are kept apart, whose reader comes first."""
+    monkeypatch.setattr(pipeline, "_QUEUED_AHEAD", 2)
+    _, wanted = shared(monkeypatch, None)
+    for at in range(1, 200, 4):
+        _, found = shared(monkeypatch, at)
+        for ours, theirs in zip(found, wanted, strict=True):
+            assert torch.equal(ours, theirs), at
+
+
+def test_slots_are_all_there_after_many_failures(monkeypatch):
+    run, wanted = Run("bf16", False), undisturbed("bf16", False, None)
+    real, count = Adam.update, 0
+
+    def failing(*args, **options):
+        nonlocal count
+        count += 1
+        if count % 2:
+            raise torch.OutOfMemoryError("CUDA out of memory (injected)")
+        real(*args, **options)
+
+    monkeypatch.setattr(Adam, "update", failing)
+    for index in range(STEPS):
+        run.backward(index)
+        for _ in range(100):
+            try:
+                run.optimizer.step()
+            except torch.OutOfMemoryError:
+                continue
+            break
+        run.optimizer.zero_grad()
+    assert count > 30
+    assert len(run.optimizer.streamed.loaded) == 3
+    assert_same(run.snapshot(), wanted)
+    run.optimizer.close()
+
+
+def test_no_memory_for_extra_slots_and_prefetches_is_no_error(monkeypatch):
+    run, wanted = Run("extra slots", True), undisturbed("extra slots", True, None)
+
+    def nothing_left(*args, **options):
+        raise torch.OutOfMemoryError("CUDA out of memory (injected)")
+
+    monkeypatch.setattr(Slots, "add_extra", nothing_left)
+    run.train(0, 2)
+    run.backward(2)
+    with monkeypatch.context() as patched:
+        patched.setattr(StreamedPipeline, "_load", nothing_left)
+        run.optimizer.streamed.on_gradient(next(iter(run.optimizer.members.values())))
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+    run.train(3)
+    assert_same(run.snapshot(), wanted)
+    run.optimizer.close()
+
+
+def test_members_are_added_or_nothing_has_changed(monkeypatch):
+    """Each operation of `add` fails in turn; then the same share takes them, and reserves no more for it."""
+    torch.manual_seed(0)
+    first, second = (torch.nn.Linear(30, 30, dtype=torch.bfloat16) for _ in range(2))
+    group = {**Adam().defaults, **OPTIONS}
+    grown = set()
+    for at in range(1, 200, 3):
+        share = StreamedShare(Device.of("cpu"), Adam(), chunk_bytes=12 * 128)
+        share.add({member: Part(range(member.param.numel())) for member in members_of(first)})
+        chunks, reserved = share.chunks, host_book.reserved_bytes
+        members = members_of(second)
+        parts = {member: Part(range(64, member.param.numel()), range(64)) for member in members[:1]}
+        with monkeypatch.context() as patched:
+            faults = Faults(patched, at)
+            faults.armed = True
+            try:
+                with faults:
+                    share.add(parts)
+            except torch.OutOfMemoryError:
+                assert share.chunks == chunks
+                assert members[0] not in share
+                faults.armed = False
+                share.add(parts)
+            grown.add(host_book.reserved_bytes - reserved)
+            faults.armed = False
+        for _, part in share.parts(members[0], "exp_avg"):
+            assert not part.any()
+        for start, part in share.parts(members[0], MASTER):
+            weight = members[0].param.detach().flatten()[start : start + part.numel()]
+            assert torch.equal(part, weight.float())
+        share.update({members[0]: torch.ones_like(members[0].param)}, None, [group])
+        share.close()
+    assert len(grown) == 1
+
+
+def test_slots_that_could_not_be_allocated_do_not_count(monkeypatch, device):
+    slots = Slots(device)
+    slots.allocate(100, permanent=3, most=3)
+    with monkeypatch.context() as patched:
+        faults = Faults(patched, 1)
+        faults.armed = True
+        with pytest.raises(torch.OutOfMemoryError), faults:
+            slots.allocate(200, permanent=3, most=9)
+    slots.allocate(200, permanent=3, most=9)
+    assert all(slot.bytes.numel() == 200 for slot in slots.idle)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("action", ACTIONS)
+@pytest.mark.parametrize("attached", [False, True])
+@pytest.mark.parametrize("form", FORMS)
+def test_every_operation_may_fail_before_everything_else(monkeypatch, form, attached, action):
+    for at in range(1, operations(monkeypatch, form, attached, "step") + 1):
+        expect_exact(monkeypatch, form, attached, at, action)
