@@ -209,7 +209,7 @@ def test_gradients_that_leave_before_they_are_reduced_are_an_error(device, group
         with pytest.raises(ValueError, match="backward_overlap='nothing'"):
             optimizer.attach(parallel)
         loss = parallel(data_of(device, 1)[0]).sum()
-        with pytest.raises(RuntimeError, match="has been offloaded.*backward_overlap='nothing'"):
+        with pytest.raises(RuntimeError, match=r"has been offloaded.*backward_overlap='nothing'"):
             loss.backward()
 
 
