@@ -12,7 +12,7 @@ Explained in docs/optimizer-state-offloading.md.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -21,22 +21,21 @@ from torch.utils.hooks import RemovableHandle
 
 from reference_impl.optimizers import checks
 from reference_impl.optimizers.clip_decision import decide
-from reference_impl.optimizers.hosted import HostedOptimizer, forgetful
+from reference_impl.optimizers.hosted import forgetful
 from reference_impl.optimizers.layout import Member, gradient_of, members_of
 from reference_impl.optimizers.options import CHUNK_BYTES
+from reference_impl.optimizers.state_dict import SavedOptimizer
 from reference_impl.optimizers.state_offload_wrapped import (
+    StreamedParts,
     algorithm_of,
     check_group,
-    check_states,
-    load_states,
-    saved_states,
 )
 from reference_impl.optimizers.streamed.chunks import Part
 from reference_impl.optimizers.streamed.share import StreamedShare
 from reference_impl.optimizers.streamed.storage import StateFormat
 
 
-class OptimizerStateOffloader(HostedOptimizer):
+class OptimizerStateOffloader(SavedOptimizer):
     """The wrapped optimizer with `fraction` of its states on the host; use it in its place.
 
     >>> optimizer = OptimizerStateOffloader(torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True))
@@ -85,13 +84,13 @@ class OptimizerStateOffloader(HostedOptimizer):
         max_grad_norm: float | None = None,
         reduce_norm_squared: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
-        self._algorithm = algorithm_of(optimizer)
+        algorithm = algorithm_of(optimizer)
         if not 0 <= fraction <= 1:
             raise ValueError(
                 f"fraction is {fraction}; expected a share of bytes in [0, 1]; try {min(max(fraction, 0.0), 1.0)}"
             )
         for group in optimizer.param_groups:
-            check_group(group)
+            check_group(algorithm, group)
         params = [param for group in optimizer.param_groups for param in group["params"]]
         checks.check_clipping(
             params,
@@ -106,7 +105,7 @@ class OptimizerStateOffloader(HostedOptimizer):
         self._hooks: list[RemovableHandle] = []
         share = StreamedShare(
             self._device,
-            self._algorithm,
+            algorithm,
             chunk_bytes=chunk_bytes,
             device_budget_bytes=device_budget_bytes,
             state_format=StateFormat(
@@ -115,18 +114,20 @@ class OptimizerStateOffloader(HostedOptimizer):
         )
         self._open_share: StreamedShare | None = share
         self.grad_norm: torch.Tensor | None = None
-        super().__init__(optimizer.param_groups, optimizer.defaults)
+        super().__init__(
+            optimizer.param_groups, optimizer.defaults, algorithm, shows_steps=algorithm.counts_steps
+        )
         self._wrapped = optimizer
         self.param_groups = optimizer.param_groups
         try:
             self._admit(range(len(self.param_groups)))
+            self.state = {
+                param: states for param, states in optimizer.state.items() if param in self._members
+            }
         except BaseException:
             share.close()
+            self._open_share = None
             raise
-        with torch.no_grad():
-            for param, states in optimizer.state.items():
-                if param in self._members:
-                    load_states(share, self._members[param], states)
         optimizer.state.clear()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -134,7 +135,7 @@ class OptimizerStateOffloader(HostedOptimizer):
         super().add_param_group(param_group)
         if hasattr(self, "_wrapped"):
             try:
-                check_group(self.param_groups[-1])
+                check_group(self._algorithm, self.param_groups[-1])
                 self.synchronize()
                 self._admit([len(self.param_groups) - 1])
             except BaseException:
@@ -151,6 +152,7 @@ class OptimizerStateOffloader(HostedOptimizer):
             for param in self.param_groups[index]["params"]
             if param.requires_grad
         ]
+        self._check_unshared(param for param, _ in params)
         members = members_of(params, first_order=len(self._members), fraction=self._fraction, offload=None)
         self.streamed.add(
             {
@@ -254,48 +256,15 @@ class OptimizerStateOffloader(HostedOptimizer):
         self.synchronize()
         self.streamed.refresh_masters(members)
 
-    def _finish(self, *, for_writing: bool) -> None:
-        """Finish the step, and block until the states are whole and, `for_writing`, nobody reads them either."""
-        self.synchronize()
-        self.streamed.finish(for_writing=for_writing)
-
-    @torch.no_grad()
-    def state_dict(self) -> dict[str, Any]:
-        """Return a consistent snapshot, on the CPU, in the layout of the wrapped optimizer.
-
-        Parameters that are not fp32 have their `master_param` too.
-        """
-        self._finish(for_writing=False)
-        packed = super().state_dict()
-        states = ((index, saved_states(self.streamed, member)) for index, member in self._indexed())
-        packed["state"] = {index: state for index, state in states if state}
-        return packed
-
-    @torch.no_grad()
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` of this class (with any options) or of the wrapped one's class returned.
-
-        Without a `master_param` the master is made from the parameter. Raises ValueError, before anything is
-        changed, when groups, options or shapes do not match.
-        """
+    def _finished(self, members: Iterable[Member]) -> StreamedParts:
         self._check_usable()
-        for group in state_dict["param_groups"]:
-            check_group({**group, "params": [], "fused": True})
-        saved = state_dict["state"]
-        for index, member in self._indexed():
-            check_states(self.streamed, index, member, saved.get(index, {}))
-        self._finish(for_writing=True)
-        super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
-        self._wrapped.param_groups = self.param_groups
-        for index, member in self._indexed():
-            load_states(self.streamed, member, saved.get(index, {}))
+        self._wait_for([member for member in members if member.pending])
+        return StreamedParts(self.streamed)
 
-    def _indexed(self) -> Iterator[tuple[int, Member]]:
-        """Yield each member with its index in a state_dict; frozen parameters have an index but no member."""
-        params = [param for group in self.param_groups for param in group["params"]]
-        for index, param in enumerate(params):
-            if param in self._members:
-                yield index, self._members[param]
+    def __setstate__(self, loaded: dict[str, Any]) -> None:
+        """Take over loaded groups, the wrapped optimizer too."""
+        super().__setstate__(loaded)
+        self._wrapped.param_groups = self.param_groups
 
     def close(self) -> None:
         """Finish, take all hooks off and free the host memory. Calling it again does nothing."""
