@@ -60,7 +60,7 @@ class SavedOptimizer(HostedOptimizer):
             masters_of_all=masters_of_all,
             passes_over_unknown=passes_over_unknown,
         )
-        self.register_step_pre_hook(_note_thread)
+        self.register_step_pre_hook(_before_step)
 
     @abstractmethod
     def _finished(self, members: Iterable[Member]) -> StateParts:
@@ -161,8 +161,18 @@ class SavedOptimizer(HostedOptimizer):
         ]
 
 
-def _note_thread(optimizer: SavedOptimizer, args: object, kwargs: object) -> None:
-    optimizer._stepped_by = threading.current_thread()
+def _before_step(optimizer: SavedOptimizer, args: object, kwargs: Mapping[str, Any]) -> None:
+    first, optimizer._stepped_by = optimizer._stepped_by is None, threading.current_thread()
+    if first and kwargs.get("closure", args) is None and _makes_states_only(optimizer):
+        optimizer.refresh_masters()
+
+
+def _makes_states_only(optimizer: SavedOptimizer) -> bool:
+    """Return whether a first step only shows states, as torch.distributed.checkpoint.state_dict takes one.
+
+    It may have loaded the model before: its weights are to stay, so that no master of before may come back.
+    """
+    return all(float(group["lr"]) == 0 for group in optimizer.param_groups) and not optimizer.state
 
 
 def _keyed(groups: Groups, saved_groups: Groups) -> Iterator[tuple[Any, torch.Tensor]]:
