@@ -1,8 +1,8 @@
 """Runs as a script, once a rank: trains under FSDP2 (or alone), and saves or resumes through a distributed checkpoint.
 
-    python checkpoint_ranks.py RANK RANKS STORE_FILE FOLDER save|resume KIND DTYPE FULL
+    python checkpoint_ranks.py RANK RANKS STORE_FILE FOLDER save|resume KIND[,KIND...] DTYPE
 
-KIND is `adamw`, `hybrid` or `streamed`; FULL is 1 for whole tensors through `StateDictOptions`, 0 for shards.
+KIND is `adamw`, `hybrid` or `streamed`. Each of several is resumed from shards and from whole tensors.
 Every rank sees the same data, so that any number of ranks computes the same bits. `save` trains, saves, and trains on;
 what it ends with is written to FOLDER, where `resume` compares.
 """
@@ -25,6 +25,8 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+
+WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
 def net(dtype, ranks):
@@ -70,7 +72,44 @@ def whole(tensor):
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def main(rank, ranks, store, folder, what, kind, dtype, full):
+def save(folder, kind, dtype, ranks):
+    model = net(dtype, ranks)
+    optimizer = optimizer_of(kind, model, OPTIONS["lr"])
+    train(model, optimizer, range(3))
+    state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    dcp.save(state, checkpoint_id=folder / "sharded")
+    gathered = get_optimizer_state_dict(model, optimizer, options=WHOLE)
+    weights = {name: whole(value) for name, value in model.state_dict().items()}
+    if dist.get_rank() == 0:
+        torch.save((weights, gathered), folder / "whole.pt")
+    train(model, optimizer, range(3, 6))
+    result = [whole(param.detach()) for param in model.parameters()]
+    if dist.get_rank() == 0:
+        torch.save(result, folder / "result.pt")
+
+
+def resume(folder, kind, dtype, ranks, *, whole_tensors):
+    model = net(dtype, ranks)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(0.5)
+    optimizer = optimizer_of(kind, model, 9.0)
+    if whole_tensors:
+        weights, gathered = torch.load(folder / "whole.pt")
+        model_state = {name: shard_like(value, weights[name]) for name, value in model.state_dict().items()}
+        model.load_state_dict(model_state)
+        set_optimizer_state_dict(model, optimizer, gathered, options=WHOLE)
+    else:
+        state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
+        dcp.load(state, checkpoint_id=folder / "sharded")
+        model.load_state_dict(state["model"])
+        set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    train(model, optimizer, range(3, 6))
+    for param, expected in zip(model.parameters(), torch.load(folder / "result.pt"), strict=True):
+        assert torch.equal(whole(param.detach()), expected), (whole(param.detach()) - expected).abs().max()
+
+
+def main(rank, ranks, store, folder, what, kinds, dtype):
     rank, ranks, folder, dtype = int(rank), int(ranks), Path(folder), getattr(torch, dtype)
     dist.init_process_group(
         "gloo",
@@ -79,44 +118,12 @@ def main(rank, ranks, store, folder, what, kind, dtype, full):
         world_size=ranks,
         timeout=timedelta(seconds=60),
     )
-    model = net(dtype, ranks)
-    options = StateDictOptions(full_state_dict=full == "1", cpu_offload=full == "1")
-    with torch.no_grad():
-        for param in model.parameters():
-            param.mul_(1.0 if what == "save" else 0.5)
-    optimizer = optimizer_of(kind, model, OPTIONS["lr"] if what == "save" else 9.0)
     if what == "save":
-        train(model, optimizer, range(3))
-        state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
-        dcp.save(state, checkpoint_id=folder / "sharded")
-        gathered = get_optimizer_state_dict(
-            model, optimizer, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
-        )
-        weights = {name: whole(value) for name, value in model.state_dict().items()}
-        if rank == 0:
-            torch.save((weights, gathered), folder / "whole.pt")
-        train(model, optimizer, range(3, 6))
-        result = [whole(param.detach()) for param in model.parameters()]
-        if rank == 0:
-            torch.save(result, folder / "result.pt")
+        save(folder, kinds, dtype, ranks)
     else:
-        if full == "1":
-            weights, gathered = torch.load(folder / "whole.pt")
-            model_state = {
-                name: shard_like(value, weights[name]) for name, value in model.state_dict().items()
-            }
-            model.load_state_dict(model_state)
-            set_optimizer_state_dict(model, optimizer, gathered, options=options)
-        else:
-            state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
-            dcp.load(state, checkpoint_id=folder / "sharded")
-            model.load_state_dict(state["model"])
-            set_optimizer_state_dict(model, optimizer, state["optimizer"])
-        train(model, optimizer, range(3, 6))
-        for param, expected in zip(model.parameters(), torch.load(folder / "result.pt"), strict=True):
-            assert torch.equal(whole(param.detach()), expected), (
-                (whole(param.detach()) - expected).abs().max()
-            )
+        for kind in kinds.split(","):
+            for whole_tensors in (False, True):
+                resume(folder, kind, dtype, ranks, whole_tensors=whole_tensors)
     dist.barrier()
     # Both ranks remove the store's file as they let go of it, and torch waits for minutes for one that is just gone.
     os._exit(0)
