@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import threading
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from numbers import Real
 from typing import Any, Literal, get_args
 
 import torch
@@ -14,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from reference_impl.device import Device
-from reference_impl.optimizers.algorithms import Algorithm
+from reference_impl.optimizers.algorithms import Algorithm, group_defaults
 from reference_impl.optimizers.layout import Member
 from reference_impl.optimizers.options import Budgets
 
@@ -26,14 +29,20 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 def check_options(
     algorithm: Algorithm, hyper_parameters: Mapping[str, Any], fraction: float, overlap: str | None
 ) -> None:
-    """Raise TypeError for an unknown hyper-parameter, ValueError for a fraction or overlap out of range."""
+    """Raise TypeError for an unknown hyper-parameter, ValueError for one that is not served or out of range."""
     if not 0 <= fraction <= 1:
         raise ValueError(
             f"offload_fraction is {fraction}; expected a share of bytes in [0, 1]; try {min(max(fraction, 0.0), 1.0)}"
         )
     if overlap not in (None, *get_args(BackwardOverlap)):
         raise ValueError(f"backward_overlap is {overlap!r}; expected one of {get_args(BackwardOverlap)}")
-    check_group(algorithm, {"params": [], **algorithm.defaults, **hyper_parameters})
+    known = group_defaults(algorithm)
+    unknown = set(hyper_parameters) - set(known)
+    if unknown:
+        raise TypeError(
+            f"option {sorted(unknown)[0]!r} is not supported; expected some of {sorted(known)}; try leaving it out"
+        )
+    check_group(algorithm, {"params": [], **known, **hyper_parameters})
 
 
 def check_split(split: Any, fraction: float, *, filtered: bool, budgets: Budgets) -> None:
@@ -64,14 +73,13 @@ def check_split(split: Any, fraction: float, *, filtered: bool, budgets: Budgets
 def check_group(algorithm: Algorithm, group: Mapping[str, Any]) -> None:
     """Raise for a parameter group that cannot be offloaded.
 
-    TypeError for an unknown option, ValueError for a value or parameter out of range.
+    Keys that the algorithm does not know (`name`, `initial_lr`, ...) stay in the group. ValueError for an option that
+    would change the formula, and for a value or parameter out of range.
     """
-    unknown = set(group) - set(algorithm.defaults) - {"params", "param_names"}
-    if unknown:
-        raise TypeError(
-            f"option {sorted(unknown)[0]!r} is not supported; expected some of {sorted(algorithm.defaults)}; "
-            "amsgrad, capturable, foreach, fused and differentiable have no meaning here: try leaving it out"
-        )
+    for option, served in algorithm.fixed.items():
+        value = group.get(option, served)
+        if not isinstance(value, Real) or value != served:
+            raise ValueError(f"{option} is {value!r}; expected {served}; try {option}={served}")
     algorithm.check(group)
     for param in group["params"]:
         check_param(param)
@@ -169,6 +177,27 @@ def check_alive(*, closed: bool, made_by: int) -> None:
         raise RuntimeError(
             "the optimizer was used in a forked process, which has neither its threads nor its pinned memory; "
             "expected the process that made it; try the spawn start method"
+        )
+
+
+def check_thread(stepped_by: threading.Thread | None) -> None:
+    """Raise RuntimeError where states are asked for beside the thread that trains with them."""
+    if stepped_by is not None and stepped_by is not threading.current_thread() and stepped_by.is_alive():
+        raise RuntimeError(
+            f"states were asked for in thread {threading.current_thread().name!r} while {stepped_by.name!r} takes the "
+            "steps; expected one thread, as the next step would change them meanwhile; try calling state_dict() there "
+            "and handing its result over"
+        )
+
+
+def check_unshared(params: Iterable[torch.Tensor], taken: Callable[[torch.Tensor], bool]) -> None:
+    """Raise ValueError for parameters whose states another open optimizer keeps."""
+    # One that nobody can reach any more may still wait for the garbage collector.
+    if any(map(taken, params)) and (gc.collect(), any(map(taken, params)))[1]:
+        param = next(filter(taken, params))
+        raise ValueError(
+            f"another open optimizer trains a parameter of shape {tuple(param.shape)}; expected one optimizer a "
+            "parameter, as both would take its gradient; try close() of the other optimizer"
         )
 
 

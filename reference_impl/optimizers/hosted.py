@@ -10,6 +10,7 @@ import os
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, Self, TypeVar
 
 import torch
@@ -20,6 +21,9 @@ from reference_impl.optimizers import checks
 from reference_impl.optimizers.layout import Member
 
 _T = TypeVar("_T")
+
+# All that have not been collected, so that two do not train one parameter.
+_open: weakref.WeakSet[HostedOptimizer] = weakref.WeakSet()
 
 
 class HostedOptimizer(torch.optim.Optimizer, ABC):
@@ -36,6 +40,7 @@ class HostedOptimizer(torch.optim.Optimizer, ABC):
         self._waits: ForwardWaits | None = None
         self._pid = os.getpid()
         super().__init__(params, defaults)
+        _open.add(self)
 
     @property
     @abstractmethod
@@ -91,6 +96,15 @@ class HostedOptimizer(torch.optim.Optimizer, ABC):
         if self._waits is not None and self._waits.model is not None:
             self.attach(self._waits.model)
 
+    def _check_unshared(self, params: Iterable[torch.Tensor]) -> None:
+        """Raise ValueError for parameters that another open optimizer trains."""
+        checks.check_unshared(
+            list(params),
+            lambda param: any(
+                param in each._members for each in _open if each is not self and not each._closed
+            ),
+        )
+
     def _check_usable(self) -> None:
         checks.check_alive(closed=self._closed, made_by=self._pid)
 
@@ -134,17 +148,26 @@ class ForwardWaits:
         self._clock = self._forward_start = max((member.order for member in members.values()), default=0)
         self._handles: list[RemovableHandle] = []
         wait, refresh = forgetful(wait_for), forgetful(refresh_masters)
+        everyone = list(members.values())
+
+        def finish() -> None:
+            wait([member for member in everyone if member.pending])
+
         for module in model.modules():
-            own = [members[p] for p in module._parameters.values() if p is not None and p in members]
+            own = _owned(module, members)
             if own:
                 self._handles += [
                     # First of all hooks: others, such as weight normalisation, read weights too.
-                    module.register_forward_pre_hook(self._forward_hook(own, wait), prepend=True),
+                    module.register_forward_pre_hook(
+                        ModelHook(self._forward_hook(own, wait), own=own, finish=finish),
+                        prepend=True,
+                    ),
                     module.register_state_dict_pre_hook(_before_or_after(wait, own)),
                     module.register_load_state_dict_pre_hook(_before_or_after(wait, own)),
                     module.register_load_state_dict_post_hook(_before_or_after(refresh, own)),
                 ]
-        self._handles.append(model.register_forward_pre_hook(self._start_forward, prepend=True))
+        start = ModelHook(self._start_forward, own=_owned(model, members), finish=finish)
+        self._handles.append(model.register_forward_pre_hook(start, prepend=True))
 
     @property
     def model(self) -> nn.Module | None:
@@ -175,6 +198,55 @@ class ForwardWaits:
             handle.remove()
 
 
+class ModelHook:
+    """A hook on a module that stays behind: a copy or a pickle of the module has one that does nothing instead.
+
+    So a copied model is independent of the optimizer, and loads where this package is not installed. Copying waits for
+    new weights by `finish`; the module's `own` members have been copied by then, so a deep copy takes these again.
+    """
+
+    __slots__ = ("_finish", "_own", "_run")
+
+    def __init__(
+        self,
+        run: Callable[..., None],
+        *,
+        own: Sequence[Member] = (),
+        finish: Callable[[], None] | None = None,
+    ) -> None:
+        self._run = run
+        self._own = own
+        self._finish = finish
+
+    def __call__(self, *arguments: Any) -> None:
+        """Run the hook."""
+        self._run(*arguments)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
+        """Return a function that takes anything and does nothing."""
+        late = [member.param for member in self._own if member.pending and id(member.param) in memo]
+        if self._finish is not None:
+            self._finish()
+        with torch.no_grad():
+            for param in late:
+                memo[id(param)].copy_(param)
+        return nullcontext().__exit__
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Become the standard library's function that takes anything and does nothing.
+
+        Raises RuntimeError when new weights were on their way to parameters that are in the pickle by now.
+        """
+        if any(member.pending for member in self._own):
+            raise RuntimeError(
+                "a model was pickled while new weights were on their way; expected finished ones; try "
+                "optimizer.synchronize() before"
+            )
+        if self._finish is not None:
+            self._finish()
+        return getattr, (nullcontext(), "__exit__")
+
+
 def forgetful(method: Callable[[_T], None]) -> Callable[[_T], None]:
     """Return a function that calls a bound `method` without keeping its owner alive, and nothing once that is gone."""
     reference = weakref.WeakMethod(method)
@@ -187,12 +259,13 @@ def forgetful(method: Callable[[_T], None]) -> Callable[[_T], None]:
     return call
 
 
+def _owned(module: nn.Module, members: Mapping[torch.Tensor, Member]) -> list[Member]:
+    """Return the members that `module` owns itself, without its children's."""
+    return [members[p] for p in module._parameters.values() if p is not None and p in members]
+
+
 def _before_or_after(
     method: Callable[[Sequence[Member]], None], own: Sequence[Member]
 ) -> Callable[..., None]:
     """Return a hook around a state_dict, whose own arguments do not matter."""
-
-    def hook(*_: object) -> None:
-        method(own)
-
-    return hook
+    return ModelHook(lambda *_: method(own))

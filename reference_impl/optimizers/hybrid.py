@@ -11,7 +11,6 @@ docs/optimizer-offloading.md.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -22,21 +21,20 @@ import torch
 from reference_impl.device import Event
 from reference_impl.memory.interrupts import deferred_interrupts
 from reference_impl.optimizers import checks
-from reference_impl.optimizers import state_dict as torch_layout
-from reference_impl.optimizers.algorithms import Adam, Algorithm
+from reference_impl.optimizers.algorithms import Adam, Algorithm, group_defaults
 from reference_impl.optimizers.clip_decision import ClipDecision, decide
 from reference_impl.optimizers.cpu.step import CpuStep
 from reference_impl.optimizers.gradients import Gradients, factors_of, has_new_gradients, put_in_place
-from reference_impl.optimizers.hosted import HostedOptimizer, forgetful
+from reference_impl.optimizers.hosted import forgetful
 from reference_impl.optimizers.layout import Member, local_numel
 from reference_impl.optimizers.options import Budgets, CpuUpdate, Options, Streaming, take_moved_keywords
-from reference_impl.optimizers.parameter_state import OptimizerState
 from reference_impl.optimizers.shares import Shares
 from reference_impl.optimizers.stand_in import GradientStandIn
+from reference_impl.optimizers.state_dict import SavedOptimizer
 from reference_impl.optimizers.step import BegunStep, Failures, Status, StepPlan, snapshot
 
 
-class HybridDeviceOptimizer(HostedOptimizer):
+class HybridDeviceOptimizer(SavedOptimizer):
     """AdamW over fp32 masters, `offload_fraction` of whose state lives on the CPU.
 
     >>> optimizer = HybridDeviceOptimizer(model.parameters(), offload_fraction=0.5, lr=3e-4, max_grad_norm=1.0)
@@ -70,8 +68,9 @@ class HybridDeviceOptimizer(HostedOptimizer):
     lacks the memory: all before anything is built. Option keywords of earlier releases warn with their new spelling.
     """
 
-    # Megatron's form trains what requires no gradient, shows masters of fp32, keeps a parameter in one bucket.
-    _trains_frozen = _masters_of_all = _whole_members = False
+    # Megatron's form trains what requires no gradient, shows masters of fp32, keeps a parameter in one bucket, and
+    # passes over states that it does not know.
+    _trains_frozen = _masters_of_all = _whole_members = _passes_over_unknown = False
 
     def __init__(
         self,
@@ -93,8 +92,8 @@ class HybridDeviceOptimizer(HostedOptimizer):
             budgets=budgets or Budgets(), streaming=streaming or Streaming(), cpu=cpu or CpuUpdate()
         )
         options = take_moved_keywords(given, hyper_parameters)
-        self._algorithm = algorithm or Adam()
-        checks.check_options(self._algorithm, hyper_parameters, offload_fraction, backward_overlap)
+        algorithm = algorithm or Adam()
+        checks.check_options(algorithm, hyper_parameters, offload_fraction, backward_overlap)
         checks.check_split(
             split, offload_fraction, filtered=offload_filter is not None, budgets=options.budgets
         )
@@ -119,14 +118,13 @@ class HybridDeviceOptimizer(HostedOptimizer):
         self._failures = Failures(self._status, self._finish_begun)
         self._shares: Shares | None = None
         self.grad_norm: torch.Tensor | None = None
-        super().__init__(params, {**self._algorithm.defaults, **hyper_parameters})
-        # `self.state` must not keep its owner alive.
-        owner = weakref.proxy(self)
-        self.state = OptimizerState(  # type: ignore[assignment]
-            self._members,
-            self._algorithm.moments,
-            lambda members: owner._finished(members),
+        super().__init__(
+            params,
+            {**group_defaults(algorithm), **hyper_parameters},
+            algorithm,
+            shows_steps=True,
             masters_of_all=self._masters_of_all,
+            passes_over_unknown=self._passes_over_unknown,
         )
         everything = [param for group in self.param_groups for param in group["params"]]
         checks.check_clipping(
@@ -178,6 +176,7 @@ class HybridDeviceOptimizer(HostedOptimizer):
         checks.one_device(param for param, _ in listed)
         trained = [each for each in listed if each[0].requires_grad or self._trains_frozen]
         params = [each for each in trained if each[0] not in self._members]
+        self._check_unshared(param for param, _ in params)
         members = self._open.lay_out(params, first_order=len(self._members), offload=self._filter)
         self._open.add(members, total_numel=max(sum(local_numel(param) for param, _ in params), 1))
         self._members.update((member.param, member) for member in members)
@@ -410,36 +409,13 @@ class HybridDeviceOptimizer(HostedOptimizer):
         checks.check_refresh(members)
         self._open.refresh_masters(members)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return a consistent snapshot in the layout of `torch.optim.AdamW`.
-
-        Each parameter has `step` and the moments in its own shape; parameters that are not fp32 have their
-        `master_param` too. Offloaded state comes as CPU tensors.
-        """
-        self._synchronize_between_steps()
-        packed = super().state_dict()
-        packed["state"] = torch_layout.pack(packed["state"])
-        return packed
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` of this class (at any fraction) or of `torch.optim.AdamW` returned.
-
-        Without a `master_param` the master is made from the parameter. Raises ValueError, before anything is
-        changed, when groups or shapes do not match.
-        """
-        self._synchronize_between_steps()
-        state: Any = self.state
-        torch_layout.check(state, self.param_groups, state_dict)
-        super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
-        torch_layout.unpack(state, self.param_groups, state_dict)
-
     def _check_between_steps(self, refusal: Callable[[], Exception]) -> None:
         """Raise `refusal` between a backward that has begun to update and its step."""
         if self._in_backward is not None and not self._is_asked and self._failures.first is None:
             self._refused_in_between = True
             raise refusal()
 
-    def _synchronize_between_steps(self) -> None:
+    def _finish_for_saving(self) -> None:
         with self._failures.told():
             self._check_between_steps(checks.saved_in_between)
         self.synchronize()
@@ -486,10 +462,6 @@ class HybridDeviceOptimizer(HostedOptimizer):
                     raise
         if begun_in_backward and not self._refused_in_between:
             raise checks.closed_in_between()
-
-    def __setstate__(self, loaded: dict[str, Any]) -> None:
-        """Take over the groups that `load_state_dict` has prepared; the state stays where it lives."""
-        self.param_groups = [{**self._algorithm.defaults, **group} for group in loaded["param_groups"]]
 
     def _check_usable(self) -> None:
         super()._check_usable()

@@ -58,6 +58,7 @@ class Member:
     streamed: int = 0
     pieces: list[Piece] = field(default_factory=list)
     stride: tuple[int, ...] = field(init=False)
+    dtype: torch.dtype = field(init=False)
     step: torch.Tensor = field(default_factory=lambda: torch.tensor(0.0))
     arrival: Event | None = None
     placeholder: torch.Tensor | None = None
@@ -65,8 +66,9 @@ class Member:
     pending: bool = False
 
     def __post_init__(self) -> None:
-        """Remember the layout that masters and moments are in."""
+        """Remember the layout that masters and moments are in, and the dtype that says who is its own master."""
         self.stride = self.param_local.stride()
+        self.dtype = self.param.dtype
 
     @property
     def gradient(self) -> torch.Tensor | None:
@@ -131,7 +133,7 @@ def local_numel(param: torch.Tensor) -> int:
 def gradient_of(member: Member) -> torch.Tensor:
     """Return a member's gradient on this rank, laid out in memory like the parameter.
 
-    Raises RuntimeError for a sparse gradient, and when the parameter has changed its layout.
+    Raises RuntimeError for a sparse gradient, and when the parameter has changed its layout or dtype.
     """
     gradient = member.gradient
     assert gradient is not None
@@ -143,6 +145,11 @@ def gradient_of(member: Member) -> torch.Tensor:
     if isinstance(gradient, DTensor):
         gradient = gradient.to_local()
     local = member.param_local
+    if local.dtype != member.dtype:
+        raise RuntimeError(
+            f"a parameter of shape {tuple(local.shape)} has become {local.dtype}; expected {member.dtype}, which its "
+            "masters and staging are made for; try model.to(dtype) before the optimizer is made"
+        )
     if local.stride() != member.stride:
         raise RuntimeError(
             f"a parameter of shape {tuple(local.shape)} has strides {local.stride()}; expected {member.stride}, as "

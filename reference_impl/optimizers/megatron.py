@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from reference_impl.optimizers import hybrid
-from reference_impl.optimizers.algorithms import SGD, Adam, Algorithm
+from reference_impl.optimizers.algorithms import SGD, Adam, Algorithm, group_defaults
 from reference_impl.optimizers.layout import local_numel
 from reference_impl.optimizers.options import CpuUpdate
 
@@ -56,7 +56,8 @@ class HybridDeviceOptimizer(hybrid.HybridDeviceOptimizer):
     or ValueError for classes and options it cannot serve, and what the base class raises.
     """
 
-    _trains_frozen = _whole_members = True
+    # It writes offsets of its buffers among the states.
+    _trains_frozen = _whole_members = _passes_over_unknown = True
 
     def __init__(
         self,
@@ -110,8 +111,7 @@ class HybridDeviceOptimizer(hybrid.HybridDeviceOptimizer):
 
     def _check_group(self, group: dict[str, Any]) -> None:
         """Check what the formula reads, and that masters are wanted where they are needed."""
-        known = {"params", *self._algorithm.defaults}
-        super()._check_group({name: value for name, value in group.items() if name in known})
+        super()._check_group(group)
         for param in group["params"]:
             if param.dtype != torch.float32 and not self._masters_of_all:
                 raise ValueError(
@@ -119,10 +119,14 @@ class HybridDeviceOptimizer(hybrid.HybridDeviceOptimizer):
                     "masters are fp32; try param_update_in_fp32=True"
                 )
 
+    def _check_unshared(self, params: Iterable[torch.Tensor]) -> None:
+        """Allow it: Megatron makes a second one of these while the first, which it drops, is still there."""
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; what it holds beside hyper-parameters stays in it."""
-        foreign = set(self.defaults) - set(self._algorithm.defaults) - set(param_group)
-        super().add_param_group(param_group)
+        known = group_defaults(self._algorithm)
+        foreign = set(self.defaults) - set(known) - set(param_group)
+        super().add_param_group({**known, **self.defaults, **param_group})
         for name in foreign:
             self.param_groups[-1].pop(name, None)
 
@@ -139,8 +143,7 @@ class HybridDeviceOptimizer(hybrid.HybridDeviceOptimizer):
 
     def dummy_step(self) -> None:
         """Show states in `state` and `state_dict()` before the first step. No parameter changes."""
-        state: Any = self.state
-        state.lists_everyone = True
+        self.state.lists_everyone = True
 
     def update_fp32_param_by_new_param(self) -> None:
         """Make masters from the parameters as they are."""

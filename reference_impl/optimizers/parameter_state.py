@@ -1,21 +1,24 @@
 """`optimizer.state`: each parameter's state by name, read and written where it lives.
 
 A parameter's state may stand in several buckets and partly on the device. Here it looks like the entries of any
-`torch.optim.Optimizer.state`, so that code which knows nothing of offloading (distributed checkpoints, Megatron's
-distributed optimizer) finds what it expects. Nothing is stored here. Explained in docs/optimizer-offloading.md.
+`torch.optim.Optimizer.state`, so that code which knows nothing of offloading (distributed checkpoints, trainers,
+Megatron's distributed optimizer) finds what it expects. Nothing is stored here. Explained in
+docs/optimizer-offloading.md.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
+from reference_impl.optimizers.algorithms import Algorithm
 from reference_impl.optimizers.layout import MASTER, STEP, Member
+from reference_impl.optimizers.saved_checks import check_state
 
 
 class StateParts(Protocol):
@@ -38,22 +41,23 @@ class StateParts(Protocol):
 FinishedParts = Callable[[Iterable[Member]], StateParts]
 
 
-class ParameterState(Mapping[str, torch.Tensor]):
-    """One parameter's `step`, moments and, where it has one of its own, `master_param`.
-
-    A state that stands in one place is returned as a view of it, in the parameter's shape; of one that stands in
-    several (a parameter split between buckets or tiers) or streams a copy is returned. Assigning writes to all places.
+class StoredState(MutableMapping[str, torch.Tensor]):
+    """The state of one parameter where it lives: `ParameterState` says what reading and writing it does.
 
     Args:
         member: the parameter.
         names: what it shows, in order; `master_param` may be written even if it is not among them.
+        passed_over: whether writing a name that is not known does nothing, instead of raising KeyError.
         finished: see `FinishedParts`.
     """
 
-    def __init__(self, member: Member, names: tuple[str, ...], finished: FinishedParts) -> None:
+    def __init__(
+        self, member: Member, names: tuple[str, ...], finished: FinishedParts, *, passed_over: bool
+    ) -> None:
         self._member = member
         self._names = names
         self._finished = finished
+        self._passed_over = passed_over
 
     def __iter__(self) -> Iterator[str]:
         """Iterate over the names that a state_dict has."""
@@ -70,19 +74,20 @@ class ParameterState(Mapping[str, torch.Tensor]):
         parts = self._finished([self._member])
         if name == STEP:
             return parts.steps(self._member)[0]
-        views = list(parts.views(self._member, name))
-        if len(views) == 1 and not self._member.streamed:
-            local = self._member.param_local
+        views, local = list(parts.views(self._member, name)), self._member.param_local
+        if len(views) == 1 and views[0][1].numel() == local.numel():
             return self._sharded(views[0][1].as_strided(local.shape, self._member.stride))
         return self.copied(name)
 
-    def __setitem__(self, name: str, value: torch.Tensor) -> None:
-        """Write a state, converted to fp32, to wherever it stands.
-
-        Names that are not known are passed over: Megatron writes offsets of its buffers among the states.
-        """
-        if name not in (*self._names, MASTER):
-            return
+    @torch.no_grad()
+    def __setitem__(self, name: str, value: Any) -> None:
+        """Write a state, converted to fp32, to wherever it stands; KeyError for a name that is not known."""
+        if name not in (*self._names, STEP, MASTER):
+            if self._passed_over:
+                return
+            raise KeyError(
+                f"{name!r} is not a state of this optimizer; expected one of {self._names}; try keeping it elsewhere"
+            )
         parts = self._finished([self._member])
         if name == STEP:
             for step in parts.steps(self._member):
@@ -91,19 +96,31 @@ class ParameterState(Mapping[str, torch.Tensor]):
         value = value.to_local() if isinstance(value, DTensor) else value
         whole = self._like(device=value.device)
         whole.copy_(value.expand(whole.shape))
-        for start, part in parts.views(self._member, name):
-            part.copy_(self._member.flat(whole)[start : start + part.numel()])
-        if self._member.streamed:
+        if self.write_in_place(name, whole) < whole.numel():
             parts.write_streamed(self._member, name, whole)
+
+    def write_in_place(self, name: str, whole: torch.Tensor) -> int:
+        """Write the parts of a state that do not stream; returns how many elements they have."""
+        written = 0
+        for start, part in self._finished([self._member]).views(self._member, name):
+            part.copy_(self._member.flat(whole)[start : start + part.numel()])
+            written += part.numel()
+        return written
+
+    def __delitem__(self, name: str) -> None:
+        """Refuse: every parameter has all of its states."""
+        raise TypeError(f"{name!r} cannot be removed from a parameter's state; try writing zeros to it")
 
     def copied(self, name: str) -> torch.Tensor:
         """Return a state as a tensor of its own, on the CPU where any of it is there."""
         parts = self._finished([self._member])
         if name == STEP:
             return parts.steps(self._member)[0].clone()
-        on_host = self._member.pieces or self._member.streamed
-        whole = self._like(device=torch.device("cpu") if on_host else self._member.param.device)
-        for start, part in (*parts.views(self._member, name), *parts.copies(self._member, name)):
+        views, param = list(parts.views(self._member, name)), self._member.param
+        streams = sum(part.numel() for _, part in views) < self._member.param_local.numel()
+        on_host = streams or any(part.device != param.device for _, part in views)
+        whole = self._like(device=torch.device("cpu") if on_host else param.device)
+        for start, part in (*views, *parts.copies(self._member, name)):
             self._member.flat(whole)[start : start + part.numel()].copy_(part)
         return self._sharded(whole)
 
@@ -120,6 +137,45 @@ class ParameterState(Mapping[str, torch.Tensor]):
         return torch.empty_like(self._member.param_local, dtype=torch.float32, device=device)
 
 
+class ParameterState(MutableMapping[str, Any]):
+    """One parameter's `step`, moments and, where it has one of its own, `master_param`.
+
+    A state that stands in one place is returned as a view of it, in the parameter's shape; of one that stands in
+    several (a parameter split between buckets or tiers) or streams a copy is returned. Assigning writes to all places;
+    a name that is not known raises KeyError, and nothing can be removed.
+
+    Made of any other mapping it only holds those values, as trainers expect who rebuild an entry with its type;
+    `optimizer.state[param] = entry` then writes them.
+    """
+
+    def __init__(self, values: Mapping[str, Any] | Iterable[tuple[str, Any]] = ()) -> None:
+        self._values: MutableMapping[str, Any] = values if isinstance(values, StoredState) else dict(values)
+
+    def __iter__(self) -> Iterator[str]:
+        """Iterate over the names that a state_dict has."""
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        """Count the names."""
+        return len(self._values)
+
+    def __getitem__(self, name: str) -> Any:
+        """Return a state once running updates of the parameter are done."""
+        return self._values[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        """Write a state to wherever it stands."""
+        self._values[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        """Remove a value that is only held here; TypeError for a state of the optimizer."""
+        del self._values[name]
+
+    def __repr__(self) -> str:
+        """Show the names only: values may have to be fetched."""
+        return f"{type(self).__name__}({', '.join(self)})"
+
+
 class OptimizerState(Mapping[torch.Tensor, ParameterState]):
     """Parameter → `ParameterState`, for every parameter that has taken a step.
 
@@ -127,31 +183,90 @@ class OptimizerState(Mapping[torch.Tensor, ParameterState]):
 
     Args:
         members: the trained parameters; more may be added later.
-        moments: the algorithm's states by name.
+        algorithm: names the states.
         finished: see `FinishedParts`.
+        shows_steps: False leaves `step` out, as torch's SGD does.
         masters_of_all: fp32 parameters, which are their own masters, show a `master_param` too.
+        passes_over_unknown: whether writing a name that is not known does nothing, instead of raising KeyError.
     """
 
     def __init__(
         self,
         members: Mapping[torch.Tensor, Member],
-        moments: tuple[str, ...],
+        algorithm: Algorithm,
         finished: FinishedParts,
         *,
+        shows_steps: bool,
         masters_of_all: bool,
+        passes_over_unknown: bool,
     ) -> None:
         self.members = members
-        self.moments = moments
+        self.algorithm = algorithm
         self.lists_everyone = False
         self._finished = finished
+        self._steps = (STEP,) if shows_steps else ()
         self._masters_of_all = masters_of_all
+        self._passed_over = passes_over_unknown
 
     def __getitem__(self, param: torch.Tensor) -> ParameterState:
         """Return a parameter's state, also before its first step."""
+        return ParameterState(self._stored(param))
+
+    def _stored(self, param: torch.Tensor) -> StoredState:
         member = self.members[param]
         shows_master = param.dtype != torch.float32 or self._masters_of_all
-        names = (STEP, *self.moments, MASTER) if shows_master else (STEP, *self.moments)
-        return ParameterState(member, names, self._finished)
+        names = (*self._steps, *self.algorithm.moments, *([MASTER] if shows_master else []))
+        return StoredState(member, names, self._finished, passed_over=self._passed_over)
+
+    def __setitem__(self, param: torch.Tensor, values: Mapping[str, Any]) -> None:
+        """Replace a parameter's state; ValueError, before anything changes, for one that cannot be held exactly."""
+        self.write(
+            param, self.checked(f"the state of a parameter of shape {tuple(param.shape)}", param, values)
+        )
+
+    def __delitem__(self, param: torch.Tensor) -> None:
+        """Let a parameter start anew: no step, moments zero, and its master is the parameter."""
+        self.write(param, {})
+
+    def clear(self) -> None:
+        """Let all parameters start anew."""
+        self.replace({})
+
+    def replace(self, states: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
+        """Replace all states; those of parameters that are not in `states` start anew. Raises as `__setitem__`."""
+        checked = {
+            param: self.checked(f"the state of a parameter of shape {tuple(param.shape)}", param, values)
+            for param, values in states.items()
+        }
+        for param in self.members:
+            self.write(param, checked.get(param, {}))
+
+    def checked(self, label: str, param: torch.Tensor, values: Any) -> dict[str, Any]:
+        """Return `values` as `write` takes them, see `check_state`; KeyError for a parameter that is not trained."""
+        if self._passed_over and isinstance(values, Mapping):
+            known = (STEP, *self.algorithm.moments, MASTER)
+            values = {name: value for name, value in values.items() if name in known}
+        return check_state(label, values, self.members[param], self.algorithm)
+
+    @torch.no_grad()
+    def write(self, param: torch.Tensor, values: Mapping[str, Any]) -> None:
+        """Replace a parameter's state by `checked` values; what they lack starts anew."""
+        target = self._stored(param)
+        target[STEP] = values.get(STEP, 0)
+        for name in self.algorithm.moments:
+            target[name] = values.get(name, torch.zeros(()))
+        if MASTER in values:
+            target[MASTER] = values[MASTER]
+        elif param.dtype == torch.float32:
+            # It is its own master, and only the copy on the host has to follow it.
+            target.write_in_place(MASTER, self.members[param].param_local.detach())
+        else:
+            target[MASTER] = param.detach()
+
+    def packed(self, param: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return copies of a parameter's states."""
+        stored = self._stored(param)
+        return {name: stored.copied(name) for name in stored}
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         """Iterate over parameters with a step; the device's counters are read at once, with one wait."""

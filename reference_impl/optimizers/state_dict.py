@@ -1,4 +1,4 @@
-"""The states of an optimizer in the layout of `torch.optim.AdamW`, both ways, at any split.
+"""States that read, save and load as those of `torch.optim.AdamW` do, both ways, at any split.
 
 Parameters are known by a key: running numbers in `torch.optim`, names of parameters in distributed checkpoints.
 Explained in docs/optimizer-offloading.md.
@@ -6,63 +6,185 @@ Explained in docs/optimizer-offloading.md.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import copy
+import threading
+import weakref
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
-from reference_impl.optimizers.layout import MASTER, STEP
-from reference_impl.optimizers.parameter_state import OptimizerState, ParameterState
+from reference_impl.optimizers.algorithms import Algorithm, group_defaults
+from reference_impl.optimizers.checks import check_thread
+from reference_impl.optimizers.hosted import HostedOptimizer
+from reference_impl.optimizers.layout import Member
+from reference_impl.optimizers.parameter_state import OptimizerState, StateParts
+from reference_impl.optimizers.saved_checks import Groups, check_document, check_groups
 
-Groups = Sequence[Mapping[str, Any]]
+# Which of torch's kernels computes the same bits as ours, whatever the user's groups say.
+_KERNEL = {"foreach": None, "fused": True}
 
 
-def pack(state: Mapping[Any, ParameterState]) -> dict[Any, dict[str, torch.Tensor]]:
-    """Return copies of states, under the same keys."""
-    return {key: {name: each.copied(name) for name in each} for key, each in state.items()}
+class SavedOptimizer(HostedOptimizer):
+    """A `HostedOptimizer` with torch's `state`, `state_dict` and `load_state_dict`.
 
+    Args:
+        params, defaults: as in `torch.optim.Optimizer`.
+        algorithm: names the states and hyper-parameters.
+        shows_steps, masters_of_all, passes_over_unknown: see `OptimizerState`.
+    """
 
-def check(state: OptimizerState, groups: Groups, state_dict: Mapping[str, Any]) -> None:
-    """Raise ValueError when `state_dict` is not one of the parameters in `groups`, those of `state`."""
-    theirs = state_dict["param_groups"]
-    if [len(group["params"]) for group in groups] != [len(group["params"]) for group in theirs]:
-        raise ValueError(
-            f"the state_dict has groups of {[len(g['params']) for g in theirs]} parameters; expected "
-            f"{[len(g['params']) for g in groups]}; try constructing with the same groups"
+    _states: OptimizerState | None = None
+    _stepped_by: threading.Thread | None = None
+
+    def __init__(
+        self,
+        params: Any,
+        defaults: dict[str, Any],
+        algorithm: Algorithm,
+        *,
+        shows_steps: bool,
+        masters_of_all: bool = False,
+        passes_over_unknown: bool = False,
+    ) -> None:
+        self._algorithm = algorithm
+        super().__init__(params, defaults)
+        # The states must not keep their owner alive.
+        owner = weakref.proxy(self)
+        self._states = OptimizerState(
+            self._members,
+            algorithm,
+            lambda members: owner._parts_of(members),
+            shows_steps=shows_steps,
+            masters_of_all=masters_of_all,
+            passes_over_unknown=passes_over_unknown,
         )
-    if any(group.get("amsgrad") for group in theirs):
-        raise ValueError(
-            "the state_dict is of amsgrad=True; expected amsgrad=False, whose maximum is not kept here; try training "
-            "on without offload"
-        )
-    for key, param in _keyed(state, groups, theirs):
-        names = set(state[param]) - {STEP}
-        for name, value in state_dict["state"].get(key, {}).items():
-            expected = param.shape if isinstance(value, DTensor) else state.members[param].param_local.shape
-            if name in names and value.shape != expected:
+        self.register_step_pre_hook(_before_step)
+
+    @abstractmethod
+    def _finished(self, members: Iterable[Member]) -> StateParts:
+        """Return where states are, once no update of `members` runs. Raises RuntimeError when closed."""
+
+    def _parts_of(self, members: Iterable[Member]) -> StateParts:
+        check_thread(self._stepped_by)
+        return self._finished(members)
+
+    def _finish_for_saving(self) -> None:
+        """Finish the updates that run, or raise why states cannot be saved or loaded now."""
+        self.synchronize()
+
+    def _load(self, groups: list[dict[str, Any]], states: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
+        """Take over groups and states that have been checked."""
+        self._finish_for_saving()
+        self.__setstate__({"param_groups": groups})
+        for param, values in states.items():
+            self.state.write(param, values)
+
+    @property  # type: ignore[override]
+    def state(self) -> OptimizerState:
+        """Each parameter's state, see `OptimizerState`; assigning a mapping replaces all states."""
+        assert self._states is not None
+        return self._states
+
+    @state.setter
+    def state(self, states: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
+        # torch's own constructor assigns an empty one.
+        if self._states is not None:
+            self._states.replace(states)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return a consistent snapshot in the layout of `torch.optim.AdamW` (or the algorithm's other class).
+
+        Each parameter has `step` (not SGD's) and the moments in its own shape; parameters that are not fp32 have their
+        `master_param` too. Offloaded state comes as CPU tensors. Groups have every key that torch's class has, so that
+        it resumes: bitwise where parameters are fp32; others it trains without the master, with moments in their dtype.
+        """
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
+        check_thread(self._stepped_by)
+        self._finish_for_saving()
+        keys: dict[torch.Tensor, int] = {}
+        groups = []
+        for group in self.param_groups:
+            for param in group["params"]:
+                keys.setdefault(param, len(keys))
+            groups.append(
+                {
+                    **group_defaults(self._algorithm),
+                    **{name: value for name, value in group.items() if name != "params"},
+                    **_KERNEL,
+                    "params": [keys[param] for param in group["params"]],
+                }
+            )
+        packed = {"state": {keys[p]: self.state.packed(p) for p in self.state}, "param_groups": groups}
+        for after in self._optimizer_state_dict_post_hooks.values():
+            replaced = after(self, packed)
+            packed = packed if replaced is None else replaced
+        return packed
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what `state_dict` of this class (at any split) or of torch's class of the same algorithm returned.
+
+        A parameter without a state starts anew. Without a `master_param` the master is made from the parameter. Raises
+        ValueError that names the entry, before anything is changed, for what cannot be loaded exactly.
+        """
+        self._check_usable()
+        check_thread(self._stepped_by)
+        check_document(state_dict)
+        document: Any = dict(state_dict)
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            replaced = before(self, document)
+            document = document if replaced is None else replaced
+        saved_groups, saved = check_document(document)
+        check_groups(saved_groups, self.param_groups, self._algorithm)
+        params = dict(_keyed(self.param_groups, saved_groups))
+        for key in saved:
+            if key not in params:
                 raise ValueError(
-                    f"{name} of parameter {key} has shape {tuple(value.shape)}; expected "
-                    f"{tuple(expected)}; try the checkpoint of this model"
+                    f"state[{key!r}] belongs to no parameter of param_groups; expected one of {len(params)} keys; try "
+                    "the checkpoint of this model"
                 )
+        # A frozen parameter has a key but no state here.
+        states = {
+            param: self.state.checked(f"state[{key!r}]", param, saved.get(key, {}))
+            for key, param in params.items()
+            if param in self._members
+        }
+        groups = [
+            {**copy.deepcopy({**theirs, "params": []}), "params": ours["params"]}
+            for theirs, ours in zip(saved_groups, self.param_groups, strict=True)
+        ]
+        for group, ours in zip(groups, self.param_groups, strict=True):
+            if "param_names" in ours:
+                group.setdefault("param_names", ours["param_names"])
+        self._load(groups, states)
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+    def __setstate__(self, loaded: dict[str, Any]) -> None:
+        """Take over the groups that `load_state_dict` has prepared; the state stays where it lives."""
+        self.param_groups = [
+            {**group_defaults(self._algorithm), **group, **_KERNEL} for group in loaded["param_groups"]
+        ]
 
 
-@torch.no_grad()
-def unpack(state: OptimizerState, groups: Groups, state_dict: Mapping[str, Any]) -> None:
-    """Write the states of `state_dict`, which `check` has passed; parameters without one start anew."""
-    for key, param in _keyed(state, groups, state_dict["param_groups"]):
-        saved, target = state_dict["state"].get(key, {}), state[param]
-        # An fp32 parameter is its own master, so its checkpoint has none: the copy on the host follows it.
-        anew = {STEP: torch.tensor(0.0), MASTER: param.detach()}
-        for name in (STEP, *state.moments, MASTER):
-            value = saved.get(name)
-            target[name] = anew.get(name, torch.zeros(())) if value is None else value
+def _before_step(optimizer: SavedOptimizer, args: object, kwargs: Mapping[str, Any]) -> None:
+    first, optimizer._stepped_by = optimizer._stepped_by is None, threading.current_thread()
+    if first and kwargs.get("closure", args) is None and _makes_states_only(optimizer):
+        optimizer.refresh_masters()
 
 
-def _keyed(state: OptimizerState, groups: Groups, saved_groups: Groups) -> Iterator[tuple[Any, torch.Tensor]]:
-    """Yield each trained parameter with its key; frozen ones have a key but no state."""
-    params = [param for group in groups for param in group["params"]]
-    keys = [key for group in saved_groups for key in group["params"]]
-    for key, param in zip(keys, params, strict=True):
-        if param in state.members:
-            yield key, param
+def _makes_states_only(optimizer: SavedOptimizer) -> bool:
+    """Return whether a first step only shows states, as torch.distributed.checkpoint.state_dict takes one.
+
+    It may have loaded the model before: its weights are to stay, so that no master of before may come back.
+    """
+    return all(float(group["lr"]) == 0 for group in optimizer.param_groups) and not optimizer.state
+
+
+def _keyed(groups: Groups, saved_groups: Groups) -> Iterator[tuple[Any, torch.Tensor]]:
+    """Yield each key with its parameter."""
+    for group, saved in zip(groups, saved_groups, strict=True):
+        yield from zip(saved["params"], group["params"], strict=True)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any
@@ -29,15 +29,14 @@ from torch.utils.hooks import RemovableHandle
 from reference_impl.memory.interrupts import deferred_interrupts
 from reference_impl.optimizers import checks
 from reference_impl.optimizers.clip_decision import decide
-from reference_impl.optimizers.hosted import HostedOptimizer, forgetful
+from reference_impl.optimizers.hosted import forgetful
 from reference_impl.optimizers.layout import Member, gradient_of, members_of
 from reference_impl.optimizers.options import CHUNK_BYTES
+from reference_impl.optimizers.state_dict import SavedOptimizer
 from reference_impl.optimizers.state_offload_wrapped import (
+    StreamedParts,
     algorithm_of,
     check_group,
-    check_states,
-    load_states,
-    saved_states,
 )
 from reference_impl.optimizers.step import Failures, Status
 from reference_impl.optimizers.streamed.chunks import Part
@@ -45,7 +44,7 @@ from reference_impl.optimizers.streamed.share import StreamedShare
 from reference_impl.optimizers.streamed.storage import StateFormat
 
 
-class OptimizerStateOffloader(HostedOptimizer):
+class OptimizerStateOffloader(SavedOptimizer):
     """The wrapped optimizer with `fraction` of its states on the host; use it in its place.
 
     >>> optimizer = OptimizerStateOffloader(torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True))
@@ -100,13 +99,13 @@ class OptimizerStateOffloader(HostedOptimizer):
         max_grad_norm: float | None = None,
         reduce_norm_squared: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
-        self._algorithm = algorithm_of(optimizer)
+        algorithm = algorithm_of(optimizer)
         if not 0 <= fraction <= 1:
             raise ValueError(
                 f"fraction is {fraction}; expected a share of bytes in [0, 1]; try {min(max(fraction, 0.0), 1.0)}"
             )
         for group in optimizer.param_groups:
-            check_group(group)
+            check_group(algorithm, group)
         params = [param for group in optimizer.param_groups for param in group["params"]]
         checks.check_clipping(
             params,
@@ -121,7 +120,7 @@ class OptimizerStateOffloader(HostedOptimizer):
         self._hooks: list[RemovableHandle] = []
         share = StreamedShare(
             self._device,
-            self._algorithm,
+            algorithm,
             chunk_bytes=chunk_bytes,
             device_budget_bytes=device_budget_bytes,
             state_format=StateFormat(
@@ -141,14 +140,15 @@ class OptimizerStateOffloader(HostedOptimizer):
         self._read: dict[Member, tuple[torch.Tensor, int]] = {}
         self._taken: dict[Member, tuple[torch.Tensor, int]] = {}
         try:
-            super().__init__(optimizer.param_groups, optimizer.defaults)
+            super().__init__(
+                optimizer.param_groups, optimizer.defaults, algorithm, shows_steps=algorithm.counts_steps
+            )
             self._wrapped = optimizer
             self.param_groups = optimizer.param_groups
             self._admit(range(len(self.param_groups)))
-            with torch.no_grad():
-                for param, states in optimizer.state.items():
-                    if param in self._members:
-                        load_states(share, self._members[param], states)
+            self.state = {
+                param: states for param, states in optimizer.state.items() if param in self._members
+            }
         except BaseException:
             share.close()
             self._open_share = None
@@ -211,7 +211,7 @@ class OptimizerStateOffloader(HostedOptimizer):
             count = len(self.param_groups)
             super().add_param_group(param_group)
             try:
-                check_group(self.param_groups[-1])
+                check_group(self._algorithm, self.param_groups[-1])
                 self._admit([count])
             except BaseException:
                 del self.param_groups[count:]
@@ -227,6 +227,7 @@ class OptimizerStateOffloader(HostedOptimizer):
             for param in self.param_groups[index]["params"]
             if param.requires_grad
         ]
+        self._check_unshared(param for param, _ in params)
         members = members_of(params, first_order=len(self._members), fraction=self._fraction, offload=None)
         parts = {
             member: Part(
@@ -403,7 +404,11 @@ class OptimizerStateOffloader(HostedOptimizer):
         self.streamed.finish(for_writing=for_writing)
         self._end_reading(self._members.values())
 
-    @torch.no_grad()
+    def _finished(self, members: Iterable[Member]) -> StreamedParts:
+        self._check_usable()
+        self._wait_for([member for member in members if member.pending])
+        return StreamedParts(self.streamed)
+
     def state_dict(self) -> dict[str, Any]:
         """Return a consistent snapshot, on the CPU, in the layout of the wrapped optimizer.
 
@@ -412,41 +417,21 @@ class OptimizerStateOffloader(HostedOptimizer):
         with self._working():
             self._resume()
             self._finish(for_writing=False)
-            packed = super().state_dict()
-            states = ((index, saved_states(self.streamed, member)) for index, member in self._indexed())
-            packed["state"] = {index: state for index, state in states if state}
-            return packed
+            return super().state_dict()
 
-    @torch.no_grad()
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` of this class (with any options) or of the wrapped one's class returned.
-
-        Without a `master_param` the master is made from the parameter. Raises ValueError, before anything is
-        changed, when groups, options or shapes do not match.
-        """
+    def _load(self, groups: list[dict[str, Any]], states: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
         with self._working():
             self._resume()
-            for group in state_dict["param_groups"]:
-                check_group({**group, "params": [], "fused": True})
-            saved = state_dict["state"]
-            for index, member in self._indexed():
-                check_states(self.streamed, index, member, saved.get(index, {}))
             self._finish(for_writing=True)
             with deferred_interrupts():
-                super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
-                self._wrapped.param_groups = self.param_groups
-                self._left.extend(
-                    partial(load_states, self.streamed, member, saved.get(index, {}))
-                    for index, member in self._indexed()
-                )
+                self.__setstate__({"param_groups": groups})
+                self._left.extend(partial(self.state.write, *each) for each in states.items())
                 self._resume()
 
-    def _indexed(self) -> Iterator[tuple[int, Member]]:
-        """Yield each member with its index in a state_dict; frozen parameters have an index but no member."""
-        params = [param for group in self.param_groups for param in group["params"]]
-        for index, param in enumerate(params):
-            if param in self._members:
-                yield index, self._members[param]
+    def __setstate__(self, loaded: dict[str, Any]) -> None:
+        """Take over loaded groups, the wrapped optimizer too."""
+        super().__setstate__(loaded)
+        self._wrapped.param_groups = self.param_groups
 
     def close(self) -> None:
         """Finish, take all hooks off and free the host memory, also where finishing raises. Again, it does nothing."""

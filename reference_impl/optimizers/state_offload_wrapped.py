@@ -1,28 +1,19 @@
 """The optimizers of torch that `OptimizerStateOffloader` wraps: which ones, and their states in both directions.
 
-It knows states only by name, as anything that has `NamedStates`.
-
 Explained in docs/optimizer-state-offloading.md.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 
+from reference_impl.optimizers import checks
 from reference_impl.optimizers.algorithms import SGD, Adam, Algorithm
-from reference_impl.optimizers.checks import check_param
-from reference_impl.optimizers.layout import MASTER, Member
-
-_NEEDED: Mapping[str, Any] = {
-    "fused": True,
-    "amsgrad": False,
-    "capturable": False,
-    "differentiable": False,
-    "dampening": 0,
-}
+from reference_impl.optimizers.layout import Member
+from reference_impl.optimizers.streamed.share import StreamedShare
 
 
 def algorithm_of(optimizer: torch.optim.Optimizer) -> Algorithm:
@@ -42,70 +33,35 @@ def algorithm_of(optimizer: torch.optim.Optimizer) -> Algorithm:
     )
 
 
-def check_group(group: Mapping[str, Any]) -> None:
+def check_group(algorithm: Algorithm, group: Mapping[str, Any]) -> None:
     """Raise ValueError for an option that the update in chunks does not have, or a parameter it cannot take."""
-    for option, needed in _NEEDED.items():
-        if group.get(option, needed) != needed:
-            raise ValueError(f"{option} is {group[option]}; expected {needed}; try {option}={needed}")
+    if group.get("fused") is not True:
+        raise ValueError(f"fused is {group.get('fused')}; expected True; try fused=True")
+    checks.check_group(algorithm, group)
     if group.get("momentum") == 0:
         raise ValueError("momentum is 0; expected a positive one, without which SGD has no state to offload")
-    for param in group["params"]:
-        check_param(param)
 
 
-class NamedStates(Protocol):
-    """The states of members by name: the moments and `master_param`."""
+class StreamedParts:
+    """The states of a streamed share as `parameter_state.StateParts`; the caller has waited for running updates."""
 
-    moments: tuple[str, ...]
-    steps: dict[Member, torch.Tensor]
+    def __init__(self, share: StreamedShare) -> None:
+        self._share = share
 
-    def parts(self, member: Member, name: str) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield (first element, flat fp32 values) of each part of a state."""
+    def steps(self, member: Member) -> Sequence[torch.Tensor]:
+        """Return a member's step counter, on the device."""
+        return [self._share.steps[member]]
 
-    def write(self, member: Member, name: str, value: torch.Tensor) -> None:
-        """Replace a state by `value`, of the parameter's shape or one number."""
+    def views(self, member: Member, name: str) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield nothing: all states are packed, or read while they stream."""
+        yield from ()
 
+    def copies(self, member: Member, name: str) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield (first element, flat fp32 values) of each part."""
+        self._share.finish(for_writing=False)
+        yield from self._share.parts(member, name)
 
-def saved_states(states: NamedStates, member: Member) -> dict[str, torch.Tensor]:
-    """Return copies of a member's states on the CPU, in the parameter's shape; nothing before the first step."""
-    step = states.steps[member]
-    if step.item() == 0:
-        return {}
-    # SGD saves no step.
-    counted = {"step": step.cpu().clone()} if "exp_avg" in states.moments else {}
-    return {**counted, **{name: _gather(states, member, name) for name in _names(states, member)}}
-
-
-def check_states(states: NamedStates, index: int, member: Member, saved: Mapping[str, Any]) -> None:
-    """Raise ValueError when a saved state of parameter `index` has another shape than the parameter."""
-    for name in _names(states, member):
-        value = saved.get(name)
-        if value is not None and value.shape != member.param_local.shape:
-            raise ValueError(
-                f"{name} of parameter {index} has shape {tuple(value.shape)}; expected "
-                f"{tuple(member.param_local.shape)}; try the checkpoint of this model"
-            )
-
-
-def load_states(states: NamedStates, member: Member, saved: Mapping[str, Any]) -> None:
-    """Replace the states of a member; moments that are not in `saved` become 0, the master the parameter."""
-    # SGD saves no step: having a moment says that there was one.
-    states.steps[member].fill_(float(saved.get("step", bool(saved))))
-    for name in _names(states, member):
-        value = saved.get(name)
-        if value is None:
-            value = member.param_local if name == MASTER else torch.zeros(())
-        states.write(member, name, value)
-
-
-def _names(states: NamedStates, member: Member) -> tuple[str, ...]:
-    """Return the states that a state_dict has: the moments, and the master unless the parameter is one itself."""
-    return states.moments if member.param.dtype == torch.float32 else (*states.moments, MASTER)
-
-
-def _gather(states: NamedStates, member: Member, name: str) -> torch.Tensor:
-    whole = torch.empty_like(member.param_local, dtype=torch.float32, device="cpu")
-    flat = member.flat(whole)
-    for start, part in states.parts(member, name):
-        flat[start : start + part.numel()].copy_(part)
-    return whole
+    def write_streamed(self, member: Member, name: str, value: torch.Tensor) -> None:
+        """Replace a state by `value` (fp32, of the member's shape)."""
+        self._share.finish(for_writing=True)
+        self._share.write(member, name, value)

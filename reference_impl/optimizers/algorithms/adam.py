@@ -13,6 +13,9 @@ from reference_impl.optimizers.algorithms.base import (
     Formula,
     Tensors,
     check_learning_rate,
+    check_numbers,
+    check_switches,
+    is_number,
     rows,
     scripted,
     sign_of,
@@ -38,17 +41,34 @@ class Adam:
         }
 
     @property
+    def fixed(self) -> Mapping[str, Any]:
+        """Those that this formula does not have, and how it decays weights."""
+        return {
+            "amsgrad": False,
+            "capturable": False,
+            "differentiable": False,
+            "decoupled_weight_decay": self.decoupled,
+        }
+
+    @property
+    def counts_steps(self) -> bool:
+        """Its bias correction needs them."""
+        return True
+
+    @property
     def moments(self) -> tuple[str, ...]:
         """The first and second moment."""
         return ("exp_avg", "exp_avg_sq")
 
     def check(self, group: Mapping[str, Any]) -> None:
-        """Raise ValueError as `torch.optim.AdamW` does."""
+        """Raise ValueError as `torch.optim.AdamW` does, and for what is no number."""
         check_learning_rate(group)
-        if not all(0 <= beta < 1 for beta in group["betas"]):
-            raise ValueError(f"betas are {group['betas']}; expected two numbers in [0, 1)")
-        if group["eps"] < 0:
-            raise ValueError(f"eps is {group['eps']}; expected 0 or more")
+        betas = group["betas"]
+        listed = list(betas) if isinstance(betas, tuple | list) else []
+        if len(listed) != 2 or not all(is_number(beta) and 0 <= beta < 1 for beta in listed):
+            raise ValueError(f"betas are {betas!r}; expected two numbers in [0, 1)")
+        check_numbers(group, "eps")
+        check_switches(group, "maximize")
 
     def numbers(self, group: Mapping[str, Any]) -> list[float]:
         """Learning rate, betas, weight decay, eps and whether decay is decoupled."""

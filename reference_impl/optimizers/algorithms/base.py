@@ -18,6 +18,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from numbers import Real
 from typing import Any, Protocol
 
 import torch
@@ -33,6 +34,14 @@ class Algorithm(Protocol):
     @property
     def defaults(self) -> Mapping[str, Any]:
         """Hyper-parameters of a parameter group and their defaults."""
+
+    @property
+    def fixed(self) -> Mapping[str, Any]:
+        """Options of torch's class that would change the formula, with the only value that is served."""
+
+    @property
+    def counts_steps(self) -> bool:
+        """Whether torch's class keeps a `step` among its states."""
 
     @property
     def moments(self) -> tuple[str, ...]:
@@ -82,15 +91,43 @@ class Algorithm(Protocol):
         """
 
 
+def group_defaults(algorithm: Algorithm) -> dict[str, Any]:
+    """Return every key that a group of torch's class has, so that its checkpoints and ours have the same.
+
+    `fused=True` says which of torch's kernels computes the same bits.
+    """
+    return {**algorithm.defaults, **algorithm.fixed, "foreach": None, "fused": True}
+
+
 def check_learning_rate(group: Mapping[str, Any]) -> None:
-    """Raise ValueError for a learning rate or weight decay out of range."""
+    """Raise ValueError for a learning rate or weight decay that is no number of 0 or more."""
     lr = group["lr"]
-    if isinstance(lr, torch.Tensor) and lr.device.type != "cpu":
-        raise ValueError(f"lr is a tensor on {lr.device}; expected a float or a CPU tensor; try lr.item()")
-    if lr < 0:
-        raise ValueError(f"lr is {lr}; expected 0 or more")
-    if group["weight_decay"] < 0:
-        raise ValueError(f"weight_decay is {group['weight_decay']}; expected 0 or more")
+    if isinstance(lr, torch.Tensor):
+        if lr.device.type != "cpu":
+            raise ValueError(
+                f"lr is a tensor on {lr.device}; expected a float or a CPU tensor; try lr.item()"
+            )
+        lr = lr.item() if lr.numel() == 1 else lr
+    check_numbers({"lr": lr, "weight_decay": group["weight_decay"]}, "lr", "weight_decay")
+
+
+def check_numbers(group: Mapping[str, Any], *names: str) -> None:
+    """Raise ValueError unless the options `names` are finite numbers of 0 or more."""
+    for name in names:
+        if not is_number(group[name]) or not 0 <= group[name] < float("inf"):
+            raise ValueError(f"{name} is {group[name]!r}; expected 0 or more, a finite number")
+
+
+def is_number(value: Any) -> bool:
+    """Return whether `value` is a number; tensors, True and False are none here."""
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def check_switches(group: Mapping[str, Any], *names: str) -> None:
+    """Raise ValueError unless the options `names` are True or False."""
+    for name in names:
+        if not isinstance(group[name], bool):
+            raise ValueError(f"{name} is {group[name]!r}; expected True or False")
 
 
 def widen(

@@ -13,6 +13,8 @@ from reference_impl.optimizers.algorithms.base import (
     Formula,
     Tensors,
     check_learning_rate,
+    check_numbers,
+    check_switches,
     rows,
     scripted,
     sign_of,
@@ -30,15 +32,25 @@ class SGD:
         return {"lr": 1e-3, "momentum": 0.0, "weight_decay": 0.0, "nesterov": False, "maximize": False}
 
     @property
+    def fixed(self) -> Mapping[str, Any]:
+        """Those that this formula does not have."""
+        return {"dampening": 0, "differentiable": False}
+
+    @property
+    def counts_steps(self) -> bool:
+        """It needs none: having a momentum buffer says that there was a step."""
+        return False
+
+    @property
     def moments(self) -> tuple[str, ...]:
         """The momentum buffer, kept also when momentum is 0 so that it may be raised later."""
         return ("momentum_buffer",)
 
     def check(self, group: Mapping[str, Any]) -> None:
-        """Raise ValueError as `torch.optim.SGD` does."""
+        """Raise ValueError as `torch.optim.SGD` does, and for what is no number."""
         check_learning_rate(group)
-        if group["momentum"] < 0:
-            raise ValueError(f"momentum is {group['momentum']}; expected 0 or more")
+        check_numbers(group, "momentum")
+        check_switches(group, "nesterov", "maximize")
         if group["nesterov"] and group["momentum"] == 0:
             raise ValueError("nesterov is True with momentum 0; expected a positive momentum")
 

@@ -57,10 +57,27 @@ def test_a_fraction_is_in_the_unit_interval(fraction):
         checks.check_options(Adam(), {}, fraction, "gradients")
 
 
-@pytest.mark.parametrize("option", ["foreach", "fused", "differentiable", "capturable", "amsgrad", "beta"])
-def test_an_option_without_meaning_is_named(option):
-    with pytest.raises(TypeError, match=f"'{option}'.*betas"):
+@pytest.mark.parametrize("option", ["differentiable", "capturable", "amsgrad"])
+def test_an_option_that_is_not_served_is_named(option):
+    with pytest.raises(ValueError, match=f"{option} is True; expected False"):
         checks.check_group(Adam(), {"params": [], **Adam().defaults, option: True})
+
+
+def test_an_unknown_keyword_is_named():
+    with pytest.raises(TypeError, match=r"'beta'.*betas"):
+        checks.check_options(Adam(), {"beta": 0.9}, 1.0, "gradients")
+
+
+def test_keys_of_a_group_without_meaning_pass():
+    group = {
+        "params": [],
+        **Adam().defaults,
+        "name": "head",
+        "initial_lr": 1.0,
+        "foreach": None,
+        "fused": False,
+    }
+    checks.check_group(Adam(), group)
 
 
 @pytest.mark.parametrize("norm", [0, -1.0])

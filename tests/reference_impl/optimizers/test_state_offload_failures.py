@@ -1,7 +1,5 @@
 """What `OptimizerStateOffloader` says and does after errors; `streamed/test_faults.py` fails every operation."""
 
-import threading
-
 import pytest
 import torch
 from optimizer_reference import MasterAdamW, batches
@@ -188,32 +186,4 @@ def test_gradients_are_left_as_torch_leaves_them(device, offload, attached):
             for param in plain.parameters():
                 if param.grad is not None:
                     param.grad.zero_()
-    assert_same_weights(model, plain)
-
-
-def test_another_thread_may_save_while_training_goes_on(device, offload):
-    model, plain = twins(device)
-    optimizer = offload(model, chunk_bytes=768)
-    optimizer.attach(model)
-    data = batches(device.torch_device, 6)
-    train(model, optimizer, data[:1])
-    over, errors, saved = threading.Event(), [], []
-
-    def save():
-        try:
-            while not over.is_set():
-                saved.append(optimizer.state_dict()["state"])
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=save)
-    thread.start()
-    train(model, optimizer, data[1:] * 3)
-    over.set()
-    thread.join()
-    assert not errors
-    assert saved
-    for states in saved:
-        assert len({state["step"].item() for state in states.values()}) == 1
-    train(plain, MasterAdamW(plain, on_cpu=False, **OPTIONS), [*data[:1], *data[1:] * 3])
     assert_same_weights(model, plain)

@@ -1,0 +1,133 @@
+"""Runs as a script, once a rank: trains under FSDP2 (or alone), and saves or resumes through a distributed checkpoint.
+
+    python checkpoint_ranks.py RANK RANKS STORE_FILE FOLDER save|resume KIND[,KIND...] DTYPE
+
+KIND is `adamw`, `hybrid` or `streamed`. Each of several is resumed from shards and from whole tensors.
+Every rank sees the same data, so that any number of ranks computes the same bits. `save` trains, saves, and trains on;
+what it ends with is written to FOLDER, where `resume` compares.
+"""
+
+import os
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from optimizer_training import OPTIONS, hybrid, streaming
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
+
+
+def net(dtype, ranks):
+    torch.manual_seed(2)
+    model = nn.Sequential(nn.Linear(13, 70), nn.Tanh(), nn.Linear(70, 5)).to(dtype)
+    if ranks > 1:
+        for layer in (model[0], model[2], model):
+            fully_shard(layer, mesh=init_device_mesh("cpu", (ranks,)))
+    return model
+
+
+def optimizer_of(kind, model, lr):
+    if kind == "hybrid":
+        return hybrid(model, offload_fraction=0.6, lr=lr)
+    if kind == "streamed":
+        return streaming(model, hyper={**OPTIONS, "lr": lr})
+    return torch.optim.AdamW(model.parameters(), fused=True, **{**OPTIONS, "lr": lr})
+
+
+def train(model, optimizer, steps):
+    """Use gradients that any number of ranks has, whatever the order in which collectives add."""
+    for step in steps:
+        generator = torch.Generator().manual_seed(step)
+        for param in model.parameters():
+            whole = torch.randn(param.shape, generator=generator).to(param.dtype)
+            param.grad = shard_like(param, whole)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def shard_like(param, whole):
+    if not isinstance(param, DTensor):
+        return whole
+    parts = whole.chunk(param.device_mesh.size())
+    rank = param.device_mesh.get_local_rank()
+    local = parts[rank].clone() if rank < len(parts) else whole[:0].clone()
+    return DTensor.from_local(
+        local, param.device_mesh, param.placements, shape=whole.shape, stride=whole.stride()
+    )
+
+
+def whole(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def save(folder, kind, dtype, ranks):
+    model = net(dtype, ranks)
+    optimizer = optimizer_of(kind, model, OPTIONS["lr"])
+    train(model, optimizer, range(3))
+    state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    dcp.save(state, checkpoint_id=folder / "sharded")
+    gathered = get_optimizer_state_dict(model, optimizer, options=WHOLE)
+    weights = {name: whole(value) for name, value in model.state_dict().items()}
+    if dist.get_rank() == 0:
+        torch.save((weights, gathered), folder / "whole.pt")
+    train(model, optimizer, range(3, 6))
+    result = [whole(param.detach()) for param in model.parameters()]
+    if dist.get_rank() == 0:
+        torch.save(result, folder / "result.pt")
+
+
+def resume(folder, kind, dtype, ranks, *, whole_tensors):
+    model = net(dtype, ranks)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(0.5)
+    optimizer = optimizer_of(kind, model, 9.0)
+    if whole_tensors:
+        weights, gathered = torch.load(folder / "whole.pt")
+        model_state = {name: shard_like(value, weights[name]) for name, value in model.state_dict().items()}
+        model.load_state_dict(model_state)
+        set_optimizer_state_dict(model, optimizer, gathered, options=WHOLE)
+    else:
+        state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
+        dcp.load(state, checkpoint_id=folder / "sharded")
+        model.load_state_dict(state["model"])
+        set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    train(model, optimizer, range(3, 6))
+    for param, expected in zip(model.parameters(), torch.load(folder / "result.pt"), strict=True):
+        assert torch.equal(whole(param.detach()), expected), (whole(param.detach()) - expected).abs().max()
+
+
+def main(rank, ranks, store, folder, what, kinds, dtype):
+    rank, ranks, folder, dtype = int(rank), int(ranks), Path(folder), getattr(torch, dtype)
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(store, ranks),
+        rank=rank,
+        world_size=ranks,
+        timeout=timedelta(seconds=60),
+    )
+    if what == "save":
+        save(folder, kinds, dtype, ranks)
+    else:
+        for kind in kinds.split(","):
+            for whole_tensors in (False, True):
+                resume(folder, kind, dtype, ranks, whole_tensors=whole_tensors)
+    dist.barrier()
+    # Both ranks remove the store's file as they let go of it, and torch waits for minutes for one that is just gone.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
