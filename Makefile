@@ -6,7 +6,7 @@ WORKERS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses $(WORKERS) --dist worksteal
 AXOLOTL_RELEASES := 0.12.2 0.13.2 0.14.0 0.15.0 0.16.1 0.17.0 0.18.0 0.19.0
 
-.PHONY: setup demo test test-all check test-axolotl test-megatron lint-code render clean
+.PHONY: setup demo test test-all test-faults check test-axolotl test-megatron lint-code render clean
 
 setup: .venv/.ready
 
@@ -34,6 +34,10 @@ test: check
 test-all: check
 	$(BIN)/python tests/megatron/fetch.py newest
 	$(PYTEST)
+
+# Every call of a training run may fail: 5,000 faults in optimizers, 300 signals, 1,000 faults elsewhere. Half an hour.
+test-faults: setup
+	FAULT_SEEDS_TIMES=5 $(PYTEST) tests/faults -o faulthandler_timeout=3600
 
 # The released schemas of Axolotl judge our rules: 10,000 generated configurations a release.
 test-axolotl: setup

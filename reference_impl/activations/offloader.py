@@ -22,7 +22,7 @@ from reference_impl.activations.headroom import IN_FLIGHT_BYTES, Headroom
 from reference_impl.activations.run import Run
 from reference_impl.device import Device
 from reference_impl.memory.arena import HostArena
-from reference_impl.memory.closing import close_behind, undo_all
+from reference_impl.memory.closing import close_behind, past_a_lost_device, undo_all
 from reference_impl.memory.disk import DiskSpace, DiskTier, SpillTier
 from reference_impl.memory.tiers import HostTier, Tier
 
@@ -138,8 +138,10 @@ class Offloader:
         What others have put around the model's forward meanwhile stays. After an error, such as a device that lacks the
         memory for weights that are held on the host, it may be called again.
         """
-        undo_all(self._undo)
-        self.engine.tier.close()
+        with past_a_lost_device():
+            undo_all(self._undo)
+        with past_a_lost_device():
+            self.engine.tier.close()
         self._is_closed = True
 
     def __enter__(self) -> Self:

@@ -16,8 +16,8 @@ accelerator is one more class: a module beside `cuda`, imported here.
 Explained in docs/design.md (decisions 5 and 10 to 12).
 """
 
-from reference_impl.device.base import REACHED, Allocator, Device, Event, Mark
+from reference_impl.device.base import REACHED, Allocator, Device, Event, Mark, device_is_lost
 from reference_impl.device.cpu_twin import CpuTwin
 from reference_impl.device.cuda import CudaDevice
 
-__all__ = ["REACHED", "Allocator", "CpuTwin", "CudaDevice", "Device", "Event", "Mark"]
+__all__ = ["REACHED", "Allocator", "CpuTwin", "CudaDevice", "Device", "Event", "Mark", "device_is_lost"]

@@ -46,6 +46,15 @@ class Reached:
 REACHED = Reached()
 
 
+def device_is_lost(error: BaseException) -> bool:
+    """Return whether the device is gone after `error`: an error of CUDA that is no lack of memory lasts."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return False
+    return isinstance(error, torch.AcceleratorError) or (
+        isinstance(error, RuntimeError) and str(error).startswith("CUDA error")
+    )
+
+
 class Mark(Protocol):
     """A point in a device's work that keeps its time."""
 

@@ -5,7 +5,11 @@ A file of its own, because the activation and the weight offloaders, which do no
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from reference_impl.device import device_is_lost
 
 
 def undo_all(steps: list[Callable[[], None]]) -> None:
@@ -35,3 +39,14 @@ def close_behind(error: BaseException | None, close: Callable[[], None]) -> None
         if error is None:
             raise
         error.add_note(f"closing has failed too: {type(failure).__name__}: {failure}; try close() again")
+
+
+@contextmanager
+def past_a_lost_device() -> Iterator[None]:
+    """Warn of the error of a lost device instead of raising it: what was on it cannot be given back any more."""
+    try:
+        yield
+    except BaseException as error:
+        if not device_is_lost(error):
+            raise
+        warnings.warn(f"closed without what was on the device, which is lost: {error}", stacklevel=4)

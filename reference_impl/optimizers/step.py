@@ -21,6 +21,7 @@ import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from reference_impl.device import device_is_lost
 from reference_impl.optimizers.clip_decision import ClipDecision
 
 Operation = Callable[[], None]
@@ -89,13 +90,7 @@ class BegunStep:
 
 def is_lasting(error: BaseException) -> bool:
     """Return whether the device or a worker is gone after `error`: trying again would not help."""
-    if isinstance(error, WorkLostError | torch.AcceleratorError):
-        return not isinstance(error, torch.OutOfMemoryError)
-    return (
-        isinstance(error, RuntimeError)
-        and not isinstance(error, torch.OutOfMemoryError)
-        and str(error).startswith("CUDA error")
-    )
+    return isinstance(error, WorkLostError) or device_is_lost(error)
 
 
 class WorkLostError(RuntimeError):

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from reference_impl.device import Device
-from reference_impl.memory.closing import close_behind, undo_all
+from reference_impl.memory.closing import close_behind, past_a_lost_device, undo_all
 from reference_impl.weights import hooks
 from reference_impl.weights.block import StreamedBlock
 from reference_impl.weights.frozen import (
@@ -162,13 +162,15 @@ class FrozenLayerStreamer:
         as a device that lacks the memory for a block, it may be called again.
         """
         self._is_closed = True
-        undo_all(
-            [
-                *(functools.partial(block.restore, to_origin=True) for block in self._blocks),
-                *(undo.close for undo in self._undo.values()),
-            ]
-        )
-        self._host.close()
+        with past_a_lost_device():
+            undo_all(
+                [
+                    *(functools.partial(block.restore, to_origin=True) for block in self._blocks),
+                    *(undo.close for undo in self._undo.values()),
+                ]
+            )
+        with past_a_lost_device():
+            self._host.close()
 
     def __enter__(self) -> Self:
         """Return the streamer, which is attached already."""

@@ -227,7 +227,10 @@ def _outcome(case: Case, trainee: Trainee, offloader: Any, injector: Injector) -
             offloader.close()
         trainee.train(step if again else step + 1)
     except Exception as later:
-        lost = case.fault.kind == "device_lost" and injector.names(later)
+        # Weights that a lost device could not take back stay on the host, and their use says so.
+        lost = case.fault.kind == "device_lost" and (
+            injector.names(later) or "is not on the device" in str(later)
+        )
         return Outcome(Verdict.BROKEN if lost else Verdict.STUCK, f"{told}; later {told_of(later)}")
     with injector.quietly():
         different = differing(trainee.snapshot(), plain(case.way, None if again else step))

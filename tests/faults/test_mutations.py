@@ -3,13 +3,11 @@
 import campaign
 import pytest
 from mutations import MUTATIONS
-from test_campaign import STILL_FAILS
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("job", sorted({mutation.job for mutation in MUTATIONS.values()}))
-@pytest.mark.xfail(strict=True, reason=STILL_FAILS["optimizers"])
 def test_nothing_is_found_as_it_is(job):
     results = campaign.run(job)
     assert all(result.passes for result in results), campaign.report(results)
