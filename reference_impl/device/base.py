@@ -46,13 +46,19 @@ class Reached:
 REACHED = Reached()
 
 
+# What CUDA and its libraries say where memory is short: pinned memory, an event, a library's handle.
+_SHORT_OF_MEMORY = ("out of memory", "ALLOC_FAILED", "NOT_INITIALIZED")
+
+
 def device_is_lost(error: BaseException) -> bool:
     """Return whether the device is gone after `error`: an error of CUDA that is no lack of memory lasts."""
-    if isinstance(error, torch.OutOfMemoryError):
-        return False
-    return isinstance(error, torch.AcceleratorError) or (
+    is_of_device = isinstance(error, torch.AcceleratorError) or (
         isinstance(error, RuntimeError) and str(error).startswith("CUDA error")
     )
+    is_short = isinstance(error, torch.OutOfMemoryError) or any(
+        text in str(error) for text in _SHORT_OF_MEMORY
+    )
+    return is_of_device and not is_short
 
 
 class Mark(Protocol):

@@ -53,6 +53,9 @@ def train(build, *, attached, fails):
     `fails` says for a batch before which phase (0 forward, 1 backward, 2 step) how many bytes are left, or None.
     """
     model = network()
+    # A library takes memory for its handles at its first call, and says that it is short of it in words of its own.
+    model(batch_of(0)).float().sum().backward()
+    model.zero_grad()
     taken, losses, phases = [], [], []
     with build(model) as optimizer:
         if attached:

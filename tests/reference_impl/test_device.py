@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from reference_impl.device import CpuTwin, Device
+from reference_impl.device import CpuTwin, Device, device_is_lost
 
 REFERENCE_IMPL = Path(__file__).resolve().parents[2] / "reference_impl"
 
@@ -206,3 +206,18 @@ def test_the_host_queues_hundreds_of_copies_and_waits_for_none():
         device.copy_out(host, source, after=[asleep])
     assert not asleep.query()
     device.synchronize()
+
+
+@pytest.mark.parametrize(
+    ("error", "is_lost"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB"), False),
+        (torch.AcceleratorError("CUDA error: out of memory"), False),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), False),
+        (torch.AcceleratorError("CUDA error: an illegal memory access was encountered"), True),
+        (RuntimeError("CUDA error: unspecified launch failure"), True),
+        (ValueError("CUDA error: of somebody else"), False),
+    ],
+)
+def test_a_device_that_is_short_of_memory_is_not_lost(error, is_lost):
+    assert device_is_lost(error) is is_lost
