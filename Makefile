@@ -37,7 +37,7 @@ test-all: check
 
 # Every call of a training run may fail: 5,000 faults in optimizers, 300 signals, 1,000 faults elsewhere. Half an hour.
 test-faults: setup
-	FAULT_SEEDS_TIMES=5 $(PYTEST) tests/faults -o faulthandler_timeout=3600
+	FAULT_SEEDS_TIMES=20 $(PYTEST) tests/faults -o faulthandler_timeout=3600
 
 # The released schemas of Axolotl judge our rules: 10,000 generated configurations a release.
 test-axolotl: setup

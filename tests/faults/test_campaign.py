@@ -10,9 +10,9 @@ import campaign
 import pytest
 
 FAST = {"optimizers": 200, "signals": 20, "memory": 60}
-# `make test-faults` runs five times as many, which takes longer than the slow tier may.
+# `make test-faults` runs twenty times as many, which takes longer than the slow tier may.
 TIMES = int(os.environ.get("FAULT_SEEDS_TIMES", "1"))
-SLOW = {"optimizers": 1_000 * TIMES, "signals": 60 * TIMES, "memory": 200 * TIMES}
+SLOW = {"optimizers": 250 * TIMES, "signals": 15 * TIMES, "memory": 50 * TIMES}
 
 
 def in_halves(first, count):

@@ -340,7 +340,7 @@ def test_a_budget_that_cannot_be_kept_is_one_line(made, tmp_path, capsys):
 def test_a_mechanism_that_is_not_here_is_one_line(written, capsys):
     path = written(execute={"teleport": {}})
     assert main(["verify", "--device", "cpu", "--plan", str(path)]) == 2
-    assert "the plan asks for teleport" in capsys.readouterr().err
+    assert "execute has 'teleport'" in capsys.readouterr().err
 
 
 def test_the_command_prints_predicted_beside_measured(written, capsys):

@@ -193,7 +193,7 @@ def test_a_step_that_fails_was_made_or_was_not(monkeypatch, form, attached):
     """Some of the operations, each with one of the actions; the slow tier has all of both."""
     count = operations(monkeypatch, form, attached, "step")
     assert count > 100
-    for index, at in enumerate(range(1, count + 1, count // 24)):
+    for index, at in enumerate(range(1, count + 1, count // 8)):
         expect_exact(monkeypatch, form, attached, at, ACTIONS[index % len(ACTIONS)])
 
 
@@ -202,7 +202,7 @@ def test_a_forward_that_fails_while_the_update_is_queued_loses_nothing(monkeypat
     monkeypatch.setattr(pipeline, "_QUEUED_AHEAD", 1)
     count = operations(monkeypatch, form, True, "forward")
     assert count > 100
-    for index, at in enumerate(range(1, count + 1, count // 24)):
+    for index, at in enumerate(range(1, count + 1, count // 8)):
         expect_exact(monkeypatch, form, True, at, ACTIONS[index % len(ACTIONS)], during="forward")
 
 
