@@ -61,7 +61,9 @@ def counted(trainee, mode):
     return Ledger(Device.of(trainee.ids.device)) if mode is budget else nullcontext()
 
 
-@pytest.mark.parametrize("after", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["before", "after"])
+@pytest.mark.parametrize(
+    "after", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["before", "after"]
+)
 @pytest.mark.parametrize("seam", ["copy out", "copy in", "host block", "event", "wait"])
 def test_a_failed_call_costs_its_step_alone(trainee, tmp_path, monkeypatch, mode, seam, after):
     if seam == "host block" and after:
