@@ -13,11 +13,11 @@ def test_nothing_is_found_as_it_is(job):
     assert all(result.passes for result in results), campaign.report(results)
 
 
-# One fault a run does not show these; tests of their own do, or the seam has moved.
+# Not found since a step that has failed is resumed. Why the last two are not is still to be looked into.
 NOT_FOUND = {
     "slot-kept": "two slots are enough to go on; test_repros.test_slots_come_back loses more",
-    "flag-never-set": "the mended publisher tells readers again when the step is resumed",
-    "job-dropped": "the mended workers keep jobs by themselves; the mutation needs a new seam",
+    "flag-never-set": "open: no run of the campaign shows it",
+    "job-dropped": "open: no run of the campaign shows it",
 }
 
 
