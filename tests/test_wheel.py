@@ -50,6 +50,7 @@ def test_it_carries_the_facts_and_nothing_for_contributors(wheel: Path) -> None:
     assert not [name for name in names if name.startswith(("tests/", "evals/", "docs/"))]
 
 
+@pytest.mark.slow
 def test_lint_works(offload: Path, tmp_path: Path) -> None:
     shutil.copy(root() / "examples" / "broken_bridge.yaml", tmp_path)
     done = call(offload, "lint", "broken_bridge.yaml", cwd=tmp_path)

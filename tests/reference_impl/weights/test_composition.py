@@ -50,6 +50,7 @@ def test_weights_are_no_activations(trainee):
     assert moved[0] == moved[1]
 
 
+@pytest.mark.slow
 def test_compiled_blocks(trainee):
     for layer in trainee.layers:
         layer.compile(backend="aot_eager")

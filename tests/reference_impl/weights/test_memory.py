@@ -201,6 +201,7 @@ def test_packed_weights_stream_as_they_are(device):
             assert torch.equal(gradient(), expected)
 
 
+@pytest.mark.slow
 def test_nothing_grows_over_many_steps(trainee, device):
     with (
         FrozenLayerStreamer(trainee.model, prefetch=1),
