@@ -74,7 +74,10 @@ def with_disk(
     def attach(model: Decoder) -> Iterator[Trainer]:
         with (
             tempfile.TemporaryDirectory() as folder,
-            offloader(model, DiskSpace(path=folder, limit_bytes=limit_bytes, staging_bytes=limit_bytes // 8)),
+            offloader(
+                model,
+                DiskSpace(path=folder, limit_bytes=limit_bytes, staging_bytes=max(limit_bytes // 8, 2**21)),
+            ),
         ):
             yield PlainAdamW(model, **OPTIONS)
 
