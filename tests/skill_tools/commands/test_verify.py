@@ -11,12 +11,6 @@ from skill_tools.reports import measuring
 pytest.importorskip("torch", reason="needs torch: pip install '.[reference]' -c constraints.txt")
 
 
-AFTER_THE_TRANSACTION = pytest.mark.xfail(
-    strict=False,
-    reason="the row on disk lacked staging memory; mended, to be seen once more",
-)
-
-
 @pytest.fixture(scope="module")
 def verified():
     """One run of the command for all tests: its exit code, document and progress."""
@@ -29,7 +23,6 @@ def verified():
     return code, json.loads("\n".join(out)), progress
 
 
-@AFTER_THE_TRANSACTION
 @pytest.mark.slow
 def test_every_mechanism_keeps_its_promise_on_the_twin(verified):
     code, document, _ = verified
@@ -47,7 +40,6 @@ def test_the_document_follows_its_schema(verified):
     jsonschema.validate(verified[1], schema)
 
 
-@AFTER_THE_TRANSACTION
 @pytest.mark.slow
 def test_progress_is_one_line_a_run(verified):
     _, document, progress = verified
@@ -57,7 +49,6 @@ def test_progress_is_one_line_a_run(verified):
     assert all("without offload" in name for name in named[: -len(names)])
 
 
-@AFTER_THE_TRANSACTION
 @pytest.mark.slow
 def test_the_report_says_what_failed(verified):
     document = verified[1]
