@@ -59,7 +59,9 @@ class Config(NamedTuple):
     release that the input itself states. `sources` keeps each file's text for fixes and suppressions. `model_name` is
     the recipe, base model or architecture named by the input, if any. `unresolved` holds the keys that the input does
     set, to something that cannot be read statically (a shell variable, a computed value, a file that is not here): they
-    are unknown, whatever their default. `missing_files` holds the settings that name such a file.
+    are unknown, whatever their default. `maybe_set` holds those that nobody sets here but that something may set which
+    is not followed (a function of another module that is given the configuration, a sourced file that is not here):
+    their value is unknown, and so is whether they are set. `missing_files` holds the settings that name such a file.
     """
 
     framework: str
@@ -73,6 +75,7 @@ class Config(NamedTuple):
     model_name: str | None = None
     unresolved: frozenset[str] = frozenset()
     missing_files: tuple[Setting, ...] = ()
+    maybe_set: frozenset[str] = frozenset()
 
     def value(self, key: str, default: object = None) -> object:
         """Return what was set for the canonical `key`, or `default` when nobody set it."""

@@ -36,6 +36,7 @@ class Draft:
         self._unknown: dict[tuple[str, Place], UnknownKey] = {}
         self._wrong: dict[str, str] = {}
         self._unresolved: set[str] = set()
+        self._maybe_set: set[str] = set()
 
     def __contains__(self, key: str) -> bool:
         return key in self._settings
@@ -57,6 +58,11 @@ class Draft:
         """Note that the input may set the canonical `key`, to what cannot be read."""
         self._drop(key)
         self._unresolved.add(key)
+
+    def may_be_set(self, prefix: str = "") -> None:
+        """Note that something which is not followed may set the keys whose spelling begins with `prefix`."""
+        spellings = self.table.by_spelling.get(self.framework, {})
+        self._maybe_set |= {key.name for written, key in spellings.items() if written.startswith(prefix)}
 
     def below(self, prefix: str) -> list[Setting]:
         """Return the settings whose canonical key begins with `prefix`."""
@@ -135,6 +141,7 @@ class Draft:
             model_name=self.model_name,
             unresolved=frozenset(self._unresolved),
             missing_files=tuple(self.missing_files),
+            maybe_set=frozenset(self._maybe_set - self._settings.keys() - self._unresolved),
         )
 
     def _store(self, setting: Setting, expected: str | None) -> None:

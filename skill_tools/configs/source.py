@@ -13,6 +13,8 @@ from skill_tools import knowledge
 from skill_tools.errors import UnusableInput
 
 if TYPE_CHECKING:
+    import ast
+
     from skill_tools.configs.yaml_lines import Node
 
 MAX_BYTES = 1024 * 1024
@@ -57,6 +59,13 @@ class Source:
         from skill_tools.configs.yaml_lines import parse
 
         return parse(self.text.replace("\t", " ") if self.kind is Kind.JSON else self.text, self.name)
+
+    @cached_property
+    def module(self) -> "ast.Module":
+        """The tree of a Python text; raises `UnusableInput` where it is none."""
+        from skill_tools.configs.python.syntax import parse
+
+        return parse(self.text, self.name)
 
     @cached_property
     def kind(self) -> Kind:

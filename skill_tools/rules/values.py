@@ -44,7 +44,7 @@ class Scope(dict[str, object]):
         return answer
 
     def _answer(self, name: str) -> object:
-        if name in self._unreadable:
+        if name in self._unreadable or name in self.config.maybe_set:
             return UNKNOWN
         if name in self.config.settings:
             return self.config.settings[name].value
@@ -63,7 +63,7 @@ class Scope(dict[str, object]):
     def _is_set(self, key: str) -> object:
         if key in self.config.settings or key in self._unreadable:
             return True
-        return UNKNOWN if self._left_to_recipe(key) else False
+        return UNKNOWN if key in self.config.maybe_set or self._left_to_recipe(key) else False
 
     def _left_to_recipe(self, key: str) -> bool:
         return not self.config.complete and key in self.known_keys and self.known_keys[key].recipe_sets

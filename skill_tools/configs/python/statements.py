@@ -5,17 +5,19 @@ unreadable. The number of statements and the depth of calls are bounded.
 """
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
-from skill_tools.configs.python.values import Expressions, Section, dotted_name
+from skill_tools.configs.python.syntax import FUNCTIONS, Function, dotted_name, last_name
+from skill_tools.configs.python.values import Expressions, Section
 from skill_tools.configs.values import UNREADABLE
 
 MAX_STATEMENTS = 20_000
 MAX_CALLS = 20
 MAX_LOOPS = 64
+MAX_EVALUATED_CALLS = 50_000
 
-Function = (ast.FunctionDef, ast.AsyncFunctionDef)
 _CONFIG_NAMES = {"cfg", "config", "recipe", "conf"}
 _SECTIONS = {
     "model",
@@ -29,27 +31,49 @@ _SECTIONS = {
     "peft",
 }
 _SAME_OBJECT = {"deepcopy", "copy.deepcopy", "copy.copy"}
+_LEAVE_ALONE = {  # functions that are given an object and do not set its fields
+    "asdict", "bool", "dict", "dir", "format", "getattr", "hasattr", "id", "info", "debug", "warning", "isinstance",
+    "issubclass", "len", "list", "log", "pformat", "pprint", "print", "replace", "repr", "setattr", "str", "type",
+    "to_dict", "vars", "super", "field",
+}  # fmt: skip
 
 
-def takes_config(function: ast.FunctionDef | ast.AsyncFunctionDef) -> str | None:
+def takes_config(function: Function) -> str | None:
     """Return the name of the parameter that is the configuration, if the function takes one."""
     parameters = [parameter.arg for parameter in function.args.args]
     return next((parameter for parameter in parameters if parameter in _CONFIG_NAMES), None)
 
 
-class Interpreter:
-    """One file; names are looked up in the function that is being followed, then in the module."""
+class Built(NamedTuple):
+    """An object of a watched class, the call that makes it, and the arguments that the call does not name."""
 
-    def __init__(self, file: str, module: ast.Module) -> None:
+    kind: str
+    call: ast.Call
+    section: Section
+    positional: tuple[object, ...]
+
+
+class Interpreter:
+    """One file; names are looked up in the function that is being followed, then in the module.
+
+    `built` keeps each object of a class in `watched`, or of a subclass that this file defines, in the order in which
+    they are met.
+    """
+
+    def __init__(self, file: str, module: ast.Module, watched: Collection[str] = ()) -> None:
         self.model_name: str | None = None
+        self.built: list[Built] = []
+        self._watched = watched
+        self._followed: set[str] = set()
         self._module = module
         self._globals: dict[str, object] = {}
         self._locals = [self._globals]
         self._returned: list[tuple[object] | None] = [None]
-        self._functions = {node.name: node for node in module.body if isinstance(node, Function)}
+        self._functions = {node.name: node for node in module.body if isinstance(node, FUNCTIONS)}
         self._classes = {node.name: node for node in module.body if isinstance(node, ast.ClassDef)}
         self._expressions = Expressions(file, self._lookup, self._call)
         self._statements = 0
+        self._calls = 0
         self._doubts = 0
 
     def run_function(self, name: str) -> Section | None:
@@ -64,7 +88,7 @@ class Interpreter:
     def run_module(self) -> Section | None:
         """Follow the script itself, then `main`; return the object that looks most like a configuration."""
         self._follow(self._module.body)
-        if "main" in self._functions:
+        if "main" in self._functions:  # once more, since what it leaves in its own names is wanted
             scope: dict[str, object] = {}
             with self._scope(scope):
                 self._follow(self._functions["main"].body)
@@ -73,7 +97,19 @@ class Interpreter:
         best = max(sections, key=lambda section: len(section.fields.keys() & _SECTIONS), default=None)
         return best if best is not None and best.fields.keys() & _SECTIONS else None
 
+    def run_everything(self) -> None:
+        """Follow the script, then each function and method that it did not call: what they are given is not known."""
+        self._follow(self._module.body)
+        for node in self._module.body:
+            methods = node.body if isinstance(node, ast.ClassDef) else [node]
+            for method in methods:
+                if isinstance(method, FUNCTIONS) and method.name not in self._followed:
+                    every = [*method.args.posonlyargs, *method.args.args, *method.args.kwonlyargs]
+                    self._invoke(method, [], {parameter.arg: UNREADABLE for parameter in every})
+
     def _lookup(self, name: str) -> object:
+        if name == "__name__":
+            return "__main__"
         return self._locals[-1].get(name, self._globals.get(name, UNREADABLE))
 
     def _follow(self, statements: list[ast.stmt]) -> None:
@@ -158,8 +194,10 @@ class Interpreter:
             owner.set(name, value, self._expressions.place(target))
 
     def _call(self, node: ast.Call) -> object:
-        name = dotted_name(node.func) or (node.func.attr if isinstance(node.func, ast.Attribute) else "")
-        last = name.rpartition(".")[2]
+        self._calls += 1
+        if self._calls > MAX_EVALUATED_CALLS:
+            return UNREADABLE
+        name, last = dotted_name(node.func), last_name(node.func)
         if isinstance(node.func, ast.Attribute):
             owner = self._expressions.evaluate(node.func.value)
             if last == "update" and isinstance(owner, Section):
@@ -172,43 +210,69 @@ class Interpreter:
         if name in _SAME_OBJECT and node.args:
             return self._expressions.evaluate(node.args[0])
         keywords = {item.arg: self._expressions.evaluate(item.value) for item in node.keywords if item.arg}
+        arguments = [self._expressions.evaluate(argument) for argument in node.args]
         if name in self._functions and len(self._locals) < MAX_CALLS:
-            arguments = [self._expressions.evaluate(argument) for argument in node.args]
             return self._invoke(self._functions[name], arguments, keywords)
-        return self._object(last, node, keywords)
+        if not (last[:1].isupper() or last in _LEAVE_ALONE):
+            for given in (*arguments, *keywords.values()):
+                if isinstance(given, Section):
+                    given.is_open = True
+        return self._object(last, node, arguments, keywords)
 
     def _update(self, owner: Section, node: ast.Call) -> None:
         for argument in node.args:
-            other = self._expressions.evaluate(argument)
-            if isinstance(other, Section):
-                for name, values in other.fields.items():
-                    owner.set(name, *values[-1])
+            owner.spread(self._expressions.evaluate(argument))
+        for item in node.keywords:
+            if item.arg:
+                owner.set(item.arg, self._expressions.evaluate(item.value), self._expressions.place(item))
 
-    def _object(self, name: str, node: ast.Call, keywords: dict[str, object]) -> Section:
+    def _object(
+        self, name: str, node: ast.Call, arguments: list[object], keywords: dict[str, object]
+    ) -> Section:
         """Build what a constructor makes; a class of this file brings its defaults along."""
         section = Section(made_by=name or "?", is_literal=name == "dict")
         if not (name[:1].isupper() or name == "dict"):
             return section
-        if name in self._classes:
-            for statement in self._classes[name].body:
-                if (
-                    isinstance(statement, ast.AnnAssign)
-                    and isinstance(statement.target, ast.Name)
-                    and statement.value
-                ):
-                    value = self._expressions.evaluate(statement.value)
-                    section.set(statement.target.id, value, self._expressions.place(statement))
+        lineage = self._lineage(name)
+        for ancestor in reversed(lineage):
+            self._set_defaults(section, ancestor)
         for item in node.keywords:
             if item.arg:
                 section.set(item.arg, keywords[item.arg], self._expressions.place(item))
+            else:
+                section.spread(self._expressions.evaluate(item.value))
+        kind = next(
+            (each for each in (name, *map(last_name, _bases(lineage))) if each in self._watched), None
+        )
+        if kind is not None:
+            self.built.append(Built(kind, node, section, tuple(arguments)))
         return section
 
-    def _invoke(
-        self,
-        function: ast.FunctionDef | ast.AsyncFunctionDef,
-        arguments: list[object],
-        keywords: dict[str, object],
-    ) -> object:
+    def _lineage(self, name: str) -> list[ast.ClassDef]:
+        """Return the class of this file that is called `name`, then those of this file that it inherits from."""
+        found: list[ast.ClassDef] = []
+        pending = [name]
+        while pending:
+            node = self._classes.get(pending.pop(0))
+            if node is not None and node not in found:
+                found.append(node)
+                pending += [base.id for base in node.bases if isinstance(base, ast.Name)]
+        return found
+
+    def _set_defaults(self, section: Section, node: ast.ClassDef) -> None:
+        """Set the fields that a class body gives a value, `x: int = 1` and `x: int = field(default=1)`."""
+        for statement in node.body:
+            if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+                value = statement.value
+                if isinstance(value, ast.Call) and last_name(value.func) == "field":
+                    stated = {item.arg: item.value for item in value.keywords}
+                    value = stated.get("default") or (stated.get("default_factory") and value)
+                if value is not None:
+                    place = self._expressions.place(statement)
+                    section.set(statement.target.id, self._expressions.evaluate(value), place)
+
+    def _invoke(self, function: Function, arguments: list[object], keywords: dict[str, object]) -> object:
+        self._followed.add(function.name)
         parameters = [parameter.arg for parameter in function.args.args]
         scope = dict(zip(parameters, arguments, strict=False))
         defaults = dict(zip(reversed(parameters), reversed(function.args.defaults), strict=False))
@@ -231,3 +295,7 @@ class Interpreter:
         finally:
             self._locals.pop()
             self._returned.pop()
+
+
+def _bases(lineage: list[ast.ClassDef]) -> list[ast.expr]:
+    return [base for node in lineage for base in node.bases]

@@ -9,6 +9,7 @@ import operator
 from collections.abc import Callable, Mapping
 
 from skill_tools.configs.config import Place
+from skill_tools.configs.python.syntax import dotted_name
 from skill_tools.configs.values import UNREADABLE, dtype_name
 
 MAX_NUMBER = 2**63
@@ -31,10 +32,15 @@ _COMPARISONS: Mapping[type[ast.cmpop], Callable[[object, object], bool]] = {
 
 
 class Section:
-    """An object with fields; `made_by` is the class or function whose result it is, empty for a dict."""
+    """An object with fields; `made_by` is the class or function whose result it is, empty for a dict.
+
+    `is_open` says that something which is not followed was given the object (`**` of an unknown value, a function of
+    another module): it may set any field.
+    """
 
     def __init__(self, made_by: str = "", *, is_literal: bool = False) -> None:
         self.made_by, self.is_literal = made_by, is_literal
+        self.is_open = False
         self.fields: dict[str, list[tuple[object, Place]]] = {}
 
     def get(self, name: str, place: Place) -> object:
@@ -52,6 +58,13 @@ class Section:
         """Give a field one more value; the last one counts."""
         self.fields.setdefault(name, []).append((value, place))
 
+    def spread(self, value: object) -> None:
+        """Take over the fields of `value`, as `**` and `update` do; what cannot be read may hold any field."""
+        if isinstance(value, Section):
+            for name, values in list(value.fields.items()):
+                self.set(name, *values[-1])
+        self.is_open |= not isinstance(value, Section) or value.is_open or not value.is_literal
+
 
 def plain(value: object) -> object:
     """Return a value without sections: a dict literal becomes a dict, any other object is not readable.
@@ -66,7 +79,7 @@ def _plain(value: object) -> object:
         items = [_plain(item) for item in value]
         return UNREADABLE if UNREADABLE in items else items
     if isinstance(value, Section):
-        if not value.is_literal:
+        if not value.is_literal or value.is_open:
             return UNREADABLE
         return {name: _plain(values[-1][0]) for name, values in value.fields.items()}
     return value
@@ -82,15 +95,6 @@ def _is_too_large(value: object) -> bool:
         elif isinstance(part, Section):
             pending += [values[-1][0] for values in part.fields.values()]
     return parts > MAX_PARTS
-
-
-def dotted_name(node: ast.expr) -> str:
-    """Return `a.b.c` for a chain of names, else the empty text."""
-    parts = []
-    while isinstance(node, ast.Attribute):
-        parts.append(node.attr)
-        node = node.value
-    return ".".join([node.id, *reversed(parts)]) if isinstance(node, ast.Name) else ""
 
 
 class Expressions:
@@ -160,8 +164,7 @@ class Expressions:
         for key, value in zip(node.keys, node.values, strict=True):
             if key is None:
                 spread = self.evaluate(value)
-                if isinstance(spread, Section):
-                    section.fields.update(spread.fields)
+                section.spread(spread)
                 continue
             name = self.evaluate(key)
             if isinstance(name, str):

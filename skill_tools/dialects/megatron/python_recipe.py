@@ -9,8 +9,9 @@ import ast
 
 from skill_tools.configs.config import Place
 from skill_tools.configs.draft import Draft
-from skill_tools.configs.python.statements import Function, Interpreter, takes_config
-from skill_tools.configs.python.values import Section, dotted_name, plain
+from skill_tools.configs.python.statements import Interpreter, takes_config
+from skill_tools.configs.python.syntax import FUNCTIONS, Function, dotted_name
+from skill_tools.configs.python.values import Section, plain
 from skill_tools.configs.source import Source
 from skill_tools.configs.values import UNREADABLE
 from skill_tools.errors import UnusableInput
@@ -24,8 +25,8 @@ def write_recipe(draft: Draft, source: Source) -> None:
 
     Raises `UnusableInput` when the file is not Python, holds no recipe, or several and none was asked for.
     """
-    module = _parse(source)
-    functions = {node.name: node for node in module.body if isinstance(node, Function)}
+    module = source.module
+    functions = {node.name: node for node in module.body if isinstance(node, FUNCTIONS)}
     name = _chosen(functions, source)
     interpreter = Interpreter(source.name, module)
     root = interpreter.run_function(name) if name else interpreter.run_module()
@@ -39,20 +40,7 @@ def write_recipe(draft: Draft, source: Source) -> None:
     _write(draft, root)
 
 
-def _parse(source: Source) -> ast.Module:
-    try:
-        return ast.parse(source.text)
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        line = getattr(error, "lineno", None) or 1
-        reason = getattr(error, "msg", None) or "too deeply nested"
-        raise UnusableInput(
-            f"{source.name}:{line} is not valid Python ({reason})",
-            expected="a Python recipe",
-            attempt="mending that line",
-        ) from error
-
-
-def _chosen(functions: dict[str, ast.FunctionDef | ast.AsyncFunctionDef], source: Source) -> str | None:
+def _chosen(functions: dict[str, Function], source: Source) -> str | None:
     """Return the name of the recipe function, or None for a script that sets its configuration itself."""
     if source.recipe is not None:
         if source.recipe in functions:
@@ -66,11 +54,11 @@ def _chosen(functions: dict[str, ast.FunctionDef | ast.AsyncFunctionDef], source
     return public[0] if public else None
 
 
-def _returns_container(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+def _returns_container(node: Function) -> bool:
     return node.returns is not None and _CONTAINER in ast.dump(node.returns)
 
 
-def _sets_config(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+def _sets_config(node: Function) -> bool:
     """Return whether a function without a telling annotation builds a configuration, or is given one to set."""
     parts = list(ast.walk(node))
     names = [dotted_name(part) for part in parts if isinstance(part, ast.Attribute | ast.Name)]
@@ -95,6 +83,8 @@ def _write(draft: Draft, root: Section) -> None:
     seen = {id(root)}
     while pending:
         prefix, section = pending.pop()
+        if section.is_open:
+            draft.may_be_set(f"{prefix}." if prefix else "")
         for name, values in section.fields.items():
             path = f"{prefix}.{name}" if prefix else name
             if name.startswith("_"):

@@ -164,3 +164,13 @@ def test_what_is_no_recipe_is_refused_in_one_line(text: str, says: str) -> None:
         recipe(text)
     assert says in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_helper_of_another_module_may_set_what_nobody_sets_here() -> None:
+    config = recipe(
+        "from helpers import tune\n\n\ndef r() -> ConfigContainer:\n    cfg = _common()\n"
+        "    cfg.model.num_layers = 4\n    tune(cfg.model)\n    return cfg\n"
+    )
+    assert value(config, "num_layers") == 4
+    assert config.maybe_set >= {"use_transformer_engine_op_fuser", "hidden_size"}
+    assert not config.maybe_set & {"num_layers", "optimizer_cpu_offload"}
