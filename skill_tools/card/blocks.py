@@ -96,12 +96,12 @@ def _decisions(card: Card) -> str:
 
 
 def _keys(card: Card) -> str:
+    """Return a column for each framework that the card has a switch of."""
+    mechanisms = card["mechanisms"].values()
+    names = [name for name in registry.names() if any(name in one["frameworks"] for one in mechanisms)]
     return table(
-        ("Mechanism", *(registry.named(name).heading for name in registry.names())),
-        (
-            (mechanism["name"], *(_code(mechanism["frameworks"][name]) for name in registry.names()))
-            for mechanism in card["mechanisms"].values()
-        ),
+        ("Mechanism", *(registry.named(name).heading for name in names)),
+        ((one["name"], *(_code(one["frameworks"].get(name)) for name in names)) for one in mechanisms),
     )
 
 

@@ -30,7 +30,7 @@ _READ = {
 _HEAD = """# Configuration
 
 Every key that a rule, a plan or a fix reads: how each framework spells it, what it is, and since when it
-exists. Rendered from `skill_tools/knowledge/keys.yaml` by `offload card render`.
+exists. Rendered from `skill_tools/knowledge/keys.yaml` and `keys/` by `offload card render`.
 
 A value in brackets is the default, what the framework takes when nobody sets the key; `none` is a null.
 "recipe" says that Megatron Bridge's recipes usually set it, so that an override file alone does not tell its
@@ -50,12 +50,10 @@ def configuration_page(keys: Iterable[Key]) -> str:
     return "\n\n".join(section.strip() for section in sections) + "\n"
 
 
-def _frameworks() -> list[str]:
-    return [dialect.name for dialect in registry.with_files()]
-
-
-def _headings() -> list[str]:
-    return [dialect.heading for dialect in registry.with_files()]
+def _columns(keys: list[Key]) -> dict[str, str]:
+    """Return the frameworks that spell any of `keys`, each with the heading of its column."""
+    spelled = {name for key in keys for name in key.get("spelling", {})}
+    return {dialect.name: dialect.heading for dialect in registry.with_files() if dialect.name in spelled}
 
 
 def _of(keys: list[Key], mechanism: str) -> list[Key]:
@@ -63,12 +61,13 @@ def _of(keys: list[Key], mechanism: str) -> list[Key]:
 
 
 def _full(keys: list[Key]) -> str:
+    columns = _columns(keys)
     return table(
-        ("Key", *_headings(), "Type", "Releases", "Note"),
+        ("Key", *columns.values(), "Type", "Releases", "Note"),
         (
             (
                 f"`{key['key']}`",
-                *(_spelling(key, framework) for framework in _frameworks()),
+                *(_spelling(key, framework) for framework in columns),
                 _type(key),
                 _releases(key),
                 _note(key),
@@ -79,10 +78,11 @@ def _full(keys: list[Key]) -> str:
 
 
 def _short(keys: list[Key]) -> str:
+    columns = _columns(keys)
     return table(
-        ("Key", *_headings(), "Type"),
+        ("Key", *columns.values(), "Type"),
         (
-            (f"`{key['key']}`", *(_spelling(key, framework) for framework in _frameworks()), _type(key))
+            (f"`{key['key']}`", *(_spelling(key, framework) for framework in columns), _type(key))
             for key in keys
         ),
     )

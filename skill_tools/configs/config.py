@@ -36,11 +36,12 @@ class Setting(NamedTuple):
 
 
 class UnknownKey(NamedTuple):
-    """A key that the framework does not know, with the nearest ones it does."""
+    """A key that the framework does not know, with the nearest ones that it does; `key` is a draft's spelling."""
 
     written: str
     place: Place
     nearest: tuple[str, ...]
+    key: str = ""
 
 
 class WrongType(NamedTuple):
@@ -62,6 +63,8 @@ class Config(NamedTuple):
     are unknown, whatever their default. `maybe_set` holds those that nobody sets here but that something may set which
     is not followed (a function of another module that is given the configuration, a sourced file that is not here):
     their value is unknown, and so is whether they are set. `missing_files` holds the settings that name such a file.
+    `embeds` names the dialects of which it may hold a section; whatever is in such a section has a canonical key that
+    begins with the dialect's name.
     """
 
     framework: str
@@ -76,6 +79,18 @@ class Config(NamedTuple):
     unresolved: frozenset[str] = frozenset()
     missing_files: tuple[Setting, ...] = ()
     maybe_set: frozenset[str] = frozenset()
+    embeds: tuple[str, ...] = ()
+
+    def owner(self, key: str) -> str:
+        """Return the dialect that says what the canonical `key` is: an embedded one, or the configuration's own."""
+        section, dot, _ = key.partition(".")
+        return section if dot and section in self.embeds else self.framework
+
+    def dialects(self) -> frozenset[str]:
+        """Return the configuration's own dialect, and the embedded ones of which it sets anything."""
+        if not self.embeds:
+            return frozenset((self.framework,))
+        return frozenset((self.framework, *map(self.owner, self.settings)))
 
     def value(self, key: str, default: object = None) -> object:
         """Return what was set for the canonical `key`, or `default` when nobody set it."""

@@ -7,7 +7,7 @@ cannot be read. It knows no file format.
 from types import MappingProxyType
 
 from skill_tools.configs.config import Config, Place, Setting, UnknownKey, WrongType
-from skill_tools.configs.keys import load_key_table
+from skill_tools.configs.keys import Key, load_key_table
 from skill_tools.configs.source import Source, stated_versions
 from skill_tools.configs.values import UNREADABLE, typed
 from skill_tools.configs.vocabulary import load_vocabulary
@@ -18,12 +18,15 @@ MAX_SUGGESTIONS = 20
 class Draft:
     """Collects the values of one configuration of `framework`; `converts_text` as in `values.typed`.
 
+    `embeds` names the dialects of which it may hold a section. Whatever the user calls that section, its keys are
+    spelled here as canonical ones are: the dialect's name, a dot, and its own spelling.
     `complete`, `model_name`, `versions`, `sources` and `missing_files` are the reader's to set; they mean what
     `Config` says.
     """
 
-    def __init__(self, framework: str, *, converts_text: bool = True) -> None:
+    def __init__(self, framework: str, *, embeds: tuple[str, ...] = (), converts_text: bool = True) -> None:
         self.framework = framework
+        self.embeds = embeds
         self.complete = False
         self.model_name: str | None = None
         self.versions: dict[str, str] = {}
@@ -64,19 +67,28 @@ class Draft:
         spellings = self.table.by_spelling.get(self.framework, {})
         self._maybe_set |= {key.name for written, key in spellings.items() if written.startswith(prefix)}
 
+    def section_may_be_set(self, dialect: str) -> None:
+        """Note that nothing is known of the section of an embedded dialect, not even which keys it sets."""
+        for setting in self.below(f"{dialect}."):
+            self._drop(setting.key)
+        self._maybe_set |= {key.name for key in self.table.by_spelling.get(dialect, {}).values()}
+
     def below(self, prefix: str) -> list[Setting]:
         """Return the settings whose canonical key begins with `prefix`."""
         return [setting for key, setting in self._settings.items() if key.startswith(prefix)]
 
     def accepts(self, written: str) -> bool:
         """Return whether the framework knows this spelling."""
-        return self.table.find(self.framework, written) is not None or load_vocabulary(
-            self.framework
-        ).accepts(written)
+        dialect, own = self._owner(written)
+        return self.table.find(dialect, own) is not None or load_vocabulary(dialect).accepts(own)
+
+    def key(self, written: str) -> Key | None:
+        """Return the key of the table that is spelled `written`."""
+        return self.table.find(*self._owner(written))
 
     def canonical(self, written: str) -> str:
         """Return the canonical key of a spelling; one that the key table lacks stands for itself."""
-        key = self.table.find(self.framework, written)
+        key = self.key(written)
         return (
             key.name if key else written.lstrip("-").replace("-", "_") if written.startswith("-") else written
         )
@@ -93,7 +105,8 @@ class Draft:
         key = self.table.by_name.get(name)
         expected = None
         if key is not None:
-            value, expected = typed(key, value, self.framework, converts_text=self._converts_text)
+            dialect, _ = self._owner(name)
+            value, expected = typed(key, value, dialect, converts_text=self._converts_text)
         self._store(Setting(name, value, written, place), expected)
 
     def set_environment(self, variable: str, value: object, place: Place) -> None:
@@ -110,18 +123,23 @@ class Draft:
 
     def is_leaf(self, spelling: str) -> bool:
         """Return whether the key's type leaves no room for fields below it."""
-        key = self.table.find(self.framework, spelling)
-        return key is not None and key.type_in(self.framework) not in ("any", "dict")
+        key = self.key(spelling)
+        return key is not None and key.type_in(self._owner(spelling)[0]) not in ("any", "dict")
 
     def refuse_type(self, key: str, expected: str) -> None:
         """Note that the value of `key` is not what its form allows; `expected` says what is."""
         self._wrong[key] = expected
 
-    def note_unknown(self, written: str, place: Place) -> None:
-        """Note a key that the framework does not know; only the first few get suggestions, which are slow."""
+    def note_unknown(self, written: str, place: Place, *, spelling: str | None = None) -> None:
+        """Note a key that the framework does not know; only the first few get suggestions, which are slow.
+
+        `spelling` is what the framework would know it by, where the user has a shorter or longer one for it.
+        """
+        dialect, own = self._owner(written if spelling is None else spelling)
         few = len(self._unknown) < MAX_SUGGESTIONS
-        nearest = load_vocabulary(self.framework).nearest(written.lstrip("+~")) if few else ()
-        self._unknown.setdefault((written, place), UnknownKey(written, place, nearest))
+        nearest = load_vocabulary(dialect).nearest(own.lstrip("+~")) if few else ()
+        key = written if spelling is None else spelling
+        self._unknown.setdefault((written, place), UnknownKey(written, place, nearest, key))
 
     def shadow(self, written: str, value: object, place: Place) -> None:
         """Note a value that lost before it counted, such as the first of a duplicate key."""
@@ -142,7 +160,13 @@ class Draft:
             unresolved=frozenset(self._unresolved),
             missing_files=tuple(self.missing_files),
             maybe_set=frozenset(self._maybe_set - self._settings.keys() - self._unresolved),
+            embeds=self.embeds,
         )
+
+    def _owner(self, spelling: str) -> tuple[str, str]:
+        """Return whose `spelling` is, and how that dialect itself spells it."""
+        section, dot, own = spelling.partition(".")
+        return (section, own) if dot and section in self.embeds else (self.framework, spelling)
 
     def _store(self, setting: Setting, expected: str | None) -> None:
         self._drop(setting.key)

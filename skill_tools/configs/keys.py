@@ -1,7 +1,7 @@
 """The key table: which spellings name a key, what it can hold, and what it is when nobody sets it.
 
-The facts are in `knowledge/keys.yaml`; commands load them from the compiled index. This module knows no rule. A
-spelling that no key has may still be accepted by the framework: that is what `vocabulary` answers.
+The facts are in `knowledge/keys.yaml` and `knowledge/keys/`; commands load them from the compiled index. This module
+knows no rule. A spelling that no key has may still be accepted by the framework: that is what `vocabulary` answers.
 """
 
 from collections.abc import Iterable, Mapping
@@ -63,14 +63,8 @@ def load_key_table() -> KeyTable:
 
 
 def load_keys_yaml() -> tuple[Key, ...]:
-    """Return the keys of `keys.yaml` itself; for tests and for compiling the index."""
-    return keys_from_data(read_key_file())
-
-
-def read_key_file() -> list[dict[str, Any]]:
-    """Return the entries of `keys.yaml` as plain data."""
-    entries: list[dict[str, Any]] = knowledge.load_yaml("keys.yaml")
-    return entries
+    """Return the keys of the files themselves, for tests, which must see an edit at once."""
+    return keys_from_data(knowledge.load_keys())
 
 
 def keys_from_data(entries: Iterable[Mapping[str, Any]]) -> tuple[Key, ...]:

@@ -4,6 +4,7 @@ Bounds and encodings are checked here, once: what comes after may trust that the
 """
 
 import re
+from collections.abc import Iterable
 from enum import Enum
 from functools import cached_property
 from pathlib import Path
@@ -91,6 +92,18 @@ def load(path: str | Path) -> Source:
             f"{name!r} is not a path", expected="the path of a file", attempt="checking the name"
         ) from error
     return Source(name, decode(data, name), place.parent, recipe or None)
+
+
+def find(path: str, folders: Iterable[Path]) -> Source | None:
+    """Return the file at `path`, seen from one of `folders` or from the working folder; None if it is not there."""
+    for folder in (*folders, Path()):
+        try:
+            candidate = folder / path
+            if candidate.is_file():
+                return load(candidate)
+        except (OSError, ValueError):
+            return None
+    return None
 
 
 def looks_like_configuration(path: str) -> bool:

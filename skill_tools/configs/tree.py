@@ -81,9 +81,9 @@ def _write(
         draft.shadow(spelling, plain(loser), Place(file, loser.line, loser.column))
     if not draft.accepts(spelling):
         if report_unknown:
-            draft.note_unknown(path, place)
+            draft.note_unknown(path, place, spelling=spelling)
         return not report_unknown
-    is_section = isinstance(node.value, dict) and draft.table.find(draft.framework, spelling) is None
+    is_section = isinstance(node.value, dict) and draft.key(spelling) is None
     if is_section:
         return True
     draft.set_key(draft.canonical(spelling), value_of(node), path, place)

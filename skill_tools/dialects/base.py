@@ -36,13 +36,16 @@ class Dialect(ABC):
     `name` is what `--framework` takes, `label` its name in a sentence. `has_files` says that it has configuration files
     of its own, and with them rules. `example_file` tells the form of a rule's example that does not say it. `form` and
     `language` say how settings are shown to its users, `assigns` what stands between a key and its value.
-    `takes_new_keys` says that a fix may add a key at the end of a YAML file. `to_fit` is what to try when nothing fits,
-    `carry_out` how to carry out a plan that changes no setting.
+    `embeds` names the dialects of which a configuration may hold a section, inline or in a file that it names: their
+    types, defaults, names and rules apply to it as they stand. `takes_new_keys` says that a fix may add a key at the
+    end of a YAML file. `to_fit` is what to try when nothing fits, `carry_out` how to carry out a plan that changes no
+    setting.
     """
 
     name: str
     label: str
     has_files = True
+    embeds: tuple[str, ...] = ()
     example_file = "config.yaml"
     form = "in the YAML"
     language = "yaml"

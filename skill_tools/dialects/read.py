@@ -87,7 +87,9 @@ def _votes(sources: Sequence[Source]) -> Counter[str]:
     votes: Counter[str] = Counter()
     for source in sources:
         votes.update(_counted({each.name: each.evidence(source) for each in registry.with_files()}))
-    return votes
+    # A file that another framework's input may name is a part of that one's configuration.
+    embedded = {section for name in votes for section in registry.named(name).embeds if section != name}
+    return Counter({name: count for name, count in votes.items() if name not in embedded})
 
 
 def _counted(found: dict[str, Evidence]) -> Counter[str]:

@@ -11,6 +11,7 @@ _MODULES = {
     "megatron-bridge": "skill_tools.dialects.megatron.bridge",
     "megatron-lm": "skill_tools.dialects.megatron.lm",
     "axolotl": "skill_tools.dialects.axolotl.dialect",
+    "deepspeed": "skill_tools.dialects.deepspeed.dialect",
 }
 WITHOUT_FILES = "pytorch"  # what a plan is for where neither a file nor a framework is named
 _MODULES_WITHOUT_FILES = {WITHOUT_FILES: "skill_tools.dialects.pytorch.dialect"}

@@ -4,7 +4,7 @@ People write YAML; `index.json` is what the commands load, because parsing the Y
 the plan itself. `rules/index.py` writes it. A framework from elsewhere brings a folder of its own, which `add` joins.
 Nothing here interprets a fact.
 
-- key: a setting under its canonical name (`keys.yaml`), with each framework's spelling, type and default
+- key: a setting under its canonical name (`keys.yaml`, `keys/*.yaml`), with each framework's spelling, type and default
 - vocabulary: every name that a framework accepts (`vocabulary/NAME.txt`), so that a misspelt one is seen
 - rule: one fact about configurations (`rules/*.yaml`); docs/design.md describes its fields
 - index: all of it in one JSON file
@@ -50,6 +50,12 @@ def load_yaml_file(path: Path) -> Any:
 
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     return yaml.load(path.read_text(encoding="utf-8"), Loader=loader)
+
+
+def load_keys() -> list[dict[str, Any]]:
+    """Return the entries of `keys.yaml`, then those of the files in `keys/`, as plain data."""
+    paths = [knowledge_path("keys.yaml"), *sorted(knowledge_path("keys").glob("*.yaml"))]
+    return [entry for path in paths for entry in load_yaml_file(path)]
 
 
 def words(text: str) -> list[str]:

@@ -21,7 +21,7 @@ from skill_tools.card.configuration import configuration_page
 from skill_tools.card.documents import page_problems
 from skill_tools.card.load import Card, load_card, schema_problems
 from skill_tools.card.references import reference_problems
-from skill_tools.knowledge import load_yaml
+from skill_tools.knowledge import load_keys, load_yaml
 from skill_tools.rules import index
 from skill_tools.rules.grammar import ConditionError, tree_of
 from skill_tools.rules.knowledge import read_rule_files
@@ -40,7 +40,7 @@ def rendered_files(root: Path, card: Card, execute: Execute) -> dict[Path, str]:
 
     `execute` runs one command of the tool and returns its output, for the blocks that show one.
     """
-    files = {root / "docs" / "configuration.md": configuration_page(load_yaml("keys.yaml"))}
+    files = {root / "docs" / "configuration.md": configuration_page(load_keys())}
     tables = bodies(card)
     for page in pages_with_blocks(root):
         text = page.read_text(encoding="utf-8")
@@ -53,6 +53,8 @@ def data_problems(root: Path) -> list[str]:
     """Return one line for each place where card, keys or rules break their schemas, or a condition its grammar."""
     problems = [f"card.yaml {problem}" for problem in schema_problems(load_card(root / "card.yaml"))]
     problems += _knowledge_problems("keys", "keys.yaml", name="key")
+    for path in sorted(knowledge_path("keys").glob("*.yaml")):
+        problems += _knowledge_problems("keys", "keys", path.name, name="key")
     for path in sorted(knowledge_path("rules").glob("*.yaml")):
         problems += _knowledge_problems("rules", "rules", path.name, name="id")
     return problems
@@ -139,8 +141,7 @@ def _raises() -> dict[str, Sequence[str]]:
 
 
 def _spellings() -> dict[str, Collection[str]]:
-    keys: list[dict[str, Any]] = load_yaml("keys.yaml")
-    return {entry["key"]: _ways_to_write(entry) for entry in keys}
+    return {entry["key"]: _ways_to_write(entry) for entry in load_keys()}
 
 
 def _ways_to_write(entry: Mapping[str, Any]) -> set[str]:

@@ -97,7 +97,7 @@ def _set_step(config: Config, key: str, value: object) -> _Step:
 
 def _add_step(config: Config, key: Key, value: object) -> _Step | None:
     """Add a key beside the last setting of its section, or at the end of the first YAML file."""
-    spelling = key.spelling.get(config.framework)
+    spelling = _spelling(config, key)
     if spelling is None:
         return None
     section, _, name = spelling.rpartition(".")
@@ -113,6 +113,16 @@ def _add_step(config: Config, key: Key, value: object) -> _Step | None:
     if file is None or not registry.named(config.framework).takes_new_keys:
         return None
     return _Step(file, 10**9, partial(_append, path=tuple(spelling.split(".")), value=value))
+
+
+def _spelling(config: Config, key: Key) -> str | None:
+    """Return how the input spells `key`: an embedded dialect's as the file does that holds the rest of its section."""
+    owner = config.owner(key.name)
+    if owner not in config.embeds:
+        return key.spelling.get(config.framework)
+    beside = next((each for each in config.settings.values() if each.key.startswith(f"{owner}.")), None)
+    prefix = beside.key.removesuffix(beside.written) if beside else ""
+    return key.name.removeprefix(prefix)
 
 
 def _set(text: str, *, setting: Setting, value: object) -> str | None:
@@ -147,7 +157,7 @@ def _suggestion(config: Config, fix: RuleFix, keys: Keys) -> str:
     gone = [config.settings[key] for key in (*fix.set, *fix.remove) if key in config.settings]
     lines = [f"-{_spell(config.framework, setting.written, setting.value)}" for setting in gone]
     for key, value in fix.set.items():
-        spelling = keys[key].spelling.get(config.framework)
+        spelling = _spelling(config, keys[key])
         if spelling is not None and not (spelling.startswith("--") and value is False):
             lines.append(f"+{_spell(config.framework, spelling, value)}")
     return "".join(f"{line}\n" for line in lines)

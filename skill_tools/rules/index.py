@@ -17,7 +17,7 @@ def build() -> dict[str, Any]:
     """Return the index's content, read from the YAML and vocabulary files."""
     releases = knowledge.load_yaml("releases.yaml")
     vocabulary = sorted(knowledge_path("vocabulary").glob("*.txt"))
-    keys = knowledge.load_yaml("keys.yaml")
+    keys = knowledge.load_keys()
     return {
         "releases": releases,
         "keys": keys,

@@ -20,19 +20,20 @@ def check(config: Config, rules: Sequence[Rule], keys: Mapping[str, Key]) -> Ite
     """Yield a finding for each unknown key, each value of a wrong type and each value that is replaced."""
     if not (config.unknown or config.wrong_types or config.overridden):
         return
-    dialect = registry.named(config.framework)
     by_id = {rule.id: rule for rule in rules if rule.check == "input"}
     for unknown in config.unknown:
-        rule = by_id.get(_claiming_rule(unknown, dialect, by_id), by_id.get("unknown-key"))
+        owner = registry.named(config.owner(unknown.key))
+        rule = by_id.get(_claiming_rule(unknown, owner, by_id), by_id.get("unknown-key"))
         if rule is not None:
             yield from_rule(rule, message=_unknown_message(rule, unknown), place=unknown.place)
     for wrong in config.wrong_types:
         setting = wrong.setting
-        rule = by_id.get(dialect.rule_for_type(keys.get(setting.key)), by_id.get("wrong-type"))
+        owner = registry.named(config.owner(setting.key))
+        rule = by_id.get(owner.rule_for_type(keys.get(setting.key)), by_id.get("wrong-type"))
         if rule is not None:
             observed = {setting.key: setting.value}
             yield from_rule(rule, message=_type_message(rule, wrong), place=setting.place, observed=observed)
-    for identifier, loser, winner in dialect.replaced(config):
+    for identifier, loser, winner in registry.named(config.framework).replaced(config):
         if identifier in by_id:
             message = f"{by_id[identifier].message}: {_shown(loser)} gives way to {_shown(winner)}"
             observed = {winner.key: winner.value}

@@ -39,8 +39,9 @@ def lint(
     scope = Scope(config, keys, resolve(config.versions, versions or {}))
     findings = list(input_checks.check(config, rules, keys))
     undecided = []
+    dialects = config.dialects()
     for rule in rules:
-        if not rule.when or config.framework not in rule.dialects:
+        if not rule.when or dialects.isdisjoint(rule.dialects):
             continue
         if rule.guard and not scope[rule.guard]:
             continue

@@ -49,10 +49,9 @@ class Scope(dict[str, object]):
         if name in self.config.settings:
             return self.config.settings[name].value
         if name in self.known_keys:
-            left_open = self._left_to_recipe(name)
-            return (
-                UNKNOWN if left_open else default(self.known_keys[name], self.config.framework, self.versions)
-            )
+            if self._left_to_recipe(name):
+                return UNKNOWN
+            return default(self.known_keys[name], self.config.owner(name), self.versions)
         if asked := _IS_SET.match(name):
             return self._is_set(asked[1])
         if asked := _RELEASE.match(name):

@@ -1,8 +1,8 @@
 """Reads Axolotl's YAML, the DeepSpeed JSON that it names, and the options of its command line.
 
-The DeepSpeed section is read as `deepspeed.*` keys whether it stands in the YAML or in a file, which is looked
-for beside the YAML and in the working folder. The JSON files that Axolotl itself ships are known facts
-(`keys.yaml`, `deepspeed`); any other file that is not there leaves its keys unresolved.
+The DeepSpeed section is read as `deepspeed.*` keys whether it stands in the YAML or in a file
+(`dialects/deepspeed/section.py`). The JSON files that Axolotl itself ships are known facts (`keys.yaml`, `deepspeed`);
+any other file that is not there leaves the section open.
 """
 
 from collections.abc import Sequence
@@ -12,21 +12,21 @@ from skill_tools.configs.config import Config, Place, Setting
 from skill_tools.configs.draft import Draft
 from skill_tools.configs.shell.command import Argument
 from skill_tools.configs.shell.launch import command_line, training_command, write_environment
-from skill_tools.configs.source import Kind, Source, load
+from skill_tools.configs.source import Kind, Source, find
 from skill_tools.configs.tree import entries_of, single_document, write_tree
 from skill_tools.configs.values import UNREADABLE
 from skill_tools.configs.yaml_lines import parse, plain
 from skill_tools.dialects.axolotl import AXOLOTL
+from skill_tools.dialects.deepspeed import DEEPSPEED, EMBEDDED, section
 from skill_tools.errors import UnusableInput
 
-_DEEPSPEED = "deepspeed"
 _PRESETS = "deepspeed_configs/"
 _OVERRIDES = "<overrides>"
 
 
 def compose(sources: Sequence[Source], overrides: Sequence[str]) -> Config:
     """Read `sources` in order, then `overrides`, then the DeepSpeed file that the result names."""
-    draft = Draft(AXOLOTL)
+    draft = Draft(AXOLOTL, embeds=EMBEDDED)
     draft.complete = True
     folders = [source.folder for source in sources if source.folder is not None]
     for source in sources:
@@ -57,8 +57,10 @@ def _write_source(draft: Draft, source: Source) -> None:
 def _write_json(draft: Draft, source: Source) -> None:
     """Write a JSON source: a DeepSpeed configuration, unless it is Axolotl's own in JSON."""
     root = single_document(source)
-    prefix = "" if "base_model" in entries_of(root) else _DEEPSPEED
-    write_tree(draft, root, source.name, prefix=prefix)
+    if "base_model" in entries_of(root):
+        write_tree(draft, root, source.name)
+    else:
+        section.write_file(draft, source)
 
 
 def _write_script(draft: Draft, source: Source) -> None:
@@ -67,7 +69,7 @@ def _write_script(draft: Draft, source: Source) -> None:
     write_environment(draft, command, source.name)
     for word in command.words:
         if word.text.endswith((".yml", ".yaml")) and word.resolved:
-            named = _find(word.text, [source.folder] if source.folder else [])
+            named = find(word.text, [source.folder] if source.folder else [])
             if named is not None:
                 _write_source(draft, named)
                 draft.sources[named.name] = named.text
@@ -120,7 +122,7 @@ def _settle(draft: Draft, folders: Sequence[Path]) -> None:
     base_model = draft.get("base_model")
     if base_model is not None and isinstance(base_model.value, str):
         draft.model_name = base_model.value
-    named = draft.get(_DEEPSPEED)
+    named = draft.get(DEEPSPEED)
     if named is not None and isinstance(named.value, str) and named.value:
         _write_deepspeed_file(draft, named, named.value, folders)
     top, inner = draft.get("fsdp_version"), draft.get("fsdp_config.fsdp_version")
@@ -131,31 +133,13 @@ def _settle(draft: Draft, folders: Sequence[Path]) -> None:
 
 
 def _write_deepspeed_file(draft: Draft, named: Setting, path: str, folders: Sequence[Path]) -> None:
-    found = _find(path, folders)
-    if found is not None:
-        draft.sources[found.name] = found.text
-        write_tree(draft, single_document(found), found.name, prefix=_DEEPSPEED)
+    """Write the file that is named, or where Axolotl ships it and it is not here, what is known to be in it."""
+    if section.follow(draft, named, folders):
         return
-    key = draft.table.by_name[_DEEPSPEED]
     start = path.rfind(_PRESETS)
-    preset = key.implies.get(path[start:]) if start >= 0 else None
+    preset = draft.table.by_name[DEEPSPEED].implies.get(path[start:]) if start >= 0 else None
     if preset is None:
-        draft.missing_files.append(named)
-    names = [name for name in draft.table.by_name if name.startswith(f"{_DEEPSPEED}.")]
-    for name in names:
-        if preset is None:
-            draft.set_key(name, UNREADABLE, named.written, named.place)
-        elif name in preset:
-            draft.set_key(name, preset[name], name, named.place)
-
-
-def _find(path: str, folders: Sequence[Path]) -> Source | None:
-    """Return the file at `path`, seen from one of `folders` or from the working folder; None if it is not there."""
-    for folder in [*folders, Path()]:
-        try:
-            candidate = folder / path
-            if candidate.is_file():
-                return load(candidate)
-        except (OSError, ValueError):
-            return None
-    return None
+        section.leave_open(draft, named)
+        return
+    for name, value in preset.items():
+        draft.set_key(name, value, name, named.place)

@@ -9,6 +9,7 @@ from skill_tools.configs.source import Source
 from skill_tools.configs.vocabulary import load_vocabulary
 from skill_tools.dialects.axolotl import AXOLOTL
 from skill_tools.dialects.base import Dialect, Evidence
+from skill_tools.dialects.deepspeed import EMBEDDED
 
 if TYPE_CHECKING:
     from skill_tools.configs.yaml_lines import Node
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
     from skill_tools.dialects.run import Mode, Run
     from skill_tools.dialects.shapes import ModelShape
 
-_DEEPSPEED = frozenset({"zero_optimization", "zero_force_ds_cpu_optimizer", "train_micro_batch_size_per_gpu"})
 _COMMAND = r"\baxolotl (?:train|preprocess)\b|axolotl\.cli"  # compiled when there is a script
 _FLAG = r"(?<![\w-])--[a-z][\w-]+"
 _DECISIVE = 1000
@@ -27,6 +27,7 @@ class Axolotl(Dialect):
 
     name = AXOLOTL
     label = "Axolotl"
+    embeds = EMBEDDED
     to_fit = "more GPUs (--gpus) that share the weights (fsdp_config, or DeepSpeed ZeRO-3), or a shorter sequence_len"
 
     def evidence_in_text(self, text: str) -> Evidence:
@@ -37,9 +38,7 @@ class Axolotl(Dialect):
         return Evidence(own + _DECISIVE * bool(re.search(_COMMAND, text)))
 
     def evidence_in_entries(self, entries: "Mapping[str, Node]") -> Evidence:
-        """Count its keys. A DeepSpeed file is read as the one that its YAML names, since no other dialect has such."""
-        if entries.keys() & _DEEPSPEED:
-            return Evidence(1, certain=True)
+        """Count its keys."""
         own = load_vocabulary(AXOLOTL).names
         return Evidence(sum(name in own for name in entries) + _DECISIVE * ("base_model" in entries))
 

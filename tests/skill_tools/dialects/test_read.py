@@ -31,7 +31,7 @@ corpus_files = [path for folder in FRAMEWORK_OF_FOLDER for path in sorted((CORPU
         ("num_layers: 4\nhidden_size: 8\nbf16: true\n", "megatron-lm"),
         ("base_model: x\noptimizer: adamw_torch\n", "axolotl"),
         ("sequence_len: 512\nadapter: lora\n", "axolotl"),
-        ('{"zero_optimization": {"stage": 3}}', "axolotl"),
+        ('{"zero_optimization": {"stage": 3}}', "deepspeed"),
         ("--num-layers 4 --hidden-size 8", "megatron-lm"),
         ("python run_recipe.py --recipe x model.num_layers=4", "megatron-bridge"),
         ("model.num_layers=4", "megatron-bridge"),

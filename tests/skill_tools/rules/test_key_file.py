@@ -1,15 +1,15 @@
-"""keys.yaml keeps its schema, and no spelling means two keys."""
+"""The key files keep their schema, and no spelling means two keys."""
 
 import json
 from collections import Counter
 
 import jsonschema
-import yaml
 
-from skill_tools.bundle import knowledge_path, schema_path
+from skill_tools.bundle import schema_path
+from skill_tools.knowledge import load_keys
 
 SCHEMA = json.loads(schema_path("keys").read_text(encoding="utf-8"))
-ENTRIES = yaml.load(knowledge_path("keys.yaml").read_text(encoding="utf-8"), Loader=yaml.CSafeLoader)
+ENTRIES = load_keys()
 
 
 def test_the_schema_is_a_schema() -> None:

@@ -13,13 +13,13 @@ import pytest
 import yaml
 
 from skill_tools.bundle import knowledge_path, schema_path
+from skill_tools.knowledge import load_keys
 from skill_tools.rules.conditions import parse
 from skill_tools.rules.grammar import ConditionError
 from skill_tools.rules.knowledge import read_rule_files
 
 SCHEMA = json.loads(schema_path("rules").read_text(encoding="utf-8"))
-KEYS = yaml.load(knowledge_path("keys.yaml").read_text(encoding="utf-8"), Loader=yaml.CSafeLoader)
-KNOWN = {entry["key"] for entry in KEYS}
+KNOWN = {entry["key"] for entry in load_keys()}
 
 each_file = pytest.mark.parametrize(
     "path", sorted(knowledge_path("rules").glob("*.yaml")), ids=lambda path: path.stem

@@ -1,0 +1,8 @@
+"""DeepSpeed: its JSON, alone or as the section of another framework's configuration.
+
+- section: a DeepSpeed configuration inside another, inline or as a file that is named there; its keys are canonical
+  under `deepspeed.` wherever they stand
+"""
+
+DEEPSPEED = "deepspeed"
+EMBEDDED = (DEEPSPEED,)  # what a draft embeds that may hold such a section
