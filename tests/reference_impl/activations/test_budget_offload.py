@@ -247,6 +247,7 @@ def test_a_budget_below_the_least_is_refused_before_the_second_step(trainee, dev
 
 def test_gradients_that_wait_for_a_streamed_update_are_no_part_of_the_least(trainee, device):
     """They lie on the device when the second forward begins, and go before the step's peak."""
+
     def losses_and_peak(**offloading):
         seen = []
         with Ledger(device) as ledger:
@@ -290,7 +291,7 @@ def test_another_length_than_planned_is_offloaded(trainee, device):
         assert offloader.offloaded_bytes > 0
 
 
-@pytest.mark.parametrize("steps_before", [0, 1])
+@pytest.mark.parametrize("steps_before", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_an_error_before_the_plan_is_survived(long_trainee, device, steps_before):
     expected = long_trainee.step()
     without, everything = extremes(long_trainee, device)
