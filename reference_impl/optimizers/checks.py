@@ -151,12 +151,13 @@ def check_model(model: nn.Module, *, moves_in_backward: bool) -> None:
         )
 
 
-def check_scaler(*, used: bool, sent: bool, overlap: str) -> None:
-    """Raise RuntimeError when a GradScaler could not see the gradients."""
-    if used and sent and overlap != "nothing":
+def check_scaler(unseen: Iterable[Member]) -> None:
+    """Raise RuntimeError when a GradScaler could not see the gradients of `unseen` members."""
+    for member in unseen:
         raise RuntimeError(
-            "GradScaler has to see gradients that have already left; expected backward_overlap='nothing' with it; "
-            "try that, or bf16 without a scaler"
+            f"GradScaler has to see the gradient of a sharded parameter of shape {tuple(member.param.shape)}, which "
+            "has already left; expected one that stays until step(); try backward_overlap='nothing', or bf16 without "
+            "a scaler"
         )
 
 
@@ -240,6 +241,16 @@ def warn_kept_gradients() -> None:
         "gradients of sharded parameters (DTensor) stay on param.grad until step(), so that code which clips them "
         "finds them; to let them leave during backward, pass backward_overlap='gradients' and clip with max_grad_norm",
         stacklevel=3,
+    )
+
+
+def warn_accumulated() -> None:
+    """Warn that gradients stay until `step()`, since the loop adds up those of several backwards."""
+    warnings.warn(
+        "a second backward has added to gradients that had been offloaded; they came back, and from now on gradients "
+        "stay on param.grad until step(); to let them leave during the last backward of a step, put the others in "
+        "`with optimizer.accumulate():`",
+        stacklevel=2,
     )
 
 

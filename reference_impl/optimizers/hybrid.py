@@ -29,7 +29,6 @@ from reference_impl.optimizers.hosted import forgetful
 from reference_impl.optimizers.layout import Member, local_numel
 from reference_impl.optimizers.options import Budgets, CpuUpdate, Options, Streaming, take_moved_keywords
 from reference_impl.optimizers.shares import Shares
-from reference_impl.optimizers.stand_in import GradientStandIn
 from reference_impl.optimizers.state_dict import SavedOptimizer
 from reference_impl.optimizers.step import BegunStep, Failures, Status, StepPlan, snapshot
 
@@ -58,7 +57,7 @@ class HybridDeviceOptimizer(SavedOptimizer):
         backward_overlap: what happens during backward. `gradients` (default): gradients go to the host and their GPU
             memory is freed; a `GradientStandIn` stays on `param.grad`. `update`: the CPU update starts too, with the
             hyper-parameters of that moment, and nothing can be skipped or clipped. `nothing`: gradients stay on
-            `param.grad` until `step()`, which GradScaler, DistributedDataParallel and code that reads gradients need.
+            `param.grad` until `step()`, which DistributedDataParallel and code that reads gradients need.
             Gradients of DTensors leave only where this is given, and then nothing stays.
 
     Bitwise contract: the CPU share equals `torch.optim.AdamW(fused=True)` on the CPU over the fp32 master, the
@@ -203,6 +202,7 @@ class HybridDeviceOptimizer(SavedOptimizer):
         if self._waits is not None and self._open.prefetches:
             self._open.gradient_is_final(member)
         if self._accumulating or not member.pieces or not self._gradients.leave_in_backward(member):
+            self._gradients.put_arrived(member)
             return
         with self._failures.told():
             self._check_usable()
@@ -333,8 +333,7 @@ class HybridDeviceOptimizer(SavedOptimizer):
             begun.plan.check_unchanged(snapshot(self.param_groups))
             step = begun
         else:
-            sent = any(isinstance(member.placeholder, GradientStandIn) for member in arrivals)
-            decision = self._decide(arrivals, gradients, sent=sent)
+            decision = self._decide(arrivals, gradients)
             step = CpuStep(StepPlan(snapshot(self.param_groups), decision), indices)
         operations = self._open.prepare(step, arrivals, gradients, factors)
         stand_ins = self._gradients.stand_ins(arrivals, gradients, returns_early=self._returns_early)
@@ -342,11 +341,12 @@ class HybridDeviceOptimizer(SavedOptimizer):
         return BegunStep([partial(put_in_place, stand_ins), *operations], {**before, **stand_ins})
 
     def _decide(
-        self, sent_off: Mapping[Member, Event], gradients: Mapping[Member, torch.Tensor], *, sent: bool
+        self, sent_off: Mapping[Member, Event], gradients: Mapping[Member, torch.Tensor]
     ) -> ClipDecision | None:
         """Decide over all gradients, on the device; None when there are none."""
         found = getattr(self, "found_inf", None)
-        checks.check_scaler(used=found is not None, sent=sent, overlap=self._backward_overlap)
+        if found is not None:
+            checks.check_scaler(member for member in sent_off if self._gradients.leaves_unseen(member))
         decision = decide(
             self._gradients.norms(sent_off, gradients),
             self._device,
