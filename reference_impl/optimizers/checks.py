@@ -6,7 +6,7 @@ import gc
 import os
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from numbers import Real
 from typing import Any, Literal, get_args
 
@@ -117,9 +117,7 @@ def one_device(params: Iterable[torch.Tensor]) -> Device:
     return Device.of(devices.pop())
 
 
-def check_clipping(
-    params: Sequence[torch.Tensor], *, max_grad_norm: float | None, reduces: bool, updates_in_backward: bool
-) -> None:
+def check_clipping(*, max_grad_norm: float | None, updates_in_backward: bool) -> None:
     """Raise ValueError when exact clipping is impossible as asked."""
     if max_grad_norm is None:
         return
@@ -129,11 +127,6 @@ def check_clipping(
         raise ValueError(
             "max_grad_norm needs all gradients before the first update; expected backward_overlap 'gradients' "
             "or 'nothing' with it; try backward_overlap='gradients'"
-        )
-    if any(isinstance(param, DTensor) for param in params) and not reduces:
-        raise ValueError(
-            "max_grad_norm over sharded parameters needs the other ranks' share of the norm; expected "
-            "reduce_norm_squared; try lambda t: (dist.all_reduce(t), t)[1]"
         )
 
 

@@ -27,6 +27,7 @@ from reference_impl.optimizers.cpu.step import CpuStep
 from reference_impl.optimizers.gradients import Gradients, factors_of, has_new_gradients, put_in_place
 from reference_impl.optimizers.hosted import forgetful
 from reference_impl.optimizers.layout import Member, local_numel
+from reference_impl.optimizers.mesh import norm_reduction
 from reference_impl.optimizers.options import Budgets, CpuUpdate, Options, Streaming, take_moved_keywords
 from reference_impl.optimizers.shares import Shares
 from reference_impl.optimizers.state_dict import SavedOptimizer
@@ -53,7 +54,8 @@ class HybridDeviceOptimizer(SavedOptimizer):
         cpu: threads, buckets and pinning of the CPU share, and whether its update overlaps with the next forward.
         algorithm: the formula; `Adam()` is AdamW. Its hyper-parameters (`lr`, `betas`, ...) follow as keywords.
         max_grad_norm: clip the global norm exactly; gradients are divided by `max(1, (norm + 1e-6) / max)`.
-        reduce_norm_squared: given this rank's squared norm (0-dim fp32), returns that over all ranks.
+        reduce_norm_squared: given this rank's squared norm (0-dim fp32), returns that over all ranks. Not needed for
+            DTensors of one mesh, whose norm is summed over it.
         backward_overlap: what happens during backward. `gradients` (default): gradients go to the host and their GPU
             memory is freed; a `GradientStandIn` stays on `param.grad`. `update`: the CPU update starts too, with the
             hyper-parameters of that moment, and nothing can be skipped or clipped. `nothing`: gradients stay on
@@ -98,7 +100,6 @@ class HybridDeviceOptimizer(SavedOptimizer):
         )
         self._filter = offload_filter
         self._max_grad_norm = max_grad_norm
-        self._reduce_norm_squared = reduce_norm_squared
         self._backward_overlap = backward_overlap or "gradients"
         self._overlaps_forward = options.cpu.overlap_forward
         self._hooks: list[Any] = []
@@ -126,11 +127,9 @@ class HybridDeviceOptimizer(SavedOptimizer):
             passes_over_unknown=self._passes_over_unknown,
         )
         everything = [param for group in self.param_groups for param in group["params"]]
-        checks.check_clipping(
-            everything,
-            max_grad_norm=max_grad_norm,
-            reduces=reduce_norm_squared is not None,
-            updates_in_backward=backward_overlap == "update",
+        checks.check_clipping(max_grad_norm=max_grad_norm, updates_in_backward=backward_overlap == "update")
+        self._reduce_norm_squared = norm_reduction(
+            everything, reduce_norm_squared, clips=max_grad_norm is not None
         )
         self._device = checks.one_device(everything)
         self._shares = Shares(
