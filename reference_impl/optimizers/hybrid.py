@@ -274,6 +274,7 @@ class HybridDeviceOptimizer(SavedOptimizer):
                     return loss
             if any(param.grad is not None for param in self._idle):
                 self._admit()
+            self._check_replaced()
             self._is_asked = self._in_backward is not None
             self._take()
             self._begun = None

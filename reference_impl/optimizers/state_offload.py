@@ -277,6 +277,7 @@ class OptimizerStateOffloader(SavedOptimizer):
         """Prepare a step, begin it, and carry it out as far as nobody else waits for it."""
         if self._is_taken():
             return
+        self._check_replaced()
         gradients = {
             member: gradient_of(member) for member in self._members.values() if member.param.grad is not None
         }
