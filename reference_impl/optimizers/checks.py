@@ -208,8 +208,8 @@ def replaced(param: torch.Tensor) -> RuntimeError:
     """Return the error for a parameter that stands in a group and that the optimizer was not made with."""
     return RuntimeError(
         f"param_groups holds a parameter of shape {tuple(param.shape)} that has no states here; expected those that "
-        "the optimizer was made with; sharding a model afterwards replaces them, as accelerator.prepare() does with FSDP2; "
-        "try making the optimizer from the sharded model, or add_param_group()"
+        "the optimizer was made with; sharding a model afterwards replaces them, as accelerator.prepare() does with "
+        "FSDP2; try making the optimizer from the sharded model, or add_param_group()"
     )
 
 
