@@ -3,7 +3,9 @@
 It stands alone so that neither dialect's module loads the other.
 """
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 from typing import TYPE_CHECKING
 
 from skill_tools.configs.config import Config
@@ -13,6 +15,16 @@ if TYPE_CHECKING:
     from skill_tools.dialects.candidates import Advice, Candidate
     from skill_tools.dialects.run import Mode, Run
     from skill_tools.dialects.shapes import ModelShape
+
+# What only Megatron Core calls so. `num_layers`, `lr` or `micro_batch_size` are fields of many other frameworks.
+_OWN_FIELD = (
+    r"(?:model|data|context|expert|tensor|sequence|pipeline)_(?:\w+_)?parallel|recompute_|cpu_offload|offload_(?:modules|"
+    r"fraction|optimizer)|fine_grained_|optimizer_offload|^moe_|cuda_graph|distributed_optimizer|^overlap_|train_iters|"
+    r"decay_iters|warmup_iters|eval_iters|grad_reduce_in|precision_aware|megatron|_in_fp32|^mtp_|transformer_engine|"
+    r"op_fuser|mcore|exp_avg|main_(?:grads|params)_dtype|tp_comm|wgrad|_fusion$|store_param_remainders|gradient_"
+    r"accumulation_fusion|manual_gc|hf_model_id|ckpt_format|rampup_batch_size"
+)
+_SHOWN = 3
 
 
 class MegatronCore(Dialect):
@@ -51,3 +63,20 @@ class MegatronCore(Dialect):
         from skill_tools.dialects.megatron.candidates import cautions
 
         return cautions(settings)
+
+
+def own_fields(names: Iterable[str]) -> list[str]:
+    """Return those of the fields `names` (`model.x`, `--x-y` or `x_y`) that only Megatron Core calls so, sorted."""
+    return sorted(
+        name for name in names if _own_field().search(name.rpartition(".")[2].lstrip("-").replace("-", "_"))
+    )
+
+
+def shown(names: Iterable[str]) -> str:
+    """Return the first few of `names` as proof of an input."""
+    return ", ".join(list(names)[:_SHOWN])
+
+
+@cache
+def _own_field() -> re.Pattern[str]:
+    return re.compile(_OWN_FIELD)
