@@ -42,7 +42,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add inputs, targets, output and fixes."""
     inputs = parser.add_argument_group("inputs")
     inputs.add_argument(
-        "files", nargs="*", metavar="FILE", help="configurations, or folders of them; recipe.py::function is one recipe"
+        "files",
+        nargs="*",
+        metavar="FILE",
+        help="configurations, or folders of them; recipe.py::function is one recipe",
     )
     inputs.add_argument(
         "--overrides",
@@ -57,7 +60,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     inputs.add_argument(
         "--stdin-filename", default="<stdin>", metavar="NAME", help="its name, for format and messages"
     )
-    inputs.add_argument("--skip-unrecognized", action="store_true", help="pass silently over files of no known framework")
+    inputs.add_argument(
+        "--skip-unrecognized", action="store_true", help="pass silently over files of no known framework"
+    )
     versions = parser.add_argument_group("releases")
     versions.add_argument(
         "--target",
@@ -137,10 +142,10 @@ class Linted:
                 self._fail(error)
 
     def check_any(self) -> None:
-        """Raise `UnusableInput` where folders were named and nothing in them is anybody's."""
-        if self._passed_over and not (self._results or self._errors or self._args.skip_unrecognized):
+        """Raise `UnusableInput` where nothing is anybody's, unless that is to be passed over."""
+        if not (self._results or self._errors or self._args.skip_unrecognized):
             raise UnusableInput(
-                f"{', '.join(self._args.files)}: {self._passed_over} files, and no training configuration among them",
+                f"{', '.join(self._args.files)}: no training configuration among {self._passed_over} files",
                 expected="a folder with configurations of a known framework",
                 attempt="naming one file, which says what it is looked at for",
             )
@@ -148,7 +153,11 @@ class Linted:
     def report(self) -> Report:
         """Return the report of all that was taken."""
         return report(
-            self._results, self._errors, limit=self._args.limit, read=self._read, passed_over=self._passed_over
+            self._results,
+            self._errors,
+            limit=self._args.limit,
+            read=self._read,
+            passed_over=self._passed_over,
         )
 
     def _fail(self, error: UnusableInput) -> None:
@@ -170,14 +179,15 @@ class Linted:
         A text that cannot be parsed is nobody's too: no proof was found in it.
         """
         overrides, framework = self._args.overrides, self._args.framework
-        if not pass_over or framework:
+        if not pass_over:
             return readings(sources, overrides=overrides, framework=framework)
         try:
-            return readings(sources, overrides=overrides)
+            found = readings(sources, overrides=overrides)
         except UnusableInput as error:
             if isinstance(error, Contradiction):
                 raise
             return []
+        return [reading for reading in found if framework in (None, reading.dialect.name)]
 
     def _lint(self, reading: Reading) -> None:
         config, result = self._linted(reading)
@@ -202,7 +212,9 @@ class Linted:
 
         args = self._args
         repaired = repair(
-            reading.sources, lambda sources: self._linted(reading._replace(sources=tuple(sources))), unsafe=args.unsafe_fixes
+            reading.sources,
+            lambda sources: self._linted(reading._replace(sources=tuple(sources))),
+            unsafe=args.unsafe_fixes,
         )
         for before, after in zip(reading.sources, repaired.sources, strict=True):
             if before.text != after.text and args.diff:

@@ -38,9 +38,7 @@ def read_bytes(path: str | Path, at_most: int, *, expected: str, attempt: str = 
             return file.read(at_most)
     except OSError as error:
         reason = (error.strerror or "unreadable").lower()
-        raise UnusableInput(
-            f"cannot read {name!r} ({reason})", expected=expected, attempt=attempt
-        ) from error
+        raise UnusableInput(f"cannot read {name!r} ({reason})", expected=expected, attempt=attempt) from error
     except ValueError as error:
         raise UnusableInput(
             f"{name!r} is not a path", expected=expected, attempt="checking the name"

@@ -51,6 +51,7 @@ class Dialect(ABC):
     name: str
     label: str
     has_files = True
+    embeds: tuple[str, ...] = ()
     example_file = "config.yaml"
     looks_for = ""
     marks: tuple[str, ...] = ()

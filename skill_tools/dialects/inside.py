@@ -15,7 +15,10 @@ from skill_tools.errors import UnusableInput
 
 # Entries that stand beside the command in a task file, by the tool that reads it; one of each set is needed.
 _TASKS: Mapping[str, tuple[frozenset[str], str]] = {
-    "a SkyPilot task": (frozenset({"resources", "num_nodes", "workdir", "setup", "file_mounts", "envs"}), "run"),
+    "a SkyPilot task": (
+        frozenset({"resources", "num_nodes", "workdir", "setup", "file_mounts", "envs"}),
+        "run",
+    ),
     "a dstack task": (frozenset({"type"}), "commands"),
 }
 _KUBERNETES = frozenset({"apiVersion", "kind"})
@@ -47,7 +50,9 @@ def commands(source: Source) -> Iterator[tuple[str, Source]]:
 def blocks(source: Source) -> Iterator[tuple[str, str, Source]]:
     """Yield each section that belongs to a dialect, as a source of that section alone: what it is, and the dialect."""
     for entries in _roots(source):
-        if not (entries.keys() & _NEOX and isinstance(entries.get("zero_optimization", _NOTHING).value, dict)):
+        if not (
+            entries.keys() & _NEOX and isinstance(entries.get("zero_optimization", _NOTHING).value, dict)
+        ):
             continue
         fields = {name: node for name, node in entries.items() if name in _DEEPSPEED_FIELDS}
         what = "the zero_optimization block of a GPT-NeoX configuration (pipe_parallel_size)"
@@ -124,7 +129,9 @@ class _Page:
     def write_script(self, node: Node) -> None:
         """Copy the lines of a block of text; a text on one line is written behind its key."""
         lines = (node.text or "").splitlines()
-        start = next((at for at in range(node.line - 1, len(self._original)) if self._matches(at, lines)), None)
+        start = next(
+            (at for at in range(node.line - 1, len(self._original)) if self._matches(at, lines)), None
+        )
         if start is None:
             self.write(node, "; ".join(line for line in lines if line.strip()))
             return

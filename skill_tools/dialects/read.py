@@ -5,6 +5,7 @@ is an error: a guess would lint against the wrong rules. A proof of a dialect th
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -76,10 +77,12 @@ def readings(
     if len(sources) != 1 or overrides:
         return [_whole(sources, overrides, framework)]
     (source,) = sources
+    if inside := _blocks(source, framework):
+        return inside
     try:
         found = _whole(sources, overrides, framework)
     except Unrecognised:
-        if inside := _inside(source, framework):
+        if inside := _commands(source):
             return inside
         raise
     recipes = found.dialect.recipes(source)
@@ -97,20 +100,26 @@ def _whole(sources: Sequence[Source], overrides: Sequence[str], framework: str |
     return Reading(dialect, tuple(sources))
 
 
-def _inside(source: Source, framework: str | None) -> list[Reading]:
-    """Return what stands in a file of another kind: the commands of a task, the block of another framework's file."""
-    from skill_tools.dialects.inside import blocks, commands
+def _blocks(source: Source, framework: str | None) -> list[Reading]:
+    """Return the sections that a file of another framework hands on to one that is known."""
+    from skill_tools.dialects.inside import blocks
+
+    return [
+        Reading(registry.named(dialect), (part,), kind, is_part=True)
+        for kind, dialect, part in blocks(source)
+        if framework in (None, dialect)
+    ]
+
+
+def _commands(source: Source) -> list[Reading]:
+    """Return the commands in a task file that start a training."""
+    from skill_tools.dialects.inside import commands
 
     found = []
     for kind, part in commands(source):
-        try:
-            whole = _whole([part], (), framework)
-        except UnusableInput:
-            continue
-        found.append(whole._replace(proof=f"the command in {kind}: {whole.proof}", is_part=True))
-    for kind, dialect, part in blocks(source):
-        if dialect in registry.names() and framework in (None, dialect):
-            found.append(Reading(registry.named(dialect), (part,), kind, is_part=True))
+        with suppress(Unrecognised):
+            whole = _whole([part], (), None)
+            found.append(whole._replace(proof=f"the command in {kind}: {whole.proof}", is_part=True))
     return found
 
 
@@ -122,7 +131,9 @@ def recognised(sources: Sequence[Source], overrides: Sequence[str] = ()) -> tupl
     found = _evidence(sources)
     if not found:
         text = "\n".join(overrides)
-        found = _proven({each.name: each.evidence_in_text(text) for each in registry.with_files()} if text else {})
+        found = _proven(
+            {each.name: each.evidence_in_text(text) for each in registry.with_files()} if text else {}
+        )
     if not found:
         raise _unrecognised(sources)
     embedded = {name for each in found for name in _embedded_by(each)}
@@ -174,7 +185,9 @@ def _asked(source: Source) -> dict[str, Evidence]:
     """Ask each dialect that `source` may be of; a text without any of their marks is not even parsed."""
     dialects: Sequence[Dialect] = registry.with_files()
     if source.kind not in (Kind.PYTHON, Kind.SHELL):
-        dialects = [each for each in dialects if not each.marks or any(mark in source.text for mark in each.marks)]
+        dialects = [
+            each for each in dialects if not each.marks or any(mark in source.text for mark in each.marks)
+        ]
     return {each.name: each.evidence(source) for each in dialects}
 
 
@@ -201,7 +214,9 @@ def _unrecognised(sources: Sequence[Source]) -> Unrecognised:
     if sources and not any(source.text.strip() for source in sources):
         expected = f"a configuration of {_listed([each.label for each in dialects])}"
         return Unrecognised(f"{names} is empty", expected=expected, attempt="the file that the run reads")
-    what = f"{names} is no training configuration that is known" if names else "the overrides tell no framework"
+    what = (
+        f"{names} is no training configuration that is known" if names else "the overrides tell no framework"
+    )
     looked_for = [f"{each.label}: {each.looks_for}" if each.looks_for else each.label for each in dialects]
     return Unrecognised(
         what,
@@ -211,7 +226,9 @@ def _unrecognised(sources: Sequence[Source]) -> Unrecognised:
 
 
 def _contradictory(sources: Sequence[Source], found: Mapping[str, Evidence]) -> Contradiction:
-    proofs = [f"{registry.named(name).label} by {evidence.proof or 'its keys'}" for name, evidence in found.items()]
+    proofs = [
+        f"{registry.named(name).label} by {evidence.proof or 'its keys'}" for name, evidence in found.items()
+    ]
     return Contradiction(
         f"{', '.join(source.name for source in sources) or 'the overrides'} is {' and '.join(proofs)} at once",
         expected="proof of one framework",

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from skill_tools.configs.config import Config, UnknownKey
 from skill_tools.configs.source import Source
-from skill_tools.configs.tree import entries_of
 from skill_tools.configs.vocabulary import load_vocabulary
 from skill_tools.dialects.axolotl import AXOLOTL
 from skill_tools.dialects.base import NONE, Dialect, Evidence
@@ -39,7 +38,15 @@ class Axolotl(Dialect):
     label = "Axolotl"
     embeds = EMBEDDED
     looks_for = "base_model with a key of training (adapter, sequence_len, datasets with path and type)"
-    marks = ("base_model:", "base_model\"", "sequence_len", "sample_packing", "micro_batch_size", "adapter:", "layer_offload")
+    marks = (
+        "base_model:",
+        'base_model"',
+        "sequence_len",
+        "sample_packing",
+        "micro_batch_size",
+        "adapter:",
+        "layer_offload",
+    )
     to_fit = "more GPUs (--gpus) that share the weights (fsdp_config, or DeepSpeed ZeRO-3), or a shorter sequence_len"
 
     def evidence_in_text(self, text: str) -> Evidence:
@@ -48,10 +55,10 @@ class Axolotl(Dialect):
             return Evidence(_DECISIVE, proof=command[0])
         if not text.lstrip().startswith("--"):
             return NONE
-        flags = set(re.findall(_FLAG, text))
+        flags = set(re.findall(_FLAG, text)) - load_vocabulary("megatron-lm").names
         names = load_vocabulary(AXOLOTL).names
         own = sorted(flag for flag in flags if flag[2:].replace("-", "_") in names)
-        return Evidence(len(own), proof=", ".join(own[:3])) if 2 * len(own) >= len(flags) else NONE
+        return Evidence(len(own), proof=", ".join(own[:3])) if 2 * len(own) > len(flags) else NONE
 
     def evidence_in_entries(self, entries: "Mapping[str, Node]") -> Evidence:
         """Look for `base_model` with a key of training, or for several keys that only it has.
@@ -98,7 +105,8 @@ class Axolotl(Dialect):
 def _names_datasets(entries: "Mapping[str, Node]") -> bool:
     """Return whether `datasets` is a list of a path and a type each."""
     listed = entries["datasets"].value if "datasets" in entries else None
-    return isinstance(listed, list) and any({"path", "type"} <= entries_of(each).keys() for each in listed)
+    each = [node.value for node in listed if isinstance(node.value, dict)] if isinstance(listed, list) else []
+    return any({"path", "type"} <= fields.keys() for fields in each)
 
 
 DIALECT = Axolotl()

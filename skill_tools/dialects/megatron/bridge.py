@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from skill_tools.configs.config import Config, Setting, UnknownKey
 from skill_tools.configs.source import Kind, Source
-from skill_tools.configs.tree import entries_of
 from skill_tools.configs.vocabulary import load_vocabulary
 from skill_tools.dialects.base import NONE, Evidence
 from skill_tools.dialects.megatron import BRIDGE
@@ -43,14 +42,20 @@ class MegatronBridge(MegatronCore):
     label = "Megatron Bridge"
     form = "as overrides"
     looks_for = "sections with fields of Megatron Core (model.recompute_granularity), recipes, run_recipe.py"
-    marks = (*(f"{name}:" for name in ("model", "optimizer", "ddp", "train", "comm_overlap")), "mixed_precision", _PACKAGE)
+    marks = (
+        *(f"{name}:" for name in ("model", "optimizer", "ddp", "train", "comm_overlap")),
+        "mixed_precision",
+        _PACKAGE,
+    )
 
     def evidence_in_python(self, text: str) -> Evidence:
         """Look for its package, its ConfigContainer, or fields of its own that are set on a configuration."""
         for word in _WORDS_IN_PYTHON:
             if word in text:
                 return Evidence(20, proof=word)
-        if not any(f".{section}." in text for section in ("model", "train", "optimizer", "ddp", "comm_overlap")):
+        if not any(
+            f".{section}." in text for section in ("model", "train", "optimizer", "ddp", "comm_overlap")
+        ):
             return NONE
         return self._by_fields(set(re.findall(_ASSIGNED, text)), least=1)
 
@@ -69,11 +74,16 @@ class MegatronBridge(MegatronCore):
         target = _target(entries)
         if target:
             return Evidence(60, certain=True, proof=f"_target_: {target}")
-        sections = [name for name, node in entries.items() if name in _SECTIONS and isinstance(node.value, dict)]
+        sections = [
+            name for name, node in entries.items() if name in _SECTIONS and isinstance(node.value, dict)
+        ]
         scalars = [name for name in _SCALARS if name in entries and name not in sections]
         if 2 * len(sections + scalars) < len(entries):
             return NONE
-        fields = {f"{name}.{field}" for name in sections for field in entries_of(entries[name])}
+        inside = {name: entries[name].value for name in sections}
+        fields = {
+            f"{name}.{field}" for name, node in inside.items() if isinstance(node, dict) for field in node
+        }
         found = self._by_fields(fields, least=1)
         return found._replace(votes=found.votes + 3 * len(sections)) if found.votes else NONE
 
@@ -132,10 +142,9 @@ class MegatronBridge(MegatronCore):
 
 def _target(entries: "Mapping[str, Node]") -> str:
     """Return the class of the package that a saved run, or one of its sections, was made from."""
-    for node in (entries.get("_target_"), *(entries_of(node).get("_target_") for node in entries.values())):
-        if node is not None and isinstance(node.value, str) and node.value.startswith(_PACKAGE):
-            return node.value
-    return ""
+    inside = [node.value for node in entries.values() if isinstance(node.value, dict)]
+    targets = [each["_target_"].value for each in (entries, *inside) if "_target_" in each]
+    return next((name for name in targets if isinstance(name, str) and name.startswith(_PACKAGE)), "")
 
 
 def _rule_for_replaced(loser: Setting, winner: Setting) -> str:

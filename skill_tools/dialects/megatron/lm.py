@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 from skill_tools.configs.config import Config, UnknownKey
 from skill_tools.configs.keys import Key
 from skill_tools.configs.source import Source
-from skill_tools.configs.tree import entries_of
 from skill_tools.configs.vocabulary import load_vocabulary
 from skill_tools.dialects.base import NONE, Evidence
 from skill_tools.dialects.megatron import LM
@@ -32,7 +31,14 @@ class MegatronLM(MegatronCore):
     example_file = "run.sh"
     takes_new_keys = False
     looks_for = "its flags (--tensor-model-parallel-size), in a script or below MODEL_ARGS"
-    marks = (*(f"{section}:" for section in _SECTIONS), "parallel_size", "train_iters", "recompute", "moe_", "offload")
+    marks = (
+        *(f"{section}:" for section in _SECTIONS),
+        "parallel_size",
+        "train_iters",
+        "recompute",
+        "moe_",
+        "offload",
+    )
 
     def evidence_in_text(self, text: str) -> Evidence:
         """Look for its flags in a script: its program, or several that only it has; flags alone need be no more.
@@ -45,20 +51,25 @@ class MegatronLM(MegatronCore):
             return NONE
         program, own = re.search(_PROGRAM, text), own_fields(known)
         if program or len(own) >= _ENOUGH or text.lstrip().startswith("--"):
-            return Evidence(len(known), proof=shown([*([program[0]] if program else []), *(own or sorted(known))]))
+            return Evidence(
+                len(known), proof=shown([*([program[0]] if program else []), *(own or sorted(known))])
+            )
         return NONE
 
     def evidence_in_entries(self, entries: "Mapping[str, Node]") -> Evidence:
         """Look for its flags below MODEL_ARGS or as keys; a flat recipe has fields that are flags without dashes."""
         flags = load_vocabulary(LM).names
         for section in _SECTIONS:
-            inside = entries_of(entries.get(section))
-            known = [name for name in inside if _flag(name) in flags]
+            inside = entries[section].value if section in entries else None
+            fields = list(inside) if isinstance(inside, dict) else []
+            known = (
+                [name for name in fields if _flag(name) in flags] if section.isupper() else own_fields(fields)
+            )
             if known:
                 return Evidence(1000, certain=section.isupper(), proof=f"{section} with {shown(known)}")
         known = [name for name in entries if _flag(name) in flags]
         own = own_fields(known)
-        is_recipe = 5 * len(known) >= 4 * len(entries) and len(own) >= _ENOUGH
+        is_recipe = own and len(known) > _ENOUGH and 5 * len(known) >= 4 * len(entries)
         return Evidence(len(known), proof=shown(own)) if is_recipe else NONE
 
     def compose(self, sources: Sequence[Source], overrides: Sequence[str]) -> Config:

@@ -199,7 +199,9 @@ def test_a_yaml_cfg_file_sets_fields_that_are_no_flags() -> None:
 
 
 def test_a_flat_recipe_sets_no_field_that_is_no_flag() -> None:
-    config = read_text("num_layers: 61\nhidden_size: 64\ncpu_offloading: true\n", "recipe.yaml")
+    config = read_text(
+        "num_layers: 61\nhidden_size: 64\ncpu_offloading: true\n", "recipe.yaml", framework="megatron-lm"
+    )
     assert [unknown.written for unknown in config.unknown] == ["cpu_offloading"]
 
 
