@@ -211,11 +211,11 @@ class Linted:
         from skill_tools.rules.fixes import unified_diff
 
         args = self._args
-        repaired = repair(
-            reading.sources,
-            lambda sources: self._linted(reading._replace(sources=tuple(sources))),
-            unsafe=args.unsafe_fixes,
-        )
+
+        def again(sources: Sequence[Source]) -> tuple[Config, LintResult]:
+            return self._linted(reading._replace(sources=tuple(sources)))
+
+        repaired = repair(reading.sources, again, unsafe=args.unsafe_fixes)
         for before, after in zip(reading.sources, repaired.sources, strict=True):
             if before.text != after.text and args.diff:
                 print(unified_diff(before.name, before.text, after.text), end="")

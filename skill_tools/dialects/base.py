@@ -90,7 +90,7 @@ class Dialect(ABC):
         return NONE
 
     def recipes(self, source: Source) -> Sequence[Source]:
-        """Return the configurations that a proven `source` holds, each as a source; none where it only looks like one."""
+        """Return the configurations in a proven `source`, each as a source; none where it only looks like one."""
         return (source,)
 
     @abstractmethod

@@ -1,12 +1,12 @@
 """Finds what a file of another kind holds for us: the command of a task, the DeepSpeed block of a GPT-NeoX file.
 
-A Kubernetes manifest, a SkyPilot or a dstack task is no training configuration, but the command in it may start one. The
-command becomes a source of its own, a shell text in which each word stands at the line and column that it has in the
-file, so that a finding points there. Nothing is written back into such a file.
+A Kubernetes manifest, a SkyPilot or a dstack task is no training configuration, but the command in it may start one.
+The command becomes a source of its own, a shell text in which each word stands at the line and column that it has in
+the file, so that a finding points there. Nothing is written back into such a file.
 """
 
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from skill_tools.configs.source import Kind, Source
 from skill_tools.configs.tree import entries_of
@@ -22,8 +22,8 @@ _TASKS: Mapping[str, tuple[frozenset[str], str]] = {
     "a dstack task": (frozenset({"type"}), "commands"),
 }
 _KUBERNETES = frozenset({"apiVersion", "kind"})
-_MARKS = ("apiVersion", "\nrun:", "\ncommands:", "pipe_parallel", "pipe-parallel")
-_NEOX = frozenset({"pipe_parallel_size", "pipe-parallel-size"})
+_TASK_MARKS = ("apiVersion", "\nrun:", "\ncommands:")
+_NEOX = ("pipe_parallel_size", "pipe-parallel-size", "checkpoint_activations", "checkpoint-activations")
 _DEEPSPEED = "deepspeed"
 # What GPT-NeoX hands to DeepSpeed as it stands.
 _DEEPSPEED_FIELDS = frozenset(
@@ -36,7 +36,7 @@ _DEEPSPEED_FIELDS = frozenset(
 
 def commands(source: Source) -> Iterator[tuple[str, Source]]:
     """Yield each command of a task file as a shell text, with the kind of the file."""
-    for entries in _roots(source):
+    for entries in _roots(source, _TASK_MARKS):
         if entries.keys() >= _KUBERNETES:
             for words in _container_commands(entries):
                 yield "a Kubernetes manifest", _script(source, words)
@@ -49,22 +49,18 @@ def commands(source: Source) -> Iterator[tuple[str, Source]]:
 
 def blocks(source: Source) -> Iterator[tuple[str, str, Source]]:
     """Yield each section that belongs to a dialect, as a source of that section alone: what it is, and the dialect."""
-    for entries in _roots(source):
-        if not (
-            entries.keys() & _NEOX and isinstance(entries.get("zero_optimization", _NOTHING).value, dict)
-        ):
-            continue
+    for entries in _roots(source, _NEOX):
+        proof = next((name for name in _NEOX if name in entries), "")
         fields = {name: node for name, node in entries.items() if name in _DEEPSPEED_FIELDS}
-        what = "the zero_optimization block of a GPT-NeoX configuration (pipe_parallel_size)"
-        yield what, _DEEPSPEED, source.part([Node(fields, 1, 1)])
+        if proof and fields:
+            part = source.part([Node(fields, 1, 1)])
+            yield f"what a GPT-NeoX configuration ({proof}) hands to DeepSpeed", _DEEPSPEED, part
 
 
-_NOTHING = Node(None, 1, 1)
-
-
-def _roots(source: Source) -> Iterator[dict[str, Node]]:
-    """Yield the entries of each document of a YAML file that may hold something for us."""
-    if source.kind is not Kind.YAML or not any(mark in f"\n{source.text}" for mark in _MARKS):
+def _roots(source: Source, marks: Iterable[str]) -> Iterator[dict[str, Node]]:
+    """Yield the entries of each document of a YAML or JSON file that holds one of `marks`."""
+    kinds = (Kind.YAML, Kind.JSON)
+    if source.kind not in kinds or not any(mark in f"\n{source.text}" for mark in marks):
         return
     try:
         documents = source.documents

@@ -72,7 +72,7 @@ def readings(
 ) -> list[Reading]:
     """Return every configuration that `sources` hold: one, or of a single file one for each recipe or command in it.
 
-    Raises `Unrecognised` when they hold none, `UnusableInput` when they cannot be read or it is not clear whose they are.
+    Raises `Unrecognised` when they hold none, `UnusableInput` when they cannot be read or are proven to be two at once.
     """
     if len(sources) != 1 or overrides:
         return [_whole(sources, overrides, framework)]

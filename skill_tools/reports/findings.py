@@ -20,7 +20,7 @@ _KEYS_NAMED = 4
 
 
 class ReadAs(NamedTuple):
-    """What one input was read as: the dialect by name and in words, and what proved it; empty where the user said it."""
+    """What one input was read as: the dialect by name and in words, and what proved it, if the user did not say it."""
 
     name: str
     framework: str

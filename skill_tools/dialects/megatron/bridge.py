@@ -97,7 +97,7 @@ class MegatronBridge(MegatronCore):
         return Evidence(2 * len(known), proof=shown(own or sorted(known)))
 
     def recipes(self, source: Source) -> Sequence[Source]:
-        """Return each recipe function of a Python file, unless one is asked for; the script itself where it sets fields."""
+        """Return each recipe function of a Python file, unless one is asked for, or the script that sets fields."""
         if source.kind is not Kind.PYTHON or source.recipe is not None:
             return (source,)
         from skill_tools.dialects.megatron.python_recipe import recipes
