@@ -5,7 +5,6 @@ The command becomes a source of its own, a shell text in which each word stands 
 the file, so that a finding points there. Nothing is written back into such a file.
 """
 
-import shlex
 from collections.abc import Iterable, Iterator, Mapping
 
 from skill_tools.configs.source import Kind, Source
@@ -95,6 +94,8 @@ def _script(source: Source, words: list[Node]) -> Source:
     texts = [word.text or "" for word in words]
     if len(words) > 2 and texts[-2].startswith("-") and texts[-2].endswith("c"):
         return _text(source, words[-1:])
+    import shlex
+
     page = _Page(source.text)
     for word in words:
         page.write(word, shlex.quote(word.text or ""))

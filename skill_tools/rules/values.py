@@ -68,6 +68,14 @@ class Scope(dict[str, object]):
         return not self.config.complete and key in self.known_keys and self.known_keys[key].recipe_sets
 
 
+def unset(framework: str, embeds: tuple[str, ...], keys: Mapping[str, Key]) -> Scope:
+    """Return the scope of a configuration that sets nothing, and of which as little is known as can be.
+
+    What is decided in it stays decided in every configuration that does not set the keys asked for either.
+    """
+    return Scope(Config(framework, {}, complete=False, embeds=embeds), keys, {})
+
+
 def default(key: Key, framework: str, versions: Mapping[str, str]) -> object:
     """Return the value that `key` has when nobody sets it, or `UNKNOWN`.
 

@@ -75,8 +75,10 @@ def _returns_container(node: Function) -> bool:
 def _sets_config(node: Function) -> bool:
     """Return whether a function without a telling annotation builds a configuration, or is given one to set."""
     parts = list(ast.walk(node))
-    names = [dotted_name(part) for part in parts if isinstance(part, ast.Attribute | ast.Name)]
-    assigns = any(name.count(".") == 2 or name == _CONTAINER for name in names)
+    set_here = (part for part in parts if isinstance(part, ast.Attribute) and isinstance(part.ctx, ast.Store))
+    assigns = any(dotted_name(part).count(".") >= 2 for part in set_here) or any(
+        isinstance(part, ast.Call) and dotted_name(part.func) == _CONTAINER for part in parts
+    )
     returns = any(isinstance(part, ast.Return) and part.value is not None for part in parts)
     return assigns and (returns or takes_config(node) is not None)
 
