@@ -34,7 +34,10 @@ _DEEPSPEED_FIELDS = frozenset(
 
 
 def commands(source: Source) -> Iterator[tuple[str, Source]]:
-    """Yield each command of a task file as a shell text, with the kind of the file."""
+    """Yield each command of a task file or a Python program as a shell text, with the kind of the file."""
+    if source.kind is Kind.PYTHON:
+        yield from _handed_on(source)
+        return
     for entries in _roots(source, _TASK_MARKS):
         if entries.keys() >= _KUBERNETES:
             for words in _container_commands(entries):
@@ -89,6 +92,16 @@ def _container_commands(entries: Mapping[str, Node]) -> Iterator[list[Node]]:
         pending += inner.values()
 
 
+def _handed_on(source: Source) -> Iterator[tuple[str, Source]]:
+    from skill_tools.configs.python.commands import command_lines, may_hand_on
+
+    if may_hand_on(source.text):
+        for words in command_lines(source):
+            nodes = [Node(word.text, word.line, word.column, word.text) for word in words]
+            script = words[0].is_script
+            yield "a Python program", _text(source, nodes) if script else _script(source, nodes)
+
+
 def _script(source: Source, words: list[Node]) -> Source:
     """Return a shell text of `words`; a script that is handed to a shell (`bash -c "..."`) stands for itself."""
     texts = [word.text or "" for word in words]
@@ -98,7 +111,10 @@ def _script(source: Source, words: list[Node]) -> Source:
 
     page = _Page(source.text)
     for word in words:
-        page.write(word, shlex.quote(word.text or ""))
+        text = word.text or ""
+        # A variable of Kubernetes, and what could not be read of a program, is no text.
+        is_open = text.startswith(("$(", "${")) and not any(map(str.isspace, text))
+        page.write(word, text if is_open else shlex.quote(text))
     return source.part_as_shell(page.as_one_command())
 
 

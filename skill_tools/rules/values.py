@@ -37,7 +37,9 @@ class Scope(dict[str, object]):
         self.config = config
         self.known_keys = keys
         self.versions = versions
-        self._unreadable = config.unresolved | {wrong.setting.key for wrong in config.wrong_types}
+        self._unreadable = config.unresolved | {
+            wrong.setting.key for wrong in config.wrong_types if not wrong.is_known
+        }
 
     def __missing__(self, name: str) -> object:
         self[name] = answer = self._answer(name)

@@ -16,6 +16,10 @@ TEXT, QUOTED, VARIABLE, QUOTED_VARIABLE, OPAQUE = "text", "quoted", "variable", 
 
 _OPERATORS = re.compile(r"&&|\|\||;;&|;;|;&|&>>|&>|\|&|[;&|()\n]|\d*(?:<<<|<<-?|<>|<&|>>|>&|>\||[<>])")
 _NAME = re.compile(r"\$(?:([A-Za-z_]\w*)|([0-9@*#?$!_-]))")
+_OPENS = {"$(": ")", "${": "}", "(": ")", '"': '"', "`": "`"}
+_INSIDE = re.compile(
+    r"\\.|\$[({]|<<-?[ \t]*[\"'\\]?(?P<document>\w+)|[\s;(]#|[^\s\\$<'\"`(){}#;]+", re.DOTALL
+)
 _PLAIN = re.compile(r"[^ \t\r\n;&|()<>\"'\\$`#]+")
 
 
@@ -36,6 +40,12 @@ class Word:
         self.operator = operator
         self.touches_next = False
 
+    def moved(self, line: int, column: int) -> "Word":
+        """Return the same word as if all of it stood at one place."""
+        word = Word((part._replace(line=line, column=column) for part in self.parts), operator=self.operator)
+        word.touches_next = self.touches_next
+        return word
+
     @property
     def literal(self) -> str:
         """The word's text when it is one unquoted literal, such as a keyword; else empty."""
@@ -48,6 +58,52 @@ def split(text: str, *, name: str, line: int = 1, column: int = 1) -> list[Word]
     Raises `UnusableInput` for a text of more than `MAX_PARTS` parts of words.
     """
     return _Lexer(text, name, line, column).words()
+
+
+def closing(text: str, start: int, closer: str, *, quoted: bool = False) -> int:
+    """Return where the expansion that began before `start` ends: the position of its `closer`.
+
+    Quotes, escapes, comments, here-documents and expansions inside it are passed over. `quoted` says that it stands
+    between double quotes. One that never ends, which no shell would run, ends with its line.
+    """
+    open_parts = [(closer, quoted)]
+    at = start
+    while at < len(text):
+        inner, literal = open_parts[-1]
+        found = _INSIDE.match(text, at)
+        piece = found[0] if found else text[at]
+        at += len(piece)
+        if piece == inner:
+            open_parts.pop()
+            if not open_parts:
+                return at - 1
+        elif inner == "`" or (piece == "(" and inner != ")"):
+            continue
+        elif piece in _OPENS:
+            open_parts.append((_OPENS[piece], inner == '"' or literal))
+        elif inner == '"':
+            continue
+        elif piece == "'" and not (literal and inner == "}"):
+            end = text.find("'", at)
+            at = len(text) if end < 0 else end + 1
+        elif inner == ")" and piece.startswith("<<"):
+            end = (
+                re.compile(rf"^\t*{re.escape(found['document'])}\s*$", re.MULTILINE).search(text, at)
+                if found
+                else None
+            )
+            at = end.end() if end else at
+        elif inner == ")" and piece[-1] == "#" and len(piece) == 2:
+            end = text.find("\n", at)
+            at = len(text) if end < 0 else end
+    end = text.find("\n", start)
+    return len(text) if end < 0 else end
+
+
+def _document_end(text: str, start: int, delimiter: str) -> int:
+    """Return where the here-document that is announced before `start` ends; there, if it has no end."""
+    end = re.compile(rf"^\t*{re.escape(delimiter)}[ \t]*$", re.MULTILINE).search(text, start)
+    return end.end() if end else start
 
 
 class _Lexer:
@@ -163,28 +219,22 @@ class _Lexer:
             kind = QUOTED_VARIABLE if quoted else VARIABLE
             self._part(word, kind, name[1] or name[2], name.end())
         elif self._text.startswith("${", start):
-            end = self._matching("{", "}", start + 1)
+            end = closing(self._text, start + 2, "}", quoted=quoted)
             self._part(word, QUOTED_VARIABLE if quoted else VARIABLE, self._text[start + 2 : end], end + 1)
         elif self._text.startswith("$(", start):
-            end = self._matching("(", ")", start + 1)
-            self._part(word, OPAQUE, self._text[start : end + 1], end + 1)
+            self._output(word, closing(self._text, start + 2, ")"), 2)
         elif self._text[start] == "`":
-            end = self._text.find("`", start + 1)
-            end = len(self._text) if end < 0 else end
-            self._part(word, OPAQUE, self._text[start : end + 1], end + 1)
+            self._output(word, closing(self._text, start + 1, "`"), 1)
         else:
             self._part(word, QUOTED, "$", start + 1)
 
-    def _matching(self, opening: str, closing: str, start: int) -> int:
-        """Return the position of the bracket that closes the one at `start`, or the end of the text."""
-        depth = 0
-        for found in re.compile(rf"\\.|'[^']*'|[{re.escape(opening + closing)}]", re.DOTALL).finditer(
-            self._text, start
-        ):
-            depth += {opening: 1, closing: -1}.get(found[0], 0)
-            if depth == 0:
-                return found.start()
-        return len(self._text)
+    def _output(self, word: Word, end: int, opening: int) -> None:
+        """Add a command's output; a comment between backquotes, as people write them into long commands, has none."""
+        command = self._text[self._at + opening : end].strip()
+        if command and not (command.startswith("#") and "\n" not in command):
+            self._part(word, OPAQUE, self._text[self._at : end + 1], end + 1)
+        else:
+            self._advance(end + 1)
 
     def _part(self, word: Word, kind: str, text: str, end: int) -> None:
         self._parts += 1

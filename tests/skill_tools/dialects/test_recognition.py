@@ -172,7 +172,7 @@ def test_the_command_in_a_task_is_linted_where_it_stands(
 
 
 def test_of_gpt_neox_what_deepspeed_gets_is_linted() -> None:
-    text = '{\n  "pipe_parallel_size": 1,\n  "num_layers": 12,\n  "zero_optimization": {"stage": 1, "offload_param": {}}\n}\n'
+    text = '{\n  "pipe_parallel_size": 1,\n  "num_layers": 9,\n  "zero_optimization": {"stage": 1}\n}\n'
     (found,) = readings([Source("19M.yml", text)])
     assert found.dialect.name == "deepspeed"
     assert "GPT-NeoX" in found.proof
@@ -229,3 +229,38 @@ def test_folders_are_walked_in_order_without_what_tools_keep(
         str(Path(each["file"]).relative_to(tmp_path)) for each in json.loads(capsys.readouterr().out)["read"]
     ]
     assert read == ["lora.yml", "a/lora.yml", "b/lora.yml"]
+
+
+LAUNCHER = """\
+import subprocess, sys
+
+ARGS = ["--num-layers", "4"]
+cmd = ["torchrun", "pretrain_gpt.py", *sys.argv[1:]]
+cmd += ARGS
+cmd.extend(["--bf16", "--hidden-size", str(size())])
+if sys.argv:
+    cmd.append("--swiglu")
+
+
+def launch():
+    subprocess.run(cmd, check=True)
+"""
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        LAUNCHER,
+        "import os\nos.system('torchrun pretrain_gpt.py --num-layers 4 --bf16')\n",
+        "import sys\nsys.argv = ['pretrain_gpt.py', '--num-layers', '4', '--bf16']\n",
+        "import subprocess as s\ns.run(args=['bash', '-c', 'torchrun pretrain_gpt.py --num-layers 4 --bf16'])\n",
+    ],
+)
+def test_the_command_line_that_a_program_hands_on_is_linted(text: str) -> None:
+    (found,) = readings([Source("launch.py", text)])
+    assert (found.dialect.name, found.is_part) == ("megatron-lm", True)
+    config = found.compose()
+    assert config.settings["num_layers"].value == 4
+    assert config.settings["bf16"].value is True
+    assert "swiglu" not in config.settings
+    assert "hidden_size" in (config.unresolved if "size()" in text else {"hidden_size"})
