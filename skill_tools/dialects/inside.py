@@ -80,13 +80,8 @@ def _container_commands(entries: Mapping[str, Node]) -> Iterator[list[Node]]:
         if isinstance(node.value, list):
             pending += node.value
         inner = entries_of(node)
-        words = [
-            word
-            for name in ("command", "args")
-            if name in inner and isinstance(inner[name].value, list)
-            for word in inner[name].value  # type: ignore[union-attr]
-            if word.text is not None
-        ]
+        lists = [inner[name].value for name in ("command", "args") if name in inner]
+        words = [word for each in lists if isinstance(each, list) for word in each if word.text is not None]
         if words:
             yield words
         pending += inner.values()

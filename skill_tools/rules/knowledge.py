@@ -159,8 +159,8 @@ def _quiet_in(condition: Condition, dialects: Sequence[str], keys: Mapping[str, 
 def _true_by_default(key: Key) -> bool:
     """Return whether a key that nobody set may be true, so that its truth does not show that it was set."""
     for default in key.default.values():
-        by_release = isinstance(default, list) and all(isinstance(each, dict) for each in default)
-        if any(each["value"] for each in default) if by_release else default:
+        periods = default if isinstance(default, list) else [default]
+        if any(each["value"] if isinstance(each, dict) else each for each in periods):
             return True
     return False
 

@@ -38,17 +38,21 @@ def command_lines(source: Source) -> Iterator[list[Word]]:
     interpreter.run_everything()
     seen = set()
     for node, value in interpreter.commands:
-        if id(node) not in seen and (words := list(_words(node, value))):
+        if id(node) not in seen and (words := list(_words(node, value, source.name))):
             yield words
         seen.add(id(node))
 
 
-def _words(node: ast.expr, value: object) -> Iterator[Word]:
+def _words(node: ast.expr, value: object, program: str) -> Iterator[Word]:
     if isinstance(value, str):
         yield Word(value, node.lineno, node.col_offset + 2, is_script=True)
         return
     if not isinstance(value, list):
         return
+    if value and isinstance(value[0], str) and value[0].startswith("-"):
+        yield Word(
+            program, node.lineno, node.col_offset + 1
+        )  # an argument parser gets what follows its program
     parts = node.elts if isinstance(node, ast.List) and len(node.elts) == len(value) else [node] * len(value)
     for part, item in zip(parts, value, strict=True):
         known = isinstance(item, str | int | float)

@@ -237,12 +237,9 @@ class Interpreter:
         keywords = {item.arg: self._expressions.evaluate(item.value) for item in node.keywords if item.arg}
         arguments = [self._expressions.evaluate(argument) for argument in node.args]
         if last in _TAKES_COMMAND and (arguments or "args" in keywords):
-            given = (
-                node.args[0]
-                if arguments
-                else next(each.value for each in node.keywords if each.arg == "args")
-            )
-            self.commands.append((given, arguments[0] if arguments else keywords["args"]))
+            stated = {each.arg: each.value for each in node.keywords}
+            expression = node.args[0] if arguments else stated["args"]
+            self.commands.append((expression, arguments[0] if arguments else keywords["args"]))
         if name in self._functions and len(self._locals) < MAX_CALLS:
             return self._invoke(self._functions[name], arguments, keywords)
         if not (last[:1].isupper() or last in _LEAVE_ALONE):

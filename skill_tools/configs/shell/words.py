@@ -11,6 +11,8 @@ from typing import NamedTuple
 from skill_tools.errors import UnusableInput
 
 MAX_PARTS = 20_000
+MAX_EXPANSION = 1 << 16  # characters of `$(...)`, of which a here-document may be an eighth
+MAX_NESTING = 64
 
 TEXT, QUOTED, VARIABLE, QUOTED_VARIABLE, OPAQUE = "text", "quoted", "variable", "quoted variable", "opaque"
 
@@ -60,15 +62,15 @@ def split(text: str, *, name: str, line: int = 1, column: int = 1) -> list[Word]
     return _Lexer(text, name, line, column).words()
 
 
-def closing(text: str, start: int, closer: str, *, quoted: bool = False) -> int:
-    """Return where the expansion that began before `start` ends: the position of its `closer`.
+def _closing(text: str, start: int, stop: int, closer: str, *, quoted: bool) -> int:
+    """Return where the expansion that began before `start` ends: the position of its `closer`, -1 if not before `stop`.
 
     Quotes, escapes, comments, here-documents and expansions inside it are passed over. `quoted` says that it stands
-    between double quotes. One that never ends, which no shell would run, ends with its line.
+    between double quotes.
     """
     open_parts = [(closer, quoted)]
     at = start
-    while at < len(text):
+    while at < stop and len(open_parts) <= MAX_NESTING:
         inner, literal = open_parts[-1]
         found = _INSIDE.match(text, at)
         piece = found[0] if found else text[at]
@@ -86,23 +88,18 @@ def closing(text: str, start: int, closer: str, *, quoted: bool = False) -> int:
         elif piece == "'" and not (literal and inner == "}"):
             end = text.find("'", at)
             at = len(text) if end < 0 else end + 1
-        elif inner == ")" and piece.startswith("<<"):
-            end = (
-                re.compile(rf"^\t*{re.escape(found['document'])}\s*$", re.MULTILINE).search(text, at)
-                if found
-                else None
-            )
-            at = end.end() if end else at
+        elif inner == ")" and found and found["document"]:
+            at = _document_end(text, at, found["document"])
         elif inner == ")" and piece[-1] == "#" and len(piece) == 2:
             end = text.find("\n", at)
             at = len(text) if end < 0 else end
-    end = text.find("\n", start)
-    return len(text) if end < 0 else end
+    return -1
 
 
 def _document_end(text: str, start: int, delimiter: str) -> int:
-    """Return where the here-document that is announced before `start` ends; there, if it has no end."""
-    end = re.compile(rf"^\t*{re.escape(delimiter)}[ \t]*$", re.MULTILINE).search(text, start)
+    """Return where the here-document that is announced before `start` ends; there, if that is not near."""
+    pattern = re.compile(rf"^\t*{re.escape(delimiter)}[ \t]*$", re.MULTILINE)
+    end = pattern.search(text, start, start + MAX_EXPANSION // 8)
     return end.end() if end else start
 
 
@@ -118,6 +115,7 @@ class _Lexer:
         self._words: list[Word] = []
         self._documents: list[str] = []
         self._parts = 0
+        self._is_unclosed = False
 
     def words(self) -> list[Word]:
         """Read everything."""
@@ -219,14 +217,26 @@ class _Lexer:
             kind = QUOTED_VARIABLE if quoted else VARIABLE
             self._part(word, kind, name[1] or name[2], name.end())
         elif self._text.startswith("${", start):
-            end = closing(self._text, start + 2, "}", quoted=quoted)
+            end = self._closing(start + 2, "}", quoted=quoted)
             self._part(word, QUOTED_VARIABLE if quoted else VARIABLE, self._text[start + 2 : end], end + 1)
         elif self._text.startswith("$(", start):
-            self._output(word, closing(self._text, start + 2, ")"), 2)
+            self._output(word, self._closing(start + 2, ")"), 2)
         elif self._text[start] == "`":
-            self._output(word, closing(self._text, start + 1, "`"), 1)
+            self._output(word, self._closing(start + 1, "`"), 1)
         else:
             self._part(word, QUOTED, "$", start + 1)
+
+    def _closing(self, start: int, closer: str, *, quoted: bool = False) -> int:
+        """Return where an expansion ends; one that never does, which no shell would run, ends with its line.
+
+        After one such the rest is not searched to its end again.
+        """
+        line_end = self._text.find("\n", start)
+        line_end = len(self._text) if line_end < 0 else line_end
+        stop = line_end if self._is_unclosed else min(len(self._text), start + MAX_EXPANSION)
+        end = _closing(self._text, start, stop, closer, quoted=quoted)
+        self._is_unclosed = self._is_unclosed or end < 0
+        return line_end if end < 0 else end
 
     def _output(self, word: Word, end: int, opening: int) -> None:
         """Add a command's output; a comment between backquotes, as people write them into long commands, has none."""
@@ -234,9 +244,15 @@ class _Lexer:
         if command and not (command.startswith("#") and "\n" not in command):
             self._part(word, OPAQUE, self._text[self._at : end + 1], end + 1)
         else:
+            self._count()
             self._advance(end + 1)
 
     def _part(self, word: Word, kind: str, text: str, end: int) -> None:
+        self._count()
+        word.parts.append(Part(kind, text, self._line, self._at - self._line_start + 1))
+        self._advance(end)
+
+    def _count(self) -> None:
         self._parts += 1
         if self._parts > MAX_PARTS:
             raise UnusableInput(
@@ -244,8 +260,6 @@ class _Lexer:
                 expected="a launch script",
                 attempt="linting the command that it runs",
             )
-        word.parts.append(Part(kind, text, self._line, self._at - self._line_start + 1))
-        self._advance(end)
 
     def _advance(self, end: int) -> None:
         end = min(end, len(self._text))

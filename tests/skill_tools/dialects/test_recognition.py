@@ -51,6 +51,7 @@ LOOK_ALIKES = {
     "library.py": "import torch\n\n\ndef train(model, config):\n    config.model.x = 1\n    return model\n",
     "django.py": "from django.db import models\n\n\nclass Config(models.Model):\n    optimizer = models.TextField()\n",
     "train_gpt.py": "import argparse\nparser = argparse.X()\nparser.add_argument('--num-layers', type=int)\n",
+    "test_args.py": "import argparse\nargs = make_parser().parse_args(['--num-layers', '4'])\n",
     "install.sh": "#!/bin/bash\nset -e\npip install axolotl megatron-core deepspeed\nmake --jobs 8\n",
     "serve.sh": "vllm serve x --tensor-parallel-size 8 --pipeline-parallel-size 2 --seed 1\n",
     "train.sh": "python train.py --lr 0.1 --epochs 3 --num-layers 4 --batch-size 8\n",
