@@ -27,7 +27,7 @@ from skill_tools.configs.folder import files_below
 from skill_tools.configs.source import MAX_BYTES, Source, decode, load
 from skill_tools.dialects import registry
 from skill_tools.dialects.read import Contradiction, Reading, readings
-from skill_tools.errors import UnusableInput
+from skill_tools.errors import UnusableInput, printable
 from skill_tools.reports.findings import ReadAs, Report, report
 from skill_tools.rules import suppress
 from skill_tools.rules.finding import LintResult, Severity
@@ -194,7 +194,7 @@ class Linted:
         if (self._args.fix or self._args.diff) and not reading.is_part:
             result = self._repair(reading, result)
         for note in config.missing_file_notes():
-            print(f"offload: {note}", file=sys.stderr)
+            print(f"offload: {printable(note)}", file=sys.stderr)
         title = reading.sources[0].title if reading.sources else "<overrides>"
         self._results.append((title, result))
         self._read.append(ReadAs(title, reading.dialect.name, reading.dialect.label, reading.proof))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from skill_tools.configs.files import read_bytes
 from skill_tools.errors import UnusableInput
 
-MAX_BYTES = 64 << 20
+MAX_BYTES = 8 << 20
 _HEAD_BYTES = 1 << 20
 _LARGEST_BYTES = 4 << 30
 
@@ -33,7 +33,7 @@ class Log:
 
 
 def read_log(path: str) -> Log:
-    """Read `path` (`-` is standard input); of a log above 64 MiB, its first MiB and its end."""
+    """Read `path` (`-` is standard input); of a log above 8 MiB, its first MiB and its end."""
     if path == "-":
         data = sys.stdin.buffer.read()
     else:

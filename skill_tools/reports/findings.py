@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from skill_tools.errors import UnusableInput
+from skill_tools.errors import UnusableInput, printable
 from skill_tools.rules.finding import Finding, LintResult, Severity, Undecided
 from skill_tools.rules.lint import in_order
 
@@ -78,7 +78,7 @@ def as_concise(report: Report, *, show_undecided: bool = False) -> str:
             f"{name} undecided {rule.rule} {rule.title} → state {', '.join(rule.missing)}"
             for name, rule in report.undecided
         ]
-    return "\n".join([*lines, _summary(report)])
+    return "\n".join(map(printable, [*lines, _summary(report)]))
 
 
 def _read_line(report: Report) -> str:

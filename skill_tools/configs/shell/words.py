@@ -22,6 +22,7 @@ _OPENS = {"$(": ")", "${": "}", "(": ")", '"': '"', "`": "`"}
 _INSIDE = re.compile(
     r"\\.|\$[({]|<<-?[ \t]*[\"'\\]?(?P<document>\w+)|[\s;(]#|[^\s\\$<'\"`(){}#;]+", re.DOTALL
 )
+_CONTINUED = re.compile(r"(?:\\\r?\n)+")
 _PLAIN = re.compile(r"[^ \t\r\n;&|()<>\"'\\$`#]+")
 
 
@@ -88,7 +89,7 @@ def _closing(text: str, start: int, stop: int, closer: str, *, quoted: bool) -> 
         elif piece == "'" and not (literal and inner == "}"):
             end = text.find("'", at)
             at = len(text) if end < 0 else end + 1
-        elif inner == ")" and found and found["document"]:
+        elif inner == ")" and found and found["document"] and text[at : at + 1] != ")":
             at = _document_end(text, at, found["document"])
         elif inner == ")" and piece[-1] == "#" and len(piece) == 2:
             end = text.find("\n", at)
@@ -127,8 +128,8 @@ class _Lexer:
         character = self._text[self._at]
         if character in " \t\r":
             self._at += 1
-        elif self._text.startswith("\\\n", self._at) or self._text.startswith("\\\r\n", self._at):
-            self._advance(self._text.index("\n", self._at) + 1)
+        elif continued := _CONTINUED.match(self._text, self._at):
+            self._advance(continued.end())
         elif character == "#":
             end = self._text.find("\n", self._at)
             self._at = len(self._text) if end < 0 else end
