@@ -40,7 +40,7 @@ class Dialect(ABC):
 
     `name` is what `--framework` takes, `label` its name in a sentence. `has_files` says that it has configuration files
     of its own, and with them rules. `example_file` tells the form of a rule's example that does not say it.
-    `looks_for` says what proves an input to be its own; one of `marks`, if it has any, stands in the text of each such
+    `looks_for` says in a few words what proves an input; one of `marks`, if it has any, stands in the text of each such
     YAML, JSON or TOML file: a file without is not parsed to be recognised. `form` and `language` say how settings are
     shown to its users, `assigns` what stands between a key and its value. `embeds` names the dialects of which a
     configuration may hold a section, inline or in a file that it names: their types, defaults, names and rules apply to

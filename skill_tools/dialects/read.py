@@ -217,12 +217,9 @@ def _unrecognised(sources: Sequence[Source]) -> Unrecognised:
     what = (
         f"{names} is no training configuration that is known" if names else "the overrides tell no framework"
     )
-    looked_for = [f"{each.label}: {each.looks_for}" if each.looks_for else each.label for each in dialects]
-    return Unrecognised(
-        what,
-        expected=f"what proves one ({'; '.join(looked_for)})",
-        attempt=f"--framework {_listed([each.name for each in dialects])}",
-    )
+    looked_for = [f"{each.label} ({each.looks_for})" if each.looks_for else each.label for each in dialects]
+    attempt = "--framework with its name, where it is one all the same"
+    return Unrecognised(what, expected=f"what proves one: {_listed(looked_for)}", attempt=attempt)
 
 
 def _contradictory(sources: Sequence[Source], found: Mapping[str, Evidence]) -> Contradiction:

@@ -37,7 +37,7 @@ class Axolotl(Dialect):
     name = AXOLOTL
     label = "Axolotl"
     embeds = EMBEDDED
-    looks_for = "base_model with a key of training (adapter, sequence_len, datasets with path and type)"
+    looks_for = "base_model and adapter, datasets or another key of training"
     marks = (
         "base_model:",
         'base_model"',

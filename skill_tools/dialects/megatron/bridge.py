@@ -41,7 +41,7 @@ class MegatronBridge(MegatronCore):
     name = BRIDGE
     label = "Megatron Bridge"
     form = "as overrides"
-    looks_for = "sections with fields of Megatron Core (model.recompute_granularity), recipes, run_recipe.py"
+    looks_for = "sections with fields of Megatron Core, a ConfigContainer"
     marks = (
         *(f"{name}:" for name in ("model", "optimizer", "ddp", "train", "comm_overlap")),
         "mixed_precision",

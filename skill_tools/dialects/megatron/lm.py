@@ -30,7 +30,7 @@ class MegatronLM(MegatronCore):
     form = "as flags"
     example_file = "run.sh"
     takes_new_keys = False
-    looks_for = "its flags (--tensor-model-parallel-size), in a script or below MODEL_ARGS"
+    looks_for = "its flags"
     marks = (
         *(f"{section}:" for section in _SECTIONS),
         "parallel_size",
