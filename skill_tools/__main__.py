@@ -67,6 +67,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(arguments: list[str]) -> int:
     parser = _parser(arguments)
     args = parser.parse_intermixed_args(arguments)  # options may stand between files
+    if "overrides" in args:  # argparse takes the `--` out of `--overrides=--`, and leaves an empty list
+        args.overrides = [text if isinstance(text, str) else "--" for text in args.overrides]
     run = args.run
     code: int = run(args)
     return code

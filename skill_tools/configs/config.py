@@ -45,10 +45,11 @@ class UnknownKey(NamedTuple):
 
 
 class WrongType(NamedTuple):
-    """A value that the key's type cannot hold; `expected` says what it can."""
+    """A value that the key's type cannot hold; `expected` says what it can, `is_known` that what is meant is plain."""
 
     setting: Setting
     expected: str
+    is_known: bool = False
 
 
 class Config(NamedTuple):

@@ -38,6 +38,7 @@ class Draft:
         self._overridden: list[Setting] = []
         self._unknown: dict[tuple[str, Place], UnknownKey] = {}
         self._wrong: dict[str, str] = {}
+        self._known_wrong: set[str] = set()
         self._unresolved: set[str] = set()
         self._maybe_set: set[str] = set()
 
@@ -66,6 +67,10 @@ class Draft:
         """Note that something which is not followed may set the keys whose spelling begins with `prefix`."""
         spellings = self.table.by_spelling.get(self.framework, {})
         self._maybe_set |= {key.name for written, key in spellings.items() if written.startswith(prefix)}
+
+    def environment_may_be_set(self) -> None:
+        """Note that something which is not followed may set any environment variable."""
+        self._maybe_set |= {name for name in self.table.by_name if name.startswith("env.")}
 
     def section_may_be_set(self, dialect: str) -> None:
         """Note that nothing is known of the section of an embedded dialect, not even which keys it sets."""
@@ -126,9 +131,14 @@ class Draft:
         key = self.key(spelling)
         return key is not None and key.type_in(self._owner(spelling)[0]) not in ("any", "dict")
 
-    def refuse_type(self, key: str, expected: str) -> None:
-        """Note that the value of `key` is not what its form allows; `expected` says what is."""
+    def refuse_type(self, key: str, expected: str, *, is_known: bool = False) -> None:
+        """Note that the value of `key` is not what its form allows; `expected` says what is.
+
+        `is_known` says that what is meant is plain all the same, so that rules may read it.
+        """
         self._wrong[key] = expected
+        if is_known:
+            self._known_wrong.add(key)
 
     def note_unknown(self, written: str, place: Place, *, spelling: str | None = None) -> None:
         """Note a key that the framework does not know; only the first few get suggestions, which are slow.
@@ -153,7 +163,10 @@ class Draft:
             complete=self.complete,
             overridden=tuple(self._overridden),
             unknown=tuple(self._unknown.values()),
-            wrong_types=tuple(WrongType(self._settings[key], text) for key, text in self._wrong.items()),
+            wrong_types=tuple(
+                WrongType(self._settings[key], text, key in self._known_wrong)
+                for key, text in self._wrong.items()
+            ),
             versions=MappingProxyType(self.versions),
             sources=MappingProxyType(self.sources),
             model_name=self.model_name,
@@ -178,5 +191,6 @@ class Draft:
     def _drop(self, key: str) -> None:
         loser = self._settings.pop(key, None)
         self._wrong.pop(key, None)
+        self._known_wrong.discard(key)
         if loser is not None:
             self._overridden.append(loser)

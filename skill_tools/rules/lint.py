@@ -4,8 +4,9 @@ A planner asks it what is legal, the `lint` command asks it what is wrong. Suppr
 affair (`suppress`), because a plan must not be legal only by comment.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from skill_tools import knowledge
 from skill_tools.configs.config import Config
 from skill_tools.configs.keys import Key, load_keys
 from skill_tools.rules import input_checks
@@ -34,33 +35,73 @@ def lint(
     itself says. Where a rule depends on a release that nobody stated, its finding is one step less severe
     and says so. `with_diffs` also works out what each fix would change, which costs more than the lint.
     """
+    scope = Scope(config, load_keys() if keys is None else keys, resolve(config.versions, versions or {}))
+    remembered = _remembered(scope) if rules is None and keys is None else {}
     rules = load_rules() if rules is None else rules
-    keys = load_keys() if keys is None else keys
-    scope = Scope(config, keys, resolve(config.versions, versions or {}))
-    findings = list(input_checks.check(config, rules, keys))
+    findings = list(input_checks.check(config, rules, scope.known_keys))
     undecided = []
+    touched = config.settings.keys() | config.unresolved | config.maybe_set
     dialects = config.dialects()
-    for rule in rules:
-        if not rule.when or dialects.isdisjoint(rule.dialects):
-            continue
-        if rule.guard and not scope[rule.guard]:
-            continue
-        answer, missing = rule.condition.ask(scope)
-        if answer is False:
-            continue
-        applies, depends_on = standing(rule.versions, scope.versions, conditional=rule.conditional)
-        if applies is Standing.ABSENT:
-            continue
-        if answer is UNKNOWN:
-            undecided.append(Undecided(rule.id, rule.title, observed_keys(missing)))
-        elif depends_on and (branch := unstated_branch(rule.versions, scope.versions)):
-            undecided.append(Undecided(rule.id, rule.title, (branch,)))
+    for rule in _conditions(dialects) if rules is load_rules() else _about(dialects, rules):
+        if rule.keys.isdisjoint(touched):
+            if config.framework in rule.quiet:
+                continue
+            if rule.id not in remembered:
+                remembered[rule.id] = _asked(rule, scope)
+            found = remembered[rule.id]
         else:
-            findings.append(_finding(rule, scope, depends_on))
+            found = _asked(rule, scope)
+        if isinstance(found, Undecided):
+            undecided.append(found)
+        elif found is not None:
+            findings.append(_finding(rule, scope, found))
     if with_diffs:
         by_id = {rule.id: rule for rule in rules}
-        findings = [_with_diff(finding, config, by_id, keys) for finding in findings]
+        findings = [_with_diff(finding, config, by_id, scope.known_keys) for finding in findings]
     return LintResult(in_order(findings), tuple(undecided))
+
+
+Answer = Undecided | tuple[str, ...] | None
+
+
+def _asked(rule: Rule, scope: Scope) -> Answer:
+    """Return what `rule` says: None where it does not hold, why it is open, or where it holds what that depends on."""
+    if rule.guard and not scope[rule.guard]:
+        return None
+    answer, missing = rule.condition.ask(scope)
+    if answer is False:
+        return None
+    applies, depends_on = standing(rule.versions, scope.versions, conditional=rule.conditional)
+    if applies is Standing.ABSENT:
+        return None
+    if answer is UNKNOWN:
+        return Undecided(rule.id, rule.title, observed_keys(missing))
+    if depends_on and (branch := unstated_branch(rule.versions, scope.versions)):
+        return Undecided(rule.id, rule.title, (branch,))
+    return depends_on
+
+
+@knowledge.derived
+def _conditions(dialects: frozenset[str]) -> tuple[Rule, ...]:
+    return tuple(_about(dialects, load_rules()))
+
+
+def _about(dialects: frozenset[str], rules: Iterable[Rule]) -> Iterator[Rule]:
+    """Yield the rules with a condition that are about any of `dialects`."""
+    return (rule for rule in rules if rule.when and not dialects.isdisjoint(rule.dialects))
+
+
+def _remembered(scope: Scope) -> dict[str, Answer]:
+    """Return the answers that rules gave whose keys nobody set, to be added to: they are the same in each such file."""
+    config = scope.config
+    return _answers(
+        config.framework, config.embeds, config.dialects(), config.complete, frozenset(scope.versions.items())
+    )
+
+
+@knowledge.derived
+def _answers(*situation: object) -> dict[str, Answer]:
+    return {}
 
 
 def in_order(findings: Sequence[Finding]) -> tuple[Finding, ...]:

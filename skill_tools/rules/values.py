@@ -37,7 +37,9 @@ class Scope(dict[str, object]):
         self.config = config
         self.known_keys = keys
         self.versions = versions
-        self._unreadable = config.unresolved | {wrong.setting.key for wrong in config.wrong_types}
+        self._unreadable = config.unresolved | {
+            wrong.setting.key for wrong in config.wrong_types if not wrong.is_known
+        }
 
     def __missing__(self, name: str) -> object:
         self[name] = answer = self._answer(name)
@@ -66,6 +68,14 @@ class Scope(dict[str, object]):
 
     def _left_to_recipe(self, key: str) -> bool:
         return not self.config.complete and key in self.known_keys and self.known_keys[key].recipe_sets
+
+
+def unset(framework: str, embeds: tuple[str, ...], keys: Mapping[str, Key]) -> Scope:
+    """Return the scope of a configuration that sets nothing, and of which as little is known as can be.
+
+    What is decided in it stays decided in every configuration that does not set the keys asked for either.
+    """
+    return Scope(Config(framework, {}, complete=False, embeds=embeds), keys, {})
 
 
 def default(key: Key, framework: str, versions: Mapping[str, str]) -> object:

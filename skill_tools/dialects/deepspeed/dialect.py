@@ -22,7 +22,7 @@ _BATCH = frozenset({"train_batch_size", "train_micro_batch_size_per_gpu", "gradi
 _ENGINE = frozenset(
     {"fp16", "bf16", "optimizer", "zero_force_ds_cpu_optimizer", "zero_allow_untested_optimizer"}
 )
-_PROOF = Evidence(1, certain=True)
+_DECISIVE = 20
 
 
 class DeepSpeed(Dialect):
@@ -30,6 +30,10 @@ class DeepSpeed(Dialect):
 
     name = DEEPSPEED
     label = "DeepSpeed"
+    looks_for = (
+        "zero_optimization with a stage or an offload, or two batch sizes beside fp16, bf16 or optimizer"
+    )
+    marks = ("zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu")
     embeds = EMBEDDED
     example_file = "ds_config.json"
     form = "in the JSON"
@@ -40,9 +44,12 @@ class DeepSpeed(Dialect):
         """Take a `zero_optimization` that says what to shard or offload, or two batch sizes and a part of it."""
         zero = entries.get("zero_optimization")
         if zero is not None and isinstance(zero.value, dict) and zero.value.keys() & _OFFLOAD:
-            return _PROOF
+            inside = ", ".join(sorted(zero.value.keys() & _OFFLOAD))
+            return Evidence(_DECISIVE, proof=f"zero_optimization with {inside}")
         names = entries.keys()
-        return _PROOF if len(names & _BATCH) >= 2 and (zero is not None or names & _ENGINE) else NONE
+        if len(names & _BATCH) < 2 or not (zero is not None or names & _ENGINE):
+            return NONE
+        return Evidence(_DECISIVE, proof=", ".join(sorted(names & (_BATCH | _ENGINE))))
 
     def compose(self, sources: Sequence[Source], overrides: Sequence[str]) -> Config:
         """Read one JSON file; DeepSpeed merges nothing into it, and takes no overrides."""

@@ -54,7 +54,7 @@ def test_both_files_at_once_are_one_run(tmp_path: Path) -> None:
 
 
 def test_its_rules_are_not_asked_where_there_is_no_section() -> None:
-    config = read_text("base_model: a/b\n", "run.yaml")
+    config = read_text("base_model: a/b\n", "run.yaml", framework="axolotl")
     assert config.dialects() == {"axolotl"}
     assert not any(each.rule == "ds-ratio" for each in lint(config).undecided)
 
