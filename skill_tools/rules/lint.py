@@ -37,7 +37,7 @@ def lint(
     rules = load_rules() if rules is None else rules
     keys = load_keys() if keys is None else keys
     scope = Scope(config, keys, resolve(config.versions, versions or {}))
-    findings = list(input_checks.check(config, rules, keys))
+    findings = list(input_checks.check(config, rules, keys, scope.versions))
     undecided = []
     dialects = config.dialects()
     for rule in rules:
