@@ -26,7 +26,7 @@ def check(
     """
     if not (config.unknown or config.wrong_types or config.overridden or config.faults):
         return
-    by_id = {rule.id: rule for rule in rules if rule.check == "input" and _applies(rule, versions)}
+    by_id = {rule.id: rule for rule in rules if rule.check == "input"}
     for fault in config.faults:
         if fault.rule in by_id:
             rule = by_id[fault.rule]
@@ -34,13 +34,13 @@ def check(
     for unknown in config.unknown:
         owner = registry.named(config.owner(unknown.key))
         rule = by_id.get(_claiming_rule(unknown, owner, by_id), by_id.get("unknown-key"))
-        if rule is not None:
+        if rule is not None and _applies(rule, versions):
             yield from_rule(rule, message=_unknown_message(rule, unknown), place=unknown.place)
     for wrong in config.wrong_types:
         setting = wrong.setting
         owner = registry.named(config.owner(setting.key))
         rule = by_id.get(owner.rule_for_type(keys.get(setting.key)), by_id.get("wrong-type"))
-        if rule is not None:
+        if rule is not None and _applies(rule, versions):
             observed = {setting.key: setting.value}
             yield from_rule(rule, message=_type_message(rule, wrong), place=setting.place, observed=observed)
     for identifier, loser, winner in registry.named(config.framework).replaced(config):
