@@ -29,8 +29,8 @@ def check(
     by_id = {rule.id: rule for rule in rules if rule.check == "input"}
     for fault in config.faults:
         if fault.rule in by_id:
-            rule = by_id[fault.rule]
-            yield from_rule(rule, message=f"{rule.message}: {fault.text}", place=fault.place)
+            message = f"{by_id[fault.rule].message}: {fault.text}"
+            yield from_rule(by_id[fault.rule], message=message, place=fault.place)
     for unknown in config.unknown:
         owner = registry.named(config.owner(unknown.key))
         rule = by_id.get(_claiming_rule(unknown, owner, by_id), by_id.get("unknown-key"))

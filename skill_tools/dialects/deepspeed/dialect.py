@@ -1,12 +1,12 @@
 """DeepSpeed as a dialect: one JSON, read with comments and trailing commas as DeepSpeed itself reads it."""
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from skill_tools.configs.config import Config, UnknownKey
 from skill_tools.configs.keys import Key
-from skill_tools.configs.source import Source
+from skill_tools.configs.source import Kind, Source
 from skill_tools.configs.vocabulary import load_vocabulary
 from skill_tools.dialects.base import NONE, Dialect, Evidence
 from skill_tools.dialects.deepspeed import DEEPSPEED, EMBEDDED
@@ -25,8 +25,7 @@ _BATCH = frozenset({"train_batch_size", "train_micro_batch_size_per_gpu", "gradi
 _ENGINE = frozenset(
     {"fp16", "bf16", "optimizer", "zero_force_ds_cpu_optimizer", "zero_allow_untested_optimizer"}
 )
-_LAUNCHER = "deepspeed"
-_LAUNCH = r"(?m)^[^#\n]*\bdeepspeed (?:[^\n]|\\\n)*\.py\b(?:[^\n]|\\\n)*--deepspeed(?:_config)?[ =][^\s-]\S*\.json\b"
+_OPTIONS = ("--deepspeed=", "--deepspeed_config=")
 _PROOF = Evidence(1, certain=True)
 
 
@@ -41,9 +40,14 @@ class DeepSpeed(Dialect):
     language = "json"
     takes_new_keys = False
 
+    def evidence(self, source: Source) -> Evidence:
+        """Take no YAML: what has a DeepSpeed section at the top of it, such as GPT-NeoX's, is another program's."""
+        return NONE if source.kind is Kind.YAML else super().evidence(source)
+
     def evidence_in_text(self, text: str) -> Evidence:
         """Take a line of DeepSpeed's launcher that names a JSON; what other launchers start is its trainer's."""
-        return _PROOF if _LAUNCHER in text and re.search(_LAUNCH, text) else NONE
+        is_named = DEEPSPEED in text and any(map(_launches, text.replace("\\\n", " ").splitlines()))
+        return _PROOF if is_named else NONE
 
     def evidence_in_entries(self, entries: "Mapping[str, Node]") -> Evidence:
         """Take a `zero_optimization` that says what to shard or offload, or two batch sizes and a part of it."""
@@ -90,6 +94,15 @@ class DeepSpeed(Dialect):
     def candidates(self, config: Config, run: "Run", advice: "Advice") -> "Iterator[Candidate]":
         """Refuse, as `run` does."""
         raise _no_run()
+
+
+def _launches(line: str) -> bool:
+    """Return whether a line of a script runs DeepSpeed's launcher with an option that names a JSON."""
+    words = line.split()
+    if DEEPSPEED not in words or words[0].startswith("#"):
+        return False
+    options = [*words, *(f"{word}={following}" for word, following in pairwise(words))]
+    return any(word.startswith(_OPTIONS) and word.endswith(".json") for word in options)
 
 
 def _no_run() -> UnusableInput:
