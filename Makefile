@@ -6,7 +6,7 @@ WORKERS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses $(WORKERS) --dist worksteal
 AXOLOTL_RELEASES := 0.12.2 0.13.2 0.14.0 0.15.0 0.16.1 0.17.0 0.18.0 0.19.0
 
-.PHONY: setup demo test test-all test-faults check test-axolotl test-megatron lint-code render clean
+.PHONY: setup demo test test-all test-faults check test-axolotl test-megatron test-deepspeed lint-code render clean
 
 setup: .venv/.ready
 
@@ -51,6 +51,14 @@ CONFIGURATIONS ?= 10000
 test-megatron: setup
 	$(BIN)/python tests/megatron/fetch.py $(MEGATRON)
 	$(BIN)/python tests/megatron/judge.py --configurations $(CONFIGURATIONS)
+
+# DeepSpeed's own configuration classes judge our rules, each release in a process of its own.
+DEEPSPEED ?= 0.17.0 0.17.6 0.18.3 0.18.9 0.19.4 0.19.5 0.19.7 0.19.8
+DEEPSPEED_CONFIGURATIONS ?= 5000
+
+test-deepspeed: setup
+	$(BIN)/python tests/judges/deepspeed/fetch.py $(DEEPSPEED)
+	$(BIN)/python tests/judges/deepspeed/judge.py --configurations $(DEEPSPEED_CONFIGURATIONS) $(DEEPSPEED)
 
 render: setup
 	$(BIN)/offload card render

@@ -4,9 +4,10 @@ It turns spellings into canonical keys, brings values to their types, and keeps 
 cannot be read. It knows no file format.
 """
 
+from collections.abc import Callable
 from types import MappingProxyType
 
-from skill_tools.configs.config import Config, Place, Setting, UnknownKey, WrongType
+from skill_tools.configs.config import Config, Fault, Place, Setting, UnknownKey, WrongType
 from skill_tools.configs.keys import Key, load_key_table
 from skill_tools.configs.source import Source, stated_versions
 from skill_tools.configs.values import UNREADABLE, typed
@@ -20,8 +21,8 @@ class Draft:
 
     `embeds` names the dialects of which it may hold a section. Whatever the user calls that section, its keys are
     spelled here as canonical ones are: the dialect's name, a dot, and its own spelling.
-    `complete`, `model_name`, `versions`, `sources` and `missing_files` are the reader's to set; they mean what
-    `Config` says.
+    `complete`, `model_name`, `versions`, `sources`, `missing_files` and `faults` are the reader's to set; they mean
+    what `Config` says.
     """
 
     def __init__(self, framework: str, *, embeds: tuple[str, ...] = (), converts_text: bool = True) -> None:
@@ -32,6 +33,7 @@ class Draft:
         self.versions: dict[str, str] = {}
         self.sources: dict[str, str] = {}
         self.missing_files: list[Setting] = []
+        self.faults: list[Fault] = []
         self.table = load_key_table()
         self._converts_text = converts_text
         self._settings: dict[str, Setting] = {}
@@ -140,6 +142,16 @@ class Draft:
         if is_known:
             self._known_wrong.add(key)
 
+    def judge(self, prefix: str, fits: Callable[[Setting, str | None], str | None]) -> None:
+        """Let `fits` have the last word on the value of each key that begins with `prefix`.
+
+        It gets the setting and what its type expected instead, None where the value fits, and answers likewise.
+        """
+        for setting in self.below(prefix):
+            expected = fits(setting, self._wrong.pop(setting.key, None))
+            if expected is not None:
+                self._wrong[setting.key] = expected
+
     def note_unknown(self, written: str, place: Place, *, spelling: str | None = None) -> None:
         """Note a key that the framework does not know; only the first few get suggestions, which are slow.
 
@@ -174,6 +186,7 @@ class Draft:
             missing_files=tuple(self.missing_files),
             maybe_set=frozenset(self._maybe_set - self._settings.keys() - self._unresolved),
             embeds=self.embeds,
+            faults=tuple(self.faults),
         )
 
     def _owner(self, spelling: str) -> tuple[str, str]:

@@ -25,6 +25,7 @@ _SUFFIXES = {
     ".yaml": "yaml", ".yml": "yaml", ".json": "json", ".py": "python",
     ".sh": "shell", ".bash": "shell", ".slurm": "shell", ".sbatch": "shell", ".sub": "shell",
 }  # fmt: skip
+_STRING_OR_COMMENT = r'("(?:\\.|[^"\\\n])*")|//[^\n]*|/\*[\s\S]*?\*/'  # compiled when a text has either
 _FOREIGN_MARKS = (b"\xff\xfe", b"\xfe\xff")
 _PYTHON = re.compile(r"^(?:from [\w.]+ import |import \w|def \w+\(|class \w+|@\w)", re.MULTILINE)
 _SHELL = re.compile(r"^#!.*sh\b|(?:^|\s)--?[a-z][\w-]*(?:[\s=]|$)|^\s*(?:export )?[A-Z_]+=|\\$", re.MULTILINE)
@@ -83,7 +84,7 @@ class Source:
         """The roots of a YAML or JSON text; raises `UnusableInput` where it is neither."""
         from skill_tools.configs.yaml_lines import parse
 
-        return parse(self.text.replace("\t", " ") if self.kind is Kind.JSON else self.text, self.name)
+        return parse(_without_comments(self.text) if self.kind is Kind.JSON else self.text, self.name)
 
     @cached_property
     def module(self) -> "ast.Module":
@@ -97,6 +98,17 @@ class Source:
         """What the text is: by the file's suffix, else by its first impression."""
         suffix = _SUFFIXES.get(Path(self.name).suffix.lower())
         return Kind(suffix) if suffix else _impression(self.text)
+
+
+def _without_comments(text: str) -> str:
+    """Return JSON with blanks for tabs and for the comments that some readers allow, each character in its place."""
+    if "//" in text or "/*" in text:
+        text = re.sub(_STRING_OR_COMMENT, lambda found: found[0] if found[1] else _blank(found[0]), text)
+    return text.replace("\t", " ")
+
+
+def _blank(text: str) -> str:
+    return re.sub(r"[^\n]", " ", text)
 
 
 def load(path: str | Path) -> Source:

@@ -38,7 +38,7 @@ def lint(
     scope = Scope(config, load_keys() if keys is None else keys, resolve(config.versions, versions or {}))
     remembered = _remembered(scope) if rules is None and keys is None else {}
     rules = load_rules() if rules is None else rules
-    findings = list(input_checks.check(config, rules, scope.known_keys))
+    findings = list(input_checks.check(config, rules, scope.known_keys, scope.versions))
     undecided = []
     touched = config.settings.keys() | config.unresolved | config.maybe_set
     dialects = config.dialects()

@@ -127,6 +127,8 @@ def _settle(draft: Draft, folders: Sequence[Path]) -> None:
     named = draft.get(DEEPSPEED)
     if named is not None and isinstance(named.value, str) and named.value:
         _write_deepspeed_file(draft, named, named.value, folders)
+    else:
+        section.settle(draft)
     top, inner = draft.get("fsdp_version"), draft.get("fsdp_config.fsdp_version")
     if (top is None or top.value is None) and inner is not None:
         draft.set_key("fsdp_version", inner.value, inner.written, inner.place)
