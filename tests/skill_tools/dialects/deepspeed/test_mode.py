@@ -31,7 +31,7 @@ def run(gpus: int = 8) -> Run:
         (section(stage="auto", offload_optimizer=CPU), 0, False, False),
         (section(offload_optimizer=CPU), 0, False, False),
         (section(stage=1, offload_optimizer={"device": "nvme"}), 1, True, False),
-        (read_text("base_model: a/b\n", "run.yaml"), None, False, False),
+        (read_text("base_model: a/b\nadapter: lora\n", "run.yaml"), None, False, False),
     ],
 )
 def test_what_a_section_asks_for(config: Config, stage: int | None, optimizer: bool, weights: bool) -> None:
