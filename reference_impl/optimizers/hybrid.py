@@ -261,8 +261,13 @@ class HybridDeviceOptimizer(SavedOptimizer):
         step only where there are new gradients.
         """
         with self._failures.told():
-            self._check_usable()
-            self._device.refuse_capture("optimizer offload")
+            try:
+                self._check_usable()
+                self._device.refuse_capture("optimizer offload")
+            except BaseException:
+                # Such as what a worker has failed with in backward: the step is asked for all the same.
+                self._is_asked = self._in_backward is not None
+                raise
             self._has_stepped = False
             self._finish_begun()
             loss = None

@@ -255,3 +255,43 @@ def test_a_task_that_never_starts_keeps_a_batch_begun_until_it_does(device, make
     optimizer.zero_grad()
     train(model, optimizer, data[1:])
     assert_same_weights(model, plain)
+
+
+@pytest.mark.parametrize("following", ["zero_grad", "state_dict", "synchronize", "step", "forward", "close"])
+def test_a_step_that_hears_of_a_worker_s_error_in_backward_is_finished(device, monkeypatch, following):
+    """step() was called, so what backward had begun is a step like any other."""
+    model, plain = twins(device)
+    optimizer = hybrid(model, backward_overlap="update")
+    backward_is_over, fails = threading.Event(), [MemoryError("no memory")]
+
+    def run_or_fail(workers, job, run):
+        backward_is_over.wait(10)
+        if fails:
+            raise fails.pop()
+        run(workers, job)
+
+    replace_job(monkeypatch, run_or_fail)
+    data = batches(device.torch_device, 2)
+    train(plain, reference(plain), data[:1] if following == "close" else data)
+    model(data[0]).backward()
+    backward_is_over.set()
+    wait_until(lambda: optimizer._open.is_unfinished)
+    with pytest.raises(MemoryError):
+        optimizer.step()
+    assert optimizer.status == "begun"
+    if following == "forward":
+        model(data[1])
+    else:
+        getattr(optimizer, following)()
+    if following != "close":
+        optimizer.zero_grad()
+        train(model, optimizer, data[1:])
+        optimizer.close()
+    assert_same_weights(model, plain)
+
+
+def wait_until(condition):
+    stop = time.monotonic() + 10
+    while not condition() and time.monotonic() < stop:
+        time.sleep(0.001)
+    assert condition()
