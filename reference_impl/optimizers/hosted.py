@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, Self, TypeVar
 
 import torch
@@ -104,6 +104,16 @@ class HostedOptimizer(torch.optim.Optimizer, ABC):
                 param in each._members for each in _open if each is not self and not each._closed
             ),
         )
+
+    @contextmanager
+    def _scaled_once(self) -> Iterator[None]:
+        """Forget what GradScaler has set for a step that raises: it would multiply its next scale by the old one."""
+        try:
+            yield
+        except BaseException:
+            for name in ("grad_scale", "found_inf"):
+                self.__dict__.pop(name, None)
+            raise
 
     def _check_usable(self) -> None:
         checks.check_alive(closed=self._closed, made_by=self._pid)

@@ -260,16 +260,16 @@ class HybridDeviceOptimizer(SavedOptimizer):
         `status` says what has become of the step; one that had begun is finished by the next call, which takes another
         step only where there are new gradients.
         """
-        with self._failures.told():
-            try:
-                self._check_usable()
-                self._device.refuse_capture("optimizer offload")
-            except BaseException:
-                # Such as what a worker has failed with in backward: the step is asked for all the same.
-                self._is_asked = self._in_backward is not None
-                raise
+        with self._scaled_once(), self._failures.told():
+            # From here on no call refuses to finish what backward has begun, whatever is raised below.
+            was_asked = self._is_asked
+            self._is_asked = was_asked or (closure is None and self._in_backward is not None)
+            self._check_usable()
+            self._device.refuse_capture("optimizer offload")
             self._has_stepped = False
-            self._finish_begun()
+            if was_asked or self._begun is not None:
+                self._finish_begun()
+            self._failures.forget_forward()
             loss = None
             if closure is not None:
                 with torch.enable_grad():

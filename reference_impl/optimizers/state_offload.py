@@ -259,7 +259,7 @@ class OptimizerStateOffloader(SavedOptimizer):
         """
         loss = None
         try:
-            with self._failures.told():
+            with self._scaled_once(), self._failures.told():
                 with self._working():
                     self._resume()
                 if closure is not None:

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 from optimizer_reference import batches
-from optimizer_training import assert_same_weights, hybrid, reference, replace_job, train, twins
+from optimizer_training import assert_same_weights, hybrid, reference, replace_job, streaming, train, twins
 
 from reference_impl import CpuUpdate
 from reference_impl.memory.host import HostMemoryError
@@ -295,3 +295,34 @@ def wait_until(condition):
     while not condition() and time.monotonic() < stop:
         time.sleep(0.001)
     assert condition()
+
+
+@pytest.mark.parametrize("wrapper", [hybrid, streaming])
+@pytest.mark.parametrize("begun", [False, True])
+def test_the_scale_of_a_failed_step_is_not_used_again(device, monkeypatch, wrapper, begun):
+    """GradScaler multiplies its scale by what stands on the optimizer, and takes it off only after a step."""
+    model, plain = twins(device)
+    options = {"backward_overlap": "nothing", "offload_fraction": 0.0} if wrapper is hybrid else {}
+    scalers = [torch.amp.GradScaler(device.torch_device.type, init_scale=2.0**8) for _ in range(2)]
+    optimizer, other = wrapper(model, **options), wrapper(plain, **options)
+    data = batches(device.torch_device, 3)
+
+    def scaled(net, taken, scaler, batch):
+        scaler.scale(net(batch)).backward()
+        scaler.step(taken)
+        scaler.update()
+        taken.zero_grad()
+
+    with monkeypatch.context() as failing:
+        owner, name = (Adam, "update") if begun else (torch.linalg, "vector_norm")
+        fail_once(failing, owner, name, out_of_memory())
+        with pytest.raises(torch.OutOfMemoryError):
+            scaled(model, optimizer, scalers[0], data[0])
+    assert optimizer.status == ("begun" if begun else "untouched")
+    optimizer.zero_grad()
+    for batch in data[1:]:
+        scaled(model, optimizer, scalers[0], batch)
+    for batch in data if begun else data[1:]:
+        scaled(plain, other, scalers[1], batch)
+    assert_same_states(optimizer, other)
+    assert_same_weights(model, plain)
