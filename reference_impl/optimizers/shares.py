@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from reference_impl.device import REACHED, Device, Event
+from reference_impl.memory.interrupts import deferred_interrupts
 from reference_impl.optimizers.algorithms import Algorithm
 from reference_impl.optimizers.cpu.buckets import Bucket
 from reference_impl.optimizers.cpu.share import CpuShare
@@ -81,7 +82,8 @@ class Shares:
         self.split = Split(*split)
         self._cpu = CpuShare(device, algorithm, options.cpu, whole_members=whole_members)
         # Copies in flight use buffers that die with this object.
-        weakref.finalize(self, device.synchronize).atexit = False
+        self._dropped = weakref.finalize(self, device.synchronize)
+        self._dropped.atexit = False
 
     def lay_out(
         self,
@@ -101,13 +103,23 @@ class Shares:
         )
 
     def add(self, members: Sequence[Member], *, total_numel: int) -> None:
-        """Make the state of new members, masters from their parameters. Raises HostMemoryError and ValueError."""
-        if self._streamed is not None:
-            _add_streamed(self._streamed, [member for member in members if member.streamed])
-        self._cpu.add(members, total_numel=total_numel)
-        for member in members:
-            if member.resident or not (member.streamed or member.on_cpu):
-                self._resident.add(member)
+        """Make the state of new members, masters from their parameters; all or nothing.
+
+        Raises HostMemoryError, ValueError and torch.OutOfMemoryError.
+        """
+        try:
+            for member in members:
+                if member.resident or not (member.streamed or member.on_cpu):
+                    self._resident.add(member)
+            self._cpu.add(members, total_numel=total_numel)
+            # Last, because it takes back itself what it has not finished.
+            if self._streamed is not None:
+                _add_streamed(self._streamed, [member for member in members if member.streamed])
+        except BaseException:
+            with deferred_interrupts():
+                self._resident.forget(members)
+                self._cpu.forget(members)
+            raise
         self._members.extend(members)
 
     @property
@@ -280,6 +292,8 @@ class Shares:
         try:
             self._cpu.close()
         finally:
+            # Closing waits itself, and has said so if the device is lost.
+            self._dropped.detach()
             if self._streamed is not None:
                 self._streamed.close()
 
