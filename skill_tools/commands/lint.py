@@ -1,10 +1,11 @@
 """Find settings in a training configuration that break it, contradict each other or do nothing.
 
-Reads Megatron Bridge, Megatron-LM and Axolotl configurations: YAML, launch scripts, Python recipes (never run),
-DeepSpeed JSON, command line overrides. Each file is its own configuration; with --overrides or --compose, all files
+Reads the configurations that people train with: YAML, JSON, launch scripts, Python recipes (never run), command line
+overrides. Whose a file is, what it holds must prove; the first line says what it was read as. Each file is its own
+configuration, a folder is all that are in it, a Python file each recipe in it; with --overrides or --compose, all files
 are one, composed in the framework's own precedence:
 
-  offload lint run.yaml other.yaml
+  offload lint run.yaml other.yaml configs/
   offload lint recipe.py --overrides "model.cpu_offloading=true" overrides.yaml
   offload lint run.sh --target megatron-core==0.16.1 --target transformer-engine==2.12
 
@@ -204,7 +205,9 @@ class Linted:
         config = reading.compose(overrides=self._args.overrides)
         with_diffs = self._args.format == "json" and not reading.is_part
         result = lint(config, versions=self._versions, with_diffs=with_diffs)
-        return config, suppress.apply(result, config, load_rules())
+        if any(suppress.MARK in text for text in config.sources.values()):
+            result = suppress.apply(result, config, load_rules())
+        return config, result
 
     def _repair(self, reading: Reading, found: LintResult) -> LintResult:
         """Fix the sources on disk and return what is left, or print the difference and return `found`."""
