@@ -12,6 +12,7 @@ _MODULES = {
     "megatron-lm": "skill_tools.dialects.megatron.lm",
     "axolotl": "skill_tools.dialects.axolotl.dialect",
     "deepspeed": "skill_tools.dialects.deepspeed.dialect",
+    "accelerate": "skill_tools.dialects.accelerate.dialect",
 }
 WITHOUT_FILES = "pytorch"  # what a plan is for where neither a file nor a framework is named
 _MODULES_WITHOUT_FILES = {WITHOUT_FILES: "skill_tools.dialects.pytorch.dialect"}

@@ -26,6 +26,7 @@ FAMILIES: Mapping[str, str] = {
     "ax": "Axolotl",
     "ds": "DeepSpeed",
     "fsdp": "FSDP from Axolotl",
+    "acc": "Accelerate",
 }
 _EFFECT = {
     "raises": "an error at startup",
