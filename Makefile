@@ -6,7 +6,7 @@ WORKERS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses $(WORKERS) --dist worksteal
 AXOLOTL_RELEASES := 0.12.2 0.13.2 0.14.0 0.15.0 0.16.1 0.17.0 0.18.0 0.19.0
 
-.PHONY: setup demo test test-all test-faults check test-axolotl test-megatron test-deepspeed test-torchtune test-llama-factory lint-code render clean
+.PHONY: setup demo test test-all test-faults check test-axolotl test-megatron test-deepspeed test-torchtune test-llama-factory test-accelerate lint-code render clean
 
 setup: .venv/.ready
 
@@ -73,6 +73,14 @@ LLAMA_FACTORY ?= 0.9.0 0.9.3 0.9.5
 test-llama-factory: setup
 	$(BIN)/python tests/judges/llama_factory/fetch.py $(LLAMA_FACTORY)
 	$(BIN)/python tests/judges/llama_factory/llama_factory_judge.py --mutants
+
+# Launcher and plugins of released Accelerate judge reader and rules: 5,000 generated launches a release.
+ACCELERATE ?= 1.13.0 1.14.0 1.15.0
+LAUNCHES ?= 5000
+
+test-accelerate: setup
+	$(BIN)/python tests/judges/accelerate/fetch.py $(ACCELERATE)
+	$(BIN)/python tests/judges/accelerate/judge.py --configurations $(LAUNCHES) $(ACCELERATE:%=build/accelerate/%)
 
 render: setup
 	$(BIN)/offload card render

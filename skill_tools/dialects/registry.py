@@ -15,6 +15,7 @@ _MODULES = {
     "torchtune": "skill_tools.dialects.torchtune.dialect",
     "torchtitan": "skill_tools.dialects.torchtitan.dialect",
     "llama-factory": "skill_tools.dialects.llama_factory.dialect",
+    "accelerate": "skill_tools.dialects.accelerate.dialect",
 }
 WITHOUT_FILES = "pytorch"  # what a plan is for where neither a file nor a framework is named
 _MODULES_WITHOUT_FILES = {WITHOUT_FILES: "skill_tools.dialects.pytorch.dialect"}

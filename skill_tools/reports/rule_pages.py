@@ -29,6 +29,7 @@ FAMILIES: Mapping[str, str] = {
     "tt": "torchtune",
     "titan": "torchtitan",
     "lf": "LLaMA-Factory",
+    "acc": "Accelerate",
 }
 _EFFECT = {
     "raises": "an error at startup",

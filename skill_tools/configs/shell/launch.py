@@ -34,6 +34,13 @@ def training_command(
     return command._replace(words=command.words[_program_end(command) :])
 
 
+def commands_of(text: str, name: str) -> list[Command]:
+    """Return the commands that a script runs, in order."""
+    from skill_tools.configs.shell.script import run
+
+    return run(text, name=name)[:-1]
+
+
 def command_line(text: str, name: str) -> tuple[Argument, ...]:
     """Return the words of one command line, such as the value of `--overrides`: `a=b` is a word, not an assignment."""
     from skill_tools.configs.shell.script import run

@@ -16,26 +16,22 @@ from skill_tools.dialects.run import (
     Adapter,
     Mode,
     OptimizerEngine,
-    Precision,
     Recompute,
     Run,
     WeightEngine,
 )
 from skill_tools.dialects.shapes import ModelShape
+from skill_tools.dialects.sharding import Sharding, precision_of, world_of
 
 _NF4_BYTES = 0.53  # half a byte a weight, and a byte-sized scale for 64 weights, double-quantized or not
-_STATE_BYTES = (("8bit", 2.0), ("4bit", 1.0), ("lion", 2.0), ("sgd", 2.0), ("adafactor", 0.1))
 
 
 def build(config: Config, shape: ModelShape, *, gpus: int | None) -> Run:
     """Return the run that the YAML describes."""
     assumptions: list[str] = []
     stage = _shard_stage(config)
-    world = gpus or fields.integer(config, "env.WORLD_SIZE", "num_gpus")
-    if world is None:
-        world = 8 if stage else 1
-        why = "one node, because it shards" if stage else "nothing shards it"
-        assumptions.append(f"{world} GPU{'s' if world > 1 else ''} ({why}); say --gpus N for yours")
+    stated = gpus or fields.integer(config, "env.WORLD_SIZE", "num_gpus")
+    world = world_of(stated, stage, assumptions)
     seq_length = fields.count(config, "sequence_len")
     if seq_length is None:
         seq_length = 2048
@@ -49,7 +45,12 @@ def build(config: Config, shape: ModelShape, *, gpus: int | None) -> Run:
         seq_length=seq_length,
         micro_batch=fields.count(config, "micro_batch_size") or 1,
         micro_batches=fields.count(config, "gradient_accumulation_steps") or 1,
-        precision=_precision(config, stage, assumptions),
+        precision=precision_of(
+            Sharding(stage, bool(config.value("deepspeed"))),
+            fields.text(config, "optimizer") or "adamw_torch_fused",
+            assumptions,
+            adapted=bool(config.value("adapter")),
+        ),
         recompute=Recompute(granularity="full") if checkpoints(config) else Recompute(),
         adapter=adapter,
         shards_optimizer=stage >= 1,
@@ -133,28 +134,3 @@ def _adapter(config: Config, shape: ModelShape, assumptions: list[str]) -> Adapt
             "layer_offloading frees weights only under checkpointing; without it the measured peak stayed as it was"
         )
     return Adapter(rank=rank, parameters=lora(shape, rank), base_weight_bytes=base)
-
-
-def _precision(config: Config, stage: int, assumptions: list[str]) -> Precision:
-    optimizer = (fields.text(config, "optimizer") or "adamw_torch_fused").lower()
-    small = next((size for name, size in _STATE_BYTES if name in optimizer), None)
-    moments = 8.0 if small is None else small
-    if config.value("adapter"):
-        return Precision(gradient_bytes=2, master_bytes=0, gradient_is_buffer=False)
-    if stage and config.value("deepspeed"):
-        assumptions.append("bf16 weights and gradients, fp32 masters and states, as DeepSpeed keeps them")
-        return Precision(gradient_bytes=2, moments_bytes=moments, gradient_is_buffer=False)
-    if stage:
-        assumptions.append(
-            "sharded weights, gradients and states in fp32, computed in bf16 (mixed precision)"
-        )
-        return Precision(weight_bytes=4, master_bytes=0, moments_bytes=moments, gradient_is_buffer=False)
-    assumptions.append(
-        f"weights, gradients and {optimizer} states in bf16, as Hugging Face trains a bf16 model"
-    )
-    return Precision(
-        gradient_bytes=2,
-        master_bytes=0,
-        moments_bytes=4.0 if small is None else small,
-        gradient_is_buffer=False,
-    )

@@ -25,7 +25,12 @@ from skill_tools.rules.knowledge import Rule, load_rules
 from skill_tools.rules.lint import lint
 
 _OWN_KEYS: Mapping[str, tuple[str, ...]] = {
-    OPTIMIZER: ("optimizer_cpu_offload", "optimizer_offload_fraction", "overlap_cpu_optimizer_d2h_h2d"),
+    OPTIMIZER: (
+        "optimizer_cpu_offload",
+        "optimizer_offload_fraction",
+        "overlap_cpu_optimizer_d2h_h2d",
+        "accelerate.deepspeed_config.offload_optimizer_device",
+    ),
     LAYERS: ("cpu_offloading", "cpu_offloading_num_layers", "cpu_offloading_activations"),
     FINE_GRAINED: ("fine_grained_activation_offloading", "offload_modules"),
     STATES: (
@@ -33,9 +38,17 @@ _OWN_KEYS: Mapping[str, tuple[str, ...]] = {
         "offload_optimizer_states",
         "optimizer_state_offload_fraction",
     ),
-    CHECKPOINT: ("activation_offloading", "gradient_checkpointing"),
+    CHECKPOINT: (
+        "activation_offloading",
+        "gradient_checkpointing",
+        "accelerate.fsdp_config.fsdp_activation_checkpointing_offload",
+    ),
     WEIGHTS: ("layer_offloading",),
-    SHARDED: ("fsdp_config.offload_params",),
+    SHARDED: (
+        "fsdp_config.offload_params",
+        "accelerate.fsdp_config.fsdp_offload_params",
+        "accelerate.deepspeed_config.offload_param_device",
+    ),
 }
 _PLAN = Place("<plan>", 1, 1)
 

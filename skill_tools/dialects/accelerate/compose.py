@@ -1,0 +1,75 @@
+"""Composes Accelerate's own configuration: files, a script that launches with one, options above them.
+
+Apart because a lint that only asks for evidence loads no reader.
+"""
+
+from collections.abc import Sequence
+
+from skill_tools.configs.config import Config, Place
+from skill_tools.configs.draft import Draft
+from skill_tools.configs.shell.command import Argument
+from skill_tools.configs.shell.launch import command_line, commands_of, write_environment
+from skill_tools.configs.source import Kind, Source
+from skill_tools.dialects.accelerate import ACCELERATE, EMBEDDED
+from skill_tools.dialects.accelerate.launch import launch_words, write_launch, write_options
+from skill_tools.dialects.accelerate.section import settle, write_file
+from skill_tools.errors import UnusableInput
+
+_OVERRIDES = "<overrides>"
+_OF_THE_SCRIPT = frozenset({"lora_rank", "recompute_granularity"})
+_MODEL = ("--model_name_or_path", "--model", "--model_id", "--pretrained_model_name_or_path")
+
+
+def compose(sources: Sequence[Source], overrides: Sequence[str]) -> Config:
+    """Read `sources` in order, then `overrides`, options of the launcher each."""
+    draft = Draft(ACCELERATE, embeds=EMBEDDED)
+    draft.complete = True
+    folders = [source.folder for source in sources if source.folder is not None]
+    for source in sources:
+        match source.kind:
+            case Kind.YAML | Kind.JSON:
+                write_file(draft, source)
+            case Kind.SHELL:
+                _write_script(draft, source)
+            case _:
+                raise UnusableInput(
+                    f"{source.name} is no configuration of Accelerate",
+                    expected="its YAML or JSON, or the script with `accelerate launch`",
+                    attempt="the file that --config_file names",
+                )
+    for text in overrides:
+        _write_override(draft, text)
+    settle(draft, folders)
+    return draft.finish()
+
+
+def _write_override(draft: Draft, text: str) -> None:
+    """Write options of the launcher, or what a plan asks of the script: `seq_length=4096`, a size of the model."""
+    words = command_line(text, _OVERRIDES)
+    for word in words:
+        name, equals, value = word.text.partition("=")
+        key = draft.table.by_name.get(name)
+        if equals and (name in _OF_THE_SCRIPT or (key is not None and key.mechanism == "model")):
+            draft.set_key(name, value, name, Place(_OVERRIDES, word.line, word.column))
+    write_options(draft, words, _OVERRIDES)
+
+
+def _write_script(draft: Draft, source: Source) -> None:
+    """Write the last launch of a script; one command a configuration."""
+    draft.take(source)
+    launches = [command for command in commands_of(source.text, source.name) if launch_words(command.words)]
+    for command in launches[-1:]:
+        write_environment(draft, command, source.name)
+        folders = [source.folder] if source.folder else []
+        rest = write_launch(draft, launch_words(command.words), source.name, folders)
+        draft.model_name = _model(rest) or draft.model_name
+
+
+def _model(words: Sequence[Argument]) -> str | None:
+    """Return the model that the script's arguments name."""
+    for position, word in enumerate(words):
+        name, equals, value = word.text.partition("=")
+        if name in _MODEL and (equals or position + 1 < len(words)):
+            named = word._replace(text=value) if equals else words[position + 1]
+            return named.text if named.resolved else None
+    return None

@@ -1,0 +1,83 @@
+"""Accelerate as a dialect: its configuration file, alone or named by `accelerate launch`."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from skill_tools.configs.config import Config, UnknownKey
+from skill_tools.configs.keys import Key
+from skill_tools.configs.source import Source
+from skill_tools.dialects.accelerate import ACCELERATE, EMBEDDED
+from skill_tools.dialects.base import NONE, Dialect, Evidence
+
+if TYPE_CHECKING:
+    from skill_tools.configs.yaml_lines import Node
+    from skill_tools.dialects.candidates import Advice, Candidate
+    from skill_tools.dialects.run import Mode, Run
+    from skill_tools.dialects.shapes import ModelShape
+
+_OWN = frozenset(
+    {
+        *("compute_environment", "fsdp_config", "deepspeed_config", "megatron_lm_config"),
+        *("num_processes", "num_machines", "machine_rank", "mixed_precision"),
+    }
+)
+
+
+class Accelerate(Dialect):
+    """Accelerate. A key at the top that it does not know is refused, one of a section is dropped silently."""
+
+    name = ACCELERATE
+    label = "Accelerate"
+    embeds = EMBEDDED
+    to_fit = "more GPUs (--gpus) that share the weights, or a shorter sequence"
+
+    def evidence_in_text(self, text: str) -> Evidence:
+        """Take the launcher's command, unless the script that it runs is somebody's: one vote loses to any other."""
+        return Evidence(1) if "accelerate" in text and "launch" in text else NONE
+
+    def evidence_in_entries(self, entries: "Mapping[str, Node]") -> Evidence:
+        """Take what shards together with where it runs, on how many processes, or with a section for it."""
+        if "distributed_type" in entries and entries.keys() & _OWN:
+            return Evidence(1, certain=True)
+        return NONE
+
+    def compose(self, sources: Sequence[Source], overrides: Sequence[str]) -> Config:
+        """Read files and scripts in order, then the launcher's options in `overrides`."""
+        from skill_tools.dialects.accelerate.compose import compose
+
+        return compose(sources, overrides)
+
+    def rule_for_unknown(self, unknown: UnknownKey) -> str:
+        """A field of a section is dropped; at the top it ends the launch, as an unknown option does."""
+        if unknown.written.startswith("-"):
+            return "acc-launch-option"
+        return "acc-sub-key" if "." in unknown.written else "acc-top-key"
+
+    def rule_for_type(self, key: Key | None) -> str:
+        """What the launcher passes on as text, the plugins cannot read."""
+        return "acc-value"
+
+    def size_override(self, key: str) -> str:
+        """Return the override as `compose` takes it."""
+        return f"--overrides {key}=N"
+
+    def run(self, config: Config, shape: "ModelShape", *, gpus: int | None) -> "Run":
+        """Return the run of the script under this file."""
+        from skill_tools.dialects.accelerate.run import build
+
+        return build(config, shape, gpus=gpus)
+
+    def current(self, config: Config, run: "Run") -> "Mode":
+        """Return the mode that the file asks for as it stands."""
+        from skill_tools.dialects.accelerate.run import current
+
+        return current(config, run)
+
+    def candidates(self, config: Config, run: "Run", advice: "Advice") -> "Iterator[Candidate]":
+        """Yield every way to keep activations and weights that the file can choose."""
+        from skill_tools.dialects.accelerate.candidates import candidates
+
+        return candidates(config, run)
+
+
+DIALECT = Accelerate()

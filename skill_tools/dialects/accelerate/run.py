@@ -1,0 +1,133 @@
+"""Builds the planner's run from a configuration of Accelerate: what its file decides, the rest assumed in words.
+
+The file shards and offloads; sequence, batch and adapters are the script's, so `--overrides seq_length=N` says them.
+"""
+
+from skill_tools.configs.config import Config
+from skill_tools.dialects import fields
+from skill_tools.dialects.deepspeed import mode as zero
+from skill_tools.dialects.layout import Layout, checked
+from skill_tools.dialects.parameters import lora
+from skill_tools.dialects.run import ActivationEngine, Adapter, Mode, Precision, Recompute, Run
+from skill_tools.dialects.shapes import ModelShape
+from skill_tools.dialects.sharding import Sharding, precision_of, world_of
+from skill_tools.errors import UnusableInput
+
+FSDP = "accelerate.fsdp_config.fsdp_"
+_STAGES = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 0, "HYBRID_SHARD": 3, "HYBRID_SHARD_ZERO2": 2}
+_OPTIMIZER = "adamw_torch"
+
+
+def build(config: Config, shape: ModelShape, *, gpus: int | None) -> Run:
+    """Return the run of a script under this file."""
+    if config.value("accelerate.distributed_type") == "MEGATRON_LM":
+        raise UnusableInput(
+            "a run with Megatron-LM under Accelerate has its sizes in megatron_lm_config and in the script",
+            expected="distributed_type FSDP, DEEPSPEED, MULTI_GPU or NO",
+            attempt="--framework megatron-lm with the arguments of Megatron-LM",
+        )
+    assumptions: list[str] = []
+    sharding = sharding_of(config)
+    world = world_of(gpus or _processes(config), sharding.stage, assumptions)
+    nodes = fields.count(config, "accelerate.num_machines") or 1
+    shards = min(world, 8 if nodes == 1 else max(1, world // nodes)) if _is_hybrid(config) else world
+    adapter = _adapter(config, shape, assumptions)
+    if not checkpoints(config):
+        assumptions.append(
+            "no gradient checkpointing in the script; --overrides recompute_granularity=full if there is"
+        )
+    return Run(
+        dialect=config.framework,
+        shape=shape,
+        layout=checked(Layout(gpus=world, gpus_per_node=max(1, world // nodes) if nodes > 1 else 8)),
+        seq_length=_stated(config, "seq_length", 2048, "sequence length", assumptions),
+        micro_batch=_stated(config, "micro_batch_size", 1, "micro-batch", assumptions),
+        micro_batches=_micro_batches(config),
+        precision=_precision(config, sharding, assumptions, adapted=adapter is not None),
+        recompute=Recompute(granularity="full") if checkpoints(config) else Recompute(),
+        adapter=adapter,
+        shards_optimizer=sharding.stage >= 1,
+        weight_shards=shards if sharding.stage >= 3 else 1,
+        gradient_shards=shards if sharding.stage >= 2 else 1,
+        loss_bytes=12.0,
+        fused_activation=False,
+        is_eager=True,
+        norm_bytes=4.0,
+        assumptions=tuple(assumptions),
+    )
+
+
+def current(config: Config, run: Run) -> Mode:
+    """Return the mode that the file asks for as it stands."""
+    if config.value("accelerate.distributed_type") == "DEEPSPEED":
+        return zero.mode(config, run)
+    is_fsdp = config.value("accelerate.distributed_type") == "FSDP"
+    offloads = fields.flag(config, f"{FSDP}activation_checkpointing_offload") and checkpoints(config)
+    return Mode(
+        activation_engine=ActivationEngine.INPUTS if is_fsdp and offloads else ActivationEngine.NONE,
+        offload_parameters=is_fsdp and bool(fields.flag(config, f"{FSDP}offload_params")),
+    )
+
+
+def sharding_of(config: Config) -> Sharding:
+    """Return what the section of the distributed type shares."""
+    match config.value("accelerate.distributed_type"):
+        case "DEEPSPEED":
+            return Sharding(zero.stage(config) or 0, by_deepspeed=True)
+        case "FSDP":
+            return Sharding(_fsdp_stage(config))
+    return Sharding()
+
+
+def checkpoints(config: Config) -> bool:
+    """Whether FSDP, or the script, recomputes the layers."""
+    is_fsdp = config.value("accelerate.distributed_type") == "FSDP"
+    own = is_fsdp and bool(fields.flag(config, f"{FSDP}activation_checkpointing"))
+    return own or fields.text(config, "recompute_granularity") == "full"
+
+
+def _fsdp_stage(config: Config) -> int:
+    """Return ZeRO's stage for FSDP: without resharding, weights stay whole from forward to backward, as at stage 2."""
+    if config.value(f"{FSDP}version", 1) == 2:
+        return 3 if config.value(f"{FSDP}reshard_after_forward", True) else 2
+    return _STAGES.get(str(config.value(f"{FSDP}sharding_strategy", "FULL_SHARD")), 3)
+
+
+def _is_hybrid(config: Config) -> bool:
+    strategy = str(config.value(f"{FSDP}sharding_strategy", ""))
+    return config.value(f"{FSDP}version", 1) == 1 and strategy.startswith("HYBRID")
+
+
+def _processes(config: Config) -> int | None:
+    stated = fields.integer(config, "accelerate.num_processes")
+    return stated if stated is not None and stated > 0 else None
+
+
+def _stated(config: Config, key: str, otherwise: int, named: str, assumptions: list[str]) -> int:
+    stated = fields.count(config, key)
+    if stated is None:
+        assumptions.append(f"{named} {otherwise}: the script's, not set here; --overrides {key}=N")
+    return stated or otherwise
+
+
+def _micro_batches(config: Config) -> int:
+    written = config.value("accelerate.deepspeed_config.gradient_accumulation_steps")
+    if config.value("gradient_accumulation_steps") is None and isinstance(written, int):
+        return max(1, written)
+    return fields.count(config, "gradient_accumulation_steps") or 1
+
+
+def _adapter(config: Config, shape: ModelShape, assumptions: list[str]) -> Adapter | None:
+    rank = fields.count(config, "lora_rank")
+    if rank is None:
+        assumptions.append("every weight is trained; --overrides lora_rank=N for adapters")
+        return None
+    return Adapter(rank=rank, parameters=lora(shape, rank))
+
+
+def _precision(config: Config, sharding: Sharding, assumptions: list[str], *, adapted: bool) -> Precision:
+    """Return what is kept a parameter: fp32 where FSDP mixes precisions, bf16 throughout where nothing does."""
+    mixed = config.value("accelerate.mixed_precision", "no") != "no"
+    if sharding.stage and not sharding.by_deepspeed and not mixed:
+        sharding = Sharding()
+    return precision_of(sharding, _OPTIMIZER, assumptions, adapted=adapted)

@@ -1,0 +1,79 @@
+"""How the trainers of Hugging Face's models share a model's weights, gradients and states between GPUs, for a plan.
+
+FSDP and DeepSpeed come to them in several spellings; what a plan needs of either is here. Sharding is counted in ZeRO's
+stages: 0 nothing, 1 states, 2 and gradients, 3 and weights. How many bytes Hugging Face keeps a parameter is assumed in
+words.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
+
+from skill_tools.configs.config import Config
+from skill_tools.dialects.candidates import Candidate, changed
+from skill_tools.dialects.run import Mode, Precision
+
+_STATE_BYTES = (("8bit", 2.0), ("4bit", 1.0), ("lion", 2.0), ("sgd", 2.0), ("adafactor", 0.1))
+
+
+class Sharding(NamedTuple):
+    """What is shared, and whether DeepSpeed or FSDP does it."""
+
+    stage: int = 0
+    by_deepspeed: bool = False
+
+
+def world_of(gpus: int | None, stage: int, assumptions: list[str]) -> int:
+    """Return how many GPUs train, with an assumption where nobody says."""
+    if gpus is not None:
+        return gpus
+    world = 8 if stage else 1
+    why = "one node, because it shards" if stage else "nothing shards it"
+    assumptions.append(f"{world} GPU{'s' if world > 1 else ''} ({why}); say --gpus N for yours")
+    return world
+
+
+def precision_of(sharding: Sharding, optimizer: str, assumptions: list[str], *, adapted: bool) -> Precision:
+    """Return what Hugging Face keeps a parameter of a bf16 model under mixed precision."""
+    small = next((size for name, size in _STATE_BYTES if name in optimizer.lower()), None)
+    moments = 8.0 if small is None else small
+    if adapted:
+        return Precision(gradient_bytes=2, master_bytes=0, gradient_is_buffer=False)
+    if sharding.stage and sharding.by_deepspeed:
+        assumptions.append("bf16 weights and gradients, fp32 masters and states, as DeepSpeed keeps them")
+        return Precision(gradient_bytes=2, moments_bytes=moments, gradient_is_buffer=False)
+    if sharding.stage:
+        assumptions.append(
+            "sharded weights, gradients and states in fp32, computed in bf16 (mixed precision)"
+        )
+        return Precision(weight_bytes=4, master_bytes=0, moments_bytes=moments, gradient_is_buffer=False)
+    assumptions.append(
+        f"weights, gradients and {optimizer} states in bf16, as Hugging Face trains a bf16 model"
+    )
+    return Precision(
+        gradient_bytes=2,
+        master_bytes=0,
+        moments_bytes=4.0 if small is None else small,
+        gradient_is_buffer=False,
+    )
+
+
+class Part(NamedTuple):
+    """Half a candidate, its activations or its weights: fields of the mode, label, mechanisms and settings."""
+
+    mode: Mapping[str, object]
+    label: str = ""
+    mechanisms: tuple[str, ...] = ()
+    settings: Mapping[str, object] = {}
+
+
+def combined(config: Config, activations: Iterable[Part], weights: Iterable[Part]) -> Iterator[Candidate]:
+    """Yield a candidate for every way to keep activations with every way to keep weights."""
+    ways = list(weights)
+    for kept in activations:
+        for held in ways:
+            yield Candidate(
+                Mode(**{**kept.mode, **held.mode}),  # type: ignore[arg-type]
+                " + ".join(label for label in (kept.label, held.label) if label) or "as it is",
+                (*kept.mechanisms, *held.mechanisms),
+                changed(config, {**kept.settings, **held.settings}),
+            )
