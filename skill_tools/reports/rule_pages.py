@@ -26,6 +26,10 @@ FAMILIES: Mapping[str, str] = {
     "ax": "Axolotl",
     "ds": "DeepSpeed",
     "fsdp": "FSDP from Axolotl",
+    "sw": "ms-swift",
+    "verl": "verl",
+    "nr": "NeMo-RL",
+    "pr": "prime-rl",
 }
 _EFFECT = {
     "raises": "an error at startup",
