@@ -6,7 +6,7 @@ WORKERS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses $(WORKERS) --dist worksteal
 AXOLOTL_RELEASES := 0.12.2 0.13.2 0.14.0 0.15.0 0.16.1 0.17.0 0.18.0 0.19.0
 
-.PHONY: setup demo test test-all test-faults check test-axolotl test-megatron test-deepspeed test-torchtune test-llama-factory test-accelerate lint-code render clean
+.PHONY: setup demo test test-all test-faults check test-axolotl test-megatron test-deepspeed test-torchtune test-llama-factory test-accelerate test-rl lint-code render clean
 
 setup: .venv/.ready
 
@@ -81,6 +81,11 @@ LAUNCHES ?= 5000
 test-accelerate: setup
 	$(BIN)/python tests/judges/accelerate/fetch.py $(ACCELERATE)
 	$(BIN)/python tests/judges/accelerate/judge.py --configurations $(LAUNCHES) $(ACCELERATE:%=build/accelerate/%)
+
+# The checks of verl, NeMo-RL, ms-swift and prime-rl that run without a GPU judge our rules.
+test-rl: setup
+	$(BIN)/python tests/judges/rl/fetch.py
+	$(BIN)/python tests/judges/rl/judge.py --configurations 5000
 
 render: setup
 	$(BIN)/offload card render

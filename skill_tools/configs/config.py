@@ -74,6 +74,8 @@ class Config(NamedTuple):
     their value is unknown, and so is whether they are set. `missing_files` holds the settings that name such a file.
     `embeds` names the dialects of which it may hold a section; whatever is in such a section has a canonical key that
     begins with the dialect's name. `faults` are those of an input's form, such as a key that stands there twice.
+    `shares` maps a dialect whose program this framework runs a part of to the paths of that part: the rules about it
+    apply here, and its keys have that dialect's defaults where the framework has none.
     """
 
     framework: str
@@ -90,6 +92,7 @@ class Config(NamedTuple):
     maybe_set: frozenset[str] = frozenset()
     embeds: tuple[str, ...] = ()
     faults: tuple[Fault, ...] = ()
+    shares: Mapping[str, tuple[str, ...]] = MappingProxyType({})
 
     def owner(self, key: str) -> str:
         """Return the dialect that says what the canonical `key` is: an embedded one, or the configuration's own."""

@@ -4,7 +4,7 @@ It turns spellings into canonical keys, brings values to their types, and keeps 
 cannot be read. It knows no file format.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 
 from skill_tools.configs.config import Config, Fault, Place, Setting, UnknownKey, WrongType
@@ -21,8 +21,8 @@ class Draft:
 
     `embeds` names the dialects of which it may hold a section. Whatever the user calls that section, its keys are
     spelled here as canonical ones are: the dialect's name, a dot, and its own spelling.
-    `complete`, `model_name`, `versions`, `sources`, `missing_files` and `faults` are the reader's to set; they mean
-    what `Config` says.
+    `complete`, `model_name`, `versions`, `sources`, `missing_files`, `faults` and `shares` are the reader's to set;
+    they mean what `Config` says.
     """
 
     def __init__(self, framework: str, *, embeds: tuple[str, ...] = (), converts_text: bool = True) -> None:
@@ -36,6 +36,7 @@ class Draft:
         self.faults: list[Fault] = []
         self.table = load_key_table()
         self._converts_text = converts_text
+        self.shares: Mapping[str, tuple[str, ...]] = {}
         self._settings: dict[str, Setting] = {}
         self._overridden: list[Setting] = []
         self._unknown: dict[tuple[str, Place], UnknownKey] = {}
@@ -74,6 +75,10 @@ class Draft:
         """Note that something which is not followed may set any environment variable."""
         self._maybe_set |= {name for name in self.table.by_name if name.startswith("env.")}
 
+    def keys_may_be_set(self, names: Iterable[str]) -> None:
+        """Note that something which is not followed may set the canonical keys `names`."""
+        self._maybe_set.update(names)
+
     def section_may_be_set(self, dialect: str) -> None:
         """Note that nothing is known of the section of an embedded dialect, not even which keys it sets."""
         for setting in self.below(f"{dialect}."):
@@ -83,6 +88,10 @@ class Draft:
     def below(self, prefix: str) -> list[Setting]:
         """Return the settings whose canonical key begins with `prefix`."""
         return [setting for key, setting in self._settings.items() if key.startswith(prefix)]
+
+    def names_below(self, prefix: str) -> list[str]:
+        """Return the canonical keys that begin with `prefix` and are set, to whatever."""
+        return [name for name in (*self._settings, *self._unresolved) if name.startswith(prefix)]
 
     def accepts(self, written: str) -> bool:
         """Return whether the framework knows this spelling."""
@@ -187,6 +196,7 @@ class Draft:
             maybe_set=frozenset(self._maybe_set - self._settings.keys() - self._unresolved),
             embeds=self.embeds,
             faults=tuple(self.faults),
+            shares=MappingProxyType(dict(self.shares)),
         )
 
     def _owner(self, spelling: str) -> tuple[str, str]:

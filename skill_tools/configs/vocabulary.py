@@ -55,10 +55,10 @@ def load_vocabulary(framework: str) -> Vocabulary:
 def vocabulary(names: Iterable[str], keys: KeyTable, framework: str) -> Vocabulary:
     """Join `names` with every spelling that the key table has for `framework`.
 
-    A framework of flags also has the flags that set a key to false.
+    A key that is a flag also has the flag that sets it to false.
     """
     every = {*names, *keys.by_spelling.get(framework, ())}
-    if any(name.startswith("--") for name in every):
-        every |= keys.by_negative.keys()
+    flags = {key.name for name, key in keys.by_spelling.get(framework, {}).items() if name.startswith("--")}
+    every |= {flag for flag, key in keys.by_negative.items() if key.name in flags}
     free = {name.removesuffix(".*") for name in every if name.endswith(".*")}
     return Vocabulary(frozenset(every - {f"{name}.*" for name in free} | free), frozenset(free))

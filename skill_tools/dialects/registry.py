@@ -16,6 +16,10 @@ _MODULES = {
     "torchtitan": "skill_tools.dialects.torchtitan.dialect",
     "llama-factory": "skill_tools.dialects.llama_factory.dialect",
     "accelerate": "skill_tools.dialects.accelerate.dialect",
+    "ms-swift": "skill_tools.dialects.ms_swift.dialect",
+    "verl": "skill_tools.dialects.verl.dialect",
+    "nemo-rl": "skill_tools.dialects.nemo_rl.dialect",
+    "prime-rl": "skill_tools.dialects.prime_rl.dialect",
 }
 WITHOUT_FILES = "pytorch"  # what a plan is for where neither a file nor a framework is named
 _MODULES_WITHOUT_FILES = {WITHOUT_FILES: "skill_tools.dialects.pytorch.dialect"}

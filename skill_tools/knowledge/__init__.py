@@ -11,7 +11,7 @@ Nothing here interprets a fact.
 """
 
 import json
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar, cast
@@ -54,9 +54,12 @@ def load_yaml_file(path: Path) -> Any:
 
 
 def load_keys() -> list[dict[str, Any]]:
-    """Return the entries of `keys.yaml`, then those of the files in `keys/`, as plain data."""
+    """Return the entries of `keys.yaml` and of the files in `keys/`, joined by key, as plain data."""
     paths = [knowledge_path("keys.yaml"), *sorted(knowledge_path("keys").glob("*.yaml"))]
-    return [entry for path in paths for entry in load_yaml_file(path)]
+    keys: dict[str, dict[str, Any]] = {}
+    for path in paths:
+        _join(keys, load_yaml_file(path))
+    return list(keys.values())
 
 
 def words(text: str) -> list[str]:
@@ -127,10 +130,7 @@ def remove(folder: Path) -> None:
 
 def _joined(known: dict[str, Any], folder: Path) -> dict[str, Any]:
     keys = {entry["key"]: entry for entry in known["keys"]}
-    for entry in load_yaml_file(folder / "keys.yaml"):
-        old = keys.get(entry["key"], {})
-        both = {part: {**old.get(part, {}), **entry[part]} for part in _MERGED if part in entry}
-        keys[entry["key"]] = {**entry, **old, **both}
+    _join(keys, load_yaml_file(folder / "keys.yaml"))
     added = [rule for path in sorted(folder.glob("rules/*.yaml")) for rule in load_yaml_file(path)]
     texts = {path.stem: path.read_text(encoding="utf-8") for path in folder.glob("vocabulary/*.txt")}
     return {
@@ -138,3 +138,11 @@ def _joined(known: dict[str, Any], folder: Path) -> dict[str, Any]:
         "rules": sorted([*known["rules"], *added], key=lambda rule: str(rule["id"])),
         "vocabulary": known["vocabulary"] | {name: words(text) for name, text in texts.items()},
     }
+
+
+def _join(keys: dict[str, dict[str, Any]], entries: Iterable[dict[str, Any]]) -> None:
+    """Add `entries` to `keys`; one of a key that is there already says what its framework has for it."""
+    for entry in entries:
+        old = keys.get(entry["key"], {})
+        both = {part: {**old.get(part, {}), **entry[part]} for part in _MERGED if part in entry}
+        keys[entry["key"]] = {**entry, **old, **both}

@@ -30,6 +30,10 @@ FAMILIES: Mapping[str, str] = {
     "titan": "torchtitan",
     "lf": "LLaMA-Factory",
     "acc": "Accelerate",
+    "sw": "ms-swift",
+    "verl": "verl",
+    "nr": "NeMo-RL",
+    "pr": "prime-rl",
 }
 _EFFECT = {
     "raises": "an error at startup",

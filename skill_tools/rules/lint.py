@@ -39,11 +39,11 @@ def lint(
     remembered = _remembered(scope) if rules is None and keys is None else {}
     dialects = config.dialects()
     conditions = _conditions(dialects) if rules is None else _about(dialects, rules)
-    rules = rules_about(dialects) if rules is None else rules
+    rules = rules_about(dialects.union(config.shares)) if rules is None else rules
     findings = list(input_checks.check(config, rules, scope.known_keys, scope.versions))
     undecided = []
     touched = config.settings.keys() | config.unresolved | config.maybe_set
-    for rule in conditions:
+    for rule in (*conditions, *_shared(config, rules, scope.known_keys)) if config.shares else conditions:
         if rule.keys.isdisjoint(touched):
             if config.framework in rule.quiet:
                 continue
@@ -92,12 +92,28 @@ def _about(dialects: frozenset[str], rules: Iterable[Rule]) -> Iterator[Rule]:
     return (rule for rule in rules if rule.when and not dialects.isdisjoint(rule.dialects))
 
 
+def _shared(config: Config, rules: Sequence[Rule], keys: Mapping[str, Key]) -> Iterator[Rule]:
+    """Yield the rules about code that the framework runs as another dialect does.
+
+    What is only slow is worth no word where the framework has no key for the way out.
+    """
+    for rule in rules:
+        is_about_it = rule.when and any(
+            name in rule.dialects and rule.evidence.ref.startswith(code)
+            for name, code in config.shares.items()
+        )
+        if is_about_it and config.framework not in rule.dialects:
+            has_way_out = all(config.framework in keys[key].spelling for key in rule.fix.set)
+            if has_way_out or rule.effect != "slow":
+                yield rule
+
+
 def _remembered(scope: Scope) -> dict[str, Answer]:
     """Return the answers that rules gave whose keys nobody set, to be added to: they are the same in each such file."""
     config = scope.config
-    return _answers(
-        config.framework, config.embeds, config.dialects(), config.complete, frozenset(scope.versions.items())
-    )
+    shares = frozenset(config.shares.items())
+    versions = frozenset(scope.versions.items())
+    return _answers(config.framework, config.embeds, config.dialects(), config.complete, versions, shares)
 
 
 @knowledge.derived

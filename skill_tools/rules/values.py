@@ -53,7 +53,7 @@ class Scope(dict[str, object]):
         if name in self.known_keys:
             if self._left_to_recipe(name):
                 return UNKNOWN
-            return default(self.known_keys[name], self.config.owner(name), self.versions)
+            return default(self.known_keys[name], self._decider(name), self.versions)
         if asked := _IS_SET.match(name):
             return self._is_set(asked[1])
         if asked := _RELEASE.match(name):
@@ -65,6 +65,13 @@ class Scope(dict[str, object]):
         if key in self.config.settings or key in self._unreadable:
             return True
         return UNKNOWN if key in self.config.maybe_set or self._left_to_recipe(key) else False
+
+    def _decider(self, key: str) -> str:
+        """Return the dialect whose default an unset `key` has: its owner's, or that of shared code."""
+        owner = self.config.owner(key)
+        if owner in self.known_keys[key].default:
+            return owner
+        return next((name for name in self.config.shares if name in self.known_keys[key].default), owner)
 
     def _left_to_recipe(self, key: str) -> bool:
         return not self.config.complete and key in self.known_keys and self.known_keys[key].recipe_sets

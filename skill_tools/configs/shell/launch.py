@@ -15,9 +15,9 @@ _OPTIONS = ("ARGS", "OPTS", "OPTION", "FLAGS", "PARAMS", "EXTRA")
 
 
 def training_command(
-    text: str, name: str, knows: Callable[[str], bool], folder: Path | None = None
+    text: str, name: str, knows: Callable[[str], bool], folder: Path | None = None, *, whole: bool = False
 ) -> Command:
-    """Return the command of `text` with the most words that the framework `knows`, from its program on.
+    """Return the command of `text` with the most words that the framework `knows`, from its program on or `whole`.
 
     A text of arguments alone, over any number of lines, is one command; a script that runs no such command
     gives all that its variables hold. `folder` is where the script lies, for the files that it sources.
@@ -31,7 +31,7 @@ def training_command(
     scored = [(_score(command, knows), -position) for position, command in enumerate(commands)]
     best, position = max(scored, default=(0, 0))
     command = commands[-position] if best else variables
-    return command._replace(words=command.words[_program_end(command) :])
+    return command if whole else command._replace(words=command.words[_program_end(command) :])
 
 
 def commands_of(text: str, name: str) -> list[Command]:
@@ -76,8 +76,11 @@ def _score(command: Command, knows: Callable[[str], bool]) -> int:
 
 
 def _program_end(command: Command) -> int:
-    """Return where the arguments of the Python program begin; what stands before them is the launcher's."""
+    """Return where the arguments of the Python program begin; what stands before them is the launcher's.
+
+    A launcher may be a module itself, but no script: a second one is a value, as is the script in `reward=x.py`.
+    """
     texts = [word.text for word in command.words]
-    scripts = [position + 1 for position, text in enumerate(texts) if text.endswith(".py")]
-    modules = [position + 2 for position, text in enumerate(texts) if text == "-m"]
-    return max(scripts or modules, default=0)
+    scripts = [at + 1 for at, text in enumerate(texts) if text.endswith(".py") and "=" not in text]
+    modules = [at + 2 for at, text in enumerate(texts) if text == "-m"]
+    return min(scripts) if scripts else max(modules, default=0)

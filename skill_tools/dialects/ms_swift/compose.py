@@ -1,0 +1,294 @@
+"""Reads the arguments of `swift` and `megatron`: a script's command, YAML or JSON of the same names, FSDP files.
+
+An argument is a key under its flag; those of `megatron` stand behind that word, because the two programs do not take
+the same ones. argparse lets a flag be cut short where only one fits. The values of --deepspeed, --fsdp and
+--fsdp_config are a preset's name, a path, or JSON; what they hold is written under their own keys.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from skill_tools.configs.config import Config, Place, Setting
+from skill_tools.configs.draft import Draft
+from skill_tools.configs.shell.command import Argument
+from skill_tools.configs.shell.launch import command_line, training_command, write_environment
+from skill_tools.configs.source import Kind, Source, find
+from skill_tools.configs.tree import entries_of, single_document, write_tree
+from skill_tools.configs.values import UNREADABLE
+from skill_tools.configs.vocabulary import load_vocabulary
+from skill_tools.configs.yaml_lines import Node, plain
+from skill_tools.dialects.deepspeed import EMBEDDED
+from skill_tools.dialects.deepspeed import section as deepspeed
+from skill_tools.dialects.megatron import BRIDGE, embedded
+from skill_tools.dialects.ms_swift import MS_SWIFT
+from skill_tools.errors import UnusableInput
+
+_OVERRIDES = "<overrides>"
+_MEGATRON = "megatron"
+_PROGRAMS = ("swift", _MEGATRON)
+_TASKS = ("sft", "pt", "rlhf")
+_PRESETS = {"swift.deepspeed": "DeepSpeed", "swift.fsdp": "FSDP"}
+
+
+class Flag(NamedTuple):
+    """An argument with the values after it; `known` says that all of them are read."""
+
+    name: str
+    values: tuple[str, ...]
+    place: Place
+    known: bool
+
+
+def compose(sources: Sequence[Source], overrides: Sequence[str]) -> Config:
+    """Read `sources` in order, then `overrides`, each a string of arguments."""
+    draft = Draft(MS_SWIFT, embeds=EMBEDDED)
+    draft.complete = True
+    folders = [source.folder for source in sources if source.folder is not None]
+    program = "swift"
+    for source in sources:
+        draft.take(source)
+        match source.kind:
+            case Kind.SHELL:
+                program = _write_script(draft, source, folders)
+            case Kind.YAML | Kind.JSON:
+                _write_file(draft, single_document(source), source.name)
+            case _:
+                raise UnusableInput(
+                    f"{source.name} is {source.kind.value}",
+                    expected="a script, YAML or JSON with arguments of ms-swift",
+                    attempt="the script that runs `swift sft` or `megatron sft`",
+                )
+    for text in overrides:
+        _write_flags(draft, _flags(command_line(text, _OVERRIDES), _OVERRIDES), program)
+    _follow(draft, folders)
+    if program == _MEGATRON:
+        _hand_on(draft)
+    return draft.finish()
+
+
+def _write_script(draft: Draft, source: Source, folders: Sequence[Path]) -> str:
+    """Write the training command of a script; return its program."""
+    command = training_command(
+        source.text, source.name, lambda word: _knows(draft, word), source.folder, whole=True
+    )
+    write_environment(draft, command, source.name)
+    program, words = _arguments(command.words)
+    if words and words[0].text.endswith((".yaml", ".yml", ".json")):
+        found = find(words[0].text, folders)
+        if found is not None:
+            draft.take(found)
+            _write_file(draft, single_document(found), found.name, program)
+        else:
+            place = Place(source.name, words[0].line, words[0].column)
+            draft.missing_files.append(Setting("config", words[0].text, "config", place))
+            draft.may_be_set()
+    _write_flags(draft, _flags(words, source.name), program)
+    if any(word.text.rpartition("/")[2] == "swift" for word in command.words):
+        _count_devices(draft)
+    return program
+
+
+def _knows(draft: Draft, word: str) -> bool:
+    return word in _PROGRAMS or draft.accepts(word) or draft.accepts(f"{_MEGATRON} {word}")
+
+
+def _arguments(words: Sequence[Argument]) -> tuple[str, Sequence[Argument]]:
+    """Return the program, and the words after its task: `swift sft`, or `swift/cli/sft.py` behind a launcher."""
+    for position, word in enumerate(words):
+        following = words[position + 1].text if position + 1 < len(words) else ""
+        if word.text.rpartition("/")[2] in _PROGRAMS and following in _TASKS:
+            return word.text.rpartition("/")[2], words[position + 2 :]
+        if "swift/cli/" in word.text and word.text.endswith(".py"):
+            return _MEGATRON if "_megatron/" in word.text else "swift", words[position + 1 :]
+    return "swift", words
+
+
+def _flags(words: Sequence[Argument], file: str) -> Iterator[Flag]:
+    """Group words into flags with their values; words before the first flag belong to nobody."""
+    group: list[Argument] = []
+    for word in words:
+        if word.text.startswith("--") and len(word.text) > 2:
+            yield from _flag(group, file)
+            group = [word]
+        elif group:
+            group.append(word)
+    yield from _flag(group, file)
+
+
+def _flag(group: Sequence[Argument], file: str) -> Iterator[Flag]:
+    if group:
+        name, equals, value = group[0].text.partition("=")
+        values = (*((value,) if equals else ()), *(word.text for word in group[1:]))
+        known = all(word.resolved and word.certain for word in group)
+        yield Flag(name, values, Place(file, group[0].line, group[0].column), known)
+
+
+def _write_flags(draft: Draft, flags: Iterator[Flag], program: str) -> None:
+    for flag in flags:
+        spelling = _spelling(draft, flag.name, program)
+        if flag.name == "--config":
+            draft.may_be_set()  # a file of the Ray pipelines, which is not followed
+        elif not draft.accepts(spelling):
+            if "$" not in flag.name:
+                draft.note_unknown(flag.name, flag.place, spelling=spelling)
+            continue
+        key = draft.key(spelling)
+        value: object = flag.values[0] if len(flag.values) == 1 else list(flag.values)
+        if not flag.known:
+            value = UNREADABLE
+        elif not flag.values:
+            value = True
+        elif key is not None and key.type_in(MS_SWIFT) == "list":
+            value = list(flag.values)
+        _set(draft, spelling, value, flag.name, flag.place)
+
+
+def _spelling(draft: Draft, flag: str, program: str) -> str:
+    """Return the full name of a flag, as the vocabulary has it; argparse takes dashes for underscores nowhere."""
+    prefix = f"{_MEGATRON} " if program == _MEGATRON else ""
+    spelling = f"{prefix}{flag}"
+    if draft.accepts(spelling):
+        return spelling
+    longer = [name for name in load_vocabulary(MS_SWIFT).names if name.startswith(spelling)]
+    return longer[0] if len(longer) == 1 else spelling
+
+
+def _set(draft: Draft, spelling: str, value: object, written: str, place: Place) -> None:
+    key = draft.key(spelling)
+    name = (
+        key.name if key else spelling
+    )  # a flag that no rule knows keeps its dashes: its bare name may be another's
+    if name == "recompute_granularity" and value == "none":
+        value = None
+    draft.set_key(name, value, written, place)
+    if name.endswith("--model") and isinstance(value, str):
+        draft.model_name = value
+
+
+def _write_file(draft: Draft, root: Node, file: str, program: str = "swift") -> None:
+    """Write arguments in YAML or JSON, or a file in the form of --fsdp."""
+    entries = entries_of(root)
+    if {name for name in entries if not name.startswith("_")} == {"fsdp", "fsdp_config"}:
+        _write_fsdp(draft, root, file)
+        draft.set_key("swift.fsdp", file, "fsdp", Place(file, entries["fsdp"].line, entries["fsdp"].column))
+        return
+    for name, node in entries.items():
+        spelling = _spelling(draft, f"--{name}", program)
+        place = Place(file, node.line, node.column)
+        if name == "ENV":
+            for variable, value in entries_of(node).items():
+                draft.set_environment(variable, plain(value), Place(file, value.line, value.column))
+        elif draft.accepts(spelling):
+            _set(draft, spelling, plain(node), name, place)
+        else:
+            draft.note_unknown(name, place, spelling=spelling)
+
+
+def _write_fsdp(draft: Draft, root: Node, file: str) -> None:
+    """Write a file in the form of --fsdp: the words under `fsdp`, the rest under `fsdp_config`."""
+    entries = entries_of(root)
+    words = entries.get("fsdp")
+    if words is not None:
+        draft.set_key("swift.fsdp_words", plain(words), "fsdp", Place(file, words.line, words.column))
+    section = entries.get("fsdp_config")
+    if section is not None:
+        write_tree(draft, section, file, prefix="fsdp_config", report_unknown=False)
+
+
+def _follow(draft: Draft, folders: Sequence[Path]) -> None:
+    """Write what --deepspeed, --fsdp and --fsdp_config stand for."""
+    for name in _PRESETS:
+        named = draft.get(name)
+        if draft.is_open(name):
+            _leave_open(draft, name)
+        elif named is not None and named.value and not named.place.file.endswith(".json"):
+            _write_named(draft, named, folders)
+    config = draft.get("--fsdp_config")
+    if config is not None and isinstance(config.value, str):
+        _write_named(draft, config._replace(key="fsdp_config"), folders)
+
+
+def _write_named(draft: Draft, named: Setting, folders: Sequence[Path]) -> None:
+    key = draft.table.by_name.get(named.key)
+    preset = key.implies.get(str(named.value)) if key else None
+    inline = named.value if isinstance(named.value, dict) else _json(named.value)
+    found = None if preset or inline is not None else find(str(named.value), folders)
+    if preset:
+        for name, value in preset.items():
+            draft.set_key(name, value, name.rpartition(".")[2], named.place)
+    elif inline is not None:
+        _write_inline(draft, named, inline)
+    elif found is None:
+        draft.missing_files.append(named)
+        _leave_open(draft, named.key)
+    elif named.key == "swift.deepspeed":
+        deepspeed.write_file(draft, found)
+    else:
+        draft.take(found)
+        _write_fsdp(draft, single_document(found), found.name)
+
+
+def _write_inline(draft: Draft, named: Setting, value: dict[str, object]) -> None:
+    """Write JSON that stands on the command line; every value has the place of its argument."""
+    if named.key == "fsdp_config":
+        value = {"fsdp_config": value}
+    root = _node(value, named.place)
+    if named.key == "swift.deepspeed":
+        write_tree(draft, root, named.place.file, spell=lambda path: f"deepspeed.{path}")
+    else:
+        _write_fsdp(draft, root, named.place.file)
+
+
+def _node(value: object, place: Place) -> Node:
+    if isinstance(value, dict):
+        children = {str(name): _node(child, place) for name, child in value.items()}
+        return Node(children, place.line, place.column)
+    return Node(value, place.line, place.column)
+
+
+def _json(value: object) -> dict[str, object] | None:
+    """Return the object that a text holds as JSON, or None."""
+    if not isinstance(value, str) or not value.lstrip().startswith("{"):
+        return None
+    try:
+        found = json.loads(value)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _leave_open(draft: Draft, name: str) -> None:
+    if name == "swift.deepspeed":
+        draft.section_may_be_set("deepspeed")
+    else:
+        draft.may_be_set("fsdp_config")
+        draft.keys_may_be_set(("swift.fsdp_words",))
+
+
+def _count_devices(draft: Draft) -> None:
+    """Count visible devices a process, where the script states them: ms-swift starts one process unless it is told."""
+    devices, processes = draft.get("env.CUDA_VISIBLE_DEVICES"), draft.get("env.NPROC_PER_NODE")
+    if devices is None or draft.is_open("env.NPROC_PER_NODE") or "env.LOCAL_WORLD_SIZE" in draft:
+        return
+    visible = [each for each in str(devices.value).split(",") if each.strip()]
+    count = str(processes.value) if processes is not None else "1"
+    if count.isdigit() and int(count) > 0:
+        draft.set_key(
+            "swift.devices_per_process", len(visible) // int(count), "CUDA_VISIBLE_DEVICES", devices.place
+        )
+
+
+def _hand_on(draft: Draft) -> None:
+    """Let Megatron's own rules read what `megatron` hands on; --megatron_extra_kwargs goes to the model as it is."""
+    embedded.share(draft)
+    embedded.hand_on(draft, "use_distributed_optimizer", "ddp.use_distributed_optimizer")
+    embedded.hand_on(draft, "use_megatron_fsdp", "ddp.use_megatron_fsdp")
+    extra = draft.get("megatron --megatron_extra_kwargs")
+    fields = (_json(extra.value) or {}) if extra is not None else {}
+    for name, value in fields.items():
+        key = draft.table.find(BRIDGE, f"model.{name}")
+        if key is not None and extra is not None:
+            draft.set_key(key.name, value, extra.written, extra.place)
+    embedded.model_may_set(draft)

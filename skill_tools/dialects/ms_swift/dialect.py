@@ -1,0 +1,82 @@
+"""ms-swift as a dialect: arguments of its two programs, the files that they name, FSDP files of its own form."""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from skill_tools.configs.config import Config, UnknownKey
+from skill_tools.configs.source import Source
+from skill_tools.dialects.base import NONE, Dialect, Evidence
+from skill_tools.dialects.deepspeed import EMBEDDED
+from skill_tools.dialects.ms_swift import MS_SWIFT
+from skill_tools.errors import UnusableInput
+
+if TYPE_CHECKING:
+    from skill_tools.configs.yaml_lines import Node
+    from skill_tools.dialects.candidates import Advice, Candidate
+    from skill_tools.dialects.run import Run
+    from skill_tools.dialects.shapes import ModelShape
+
+_COMMAND = (
+    r"(?:^|[\s;&|\"'(])(?:swift|megatron)\s+(?:sft|pt|rlhf)\b|\bswift/cli/(?:_megatron/)?(?:sft|pt|rlhf)\.py"
+)
+_TRAINING = frozenset({"tuner_type", "train_type", "rlhf_type"})
+_PROOF = Evidence(1, certain=True, proof="a command or the arguments of ms-swift")
+
+
+class MsSwift(Dialect):
+    """ms-swift. What no argument sets has the default of its argument classes."""
+
+    name = MS_SWIFT
+    label = "ms-swift"
+    embeds = EMBEDDED
+    looks_for = "swift or megatron with sft, pt or rlhf; tuner_type or rlhf_type beside model and dataset"
+    marks = ("tuner_type", "train_type", "rlhf_type", "fsdp_config")
+    example_file = "run.sh"
+    form = "as arguments"
+    language = "text"
+    assigns = " "
+    takes_new_keys = False
+    to_fit = "more GPUs, --deepspeed zero3_offload, or a shorter max_length"
+
+    def evidence_in_text(self, text: str) -> Evidence:
+        """Look for its two commands."""
+        return _PROOF if ("swift" in text or "megatron" in text) and re.search(_COMMAND, text) else NONE
+
+    def evidence_in_entries(self, entries: "Mapping[str, Node]") -> Evidence:
+        """Take a training type beside a model and a dataset, or an FSDP file in its own form."""
+        names = entries.keys()
+        if names & _TRAINING and {"model", "dataset"} <= names:
+            return _PROOF
+        section = entries.get("fsdp_config")
+        is_file = {name for name in names if not name.startswith("_")} == {"fsdp", "fsdp_config"}
+        return _PROOF if is_file and section is not None and isinstance(section.value, dict) else NONE
+
+    def compose(self, sources: Sequence[Source], overrides: Sequence[str]) -> Config:
+        """Read files and scripts, then arguments on top."""
+        from skill_tools.dialects.ms_swift.compose import compose
+
+        return compose(sources, overrides)
+
+    def rule_for_unknown(self, unknown: UnknownKey) -> str:
+        """What is left over of the arguments ends the run."""
+        return "sw-unknown-key"
+
+    def run(self, config: Config, shape: "ModelShape", *, gpus: int | None) -> "Run":
+        """Refuse: what a run of ms-swift keeps on a GPU is not modelled."""
+        raise _no_run()
+
+    def candidates(self, config: Config, run: "Run", advice: "Advice") -> "Iterator[Candidate]":
+        """Refuse, as `run` does."""
+        raise _no_run()
+
+
+def _no_run() -> UnusableInput:
+    return UnusableInput(
+        "what ms-swift's trainers and rollout engines keep on a GPU is not modelled, so that no plan is made of them",
+        expected="a configuration of a framework that is planned for",
+        attempt="offload plan --framework pytorch --model NAME --gpus N",
+    )
+
+
+DIALECT = MsSwift()

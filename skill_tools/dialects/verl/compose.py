@@ -1,0 +1,202 @@
+"""Reads verl's command lines and YAML, and hands on to Megatron's keys what verl hands on to Megatron.
+
+verl's own configuration files are the base: a key that no override sets has their value, unless the run names a
+configuration or a program of somebody else's. The groups that exchange an engine (`model_engine=megatron`,
+`engine=veomni`, the configuration `ppo_megatron_trainer`) set the strategies that they bring.
+"""
+
+import re
+from collections.abc import Sequence
+from contextlib import suppress
+
+from skill_tools import knowledge
+from skill_tools.configs.config import Config, Place
+from skill_tools.configs.draft import Draft
+from skill_tools.configs.hydra import looks_like_override, parse_override
+from skill_tools.configs.shell.command import Argument
+from skill_tools.configs.shell.launch import command_line, training_command, write_environment
+from skill_tools.configs.source import Kind, Source
+from skill_tools.configs.tree import entries_of, single_document, write_tree
+from skill_tools.configs.values import UNREADABLE
+from skill_tools.configs.vocabulary import load_vocabulary
+from skill_tools.configs.yaml_lines import Node, plain
+from skill_tools.dialects.verl import VERL
+from skill_tools.dialects.verl.megatron import hand_on_to_megatron
+from skill_tools.errors import UnusableInput
+
+_OVERRIDES = "<overrides>"
+_OWN_PROGRAM = re.compile(
+    r"verl\.trainer\.(?:main_ppo|main_ppo_sync|main_ppo_v0|sft_trainer|sft_trainer_ray|fsdp_sft_trainer)"
+)
+_PROGRAM = re.compile(r"-m\s+(?!torch\b)([\w.]+)")
+_OWN_CONFIGURATION = re.compile(r"ppo_trainer|ppo_megatron_trainer|sft_trainer|sft_trainer_engine")
+_GROUPS = frozenset(
+    {
+        "model_engine", "actor", "data", "ref", "rollout", "model", "critic", "reward", "algorithm", "distillation",
+        "engine", "optim", "profiler", "legacy_reward_impl", "transfer_queue", "npu_profile", "reward_model",
+    }
+)  # fmt: skip
+_ENGINES = frozenset({"dp", "fsdp", "megatron", "veomni", "torchtitan", "mindspeed", "automodel"})
+_STRATEGIES = {"dp": "fsdp"}  # of a model_engine whose name is not its strategy
+_ACTOR = "actor_rollout_ref.actor.strategy"
+
+
+def compose(sources: Sequence[Source], overrides: Sequence[str]) -> Config:
+    """Read `sources` in order, then `overrides`, each a command line of its own."""
+    draft = Draft(VERL, converts_text=False)
+    draft.complete = True
+    is_closed = not sources
+    for source in sources:
+        draft.take(source)
+        match source.kind:
+            case Kind.SHELL:
+                command = training_command(
+                    source.text, source.name, lambda word: _knows(draft, word), source.folder
+                )
+                write_environment(draft, command, source.name)
+                is_own = all(_OWN_PROGRAM.fullmatch(name) for name in _PROGRAM.findall(source.text))
+                is_closed = is_own and _base_is_own(command.words)
+                if not is_closed:
+                    draft.may_be_set()
+                _write_words(draft, command.words, source.name, is_closed=is_closed)
+            case Kind.YAML | Kind.JSON:
+                _write_file(draft, single_document(source, omegaconf=True), source.name)
+            case _:
+                raise UnusableInput(
+                    f"{source.name} is {source.kind.value}",
+                    expected="a launch script, overrides or YAML of verl",
+                    attempt="the script that starts verl.trainer.main_ppo",
+                )
+    for text in overrides:
+        _write_words(draft, command_line(text, _OVERRIDES), _OVERRIDES, is_closed=is_closed)
+    hand_on_to_megatron(draft)
+    model = draft.get("actor_rollout_ref.model.path") or draft.get("model.path")
+    draft.model_name = str(model.value) if model is not None else None
+    return draft.finish()
+
+
+def _knows(draft: Draft, word: str) -> bool:
+    """Return whether a word speaks for a command of verl: one of its programs, or a key."""
+    return word.startswith(("verl.trainer.", "verl.experimental.")) or draft.accepts(word)
+
+
+def in_open_mapping(written: str) -> bool:
+    """Return whether `written` lies in a mapping that is empty in verl's configuration: a plus adds any key to it."""
+    section = written.rpartition(".")[0]
+    while section:
+        name = section.rpartition(".")[2]
+        if section in load_vocabulary(VERL).free_sections:
+            return name.startswith("override_") or name.endswith("_kwargs")
+        section = section.rpartition(".")[0]
+    return False
+
+
+def _write_file(draft: Draft, root: Node, file: str) -> None:
+    """Write a configuration in YAML; it lies over verl's own if its defaults list names that, or has none."""
+    parents = entries_of(root).get("defaults")
+    named = [plain(each) for each in parents.value] if parents and isinstance(parents.value, list) else []
+    if any(name != "_self_" and not _OWN_CONFIGURATION.fullmatch(str(name)) for name in named):
+        draft.may_be_set()
+    write_tree(draft, root, file, value_of=_value, report_unknown=False)
+
+
+def _value(node: Node) -> object:
+    text = node.value
+    return UNREADABLE if isinstance(text, str) and ("${" in text or text == "???") else plain(node)
+
+
+def _base_is_own(words: Sequence[Argument]) -> bool:
+    """Return whether the overrides lie over a configuration of verl's own, as far as options say."""
+    name = _option(words, "--config-name", "-cn")
+    path = _option(words, "--config-path", "-cp") or _option(words, "--config-dir", "-cd")
+    is_named = name is None or bool(_OWN_CONFIGURATION.fullmatch(name.text.removesuffix(".yaml")))
+    is_here = path is None or path.text.strip("./") == "config" or "verl/trainer/config" in path.text
+    return is_named and is_here and not any(_brings_another(word.text) for word in words)
+
+
+def _brings_another(override: str) -> bool:
+    """Return whether an override joins configurations from elsewhere: a search path, or an engine that verl lacks."""
+    key, _, value = override.lstrip("+~").partition("=")
+    if key == "hydra.searchpath":
+        return True
+    is_engine = key.partition("@")[0] in ("model_engine", "actor", "engine")
+    return is_engine and "$" not in value and value.removesuffix("_actor") not in _ENGINES
+
+
+def _write_words(draft: Draft, words: Sequence[Argument], file: str, *, is_closed: bool) -> None:
+    """Write the overrides among `words`; `is_closed` says that their base is verl's own configuration."""
+    name = _option(words, "--config-name", "-cn")
+    if name is not None and "megatron" in name.text:
+        _set_strategies(draft, "megatron", name, file)
+    for word in words:
+        if looks_like_override(word.text):
+            _write_override(draft, word, file, is_closed=is_closed)
+
+
+def _option(words: Sequence[Argument], *names: str) -> Argument | None:
+    """Return the value of an option, as `--name=value` or as the word after it."""
+    for position, word in enumerate(words):
+        option, equals, value = word.text.partition("=")
+        if option in names:
+            if equals:
+                return word._replace(text=value.strip("'\""))
+            return words[position + 1] if position + 1 < len(words) else None
+    return None
+
+
+def _write_override(draft: Draft, word: Argument, file: str, *, is_closed: bool) -> None:
+    place = Place(file, word.line, word.column)
+    sign = word.text[: len(word.text) - len(word.text.lstrip("+~"))]
+    written = word.text.lstrip("+~").partition("=")[0].partition("@")[0]
+    if written in _GROUPS or written.startswith("hydra"):
+        _write_choice(draft, word, written, file)
+    elif not _is_taken(draft, sign, written):
+        if is_closed and word.resolved:
+            draft.note_unknown(word.text.partition("=")[0], place)
+    elif sign == "~":
+        draft.remove(written)
+    else:
+        _write_value(draft, word, written, place)
+
+
+def _is_taken(draft: Draft, sign: str, written: str) -> bool:
+    """Return whether Hydra takes the key: without a plus one that is there, else any; a misspelt offload is none."""
+    if not sign and in_open_mapping(written):
+        return written in _closed_names()
+    return draft.accepts(written) or (bool(sign) and "offload" not in written.rpartition(".")[2])
+
+
+@knowledge.derived
+def _closed_names() -> frozenset[str]:
+    """The keys of verl's own configurations, without those that only its readers know."""
+    return frozenset(knowledge.index()["vocabulary"][VERL])
+
+
+def _write_value(draft: Draft, word: Argument, written: str, place: Place) -> None:
+    value: object = UNREADABLE
+    if word.resolved and word.certain:
+        with suppress(UnusableInput):
+            value = parse_override(word.text).value
+    if isinstance(value, dict):
+        for name, part in value.items():
+            draft.set(f"{written}.{name}", part, place)
+    else:
+        draft.set_key(draft.canonical(written), value, written, place)
+
+
+def _write_choice(draft: Draft, word: Argument, group: str, file: str) -> None:
+    """Write what a choice of a group brings: the strategy of each role."""
+    choice = word.text.partition("=")[2]
+    known = word.resolved and word.certain
+    known = known and choice.removesuffix("_actor") in _ENGINES
+    if group in ("model_engine", "actor"):
+        _set_strategies(draft, choice.removesuffix("_actor") if known else UNREADABLE, word, file)
+    elif group == "engine":
+        value = choice if known else UNREADABLE
+        draft.set_key("engine.strategy", value, group, Place(file, word.line, word.column))
+
+
+def _set_strategies(draft: Draft, engine: object, word: Argument, file: str) -> None:
+    strategy = _STRATEGIES.get(engine, engine) if isinstance(engine, str) else engine
+    for key in (_ACTOR, "critic.strategy"):
+        draft.set_key(key, strategy, word.text.partition("=")[0], Place(file, word.line, word.column))

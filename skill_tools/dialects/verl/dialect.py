@@ -1,0 +1,75 @@
+"""verl as a dialect: Hydra overrides on a command line, over the configurations that it ships."""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from skill_tools.configs.config import Config, UnknownKey
+from skill_tools.configs.source import Source
+from skill_tools.dialects.base import NONE, Dialect, Evidence
+from skill_tools.dialects.verl import VERL
+from skill_tools.errors import UnusableInput
+
+if TYPE_CHECKING:
+    from skill_tools.configs.yaml_lines import Node
+    from skill_tools.dialects.candidates import Advice, Candidate
+    from skill_tools.dialects.run import Run
+    from skill_tools.dialects.shapes import ModelShape
+
+_COMMAND = r"\bverl\.(?:trainer|experimental)\.\w+|\bactor_rollout_ref\.\w"  # compiled when there is a script
+_PROOF = Evidence(1, certain=True, proof="actor_rollout_ref, or a program of verl")
+
+
+class Verl(Dialect):
+    """verl. What no override sets has the value of verl's own configuration files."""
+
+    name = VERL
+    label = "verl"
+    looks_for = "verl.trainer programs, actor_rollout_ref"
+    marks = ("actor_rollout_ref",)
+    example_file = "run.sh"
+    form = "as overrides"
+    language = "text"
+    assigns = "="
+    takes_new_keys = False
+
+    def evidence_in_text(self, text: str) -> Evidence:
+        """Look for its programs, or an override of the section that no other framework has."""
+        is_near = "verl." in text or "actor_rollout_ref." in text
+        return _PROOF if is_near and re.search(_COMMAND, text) else NONE
+
+    def evidence_in_entries(self, entries: "Mapping[str, Node]") -> Evidence:
+        """Take `actor_rollout_ref` beside `algorithm` or `trainer`."""
+        has_role = "actor_rollout_ref" in entries
+        return _PROOF if has_role and ("algorithm" in entries or "trainer" in entries) else NONE
+
+    def compose(self, sources: Sequence[Source], overrides: Sequence[str]) -> Config:
+        """Read files, then the overrides of the command line."""
+        from skill_tools.dialects.verl.compose import compose
+
+        return compose(sources, overrides)
+
+    def rule_for_unknown(self, unknown: UnknownKey) -> str:
+        """A key of an empty mapping lacks its plus; any other is in no release."""
+        from skill_tools.dialects.verl.compose import in_open_mapping
+
+        return "verl-mcore-hdo" if in_open_mapping(unknown.written) else "verl-unknown-key"
+
+    def run(self, config: Config, shape: "ModelShape", *, gpus: int | None) -> "Run":
+        """Refuse: the rollout engine takes its share of each GPU while verl trains."""
+        raise _no_run()
+
+    def candidates(self, config: Config, run: "Run", advice: "Advice") -> "Iterator[Candidate]":
+        """Refuse, as `run` does."""
+        raise _no_run()
+
+
+def _no_run() -> UnusableInput:
+    return UnusableInput(
+        "verl shares each GPU between training and a rollout engine whose memory no plan counts",
+        expected="a run that only trains",
+        attempt="offload plan --framework pytorch --model NAME --gpus N, for the actor's update alone",
+    )
+
+
+DIALECT = Verl()

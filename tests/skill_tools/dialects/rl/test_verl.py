@@ -1,0 +1,161 @@
+"""verl's command lines: Hydra's overrides over its own configurations, and what goes on to Megatron."""
+
+import pytest
+
+from skill_tools.configs.config import Config
+from skill_tools.configs.source import Source
+from skill_tools.dialects import registry
+from skill_tools.dialects.read import read_sources, read_text
+from skill_tools.errors import UnusableInput
+from skill_tools.rules.lint import lint
+
+ACTOR = "actor_rollout_ref.actor"
+FSDP = f"{ACTOR}.fsdp_config"
+
+
+def verl(*words: str, program: str = "verl.trainer.main_ppo") -> Config:
+    return read_text(f"python3 -m {program} {' '.join(words)}\n", "run.sh", framework="verl")
+
+
+def found(config: Config) -> set[str]:
+    return {finding.rule for finding in lint(config).findings}
+
+
+def test_overrides_are_typed_as_hydra_types_them() -> None:
+    config = verl(f"{FSDP}.param_offload=True", f"{ACTOR}.strategy=fsdp2", "trainer.nnodes=2")
+    assert config.value(f"{FSDP}.param_offload") is True
+    assert config.value(f"{ACTOR}.strategy") == "fsdp2"
+    assert config.value("trainer.nnodes") == 2
+
+
+def test_a_value_of_the_callers_shell_is_open() -> None:
+    config = verl(f"{FSDP}.offload_policy=${{OFFLOAD}}")
+    assert f"{FSDP}.offload_policy" in config.unresolved
+
+
+def test_a_python_file_among_the_values_is_no_program() -> None:
+    config = verl(f"{ACTOR}.strategy=fsdp2", "custom_reward_function.path=/x/reward.py", "trainer.nnodes=2")
+    assert config.value(f"{ACTOR}.strategy") == "fsdp2"
+
+
+@pytest.mark.parametrize(
+    "word",
+    ["--config-name=ppo_megatron_trainer", "--config-name='ppo_megatron_trainer.yaml'", "model_engine=megatron",
+     "actor@actor_rollout_ref.actor=megatron_actor", f"{ACTOR}.strategy=megatron"],
+)  # fmt: skip
+def test_the_engine_comes_from_the_configuration_or_a_group(word: str) -> None:
+    assert verl(word).value(f"{ACTOR}.strategy") == "megatron"
+
+
+def test_an_engine_of_the_sft_trainer() -> None:
+    assert verl("engine=veomni", program="verl.trainer.sft_trainer").value("engine.strategy") == "veomni"
+
+
+@pytest.mark.parametrize(
+    ("word", "rule"),
+    [
+        (f"{FSDP}.offload_param=True", "verl-unknown-key"),
+        (f"{ACTOR}.optim.override_optimizer_config.optimizer_cpu_offload=True", "verl-mcore-hdo"),
+        (f"+{FSDP}.offload_param=True", "verl-unknown-key"),
+    ],
+)
+def test_hydra_refuses_what_its_base_lacks(word: str, rule: str) -> None:
+    assert found(verl(word)) == {rule}
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("+my.own.key=1",),
+        ("hydra.run.dir=/tmp/x",),
+        ("++trainer.own=1",),
+        ("+actor_rollout_ref.rollout.engine_kwargs.vllm.max_num_seqs=8",),
+        ("data.train_files=['a','b']",),
+        (f"--config-name=mine {FSDP}.offload_param=True",),
+        (f"--config-path=/home/me/config {FSDP}.offload_param=True",),
+        (f"model_engine=mine {FSDP}.offload_param=True",),
+        (f"hydra.searchpath=[pkg://mine] {FSDP}.offload_param=True",),
+    ],
+)
+def test_what_hydra_takes_or_another_base_may_have_is_no_fault(words: tuple[str, ...]) -> None:
+    assert not found(verl(*words))
+
+
+def test_another_program_leaves_open_what_is_not_set() -> None:
+    config = verl(f"{FSDP}.offload_policy=True", program="recipe.dapo.main_dapo")
+    assert f"{ACTOR}.strategy" in config.maybe_set
+    assert not found(config)
+
+
+def test_overrides_on_top_of_a_script_close_nothing() -> None:
+    script = Source("run.sh", f"python3 -m verl.trainer.main_ppo {ACTOR}.strategy=fsdp2\n")
+    config = read_sources([script], overrides=[f"{FSDP}.offload_policy=True {FSDP}.param_offload=True"])
+    assert found(config) == {"verl-policy-overrides"}
+
+
+def test_megatrons_own_rules_read_what_goes_on_to_megatron() -> None:
+    config = verl(
+        "--config-name=ppo_megatron_trainer",
+        f"+{ACTOR}.optim.override_optimizer_config.optimizer_cpu_offload=True",
+        f"+{ACTOR}.optim.override_optimizer_config.optimizer_offload_fraction=1.0",
+        f"{ACTOR}.megatron.pipeline_model_parallel_size=2",
+        f"+{ACTOR}.megatron.override_transformer_config.cpu_offloading=True",
+        f"+{ACTOR}.megatron.override_transformer_config.cpu_offloading_num_layers=2",
+    )
+    verdict = {finding.rule: finding for finding in lint(config).findings}
+    assert {"oc-precision-aware-missing-bridge", "la-pp"} <= verdict.keys()
+    assert "override_transformer_config.cpu_offloading=true" in verdict["la-pp"].message
+
+
+def test_a_fix_writes_the_plus_that_hydra_asks_for() -> None:
+    config = verl(
+        "model_engine=megatron", f"+{ACTOR}.optim.override_optimizer_config.optimizer_cpu_offload=True"
+    )
+    (finding,) = (
+        each
+        for each in lint(config, with_diffs=True).findings
+        if each.rule == "oc-precision-aware-missing-bridge"
+    )
+    added = [line[1:] for line in finding.fix.diff.splitlines() if line.startswith("+")]
+    assert f"+{ACTOR}.optim.override_optimizer_config.use_precision_aware_optimizer=true" in added
+    assert not verl("model_engine=megatron", *added).unknown
+
+
+def test_no_plan_is_made_beside_a_rollout_engine() -> None:
+    text = f"python3 -m verl.trainer.main_ppo actor_rollout_ref.model.path=Qwen/Qwen3-8B {ACTOR}.strategy=fsdp2\n"
+    config = read_text(text, "run.sh")
+    assert config.model_name == "Qwen/Qwen3-8B"
+    with pytest.raises(UnusableInput, match="shares each GPU"):
+        registry.named("verl").run(config, None, gpus=8)  # type: ignore[arg-type]
+
+
+def test_what_the_models_provider_decides_is_open_under_megatron() -> None:
+    config = verl("model_engine=megatron")
+    assert "num_moe_experts" in config.maybe_set
+    assert "use_distributed_optimizer" not in config.maybe_set
+
+
+def test_without_megatron_its_rules_do_not_apply() -> None:
+    config = verl(
+        f"+{ACTOR}.optim.override_optimizer_config.optimizer_cpu_offload=True", f"{ACTOR}.strategy=fsdp"
+    )
+    assert not config.shares
+    assert not found(config)
+
+
+def test_yaml_of_the_same_keys() -> None:
+    text = "defaults: [ppo_trainer, _self_]\ntrainer: {nnodes: 1}\nactor_rollout_ref:\n  actor:\n    strategy: fsdp2\n"
+    text += "    fsdp_config: {offload_policy: true, optimizer_offload: true}\n"
+    config = read_text(text, "run.yaml")
+    assert config.framework == "verl"
+    assert found(config) == {"verl-policy-overrides"}
+
+
+def test_yaml_over_a_base_that_is_not_here() -> None:
+    text = "defaults: [mine, _self_]\ntrainer: {}\nactor_rollout_ref: {actor: {fsdp_config: {offload_policy: true}}}\n"
+    assert not found(read_text(text, "run.yaml"))
+
+
+def test_python_is_refused() -> None:
+    with pytest.raises(UnusableInput, match="is python"):
+        read_text("import verl\n", "main.py", framework="verl")
