@@ -16,6 +16,7 @@ _MODULES = {
     "torchtitan": "skill_tools.dialects.torchtitan.dialect",
     "llama-factory": "skill_tools.dialects.llama_factory.dialect",
     "accelerate": "skill_tools.dialects.accelerate.dialect",
+    "transformers": "skill_tools.dialects.transformers.dialect",
 }
 WITHOUT_FILES = "pytorch"  # what a plan is for where neither a file nor a framework is named
 _MODULES_WITHOUT_FILES = {WITHOUT_FILES: "skill_tools.dialects.pytorch.dialect"}

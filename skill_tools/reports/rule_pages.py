@@ -30,6 +30,9 @@ FAMILIES: Mapping[str, str] = {
     "titan": "torchtitan",
     "lf": "LLaMA-Factory",
     "acc": "Accelerate",
+    "hf": "Transformers Trainer, TRL and PEFT",
+    "trl": "Transformers Trainer, TRL and PEFT",
+    "peft": "Transformers Trainer, TRL and PEFT",
 }
 _EFFECT = {
     "raises": "an error at startup",
