@@ -178,7 +178,7 @@ def test_a_script_with_several_objects_asks_for_one() -> None:
         of_python(text)
     from skill_tools.configs.source import Source
 
-    recipes = registry.named("transformers").recipes(Source("train.py", text))  # type: ignore[attr-defined]
+    recipes = registry.named("transformers").recipes(Source("train.py", text))
     assert [each.recipe for each in recipes] == ["SFTConfig", "DPOConfig"]
     config = registry.named("transformers").compose([recipes[1]], ())
     assert values(config) == {"arguments_class": "DPOConfig", "fp16": True}
