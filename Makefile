@@ -5,8 +5,9 @@ BIN := .venv/bin
 WORKERS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses $(WORKERS) --dist worksteal
 AXOLOTL_RELEASES := 0.12.2 0.13.2 0.14.0 0.15.0 0.16.1 0.17.0 0.18.0 0.19.0
+TRANSFORMERS_RELEASES := 4.57.3 5.0.0 5.8.0 5.10.4 5.14.1 5.17.0 5.23.0
 
-.PHONY: setup demo test test-all test-faults check test-axolotl test-megatron test-deepspeed test-torchtune test-llama-factory test-accelerate test-rl lint-code render clean
+.PHONY: setup demo test test-all test-faults check test-axolotl test-megatron test-deepspeed test-torchtune test-llama-factory test-accelerate test-rl test-transformers lint-code render clean
 
 setup: .venv/.ready
 
@@ -43,6 +44,11 @@ test-faults: setup
 test-axolotl: setup
 	$(BIN)/python tests/axolotl/fetch.py $(AXOLOTL_RELEASES)
 	$(BIN)/pytest -m axolotl tests/axolotl --hypothesis-profile=axolotl
+
+# Real argument classes judge the rules of Transformers: 5,000 generated configurations a release.
+test-transformers: setup
+	$(BIN)/python tests/judges/transformers/fetch.py $(TRANSFORMERS_RELEASES)
+	$(BIN)/pytest -m transformers tests/judges/transformers --hypothesis-profile=transformers
 
 # Each release in a process of its own; `newest` is what PyPI has. MEGATRON=... and CONFIGURATIONS=... narrow it.
 MEGATRON ?= 0.13.1 0.14.0 0.15.3 0.16.1 newest

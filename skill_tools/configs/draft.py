@@ -161,14 +161,23 @@ class Draft:
             if expected is not None:
                 self._wrong[setting.key] = expected
 
-    def note_unknown(self, written: str, place: Place, *, spelling: str | None = None) -> None:
+    def note_unknown(
+        self,
+        written: str,
+        place: Place,
+        *,
+        spelling: str | None = None,
+        nearest: tuple[str, ...] | None = None,
+    ) -> None:
         """Note a key that the framework does not know; only the first few get suggestions, which are slow.
 
-        `spelling` is what the framework would know it by, where the user has a shorter or longer one for it.
+        `spelling` is what the framework would know it by, where the user has a shorter or longer one for it. `nearest`
+        are the suggestions, where the caller knows better than the vocabulary.
         """
         dialect, own = self._owner(written if spelling is None else spelling)
-        few = len(self._unknown) < MAX_SUGGESTIONS
-        nearest = load_vocabulary(dialect).nearest(own.lstrip("+~")) if few else ()
+        if nearest is None:
+            few = len(self._unknown) < MAX_SUGGESTIONS
+            nearest = load_vocabulary(dialect).nearest(own.lstrip("+~")) if few else ()
         key = written if spelling is None else spelling
         self._unknown.setdefault((written, place), UnknownKey(written, place, nearest, key))
 

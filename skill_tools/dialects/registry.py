@@ -20,6 +20,7 @@ _MODULES = {
     "verl": "skill_tools.dialects.verl.dialect",
     "nemo-rl": "skill_tools.dialects.nemo_rl.dialect",
     "prime-rl": "skill_tools.dialects.prime_rl.dialect",
+    "transformers": "skill_tools.dialects.transformers.dialect",
 }
 WITHOUT_FILES = "pytorch"  # what a plan is for where neither a file nor a framework is named
 _MODULES_WITHOUT_FILES = {WITHOUT_FILES: "skill_tools.dialects.pytorch.dialect"}

@@ -24,7 +24,7 @@ T = TypeVar("T")
 _added: list[Path] = []
 _kept: list[Callable[[], None]] = []
 SECTIONS = ("releases", "keys", "rules", "vocabulary", "models", "hardware")  # of the index, in this order
-_MERGED = ("spelling", "aliases", "default")  # what a key has for each framework
+_MERGED = ("spelling", "aliases", "default", "exists")  # what a key has for each framework
 
 
 def derived(make: Callable[P, T]) -> Callable[P, T]:
@@ -54,12 +54,9 @@ def load_yaml_file(path: Path) -> Any:
 
 
 def load_keys() -> list[dict[str, Any]]:
-    """Return the entries of `keys.yaml` and of the files in `keys/`, joined by key, as plain data."""
+    """Return the entries of `keys.yaml`, then those of the files in `keys/`, as plain data; one entry a key."""
     paths = [knowledge_path("keys.yaml"), *sorted(knowledge_path("keys").glob("*.yaml"))]
-    keys: dict[str, dict[str, Any]] = {}
-    for path in paths:
-        _join(keys, load_yaml_file(path))
-    return list(keys.values())
+    return _merged(entry for path in paths for entry in load_yaml_file(path))
 
 
 def words(text: str) -> list[str]:
@@ -116,7 +113,7 @@ def index() -> Index:
 def add(folder: Path) -> None:
     """Join the facts in `folder`: `keys.yaml`, `vocabulary/*.txt` and `rules/*.yaml`, in the form of this folder's.
 
-    An entry of a key that exists already says what the framework has for it: spelling, aliases, default.
+    An entry of a key that exists already says what the framework has for it: spelling, aliases, type, default.
     """
     _added.append(folder)
     forget()
@@ -128,21 +125,25 @@ def remove(folder: Path) -> None:
     forget()
 
 
-def _joined(known: dict[str, Any], folder: Path) -> dict[str, Any]:
-    keys = {entry["key"]: entry for entry in known["keys"]}
-    _join(keys, load_yaml_file(folder / "keys.yaml"))
-    added = [rule for path in sorted(folder.glob("rules/*.yaml")) for rule in load_yaml_file(path)]
-    texts = {path.stem: path.read_text(encoding="utf-8") for path in folder.glob("vocabulary/*.txt")}
-    return {
-        "keys": list(keys.values()),
-        "rules": sorted([*known["rules"], *added], key=lambda rule: str(rule["id"])),
-        "vocabulary": known["vocabulary"] | {name: words(text) for name, text in texts.items()},
-    }
-
-
-def _join(keys: dict[str, dict[str, Any]], entries: Iterable[dict[str, Any]]) -> None:
-    """Add `entries` to `keys`; one of a key that is there already says what its framework has for it."""
+def _merged(entries: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Join entries of one key: the first says what the key is, a later one what one more framework has for it."""
+    keys: dict[str, dict[str, Any]] = {}
     for entry in entries:
         old = keys.get(entry["key"], {})
         both = {part: {**old.get(part, {}), **entry[part]} for part in _MERGED if part in entry}
+        if old and isinstance(entry.get("type"), dict):
+            types = old["type"]
+            both["type"] = {**(types if isinstance(types, dict) else {"default": types}), **entry["type"]}
         keys[entry["key"]] = {**entry, **old, **both}
+    return list(keys.values())
+
+
+def _joined(known: dict[str, Any], folder: Path) -> dict[str, Any]:
+    keys = _merged([*known["keys"], *load_yaml_file(folder / "keys.yaml")])
+    added = [rule for path in sorted(folder.glob("rules/*.yaml")) for rule in load_yaml_file(path)]
+    texts = {path.stem: path.read_text(encoding="utf-8") for path in folder.glob("vocabulary/*.txt")}
+    return {
+        "keys": keys,
+        "rules": sorted([*known["rules"], *added], key=lambda rule: str(rule["id"])),
+        "vocabulary": known["vocabulary"] | {name: words(text) for name, text in texts.items()},
+    }

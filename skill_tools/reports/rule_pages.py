@@ -34,6 +34,9 @@ FAMILIES: Mapping[str, str] = {
     "verl": "verl",
     "nr": "NeMo-RL",
     "pr": "prime-rl",
+    "hf": "Transformers Trainer, TRL and PEFT",
+    "trl": "Transformers Trainer, TRL and PEFT",
+    "peft": "Transformers Trainer, TRL and PEFT",
 }
 _EFFECT = {
     "raises": "an error at startup",

@@ -56,6 +56,13 @@ class Finding(NamedTuple):
     docs: str
     depends_on: tuple[str, ...] = ()
 
+    def depending_on(self, releases: tuple[str, ...]) -> "Finding":
+        """Return the finding one step less severe if it depends on `releases` that nobody stated, else as it is."""
+        if not releases:
+            return self
+        lower = Severity.WARNING if self.severity is Severity.ERROR else Severity.INFO
+        return self._replace(severity=lower, depends_on=releases)
+
 
 class Undecided(NamedTuple):
     """A rule that stays open because nobody set the `missing` keys and their default is not known."""

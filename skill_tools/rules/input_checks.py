@@ -34,15 +34,18 @@ def check(
     for unknown in config.unknown:
         owner = registry.named(config.owner(unknown.key))
         rule = by_id.get(_claiming_rule(unknown, owner, by_id), by_id.get("unknown-key"))
-        if rule is not None and _applies(rule, versions):
-            yield from_rule(rule, message=_unknown_message(rule, unknown), place=unknown.place)
+        if rule is not None:
+            finding = from_rule(rule, message=_unknown_message(rule, unknown), place=unknown.place)
+            yield from _of_release(finding, rule, versions)
     for wrong in config.wrong_types:
         setting = wrong.setting
         owner = registry.named(config.owner(setting.key))
         rule = by_id.get(owner.rule_for_type(keys.get(setting.key)), by_id.get("wrong-type"))
-        if rule is not None and _applies(rule, versions):
+        if rule is not None:
             observed = {setting.key: setting.value}
-            yield from_rule(rule, message=_type_message(rule, wrong), place=setting.place, observed=observed)
+            message = _type_message(rule, wrong)
+            finding = from_rule(rule, message=message, place=setting.place, observed=observed)
+            yield from _of_release(finding, rule, versions)
     replaced = (each for name in sorted(config.dialects()) for each in registry.named(name).replaced(config))
     for identifier, loser, winner in replaced:
         if identifier in by_id:
@@ -51,9 +54,11 @@ def check(
             yield from_rule(by_id[identifier], message=message, place=loser.place, observed=observed)
 
 
-def _applies(rule: Rule, versions: Versions) -> bool:
-    answer, _ = standing(rule.versions, versions, conditional=rule.conditional)
-    return answer is not Standing.ABSENT
+def _of_release(finding: Finding, rule: Rule, versions: Versions) -> Iterator[Finding]:
+    """Yield the finding, less severe where it depends on a release that nobody stated; nothing where it is put out."""
+    answer, depends_on = standing(rule.versions, versions, conditional=rule.conditional)
+    if answer is not Standing.ABSENT:
+        yield finding.depending_on(depends_on)
 
 
 def dead_keys(config: Config) -> tuple[str, ...]:

@@ -18,7 +18,6 @@ from skill_tools.rules.values import Scope
 from skill_tools.rules.versions import Standing, resolve, standing, unstated_branch
 
 _ORDER = {Severity.ERROR: 0, Severity.WARNING: 1, Severity.INFO: 2}
-_ONE_STEP_LOWER = {Severity.ERROR: Severity.WARNING}
 
 
 def lint(
@@ -144,8 +143,7 @@ def _finding(rule: Rule, scope: Scope, depends_on: tuple[str, ...]) -> Finding:
     place = place_of(keys, scope.config)
     finding = from_rule(rule, message=f"{rule.message}: {describe(keys, scope, place)}", place=place)
     observed = {key: scope.versions.get(key, scope[key]) for key in keys}
-    severity = _ONE_STEP_LOWER.get(rule.severity, Severity.INFO) if depends_on else rule.severity
-    return finding._replace(observed=observed, severity=severity, depends_on=depends_on)
+    return finding._replace(observed=observed).depending_on(depends_on)
 
 
 def _with_diff(

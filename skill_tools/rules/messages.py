@@ -60,7 +60,9 @@ def _describe_key(key: str, scope: Scope, place: Place) -> str:
         return f"{setting.written}={show(setting.value)} ({_where(setting, place)})"
     if key in scope.versions:
         return f"{key} {scope.versions[key]}"
-    return f"{key} (not set)" if scope[key] is UNKNOWN else f"{key}={show(scope[key])} (default)"
+    if scope[key] is UNKNOWN:
+        return f"{key} (not readable)" if key in scope.config.unresolved else f"{key} (not set)"
+    return f"{key}={show(scope[key])} (default)"
 
 
 def _as_written(key: str, config: Config) -> Setting | None:

@@ -1,0 +1,25 @@
+"""Transformers: the arguments of its Trainer and of TRL's, as recipes, command lines and Python scripts give them.
+
+- arguments: the fields of `TrainingArguments`, of its subclasses (`SFTConfig`) and of the dataclasses parsed with them
+- recipe: arguments in a YAML or JSON file, as `TrlParser` and `HfArgumentParser` read them
+- launch: a command that starts a training script; what stands before the script is the launcher's
+"""
+
+TRANSFORMERS = "transformers"
+EMBEDDED = ("deepspeed",)  # what the arguments may hold a section of
+CLASS = "arguments_class"  # the key that holds the class of the arguments, where it is known
+LAUNCHER = "launcher"
+TRAINER_CLASSES = frozenset({"TrainingArguments", "Seq2SeqTrainingArguments"})
+TRL_COMMANDS = {
+    "sft": "SFTConfig",
+    "dpo": "DPOConfig",
+    "grpo": "GRPOConfig",
+    "kto": "KTOConfig",
+    "reward": "RewardConfig",
+    "rloo": "RLOOConfig",
+    "distillation": "DistillationConfig",
+}
+TRL_CLASSES = frozenset(
+    {*TRL_COMMANDS.values(), "CPOConfig", "GKDConfig", "GOLDConfig", "OnlineDPOConfig", "ORPOConfig"}
+)
+CLASSES = TRAINER_CLASSES | TRL_CLASSES

@@ -1,0 +1,127 @@
+"""Writes one argument into the draft, whatever form it came in: a key of a recipe, an option, a keyword.
+
+Sections may be mappings, JSON in a text, or paths of JSON files. Facts:
+transformers/training_args.py::TrainingArguments.__post_init__ and _process_fsdp_args of 4.57.3 to 5.23.0.
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from pathlib import Path
+
+from skill_tools.configs.config import Place, Setting
+from skill_tools.configs.draft import Draft
+from skill_tools.configs.source import Source, find
+from skill_tools.configs.tree import single_document, write_tree
+from skill_tools.configs.values import UNREADABLE
+from skill_tools.configs.vocabulary import load_vocabulary
+from skill_tools.configs.yaml_lines import Node, plain
+from skill_tools.dialects.deepspeed import DEEPSPEED, section
+from skill_tools.dialects.transformers import TRANSFORMERS
+
+FSDP_CONFIG = "fsdp_config"
+_SECTIONS = (FSDP_CONFIG, DEEPSPEED, "gradient_checkpointing_kwargs", "activation_checkpointing_kwargs")
+_MODEL = "base_model"
+_LIKENESS = 0.86  # of a key to a known one, from which it is that key misspelt and not a script's own
+_MOST_ALIKE = 2  # letters by which a misspelt key may be longer or shorter
+_LEAST_LETTERS = 10  # of a key; use_lora of a script is no slip for use_dora, nor is a plural one
+_RENAMED = {"evaluation_strategy": "eval_strategy"}  # since 4.46
+
+
+def write(draft: Draft, name: str, node: Node, file: str) -> None:
+    """Give the argument `name` a value above whatever it had; a mapping gives each of its fields one, too."""
+    place = Place(file, node.line, node.column)
+    for loser in node.shadowed:
+        draft.shadow(name, plain(loser), Place(file, loser.line, loser.column))
+    if name in _SECTIONS:
+        draft.remove(name)
+        node = _from_json(node, file)
+    value = plain(node)
+    if name == "fsdp" and isinstance(value, str):
+        value = value.split()
+    draft.set(name, value, place)
+    if name not in _SECTIONS:
+        return
+    if value is UNREADABLE:
+        _open_section(draft, name)
+    elif isinstance(node.value, dict):
+        write_tree(draft, node, file, prefix=name, spell=without_prefix)
+
+
+def with_place(value: object, place: Place) -> Node:
+    """Return a plain value as a node; all of it stands at `place`."""
+    if isinstance(value, dict):
+        entries = {str(name): with_place(each, place) for name, each in value.items()}
+        return Node(entries, place.line, place.column)
+    if isinstance(value, list):
+        return Node([with_place(each, place) for each in value], place.line, place.column)
+    return Node(value, place.line, place.column)
+
+
+def without_prefix(path: str) -> str:
+    """Return `path` without the `fsdp_` that fields of fsdp_config may begin with."""
+    head, _, field = path.partition(".")
+    return f"{head}.{field.removeprefix('fsdp_')}" if head == FSDP_CONFIG else path
+
+
+def settle(draft: Draft, folders: Sequence[Path]) -> None:
+    """Follow the files that the arguments name, and name the model."""
+    for old, new in _RENAMED.items():
+        if old in draft and new not in draft:
+            draft.leave_open(new)
+    model = draft.get(_MODEL)
+    if model is not None and isinstance(model.value, str):
+        draft.model_name = model.value
+    named = draft.get(DEEPSPEED)
+    is_named = named is not None and isinstance(named.value, str) and named.value
+    if named is not None and is_named and not section.follow(draft, named, folders):
+        section.leave_open(draft, named)
+    named = draft.get(FSDP_CONFIG)
+    if named is not None and isinstance(named.value, str) and named.value:
+        _follow_fsdp_config(draft, named, folders)
+
+
+@lru_cache(maxsize=1024)
+def misspelt(name: str) -> tuple[str, ...]:
+    """Return the arguments that `name`, which is none, looks like; a script may have arguments of its own."""
+    if len(name) < _LEAST_LETTERS:
+        return ()
+    alike = _alike(name, load_vocabulary(TRANSFORMERS).names)
+    return tuple(sorted((known for known in alike if known.rstrip("s") != name.rstrip("s")), key=len))
+
+
+def _alike(name: str, names: frozenset[str]) -> Iterator[str]:
+    from difflib import SequenceMatcher
+
+    matcher = SequenceMatcher(b=name)
+    for known in names:
+        if known[:1] == name[:1] and abs(len(known) - len(name)) <= _MOST_ALIKE:
+            matcher.set_seq1(known)
+            if matcher.quick_ratio() >= _LIKENESS and matcher.ratio() >= _LIKENESS:
+                yield known
+
+
+def _from_json(node: Node, file: str) -> Node:
+    """Return the mapping that a text such as `{"use_reentrant": false}` holds; any other node as it is."""
+    text = node.value
+    if not isinstance(text, str) or not text.startswith("{"):
+        return node
+    inside = Source(file, text)
+    return with_place(plain(single_document(inside)), Place(file, node.line, node.column))
+
+
+def _open_section(draft: Draft, name: str) -> None:
+    if name == DEEPSPEED:
+        draft.section_may_be_set(DEEPSPEED)
+    else:
+        draft.may_be_set(f"{name}.")
+
+
+def _follow_fsdp_config(draft: Draft, named: Setting, folders: Sequence[Path]) -> None:
+    found = find(str(named.value), folders)
+    if found is None:
+        draft.missing_files.append(named)
+        draft.may_be_set(f"{FSDP_CONFIG}.")
+        return
+    draft.take(found)
+    root = single_document(found)
+    write_tree(draft, root, found.name, spell=lambda path: without_prefix(f"{FSDP_CONFIG}.{path}"), prefix="")

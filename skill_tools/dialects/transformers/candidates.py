@@ -1,0 +1,62 @@
+"""The candidates of a Trainer: checkpointing, the offload of what it saves, FSDP's parameter offload.
+
+What DeepSpeed's own JSON decides stays as it is.
+"""
+
+from collections.abc import Iterator
+
+from skill_tools.configs.config import Config
+from skill_tools.dialects.candidates import INPUTS, RECOMPUTE, SHARDED, Candidate
+from skill_tools.dialects.run import ActivationEngine, Recompute, Run
+from skill_tools.dialects.sharding import Part, combined
+from skill_tools.dialects.transformers.run import current
+
+_FULL, _NONE = Recompute(granularity="full"), Recompute()
+_OWN = "fsdp_config.activation_checkpointing"
+_PARAMETERS = "fsdp_config.cpu_offload"
+
+
+def candidates(config: Config, run: Run) -> Iterator[Candidate]:
+    """Yield every way to keep activations, with and without offloading weights."""
+    return combined(config, _activations(config), _weights(config, run))
+
+
+def _activations(config: Config) -> Iterator[Part]:
+    """Yield the ways to keep activations; under FSDP its own checkpointing, which gathers each layer once."""
+    renamed = config.value("activation_checkpointing") is not None
+    switch = "activation_checkpointing" if renamed else "gradient_checkpointing"
+    offload = f"{switch}_kwargs.offload"
+    shards = bool(config.value("fsdp"))
+    held: dict[str, object] = {"activation_offloading": False, offload: False}
+    off = {switch: False, **held, **({_OWN: False} if shards else {})}
+    yield Part({"recompute": _NONE}, "no checkpointing", (), off)
+    on = {**off, (_OWN if shards else switch): True}
+    yield Part({"recompute": _FULL}, "gradient checkpointing", (RECOMPUTE,), on)
+    yield Part(
+        {"recompute": _FULL, "activation_engine": ActivationEngine.INPUTS},
+        "checkpointing with layer inputs offloaded",
+        (INPUTS,),
+        {**off, switch: True, offload: True},
+    )
+
+
+def _weights(config: Config, run: Run) -> Iterator[Part]:
+    if config.value("fsdp"):
+        words = config.value("fsdp")
+        kept = [word for word in words if word != "offload"] if isinstance(words, list) else words
+        # Before 5.10 the words say it; a section that is a file's own is not changed by a recipe.
+        by_words = isinstance(words, list) and config.value(_PARAMETERS) is None
+        yield Part({}, settings={"fsdp": kept} if by_words else {_PARAMETERS: False})
+        offloaded: dict[str, object] = (
+            {"fsdp": [*kept, "offload"]} if by_words and isinstance(kept, list) else {_PARAMETERS: True}
+        )
+        yield Part({"offload_parameters": True}, "FSDP parameter offload", (SHARDED,), offloaded)
+        return
+    mode = current(config, run)
+    yield Part(
+        {
+            "offload_parameters": mode.offload_parameters,
+            "optimizer_fraction": mode.optimizer_fraction,
+            "optimizer_engine": mode.optimizer_engine,
+        }
+    )

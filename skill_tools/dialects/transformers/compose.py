@@ -1,0 +1,144 @@
+"""Composes a Trainer's arguments: recipes, launch scripts and Python scripts in order, options above them.
+
+The files that the arguments name (DeepSpeed's JSON, `fsdp_config`) are followed last, from the value that won.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from skill_tools.configs.config import Config, Place
+from skill_tools.configs.draft import Draft
+from skill_tools.configs.shell.command import Argument, Command
+from skill_tools.configs.shell.launch import command_line, write_environment
+from skill_tools.configs.source import Kind, Source, find
+from skill_tools.configs.tree import entries_of, single_document
+from skill_tools.configs.vocabulary import load_vocabulary
+from skill_tools.configs.yaml_lines import Node, plain
+from skill_tools.dialects.transformers import CLASS, EMBEDDED, LAUNCHER, TRANSFORMERS, arguments
+from skill_tools.dialects.transformers.launch import Launch, holds_more, launches, options
+from skill_tools.errors import UnusableInput
+
+_OVERRIDES = "<overrides>"
+_RECIPE = "config"  # the option of TrlParser that names a recipe
+_OF_THE_PARSER = frozenset({_RECIPE, "env"})
+_PASSED_ON = ("$@", "$*", "${@")  # what a script is given itself, perhaps more options
+_SUFFIXES = (".yaml", ".yml", ".json")
+
+
+def compose(sources: Sequence[Source], overrides: Sequence[str]) -> Config:
+    """Read `sources` in order, then `overrides`, then the files that the result names."""
+    draft = Draft(TRANSFORMERS, embeds=EMBEDDED)
+    draft.complete = True
+    folders = [source.folder for source in sources if source.folder is not None]
+    for source in sources:
+        draft.take(source)
+        match source.kind:
+            case Kind.PYTHON:
+                from skill_tools.dialects.transformers.python_script import write_script
+
+                write_script(draft, source)
+            case Kind.SHELL:
+                _write_launch(draft, source, folders)
+            case _:
+                _write_recipe(draft, source)
+    for text in overrides:
+        _write_options(draft, command_line(text, _OVERRIDES), _OVERRIDES)
+    arguments.settle(draft, folders)
+    return draft.finish()
+
+
+def is_fsdp_config(entries: Mapping[str, Node]) -> bool:
+    """Return whether a file holds the fields of fsdp_config alone."""
+    return bool(entries) and all(
+        load_vocabulary(TRANSFORMERS).accepts(arguments.without_prefix(f"{arguments.FSDP_CONFIG}.{name}"))
+        for name in entries
+    )
+
+
+def _write_recipe(draft: Draft, source: Source) -> None:
+    root = single_document(source)
+    entries = entries_of(root)
+    if is_fsdp_config(entries):
+        draft.may_be_set()
+        arguments.write(draft, arguments.FSDP_CONFIG, root, source.name)
+        return
+    for name, node in entries.items():
+        if name == "env":
+            for variable, value in entries_of(node).items():
+                draft.set_environment(variable, plain(value), Place(source.name, value.line, value.column))
+        else:
+            _write_argument(draft, name, node, source.name)
+
+
+def _write_argument(draft: Draft, name: str, node: Node, file: str) -> None:
+    """Write what the Trainer knows; what it does not is the script's own, unless it looks like a slip."""
+    place = Place(file, node.line, node.column)
+    trainer = draft.get(CLASS)
+    if not draft.accepts(name):
+        if name not in _OF_THE_PARSER and (alike := arguments.misspelt(name)):
+            draft.note_unknown(name, place, nearest=alike)
+    elif trainer is not None and _is_refused(name, str(trainer.value)):
+        draft.note_unknown(f"{trainer.value}.{name}", place, nearest=())
+    else:
+        arguments.write(draft, name, node, file)
+
+
+def _is_refused(name: str, trainer: str) -> bool:
+    """Return whether TRL's own command for `trainer` refuses an argument that others of its commands take."""
+    from skill_tools.dialects.transformers.classes import OF_SCRIPTS, accepted
+
+    return not any(name in accepted(each) for each in (trainer, *OF_SCRIPTS)) and name not in _OF_THE_PARSER
+
+
+def _write_launch(draft: Draft, source: Source, folders: Sequence[Path]) -> None:
+    """Write the launch of a script, or a text of options alone."""
+    found = launches(source.text, source.name)
+    if not found:
+        words = command_line(source.text, source.name)
+        if not words or not words[0].text.startswith("--"):
+            raise UnusableInput(
+                f"{source.name} starts no training script with arguments of a Trainer",
+                expected="a command such as `torchrun train.py --output_dir out`, or `trl sft`",
+                attempt="the script with that command",
+            )
+        _write_options(draft, words, source.name)
+        return
+    launch = found[-1]
+    write_environment(draft, Command(launch.words, launch.environment), source.name)
+    _write_launcher(draft, launch, source.name)
+    for recipe in _recipes(launch, folders):
+        draft.take(recipe)
+        _write_recipe(draft, recipe)
+    if any(more in source.text for more in _PASSED_ON):
+        draft.may_be_set()
+    _write_options(draft, launch.words, source.name)
+
+
+def _write_launcher(draft: Draft, launch: Launch, file: str) -> None:
+    place = Place(file, launch.program.line, launch.program.column)
+    if launch.trainer is not None:
+        draft.set_key(CLASS, launch.trainer, "class", place)
+    if launch.launcher:
+        draft.set_key(LAUNCHER, launch.launcher, LAUNCHER, place)
+    else:
+        draft.leave_open(LAUNCHER)
+
+
+def _recipes(launch: Launch, folders: Sequence[Path]) -> list[Source]:
+    """Return the recipes that a launch names and that are here: `--config X`, or a file as the only argument."""
+    named = [option.value for option in options(launch.words, "") if option.name == _RECIPE]
+    if not named and launch.words and launch.words[0].text.endswith(_SUFFIXES):
+        named = [launch.words[0].text]
+    found = [find(str(path), folders) for path in named]
+    return [source for source in found if source is not None]
+
+
+def _write_options(draft: Draft, words: Sequence[Argument], file: str) -> None:
+    if holds_more(words):
+        draft.may_be_set()
+    for option in options(words, file):
+        name, node = option.name, option.node
+        negated = name.removeprefix("no_")
+        if not draft.accepts(name) and negated != name and draft.accepts(negated) and option.value is True:
+            name, node = negated, node._replace(value=False)
+        _write_argument(draft, name, node, file)

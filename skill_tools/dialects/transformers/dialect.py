@@ -1,0 +1,129 @@
+"""Transformers as a dialect: the arguments of its Trainer, in a recipe, on a command line or in a Python script."""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from skill_tools.configs.config import Config, UnknownKey
+from skill_tools.configs.keys import Key
+from skill_tools.configs.source import Kind, Source
+from skill_tools.dialects.base import NONE, Dialect, Evidence
+from skill_tools.dialects.transformers import CLASSES, EMBEDDED, TRANSFORMERS, TRL_COMMANDS
+
+if TYPE_CHECKING:
+    from skill_tools.configs.yaml_lines import Node
+    from skill_tools.dialects.candidates import Advice, Candidate
+    from skill_tools.dialects.run import Mode, Run
+    from skill_tools.dialects.shapes import ModelShape
+
+_TRAINS = frozenset(
+    {
+        "per_device_train_batch_size",
+        "learning_rate",
+        "gradient_accumulation_steps",
+        "num_train_epochs",
+        "max_steps",
+    }
+)
+_ABOUT = frozenset({"model_name_or_path", "dataset_name", "dataset_mixture", "dataset_mixer", "datasets"})
+# What another framework proves itself with, although it takes the Trainer's arguments too.
+_OTHERS = frozenset(
+    {
+        "base_model",
+        "finetuning_type",
+        "rlhf_type",
+        "train_type",
+        "tuner_type",
+        "zero_stage",
+        "pretrained_model_name_or_path",
+    }
+)
+_OTHER_COMMANDS = r"\b(?:llamafactory-cli|swift|megatron) |axolotl|no_trainer"
+_DECISIVE = 1000
+
+
+class Transformers(Dialect):
+    """Transformers with TRL. A script may have arguments of its own; where the class is known, it has none."""
+
+    name = TRANSFORMERS
+    label = "Transformers"
+    embeds = EMBEDDED
+    looks_for = "output_dir with two of learning_rate, max_steps and their like, and model_name_or_path or dataset_name"
+    marks = ("output_dir",)
+    to_fit = "more GPUs (--gpus) that share the weights (fsdp, or DeepSpeed ZeRO-3), or a shorter sequence"
+
+    def evidence_in_python(self, text: str) -> Evidence:
+        """Take a call of an argument class in a text that imports transformers or TRL."""
+        if not re.search(r"^\s*(?:from|import) (?:transformers|trl)\b", text, re.MULTILINE):
+            return NONE
+        called = set(re.findall(r"\b(\w+)\(", text)) & CLASSES
+        return Evidence(_DECISIVE, proof=", ".join(sorted(called)[:3])) if called else NONE
+
+    def evidence_in_text(self, text: str) -> Evidence:
+        """Take TRL's command, or an output folder, two of what trains and what it trains on."""
+        if command := re.search(rf"\btrl (?:{'|'.join(TRL_COMMANDS)})\b", text):
+            return Evidence(_DECISIVE, proof=command[0])
+        if re.search(_OTHER_COMMANDS, text):
+            return NONE
+        flags = re.findall(r"(?<![\w-])--([a-z][\w-]+)", text)
+        return self._evidence_in_names({flag.replace("-", "_") for flag in flags})
+
+    def evidence_in_entries(self, entries: "Mapping[str, Node]") -> Evidence:
+        """Take the same of a recipe."""
+        return self._evidence_in_names(set(entries))
+
+    def _evidence_in_names(self, names: set[str]) -> Evidence:
+        trains, about = sorted(names & _TRAINS), sorted(names & _ABOUT)
+        if "output_dir" not in names or len(trains) < 2 or not about or names & _OTHERS:
+            return NONE
+        return Evidence(_DECISIVE, proof=", ".join(["output_dir", *trains[:1], *about[:1]]))
+
+    def recipes(self, source: Source) -> Sequence[Source]:
+        """Return each object of arguments that a Python script makes, unless one is asked for."""
+        if source.kind is not Kind.PYTHON or source.recipe is not None:
+            return (source,)
+        from skill_tools.dialects.transformers.python_script import recipes
+
+        return [source.for_recipe(name) for name in recipes(source)]
+
+    def compose(self, sources: Sequence[Source], overrides: Sequence[str]) -> Config:
+        """Read sources in order, then overrides, then the files that the result names."""
+        from skill_tools.dialects.transformers.compose import compose
+
+        return compose(sources, overrides)
+
+    def rule_for_unknown(self, unknown: UnknownKey) -> str:
+        """A field of fsdp_config is dropped; an argument is refused, by the class or by the parser."""
+        section, dot, _ = unknown.written.partition(".")
+        if not dot:
+            return "hf-argument-typo"
+        if section not in CLASSES:
+            return "hf-fsdp-unknown-key"
+        from skill_tools.dialects.transformers.classes import is_trl
+
+        return "trl-unknown-argument" if is_trl(section) else "hf-unknown-argument"
+
+    def rule_for_type(self, key: Key | None) -> str:
+        """The parsers refuse a text that is not the type; so do the checks of fsdp_config."""
+        return "hf-argument-type"
+
+    def run(self, config: Config, shape: "ModelShape", *, gpus: int | None) -> "Run":
+        """Return the run that the arguments describe."""
+        from skill_tools.dialects.transformers.run import build
+
+        return build(config, shape, gpus=gpus)
+
+    def current(self, config: Config, run: "Run") -> "Mode":
+        """Return the mode that the arguments ask for as they stand."""
+        from skill_tools.dialects.transformers.run import current
+
+        return current(config, run)
+
+    def candidates(self, config: Config, run: "Run", advice: "Advice") -> "Iterator[Candidate]":
+        """Yield every way to keep activations, with and without offloading weights."""
+        from skill_tools.dialects.transformers.candidates import candidates
+
+        return candidates(config, run)
+
+
+DIALECT = Transformers()

@@ -1,0 +1,135 @@
+"""Finds the commands of a launch script that start a training, and takes their options apart.
+
+The launcher's own options stand before the script: `torchrun --nproc_per_node 8 train.py --bf16 True`. TRL's command
+`trl sft` starts a script of its own.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from skill_tools.configs.config import Place
+from skill_tools.configs.shell.command import Argument, Command
+from skill_tools.configs.values import UNREADABLE
+from skill_tools.configs.vocabulary import load_vocabulary
+from skill_tools.configs.yaml_lines import Node
+from skill_tools.dialects.transformers import TRANSFORMERS, TRL_COMMANDS
+
+_LAUNCHERS = {
+    "torchrun": "torchrun",
+    "torch.distributed.run": "torchrun",
+    "torch.distributed.launch": "torchrun",
+    "accelerate": "accelerate",
+    "deepspeed": "deepspeed",
+    "trl": "trl",
+}
+_SPREADING = frozenset(
+    {"srun", "mpirun", "mpiexec", "horovodrun", "ray"}
+)  # they start a process for each rank
+_LEAST_KNOWN = 3
+
+
+class Launch(NamedTuple):
+    """One start of a script: who starts it, with which words in front, and the arguments of the script itself.
+
+    `trainer` is the class that TRL's own command fills, `program` the word that is the script.
+    """
+
+    launcher: str
+    before: tuple[Argument, ...]
+    program: Argument
+    words: tuple[Argument, ...]
+    environment: dict[str, Argument]
+    trainer: str | None = None
+
+
+class Option(NamedTuple):
+    """One option of a command line: its name with underscores, its value as text, True, or `UNREADABLE`."""
+
+    name: str
+    value: object
+    place: Place
+
+    @property
+    def node(self) -> Node:
+        """The value with its place."""
+        return Node(self.value, self.place.line, self.place.column)
+
+
+def launches(text: str, name: str) -> list[Launch]:
+    """Return the launches in a shell script whose options are mostly those of a Trainer, in order."""
+    from skill_tools.configs.shell.script import run
+
+    found = filter(None, (_launch(command) for command in run(text, name=name)[:-1]))
+    return [each for each in found if each.trainer or _known(each.words) >= _LEAST_KNOWN]
+
+
+def options(words: Sequence[Argument], file: str) -> Iterator[Option]:
+    """Yield the options among `words`: `--x y`, `--x=y`, `--x y z`, `--x`, and plain `x=y`."""
+    position = 0
+    while position < len(words):
+        word = words[position]
+        position += 1
+        name, equals, value = word.text.partition("=")
+        is_option = name.startswith("--") and len(name) > 2
+        if not is_option and not (equals and name.isidentifier()):
+            continue
+        taken = [word._replace(text=value)] if equals else []
+        while (
+            is_option and not equals and position < len(words) and not words[position].text.startswith("--")
+        ):
+            taken.append(words[position])
+            position += 1
+        known = word.certain and all(each.resolved for each in (word, *taken))
+        texts = [each.text for each in taken]
+        stated: object = " ".join(texts) if texts else True
+        place = Place(file, word.line, word.column)
+        yield Option(name.lstrip("-").replace("-", "_"), stated if known else UNREADABLE, place)
+
+
+def holds_more(words: Sequence[Argument]) -> bool:
+    """Return whether words that cannot be read stand where options may: `train.py $EXTRA --bf16 True "$@"`."""
+    after_option = False
+    for word in words:
+        if not word.resolved and not word.text.startswith("--") and not after_option:
+            return True
+        after_option = word.text.startswith("--") and "=" not in word.text
+    return False
+
+
+def _launch(command: Command) -> Launch | None:
+    words = command.words
+    texts = [word.text for word in words]
+    for position, text in enumerate(texts):
+        following = texts[position + 1] if position + 1 < len(texts) else ""
+        if text.rpartition("/")[2] == "trl" and following in TRL_COMMANDS:
+            return Launch(
+                "trl", words[:position], words[position + 1], words[position + 2 :], command.environment,
+                TRL_COMMANDS[following],
+            )  # fmt: skip
+        if text.endswith(".py") and position:
+            before = words[:position]
+            return Launch(
+                _launcher(before), before, words[position], words[position + 1 :], command.environment
+            )
+    modules = [position + 1 for position, text in enumerate(texts[:-1]) if text == "-m"]
+    if not modules:
+        return None
+    before = words[: modules[-1]]
+    return Launch(
+        _launcher(before), before, words[modules[-1]], words[modules[-1] + 1 :], command.environment
+    )
+
+
+def _launcher(before: Sequence[Argument]) -> str:
+    """Return who starts the script; unknown where something spreads it that is not followed."""
+    names = [word.text.rpartition("/")[2] for word in before]
+    for name in names:
+        if name in _LAUNCHERS:
+            return _LAUNCHERS[name]
+    plain = all(word.resolved for word in before) and not _SPREADING & set(names)
+    return "python" if plain and any(name.startswith("python") for name in names) else ""
+
+
+def _known(words: Sequence[Argument]) -> int:
+    names = load_vocabulary(TRANSFORMERS).names
+    return sum(option.name in names for option in options(words, ""))

@@ -1,0 +1,141 @@
+"""Builds the planner's run from a Trainer's arguments: full fine-tuning or adapters, under FSDP, DeepSpeed or neither.
+
+What the arguments do not say and the model's own configuration or the script decides is assumed in words. Rewards,
+reference models and generation engines are not modelled.
+"""
+
+import re
+from pathlib import PurePath
+
+from skill_tools.configs.config import Config
+from skill_tools.dialects import fields
+from skill_tools.dialects.deepspeed import mode as zero
+from skill_tools.dialects.layout import Layout, checked
+from skill_tools.dialects.parameters import lora
+from skill_tools.dialects.run import ActivationEngine, Adapter, Mode, OptimizerEngine, Recompute, Run
+from skill_tools.dialects.shapes import ModelShape
+from skill_tools.dialects.sharding import Sharding, precision_of, world_of
+from skill_tools.dialects.transformers import CLASS, TRL_CLASSES
+
+_NF4_BYTES = 0.53  # half a byte a weight, and a byte-sized scale for 64 weights, double-quantized or not
+_OPTIMIZER = "adamw_torch_fused"
+_BATCH, _RANK, _LENGTH = 8, 16, 2048
+_LENGTHS = {"SFTConfig": 1024, "DPOConfig": 1024, "RewardConfig": 1024, "KTOConfig": 1024}  # of TRL 1.16
+_STAGE_IN_A_NAME = r"(?:zero|z|stage)[_-]?([123])"
+KWARGS = ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs")
+
+
+def build(config: Config, shape: ModelShape, *, gpus: int | None) -> Run:
+    """Return the run that the arguments describe."""
+    assumptions: list[str] = []
+    sharding = sharding_of(config)
+    world = world_of(gpus or fields.integer(config, "env.WORLD_SIZE"), sharding.stage, assumptions)
+    adapter = _adapter(config, shape, assumptions)
+    micro_batch = fields.count(config, "micro_batch_size")
+    if micro_batch is None:
+        assumptions.append(f"micro-batch {_BATCH}, the default of per_device_train_batch_size")
+    recomputes = checkpoints(config)
+    return Run(
+        dialect=config.framework,
+        shape=shape,
+        layout=checked(Layout(gpus=world)),
+        seq_length=_length(config, assumptions),
+        micro_batch=micro_batch or _BATCH,
+        micro_batches=fields.count(config, "gradient_accumulation_steps") or 1,
+        precision=precision_of(
+            sharding,
+            fields.text(config, "optimizer") or _OPTIMIZER,
+            assumptions,
+            adapted=adapter is not None,
+        ),
+        recompute=Recompute(granularity="full") if recomputes else Recompute(),
+        adapter=adapter,
+        shards_optimizer=sharding.stage >= 1,
+        weight_shards=world if sharding.stage >= 3 else 1,
+        gradient_shards=world if sharding.stage >= 2 else 1,
+        loss_bytes=0.5 if fields.flag(config, "use_liger_kernel") else 12.0,
+        fused_activation=bool(fields.flag(config, "use_liger_kernel")),
+        is_eager=True,
+        norm_bytes=0.0 if fields.flag(config, "use_liger_kernel") else 4.0,
+        assumptions=tuple(assumptions),
+    )
+
+
+def current(config: Config, run: Run) -> Mode:
+    """Return the mode that the arguments ask for as they stand."""
+    engine, recompute = ActivationEngine.NONE, None
+    offloads = bool(fields.flag(config, "activation_offloading"))
+    if checkpoints(config):
+        offloads |= any(fields.flag(config, f"{kwargs}.offload") for kwargs in KWARGS)
+        engine = ActivationEngine.INPUTS if offloads else ActivationEngine.NONE
+    elif offloads:
+        engine, recompute = ActivationEngine.TRL, Recompute()
+    return _offloads(config, run)._replace(activation_engine=engine, recompute=recompute)
+
+
+def checkpoints(config: Config) -> bool:
+    """Whether the Trainer, or FSDP, recomputes the layers; TRL's classes do unless told not to."""
+    if config.value("fsdp") and fields.flag(config, "fsdp_config.activation_checkpointing"):
+        return True
+    for name in ("activation_checkpointing", "gradient_checkpointing"):
+        if config.value(name) is not None:
+            return bool(fields.flag(config, name))
+    return config.value(CLASS) in TRL_CLASSES
+
+
+def sharding_of(config: Config) -> Sharding:
+    """Return what FSDP or DeepSpeed shares."""
+    words = config.value("fsdp")
+    if words:
+        keeps_whole = (
+            _names(words, "shard_grad_op") or config.value("fsdp_config.reshard_after_forward") is False
+        )
+        return Sharding(2 if keeps_whole else 3)
+    if config.value("deepspeed") or zero.stage(config) is not None:
+        return Sharding(_stage(config), by_deepspeed=True)
+    return Sharding()
+
+
+def _offloads(config: Config, run: Run) -> Mode:
+    """Return what FSDP or DeepSpeed offloads."""
+    words = config.value("fsdp")
+    if not words:
+        return zero.mode(config, run)
+    if fields.flag(config, "fsdp_config.cpu_offload") or _names(words, "offload"):
+        return Mode(optimizer_engine=OptimizerEngine.DEEPSPEED, offload_parameters=True)
+    return Mode()
+
+
+def _names(words: object, word: str) -> bool:
+    return isinstance(words, list) and word in words
+
+
+def _stage(config: Config) -> int:
+    """Return DeepSpeed's stage; that of a file that is not here may stand in its name."""
+    stage = zero.stage(config)
+    named = config.value("deepspeed")
+    if stage is None and isinstance(named, str):
+        found = re.search(_STAGE_IN_A_NAME, PurePath(named).name.lower())
+        stage = int(found[1]) if found else None
+    return stage or 0
+
+
+def _length(config: Config, assumptions: list[str]) -> int:
+    stated = fields.count(config, "sequence_len")
+    if stated is not None:
+        return stated
+    length = _LENGTHS.get(str(config.value(CLASS)), _LENGTH)
+    assumptions.append(f"sequence length {length}: max_length is not set; --overrides max_length=N")
+    return length
+
+
+def _adapter(config: Config, shape: ModelShape, assumptions: list[str]) -> Adapter | None:
+    four, eight = fields.flag(config, "load_in_4bit"), fields.flag(config, "load_in_8bit")
+    if not (fields.flag(config, "use_peft") or four or eight):
+        return None
+    rank = fields.count(config, "lora_r") or _RANK
+    base = _NF4_BYTES if four else 1.0 if eight else 2.0
+    assumptions.append(
+        f"rank-{rank} adapters on the linears of attention and dense MLPs, in fp32; base at {base:g} B a weight"
+    )
+    return Adapter(rank=rank, parameters=lora(shape, rank), base_weight_bytes=base)

@@ -1,0 +1,191 @@
+"""The forms of a Trainer's arguments, and what of each is known: recipes, options, keywords, the files they name."""
+
+from pathlib import Path
+
+import pytest
+
+from skill_tools.configs.config import Config
+from skill_tools.dialects import registry
+from skill_tools.dialects.read import read, read_text
+from skill_tools.errors import UnusableInput
+
+RECIPE = """\
+model_name_or_path: Qwen/Qwen3-8B
+dataset_name: trl-lib/Capybara
+output_dir: out
+learning_rate: 2e-5
+max_steps: 10
+"""
+
+
+def values(config: Config) -> dict[str, object]:
+    return {key: setting.value for key, setting in config.settings.items()}
+
+
+def of_python(text: str, **keywords: str) -> Config:
+    return read_text(text, "train.py", framework="transformers", **keywords)
+
+
+def of_shell(text: str) -> Config:
+    return read_text(text, "run.sh", framework="transformers")
+
+
+def test_a_recipe_is_recognised_and_converted() -> None:
+    config = read_text(RECIPE + "fsdp: full_shard offload\ngradient_checkpointing: 'true'\n", "config.yaml")
+    assert config.framework == "transformers"
+    assert config.model_name == "Qwen/Qwen3-8B"
+    found = values(config)
+    assert found["learning_rate"] == 2e-5
+    assert found["fsdp"] == ["full_shard", "offload"]
+    assert found["gradient_checkpointing"] is True
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "output_dir: out\nlearning_rate: 1\n",
+        RECIPE + "finetuning_type: lora\nstage: sft\n",
+        RECIPE + "base_model: x\n",
+        "name: CI\non: push\njobs: {}\n",
+    ],
+)
+def test_less_than_the_proof_proves_nothing(text: str) -> None:
+    source = read_text(RECIPE, "config.yaml").sources
+    assert source
+    from skill_tools.configs.source import Source
+
+    assert not registry.named("transformers").evidence(Source("x.yaml", text)).votes
+
+
+def test_sections_may_be_mappings_or_json_in_a_text() -> None:
+    inside = "fsdp_config:\n  fsdp_offload_params: true\ngradient_checkpointing_kwargs: '{\"use_reentrant\": false}'\n"
+    config = read_text(RECIPE + inside, "config.yaml")
+    assert config.value("fsdp_config.offload_params") is True
+    assert config.settings["fsdp_config.offload_params"].place.line == 7
+    assert config.value("gradient_checkpointing_kwargs.use_reentrant") is False
+
+
+def test_named_files_are_followed_with_their_own_lines(tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text('{\n  "zero_optimization": {"stage": 3}\n}')
+    (tmp_path / "fsdp.json").write_text('{\n  "fsdp_cpu_offload": true\n}')
+    (tmp_path / "r.yaml").write_text(RECIPE + "deepspeed: ds.json\nfsdp_config: fsdp.json\n")
+    config = read([tmp_path / "r.yaml"])
+    stage = config.settings["deepspeed.zero_optimization.stage"]
+    assert (stage.value, Path(stage.place.file).name, stage.place.line) == (3, "ds.json", 2)
+    offload = config.settings["fsdp_config.cpu_offload"]
+    assert (offload.value, Path(offload.place.file).name, offload.place.line) == (True, "fsdp.json", 2)
+
+
+def test_a_file_that_is_not_here_leaves_its_keys_open() -> None:
+    config = read_text(RECIPE + "deepspeed: nowhere.json\nfsdp_config: none.json\n", "config.yaml")
+    assert [setting.value for setting in config.missing_files] == ["nowhere.json", "none.json"]
+    assert {"deepspeed.zero_optimization.stage", "fsdp_config.cpu_offload"} <= config.maybe_set
+
+
+def test_a_fsdp_config_file_alone_says_nothing_of_the_rest() -> None:
+    config = read_text('{"fsdp_offload_params": true}', "fsdp.json", framework="transformers")
+    assert config.value("fsdp_config.offload_params") is True
+    assert "fsdp" in config.maybe_set
+
+
+def test_options_of_a_launch_are_taken_apart() -> None:
+    config = of_shell(
+        "export WORLD_SIZE=8\nDS=ds.json\n"
+        'torchrun --nproc_per_node 8 train.py --output_dir out --fsdp "full_shard auto_wrap" \\\n'
+        "  --learning-rate=1e-5 --bf16 --no_gradient_checkpointing --max_steps $STEPS \\\n"
+        "  --deepspeed $DS --fsdp_config '{\"version\": 2}'\n"
+    )
+    found = values(config)
+    assert found["fsdp"] == ["full_shard", "auto_wrap"]
+    assert (found["bf16"], found["gradient_checkpointing"]) == (True, False)
+    assert (found["learning_rate"], found["launcher"], found["deepspeed"]) == (1e-5, "torchrun", "ds.json")
+    assert found["fsdp_config.fsdp_version"] == 2
+    assert found["env.WORLD_SIZE"] == "8"
+    assert "max_steps" in config.unresolved
+
+
+@pytest.mark.parametrize("more", ["$EXTRA", '"$@"', "--bf16 True $EXTRA"])
+def test_words_that_cannot_be_read_may_be_any_option(more: str) -> None:
+    config = of_shell(f"torchrun train.py {more} --output_dir out --learning_rate 1e-5 --max_steps 3\n")
+    assert "fsdp" in config.maybe_set
+
+
+@pytest.mark.parametrize(
+    ("command", "launcher"),
+    [
+        ("python train.py", "python"),
+        ("CUDA_VISIBLE_DEVICES=0 python3 -m pkg.train", "python"),
+        ("python -m torch.distributed.run --nproc_per_node 2 train.py", "torchrun"),
+        ("accelerate launch --config_file f.yaml train.py", "accelerate"),
+        ("deepspeed --num_gpus 2 train.py", "deepspeed"),
+        ("srun python train.py", None),
+    ],
+)
+def test_the_launcher_is_who_starts_the_script(command: str, launcher: str | None) -> None:
+    config = of_shell(f"{command} --output_dir out --learning_rate 1e-5 --max_steps 3\n")
+    assert config.value("launcher") == launcher
+    assert ("launcher" in config.unresolved) is (launcher is None)
+
+
+def test_a_recipe_that_a_command_names_stands_below_its_options(tmp_path: Path) -> None:
+    (tmp_path / "r.yaml").write_text(RECIPE + "max_length: 4096\n")
+    (tmp_path / "run.sh").write_text("trl sft --config r.yaml --max_length 1024\n")
+    config = read([tmp_path / "run.sh"])
+    assert (config.value("sequence_len"), config.value("arguments_class")) == (1024, "SFTConfig")
+    assert config.value("base_model") == "Qwen/Qwen3-8B"
+
+
+def test_keywords_of_a_call_are_read_and_computed_values_are_not() -> None:
+    config = of_python(
+        "from transformers import TrainingArguments\nfrom settings import RATE\n"
+        'common = dict(fsdp="full_shard", bf16=True)\n'
+        'args = TrainingArguments("out", learning_rate=RATE, max_steps=2 * 50, **common)\n'
+        "args.gradient_checkpointing = True\n"
+    )
+    found = values(config)
+    assert (found["fsdp"], found["bf16"], found["gradient_checkpointing"]) == (["full_shard"], True, True)
+    assert found["arguments_class"] == "TrainingArguments"
+    assert "learning_rate" in config.unresolved
+    assert not config.unknown
+
+
+def test_an_unknown_splat_may_set_anything() -> None:
+    config = of_python("from trl import SFTConfig\nargs = SFTConfig(bf16=True, **load())\n")
+    assert "fsdp" in config.maybe_set
+    assert config.value("bf16") is True
+
+
+def test_a_class_refuses_what_it_has_not() -> None:
+    config = of_python("from trl import GRPOConfig\nargs = GRPOConfig(max_length=3, beta=0.1)\n")
+    (unknown,) = config.unknown
+    assert unknown.written == "GRPOConfig.max_length"
+
+
+def test_a_scripts_own_class_may_have_more() -> None:
+    for text in (
+        "from mine import SFTConfig\nargs = SFTConfig(benchmarks=[1], bf16=True)\n",
+        "from trl import SFTConfig\nclass Own(SFTConfig):\n    benchmarks: int = 1\n"
+        "args = Own(benchmarks=2, bf16=True)\n",
+    ):
+        config = of_python(text)
+        assert not config.unknown
+        assert (config.value("bf16"), config.value("arguments_class")) == (True, None)
+
+
+def test_a_script_with_several_objects_asks_for_one() -> None:
+    text = "from trl import SFTConfig, DPOConfig\na = SFTConfig(bf16=True)\nb = DPOConfig(fp16=True)\n"
+    with pytest.raises(UnusableInput, match="makes arguments 2 times"):
+        of_python(text)
+    from skill_tools.configs.source import Source
+
+    recipes = registry.named("transformers").recipes(Source("train.py", text))
+    assert [each.recipe for each in recipes] == ["SFTConfig", "DPOConfig"]
+    config = registry.named("transformers").compose([recipes[1]], ())
+    assert values(config) == {"arguments_class": "DPOConfig", "fp16": True}
+
+
+def test_a_slip_is_told_from_a_scripts_own_argument() -> None:
+    config = read_text(
+        RECIPE + "gradient_acumulation_steps: 2\nuse_lora: true\nmy_own_thing: 1\n", "config.yaml"
+    )
+    assert [unknown.written for unknown in config.unknown] == ["gradient_acumulation_steps"]
