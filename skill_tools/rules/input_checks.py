@@ -43,7 +43,8 @@ def check(
         if rule is not None and _applies(rule, versions):
             observed = {setting.key: setting.value}
             yield from_rule(rule, message=_type_message(rule, wrong), place=setting.place, observed=observed)
-    for identifier, loser, winner in registry.named(config.framework).replaced(config):
+    replaced = (each for name in sorted(config.dialects()) for each in registry.named(name).replaced(config))
+    for identifier, loser, winner in replaced:
         if identifier in by_id:
             message = f"{by_id[identifier].message}: {_shown(loser)} gives way to {_shown(winner)}"
             observed = {winner.key: winner.value}

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from skill_tools.configs.config import Config, UnknownKey
+from skill_tools.configs.config import Config, Setting, UnknownKey
 from skill_tools.configs.keys import Key
 from skill_tools.configs.source import Kind, Source
 from skill_tools.configs.vocabulary import load_vocabulary
@@ -93,6 +93,19 @@ class DeepSpeed(Dialect):
             return "ds-precision-value"
         is_section = key.type_in(DEEPSPEED) == "dict" or key.name == f"{DEEPSPEED}.zero_optimization"
         return "ds-offload-not-mapping" if is_section else "ds-value-type"
+
+    def replaced(self, config: Config) -> Iterator[tuple[str, Setting, Setting]]:
+        """Yield the fields that one object holds under both of their names, which pydantic refuses."""
+        for loser in config.overridden:
+            winner = config.settings.get(loser.key)
+            if (
+                winner is None
+                or config.owner(loser.key) != DEEPSPEED
+                or "auto" in (loser.value, winner.value)
+            ):
+                continue
+            if loser.written != winner.written and loser.place.file == winner.place.file:
+                yield "ds-alias-both", loser, winner
 
     def run(self, config: Config, shape: "ModelShape", *, gpus: int | None) -> "Run":
         """Refuse: a DeepSpeed file says neither what is trained nor on how long a sequence."""

@@ -47,7 +47,7 @@ def raised_by(tree: Path, configurations: list[dict[str, Any]]) -> list[str]:
 def predicted(configuration: dict[str, Any], version: str, rules: tuple[Rule, ...]) -> list[str]:
     """Return the rules that say a configuration does not load."""
     config = read_text(json.dumps(configuration), "ds_config.json", framework="deepspeed")
-    raising = {rule.id for rule in rules if rule.effect == "raises"}
+    raising = {rule.id for rule in rules if rule.effect == "raises" and "deepspeed" in rule.dialects}
     found = lint(config, rules=rules, versions={"deepspeed": version}).findings
     return sorted({each.rule for each in found if each.severity is Severity.ERROR} & raising)
 
