@@ -7,6 +7,7 @@ import pytest
 from skill_tools.configs.config import Config
 from skill_tools.dialects.read import read, read_text
 from skill_tools.errors import UnusableInput
+from skill_tools.rules.lint import lint
 
 BASE = "base_model: Qwen/Qwen3-8B\n"
 
@@ -144,3 +145,8 @@ def test_broken_deepspeed_json_is_refused_with_its_name(tmp_path: Path) -> None:
     (tmp_path / "config.yml").write_text(BASE + "deepspeed: ds.json\n")
     with pytest.raises(UnusableInput, match=r"ds\.json:\d+:\d+ is not valid JSON"):
         read([tmp_path / "config.yml"])
+
+
+def test_a_preset_counts_as_the_section_that_it_is() -> None:
+    config = axolotl("deepspeed: deepspeed_configs/zero3_bf16_cpuoffload_all.json\n")
+    assert "ds-no-zero-section" not in {finding.rule for finding in lint(config).findings}
