@@ -204,7 +204,9 @@ class Linted:
         config = reading.compose(overrides=self._args.overrides)
         with_diffs = self._args.format == "json" and not reading.is_part
         result = lint(config, versions=self._versions, with_diffs=with_diffs)
-        return config, suppress.apply(result, config, load_rules())
+        if any(suppress.MARK in text for text in config.sources.values()):
+            result = suppress.apply(result, config, load_rules())
+        return config, result
 
     def _repair(self, reading: Reading, found: LintResult) -> LintResult:
         """Fix the sources on disk and return what is left, or print the difference and return `found`."""

@@ -11,7 +11,7 @@ Nothing here interprets a fact.
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar, cast
@@ -23,6 +23,7 @@ T = TypeVar("T")
 
 _added: list[Path] = []
 _kept: list[Callable[[], None]] = []
+SECTIONS = ("releases", "keys", "rules", "vocabulary", "models", "hardware")  # of the index, in this order
 _MERGED = ("spelling", "aliases", "default")  # what a key has for each framework
 
 
@@ -64,10 +65,46 @@ def words(text: str) -> list[str]:
     return [line for line in lines if line and not line.startswith("#")]
 
 
+class Index(dict[str, Any]):
+    """The sections of `index.json`, each decoded when it is first asked for by its name.
+
+    A lint needs no models, and of the rules those of one framework: the file has one a line, so that the others need
+    not be decoded.
+    """
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        # Each begins its line, the first of them behind the opening brace; no other line begins so.
+        starts = {name: text.index(f'\n"{name}":') + 1 if at else 1 for at, name in enumerate(SECTIONS)}
+        ends = [*list(starts.values())[1:], len(text)]
+        self._texts = {
+            name: text[start + len(name) + 3 : end].rstrip()[:-1]  # without the comma or brace after it
+            for (name, start), end in zip(starts.items(), ends, strict=True)
+        }
+
+    def __missing__(self, name: str) -> Any:
+        self[name] = decoded = json.loads(self._texts[name])
+        return decoded
+
+    def rules_about(self, dialects: Collection[str]) -> list[dict[str, Any]]:
+        """Return the entries of the rules about any of `dialects` and of those about the input itself."""
+        if "rules" in self:
+            return [rule for rule in self["rules"] if _is_about(rule, dialects)]
+        names = [f'"{name}"' for name in dialects]
+        lines = self._texts["rules"].split("\n")[1:-1]
+        near = (line for line in lines if '"check":"input"' in line or any(name in line for name in names))
+        rules = (json.loads(line.rstrip(",")) for line in near)
+        return [rule for rule in rules if _is_about(rule, dialects)]
+
+
+def _is_about(rule: Mapping[str, Any], dialects: Collection[str]) -> bool:
+    return rule.get("check") == "input" or not set(dialects).isdisjoint(rule["dialects"])
+
+
 @derived
-def index() -> dict[str, Any]:
+def index() -> Index:
     """Return `index.json`: `keys`, `rules`, `vocabulary`, `releases`, `models`, `hardware`, as in their sources."""
-    loaded: dict[str, Any] = json.loads(knowledge_path("index.json").read_text(encoding="utf-8"))
+    loaded = Index(knowledge_path("index.json").read_text(encoding="utf-8"))
     for folder in _added:
         loaded |= _joined(loaded, folder)
     return loaded

@@ -103,6 +103,12 @@ def load_rules() -> tuple[Rule, ...]:
     return rules_from_data(knowledge.index()["rules"])
 
 
+@knowledge.derived
+def rules_about(dialects: frozenset[str]) -> tuple[Rule, ...]:
+    """Return the rules of the compiled index about any of `dialects`, and those about the input itself."""
+    return rules_from_data(knowledge.index().rules_about(dialects))
+
+
 def load_rules_yaml() -> tuple[Rule, ...]:
     """Return every rule of `knowledge/rules/*.yaml`, by id; for tests, which must see an edit at once."""
     return rules_from_data(read_rule_files())

@@ -11,7 +11,7 @@ from skill_tools.configs.config import Config
 from skill_tools.configs.keys import Key, load_keys
 from skill_tools.rules import input_checks
 from skill_tools.rules.finding import Finding, LintResult, Severity, Undecided
-from skill_tools.rules.knowledge import Rule, load_rules
+from skill_tools.rules.knowledge import Rule, rules_about
 from skill_tools.rules.messages import describe, from_rule, observed_keys, place_of
 from skill_tools.rules.operations import UNKNOWN
 from skill_tools.rules.values import Scope
@@ -37,12 +37,13 @@ def lint(
     """
     scope = Scope(config, load_keys() if keys is None else keys, resolve(config.versions, versions or {}))
     remembered = _remembered(scope) if rules is None and keys is None else {}
-    rules = load_rules() if rules is None else rules
+    dialects = config.dialects()
+    conditions = _conditions(dialects) if rules is None else _about(dialects, rules)
+    rules = rules_about(dialects) if rules is None else rules
     findings = list(input_checks.check(config, rules, scope.known_keys, scope.versions))
     undecided = []
     touched = config.settings.keys() | config.unresolved | config.maybe_set
-    dialects = config.dialects()
-    for rule in _conditions(dialects) if rules is load_rules() else _about(dialects, rules):
+    for rule in conditions:
         if rule.keys.isdisjoint(touched):
             if config.framework in rule.quiet:
                 continue
@@ -83,7 +84,7 @@ def _asked(rule: Rule, scope: Scope) -> Answer:
 
 @knowledge.derived
 def _conditions(dialects: frozenset[str]) -> tuple[Rule, ...]:
-    return tuple(_about(dialects, load_rules()))
+    return tuple(_about(dialects, rules_about(dialects)))
 
 
 def _about(dialects: frozenset[str], rules: Iterable[Rule]) -> Iterator[Rule]:

@@ -16,6 +16,7 @@ from skill_tools.rules.knowledge import Rule
 from skill_tools.rules.lint import in_order
 from skill_tools.rules.messages import from_rule
 
+MARK = "offload:"  # a text without it suppresses nothing
 _COMMENT = re.compile(r"#\s*offload:\s*ignore(?:\[([^\]\n]*)\])?[ \t]*([^\n]*)")
 
 
@@ -47,7 +48,7 @@ def apply(result: LintResult, config: Config, rules: Sequence[Rule]) -> LintResu
 
 def read(file: str, text: str) -> Iterator[Suppression]:
     """Yield the suppressions in `text`; a comment on a line of its own speaks for the next line too."""
-    if "offload:" not in text:
+    if MARK not in text:
         return
     for number, line in enumerate(text.split("\n"), start=1):
         match = _COMMENT.search(line)
