@@ -3,7 +3,8 @@
     python benchmarks/lint.py
 
 Prints the whole process of a lint and of plans against `python3 -c "import yaml"`, configurations a second in one call,
-and the process of `--help` against a bare interpreter. Exit code 1 when a limit of the design is missed.
+the time for a folder of files of which few configure a training, and the process of `--help` against a bare
+interpreter. Exit code 1 when a limit of the design is missed.
 """
 
 import subprocess
@@ -15,9 +16,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 REPEATS = 15
 CONFIGS = 1000
-MOST_TIMES_YAML_IMPORT = 3.0
+MOST_TIMES_YAML_IMPORT = 2.5
 MOST_TIMES_YAML_IMPORT_OF_A_PLAN = 4.0
 FEWEST_CONFIGS_PER_S = 500.0
+MIXED_FILES = 1000
+MOST_S_FOR_MIXED_FILES = 5.0
 
 SIX_NUMBERS = (
     "num_layers=32 hidden_size=4096 ffn_hidden_size=14336 "
@@ -42,6 +45,26 @@ optimizer:
   optimizer_cpu_offload: true
   optimizer_offload_fraction: 0.5
 """
+
+WORKFLOW = "on: [push]\njobs:\n" + "".join(
+    f"  job{number}:\n    runs-on: x\n    steps:\n      - uses: actions/checkout@v4\n      - run: make {number}\n"
+    for number in range(20)
+)
+MANIFEST = "apiVersion: apps/v1\nkind: Deployment\nspec:\n  containers:\n" + "".join(
+    f"    - name: c{number}\n      image: x:{number}\n      args: [--port, '{number}']\n"
+    for number in range(30)
+)
+LOCK = (
+    '{"packages": {' + ", ".join(f'"p{number}": {{"version": "1.{number}"}}' for number in range(2000)) + "}}"
+)
+SCRIPT = "#!/bin/bash\nset -e\n" + "".join(f"make target{number} --jobs 8\n" for number in range(40))
+HYDRA = (
+    "defaults: [model: gpt]\nmodel: {num_layers: 12, hidden_size: 768}\noptimizer: {lr: 0.1}\ntrainer: {}\n"
+)
+MIXED = [
+    ("ci.yml", WORKFLOW), ("module.py", ""), ("pod.yaml", MANIFEST), ("module.py", ""), ("package-lock.json", LOCK),
+    ("build.sh", SCRIPT), ("conf.yaml", HYDRA), ("module.py", ""), ("pyproject.toml", '[project]\nname = "x"\n'),
+]  # fmt: skip
 
 
 def process_s(command: list[str]) -> float:
@@ -68,6 +91,18 @@ def write_configs(folder: Path) -> list[str]:
     return paths
 
 
+def write_mixed(folder: Path) -> None:
+    """Write what a repository holds: Python, shell, JSON, YAML of other tools, and one configuration in fifty files."""
+    python = sorted((ROOT / "skill_tools").rglob("*.py"))
+    for number in range(MIXED_FILES):
+        name, text = MIXED[number % len(MIXED)]
+        if name == "module.py":
+            text = python[number % len(python)].read_text(encoding="utf-8")
+        if number % 50 == 0:
+            name, text = "run.yaml", CONFIG.format(layers=32, offloaded=number % 24, pp=1)
+        (folder / f"{number}_{name}").write_text(text, encoding="utf-8")
+
+
 def main() -> int:
     """Measure, print one line a figure, and return 1 when a limit is missed."""
     offload = [sys.executable, str(ROOT / "skill_tools")]
@@ -80,6 +115,10 @@ def main() -> int:
         commands = [bare, bare_yaml, [*lint, paths[0]], [*offload, "--help"], *plans]
         bare_s, yaml_s, one_s, help_s, *plans_s = fastest_s(commands, REPEATS)
         (many_s,) = fastest_s([[*lint, *paths]], 3)
+        mixed = Path(name) / "mixed"
+        mixed.mkdir()
+        write_mixed(mixed)
+        (mixed_s,) = fastest_s([[*lint, str(mixed)]], 3)
     configs_per_s = CONFIGS / many_s
     times_yaml = one_s / yaml_s
     print(
@@ -88,6 +127,7 @@ def main() -> int:
     print(
         f"{CONFIGS} configurations in one call: {configs_per_s:.0f}/s (at least {FEWEST_CONFIGS_PER_S:.0f})"
     )
+    print(f"{MIXED_FILES} mixed files in a folder: {mixed_s:.1f} s (limit {MOST_S_FOR_MIXED_FILES:.0f})")
     print(f"--help: {help_s * 1e3:.0f} ms, {help_s / bare_s:.2f} x a bare interpreter")
     limit = MOST_TIMES_YAML_IMPORT_OF_A_PLAN
     for what, plan_s in zip(PLANS, plans_s, strict=True):
@@ -97,6 +137,7 @@ def main() -> int:
     return int(
         times_yaml > MOST_TIMES_YAML_IMPORT
         or configs_per_s < FEWEST_CONFIGS_PER_S
+        or mixed_s > MOST_S_FOR_MIXED_FILES
         or max(plans_s) > limit * yaml_s
     )
 

@@ -1,10 +1,11 @@
 """Find settings in a training configuration that break it, contradict each other or do nothing.
 
-Reads Megatron Bridge, Megatron-LM and Axolotl configurations: YAML, launch scripts, Python recipes (never run),
-DeepSpeed JSON, command line overrides. Each file is its own configuration; with --overrides or --compose, all files
+Reads the configurations that people train with: YAML, JSON, launch scripts, Python recipes (never run), command line
+overrides. Whose a file is, what it holds must prove; the first line says what it was read as. Each file is its own
+configuration, a folder is all that are in it, a Python file each recipe in it; with --overrides or --compose, all files
 are one, composed in the framework's own precedence:
 
-  offload lint run.yaml other.yaml
+  offload lint run.yaml other.yaml configs/
   offload lint recipe.py --overrides "model.cpu_offloading=true" overrides.yaml
   offload lint run.sh --target megatron-core==0.16.1 --target transformer-engine==2.12
 

@@ -20,6 +20,7 @@ _TASKS: Mapping[str, tuple[frozenset[str], str]] = {
     ),
     "a dstack task": (frozenset({"type"}), "commands"),
 }
+_PROGRAM = "program"
 _KUBERNETES = frozenset({"apiVersion", "kind"})
 _TASK_MARKS = ("apiVersion", "\nrun:", "\ncommands:")
 _NEOX = ("pipe_parallel_size", "pipe-parallel-size", "checkpoint_activations", "checkpoint-activations")
@@ -105,6 +106,8 @@ def _script(source: Source, words: list[Node]) -> Source:
     import shlex
 
     page = _Page(source.text)
+    if texts[0].startswith("-"):  # options of a program that the image names
+        page.write(words[0], _PROGRAM)
     for word in words:
         text = word.text or ""
         # A variable of Kubernetes, and what could not be read of a program, is no text.

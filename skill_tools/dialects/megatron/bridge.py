@@ -25,6 +25,10 @@ _SECTIONS = frozenset(
 )  # fmt: skip
 _SCALARS = ("mixed_precision", "comm_overlap")  # sections that a name may stand for
 _WORDS_IN_PYTHON = ("megatron.bridge", "ConfigContainer", "to_megatron_provider")
+_IN_PYTHON = (
+    r"^[ \t]*(?:from|import) megatron\.bridge\b|-> *\"?(?:\w+\.)*ConfigContainer\b|"
+    r"^[^#\"'\n]*\b(?:ConfigContainer|to_megatron_provider)\("
+)
 # Compiled when there is a script.
 _PROGRAM = r"megatron[./]bridge|\brun_recipe\.py|Megatron-Bridge"
 _DOTTED = r"(?<![\w.-])[+~]{0,2}([a-z_]+\.[\w.]+)="
@@ -50,9 +54,10 @@ class MegatronBridge(MegatronCore):
 
     def evidence_in_python(self, text: str) -> Evidence:
         """Look for its package, its ConfigContainer, or fields of its own that are set on a configuration."""
-        for word in _WORDS_IN_PYTHON:
-            if word in text:
-                return Evidence(20, proof=word)
+        if any(word in text for word in _WORDS_IN_PYTHON) and (
+            found := re.search(_IN_PYTHON, text, re.MULTILINE)
+        ):
+            return Evidence(20, proof=found[0].strip())
         if not any(
             f".{section}." in text for section in ("model", "train", "optimizer", "ddp", "comm_overlap")
         ):

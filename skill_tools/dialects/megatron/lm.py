@@ -50,7 +50,8 @@ class MegatronLM(MegatronCore):
         if not known or 2 * len(known) < len(flags):
             return NONE
         program, own = re.search(_PROGRAM, text), own_fields(known)
-        if program or len(own) >= _ENOUGH or text.lstrip().startswith("--"):
+        alone = text.lstrip().startswith("--") and (own or len(known) >= _ENOUGH)
+        if program or len(own) >= _ENOUGH or alone:
             return Evidence(
                 len(known), proof=shown([*([program[0]] if program else []), *(own or sorted(known))])
             )

@@ -17,6 +17,10 @@ from skill_tools.configs.values import UNREADABLE
 from skill_tools.errors import UnusableInput
 
 _CONTAINER = "ConfigContainer"
+_SECTIONS = {
+    "checkpoint", "comm_overlap", "dataset", "ddp", "dist", "env_vars", "logger", "mixed_precision", "model",
+    "optimizer", "peft", "profiling", "rerun_state_machine", "rng", "scheduler", "tokenizer", "train", "validation",
+}  # fmt: skip
 _SHOWN = 5
 
 
@@ -76,7 +80,7 @@ def _sets_config(node: Function) -> bool:
     """Return whether a function without a telling annotation builds a configuration, or is given one to set."""
     parts = list(ast.walk(node))
     set_here = (part for part in parts if isinstance(part, ast.Attribute) and isinstance(part.ctx, ast.Store))
-    assigns = any(dotted_name(part).count(".") >= 2 for part in set_here) or any(
+    assigns = any(_SECTIONS & set(dotted_name(part).split(".")[1:-1]) for part in set_here) or any(
         isinstance(part, ast.Call) and dotted_name(part.func) == _CONTAINER for part in parts
     )
     returns = any(isinstance(part, ast.Return) and part.value is not None for part in parts)
