@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _SECTIONS = ("MODEL_ARGS", "ARGS", "model_parallel")
 _FLAG = r"(?<![\w-])--[a-z][\w-]+"  # compiled when there is a script
-_PROGRAM = r"\bpretrain_\w+\.py|\bMegatron-LM\b|\btrain_rl\.py"
+_PROGRAM = r"\bpretrain_\w+\.py|\btrain_rl\.py"
 _ENOUGH = 2
 
 

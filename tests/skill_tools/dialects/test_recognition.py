@@ -55,6 +55,8 @@ LOOK_ALIKES = {
     "train_gpt.py": "import argparse\nparser = argparse.X()\nparser.add_argument('--num-layers', type=int)\n",
     "test_args.py": "import argparse\nargs = make_parser().parse_args(['--num-layers', '4'])\n",
     "install.sh": "#!/bin/bash\nset -e\npip install axolotl megatron-core deepspeed\nmake --jobs 8\n",
+    "other.sh": "export PYTHONPATH=/opt/Megatron-Bridge:/opt/Megatron-LM\npython -m other.train trainer.lr=1\n",
+    "prepare.sh": "python Megatron-LM/tools/preprocess_data.py --input a --output-prefix b --workers 8\n",
     "serve.sh": "vllm serve x --tensor-parallel-size 8 --pipeline-parallel-size 2 --seed 1\n",
     "train.sh": "python train.py --lr 0.1 --epochs 3 --num-layers 4 --batch-size 8\n",
 }  # fmt: skip
