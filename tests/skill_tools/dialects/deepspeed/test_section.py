@@ -72,7 +72,7 @@ def test_of_a_file_that_is_not_here_nothing_is_known() -> None:
 
 
 def test_a_section_at_the_top_of_another_programs_yaml_is_not_taken() -> None:
-    with pytest.raises(UnusableInput, match="cannot tell"):
+    with pytest.raises(UnusableInput, match="no training configuration that is known"):
         read_text("pipe_parallel_size: 1\nzero_optimization:\n  stage: 1\n", "neox.yml")
 
 
