@@ -16,6 +16,10 @@ class UnusableInput(Exception):  # noqa: N818 - it names the input, not a fault 
         self.attempt = attempt
 
 
+class Unrecognised(UnusableInput):
+    """The input is no configuration that is known: no proof fits it, or it sets nothing after all."""
+
+
 def printable(text: str) -> str:
     """Return `text` with everything escaped that a terminal would obey instead of showing it."""
     if text.isprintable():

@@ -28,7 +28,7 @@ from skill_tools.configs.folder import files_below
 from skill_tools.configs.source import MAX_BYTES, Source, decode, load
 from skill_tools.dialects import registry
 from skill_tools.dialects.read import Contradiction, Reading, readings
-from skill_tools.errors import UnusableInput, printable
+from skill_tools.errors import Unrecognised, UnusableInput, printable
 from skill_tools.reports.findings import ReadAs, Report, report
 from skill_tools.rules import suppress
 from skill_tools.rules.finding import LintResult, Severity
@@ -140,7 +140,10 @@ class Linted:
             try:
                 self._lint(reading)
             except UnusableInput as error:
-                self._fail(error)
+                if pass_over and isinstance(error, Unrecognised):
+                    self._passed_over += 1
+                else:
+                    self._fail(error)
 
     def check_any(self) -> None:
         """Raise `UnusableInput` where nothing is anybody's, unless that is to be passed over."""

@@ -13,13 +13,9 @@ from skill_tools.configs.config import Config
 from skill_tools.configs.source import Kind, Source, load
 from skill_tools.dialects import registry
 from skill_tools.dialects.base import NONE, Dialect, Evidence
-from skill_tools.errors import UnusableInput
+from skill_tools.errors import Unrecognised, UnusableInput
 
 _PLENTY = 15
-
-
-class Unrecognised(UnusableInput):
-    """An input that no dialect's proof fits."""
 
 
 class Contradiction(UnusableInput):

@@ -14,7 +14,7 @@ from skill_tools.configs.python.syntax import FUNCTIONS, Function, dotted_name
 from skill_tools.configs.python.values import Section, plain
 from skill_tools.configs.source import Source
 from skill_tools.configs.values import UNREADABLE
-from skill_tools.errors import UnusableInput
+from skill_tools.errors import Unrecognised, UnusableInput
 
 _CONTAINER = "ConfigContainer"
 _SECTIONS = {
@@ -35,7 +35,7 @@ def write_recipe(draft: Draft, source: Source) -> None:
     interpreter = Interpreter(source.name, module)
     root = interpreter.run_function(name) if name else interpreter.run_module()
     if root is None:
-        raise UnusableInput(
+        raise Unrecognised(
             f"{source.name} sets no configuration",
             expected="a recipe: a function that returns a ConfigContainer",
             attempt=f"{source.name}::function to name it",

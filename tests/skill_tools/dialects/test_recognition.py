@@ -7,7 +7,8 @@ import pytest
 
 from skill_tools.__main__ import main
 from skill_tools.configs.source import Source
-from skill_tools.dialects.read import Contradiction, Unrecognised, readings
+from skill_tools.dialects.read import Contradiction, readings
+from skill_tools.errors import Unrecognised
 
 # One small file of our own of each kind that looks close to a training configuration, or shares a weak key with one.
 LOOK_ALIKES = {
