@@ -149,7 +149,8 @@ class HybridDeviceOptimizer(SavedOptimizer):
         try:
             self._admit()
         except BaseException:
-            self._shares.close()
+            shares, self._shares = self._shares, None
+            shares.close()
             raise
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -177,7 +178,14 @@ class HybridDeviceOptimizer(SavedOptimizer):
         self._check_unshared(param for param, _ in params)
         members = self._open.lay_out(params, first_order=len(self._members), offload=self._filter)
         self._open.add(members, total_numel=max(sum(local_numel(param) for param, _ in params), 1))
-        self._members.update((member.param, member) for member in members)
+        with deferred_interrupts():
+            self._members.update((member.param, member) for member in members)
+            self._hook(members)
+        self._idle = [param for param, _ in listed if param not in self._members]
+        self._attach_again()
+
+    def _hook(self, members: Sequence[Member]) -> None:
+        """Hear of the gradients of `members` in backward, where they leave then or states come in."""
         hook = forgetful(self._on_gradient)
         sent = [member for member in members if member.pieces and self._gradients.leave_in_backward(member)]
         if self._moves_in_backward and any(member.pieces and member not in sent for member in members):
@@ -186,8 +194,6 @@ class HybridDeviceOptimizer(SavedOptimizer):
         # Megatron's shards require no gradient: theirs are put on them.
         params_heard = [m.param for m in hears if m.param.requires_grad]
         self._hooks += [param.register_post_accumulate_grad_hook(hook) for param in params_heard]
-        self._idle = [param for param, _ in listed if param not in self._members]
-        self._attach_again()
 
     @property
     def _open(self) -> Shares:
@@ -335,7 +341,7 @@ class HybridDeviceOptimizer(SavedOptimizer):
             checks.check_used_in_time(member for member in gradients if member.streamed)
         factors, indices = factors_of(arrivals)
         if begun is not None:
-            begun.plan.check_unchanged(snapshot(self.param_groups))
+            begun.plan.check_unchanged(self.param_groups, self.defaults)
             step = begun
         else:
             decision = self._decide(arrivals, gradients)
@@ -465,7 +471,7 @@ class HybridDeviceOptimizer(SavedOptimizer):
                     return
                 if is_last or self._failures.first is not None:
                     raise
-        if begun_in_backward and not self._refused_in_between:
+        if begun_in_backward and not self._refused_in_between and not was_told:
             raise checks.closed_in_between()
 
     def _check_usable(self) -> None:

@@ -3,14 +3,16 @@
 import gc
 import threading
 import time
+from contextlib import suppress
 
 import pytest
 import torch
+from failing_device import FailAt
 from optimizer_reference import batches
 from optimizer_training import assert_same_weights, hybrid, reference, replace_job, streaming, train, twins
 
 from reference_impl import CpuUpdate
-from reference_impl.memory.host import HostMemoryError
+from reference_impl.memory.host import HostMemoryError, host_book
 from reference_impl.optimizers import Adam
 from reference_impl.optimizers.cpu.update import CpuKernel
 
@@ -326,3 +328,57 @@ def test_the_scale_of_a_failed_step_is_not_used_again(device, monkeypatch, wrapp
         scaled(plain, other, scalers[1], batch)
     assert_same_states(optimizer, other)
     assert_same_weights(model, plain)
+
+
+@pytest.mark.parametrize("at", [1, 2, 4, 6])
+@pytest.mark.parametrize("seam", ["host block", "copy out"])
+def test_a_group_that_cannot_be_added_leaves_nothing(device, monkeypatch, seam, at):
+    if device.is_accelerator and seam == "copy out":
+        pytest.skip("the seam is the CPU twin's")
+    model, plain = twins(device)
+    kept, new = (list(model.parameters())[i::2] for i in (0, 1))
+    data = batches(device.torch_device, 2)
+    optimizer = hybrid(kept, split=(0.3, 0.4, 0.3))
+    live_bytes = host_book.live_bytes
+    with monkeypatch.context() as patched:
+        failing = FailAt(patched, seam)
+        failing.at(at, torch.OutOfMemoryError("out of memory"))
+        with suppress(torch.OutOfMemoryError):
+            optimizer.add_param_group({"params": new})
+        if not failing.has_failed:
+            pytest.skip("fewer calls than that")
+    assert len(optimizer.param_groups) == 1
+    assert set(optimizer.members) == set(kept)
+    gc.collect()
+    assert host_book.live_bytes == live_bytes
+    optimizer.add_param_group({"params": new})
+    train(model, optimizer, data)
+    other_kept, other_new = (list(plain.parameters())[i::2] for i in (0, 1))
+    other = hybrid(other_kept, split=(0.3, 0.4, 0.3))
+    other.add_param_group({"params": other_new})
+    train(plain, other, data)
+    assert_same_states(optimizer, other)
+    assert_same_weights(model, plain)
+
+
+def test_what_others_keep_in_a_group_is_not_compared(device):
+    model, _ = twins(device)
+    optimizer = hybrid(model, backward_overlap="update")
+    optimizer.param_groups[0]["scores"] = torch.ones(3)
+    model(batches(device.torch_device, 1)[0]).backward()
+    optimizer.param_groups[0]["scores"] = torch.zeros(3)
+    optimizer.step()
+    optimizer.close()
+
+
+def test_an_optimizer_that_a_backward_has_broken_closes_quietly(device, monkeypatch):
+    model, _ = twins(device)
+    optimizer = hybrid(model, backward_overlap="update", cpu=CpuUpdate(bucket_elements=448))
+    lost = RuntimeError("CUDA error: an illegal memory access was encountered")
+    with monkeypatch.context() as failing:
+        fail_once(failing, type(device), "on_d2h_for_threads", lost, at=5)
+        with pytest.raises(RuntimeError, match="illegal memory access"):
+            model(batches(device.torch_device, 1)[0]).backward()
+    assert optimizer.status == "broken"
+    optimizer.close()
+    assert optimizer.status == "closed"
