@@ -59,6 +59,11 @@ class ResidentShare:
         step = torch.zeros((), dtype=torch.float32, device=weight.device)
         self._states[member] = ResidentState(member, weight, master, moments, step)
 
+    def forget(self, members: Iterable[Member]) -> None:
+        """Drop the states of `members`, if there are any."""
+        for member in members:
+            self._states.pop(member, None)
+
     def refresh_masters(self, members: Iterable[Member]) -> None:
         """Make the masters of `members` from the parameters as they are."""
         for state in [self._states[member] for member in members if member in self._states]:

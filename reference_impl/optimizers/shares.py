@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from reference_impl.device import REACHED, Device, Event
+from reference_impl.memory.interrupts import deferred_interrupts
 from reference_impl.optimizers.algorithms import Algorithm
 from reference_impl.optimizers.cpu.buckets import Bucket
 from reference_impl.optimizers.cpu.share import CpuShare
@@ -101,13 +102,23 @@ class Shares:
         )
 
     def add(self, members: Sequence[Member], *, total_numel: int) -> None:
-        """Make the state of new members, masters from their parameters. Raises HostMemoryError and ValueError."""
-        if self._streamed is not None:
-            _add_streamed(self._streamed, [member for member in members if member.streamed])
-        self._cpu.add(members, total_numel=total_numel)
-        for member in members:
-            if member.resident or not (member.streamed or member.on_cpu):
-                self._resident.add(member)
+        """Make the state of new members, masters from their parameters; all or nothing.
+
+        Raises HostMemoryError, ValueError and torch.OutOfMemoryError.
+        """
+        try:
+            for member in members:
+                if member.resident or not (member.streamed or member.on_cpu):
+                    self._resident.add(member)
+            self._cpu.add(members, total_numel=total_numel)
+            # Last, because it takes back itself what it has not finished.
+            if self._streamed is not None:
+                _add_streamed(self._streamed, [member for member in members if member.streamed])
+        except BaseException:
+            with deferred_interrupts():
+                self._resident.forget(members)
+                self._cpu.forget(members)
+            raise
         self._members.extend(members)
 
     @property

@@ -50,16 +50,19 @@ class StepPlan:
     groups: list[dict[str, Any]]
     decision: ClipDecision | None
 
-    def check_unchanged(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Raise RuntimeError when the hyper-parameters in `groups` are not those of this plan.
+    def check_unchanged(self, groups: Sequence[Mapping[str, Any]], names: Iterable[str]) -> None:
+        """Raise RuntimeError when the hyper-parameters `names` in `groups` are not those of this plan.
 
-        They belong to `step()`, so they may not change once backward has used them.
+        They belong to `step()`, so they may not change once backward has used them. What else stands in a group is
+        somebody else's.
         """
+        listed = list(names)
         for used, now in zip(self.groups, groups, strict=True):
-            for key, value in used.items():
-                if value != now[key]:
+            for key in listed:
+                value = used.get(key)
+                if value != now.get(key):
                     raise RuntimeError(
-                        f"{key} changed from {value} to {now[key]} between backward and step(), after the update "
+                        f"{key} changed from {value} to {now.get(key)} between backward and step(), after the update "
                         "had begun; expected it to stay; try changing it after step(), or "
                         "backward_overlap='gradients'"
                     )

@@ -1,6 +1,6 @@
 """Runs many cases in child processes, so that one that hangs takes no other with it.
 
-    PYTHONPATH=. python tests/faults/campaign.py optimizers:0:200 --told [--mutation NAME] [--limit-s 20]
+    PYTHONPATH=. python tests/faults/campaign.py optimizers:0:200 --told [--mutation NAME] [--limit-s 60]
 
 tells what becomes of seeds 0 to 199; `optimizers:17` runs one seed alone, and several may be named.
 
@@ -44,7 +44,7 @@ class Result(NamedTuple):
         return self.verdict in ("exact-taken", "exact-skipped", "broken-and-says-so")
 
 
-def run(*jobs: str, limit_s: float = 20, mutation: str | None = None) -> list[Result]:
+def run(*jobs: str, limit_s: float = 60, mutation: str | None = None) -> list[Result]:
     """Run `jobs`, such as "optimizers:0:200", in processes of their own, one after the other."""
     command = [sys.executable, __file__, *jobs, "--limit-s", str(limit_s)]
     if mutation is not None:
@@ -155,7 +155,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("jobs", nargs="+", help="CAMPAIGN:FIRST[:STOP]")
     parser.add_argument("--mutation")
-    parser.add_argument("--limit-s", type=float, default=20)
+    parser.add_argument("--limit-s", type=float, default=60)
     parser.add_argument("--told", action="store_true", help="print a report instead of lines of JSON")
     arguments = parser.parse_args()
     if arguments.told:

@@ -254,7 +254,7 @@ class _Run:
         told = f"raised in step {step}, {phase}, status {status}"
         self._injector.enter(STEPS, "after")
         try:
-            closed = self._act(step, phase)
+            closed = self._act(step, phase, status)
             if closed is not None:
                 return closed
         except Exception as later:
@@ -291,7 +291,7 @@ class _Run:
             return {"taken"} if self._case.action == "again" else {"skipped"}
         return {"taken", "skipped"}
 
-    def _act(self, step: int, phase: str) -> Outcome | None:
+    def _act(self, step: int, phase: str, status: str | None) -> Outcome | None:
         """Do what the case says and train on with the batches that are left."""
         action, optimizer = self._case.action, self._optimizer
         following = step + 1
@@ -305,7 +305,8 @@ class _Run:
             if phase in ("forward", "backward"):
                 following = step
             elif phase == "step":
-                self._trainee.step()
+                # GradScaler looks for infinities again, in gradients that a step which has begun owns.
+                optimizer.step() if status == "begun" else self._trainee.step()
         elif action == "state_dict":
             self._look(step, phase)
         elif action == "synchronize":

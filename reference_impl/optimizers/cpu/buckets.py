@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 
 from reference_impl.device import Device
-from reference_impl.memory.arena import ALIGNMENT_BYTES, HostArena
+from reference_impl.memory.arena import ALIGNMENT_BYTES, HostArena, HostBlock
 from reference_impl.memory.host import HostMemoryError, available_bytes
 from reference_impl.optimizers.layout import ALIGNMENT, Member, Piece, aligned
 
@@ -103,6 +103,7 @@ class BucketMemory:
         self._moments = moments
         self._staging = HostArena(device, pinned=pinned)
         self._state = HostArena(device, pinned=False)
+        self._blocks: dict[Bucket, list[tuple[HostArena, HostBlock]]] = {}
 
     def add(self, plans: Sequence[BucketPlan], *, total_numel: int) -> list[Bucket]:
         """Make the buckets of `plans`.
@@ -123,7 +124,20 @@ class BucketMemory:
         if plans:
             self._staging.reserve(staging_bytes)
             self._state.reserve(state_bytes)
-        return [self._bucket(plan) for plan in plans]
+        made: list[Bucket] = []
+        try:
+            for plan in plans:
+                made.append(self._bucket(plan))
+        except BaseException:
+            for bucket in made:
+                self.give_back(bucket)
+            raise
+        return made
+
+    def give_back(self, bucket: Bucket) -> None:
+        """Take the memory of a bucket back that nobody uses any more."""
+        for arena, block in self._blocks.pop(bucket):
+            arena.free(block)
 
     def close(self) -> None:
         """Give all host memory back."""
@@ -133,11 +147,25 @@ class BucketMemory:
             self._state.close()
 
     def _bucket(self, plan: BucketPlan) -> Bucket:
-        def fp32() -> torch.Tensor:
-            return self._state.allocate(plan.numel * 4).view(torch.float32, (plan.numel,))
+        blocks: list[tuple[HostArena, HostBlock]] = []
 
-        staging = self._staging.allocate(plan.numel * plan.dtype.itemsize).view(plan.dtype, (plan.numel,))
-        return Bucket(plan.pieces, staging, fp32(), tuple(fp32() for _ in range(self._moments)))
+        def tensor(arena: HostArena, dtype: torch.dtype) -> torch.Tensor:
+            block = arena.allocate(plan.numel * dtype.itemsize)
+            blocks.append((arena, block))
+            return block.view(dtype, (plan.numel,))
+
+        try:
+            staging, *states = (
+                tensor(self._staging, plan.dtype),
+                *(tensor(self._state, torch.float32) for _ in range(1 + self._moments)),
+            )
+        except BaseException:
+            for arena, block in blocks:
+                arena.free(block)
+            raise
+        bucket = Bucket(plan.pieces, staging, states[0], tuple(states[1:]))
+        self._blocks[bucket] = blocks
+        return bucket
 
 
 def _aligned_bytes(size_bytes: int) -> int:

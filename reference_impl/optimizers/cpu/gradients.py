@@ -39,6 +39,10 @@ class GradientMover:
             for piece in bucket.pieces:
                 self._targets[piece] = bucket.staging[piece.offset : piece.offset + piece.numel]
 
+    def forget(self, piece: Piece) -> None:
+        """Forget where the gradient of `piece` goes."""
+        self._targets.pop(piece, None)
+
     def offload(self, member: Member, *, measure: bool) -> torch.Tensor:
         """Start the copy of `member`'s gradient; return that gradient, laid out like the parameter.
 

@@ -35,6 +35,10 @@ class Publisher:
             for piece in bucket.pieces:
                 self._sources[piece] = bucket.staging[piece.offset : piece.offset + piece.numel]
 
+    def forget(self, piece: Piece) -> None:
+        """Forget where the new weight of `piece` will be."""
+        self._sources.pop(piece, None)
+
     def expect(self, member: Member) -> None:
         """From now on a reader of `member` has to wait."""
         self._flags.setdefault(member, threading.Event()).clear()

@@ -74,6 +74,18 @@ class CpuShare:
             self._device.latency_sensitive.add(self)
         self.refresh_masters(members)
 
+    def forget(self, members: Iterable[Member]) -> None:
+        """Drop the buckets of `members`, which no step has used; each bucket is theirs alone."""
+        for member in members:
+            for piece in member.pieces:
+                bucket = self._buckets.pop(piece, None)
+                self._gradients.forget(piece)
+                self._publisher.forget(piece)
+                # Once for all its pieces.
+                if bucket is not None and self._tasks.pop(bucket, None) is not None:
+                    self._memory.give_back(bucket)
+            member.pieces.clear()
+
     @torch.no_grad()
     def refresh_masters(self, members: Iterable[Member]) -> None:
         """Make the masters of `members` from the parameters as they are, through staging."""

@@ -17,6 +17,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -121,9 +122,15 @@ class DeadlineWorkers:
             )
             for _ in range(threads)
         ]
-        for thread in self._threads:
-            thread.start()
-        ready.wait()
+        try:
+            for thread in self._threads:
+                thread.start()
+            ready.wait()
+        except BaseException:
+            # Threads that have been started end again.
+            self._queue.close()
+            ready.abort()
+            raise
         _open.add(self)
         weakref.finalize(self, self._queue.close).atexit = False
         # A thread's own setting also becomes the default of threads born later: put that back.
@@ -241,7 +248,8 @@ def _work(owner: weakref.ref[DeadlineWorkers], queue: _Queue, ready: threading.B
     # A thread takes over the process's setting when it first asks, so it asks before it sets its own.
     torch.get_num_threads()
     torch.set_num_threads(1)
-    ready.wait()
+    with suppress(threading.BrokenBarrierError):
+        ready.wait()
     while (job := queue.take()) is not None:
         lost, workers = False, owner()
         try:

@@ -1,0 +1,99 @@
+"""An optimizer whose construction, or whose new group, fails leaves nothing: the same call then works."""
+
+import gc
+import threading
+
+import pytest
+import torch
+from injector import Fault, Injector, some_kind
+from judge import train, undisturbed
+from settings import Setting, Trainee, differing, settings, shuffled
+
+from reference_impl.device import Device
+from reference_impl.memory.host import host_book
+
+# One of each share, of all three, and of the wrapper; attached.
+WANTED = (
+    "hybrid(backward_overlap=gradients, max_grad_norm=0.5, offload_fraction=1.0",
+    "hybrid(backward_overlap=update, max_grad_norm=None, split=(0.3, 0.4, 0.3)",
+    "hybrid(backward_overlap=nothing, max_grad_norm=0.5, moments_dtype=torch.bfloat16, split=(0.2",
+    "states(fraction=0.5, max_grad_norm=0.5)",
+)
+CHOSEN = [
+    next(s for s in settings() if str(s).startswith(start) and s.attached and s.loop == "plain")
+    for start in WANTED
+]
+FAULTS_EACH = 12
+
+
+def threads():
+    return sum(thread.name == "offload-update" and thread.is_alive() for thread in threading.enumerate())
+
+
+def hooks(trainee: Trainee) -> int:
+    on_params = sum(len(p._post_accumulate_grad_hooks or ()) for p in trainee.model.parameters())
+    return on_params + sum(
+        len(m._forward_pre_hooks) + len(m._state_dict_pre_hooks) for m in trainee.model.modules()
+    )
+
+
+def faults(setting: Setting) -> list[Fault]:
+    """Return some of what may fail while an optimizer is built."""
+    counting = Injector()
+    with counting.installed(Device.of("cpu")):
+        trainee = Trainee(setting, lambda _: None)
+    trainee.optimizer.close()
+    random = shuffled(7)
+    listed = [
+        (moment, nth)
+        for moment, count in sorted(counting.visits.items())
+        for nth in range(1, count + 1)
+        # The model is made and seeded there, too.
+        if moment.seam != "operator" or nth > 40
+    ]
+    return [Fault(m, nth, some_kind(random, m.seam)) for m, nth in random.sample(listed, FAULTS_EACH)]
+
+
+def remember(patched: pytest.MonkeyPatch, made: list[Trainee]) -> None:
+    """Add each trainee to `made` before its optimizer is made."""
+    real = Trainee._optimizer
+    patched.setattr(Trainee, "_optimizer", lambda self: (made.append(self), real(self))[1])
+
+
+@pytest.mark.parametrize("setting", CHOSEN, ids=str)
+def test_a_constructor_that_fails_leaves_nothing(setting, monkeypatch):
+    wanted = undisturbed(setting, None)
+    for fault in faults(setting):
+        if fault.kind == "device_lost":
+            continue
+        gc.collect()
+        before = (host_book.reserved_bytes, host_book.live_bytes, threads())
+        made: list[Trainee] = []
+        with monkeypatch.context() as patched:
+            # The optimizer of the failed construction is dropped with its error, the model is not.
+            remember(patched, made)
+            injector = Injector(fault)
+            try:
+                with injector.installed(Device.of("cpu")):
+                    Trainee(setting, lambda _: None).optimizer.close()
+            except (torch.OutOfMemoryError, MemoryError):
+                pass
+        if not made:
+            continue
+        trainee = made[0]
+        own = hooks(trainee)
+        retried = Injector()
+        with retried.installed(Device.of("cpu")):
+            trainee.optimizer = trainee._optimizer()
+            trainee.optimizer.attach(trainee.model)
+            trainee.scaler, trainee.average = torch.amp.GradScaler("cpu", enabled=False), None
+            train(trainee, retried, 0)
+        assert differing(trainee.snapshot(), wanted) == [], str(fault)
+        trainee.optimizer.close()
+        # Two are the model's own.
+        assert hooks(trainee) == 2, str(fault)
+        assert own == 2, f"{fault}: a hook of the failed optimizer stays"
+        made.clear()
+        del trainee
+        gc.collect()
+        assert (host_book.reserved_bytes, host_book.live_bytes, threads()) == before, str(fault)
