@@ -82,7 +82,8 @@ class Shares:
         self.split = Split(*split)
         self._cpu = CpuShare(device, algorithm, options.cpu, whole_members=whole_members)
         # Copies in flight use buffers that die with this object.
-        weakref.finalize(self, device.synchronize).atexit = False
+        self._dropped = weakref.finalize(self, device.synchronize)
+        self._dropped.atexit = False
 
     def lay_out(
         self,
@@ -291,6 +292,8 @@ class Shares:
         try:
             self._cpu.close()
         finally:
+            # Closing waits itself, and has said so if the device is lost.
+            self._dropped.detach()
             if self._streamed is not None:
                 self._streamed.close()
 

@@ -84,7 +84,8 @@ class StreamedShare:
         self.moments = algorithm.moments
         self.steps: dict[Member, torch.Tensor] = {}
         # Copies in flight use buffers that die with this object.
-        weakref.finalize(self, device.synchronize).atexit = False
+        self._dropped = weakref.finalize(self, device.synchronize)
+        self._dropped.atexit = False
 
     @torch.no_grad()
     def add(self, parts: Mapping[Member, Part]) -> None:
@@ -315,6 +316,7 @@ class StreamedShare:
         try:
             self._storage.close()
         finally:
+            self._dropped.detach()
             # The views of the host's pages, and the device buffers.
             self._chunks.clear()
             self._gradients.clear()
