@@ -200,5 +200,5 @@ MUTATIONS: dict[str, Mutation] = {
     "worker-error-swallowed": Mutation(worker_error_swallowed),
     "step-counted-twice": Mutation(step_counted_twice),
     "begun-step-dropped": Mutation(begun_step_dropped, "optimizers:60:120"),
-    "interrupts-at-once": Mutation(interrupts_at_once, "signals:0:60"),
+    "interrupts-at-once": Mutation(interrupts_at_once, "signals:60:200"),
 }
