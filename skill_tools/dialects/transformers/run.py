@@ -9,11 +9,12 @@ from pathlib import PurePath
 
 from skill_tools.configs.config import Config
 from skill_tools.dialects import fields
+from skill_tools.dialects.deepspeed import mode as zero
 from skill_tools.dialects.layout import Layout, checked
 from skill_tools.dialects.parameters import lora
 from skill_tools.dialects.run import ActivationEngine, Adapter, Mode, Recompute, Run
 from skill_tools.dialects.shapes import ModelShape
-from skill_tools.dialects.sharding import Sharding, deepspeed_stage, of_deepspeed, precision_of, world_of
+from skill_tools.dialects.sharding import Sharding, precision_of, world_of
 from skill_tools.dialects.transformers import CLASS, TRL_CLASSES
 
 _NF4_BYTES = 0.53  # half a byte a weight, and a byte-sized scale for 64 weights, double-quantized or not
@@ -69,7 +70,11 @@ def current(config: Config, run: Run) -> Mode:
         engine = ActivationEngine.INPUTS if offloads else ActivationEngine.NONE
     elif offloads:
         engine, recompute = ActivationEngine.TRL, Recompute()
-    return sharding_of(config).mode._replace(activation_engine=engine, recompute=recompute)
+    if config.value("fsdp"):
+        held = Mode(offload_parameters=_fsdp_offloads(config))
+    else:
+        held = zero.mode(config, run) if _by_deepspeed(config) else Mode()
+    return held._replace(activation_engine=engine, recompute=recompute)
 
 
 def checkpoints(config: Config) -> bool:
@@ -83,17 +88,23 @@ def checkpoints(config: Config) -> bool:
 
 
 def sharding_of(config: Config) -> Sharding:
-    """Return what FSDP or DeepSpeed shares and offloads."""
+    """Return what FSDP or DeepSpeed shares."""
     words = config.value("fsdp")
     if words:
-        offloads = bool(fields.flag(config, "fsdp_config.cpu_offload")) or _names(words, "offload")
         keeps_whole = (
             _names(words, "shard_grad_op") or config.value("fsdp_config.reshard_after_forward") is False
         )
-        return Sharding(2 if keeps_whole else 3, offloads_parameters=offloads)
-    if config.value("deepspeed") or deepspeed_stage(config) is not None:
-        return of_deepspeed(config, _stage(config))
-    return Sharding()
+        return Sharding(2 if keeps_whole else 3)
+    return Sharding(_stage(config), by_deepspeed=True) if _by_deepspeed(config) else Sharding()
+
+
+def _by_deepspeed(config: Config) -> bool:
+    return bool(config.value("deepspeed")) or zero.is_used(config)
+
+
+def _fsdp_offloads(config: Config) -> bool:
+    by_section = bool(fields.flag(config, "fsdp_config.cpu_offload"))
+    return by_section or _names(config.value("fsdp"), "offload")
 
 
 def _names(words: object, word: str) -> bool:
@@ -102,7 +113,7 @@ def _names(words: object, word: str) -> bool:
 
 def _stage(config: Config) -> int:
     """Return DeepSpeed's stage; that of a file that is not here may stand in its name."""
-    stage = deepspeed_stage(config)
+    stage = zero.stage(config)
     named = config.value("deepspeed")
     if stage is None and isinstance(named, str):
         found = re.search(_STAGE_IN_A_NAME, PurePath(named).name.lower())
