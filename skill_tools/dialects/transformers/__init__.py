@@ -6,7 +6,7 @@
 """
 
 TRANSFORMERS = "transformers"
-EMBEDDED = ("deepspeed",)  # what the arguments may hold a section of
+EMBEDDED = ("accelerate", "deepspeed")  # what the arguments may hold a section of
 CLASS = "arguments_class"  # the key that holds the class of the arguments, where it is known
 LAUNCHER = "launcher"
 TRAINER_CLASSES = frozenset({"TrainingArguments", "Seq2SeqTrainingArguments"})

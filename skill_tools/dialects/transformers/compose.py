@@ -106,12 +106,23 @@ def _write_launch(draft: Draft, source: Source, folders: Sequence[Path]) -> None
     launch = found[-1]
     write_environment(draft, Command(launch.words, launch.environment), source.name)
     _write_launcher(draft, launch, source.name)
+    if launch.launcher == "accelerate":
+        _write_accelerate(draft, launch, source.name, folders)
     for recipe in _recipes(launch, folders):
         draft.take(recipe)
         _write_recipe(draft, recipe)
     if any(more in source.text for more in _PASSED_ON):
         draft.may_be_set()
     _write_options(draft, launch.words, source.name)
+
+
+def _write_accelerate(draft: Draft, launch: Launch, file: str, folders: Sequence[Path]) -> None:
+    """Write what `accelerate launch` says before the script: its file, and its options above it."""
+    from skill_tools.dialects.accelerate import section
+    from skill_tools.dialects.accelerate.launch import launch_words, write_launch
+
+    write_launch(draft, launch_words((*launch.before, launch.program, *launch.words)), file, folders)
+    section.settle(draft, folders)
 
 
 def _write_launcher(draft: Draft, launch: Launch, file: str) -> None:

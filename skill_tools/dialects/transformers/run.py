@@ -12,7 +12,7 @@ from skill_tools.dialects import fields
 from skill_tools.dialects.deepspeed import mode as zero
 from skill_tools.dialects.layout import Layout, checked
 from skill_tools.dialects.parameters import lora
-from skill_tools.dialects.run import ActivationEngine, Adapter, Mode, OptimizerEngine, Recompute, Run
+from skill_tools.dialects.run import ActivationEngine, Adapter, Mode, Recompute, Run
 from skill_tools.dialects.shapes import ModelShape
 from skill_tools.dialects.sharding import Sharding, precision_of, world_of
 from skill_tools.dialects.transformers import CLASS, TRL_CLASSES
@@ -70,7 +70,11 @@ def current(config: Config, run: Run) -> Mode:
         engine = ActivationEngine.INPUTS if offloads else ActivationEngine.NONE
     elif offloads:
         engine, recompute = ActivationEngine.TRL, Recompute()
-    return _offloads(config, run)._replace(activation_engine=engine, recompute=recompute)
+    if config.value("fsdp"):
+        held = Mode(offload_parameters=_fsdp_offloads(config))
+    else:
+        held = zero.mode(config, run) if _by_deepspeed(config) else Mode()
+    return held._replace(activation_engine=engine, recompute=recompute)
 
 
 def checkpoints(config: Config) -> bool:
@@ -91,19 +95,16 @@ def sharding_of(config: Config) -> Sharding:
             _names(words, "shard_grad_op") or config.value("fsdp_config.reshard_after_forward") is False
         )
         return Sharding(2 if keeps_whole else 3)
-    if config.value("deepspeed") or zero.stage(config) is not None:
-        return Sharding(_stage(config), by_deepspeed=True)
-    return Sharding()
+    return Sharding(_stage(config), by_deepspeed=True) if _by_deepspeed(config) else Sharding()
 
 
-def _offloads(config: Config, run: Run) -> Mode:
-    """Return what FSDP or DeepSpeed offloads."""
-    words = config.value("fsdp")
-    if not words:
-        return zero.mode(config, run)
-    if fields.flag(config, "fsdp_config.cpu_offload") or _names(words, "offload"):
-        return Mode(optimizer_engine=OptimizerEngine.DEEPSPEED, offload_parameters=True)
-    return Mode()
+def _by_deepspeed(config: Config) -> bool:
+    return bool(config.value("deepspeed")) or zero.is_used(config)
+
+
+def _fsdp_offloads(config: Config) -> bool:
+    by_section = bool(fields.flag(config, "fsdp_config.cpu_offload"))
+    return by_section or _names(config.value("fsdp"), "offload")
 
 
 def _names(words: object, word: str) -> bool:

@@ -189,3 +189,18 @@ def test_a_slip_is_told_from_a_scripts_own_argument() -> None:
         RECIPE + "gradient_acumulation_steps: 2\nuse_lora: true\nmy_own_thing: 1\n", "config.yaml"
     )
     assert [unknown.written for unknown in config.unknown] == ["gradient_acumulation_steps"]
+
+
+def test_the_file_of_the_launcher_belongs_to_the_run(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text(
+        "compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\nfsdp_config:\n  fsdp_version: 2\n"
+        "  fsdp_offload_params: true\n"
+    )
+    (tmp_path / "run.sh").write_text(
+        "accelerate launch --config_file a.yaml train.py --output_dir out --learning_rate 1e-5 --max_steps 3\n"
+    )
+    config = read([tmp_path / "run.sh"], framework="transformers")
+    assert config.framework == "transformers"
+    offload = config.settings["accelerate.fsdp_config.fsdp_offload_params"]
+    assert (offload.value, Path(offload.place.file).name) == (True, "a.yaml")
+    assert config.value("output_dir") == "out"

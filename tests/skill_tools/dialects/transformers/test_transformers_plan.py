@@ -29,12 +29,12 @@ def config_of(text: str) -> Config:
     [
         ("", Sharding()),
         ("fsdp: true\n", Sharding(3)),
-        ("fsdp: shard_grad_op offload\n", Sharding(2, offloads_parameters=True)),
+        ("fsdp: shard_grad_op offload\n", Sharding(2)),
         (
             "fsdp: true\nfsdp_config: {cpu_offload: true, reshard_after_forward: false}\n",
-            Sharding(2, offloads_parameters=True),
+            Sharding(2),
         ),
-        (ZERO3, Sharding(3, True, True, True)),
+        (ZERO3, Sharding(3, True)),
         ("deepspeed: configs/ds_zero2.json\n", Sharding(2, True)),
     ],
 )
