@@ -4,7 +4,7 @@ BIN := .venv/bin
 # Two tests at a time, each with a thread of its own for small tensors.
 WORKERS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses $(WORKERS) --dist worksteal
-AXOLOTL_RELEASES := 0.12.2 0.13.2 0.14.0 0.15.0 0.16.1 0.17.0 0.18.0 0.19.0
+AXOLOTL_RELEASES := 0.12.2 0.13.2 0.14.0 0.15.0 0.16.1 0.17.0 0.18.0 0.19.0 0.20.0 0.21.0
 
 .PHONY: setup demo test test-all test-faults check test-axolotl test-megatron lint-code render clean
 

@@ -3,7 +3,8 @@
     python tests/axolotl/fetch.py 0.18.0 0.19.0
 
 The releases themselves are not installed: their dependencies are a whole training stack, and the schemas need
-none of it. From each distribution only the package `axolotl` is unpacked. Called by `make test-axolotl`.
+none of it, nor the Python that newer releases ask for. From each distribution only the package `axolotl` is
+unpacked. Called by `make test-axolotl`.
 """
 
 import subprocess
@@ -31,7 +32,7 @@ def fetch(version: str) -> None:
     """Download one release, as a wheel or else as a source archive, and unpack its package."""
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run(
-            [*PIP, "download", "--no-deps", "--dest", folder, f"axolotl=={version}"],
+            [*PIP, "download", "--no-deps", "--ignore-requires-python", "--dest", folder, f"axolotl=={version}"],
             check=True,
         )
         (archive,) = Path(folder).iterdir()
