@@ -15,14 +15,17 @@ import zipfile
 from pathlib import Path
 
 FOLDER = Path(__file__).parents[2] / "build" / "axolotl"
-DEPENDENCIES = ["pydantic==2.12.5", "pillow"]
+# What to install, and the package by which one sees that it is there.
+DEPENDENCIES = {"pydantic==2.12.5": "pydantic", "pillow": "PIL", "addict": "addict"}
 PIP = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
 
 
 def main() -> None:
     """Fetch what is not there yet."""
-    if not (FOLDER / "dependencies").is_dir():
-        subprocess.run([*PIP, "install", "--target", str(FOLDER / "dependencies"), *DEPENDENCIES], check=True)
+    there = FOLDER / "dependencies"
+    missing = [requirement for requirement, package in DEPENDENCIES.items() if not (there / package).is_dir()]
+    if missing:
+        subprocess.run([*PIP, "install", "--target", str(there), *missing], check=True)
     for version in sys.argv[1:]:
         if not (FOLDER / version).is_dir():
             fetch(version)
