@@ -141,8 +141,6 @@ BESIDE = st.fixed_dictionaries(
         "tensor_parallel_size": st.sampled_from([1, 2]),
         "context_parallel_size": st.sampled_from([1, 2]),
         "dp_replicate_size": st.sampled_from([1, 2]),
-        "expert_parallel_size": st.sampled_from([1, 2]),
-        "expert_parallel_backend": st.sampled_from(["torch", "deep_ep"]),
         "lora_mlp_kernel": SWITCH,
         "lora_qkv_kernel": SWITCH,
         "lora_o_kernel": SWITCH,
@@ -159,6 +157,15 @@ BESIDE = st.fixed_dictionaries(
     },
 )
 BESIDE_SELDOM = st.one_of(st.just({}), st.just({}), BESIDE)
+
+# The backend is always there: `auto` asks what is installed.
+EXPERTS = st.sampled_from(
+    [{}] * 4
+    + [
+        {"expert_parallel_size": size, "expert_parallel_backend": backend}
+        for size, backend in ((1, "torch"), (2, "torch"), (2, "torch"), (2, "deep_ep"))
+    ]
+)
 
 RELORA = st.sampled_from([{}, {}, {}, {"relora": True, "jagged_restart_steps": 10, "adapter": "lora"}])
 
@@ -212,7 +219,7 @@ def sparse(draw: st.DrawFn) -> dict[str, Any]:
 
 def configurations() -> SearchStrategy[dict[str, Any]]:
     """Draw a whole configuration: a sparse one, or each part on its own, so that every pair of keys meets."""
-    parts = st.tuples(OFFLOADING, RELORA, ADAPTERS, TRAINERS, SHARDING, BESIDE_SELDOM)
+    parts = st.tuples(OFFLOADING, RELORA, ADAPTERS, TRAINERS, SHARDING, BESIDE_SELDOM, EXPERTS)
     return st.one_of(
         sparse(),
         parts.map(
