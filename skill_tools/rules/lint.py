@@ -14,7 +14,7 @@ from skill_tools.rules.knowledge import Rule, load_rules
 from skill_tools.rules.messages import describe, from_rule, observed_keys, place_of
 from skill_tools.rules.operations import UNKNOWN
 from skill_tools.rules.values import Scope
-from skill_tools.rules.versions import Standing, resolve, standing, unstated_branch
+from skill_tools.rules.versions import Standing, holds_today, resolve, standing, unstated_branch
 
 _ORDER = {Severity.ERROR: 0, Severity.WARNING: 1, Severity.INFO: 2}
 _ONE_STEP_LOWER = {Severity.ERROR: Severity.WARNING}
@@ -32,11 +32,13 @@ def lint(
 
     `versions` maps distribution names to the releases that the user states; they win over what the config
     itself says. Where a rule depends on a release that nobody stated, its finding is one step less severe
-    and says so. `with_diffs` also works out what each fix would change, which costs more than the lint.
+    and says so, and only a note where today's releases are not among them. The same where nobody set a key whose default
+    is the fault: a recipe that is not seen may set it. `with_diffs` also works out what each fix would change, which costs more than the lint.
     """
     rules = load_rules() if rules is None else rules
     keys = load_keys() if keys is None else keys
     scope = Scope(config, keys, resolve(config.versions, versions or {}))
+    as_written = Scope(config, keys, scope.versions, as_written=True)
     findings = list(input_checks.check(config, rules, keys))
     undecided = []
     dialects = config.dialects()
@@ -51,12 +53,17 @@ def lint(
         applies, depends_on = standing(rule.versions, scope.versions, conditional=rule.conditional)
         if applies is Standing.ABSENT:
             continue
+        unless: tuple[str, ...] = ()
         if answer is UNKNOWN:
-            undecided.append(Undecided(rule.id, rule.title, observed_keys(missing)))
-        elif depends_on and (branch := unstated_branch(rule.versions, scope.versions)):
+            unless = scope.left_open(observed_keys(missing))
+            if not unless or rule.severity is Severity.INFO or rule.condition.holds(as_written) is not True:
+                if scope.touches(rule.condition.names):
+                    undecided.append(Undecided(rule.id, rule.title, observed_keys(missing)))
+                continue
+        if depends_on and (branch := unstated_branch(rule.versions, scope.versions)):
             undecided.append(Undecided(rule.id, rule.title, (branch,)))
         else:
-            findings.append(_finding(rule, scope, depends_on))
+            findings.append(_finding(rule, as_written if unless else scope, depends_on, unless))
     if with_diffs:
         by_id = {rule.id: rule for rule in rules}
         findings = [_with_diff(finding, config, by_id, keys) for finding in findings]
@@ -81,13 +88,17 @@ def in_order(findings: Sequence[Finding]) -> tuple[Finding, ...]:
     )
 
 
-def _finding(rule: Rule, scope: Scope, depends_on: tuple[str, ...]) -> Finding:
+def _finding(rule: Rule, scope: Scope, depends_on: tuple[str, ...], unless: tuple[str, ...]) -> Finding:
     keys = observed_keys(rule.condition.deciding_names(scope))
     place = place_of(keys, scope.config)
     finding = from_rule(rule, message=f"{rule.message}: {describe(keys, scope, place)}", place=place)
     observed = {key: scope.versions.get(key, scope[key]) for key in keys}
-    severity = _ONE_STEP_LOWER.get(rule.severity, Severity.INFO) if depends_on else rule.severity
-    return finding._replace(observed=observed, severity=severity, depends_on=depends_on)
+    severity = rule.severity
+    for _ in filter(None, (depends_on, unless)):
+        severity = _ONE_STEP_LOWER.get(severity, Severity.INFO)
+    if depends_on and not holds_today(rule.conditional):
+        severity = Severity.INFO
+    return finding._replace(observed=observed, severity=severity, depends_on=depends_on, unless=unless)
 
 
 def _with_diff(
