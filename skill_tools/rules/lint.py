@@ -56,7 +56,8 @@ def lint(
         unless: tuple[str, ...] = ()
         if answer is UNKNOWN:
             unless = scope.left_open(observed_keys(missing))
-            if not unless or rule.severity is Severity.INFO or rule.condition.holds(as_written) is not True:
+            # Two defaults that would have to be left alone together are a guess, not a finding.
+            if len(unless) != 1 or rule.severity is Severity.INFO or rule.condition.holds(as_written) is not True:
                 if scope.touches(rule.condition.names):
                     undecided.append(Undecided(rule.id, rule.title, observed_keys(missing)))
                 continue
@@ -93,9 +94,7 @@ def _finding(rule: Rule, scope: Scope, depends_on: tuple[str, ...], unless: tupl
     place = place_of(keys, scope.config)
     finding = from_rule(rule, message=f"{rule.message}: {describe(keys, scope, place)}", place=place)
     observed = {key: scope.versions.get(key, scope[key]) for key in keys}
-    severity = rule.severity
-    for _ in filter(None, (depends_on, unless)):
-        severity = _ONE_STEP_LOWER.get(severity, Severity.INFO)
+    severity = _ONE_STEP_LOWER.get(rule.severity, Severity.INFO) if depends_on or unless else rule.severity
     if depends_on and not holds_today(rule.conditional):
         severity = Severity.INFO
     return finding._replace(observed=observed, severity=severity, depends_on=depends_on, unless=unless)

@@ -76,8 +76,11 @@ class Scope(dict[str, object]):
     def touches(self, names: Iterable[str]) -> bool:
         """Return whether the input says anything about one of `names`; a rule of which it says nothing is not open."""
         keys = set(map(key_of, names))
-        config = self.config
-        return not keys.isdisjoint({*config.settings, *self._unreadable, *config.maybe_set, *self.versions})
+        return not (
+            keys.isdisjoint(self.config.settings)
+            and keys.isdisjoint(self._unreadable)
+            and keys.isdisjoint(self.versions)
+        )
 
     def left_open(self, names: Iterable[str]) -> tuple[str, ...]:
         """Return the keys among `names` that are set nowhere here, and that a recipe or an environment may set."""
