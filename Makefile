@@ -6,7 +6,7 @@ WORKERS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses $(WORKERS) --dist worksteal
 AXOLOTL_RELEASES := 0.12.2 0.13.2 0.14.0 0.15.0 0.16.1 0.17.0 0.18.0 0.19.0 0.20.0 0.21.0
 
-.PHONY: setup demo test test-all test-faults check test-axolotl test-megatron lint-code render clean
+.PHONY: setup demo test test-all test-faults check test-axolotl test-megatron test-mutations lint-code render clean
 
 setup: .venv/.ready
 
@@ -51,6 +51,12 @@ CONFIGURATIONS ?= 10000
 test-megatron: setup
 	$(BIN)/python tests/megatron/fetch.py $(MEGATRON)
 	$(BIN)/python tests/megatron/judge.py --configurations $(CONFIGURATIONS)
+
+# Are slips noticed? 40 rules taken away and 60 conditions changed, one at a time.
+SEED ?= 1
+
+test-mutations: setup
+	$(BIN)/python tests/judges/mutations.py --removed 40 --changed 60 --seed $(SEED)
 
 render: setup
 	$(BIN)/offload card render
