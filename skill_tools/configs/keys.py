@@ -17,7 +17,8 @@ class Key(NamedTuple):
     """One key of `keys.yaml`; the fields are described in docs/design.md.
 
     `default` maps a framework to a value, or to a list of `{versions, value}` where it changed. `negatives` are
-    flags that set the key to false. Inputs of the frameworks in `outside` never show the key: it is set elsewhere. `implies` maps a value of the key to the fields that it stands for.
+    flags that set the key to false. Inputs of the frameworks in `outside` never show the key: it is set elsewhere.
+    `implies` maps a value of the key to the fields that it stands for.
     """
 
     name: str

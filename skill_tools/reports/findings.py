@@ -80,9 +80,12 @@ def _folded(findings: Sequence[Finding]) -> list[tuple[Finding, int]]:
 
 def _finding_line(finding: Finding, others: int) -> str:
     more = f" [and in {_plural(others, 'more input')}]" if others else ""
-    unless = f" [unless the recipe or its environment sets {', '.join(finding.unless)}]" if finding.unless else ""
+    unless = (
+        f" [unless the recipe or its environment sets {', '.join(finding.unless)}]" if finding.unless else ""
+    )
     depends = f" [depends on {', '.join(finding.depends_on)}]" if finding.depends_on else ""
-    return f"{finding.place} {finding.severity} {finding.rule} {finding.message}{unless}{depends}{more} → {finding.next}"
+    said = f"{finding.message}{unless}{depends}{more}"
+    return f"{finding.place} {finding.severity} {finding.rule} {said} → {finding.next}"
 
 
 def _summary(report: Report) -> str:

@@ -31,9 +31,10 @@ def lint(
     """Hold `config` to `rules` (default: all that are known) and return what it breaks and what stays open.
 
     `versions` maps distribution names to the releases that the user states; they win over what the config
-    itself says. Where a rule depends on a release that nobody stated, its finding is one step less severe
-    and says so, and only a note where today's releases are not among them. The same where nobody set a key whose default
-    is the fault: a recipe that is not seen may set it. `with_diffs` also works out what each fix would change, which costs more than the lint.
+    itself says. Where a rule depends on a release that nobody stated, its finding is one step less severe and
+    says so; it is only a note where today's releases are not among them. The same step where the default of one
+    key is the fault and a recipe that is not seen may set it. `with_diffs` also works out what each fix would
+    change, which costs more than the lint.
     """
     rules = load_rules() if rules is None else rules
     keys = load_keys() if keys is None else keys
@@ -57,7 +58,11 @@ def lint(
         if answer is UNKNOWN:
             unless = scope.left_open(observed_keys(missing))
             # Two defaults that would have to be left alone together are a guess, not a finding.
-            if len(unless) != 1 or rule.severity is Severity.INFO or rule.condition.holds(as_written) is not True:
+            if (
+                len(unless) != 1
+                or rule.severity is Severity.INFO
+                or rule.condition.holds(as_written) is not True
+            ):
                 if scope.touches(rule.condition.names):
                     undecided.append(Undecided(rule.id, rule.title, observed_keys(missing)))
                 continue

@@ -44,7 +44,7 @@ def any_inside(parts: object, wholes: object) -> bool:
 
 
 def last_part(entries: object, names: object) -> bool:
-    """Return whether an entry's part after its last dot is one of `names`; either may be a pattern with `*`, `?` or `[`.
+    """Return whether an entry's part after its last dot is one of `names`; either may be a pattern (`*`, `?`, `[`).
 
     Axolotl scopes selective checkpointing by such entries: `layers.0`, `self_attn.o_proj`, `*_proj`.
     """

@@ -37,7 +37,12 @@ class Scope(dict[str, object]):
     """
 
     def __init__(
-        self, config: Config, keys: Mapping[str, Key], versions: Mapping[str, str], *, as_written: bool = False
+        self,
+        config: Config,
+        keys: Mapping[str, Key],
+        versions: Mapping[str, str],
+        *,
+        as_written: bool = False,
     ) -> None:
         super().__init__()
         self.config = config
@@ -84,7 +89,9 @@ class Scope(dict[str, object]):
 
     def left_open(self, names: Iterable[str]) -> tuple[str, ...]:
         """Return the keys among `names` that are set nowhere here, and that a recipe or an environment may set."""
-        return tuple(name for name in names if name not in self.config.settings and self._left_to_recipe(name))
+        return tuple(
+            name for name in names if name not in self.config.settings and self._left_to_recipe(name)
+        )
 
     def _left_to_recipe(self, key: str) -> bool:
         if self._as_written or key not in self.known_keys:

@@ -35,7 +35,15 @@ def fetch(version: str) -> None:
     """Download one release, as a wheel or else as a source archive, and unpack its package."""
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run(
-            [*PIP, "download", "--no-deps", "--ignore-requires-python", "--dest", folder, f"axolotl=={version}"],
+            [
+                *PIP,
+                "download",
+                "--no-deps",
+                "--ignore-requires-python",
+                "--dest",
+                folder,
+                f"axolotl=={version}",
+            ],
             check=True,
         )
         (archive,) = Path(folder).iterdir()

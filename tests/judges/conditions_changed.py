@@ -1,7 +1,7 @@
 """What may go wrong with a condition when somebody edits it: each small change of its tree, one at a time.
 
-A change drops a term of an `and` or `or`, flips an operator, negates a key, moves a number by one, or drops an element of
-a list. Trees are those of `skill_tools.rules.grammar`.
+A change drops a term of an `and` or `or`, flips an operator, negates a key, moves a number by one, or drops an
+element of a list. Trees are those of `skill_tools.rules.grammar`.
 """
 
 from collections.abc import Iterator
@@ -34,7 +34,10 @@ def changes(tree: Tree) -> Iterator[Change]:
     if kind in ("and", "or", "list") and len(parts) > 1:
         for index in range(len(parts)):
             left = [*parts[:index], *parts[index + 1 :]]
-            yield f"without {brief(parts[index])}", left[0] if kind != "list" and len(left) == 1 else [kind, *left]
+            yield (
+                f"without {brief(parts[index])}",
+                left[0] if kind != "list" and len(left) == 1 else [kind, *left],
+            )
     for index, part in enumerate(parts):
         if not isinstance(part, list):
             continue

@@ -4,9 +4,9 @@
     python tests/judges/mutations.py --all
 
 A change is noticed by the rule's examples (the bad one is found, the good one is not) or by its recorded variations
-(`variations.json`); a rule that is taken away by its record, and by the judge of a released framework, which knows every
-text that the release may raise and no rule has to have (`test_against_schema.py`, `megatron/judge.py`). Equivalent changes,
-which no value can tell apart, are counted apart: they are those that no row of `variations.candidates` shows.
+(`variations.json`); a rule that is taken away by its record, and by the judge of a released framework, to which a text
+that no rule has is a disagreement (`megatron/judge.py`). Changes that no row of `variations.candidates` tells from the
+condition mean the same and are left out.
 """
 
 import argparse

@@ -33,6 +33,15 @@ def test_every_condition_is_recorded() -> None:
 
 @pytest.mark.slow
 def test_a_sample_of_slips_is_noticed() -> None:
-    command = [sys.executable, str(HERE / "mutations.py"), "--removed", "10", "--changed", "20", "--seed", "3"]
+    command = [
+        sys.executable,
+        str(HERE / "mutations.py"),
+        "--removed",
+        "10",
+        "--changed",
+        "20",
+        "--seed",
+        "3",
+    ]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout + result.stderr

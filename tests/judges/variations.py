@@ -4,7 +4,7 @@
     python tests/judges/variations.py RULE ..    record these rules again, after their new verdicts were read
 
 `variations.json` has, for each rule, the values that its bad example gives to the names of the condition, and rows of
-changed values with the verdict. The rows are few: each tells the condition from a change that `conditions_changed` makes.
+changed values with the verdict. The rows are few: each tells the condition from a change of `conditions_changed`.
 A recorded verdict is no proof that the rule is right; that is what the judges of released frameworks are for.
 """
 
@@ -18,8 +18,8 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1])]
 
-from conditions_changed import constants, leaves  # noqa: E402
 from conditions_changed import changes as changes_of  # noqa: E402
+from conditions_changed import constants, leaves  # noqa: E402
 
 from skill_tools.configs.keys import load_keys_yaml  # noqa: E402
 from skill_tools.configs.source import Source  # noqa: E402
