@@ -6,7 +6,7 @@ WORKERS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses $(WORKERS) --dist worksteal
 AXOLOTL_RELEASES := 0.12.2 0.13.2 0.14.0 0.15.0 0.16.1 0.17.0 0.18.0 0.19.0 0.20.0 0.21.0
 
-.PHONY: setup demo test test-all test-faults check test-axolotl test-megatron test-mutations lint-code render clean
+.PHONY: setup demo test test-all test-faults check test-axolotl test-megatron test-deepspeed test-mutations lint-code render clean
 
 setup: .venv/.ready
 
@@ -57,6 +57,14 @@ SEED ?= 1
 
 test-mutations: setup
 	$(BIN)/python tests/judges/mutations.py --removed 40 --changed 60 --seed $(SEED)
+
+# DeepSpeed's own configuration classes judge our rules, each release in a process of its own.
+DEEPSPEED ?= 0.17.0 0.17.6 0.18.3 0.18.9 0.19.4 0.19.5 0.19.7 0.19.8
+DEEPSPEED_CONFIGURATIONS ?= 5000
+
+test-deepspeed: setup
+	$(BIN)/python tests/judges/deepspeed/fetch.py $(DEEPSPEED)
+	$(BIN)/python tests/judges/deepspeed/judge.py --configurations $(DEEPSPEED_CONFIGURATIONS) $(DEEPSPEED)
 
 render: setup
 	$(BIN)/offload card render

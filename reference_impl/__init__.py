@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from reference_impl.optimizers import OptimizerStateOffloader
     from reference_impl.verification.apply import apply_plan
     from reference_impl.verification.probe import probe
+    from reference_impl.verification.trace import trace
 
 __all__ = [
     "ActivationOffloader",
@@ -27,12 +28,14 @@ __all__ = [
     "Streaming",
     "apply_plan",
     "probe",
+    "trace",
 ]
 
 _LATER = {
     "OptimizerStateOffloader": "reference_impl.optimizers.state_offload",
     "apply_plan": "reference_impl.verification.apply",
     "probe": "reference_impl.verification.probe",
+    "trace": "reference_impl.verification.trace",
 }
 
 

@@ -24,6 +24,7 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
         "explain": "explain what a rule means, why it holds and what to do",
         "plan": "choose an offload for a configuration and a GPU",
         "diagnose": "find the rule behind an error in a log, and plan from it",
+        "trace": "say what memory a step of a Hugging Face model takes, without a GPU",
         "probe": "measure this machine's copies, memory, updates and disk",
         "verify": "train a small model with each mechanism and compare",
         "card": "check or render the documents of this repository",
@@ -66,6 +67,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(arguments: list[str]) -> int:
     parser = _parser(arguments)
     args = parser.parse_intermixed_args(arguments)  # options may stand between files
+    if "overrides" in args:  # argparse takes the `--` out of `--overrides=--`, and leaves an empty list
+        args.overrides = [text if isinstance(text, str) else "--" for text in args.overrides]
     run = args.run
     code: int = run(args)
     return code

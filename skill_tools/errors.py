@@ -10,7 +10,19 @@ class UnusableInput(Exception):  # noqa: N818 - it names the input, not a fault 
 
     def __init__(self, problem: str, *, expected: str, attempt: str) -> None:
         """Keep the three parts apart, so that `--format json` can print them as fields."""
-        super().__init__(f"{problem}; expected {expected}; try {attempt}")
+        super().__init__(printable(f"{problem}; expected {expected}; try {attempt}"))
         self.problem = problem
         self.expected = expected
         self.attempt = attempt
+
+
+def printable(text: str) -> str:
+    """Return `text` with everything escaped that a terminal would obey instead of showing it."""
+    if text.isprintable():
+        return text
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
+
+
+def printable_lines(text: str) -> str:
+    """Return a text of several lines, each of them `printable`."""
+    return "\n".join(map(printable, text.split("\n")))

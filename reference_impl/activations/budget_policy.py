@@ -84,14 +84,14 @@ class BudgetPolicy:
         if profiler is not None and peaks is not None and profiler.is_over and profiler.has_seen_backward:
             self._finish_profile(profiler, peaks, run)
         elif profiler is None and peaks is not None:
-            self._check_least(peaks)
+            self._check_least()
             self._begin_profile(run)
         elif profiler is not None and (profiler.is_over or profiler.is_broken):
             self._begin_profile(run)
 
-    def _check_least(self, peaks: SegmentPeaks) -> None:
+    def _check_least(self) -> None:
         """Refuse what the first step, whose times say nothing, shows by its memory to be impossible."""
-        least_bytes = max(peak for each in peaks.values() for peak in each)
+        least_bytes = self._headroom.seen_peak_bytes() or 0
         if isinstance(self._budget_bytes, int) and self._budget_bytes < least_bytes:
             raise BudgetError(budget_bytes=self._budget_bytes, least_bytes=least_bytes)
 

@@ -41,6 +41,7 @@ class MeasuredStep:
         self._movable_bytes = 0
         self._need_bytes = 0
         self.peak_bytes = 0
+        self.seen_peak_bytes = start_bytes
         self.needs: dict[Phase, list[int]] = {"forward": [], "loss": [], "backward": []}
         mark_peak(device)
 
@@ -69,7 +70,9 @@ class MeasuredStep:
 
         Between two calls nothing that is movable goes, so what was there at the start was there at the peak.
         """
-        peak = (marked_peak_bytes(self._device) or 0) - self.start_bytes - left_bytes
+        seen_bytes = marked_peak_bytes(self._device) or 0
+        self.seen_peak_bytes = max(self.seen_peak_bytes, seen_bytes)
+        peak = seen_bytes - self.start_bytes - left_bytes
         self._need_bytes = max(self._need_bytes, peak - min(self._movable_bytes, movable_bytes))
         self.peak_bytes = max(self.peak_bytes, peak)
 
@@ -127,6 +130,14 @@ class Headroom:
             return None
         start = self._measured.start_bytes
         return {phase: [start + need for need in needs] for phase, needs in self._measured.needs.items()}
+
+    def seen_peak_bytes(self) -> int | None:
+        """Return the most device bytes that the measured step had at once, or None before it is over.
+
+        Unlike `learnt_peaks` it takes nothing that the step left behind for permanent: gradients that wait for a
+        streamed update lie there when the next forward begins, and go while it runs.
+        """
+        return None if self._measured is None else self._measured.seen_peak_bytes
 
     def measure_again(self, run: Run, *, ceiling_bytes: int | None) -> None:
         """Forget what was learnt; measure `run`, which begins, and then allow up to `ceiling_bytes` in all.

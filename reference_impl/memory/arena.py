@@ -3,6 +3,8 @@
 One arena serves one mechanism. A block that comes back carries the event of the copy that last used it, and
 the next user orders its own copy behind that event on the device, so neither side waits on the host. Blocks
 of equal size are recycled first, which is what training does from its second step on.
+
+The bookkeeping is never cut in two by a signal. Slabs are made while nothing is held, because that takes long.
 """
 
 from __future__ import annotations
@@ -12,11 +14,13 @@ import threading
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 
 import torch
 
 from reference_impl.device import REACHED, Device, Event
 from reference_impl.memory.host import HostMemoryError, host_book
+from reference_impl.memory.interrupts import deferred_interrupts
 from reference_impl.memory.slab import Slab, SlabSupply
 
 ALIGNMENT_BYTES = 256
@@ -99,15 +103,15 @@ class HostArena:
 
     def reserve(self, size_bytes: int) -> None:
         """Pin one slab of `size_bytes` now, so that no step pays for it. Raises HostMemoryError."""
-        with self._lock:
-            self._grow(size_bytes)
+        while not self._grow(size_bytes):
+            pass
 
     def expect(self, sizes: Iterable[int]) -> None:
         """Prepare for blocks of these sizes, in this order, in the background; what is free already counts.
 
         A guess that is too large costs host memory, one that is too small or wrong only time.
         """
-        with self._lock:
+        with deferred_interrupts(), self._lock:
             self._take_back()
             spare = sum(block.size_bytes for block in self._free) + self._supply.ordered_bytes
             gathered = 0
@@ -131,21 +135,16 @@ class HostArena:
         size_bytes = _aligned(size_bytes)
         block: HostBlock | None = None
         try:
-            with self._lock:
-                self._take_back()
-                block = self._recycle(size_bytes) or self._carve(size_bytes)
-                if block is None:
-                    self._merge()
-                    block = self._carve(size_bytes)
-                while block is None and (slab := self._supply.take()) is not None:
-                    self._add(slab)
-                    block = self._carve(size_bytes)
-                if block is None:
+            while True:
+                with deferred_interrupts(), self._lock:
+                    block = self._find(size_bytes)
+                    ordered = self._supply.take() if block is None else None
+                if block is not None:
+                    return block
+                if ordered is None:
                     self._grow(max(size_bytes, self._next_slab_bytes()))
-                    block = self._carve(size_bytes)
-                assert block is not None
-                self._live.add(size_bytes)
-            return block
+                elif (slab := self._supply.made(ordered)) is not None:
+                    self._add(slab)
         except BaseException:
             # An interrupt on the way out: nobody else would give the block back.
             if block is not None:
@@ -159,28 +158,43 @@ class HostArena:
         the lock may be the very call that the garbage collector interrupted.
         """
         block.ready = after
+        # At once: from here on it is back, whatever happens.
         self._returned.append(block)
-        if self._lock.acquire(blocking=False):
-            try:
-                self._take_back()
-            finally:
-                self._lock.release()
+        with deferred_interrupts():
+            if self._lock.acquire(blocking=False):
+                try:
+                    self._take_back()
+                finally:
+                    self._lock.release()
 
     def close(self) -> None:
         """Wait for copies in flight and unlock all slabs. Calling it again does nothing."""
-        try:
-            self._device.synchronize()
-        finally:
+        with ExitStack() as last:
             # Also where the device is gone: then no copy is in flight.
-            with self._lock:
-                self._take_back()
-                self._supply.close()
-                for slab in self._slabs:
-                    slab.close()
-                self._slabs.clear()
-                self._free.clear()
-                self._recycled.clear()
-                self._live.drop()
+            last.callback(self._drop_all)
+            last.callback(self._supply.close)
+            self._device.synchronize()
+
+    def _drop_all(self) -> None:
+        with deferred_interrupts(), self._lock:
+            self._take_back()
+            for slab in self._slabs:
+                slab.close()
+            self._slabs.clear()
+            self._free.clear()
+            self._recycled.clear()
+            self._live.drop()
+
+    def _find(self, size_bytes: int) -> HostBlock | None:
+        """Hand out a block of the slabs that there are."""
+        self._take_back()
+        block = self._recycle(size_bytes) or self._carve(size_bytes)
+        if block is None:
+            self._merge()
+            block = self._carve(size_bytes)
+        if block is not None:
+            self._live.add(size_bytes)
+        return block
 
     def _take_back(self) -> None:
         while self._returned:
@@ -230,19 +244,24 @@ class HostArena:
             return 0
         return min(self._slab_bytes, max(self.reserved_bytes, _FIRST_SLAB_BYTES))
 
-    def _grow(self, size_bytes: int) -> None:
-        if self._limit_bytes is not None:
-            if size_bytes > self._limit_bytes - self.reserved_bytes:
+    def _grow(self, size_bytes: int) -> bool:
+        """Make a slab of `size_bytes`; False when another thread's came first. Raises HostMemoryError."""
+        with deferred_interrupts(), self._lock:
+            left_bytes = self._left_bytes
+            if left_bytes is not None and size_bytes > left_bytes:
                 self._drop_unused()
-            left_bytes = self._limit_bytes - self.reserved_bytes
-            if size_bytes > left_bytes:
+                left_bytes = self._left_bytes
+            if left_bytes is not None and size_bytes > left_bytes:
                 raise HostMemoryError(
                     needed_bytes=size_bytes, available_bytes=left_bytes, remedy=self._remedy
                 )
-        most_bytes = None if self._limit_bytes is None else self._limit_bytes - self.reserved_bytes
-        self._add(
-            Slab(self._device, size_bytes, remedy=self._remedy, pinned=self._pinned, most_bytes=most_bytes)
+        return self._add(
+            Slab(self._device, size_bytes, remedy=self._remedy, pinned=self._pinned, most_bytes=left_bytes)
         )
+
+    @property
+    def _left_bytes(self) -> int | None:
+        return None if self._limit_bytes is None else self._limit_bytes - self.reserved_bytes
 
     def _drop_unused(self) -> None:
         """Unlock slabs of which nothing is handed out, as a wrong guess leaves them."""
@@ -252,17 +271,23 @@ class HostArena:
             block.slab.close()
 
     def _order(self, size_bytes: int) -> None:
-        if self._limit_bytes is None:
+        left_bytes = self._left_bytes
+        if left_bytes is None:
             self._supply.order(size_bytes)
-            return
-        left_bytes = self._limit_bytes - self.reserved_bytes - self._supply.ordered_bytes
-        if size_bytes <= left_bytes:
+        elif size_bytes <= left_bytes - self._supply.ordered_bytes:
             # As ordered: a slab that is rounded up would not leave room for those that are ordered next.
             self._supply.order(size_bytes, most_bytes=size_bytes)
 
-    def _add(self, slab: Slab) -> None:
-        self._slabs.append(slab)
-        self._free.append(HostBlock(slab, 0, slab.size_bytes))
+    def _add(self, slab: Slab) -> bool:
+        """Take a new slab, unless another thread's has used up the limit meanwhile; return whether it is taken."""
+        with deferred_interrupts(), self._lock:
+            left_bytes = self._left_bytes
+            if left_bytes is not None and slab.size_bytes > left_bytes:
+                slab.close()
+                return False
+            self._slabs.append(slab)
+            self._free.append(HostBlock(slab, 0, slab.size_bytes))
+            return True
 
 
 def _aligned(size_bytes: int) -> int:

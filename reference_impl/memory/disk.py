@@ -26,9 +26,10 @@ from reference_impl.device import REACHED, Device, Event
 from reference_impl.memory.arena import HostArena, HostBlock
 from reference_impl.memory.closing import undo_all
 from reference_impl.memory.host import HostMemoryError
+from reference_impl.memory.interrupts import deferred_interrupts
 from reference_impl.memory.spill_file import PAGE_BYTES, SpillFile
 from reference_impl.memory.tiers import HostTier, StoredBytes
-from reference_impl.memory.worker import Worker
+from reference_impl.memory.worker import Worker, is_done
 
 _STAGING_BYTES = 2 * 2**30
 # A disk that needs longer for one storage is gone.
@@ -109,7 +110,6 @@ class DiskTier:
             block = self.wait_for_staging(size_bytes, unless=self._raise_failure)
             try:
                 stored = DiskBytes(self, block, offset, size_bytes, source, after)
-                self._last_write = stored.start_writing()
             except BaseException:
                 # Nobody knows how far the copy has come.
                 with suppress(Exception):
@@ -118,6 +118,13 @@ class DiskTier:
                 raise
         except BaseException:
             self.file.free(offset, size_bytes)
+            raise
+        try:
+            with deferred_interrupts():
+                self._last_write = stored.start_writing()
+        except BaseException:
+            # The thread may be writing already: what it uses comes back behind it.
+            stored.release()
             raise
         return stored
 
@@ -131,7 +138,8 @@ class DiskTier:
         while True:
             unless()
             self.sweep()
-            is_writing = self._last_write is not None and not self._last_write.done() and self.writer.is_alive
+            write = self._last_write
+            is_writing = write is not None and not is_done(write) and self.writer.is_alive
             try:
                 return self.staging.allocate(size_bytes)
             except HostMemoryError:
@@ -145,7 +153,7 @@ class DiskTier:
                     hopeless_since = now
                 elif now > hopeless_since + _OTHERS_TURN_S:
                     raise
-            with self._freed:
+            with deferred_interrupts(), self._freed:
                 self._freed.wait(0.01)
 
     def try_staging(self, size_bytes: int) -> HostBlock | None:
@@ -159,9 +167,10 @@ class DiskTier:
 
     def free_staging(self, block: HostBlock, *, after: Event) -> None:
         """Take a block back; its next user comes behind `after`."""
-        self.staging.free(block, after=after)
-        with self._freed:
-            self._freed.notify_all()
+        with deferred_interrupts():
+            self.staging.free(block, after=after)
+            with self._freed:
+                self._freed.notify_all()
 
     def fail(self, error: BaseException) -> None:
         """Remember an error of a thread for the next call of `store`."""
@@ -173,7 +182,7 @@ class DiskTier:
 
     def sweep(self) -> None:
         """Take back what was released and no thread uses."""
-        with self._freed:
+        with deferred_interrupts(), self._freed:
             for _ in range(len(self._released)):
                 stored = self._released.popleft()
                 if not stored.give_back():
@@ -228,10 +237,14 @@ class DiskBytes:
 
     def prepare(self) -> None:
         """Queue the read when staging memory is free; does nothing while the bytes still are in memory."""
-        with self._lock:
+        with deferred_interrupts(), self._lock:
             self._is_wanted = True
             if self._block is None and (block := self._tier.try_staging(self._padded_bytes)) is not None:
-                self._start_reading(block)
+                try:
+                    self._start_reading(block)
+                except BaseException:
+                    self._tier.free_staging(block, after=block.ready)
+                    raise
 
     def load(self, target: torch.Tensor) -> Event:
         """Start the H2D copy once the bytes are in memory, which this waits for. Raises DiskError.
@@ -242,7 +255,7 @@ class DiskBytes:
         block = self._in_memory()
         host = block.view(torch.uint8, (self._size_bytes,))
         loaded = self._tier.device.copy_in(target, host, after=(self._tier.device.record(), self._last_copy))
-        with self._lock:
+        with deferred_interrupts(), self._lock:
             self._last_copy = loaded
             self._is_wanted = False
             self._free_staging()
@@ -250,9 +263,10 @@ class DiskBytes:
 
     def release(self) -> None:
         """Let the tier's next sweep take everything back. Calling it again does nothing."""
-        if not self._is_released:
-            self._is_released = True
-            self._tier.take_back_later(self)
+        with deferred_interrupts():
+            if not self._is_released:
+                self._is_released = True
+                self._tier.take_back_later(self)
 
     def give_back(self) -> bool:
         """Give the extent and the staging block back if no thread uses them; return whether that was so."""
@@ -268,11 +282,21 @@ class DiskBytes:
 
     def _in_memory(self) -> HostBlock:
         """Return the block with the bytes; raises what reading them has raised, and gives the block back then."""
-        with self._lock:
+        with deferred_interrupts(), self._lock:
             self._is_wanted = True
-            if self._block is None:
-                self._start_reading(self._tier.wait_for_staging(self._padded_bytes))
-            reading, block = self._reading, self._block
+            is_missing = self._block is None
+        staging: HostBlock | None = None
+        try:
+            if is_missing:
+                staging = self._tier.wait_for_staging(self._padded_bytes)
+            with deferred_interrupts(), self._lock:
+                if staging is not None and self._block is None:
+                    self._start_reading(staging)
+                    staging = None
+                reading, block = self._reading, self._block
+        finally:
+            if staging is not None:
+                self._tier.free_staging(staging, after=staging.ready)
         assert block is not None
         if reading is None:
             return block
@@ -280,19 +304,15 @@ class DiskBytes:
             self._tier.reader.wait(reading, deadline_s=_DEADLINE_S)
         except BaseException:
             # Of an interrupted wait the thread still fills the block.
-            if reading.done():
-                with self._lock:
+            with deferred_interrupts(), self._lock:
+                if is_done(reading):
                     self._block, self._reading, self._is_wanted = None, None, False
-                    self._tier.free_staging(block, after=REACHED)
+                    self._tier.free_staging(block, after=block.ready)
             raise
         return block
 
     def _start_reading(self, block: HostBlock) -> None:
-        try:
-            reading = self._tier.reader.submit(functools.partial(self._read, block))
-        except BaseException:
-            self._tier.free_staging(block, after=REACHED)
-            raise
+        reading = self._tier.reader.submit(functools.partial(self._read, block))
         # Together: a block without its reading would pass for the bytes.
         self._reading, self._block = reading, block
 
@@ -322,4 +342,4 @@ class DiskBytes:
 
     @staticmethod
     def _is_used(future: Future[None] | None, worker: Worker) -> bool:
-        return future is not None and not future.done() and worker.is_alive
+        return future is not None and not is_done(future) and worker.is_alive

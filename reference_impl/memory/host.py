@@ -10,6 +10,8 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
+from reference_impl.memory.interrupts import deferred_interrupts
+
 
 class HostMemoryError(MemoryError):
     """The host cannot hold what was asked for; raised before anything is allocated."""
@@ -35,14 +37,14 @@ class HostBook:
 
     def add(self, *, live: int = 0, reserved: int = 0) -> None:
         """Add to the counters; negative numbers take away."""
-        with self._lock:
+        with deferred_interrupts(), self._lock:
             self.live_bytes += live
             self.reserved_bytes += reserved
             self.peak_live_bytes = max(self.peak_live_bytes, self.live_bytes)
 
     def reset_peak(self) -> None:
         """Start a new peak from what is live now."""
-        with self._lock:
+        with deferred_interrupts(), self._lock:
             self.peak_live_bytes = self.live_bytes
 
 

@@ -2,7 +2,8 @@
 
 A copy stream reads a tensor that the compute stream owns. Dropping the last reference too early would let
 the allocator give its memory to the next kernel; dropping it late costs peak memory. Entries are let go when
-their event has been reached, or, beyond `limit_bytes`, after the compute stream has been told to wait for it.
+their event has been reached, or, beyond `limit_bytes`, after the compute stream has been told to wait for it. No method
+is cut in two by a signal.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import threading
 from collections import deque
 
 from reference_impl.device import Device, Event
+from reference_impl.memory.interrupts import deferred_interrupts
 
 
 class InFlight:
@@ -26,7 +28,7 @@ class InFlight:
 
     def hold(self, event: Event, references: object, size_bytes: int) -> None:
         """Keep `references` (of `size_bytes` on the device) until `event`, then let older ones go."""
-        with self._lock:
+        with deferred_interrupts(), self._lock:
             self._held.append((event, references, size_bytes))
             self.held_bytes += size_bytes
             self._drop_reached()
@@ -34,7 +36,7 @@ class InFlight:
 
     def hand_over(self, references: object) -> None:
         """Count `references` no more, since somebody else counts them now; they are kept until their event."""
-        with self._lock:
+        with deferred_interrupts(), self._lock:
             for place, (event, held, size_bytes) in enumerate(self._held):
                 if held is references:
                     # By its place: comparing entries would compare tensors.
@@ -49,12 +51,12 @@ class InFlight:
 
     def drain(self) -> None:
         """Let go of what copies have finished with; waits for nothing."""
-        with self._lock:
+        with deferred_interrupts(), self._lock:
             self._drop_reached()
 
     def trim(self, limit_bytes: int) -> None:
         """Make the live current stream wait for the oldest until at most `limit_bytes` are held."""
-        with self._lock:
+        with deferred_interrupts(), self._lock:
             self._drop_reached()
             self._trim(limit_bytes)
 

@@ -28,6 +28,8 @@ _CAUGHT = tuple(
 )
 # Only the main thread touches these.
 _depth = 0
+# How often handlers have been put back.
+_ended = 0
 _handlers: dict[int, Any] = {}
 _noted: list[tuple[int, Any]] = []
 
@@ -44,12 +46,16 @@ class deferred_interrupts:  # noqa: N801 (used like a function, as contextlib's)
             return self
         if _depth == 0:
             try:
-                # `signal.signal` makes enums of what it takes and returns, in ten times the time of this one.
-                for number in _CAUGHT:
-                    handler = _signal.getsignal(number)
-                    if callable(handler) and handler is not _note:
-                        _handlers[number] = handler
-                        _signal.signal(number, _note)
+                ended = -1
+                while ended != _ended:
+                    # Again, if a finalizer's own region has begun and ended meanwhile.
+                    ended = _ended
+                    # `signal.signal` makes enums of what it takes and returns, in ten times the time of this one.
+                    for number in _CAUGHT:
+                        handler = _signal.getsignal(number)
+                        if callable(handler) and handler is not _note:
+                            _handlers[number] = handler
+                            _signal.signal(number, _note)
             except BaseException:
                 # A signal came that was not deferred yet: the region has not begun.
                 _put_back()
@@ -76,18 +82,25 @@ class deferred_interrupts:  # noqa: N801 (used like a function, as contextlib's)
 
 def _put_back() -> None:
     """Give every signal its own handler again; raises what a handler has raised meanwhile, afterwards."""
+    global _ended
+    _ended += 1
     raised: BaseException | None = None
     while _handlers:
         try:
-            for number, handler in list(_handlers.items()):
+            # A copy, because a finalizer's own region may put them back meanwhile.
+            for number, handler in _handlers.copy().items():
                 # Somebody may have set another one inside the region; that stays.
                 if _signal.getsignal(number) is _note:
                     _signal.signal(number, handler)
-                del _handlers[number]
+                _handlers.pop(number, None)
         except BaseException as error:
             raised = raised or error
-    if raised is not None:
-        raise raised
+    try:
+        if raised is not None:
+            raise raised
+    finally:
+        # It knows this frame, and with it all that was interrupted.
+        del raised
 
 
 def _run_noted() -> None:

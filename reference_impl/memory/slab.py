@@ -18,13 +18,15 @@ import os
 import threading
 import weakref
 from collections import deque
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 
 import torch
 
 from reference_impl.device import Device
 from reference_impl.memory.host import HostMemoryError, available_bytes, host_book, host_storages
 from reference_impl.memory.interrupts import deferred_interrupts
+from reference_impl.memory.worker import result_of
 
 _HUGE_PAGE_BYTES = 2 * 2**20
 _RESERVE_BYTES = 2**30
@@ -86,11 +88,16 @@ class Slab:
         self.size_bytes = (
             rounded_bytes if most_bytes is None else max(min(rounded_bytes, most_bytes), size_bytes)
         )
-        _promises.make(self.size_bytes, remedy)
+        is_promised = False
         try:
+            with deferred_interrupts():
+                _promises.make(self.size_bytes, remedy)
+                is_promised = True
             self._map(device, pinned, touching_threads)
         finally:
-            _promises.keep(self.size_bytes)
+            if is_promised:
+                with deferred_interrupts():
+                    _promises.keep(self.size_bytes)
 
     def _map(self, device: Device, pinned: bool, touching_threads: int) -> None:
         pages = mmap.mmap(-1, self.size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -124,8 +131,9 @@ class Slab:
 
     def close(self) -> None:
         """Unlock the pages. Views handed out earlier stay readable but are pageable from then on."""
-        if (finalizer := self._finalizer.detach()) is not None:
-            _release(*finalizer[2])
+        with deferred_interrupts():
+            if (finalizer := self._finalizer.detach()) is not None:
+                _release(*finalizer[2])
 
 
 def _touch(bytes_: torch.Tensor, threads: int) -> None:
@@ -135,7 +143,11 @@ def _touch(bytes_: torch.Tensor, threads: int) -> None:
         return
     pages = -(-bytes_.numel() // _HUGE_PAGE_BYTES)
     with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(_populate, bytes_.split(-(-pages // threads) * _HUGE_PAGE_BYTES)))
+        with deferred_interrupts():
+            parts = bytes_.split(-(-pages // threads) * _HUGE_PAGE_BYTES)
+            touched = [pool.submit(_populate, part) for part in parts]
+        for each in touched:
+            result_of(each)
 
 
 def _populate(bytes_: torch.Tensor) -> None:
@@ -146,10 +158,11 @@ def _populate(bytes_: torch.Tensor) -> None:
 
 
 def _release(address: int, size_bytes: int, pinned_for: Device | None) -> None:
-    host_storages.discard(address)
-    host_book.add(reserved=-size_bytes)
-    if pinned_for is not None:
-        pinned_for.unpin(address)
+    with deferred_interrupts():
+        host_storages.discard(address)
+        host_book.add(reserved=-size_bytes)
+        if pinned_for is not None:
+            pinned_for.unpin(address)
 
 
 def _release_dropped(address: int, size_bytes: int, pinned_for: Device | None) -> None:
@@ -182,51 +195,56 @@ class SlabSupply:
 
     def order(self, size_bytes: int, *, most_bytes: int | None = None) -> None:
         """Have a slab of `size_bytes`, rounded up within `most_bytes`, made in the background."""
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(
-                TOUCHING_THREADS, "make-slab", initializer=self._device.use_in_thread
+        with deferred_interrupts():
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(
+                    TOUCHING_THREADS, "make-slab", initializer=self._device.use_in_thread
+                )
+            order = self._pool.submit(
+                Slab,
+                self._device,
+                size_bytes,
+                remedy=self._remedy,
+                pinned=self._pinned,
+                touching_threads=1,
+                most_bytes=most_bytes,
             )
-        made = self._pool.submit(
-            Slab,
-            self._device,
-            size_bytes,
-            remedy=self._remedy,
-            pinned=self._pinned,
-            touching_threads=1,
-            most_bytes=most_bytes,
-        )
-        self._orders.append((size_bytes, made))
+            self._orders.append((size_bytes, order))
 
-    def take(self) -> Slab | None:
-        """Return the slab that was ordered first, once it is made; None when there is none, or no memory for it."""
-        if not self._orders:
-            return None
-        if os.getpid() != self._process:
-            # A forked child has the orders, but not the threads that would carry them out.
-            self._orders.clear()
-            self._pool = None
-            return None
-        _, made = self._orders.popleft()
+    def take(self) -> Future[Slab] | None:
+        """Return the order that came first, for `made`; None when there is none."""
+        with deferred_interrupts():
+            if not self._orders:
+                return None
+            if os.getpid() != self._process:
+                # A forked child has the orders, but not the threads that would carry them out.
+                self._orders.clear()
+                self._pool = None
+                return None
+            _, order = self._orders.popleft()
+            if not self._orders:
+                self._stop()
+            return order
+
+    def made(self, order: Future[Slab]) -> Slab | None:
+        """Wait for a slab that was ordered; None when there is no memory for it."""
         try:
-            return made.result()
-        except (Exception, CancelledError):
+            return result_of(order)
+        except Exception:
             # An order is a guess: whoever truly needs the memory asks for it and gets the error.
             self.close()
             return None
-        finally:
-            if not self._orders:
-                self._stop()
 
     def close(self) -> None:
-        """Forget all orders. Calling it again does nothing."""
-        orders = list(self._orders)
-        self._orders.clear()
-        for _, made in orders:
-            made.cancel()
-        for _, made in orders:
-            if not made.cancelled() and made.exception() is None:
-                made.result().close()
-        self._stop()
+        """Forget all orders, and wait for the one that is being carried out. Calling it again does nothing."""
+        with deferred_interrupts():
+            orders = [order for _, order in self._orders]
+            self._orders.clear()
+            under_way = [order for order in orders if not order.cancel()]
+            self._stop()
+        for order in under_way:
+            with suppress(Exception):
+                result_of(order).close()
 
     def _stop(self) -> None:
         if self._pool is not None:

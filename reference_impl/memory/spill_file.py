@@ -25,6 +25,8 @@ from pathlib import Path
 import numpy
 import torch
 
+from reference_impl.memory.interrupts import deferred_interrupts
+
 # O_DIRECT wants addresses, offsets and lengths in multiples of the logical block; a page suits every disk.
 PAGE_BYTES = 4096
 
@@ -74,26 +76,33 @@ class SpillFile:
 
     def allocate(self, size_bytes: int) -> int:
         """Return the offset of a free extent of `size_bytes`, a multiple of the page. Raises DiskError when full."""
-        with self._lock:
-            same_size = self._free.get(size_bytes)
-            if same_size:
-                offset = same_size.pop()
-            elif self._end + size_bytes <= self._limit_bytes:
-                offset, self._end = self._end, self._end + size_bytes
-            else:
-                raise DiskError(
-                    "store",
-                    self._path,
-                    f"{size_bytes / 2**30:.2f} GiB needed, {(self._limit_bytes - self._end) / 2**30:.2f} GiB left "
-                    f"of limit_bytes={self._limit_bytes}",
-                    "try a larger limit_bytes or fewer layers",
-                )
-            self.live_bytes += size_bytes
+        offset: int | None = None
+        try:
+            with deferred_interrupts(), self._lock:
+                same_size = self._free.get(size_bytes)
+                if same_size:
+                    offset = same_size.pop()
+                elif self._end + size_bytes <= self._limit_bytes:
+                    offset, self._end = self._end, self._end + size_bytes
+                else:
+                    raise DiskError(
+                        "store",
+                        self._path,
+                        f"{size_bytes / 2**30:.2f} GiB needed, {(self._limit_bytes - self._end) / 2**30:.2f} GiB left "
+                        f"of limit_bytes={self._limit_bytes}",
+                        "try a larger limit_bytes or fewer layers",
+                    )
+                self.live_bytes += size_bytes
             return offset
+        except BaseException:
+            # An interrupt on the way out: nobody else would give the extent back.
+            if offset is not None:
+                self.free(offset, size_bytes)
+            raise
 
     def free(self, offset: int, size_bytes: int) -> None:
         """Take an extent back."""
-        with self._lock:
+        with deferred_interrupts(), self._lock:
             self._free.setdefault(size_bytes, []).append(offset)
             self.live_bytes -= size_bytes
 

@@ -13,6 +13,7 @@ import torch
 
 from reference_impl.device import Device, Event
 from reference_impl.memory.arena import HostArena
+from reference_impl.memory.interrupts import deferred_interrupts
 
 
 class StoredBytes(Protocol):
@@ -90,6 +91,7 @@ class HostBytes:
 
     def release(self) -> None:
         """Hand the block back; its next user waits for the last copy. Calling it again does nothing."""
-        if not self._is_released:
-            self._is_released = True
-            self._arena.free(self._block, after=self._block.ready)
+        with deferred_interrupts():
+            if not self._is_released:
+                self._is_released = True
+                self._arena.free(self._block, after=self._block.ready)

@@ -6,7 +6,7 @@ import gc
 import os
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from numbers import Real
 from typing import Any, Literal, get_args
 
@@ -117,9 +117,7 @@ def one_device(params: Iterable[torch.Tensor]) -> Device:
     return Device.of(devices.pop())
 
 
-def check_clipping(
-    params: Sequence[torch.Tensor], *, max_grad_norm: float | None, reduces: bool, updates_in_backward: bool
-) -> None:
+def check_clipping(*, max_grad_norm: float | None, updates_in_backward: bool) -> None:
     """Raise ValueError when exact clipping is impossible as asked."""
     if max_grad_norm is None:
         return
@@ -129,11 +127,6 @@ def check_clipping(
         raise ValueError(
             "max_grad_norm needs all gradients before the first update; expected backward_overlap 'gradients' "
             "or 'nothing' with it; try backward_overlap='gradients'"
-        )
-    if any(isinstance(param, DTensor) for param in params) and not reduces:
-        raise ValueError(
-            "max_grad_norm over sharded parameters needs the other ranks' share of the norm; expected "
-            "reduce_norm_squared; try lambda t: (dist.all_reduce(t), t)[1]"
         )
 
 
@@ -151,12 +144,13 @@ def check_model(model: nn.Module, *, moves_in_backward: bool) -> None:
         )
 
 
-def check_scaler(*, used: bool, sent: bool, overlap: str) -> None:
-    """Raise RuntimeError when a GradScaler could not see the gradients."""
-    if used and sent and overlap != "nothing":
+def check_scaler(unseen: Iterable[Member]) -> None:
+    """Raise RuntimeError when a GradScaler could not see the gradients of `unseen` members."""
+    for member in unseen:
         raise RuntimeError(
-            "GradScaler has to see gradients that have already left; expected backward_overlap='nothing' with it; "
-            "try that, or bf16 without a scaler"
+            f"GradScaler has to see the gradient of a sharded parameter of shape {tuple(member.param.shape)}, which "
+            "has already left; expected one that stays until step(); try backward_overlap='nothing', or bf16 without "
+            "a scaler"
         )
 
 
@@ -210,6 +204,15 @@ def second_gradient(member: Member) -> RuntimeError:
     )
 
 
+def replaced(param: torch.Tensor) -> RuntimeError:
+    """Return the error for a parameter that stands in a group and that the optimizer was not made with."""
+    return RuntimeError(
+        f"param_groups holds a parameter of shape {tuple(param.shape)} that has no states here; expected those that "
+        "the optimizer was made with; sharding a model afterwards replaces them, as accelerator.prepare() does with "
+        "FSDP2; try making the optimizer from the sharded model, or add_param_group()"
+    )
+
+
 def used_twice(member: Member) -> RuntimeError:
     """Return the error for a step with a gradient that the last one has used."""
     return RuntimeError(
@@ -240,6 +243,16 @@ def warn_kept_gradients() -> None:
         "gradients of sharded parameters (DTensor) stay on param.grad until step(), so that code which clips them "
         "finds them; to let them leave during backward, pass backward_overlap='gradients' and clip with max_grad_norm",
         stacklevel=3,
+    )
+
+
+def warn_accumulated() -> None:
+    """Warn that gradients stay until `step()`, since the loop adds up those of several backwards."""
+    warnings.warn(
+        "a second backward has added to gradients that had been offloaded; they came back, and from now on gradients "
+        "stay on param.grad until step(); to let them leave during the last backward of a step, put the others in "
+        "`with optimizer.accumulate():`",
+        stacklevel=2,
     )
 
 

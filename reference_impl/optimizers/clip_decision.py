@@ -7,12 +7,14 @@ Explained in docs/optimizer-offloading.md.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 
 import torch
 
 from reference_impl.device import Device, Event
 from reference_impl.memory.arena import HostArena
+from reference_impl.memory.interrupts import deferred_interrupts
 
 
 def decide(
@@ -80,19 +82,21 @@ class ClipDecision:
         # Kept alive while the copy reads it.
         self._numbers = torch.stack(numbers)
         now = device.record()
-        block = arena.allocate(self._numbers.nbytes)
-        try:
-            self._host = block.view(torch.float32, (len(numbers),))
-            self._arrival = device.copy_out(self._host, self._numbers, after=[now], for_threads=True)
-        except BaseException:
-            arena.free(block)
-            raise
-        self._arena, self._block = arena, block
+        with deferred_interrupts():
+            block = arena.allocate(self._numbers.nbytes)
+            try:
+                self._host = block.view(torch.float32, (len(numbers),))
+                self._arrival = device.copy_out(self._host, self._numbers, after=[now], for_threads=True)
+            except BaseException:
+                arena.free(block)
+                raise
+            # The decision of a step that fails before it begins is never read.
+            self._free = weakref.finalize(self, arena.free, block, after=self._arrival)
 
     def read(self) -> list[float]:
         """Wait for the copy; return scale, skip (not 0) and factors. Once only."""
         assert self._arrival is not None
         self._arrival.synchronize()
         numbers: list[float] = self._host.tolist()
-        self._arena.free(self._block)
+        self._free()
         return numbers

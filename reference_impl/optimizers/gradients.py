@@ -6,7 +6,8 @@ counts: whoever has dropped or replaced the stand-in wants it no more. Explained
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -31,10 +32,23 @@ class Gradients:
         self._shares = shares
         self._leave_in_backward = leave_in_backward
         self._sharded_too = sharded_too
+        self._are_accumulated = False
 
     def leave_in_backward(self, member: Member) -> bool:
         """Return whether a member's gradient leaves before `step()`."""
-        return self._leave_in_backward and (self._sharded_too or not isinstance(member.param, DTensor))
+        if isinstance(member.param, DTensor):
+            return self._leave_in_backward and self._sharded_too
+        return self._leave_in_backward and not self._are_accumulated
+
+    def leaves_unseen(self, member: Member) -> bool:
+        """Return whether a member's gradient leaves before `step()` and no stand-in takes its place."""
+        return isinstance(member.param, DTensor) and self.leave_in_backward(member)
+
+    def put_arrived(self, member: Member) -> None:
+        """Put the sum that autograd has made in the place of the stand-in to which it was added."""
+        stands = member.param.grad
+        if isinstance(stands, GradientStandIn) and stands.arrived is not None:
+            member.param.grad = stands.arrived
 
     def send(self, member: Member, *, measure: bool) -> None:
         """Offload a gradient and put a stand-in in its place; changes nothing when it raises.
@@ -42,9 +56,7 @@ class Gradients:
         Without `measure` its norm is not known, and an update may use it at once.
         """
         param = member.param
-        if isinstance(param.grad, GradientStandIn):
-            # It had been set to zero, so that the gradient which autograd has added to it is the new one.
-            param.grad = param.grad.arrived
+        self.put_arrived(member)
         # Whoever has let go of the last one's stand-in does not want that gradient any more.
         self._shares.discard([member])
         gradient = self._shares.offload(member, measure=measure)
@@ -60,8 +72,44 @@ class Gradients:
             kept=kept,
             kept_part=None if kept is None else member.flat(kept)[: member.on_device],
             used=not measure,
+            recall=self._recalled(member) if measure and gradient.dtype == param.dtype else None,
         )
         param.grad = member.placeholder
+
+    def _recalled(self, member: Member) -> Callable[[], torch.Tensor]:
+        """Return what calls `_recall` without keeping this object alive."""
+        recall = weakref.WeakMethod(self._recall)
+
+        def call() -> torch.Tensor:
+            bound = recall()
+            if bound is None:
+                raise RuntimeError(
+                    f"the gradient of a parameter of shape {tuple(member.param.shape)} went with its optimizer; "
+                    "expected an optimizer that lives until gradients are dropped; try zero_grad() on the model"
+                )
+            return bound(member)
+
+        return call
+
+    def _recall(self, member: Member) -> torch.Tensor:
+        """Bring a gradient back because another backward adds to it; from now on gradients wait for `step()`.
+
+        Changes nothing when it raises.
+        """
+        stand_in = member.placeholder
+        assert isinstance(stand_in, GradientStandIn)
+        gradient = torch.empty_like(member.param, memory_format=torch.preserve_format)
+        flat = member.flat(gradient)
+        self._shares.bring_back(member, flat)
+        for factor in stand_in.factors:
+            flat[member.on_device :].mul_(factor)
+        if stand_in.kept_part is not None:
+            flat[: member.on_device].copy_(stand_in.kept_part)
+        self._shares.discard([member])
+        if not self._are_accumulated:
+            self._are_accumulated = True
+            checks.warn_accumulated()
+        return gradient
 
     def to_use(self, member: Member, *, measure: bool) -> torch.Tensor | None:
         """Return a member's gradient, laid out; of one that has been sent off what the device has kept.
@@ -78,8 +126,7 @@ class Gradients:
                 raise checks.used_twice(member)
             else:
                 return found.kept
-        sent_sharded = isinstance(member.param, DTensor) and self.leave_in_backward(member)
-        if member.arrival is not None and sent_sharded and found is member.placeholder:
+        if member.arrival is not None and self.leaves_unseen(member) and found is member.placeholder:
             return None if found is None else gradient_of(member)
         # It was dropped, or replaced by another one, or sent off by a step that failed before it began.
         self._shares.discard([member])

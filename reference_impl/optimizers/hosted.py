@@ -6,11 +6,12 @@ docs/optimizer-state-offloading.md.
 
 from __future__ import annotations
 
+import operator
 import os
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, Self, TypeVar
 
 import torch
@@ -37,6 +38,7 @@ class HostedOptimizer(torch.optim.Optimizer, ABC):
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         self._members: dict[torch.Tensor, Member] = {}
+        self._checked: list[list[torch.Tensor]] = []
         self._waits: ForwardWaits | None = None
         self._pid = os.getpid()
         super().__init__(params, defaults)
@@ -86,6 +88,19 @@ class HostedOptimizer(torch.optim.Optimizer, ABC):
             model, self._members, wait_for=self._wait_for, refresh_masters=self._refresh
         )
 
+    def _check_replaced(self) -> None:
+        """Raise RuntimeError when others stand in a group than the parameters that this has states for.
+
+        Whoever shards a model after its optimizer was made gives groups other lists. A step would change no weight.
+        """
+        lists = [group["params"] for group in self.param_groups]
+        if len(lists) == len(self._checked) and all(map(operator.is_, lists, self._checked)):
+            return
+        for param in (param for listed in lists for param in listed):
+            if param.grad is not None and param not in self._members:
+                raise checks.replaced(param)
+        self._checked = lists
+
     def refresh_masters(self) -> None:
         """Make masters from the parameters as they are, after something else has written these."""
         self.synchronize()
@@ -104,6 +119,16 @@ class HostedOptimizer(torch.optim.Optimizer, ABC):
                 param in each._members for each in _open if each is not self and not each._closed
             ),
         )
+
+    @contextmanager
+    def _scaled_once(self) -> Iterator[None]:
+        """Forget what GradScaler has set for a step that raises: it would multiply its next scale by the old one."""
+        try:
+            yield
+        except BaseException:
+            for name in ("grad_scale", "found_inf"):
+                self.__dict__.pop(name, None)
+            raise
 
     def _check_usable(self) -> None:
         checks.check_alive(closed=self._closed, made_by=self._pid)

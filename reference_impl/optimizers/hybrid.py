@@ -27,9 +27,9 @@ from reference_impl.optimizers.cpu.step import CpuStep
 from reference_impl.optimizers.gradients import Gradients, factors_of, has_new_gradients, put_in_place
 from reference_impl.optimizers.hosted import forgetful
 from reference_impl.optimizers.layout import Member, local_numel
+from reference_impl.optimizers.mesh import norm_reduction
 from reference_impl.optimizers.options import Budgets, CpuUpdate, Options, Streaming, take_moved_keywords
 from reference_impl.optimizers.shares import Shares
-from reference_impl.optimizers.stand_in import GradientStandIn
 from reference_impl.optimizers.state_dict import SavedOptimizer
 from reference_impl.optimizers.step import BegunStep, Failures, Status, StepPlan, snapshot
 
@@ -54,11 +54,12 @@ class HybridDeviceOptimizer(SavedOptimizer):
         cpu: threads, buckets and pinning of the CPU share, and whether its update overlaps with the next forward.
         algorithm: the formula; `Adam()` is AdamW. Its hyper-parameters (`lr`, `betas`, ...) follow as keywords.
         max_grad_norm: clip the global norm exactly; gradients are divided by `max(1, (norm + 1e-6) / max)`.
-        reduce_norm_squared: given this rank's squared norm (0-dim fp32), returns that over all ranks.
+        reduce_norm_squared: given this rank's squared norm (0-dim fp32), returns that over all ranks. Not needed for
+            DTensors of one mesh, whose norm is summed over it.
         backward_overlap: what happens during backward. `gradients` (default): gradients go to the host and their GPU
             memory is freed; a `GradientStandIn` stays on `param.grad`. `update`: the CPU update starts too, with the
             hyper-parameters of that moment, and nothing can be skipped or clipped. `nothing`: gradients stay on
-            `param.grad` until `step()`, which GradScaler, DistributedDataParallel and code that reads gradients need.
+            `param.grad` until `step()`, which DistributedDataParallel and code that reads gradients need.
             Gradients of DTensors leave only where this is given, and then nothing stays.
 
     Bitwise contract: the CPU share equals `torch.optim.AdamW(fused=True)` on the CPU over the fp32 master, the
@@ -99,7 +100,6 @@ class HybridDeviceOptimizer(SavedOptimizer):
         )
         self._filter = offload_filter
         self._max_grad_norm = max_grad_norm
-        self._reduce_norm_squared = reduce_norm_squared
         self._backward_overlap = backward_overlap or "gradients"
         self._overlaps_forward = options.cpu.overlap_forward
         self._hooks: list[Any] = []
@@ -127,11 +127,9 @@ class HybridDeviceOptimizer(SavedOptimizer):
             passes_over_unknown=self._passes_over_unknown,
         )
         everything = [param for group in self.param_groups for param in group["params"]]
-        checks.check_clipping(
-            everything,
-            max_grad_norm=max_grad_norm,
-            reduces=reduce_norm_squared is not None,
-            updates_in_backward=backward_overlap == "update",
+        checks.check_clipping(max_grad_norm=max_grad_norm, updates_in_backward=backward_overlap == "update")
+        self._reduce_norm_squared = norm_reduction(
+            everything, reduce_norm_squared, clips=max_grad_norm is not None
         )
         self._device = checks.one_device(everything)
         self._shares = Shares(
@@ -203,6 +201,7 @@ class HybridDeviceOptimizer(SavedOptimizer):
         if self._waits is not None and self._open.prefetches:
             self._open.gradient_is_final(member)
         if self._accumulating or not member.pieces or not self._gradients.leave_in_backward(member):
+            self._gradients.put_arrived(member)
             return
         with self._failures.told():
             self._check_usable()
@@ -260,11 +259,16 @@ class HybridDeviceOptimizer(SavedOptimizer):
         `status` says what has become of the step; one that had begun is finished by the next call, which takes another
         step only where there are new gradients.
         """
-        with self._failures.told():
+        with self._scaled_once(), self._failures.told():
+            # From here on no call refuses to finish what backward has begun, whatever is raised below.
+            was_asked = self._is_asked
+            self._is_asked = was_asked or (closure is None and self._in_backward is not None)
             self._check_usable()
             self._device.refuse_capture("optimizer offload")
             self._has_stepped = False
-            self._finish_begun()
+            if was_asked or self._begun is not None:
+                self._finish_begun()
+            self._failures.forget_forward()
             loss = None
             if closure is not None:
                 with torch.enable_grad():
@@ -275,6 +279,7 @@ class HybridDeviceOptimizer(SavedOptimizer):
                     return loss
             if any(param.grad is not None for param in self._idle):
                 self._admit()
+            self._check_replaced()
             self._is_asked = self._in_backward is not None
             self._take()
             self._begun = None
@@ -333,8 +338,7 @@ class HybridDeviceOptimizer(SavedOptimizer):
             begun.plan.check_unchanged(snapshot(self.param_groups))
             step = begun
         else:
-            sent = any(isinstance(member.placeholder, GradientStandIn) for member in arrivals)
-            decision = self._decide(arrivals, gradients, sent=sent)
+            decision = self._decide(arrivals, gradients)
             step = CpuStep(StepPlan(snapshot(self.param_groups), decision), indices)
         operations = self._open.prepare(step, arrivals, gradients, factors)
         stand_ins = self._gradients.stand_ins(arrivals, gradients, returns_early=self._returns_early)
@@ -342,11 +346,12 @@ class HybridDeviceOptimizer(SavedOptimizer):
         return BegunStep([partial(put_in_place, stand_ins), *operations], {**before, **stand_ins})
 
     def _decide(
-        self, sent_off: Mapping[Member, Event], gradients: Mapping[Member, torch.Tensor], *, sent: bool
+        self, sent_off: Mapping[Member, Event], gradients: Mapping[Member, torch.Tensor]
     ) -> ClipDecision | None:
         """Decide over all gradients, on the device; None when there are none."""
         found = getattr(self, "found_inf", None)
-        checks.check_scaler(used=found is not None, sent=sent, overlap=self._backward_overlap)
+        if found is not None:
+            checks.check_scaler(member for member in sent_off if self._gradients.leaves_unseen(member))
         decision = decide(
             self._gradients.norms(sent_off, gradients),
             self._device,

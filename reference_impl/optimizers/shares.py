@@ -127,6 +127,10 @@ class Shares:
         """
         return self._cpu.offload(member, measure=measure)
 
+    def bring_back(self, member: Member, target: torch.Tensor) -> None:
+        """Start the copy of a gradient that was sent off and has not been used into `target`, one-dimensional."""
+        self._cpu.bring_back(member, target)
+
     def discard(self, members: Iterable[Member]) -> None:
         """Forget gradients of `members` that were sent off but will not be used."""
         self._cpu.discard(members)

@@ -30,10 +30,11 @@ class GradientStandIn(torch.Tensor):
         kept: the gradient itself where its device still needs a part of it.
         kept_part: that part, a view of `kept`, which is scaled at once.
         used: an update has begun to use the gradient, so that it can be scaled no more.
+        recall: returns the gradient, with what it has been multiplied by, on its device again; None where it cannot.
 
     `factors` are the 0-dim tensors or numbers that the gradient has been multiplied by since, in order. `dropped` says
-    that somebody has set it to zero; `arrived` is the gradient that autograd has added to these zeros since, for
-    whoever hooks the parameter to put in this one's place.
+    that it stands for its gradient no more: for zeros, since somebody has set it to zero, or for `arrived`. That is
+    what autograd has added up since, for whoever hooks the parameter to put in this one's place.
     """
 
     factors: list[torch.Tensor | float]
@@ -61,8 +62,10 @@ class GradientStandIn(torch.Tensor):
         kept: torch.Tensor | None = None,
         kept_part: torch.Tensor | None = None,
         used: bool = False,
+        recall: Callable[[], torch.Tensor] | None = None,
     ) -> None:
         self.l2_norm = norm
+        self.recall = recall
         self.kept = kept
         self.kept_part = kept_part
         self.used = used
@@ -106,13 +109,13 @@ class GradientStandIn(torch.Tensor):
     def use(self) -> None:
         """Let go of what is kept: an update owns the gradient from here on."""
         self.used = True
-        self.kept = self.kept_part = None
+        self.kept = self.kept_part = self.recall = None
 
     def drop(self) -> None:
         """Forget the gradient: it is zero from here on."""
         self.dropped = True
         self.factors.clear()
-        self.kept = self.kept_part = None
+        self.kept = self.kept_part = self.recall = None
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -206,15 +209,18 @@ def _foreach_zero(gradients: Sequence[torch.Tensor]) -> None:
 
 
 def _add(first: torch.Tensor, second: torch.Tensor, *, alpha: Any = 1) -> torch.Tensor:
-    """Autograd adds a new gradient to what stands on `param.grad`: to zeros, once it has been dropped."""
+    """Autograd adds a new gradient to what stands on `param.grad`: to zeros, once it has been dropped.
+
+    One that has not been dropped comes back, since the loop adds up what several backwards make.
+    """
     old, new = (first, second) if isinstance(first, GradientStandIn) else (second, first)
-    if (
-        isinstance(old, GradientStandIn)
-        and old.dropped
-        and not isinstance(new, GradientStandIn)
-        and alpha == 1
-    ):
-        return new.clone() if old.arrived is None else old.arrived + new
+    if isinstance(old, GradientStandIn) and not isinstance(new, GradientStandIn) and alpha == 1:
+        if old.recall is not None:
+            recalled = old.recall()
+            old.drop()
+            old.arrived = recalled
+        if old.dropped:
+            return new.clone() if old.arrived is None else old.arrived + new
     raise RuntimeError(
         f"a second gradient of a parameter of shape {tuple(first.shape)} came while the first, which has been "
         "offloaded, is still on param.grad; expected zero_grad() between steps, and one backward a step; try `with "
@@ -241,6 +247,17 @@ def _div_by_number(gradient: torch.Tensor, divisor: Any) -> torch.Tensor:
     return _mul(gradient, 1 / number)
 
 
+def _unscale(gradients: Sequence[torch.Tensor], found_inf: torch.Tensor, inverse_scale: torch.Tensor) -> None:
+    """What `GradScaler.unscale_` does; a gradient has an infinite or undefined element where its norm is none."""
+    here = [gradient for gradient in gradients if not isinstance(gradient, GradientStandIn)]
+    if here:
+        torch._amp_foreach_non_finite_check_and_unscale_(here, found_inf, inverse_scale)
+    for gradient in gradients:
+        if isinstance(gradient, GradientStandIn):
+            found_inf.copy_(torch.maximum(found_inf, ~torch.isfinite(gradient.scaled_norm())))
+            gradient.scale_by(_scalar_of(inverse_scale.reshape(())))
+
+
 def _same(gradient: GradientStandIn, *_: object, **__: object) -> GradientStandIn:
     return gradient
 
@@ -259,6 +276,7 @@ _ANSWERS: dict[Any, Callable[..., Any]] = {
     _aten.add_.Tensor: _add_in_place,
     _aten.div_.Tensor: _div_by_number,
     _aten.div_.Scalar: _div_by_number,
+    _aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
     _aten.detach.default: _same,
     _aten.alias.default: _same,
 }

@@ -31,6 +31,7 @@ from reference_impl.optimizers import checks
 from reference_impl.optimizers.clip_decision import decide
 from reference_impl.optimizers.hosted import forgetful
 from reference_impl.optimizers.layout import Member, gradient_of, members_of
+from reference_impl.optimizers.mesh import norm_reduction
 from reference_impl.optimizers.options import CHUNK_BYTES
 from reference_impl.optimizers.state_dict import SavedOptimizer
 from reference_impl.optimizers.state_offload_wrapped import (
@@ -70,7 +71,8 @@ class OptimizerStateOffloader(SavedOptimizer):
         moments_dtype: `torch.bfloat16` stores moments in half the bytes. Not bitwise: they are rounded stochastically,
             the same way in every run.
         max_grad_norm: clip the global norm exactly; gradients are divided by `max(1, (norm + 1e-6) / max)`.
-        reduce_norm_squared: given this rank's squared norm (0-dim fp32), returns that over all ranks.
+        reduce_norm_squared: given this rank's squared norm (0-dim fp32), returns that over all ranks. Not needed for
+            DTensors of one mesh, whose norm is summed over it.
 
     Bitwise contract: states and fp32 weights equal those of the wrapped optimizer over fp32 (master) parameters,
     and other weights are their masters rounded to nearest even. A step whose gradients are not finite changes
@@ -107,16 +109,13 @@ class OptimizerStateOffloader(SavedOptimizer):
         for group in optimizer.param_groups:
             check_group(algorithm, group)
         params = [param for group in optimizer.param_groups for param in group["params"]]
-        checks.check_clipping(
-            params,
-            max_grad_norm=max_grad_norm,
-            reduces=reduce_norm_squared is not None,
-            updates_in_backward=False,
-        )
+        checks.check_clipping(max_grad_norm=max_grad_norm, updates_in_backward=False)
         self._device = checks.one_device(params)
         self._fraction = fraction
         self._max_grad_norm = max_grad_norm
-        self._reduce_norm_squared = reduce_norm_squared
+        self._reduce_norm_squared = norm_reduction(
+            params, reduce_norm_squared, clips=max_grad_norm is not None
+        )
         self._hooks: list[RemovableHandle] = []
         share = StreamedShare(
             self._device,
@@ -259,7 +258,7 @@ class OptimizerStateOffloader(SavedOptimizer):
         """
         loss = None
         try:
-            with self._failures.told():
+            with self._scaled_once(), self._failures.told():
                 with self._working():
                     self._resume()
                 if closure is not None:
@@ -278,6 +277,7 @@ class OptimizerStateOffloader(SavedOptimizer):
         """Prepare a step, begin it, and carry it out as far as nobody else waits for it."""
         if self._is_taken():
             return
+        self._check_replaced()
         gradients = {
             member: gradient_of(member) for member in self._members.values() if member.param.grad is not None
         }

@@ -19,7 +19,7 @@ from skill_tools.configs.source import looks_like_configuration
 from skill_tools.diagnosis import diagnosis
 from skill_tools.diagnosis.diagnosis import Diagnosis
 from skill_tools.diagnosis.log import Log, read_log
-from skill_tools.errors import UnusableInput
+from skill_tools.errors import UnusableInput, printable_lines
 from skill_tools.planning.search.planner import Plan
 from skill_tools.reports import diagnoses
 
@@ -50,11 +50,12 @@ def run(args: argparse.Namespace) -> int:
         return 1 if found.recognised else 0
     planned = plan is not None and plan.recommendation is not None
     render = diagnoses.markdown if args.format == "markdown" else diagnoses.concise
-    print(render(found, planned=planned))
+    print(printable_lines(render(found, planned=planned)))
     if plan is not None and planned:
         from skill_tools.reports import plans
 
-        print("\n" + budget + (plans.markdown(plan) if args.format == "markdown" else plans.concise(plan)))
+        shown = plans.markdown(plan) if args.format == "markdown" else plans.concise(plan)
+        print(printable_lines(f"\n{budget}{shown}"))
     return 1 if found.recognised else 0
 
 

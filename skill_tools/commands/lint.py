@@ -17,22 +17,23 @@ import argparse
 import os
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from functools import partial
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from skill_tools.commands import releases
 from skill_tools.configs.config import Config
+from skill_tools.configs.files import replace_text
+from skill_tools.configs.folder import files_below
 from skill_tools.configs.source import MAX_BYTES, Source, decode, load
 from skill_tools.dialects import registry
-from skill_tools.dialects.read import read_sources, recognised
-from skill_tools.errors import UnusableInput
-from skill_tools.reports.findings import Report, report
+from skill_tools.dialects.read import Contradiction, Reading, readings
+from skill_tools.errors import UnusableInput, printable
+from skill_tools.reports.findings import ReadAs, Report, report
 from skill_tools.rules import suppress
 from skill_tools.rules.finding import LintResult, Severity
 from skill_tools.rules.knowledge import load_rules
 from skill_tools.rules.lint import lint
-from skill_tools.rules.repair import Lint, Repaired, repair
+from skill_tools.rules.repair import Repaired, repair
 
 _SEVERITIES = tuple(Severity)
 
@@ -41,7 +42,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add inputs, targets, output and fixes."""
     inputs = parser.add_argument_group("inputs")
     inputs.add_argument(
-        "files", nargs="*", metavar="FILE", help="configurations; recipe.py::function selects one recipe"
+        "files",
+        nargs="*",
+        metavar="FILE",
+        help="configurations, or folders of them; recipe.py::function is one recipe",
     )
     inputs.add_argument(
         "--overrides",
@@ -56,7 +60,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     inputs.add_argument(
         "--stdin-filename", default="<stdin>", metavar="NAME", help="its name, for format and messages"
     )
-    inputs.add_argument("--skip-unrecognized", action="store_true", help="skip files of no known framework")
+    inputs.add_argument(
+        "--skip-unrecognized", action="store_true", help="pass silently over files of no known framework"
+    )
     versions = parser.add_argument_group("releases")
     versions.add_argument(
         "--target",
@@ -90,33 +96,141 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Lint every configuration that the arguments describe; return the exit code."""
     releases.check(args.target)
-    versions = releases.stated(args)
-    results: list[tuple[str, LintResult]] = []
-    errors: list[UnusableInput] = []
-    for names in _groups(args):
-        try:
-            sources = [_source(name, args) for name in names]
-            if args.skip_unrecognized and not _recognized(sources, args):
-                continue
-            linted = partial(_linted, args=args, versions=versions)
-            config, result = linted(sources)
-            if args.fix or args.diff:
-                result = _repair(sources, linted, result, args)
-        except UnusableInput as error:
-            errors.append(error)
-            print(f"offload: {error}", file=sys.stderr)
-            continue
-        for note in config.missing_file_notes():
-            print(f"offload: {note}", file=sys.stderr)
-        results.append((names[0] if names else "<overrides>", result))
-    gathered = report(results, errors, limit=args.limit)
+    linted = Linted(args, releases.stated(args))
+    for group in _groups(args):
+        linted.take(group)
+    linted.check_any()
+    gathered = linted.report()
     if not args.diff:
         print(_rendered(gathered, args))
     return _exit_code(gathered, failing=_fails(gathered, Severity(args.fail_on)))
 
 
-def _groups(args: argparse.Namespace) -> list[list[str]]:
-    """Group the inputs into configurations: each its own, or all one."""
+class Group(NamedTuple):
+    """Inputs that make up one configuration; `found` ones were not named but met in a folder."""
+
+    names: tuple[str, ...]
+    found: bool = False
+
+
+class Linted:
+    """The results of one call, gathered input by input."""
+
+    def __init__(self, args: argparse.Namespace, versions: Mapping[str, str]) -> None:
+        self._args = args
+        self._versions = versions
+        self._results: list[tuple[str, LintResult]] = []
+        self._read: list[ReadAs] = []
+        self._errors: list[UnusableInput] = []
+        self._passed_over = 0
+
+    def take(self, group: Group) -> None:
+        """Lint the configurations in `group`; what cannot be used is kept as an error, or passed over."""
+        pass_over = group.found or self._args.skip_unrecognized
+        try:
+            sources = self._sources(group, pass_over)
+            found = self._readings(sources, pass_over) if sources is not None else []
+        except UnusableInput as error:
+            self._fail(error)
+            return
+        if not found:
+            self._passed_over += 1
+        for reading in found:
+            try:
+                self._lint(reading)
+            except UnusableInput as error:
+                self._fail(error)
+
+    def check_any(self) -> None:
+        """Raise `UnusableInput` where nothing is anybody's, unless that is to be passed over."""
+        if not (self._results or self._errors or self._args.skip_unrecognized):
+            raise UnusableInput(
+                f"{', '.join(self._args.files)}: no training configuration among {self._passed_over} files",
+                expected="a folder with configurations of a known framework",
+                attempt="naming one file, which says what it is looked at for",
+            )
+
+    def report(self) -> Report:
+        """Return the report of all that was taken."""
+        return report(
+            self._results,
+            self._errors,
+            limit=self._args.limit,
+            read=self._read,
+            passed_over=self._passed_over,
+        )
+
+    def _fail(self, error: UnusableInput) -> None:
+        self._errors.append(error)
+        print(f"offload: {error}", file=sys.stderr)
+
+    def _sources(self, group: Group, pass_over: bool) -> list[Source] | None:
+        """Load the inputs; None for a file to pass over that is no text of ours, though it is there."""
+        try:
+            return [_source(name, self._args) for name in group.names]
+        except UnusableInput:
+            if pass_over and all(os.path.isfile(name) for name in group.names):
+                return None
+            raise
+
+    def _readings(self, sources: Sequence[Source], pass_over: bool) -> list[Reading]:
+        """Tell whose the inputs are; nobody's are none where they may be passed over.
+
+        A text that cannot be parsed is nobody's too: no proof was found in it.
+        """
+        overrides, framework = self._args.overrides, self._args.framework
+        if not pass_over:
+            return readings(sources, overrides=overrides, framework=framework)
+        try:
+            found = readings(sources, overrides=overrides)
+        except UnusableInput as error:
+            if isinstance(error, Contradiction):
+                raise
+            return []
+        return [reading for reading in found if framework in (None, reading.dialect.name)]
+
+    def _lint(self, reading: Reading) -> None:
+        config, result = self._linted(reading)
+        if (self._args.fix or self._args.diff) and not reading.is_part:
+            result = self._repair(reading, result)
+        for note in config.missing_file_notes():
+            print(f"offload: {printable(note)}", file=sys.stderr)
+        title = reading.sources[0].title if reading.sources else "<overrides>"
+        self._results.append((title, result))
+        self._read.append(ReadAs(title, reading.dialect.name, reading.dialect.label, reading.proof))
+
+    def _linted(self, reading: Reading) -> tuple[Config, LintResult]:
+        """Compose, lint, and leave out what the user suppressed."""
+        config = reading.compose(overrides=self._args.overrides)
+        with_diffs = self._args.format == "json" and not reading.is_part
+        result = lint(config, versions=self._versions, with_diffs=with_diffs)
+        return config, suppress.apply(result, config, load_rules())
+
+    def _repair(self, reading: Reading, found: LintResult) -> LintResult:
+        """Fix the sources on disk and return what is left, or print the difference and return `found`."""
+        from skill_tools.rules.fixes import unified_diff
+
+        args = self._args
+
+        def again(sources: Sequence[Source]) -> tuple[Config, LintResult]:
+            return self._linted(reading._replace(sources=tuple(sources)))
+
+        repaired = repair(reading.sources, again, unsafe=args.unsafe_fixes)
+        for before, after in zip(reading.sources, repaired.sources, strict=True):
+            if before.text != after.text and args.diff:
+                print(unified_diff(before.name, before.text, after.text), end="")
+            elif before.text != after.text:
+                replace_text(before.name, after.text)
+        if args.diff:
+            _say_what_stays(repaired, reading.sources, args)
+            return found
+        if repaired.applied:
+            print(f"offload: {repaired.applied} fixed in {reading.sources[0].name}", file=sys.stderr)
+        return repaired.result
+
+
+def _groups(args: argparse.Namespace) -> Iterator[Group]:
+    """Group the inputs into configurations: each its own, or all one; a folder is each file in it."""
     names = [*([args.stdin_filename] if args.stdin else []), *args.files]
     if not names and not args.overrides:
         raise UnusableInput(
@@ -125,7 +239,14 @@ def _groups(args: argparse.Namespace) -> list[list[str]]:
             attempt="offload lint run.yaml",
         )
     _tell_overrides_from_files(args)
-    return [names] if args.compose or args.overrides else [[name] for name in names]
+    if args.compose or args.overrides:
+        yield Group(tuple(names))
+        return
+    for name in names:
+        if os.path.isdir(name):
+            yield from (Group((found,), found=True) for found in files_below(name))
+        else:
+            yield Group((name,))
 
 
 def _tell_overrides_from_files(args: argparse.Namespace) -> None:
@@ -154,45 +275,6 @@ def _source(name: str, args: argparse.Namespace) -> Source:
             )
         return Source(name, decode(sys.stdin.buffer.read(MAX_BYTES + 1), name))
     return load(name)
-
-
-def _recognized(sources: Sequence[Source], args: argparse.Namespace) -> bool:
-    if args.framework:
-        return True
-    try:
-        recognised(sources, args.overrides)
-    except UnusableInput:
-        return False
-    return True
-
-
-def _linted(
-    sources: Sequence[Source], *, args: argparse.Namespace, versions: Mapping[str, str]
-) -> tuple[Config, LintResult]:
-    """Read, lint, and leave out what the user suppressed."""
-    config = read_sources(sources, overrides=args.overrides, framework=args.framework)
-    result = lint(config, versions=versions, with_diffs=args.format == "json")
-    return config, suppress.apply(result, config, load_rules())
-
-
-def _repair(
-    sources: Sequence[Source], linted: Lint, found: LintResult, args: argparse.Namespace
-) -> LintResult:
-    """Fix `sources` on disk and return what is left, or print the difference and return `found`."""
-    from skill_tools.rules.fixes import unified_diff
-
-    repaired = repair(sources, linted, unsafe=args.unsafe_fixes)
-    for before, after in zip(sources, repaired.sources, strict=True):
-        if before.text != after.text and args.diff:
-            print(unified_diff(before.name, before.text, after.text), end="")
-        elif before.text != after.text:
-            Path(before.name).write_text(after.text, encoding="utf-8", newline="")
-    if args.diff:
-        _say_what_stays(repaired, sources, args)
-        return found
-    if repaired.applied:
-        print(f"offload: {repaired.applied} fixed in {sources[0].name}", file=sys.stderr)
-    return repaired.result
 
 
 def _say_what_stays(repaired: Repaired, sources: Sequence[Source], args: argparse.Namespace) -> None:

@@ -16,7 +16,7 @@ import sys
 
 from skill_tools.commands import plan_request, releases
 from skill_tools.dialects import registry
-from skill_tools.errors import UnusableInput
+from skill_tools.errors import UnusableInput, printable_lines
 from skill_tools.planning.model import known_models, shape_sources
 from skill_tools.planning.model.shape_sources import UnknownShapeError
 from skill_tools.planning.search.options import HOST_MEMORY
@@ -64,7 +64,8 @@ def run(args: argparse.Namespace) -> int:
     else:
         from skill_tools.reports import plans
 
-        print(plans.markdown(plan) if args.format == "markdown" else plans.concise(plan))
+        shown = plans.markdown(plan) if args.format == "markdown" else plans.concise(plan)
+        print(printable_lines(shown))
     return 0
 
 
@@ -79,7 +80,7 @@ def _by_situation(args: argparse.Namespace, unknown: UnknownShapeError) -> int:
         print(plans_json.situations_as_json(rows, str(unknown)))
     else:
         render = plans.situations_markdown if args.format == "markdown" else plans.situations_concise
-        print(render(rows))
+        print(printable_lines(render(rows)))
     print(f"offload: {unknown}", file=sys.stderr)
     return 2
 

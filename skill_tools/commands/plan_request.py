@@ -20,6 +20,8 @@ from skill_tools.planning.search.options import Budget
 from skill_tools.planning.search.planner import Plan
 from skill_tools.units import gib, is_bare_number, parse_bytes, seconds
 
+_MOST_GPUS = 1_000_000
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the budgets, the machine, and what the configuration does not say."""
@@ -158,8 +160,8 @@ def _stated(args: argparse.Namespace, files: Sequence[str]) -> str | None:
 
 
 def _run(args: argparse.Namespace, files: Sequence[str], config: Config, shape: ModelShape) -> Run:
-    if args.gpus is not None and args.gpus < 1:
-        raise UnusableInput(f"--gpus {args.gpus}", expected="1 or more", attempt="--gpus 8")
+    if args.gpus is not None and not 1 <= args.gpus <= _MOST_GPUS:
+        raise UnusableInput(f"--gpus {args.gpus}", expected=f"1 to {_MOST_GPUS}", attempt="--gpus 8")
     dialect = registry.named(_stated(args, files) or config.framework)
     return dialect.run(config, shape, gpus=args.gpus)
 

@@ -45,10 +45,19 @@ class UnknownKey(NamedTuple):
 
 
 class WrongType(NamedTuple):
-    """A value that the key's type cannot hold; `expected` says what it can."""
+    """A value that the key's type cannot hold; `expected` says what it can, `is_known` that what is meant is plain."""
 
     setting: Setting
     expected: str
+    is_known: bool = False
+
+
+class Fault(NamedTuple):
+    """What a reader saw is wrong with the form of an input: the id of the rule that is about it, and the case."""
+
+    rule: str
+    text: str
+    place: Place
 
 
 class Config(NamedTuple):
@@ -64,7 +73,7 @@ class Config(NamedTuple):
     is not followed (a function of another module that is given the configuration, a sourced file that is not here):
     their value is unknown, and so is whether they are set. `missing_files` holds the settings that name such a file.
     `embeds` names the dialects of which it may hold a section; whatever is in such a section has a canonical key that
-    begins with the dialect's name.
+    begins with the dialect's name. `faults` are those of an input's form, such as a key that stands there twice.
     """
 
     framework: str
@@ -80,6 +89,7 @@ class Config(NamedTuple):
     missing_files: tuple[Setting, ...] = ()
     maybe_set: frozenset[str] = frozenset()
     embeds: tuple[str, ...] = ()
+    faults: tuple[Fault, ...] = ()
 
     def owner(self, key: str) -> str:
         """Return the dialect that says what the canonical `key` is: an embedded one, or the configuration's own."""

@@ -4,9 +4,10 @@ It turns spellings into canonical keys, brings values to their types, and keeps 
 cannot be read. It knows no file format.
 """
 
+from collections.abc import Callable
 from types import MappingProxyType
 
-from skill_tools.configs.config import Config, Place, Setting, UnknownKey, WrongType
+from skill_tools.configs.config import Config, Fault, Place, Setting, UnknownKey, WrongType
 from skill_tools.configs.keys import Key, load_key_table
 from skill_tools.configs.source import Source, stated_versions
 from skill_tools.configs.values import UNREADABLE, typed
@@ -20,8 +21,8 @@ class Draft:
 
     `embeds` names the dialects of which it may hold a section. Whatever the user calls that section, its keys are
     spelled here as canonical ones are: the dialect's name, a dot, and its own spelling.
-    `complete`, `model_name`, `versions`, `sources` and `missing_files` are the reader's to set; they mean what
-    `Config` says.
+    `complete`, `model_name`, `versions`, `sources`, `missing_files` and `faults` are the reader's to set; they mean
+    what `Config` says.
     """
 
     def __init__(self, framework: str, *, embeds: tuple[str, ...] = (), converts_text: bool = True) -> None:
@@ -32,12 +33,14 @@ class Draft:
         self.versions: dict[str, str] = {}
         self.sources: dict[str, str] = {}
         self.missing_files: list[Setting] = []
+        self.faults: list[Fault] = []
         self.table = load_key_table()
         self._converts_text = converts_text
         self._settings: dict[str, Setting] = {}
         self._overridden: list[Setting] = []
         self._unknown: dict[tuple[str, Place], UnknownKey] = {}
         self._wrong: dict[str, str] = {}
+        self._known_wrong: set[str] = set()
         self._unresolved: set[str] = set()
         self._maybe_set: set[str] = set()
 
@@ -66,6 +69,10 @@ class Draft:
         """Note that something which is not followed may set the keys whose spelling begins with `prefix`."""
         spellings = self.table.by_spelling.get(self.framework, {})
         self._maybe_set |= {key.name for written, key in spellings.items() if written.startswith(prefix)}
+
+    def environment_may_be_set(self) -> None:
+        """Note that something which is not followed may set any environment variable."""
+        self._maybe_set |= {name for name in self.table.by_name if name.startswith("env.")}
 
     def section_may_be_set(self, dialect: str) -> None:
         """Note that nothing is known of the section of an embedded dialect, not even which keys it sets."""
@@ -126,9 +133,24 @@ class Draft:
         key = self.key(spelling)
         return key is not None and key.type_in(self._owner(spelling)[0]) not in ("any", "dict")
 
-    def refuse_type(self, key: str, expected: str) -> None:
-        """Note that the value of `key` is not what its form allows; `expected` says what is."""
+    def refuse_type(self, key: str, expected: str, *, is_known: bool = False) -> None:
+        """Note that the value of `key` is not what its form allows; `expected` says what is.
+
+        `is_known` says that what is meant is plain all the same, so that rules may read it.
+        """
         self._wrong[key] = expected
+        if is_known:
+            self._known_wrong.add(key)
+
+    def judge(self, prefix: str, fits: Callable[[Setting, str | None], str | None]) -> None:
+        """Let `fits` have the last word on the value of each key that begins with `prefix`.
+
+        It gets the setting and what its type expected instead, None where the value fits, and answers likewise.
+        """
+        for setting in self.below(prefix):
+            expected = fits(setting, self._wrong.pop(setting.key, None))
+            if expected is not None:
+                self._wrong[setting.key] = expected
 
     def note_unknown(self, written: str, place: Place, *, spelling: str | None = None) -> None:
         """Note a key that the framework does not know; only the first few get suggestions, which are slow.
@@ -153,7 +175,10 @@ class Draft:
             complete=self.complete,
             overridden=tuple(self._overridden),
             unknown=tuple(self._unknown.values()),
-            wrong_types=tuple(WrongType(self._settings[key], text) for key, text in self._wrong.items()),
+            wrong_types=tuple(
+                WrongType(self._settings[key], text, key in self._known_wrong)
+                for key, text in self._wrong.items()
+            ),
             versions=MappingProxyType(self.versions),
             sources=MappingProxyType(self.sources),
             model_name=self.model_name,
@@ -161,6 +186,7 @@ class Draft:
             missing_files=tuple(self.missing_files),
             maybe_set=frozenset(self._maybe_set - self._settings.keys() - self._unresolved),
             embeds=self.embeds,
+            faults=tuple(self.faults),
         )
 
     def _owner(self, spelling: str) -> tuple[str, str]:
@@ -178,5 +204,6 @@ class Draft:
     def _drop(self, key: str) -> None:
         loser = self._settings.pop(key, None)
         self._wrong.pop(key, None)
+        self._known_wrong.discard(key)
         if loser is not None:
             self._overridden.append(loser)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from skill_tools import knowledge
+from skill_tools.configs.files import read_bytes
 from skill_tools.errors import UnusableInput
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ _SUFFIXES = {
     ".yaml": "yaml", ".yml": "yaml", ".json": "json", ".py": "python",
     ".sh": "shell", ".bash": "shell", ".slurm": "shell", ".sbatch": "shell", ".sub": "shell",
 }  # fmt: skip
+_STRING_OR_COMMENT = r'("(?:\\.|[^"\\\n])*")|//[^\n]*|/\*[\s\S]*?\*/'  # compiled when a text has either
 _FOREIGN_MARKS = (b"\xff\xfe", b"\xfe\xff")
 _PYTHON = re.compile(r"^(?:from [\w.]+ import |import \w|def \w+\(|class \w+|@\w)", re.MULTILINE)
 _SHELL = re.compile(r"^#!.*sh\b|(?:^|\s)--?[a-z][\w-]*(?:[\s=]|$)|^\s*(?:export )?[A-Z_]+=|\\$", re.MULTILINE)
@@ -54,12 +56,35 @@ class Source:
         """Return the same input with another text."""
         return Source(self.name, text, self.folder, self.recipe)
 
+    @property
+    def title(self) -> str:
+        """What the input is called in an answer: its name, and the recipe in it."""
+        return f"{self.name}::{self.recipe}" if self.recipe else self.name
+
+    def for_recipe(self, recipe: str) -> "Source":
+        """Return the same input for one recipe in it."""
+        source = Source(self.name, self.text, self.folder, recipe)
+        source.__dict__["module"] = self.module
+        return source
+
+    def part(self, documents: "list[Node]") -> "Source":
+        """Return the same input as if it held `documents` alone, which are parts of it."""
+        source = Source(self.name, self.text, self.folder)
+        source.__dict__["documents"] = documents
+        return source
+
+    def part_as_shell(self, text: str) -> "Source":
+        """Return a shell text that stands in this input, under its name."""
+        source = Source(self.name, text, self.folder)
+        source.__dict__["kind"] = Kind.SHELL
+        return source
+
     @cached_property
     def documents(self) -> "list[Node]":
         """The roots of a YAML or JSON text; raises `UnusableInput` where it is neither."""
         from skill_tools.configs.yaml_lines import parse
 
-        return parse(self.text.replace("\t", " ") if self.kind is Kind.JSON else self.text, self.name)
+        return parse(_without_comments(self.text) if self.kind is Kind.JSON else self.text, self.name)
 
     @cached_property
     def module(self) -> "ast.Module":
@@ -75,23 +100,25 @@ class Source:
         return Kind(suffix) if suffix else _impression(self.text)
 
 
+def _without_comments(text: str) -> str:
+    """Return JSON with blanks for tabs and for the comments that some readers allow, each character in its place."""
+    if "//" in text or "/*" in text:
+        text = re.sub(_STRING_OR_COMMENT, lambda found: found[0] if found[1] else _blank(found[0]), text)
+    return text.replace("\t", " ")
+
+
+def _blank(text: str) -> str:
+    return re.sub(r"[^\n]", " ", text)
+
+
 def load(path: str | Path) -> Source:
     """Read one file; `file.py::function` names one recipe in it.
 
     Raises `UnusableInput` when the file is missing, too large, or not text in UTF-8.
     """
     name, _, recipe = str(path).partition("::")
-    place = Path(name)
-    try:
-        with place.open("rb") as file:
-            data = file.read(MAX_BYTES + 1)
-    except OSError as error:
-        raise _unreadable(name, error) from error
-    except ValueError as error:
-        raise UnusableInput(
-            f"{name!r} is not a path", expected="the path of a file", attempt="checking the name"
-        ) from error
-    return Source(name, decode(data, name), place.parent, recipe or None)
+    data = read_bytes(name, MAX_BYTES + 1, expected="a file: YAML, shell script, Python recipe or JSON")
+    return Source(name, decode(data, name), Path(name).parent, recipe or None)
 
 
 def find(path: str, folders: Iterable[Path]) -> Source | None:
@@ -152,15 +179,6 @@ def _not_utf8(name: str, line: int, what: str) -> UnusableInput:
         f"{name}:{line} is not text in UTF-8 ({what})",
         expected="a configuration as text",
         attempt="saving the file as UTF-8",
-    )
-
-
-def _unreadable(name: str, error: OSError) -> UnusableInput:
-    reason = (error.strerror or "unreadable").lower()
-    return UnusableInput(
-        f"cannot read {name!r} ({reason})",
-        expected="a file: YAML, shell script, Python recipe or JSON",
-        attempt="checking the path",
     )
 
 

@@ -19,6 +19,8 @@ _DTYPES = {
 }  # fmt: skip
 _TRUE = {"true", "yes", "on", "1", "y", "t"}
 _FALSE = {"false", "no", "off", "0", "n", "f"}
+_LONGEST_NUMBER = 100  # characters
+_LARGEST_INTEGER = 2**63
 _EXPECTED = {
     "bool": "true or false",
     "int": "an integer",
@@ -82,6 +84,8 @@ def _checked(kind: str, value: object) -> Typed:
             return Typed(dtype_name(value))
         case "bool", 0 | 1:
             return Typed(bool(value))
+        case "int", int() | float() if not abs(value) < _LARGEST_INTEGER:
+            return Typed(value, "an integer of 64 bits")
         case "int", float() if value.is_integer():
             return Typed(int(value))
         case ("bool", bool()) | ("str", str()) | ("list", list()) | ("dict", dict()):
@@ -107,6 +111,6 @@ def _from_text(kind: str, text: str) -> object:
 
 def _number(text: str, *, whole: bool) -> object:
     try:
-        return int(text) if whole else float(text)
+        return (int(text) if whole else float(text)) if len(text) <= _LONGEST_NUMBER else text
     except ValueError:
         return text

@@ -13,6 +13,7 @@ _STR = "tag:yaml.org,2002:str"
 _PREFIX = "tag:yaml.org,2002:"
 _PLAIN_TAGS = {f"{_PREFIX}{name}" for name in ("null", "bool", "int", "float")}
 _OMEGACONF_FLOAT = re.compile(r"[-+]?\d+(?:_\d+)*(?:\.[\d_]*)?(?:[eE][-+]?\d+)?|\.\d[\d_]*(?:[eE][-+]\d+)?")
+_LONGEST_NUMBER = 100  # characters; `1:1:1...` is a number to YAML 1.1, whose value takes time by the square
 _RESOLVERS = yaml.SafeLoader.yaml_implicit_resolvers
 _CONSTRUCTOR = yaml.constructor.SafeConstructor()
 
@@ -28,7 +29,7 @@ def resolve(text: str, *, tag: str | None, plain: bool) -> Scalar:
         if not plain:
             return text
         tag = _implicit_tag(text)
-    if tag not in _PLAIN_TAGS:
+    if tag not in _PLAIN_TAGS or len(text) > _LONGEST_NUMBER:
         return text
     return _construct(tag, text)
 

@@ -2,12 +2,13 @@
 
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 
+from skill_tools.configs.files import read_bytes
 from skill_tools.errors import UnusableInput
 
-MAX_BYTES = 64 << 20
+MAX_BYTES = 8 << 20
 _HEAD_BYTES = 1 << 20
+_LARGEST_BYTES = 4 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,15 +33,12 @@ class Log:
 
 
 def read_log(path: str) -> Log:
-    """Read `path` (`-` is standard input); of a log above 64 MiB, its first MiB and its end."""
-    try:
-        data = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
-    except OSError as error:
-        raise UnusableInput(
-            f"cannot read {path!r} ({error.strerror})",
-            expected="a training log or traceback",
-            attempt="checking the path",
-        ) from None
+    """Read `path` (`-` is standard input); of a log above 8 MiB, its first MiB and its end."""
+    if path == "-":
+        data = sys.stdin.buffer.read()
+    else:
+        expected, attempt = "a training log or traceback", "its path, or - for standard input"
+        data = read_bytes(path, _LARGEST_BYTES, expected=expected, attempt=attempt)
     name = "<stdin>" if path == "-" else path
     if not data.strip():
         raise UnusableInput(

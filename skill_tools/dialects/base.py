@@ -21,10 +21,15 @@ if TYPE_CHECKING:  # a lint builds no run: what a plan alone needs is loaded by 
 
 
 class Evidence(NamedTuple):
-    """How many names of an input are this framework's; `certain` where nothing else can be true beside it."""
+    """How many names of an input are this framework's; `certain` where nothing else can be true beside it.
+
+    Any vote at all says that the input is proven to be this framework's: names that others have too are none. `proof`
+    names what proves it, as the user finds it in the input: "base_model, adapter".
+    """
 
     votes: int = 0
     certain: bool = False
+    proof: str = ""
 
 
 NONE = Evidence()
@@ -34,12 +39,13 @@ class Dialect(ABC):
     """One framework.
 
     `name` is what `--framework` takes, `label` its name in a sentence. `has_files` says that it has configuration files
-    of its own, and with them rules. `example_file` tells the form of a rule's example that does not say it. `form` and
-    `language` say how settings are shown to its users, `assigns` what stands between a key and its value.
-    `embeds` names the dialects of which a configuration may hold a section, inline or in a file that it names: their
-    types, defaults, names and rules apply to it as they stand. `takes_new_keys` says that a fix may add a key at the
-    end of a YAML file. `to_fit` is what to try when nothing fits, `carry_out` how to carry out a plan that changes no
-    setting.
+    of its own, and with them rules. `example_file` tells the form of a rule's example that does not say it.
+    `looks_for` says in a few words what proves an input; one of `marks`, if it has any, stands in the text of each such
+    YAML, JSON or TOML file: a file without is not parsed to be recognised. `form` and `language` say how settings are
+    shown to its users, `assigns` what stands between a key and its value. `embeds` names the dialects of which a
+    configuration may hold a section, inline or in a file that it names: their types, defaults, names and rules apply to
+    it as they stand. `takes_new_keys` says that a fix may add a key at the end of a YAML file. `to_fit` is what to try
+    when nothing fits, `carry_out` how to carry out a plan that changes no setting.
     """
 
     name: str
@@ -47,6 +53,8 @@ class Dialect(ABC):
     has_files = True
     embeds: tuple[str, ...] = ()
     example_file = "config.yaml"
+    looks_for = ""
+    marks: tuple[str, ...] = ()
     form = "in the YAML"
     language = "yaml"
     assigns = ": "
@@ -80,6 +88,10 @@ class Dialect(ABC):
     def evidence_in_entries(self, entries: "Mapping[str, Node]") -> Evidence:
         """Return what the entries at the top of a YAML or JSON file say."""
         return NONE
+
+    def recipes(self, source: Source) -> Sequence[Source]:
+        """Return the configurations in a proven `source`, each as a source; none where it only looks like one."""
+        return (source,)
 
     @abstractmethod
     def compose(self, sources: Sequence[Source], overrides: Sequence[str]) -> Config:

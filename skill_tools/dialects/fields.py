@@ -11,6 +11,9 @@ from skill_tools.configs.config import Config, Setting
 from skill_tools.errors import UnusableInput
 
 T = TypeVar("T")
+LARGEST = 2**53  # nothing that a training counts or weighs is more; beyond it floats are no whole numbers
+_SHOWN = 60
+_DIGITS = 12
 _PATTERN_PIECE = re.compile(r"\[([01])\]\*(\d+)|\[([01](?:,[01])*)\]")
 
 
@@ -30,17 +33,22 @@ def _typed(config: Config, keys: tuple[str, ...], expected: str, convert: Callab
         return convert(setting.value)
     except (TypeError, ValueError, OverflowError):
         raise UnusableInput(
-            f"{setting.written} = {setting.value!r} ({setting.place})",
+            f"{setting.written} = {_shown(setting.value)} ({setting.place})",
             expected=expected,
             attempt="correct the value",
         ) from None
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
 
 
 def _to_integer(value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         raise TypeError
     number = float(value.replace("_", "")) if isinstance(value, str) else value
-    if number != int(number):
+    if abs(number) >= LARGEST or number != int(number):
         raise ValueError
     return int(number)
 
@@ -54,7 +62,10 @@ def _to_count(value: object) -> int:
 def _to_number(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         raise TypeError
-    return float(value)
+    number = float(value)
+    if not abs(number) < LARGEST:
+        raise ValueError
+    return number
 
 
 def _to_flag(value: object) -> bool:
@@ -111,14 +122,15 @@ def moe_layers(config: Config, num_layers: int) -> tuple[bool, ...]:
     if isinstance(setting.value, list):
         return tuple(bool(item) for item in setting.value)
     written = str(setting.value).replace(" ", "")
-    if written.isdigit() and int(written) > 0:
-        return tuple(layer % int(written) == 0 for layer in range(num_layers))
+    if written.isdecimal() and (period := int(written[:_DIGITS])) > 0:
+        return tuple(layer % period == 0 for layer in range(num_layers))
     pattern: list[bool] = []
     for repeated, times, listed in _PATTERN_PIECE.findall(written):
-        pattern += [repeated == "1"] * int(times) if repeated else [item == "1" for item in listed.split(",")]
+        count = min(int(times[:_DIGITS] or 0), num_layers + 1)  # one too many is wrong whatever the rest is
+        pattern += [repeated == "1"] * count if repeated else [item == "1" for item in listed.split(",")]
     if len(pattern) != num_layers:
         raise UnusableInput(
-            f"{setting.written} = {setting.value!r} ({setting.place}) names {len(pattern)} layers",
+            f"{setting.written} = {_shown(setting.value)} ({setting.place}) names {len(pattern)} layers",
             expected=f"{num_layers} layers, for example [0]*3+[1]*{max(num_layers - 3, 1)}",
             attempt="correct the pattern",
         )

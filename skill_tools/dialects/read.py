@@ -1,20 +1,46 @@
 """The one way from files, text and overrides to a `Config`: whose they are, then that dialect composes them.
 
-Each dialect counts the names that only it would use; the most wins. A tie, or nothing recognised, is an error that
-offers `--framework`: a guess would lint against the wrong rules.
+Each dialect says what in an input proves that it is its own. One proof decides; none, or two that exclude each other,
+is an error: a guess would lint against the wrong rules. A proof of a dialect that the other embeds excludes nothing.
 """
 
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from skill_tools.configs.config import Config
-from skill_tools.configs.source import Source, load
+from skill_tools.configs.source import Kind, Source, load
 from skill_tools.dialects import registry
-from skill_tools.dialects.base import Dialect, Evidence
+from skill_tools.dialects.base import NONE, Dialect, Evidence
 from skill_tools.errors import UnusableInput
 
 _PLENTY = 15
+
+
+class Unrecognised(UnusableInput):
+    """An input that no dialect's proof fits."""
+
+
+class Contradiction(UnusableInput):
+    """An input that is proven to be of two frameworks at once."""
+
+
+class Reading(NamedTuple):
+    """One configuration as it was recognised: its dialect, the inputs that make it up, and what proved it.
+
+    `proof` is empty where the user said the dialect. `is_part` says that the source is a part of a file of another kind
+    (the command in a task file), so that nothing may be written back.
+    """
+
+    dialect: Dialect
+    sources: tuple[Source, ...]
+    proof: str = ""
+    is_part: bool = False
+
+    def compose(self, sources: Sequence[Source] = (), overrides: Sequence[str] = ()) -> Config:
+        """Return the configuration, or that of `sources`, which are the same inputs with other texts."""
+        return self.dialect.compose(sources or self.sources, overrides)
 
 
 def read(
@@ -38,30 +64,88 @@ def read_sources(
     sources: Sequence[Source], *, overrides: Sequence[str] = (), framework: str | None = None
 ) -> Config:
     """Compose `sources` and `overrides` in the precedence of their framework."""
+    return _whole(sources, overrides, framework).compose(overrides=overrides)
+
+
+def readings(
+    sources: Sequence[Source], *, overrides: Sequence[str] = (), framework: str | None = None
+) -> list[Reading]:
+    """Return every configuration that `sources` hold: one, or of a single file one for each recipe or command in it.
+
+    Raises `Unrecognised` when they hold none, `UnusableInput` when they cannot be read or are proven to be two at once.
+    """
+    if len(sources) != 1 or overrides:
+        return [_whole(sources, overrides, framework)]
+    (source,) = sources
+    if inside := _blocks(source, framework):
+        return inside
+    try:
+        found = _whole(sources, overrides, framework)
+    except Unrecognised:
+        if inside := _commands(source):
+            return inside
+        raise
+    recipes = found.dialect.recipes(source)
+    if not recipes and framework is None:
+        raise _unrecognised(sources)
+    return [found._replace(sources=(recipe,)) for recipe in recipes or sources]
+
+
+def _whole(sources: Sequence[Source], overrides: Sequence[str], framework: str | None) -> Reading:
     if framework is None:
-        return recognised(sources, overrides).compose(sources, overrides)
+        dialect, evidence = recognised(sources, overrides)
+        return Reading(dialect, tuple(sources), evidence.proof or "its keys")
     dialect = registry.named(framework)
     _check_stated(dialect, sources)
-    return dialect.compose(sources, overrides)
+    return Reading(dialect, tuple(sources))
 
 
-def recognised(sources: Sequence[Source], overrides: Sequence[str]) -> Dialect:
-    """Return the dialect that `sources` and `overrides` are in.
+def _blocks(source: Source, framework: str | None) -> list[Reading]:
+    """Return the sections that a file of another framework hands on to one that is known."""
+    from skill_tools.dialects.inside import blocks
 
-    Raises `UnusableInput` when none, or more than one, fits.
+    return [
+        Reading(registry.named(dialect), (part,), kind, is_part=True)
+        for kind, dialect, part in blocks(source)
+        if framework in (None, dialect)
+    ]
+
+
+def _commands(source: Source) -> list[Reading]:
+    """Return the commands in a task file that start a training."""
+    from skill_tools.dialects.inside import commands
+
+    found = []
+    for kind, part in commands(source):
+        with suppress(Unrecognised):
+            whole = _whole([part], (), None)
+            found.append(whole._replace(proof=f"the command in {kind}: {whole.proof}", is_part=True))
+    return found
+
+
+def recognised(sources: Sequence[Source], overrides: Sequence[str] = ()) -> tuple[Dialect, Evidence]:
+    """Return the dialect that `sources` and `overrides` are proven to be in, and the evidence.
+
+    Raises `Unrecognised` when there is no proof, `UnusableInput` when two exclude each other.
     """
-    votes = _votes(sources)
-    if not votes:
+    found = _evidence(sources)
+    if not found:
         text = "\n".join(overrides)
-        votes = _counted({each.name: each.evidence_in_text(text) for each in registry.with_files()})
-    ranked = votes.most_common(2)
-    if not ranked or (len(ranked) == 2 and ranked[0][1] == ranked[1][1]):
-        raise _unclear(sources)
-    return registry.named(ranked[0][0])
+        found = _proven(
+            {each.name: each.evidence_in_text(text) for each in registry.with_files()} if text else {}
+        )
+    if not found:
+        raise _unrecognised(sources)
+    embedded = {name for each in found for name in _embedded_by(each)}
+    left = {name: evidence for name, evidence in found.items() if name not in embedded} or found
+    if len(left) > 1:
+        raise _contradictory(sources, left)
+    ((name, evidence),) = left.items()
+    return registry.named(name), evidence
 
 
 def _check_stated(dialect: Dialect, sources: Sequence[Source]) -> None:
-    """Raise `UnusableInput` where `sources` hold next to nothing of the stated framework and plenty of another's.
+    """Raise `UnusableInput` where `sources` hold nothing of the stated framework and plenty of another's.
 
     What is merely unclear is the user's to state.
     """
@@ -71,11 +155,11 @@ def _check_stated(dialect: Dialect, sources: Sequence[Source]) -> None:
             expected=f"a configuration of {_listed([each.label for each in registry.with_files()])}",
             attempt=f"offload plan --framework {dialect.name} --model NAME, or no --framework for a file",
         )
-    votes = _votes(sources)
-    if not votes:
+    found = _evidence(sources)
+    if not found or dialect.name in found:
         return
-    likely, count = votes.most_common(1)[0]
-    if count >= _PLENTY and count >= _PLENTY * votes[dialect.name]:
+    likely = max(found, key=lambda name: found[name].votes)
+    if found[likely].votes >= _PLENTY and likely not in _embedded_by(dialect.name):
         raise UnusableInput(
             f"{', '.join(source.name for source in sources)} is no configuration of {dialect.name}",
             expected=f"--framework {likely}, by what it holds",
@@ -83,33 +167,69 @@ def _check_stated(dialect: Dialect, sources: Sequence[Source]) -> None:
         )
 
 
-def _votes(sources: Sequence[Source]) -> Counter[str]:
-    votes: Counter[str] = Counter()
+def _evidence(sources: Sequence[Source]) -> dict[str, Evidence]:
+    """Return what each proven dialect has in any of `sources`, the votes of all added up."""
+    found: dict[str, Evidence] = {}
     for source in sources:
-        votes.update(_counted({each.name: each.evidence(source) for each in registry.with_files()}))
-    # A file that another framework's input may name is a part of that one's configuration.
-    embedded = {section for name in votes for section in registry.named(name).embeds if section != name}
-    return Counter({name: count for name, count in votes.items() if name not in embedded})
+        for name, evidence in _proven(_asked(source)).items():
+            before = found.get(name, NONE)
+            found[name] = Evidence(
+                before.votes + evidence.votes,
+                before.certain or evidence.certain,
+                before.proof or evidence.proof,
+            )
+    return found
 
 
-def _counted(found: dict[str, Evidence]) -> Counter[str]:
-    """Return the votes of each framework that has any; beside certain evidence no other counts."""
-    certain = [name for name, evidence in found.items() if evidence.certain][:1]
-    return +Counter({name: found[name].votes for name in certain or found})
+def _asked(source: Source) -> dict[str, Evidence]:
+    """Ask each dialect that `source` may be of; a text without any of their marks is not even parsed."""
+    dialects: Sequence[Dialect] = registry.with_files()
+    if source.kind not in (Kind.PYTHON, Kind.SHELL):
+        dialects = [
+            each for each in dialects if not each.marks or any(mark in source.text for mark in each.marks)
+        ]
+    return {each.name: each.evidence(source) for each in dialects}
 
 
-def _unclear(sources: Sequence[Source]) -> UnusableInput:
+def _proven(found: Mapping[str, Evidence]) -> dict[str, Evidence]:
+    """Return the evidence of each dialect that has any; beside what is certain no other counts."""
+    certain = {name: evidence for name, evidence in found.items() if evidence.certain and evidence.votes}
+    return certain or {name: evidence for name, evidence in found.items() if evidence.votes}
+
+
+def _embedded_by(name: str) -> frozenset[str]:
+    """Return the dialects of which a configuration of `name` may hold a section, at any depth."""
+    found: set[str] = set()
+    pending = [name]
+    while pending:
+        below = set(registry.named(pending.pop()).embeds) - found
+        found |= below
+        pending += below
+    return frozenset(found - {name})
+
+
+def _unrecognised(sources: Sequence[Source]) -> Unrecognised:
     dialects = registry.with_files()
-    expected = f"a configuration of {_listed([each.label for each in dialects])}"
+    names = ", ".join(source.name for source in sources)
     if sources and not any(source.text.strip() for source in sources):
-        return UnusableInput(
-            f"{sources[0].name} is empty", expected=expected, attempt="the file that the run reads"
-        )
-    names = ", ".join(source.name for source in sources) or "the overrides"
-    return UnusableInput(
-        f"cannot tell which framework {names} is for",
-        expected=expected,
-        attempt=f"--framework {_listed([each.name for each in dialects])}",
+        expected = f"a configuration of {_listed([each.label for each in dialects])}"
+        return Unrecognised(f"{names} is empty", expected=expected, attempt="the file that the run reads")
+    what = (
+        f"{names} is no training configuration that is known" if names else "the overrides tell no framework"
+    )
+    looked_for = [f"{each.label} ({each.looks_for})" if each.looks_for else each.label for each in dialects]
+    attempt = "--framework with its name, where it is one all the same"
+    return Unrecognised(what, expected=f"what proves one: {_listed(looked_for)}", attempt=attempt)
+
+
+def _contradictory(sources: Sequence[Source], found: Mapping[str, Evidence]) -> Contradiction:
+    proofs = [
+        f"{registry.named(name).label} by {evidence.proof or 'its keys'}" for name, evidence in found.items()
+    ]
+    return Contradiction(
+        f"{', '.join(source.name for source in sources) or 'the overrides'} is {' and '.join(proofs)} at once",
+        expected="proof of one framework",
+        attempt=f"--framework {_listed(list(found))}",
     )
 
 

@@ -70,13 +70,18 @@ class ModelShape(NamedTuple):
         return (layer + 1) % self.moe_every == 0
 
 
+MOST_LAYERS = 4096
+LARGEST_SIZE = 2**26
+
+
 def checked(shape: ModelShape) -> ModelShape:
     """Return `shape`, or raise `UnusableInput` where its sizes contradict each other."""
     positive = ("num_layers", "hidden", "ffn", "heads", "kv_heads", "vocab")
     values = (shape.num_layers, shape.hidden, shape.ffn, shape.heads, shape.kv_heads, shape.vocab)
     for name, value in zip(positive, values, strict=True):
-        if value <= 0:
-            raise _contradiction(shape, f"{name} is {value}", "a number above zero")
+        most = MOST_LAYERS if name == "num_layers" else LARGEST_SIZE
+        if not 0 < value <= most:
+            raise _contradiction(shape, f"{name} is {value}", f"a number above zero, at most {most}")
     if not shape.head_dim and shape.hidden % shape.heads:
         raise _contradiction(
             shape,

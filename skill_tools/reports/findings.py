@@ -7,10 +7,11 @@ records of `rules.finding`.
 """
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from skill_tools.errors import UnusableInput
+from skill_tools.errors import UnusableInput, printable
 from skill_tools.rules.finding import Finding, LintResult, Severity, Undecided
 from skill_tools.rules.lint import in_order
 
@@ -18,11 +19,21 @@ SCHEMA_VERSION = "1.0"
 _KEYS_NAMED = 4
 
 
+class ReadAs(NamedTuple):
+    """What one input was read as: the dialect by name and in words, and what proved it, if the user did not say it."""
+
+    name: str
+    framework: str
+    label: str
+    proof: str
+
+
 class Report(NamedTuple):
     """All runs of one call: findings in order, open rules by input, inputs that could not be used.
 
     `inputs` counts the runs that were linted. `omitted` counts findings that `--limit` left out of
-    `findings`; `counts` counts all of them.
+    `findings`; `counts` counts all of them. `read` says what each run was read as, `passed_over` how many files were
+    nobody's.
     """
 
     inputs: int
@@ -31,10 +42,17 @@ class Report(NamedTuple):
     errors: tuple[UnusableInput, ...]
     counts: Mapping[Severity, int]
     omitted: int
+    read: tuple[ReadAs, ...] = ()
+    passed_over: int = 0
 
 
 def report(
-    results: Sequence[tuple[str, LintResult]], errors: Sequence[UnusableInput], *, limit: int | None = None
+    results: Sequence[tuple[str, LintResult]],
+    errors: Sequence[UnusableInput],
+    *,
+    limit: int | None = None,
+    read: Sequence[ReadAs] = (),
+    passed_over: int = 0,
 ) -> Report:
     """Gather the results of all runs, each with its input's name, into one report."""
     findings = in_order([finding for _, result in results for finding in result.findings])
@@ -46,18 +64,32 @@ def report(
         errors=tuple(errors),
         counts={severity: sum(found.severity is severity for found in findings) for severity in Severity},
         omitted=len(findings) - len(shown),
+        read=tuple(read),
+        passed_over=passed_over,
     )
 
 
 def as_concise(report: Report, *, show_undecided: bool = False) -> str:
     """Return the lines of `report`; with `show_undecided`, also one line for each rule that stays open."""
-    lines = [_finding_line(finding, others) for finding, others in _folded(report.findings)]
+    lines = [_read_line(report)] if report.read else []
+    lines += [_finding_line(finding, others) for finding, others in _folded(report.findings)]
     if show_undecided:
         lines += [
             f"{name} undecided {rule.rule} {rule.title} → state {', '.join(rule.missing)}"
             for name, rule in report.undecided
         ]
-    return "\n".join([*lines, _summary(report)])
+    return "\n".join(map(printable, [*lines, _summary(report)]))
+
+
+def _read_line(report: Report) -> str:
+    """Say what the inputs were read as: of one also by what, of many how many each framework has."""
+    if len(report.read) == 1:
+        (only,) = report.read
+        return f"{only.name} is read as {only.label} ({only.proof or '--framework'})"
+    counts = Counter(each.label for each in report.read)
+    named = ", ".join(f"{count} as {label}" for label, count in counts.most_common())
+    passed_over = f"; {report.passed_over} passed over, of no known framework" if report.passed_over else ""
+    return f"read {named} (--format json says by what){passed_over}"
 
 
 def _folded(findings: Sequence[Finding]) -> list[tuple[Finding, int]]:
@@ -131,7 +163,11 @@ def as_json(report: Report) -> str:
                 **{str(severity): count for severity, count in report.counts.items()},
                 "undecided": len(report.undecided),
                 "omitted": report.omitted,
+                "passed_over": report.passed_over,
             },
+            "read": [
+                {"file": each.name, "framework": each.framework, "proof": each.proof} for each in report.read
+            ],
             "findings": [finding_data(finding) for finding in report.findings],
             "undecided": [
                 {"file": name, "rule": rule.rule, "title": rule.title, "missing": list(rule.missing)}

@@ -1,7 +1,7 @@
-"""What the commands that measure print: their progress on stderr, then what `probe` and `verify` found.
+"""What the commands that measure print: their progress on stderr, then what `probe`, `trace` and `verify` found.
 
-Each result is the document that `--format json` prints, of `schema/profile.schema.json` or
-`schema/verify.schema.json`, written for people.
+Each result is the document that `--format json` prints, of `schema/profile.schema.json`,
+`schema/model-profile.schema.json` or `schema/verify.schema.json`, written for people.
 """
 
 import sys
@@ -33,6 +33,13 @@ _RATES = (
 _VERIFIED = ("", "result", "loss delta", "peak", "fell by", "predicted", "off", "host", "step", "ratio", "")
 _COMPARED = ("predicted", "measured", "off")
 _SMALL_BYTES = 1 << 30
+_WAYS = {
+    (False, False): "as it is",
+    (False, True): "gradients leave as they arise",
+    (True, False): "blocks recomputed",
+    (True, True): "blocks recomputed, gradients leave",
+}
+_MOST_OPERATIONS = 5
 
 
 @contextmanager
@@ -192,3 +199,29 @@ def _value(name: str, value: float) -> str:
     if name.endswith("seconds"):
         return f"{value * 1000:.1f} ms"
     return f"{value / (1 << 30):.2f} GiB" if value >= _SMALL_BYTES else f"{value / (1 << 20):.2f} MiB"
+
+
+def traced(
+    document: Mapping[str, Any],
+    peaks: Mapping[tuple[bool, bool], tuple[int, str]],
+    sequences: int,
+    tokens: int,
+) -> str:
+    """Return the profile in lines; `peaks` are the most bytes beyond the weights, and the span, by way of training."""
+    versions = ", ".join(f"{name} {release}" for name, release in document["versions"].items())
+    shape = f"{sequences} x {tokens} tokens"
+    lines = [
+        f"{document['model']}, {document['dtype']}, {shape}; traced with {versions}",
+        f"weights {gib(document['weights_allocated_bytes'])}, gradients {gib(document['gradients_bytes'])}",
+        "most bytes of forward and backward beyond the weights:",
+    ]
+    width = max(map(len, _WAYS.values()))
+    for way, (size_bytes, span) in peaks.items():
+        lines.append(f"  {_WAYS[way]:<{width}}  {gib(size_bytes):>10}  in {span}")
+    first = document["steps"][0]
+    lines.append(f"alive when the loss is there, 1 x {document['traced_tokens']} tokens, by what made it:")
+    for operation, size_bytes in list(first["saved_by"].items())[:_MOST_OPERATIONS]:
+        lines.append(f"  {operation:<{width}}  {gib(size_bytes):>10}")
+    lines += [f"assumed: {each}" for each in document["assumptions"]]
+    lines.append("optimizer states are not in it; `offload plan` adds them")
+    return "\n".join(lines)

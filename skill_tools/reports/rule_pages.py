@@ -24,8 +24,8 @@ FAMILIES: Mapping[str, str] = {
     "mlm": "Megatron-LM command line",
     "br": "Megatron Bridge",
     "ax": "Axolotl",
-    "ds": "DeepSpeed and FSDP from Axolotl",
-    "fsdp": "DeepSpeed and FSDP from Axolotl",
+    "ds": "DeepSpeed",
+    "fsdp": "FSDP from Axolotl",
 }
 _EFFECT = {
     "raises": "an error at startup",
@@ -172,7 +172,8 @@ def family(identifier: str) -> str:
 
 def load_inventory() -> tuple[str, ...]:
     """Return the ids of all known constraints, in the order of their families."""
-    return tuple(knowledge_path("coverage", "inventory.txt").read_text(encoding="utf-8").split())
+    paths = sorted(knowledge_path("coverage").glob("inventory*.txt"))
+    return tuple(identifier for path in paths for identifier in path.read_text(encoding="utf-8").split())
 
 
 def load_coverage() -> dict[str, str]:

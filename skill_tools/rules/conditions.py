@@ -47,7 +47,7 @@ class Condition(NamedTuple):
         """Return the condition's truth in `scope`, and the unknown names that keep it open, in the text's order."""
         missing: list[str] = []
         answer = truth(self.root.evaluate(scope, missing))
-        return answer, list(dict.fromkeys(missing))
+        return answer, list(dict.fromkeys(missing)) if missing else missing
 
     def deciding_names(self, scope: Scope) -> list[str]:
         """Return the names that made a condition which holds in `scope` hold, in the order of the text."""

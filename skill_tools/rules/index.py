@@ -1,8 +1,9 @@
 """Compiles the YAML that people write into the one `index.json` that the commands load.
 
-Keys and rules are a lint's, models and hardware a plan's. Compiling also parses each rule's condition and answers which
-of its version ranges are no condition at all, so that a lint parses no text and, without stated versions, compares
-none. `offload card render` writes the index; a test fails when it is stale.
+Keys and rules are a lint's, models and hardware a plan's. Compiling also parses each rule's condition, and answers
+which of its version ranges are no condition at all and where it cannot hold unless somebody sets one of its keys, so
+that a lint parses no text, asks few of the rules and, without stated versions, compares none. `offload card render`
+writes the index; a test fails when it is stale.
 """
 
 import json
@@ -10,6 +11,7 @@ from typing import Any
 
 from skill_tools import knowledge
 from skill_tools.bundle import knowledge_path
+from skill_tools.configs.keys import keys_from_data
 from skill_tools.rules.knowledge import compiled, read_rule_files
 
 
@@ -18,10 +20,11 @@ def build() -> dict[str, Any]:
     releases = knowledge.load_yaml("releases.yaml")
     vocabulary = sorted(knowledge_path("vocabulary").glob("*.txt"))
     keys = knowledge.load_keys()
+    table = {key.name: key for key in keys_from_data(keys)}
     return {
         "releases": releases,
         "keys": keys,
-        "rules": [{**entry, "compiled": compiled(entry, releases, keys)} for entry in read_rule_files()],
+        "rules": [{**entry, "compiled": compiled(entry, releases, table)} for entry in read_rule_files()],
         "vocabulary": {path.stem: knowledge.words(path.read_text(encoding="utf-8")) for path in vocabulary},
         "models": knowledge.load_yaml("models.yaml")["models"],
         "hardware": knowledge.load_yaml("hardware.yaml"),

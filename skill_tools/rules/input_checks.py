@@ -14,23 +14,33 @@ from skill_tools.dialects.base import Dialect
 from skill_tools.rules.finding import Finding
 from skill_tools.rules.knowledge import Rule, load_rules
 from skill_tools.rules.messages import from_rule, show
+from skill_tools.rules.versions import Standing, Versions, standing
 
 
-def check(config: Config, rules: Sequence[Rule], keys: Mapping[str, Key]) -> Iterator[Finding]:
-    """Yield a finding for each unknown key, each value of a wrong type and each value that is replaced."""
-    if not (config.unknown or config.wrong_types or config.overridden):
+def check(
+    config: Config, rules: Sequence[Rule], keys: Mapping[str, Key], versions: Versions
+) -> Iterator[Finding]:
+    """Yield a finding for each unknown key, each value of a wrong type and each value that is replaced.
+
+    A rule that `versions` puts out of the question is none.
+    """
+    if not (config.unknown or config.wrong_types or config.overridden or config.faults):
         return
     by_id = {rule.id: rule for rule in rules if rule.check == "input"}
+    for fault in config.faults:
+        if fault.rule in by_id:
+            message = f"{by_id[fault.rule].message}: {fault.text}"
+            yield from_rule(by_id[fault.rule], message=message, place=fault.place)
     for unknown in config.unknown:
         owner = registry.named(config.owner(unknown.key))
         rule = by_id.get(_claiming_rule(unknown, owner, by_id), by_id.get("unknown-key"))
-        if rule is not None:
+        if rule is not None and _applies(rule, versions):
             yield from_rule(rule, message=_unknown_message(rule, unknown), place=unknown.place)
     for wrong in config.wrong_types:
         setting = wrong.setting
         owner = registry.named(config.owner(setting.key))
         rule = by_id.get(owner.rule_for_type(keys.get(setting.key)), by_id.get("wrong-type"))
-        if rule is not None:
+        if rule is not None and _applies(rule, versions):
             observed = {setting.key: setting.value}
             yield from_rule(rule, message=_type_message(rule, wrong), place=setting.place, observed=observed)
     for identifier, loser, winner in registry.named(config.framework).replaced(config):
@@ -38,6 +48,11 @@ def check(config: Config, rules: Sequence[Rule], keys: Mapping[str, Key]) -> Ite
             message = f"{by_id[identifier].message}: {_shown(loser)} gives way to {_shown(winner)}"
             observed = {winner.key: winner.value}
             yield from_rule(by_id[identifier], message=message, place=loser.place, observed=observed)
+
+
+def _applies(rule: Rule, versions: Versions) -> bool:
+    answer, _ = standing(rule.versions, versions, conditional=rule.conditional)
+    return answer is not Standing.ABSENT
 
 
 def dead_keys(config: Config) -> tuple[str, ...]:

@@ -4,15 +4,17 @@ A rule's facts are described by `schema/rules.schema.json`, which a test holds e
 validated again here. Loading parses no condition: that happens when a rule is first asked.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from skill_tools import knowledge
 from skill_tools.bundle import knowledge_path
+from skill_tools.configs.keys import Key, load_keys
 from skill_tools.dialects import registry
 from skill_tools.rules.conditions import Condition, build
 from skill_tools.rules.finding import Evidence, Severity
+from skill_tools.rules.values import key_of, unset
 from skill_tools.rules.versions import conditional
 
 
@@ -45,6 +47,8 @@ class Rule(NamedTuple):
     """One fact about configurations; either `when` (a condition) or `check` (`input`, `log`) is set.
 
     `tree` is `when` parsed (`grammar`); `guard` is a name that must be true for it to hold, if there is one.
+    `keys` are those that it reads. `quiet` names the frameworks in which it cannot hold as long as nobody sets any of
+    them, whatever the release: nearly all configurations set few keys of the many.
     `conditional` is the part of `versions` that some known release does not satisfy. `spellings` are the
     unknown keys that an `input` rule claims for itself.
     """
@@ -56,6 +60,8 @@ class Rule(NamedTuple):
     when: str
     tree: list[Any]
     guard: str
+    keys: frozenset[str]
+    quiet: frozenset[str]
     check: str
     severity: Severity
     effect: str
@@ -118,33 +124,43 @@ def rules_from_data(entries: Iterable[Mapping[str, Any]]) -> tuple[Rule, ...]:
 def compiled(
     entry: Mapping[str, Any],
     releases: Mapping[str, Any] | None = None,
-    keys: Iterable[Mapping[str, Any]] | None = None,
+    keys: Mapping[str, Key] | None = None,
 ) -> dict[str, Any]:
-    """Return what is derived from a rule's entry once and kept in the index: tree, guard, conditional versions.
+    """Return what is derived from a rule's entry once and kept in the index: tree, guard, keys, conditional versions.
 
-    `releases` and `keys` are the contents of `releases.yaml` and `keys.yaml`; by default those of the index.
+    `releases` is the content of `releases.yaml` and `keys` are all keys; by default those of the index.
     """
     from skill_tools.rules.grammar import guard_of, names_needed, tree_of
 
+    keys = load_keys() if keys is None else keys
     tree = tree_of(entry["when"]) if "when" in entry else []
-    needed = set(names_needed(tree)) if tree else set()
-    lives = [
-        key["exists"]
-        for key in (knowledge.index()["keys"] if keys is None else keys)
-        if key["key"] in needed and "exists" in key and not _true_by_default(key)
-    ]
+    condition = build(tree) if tree else None
+    needed = sorted(set(names_needed(tree)) & keys.keys()) if tree else []
+    lives = [keys[name].exists for name in needed if keys[name].exists and not _true_by_default(keys[name])]
     return {
         "tree": tree,
         "guard": guard_of(tree) if tree else "",
+        "keys": sorted({key_of(name) for name in condition.names}) if condition else [],
+        "quiet": _quiet_in(condition, entry["dialects"], keys) if condition else [],
         "conditional": conditional(entry.get("versions", {}), releases, lives=lives),
     }
 
 
-def _true_by_default(key: Mapping[str, Any]) -> bool:
+def _quiet_in(condition: Condition, dialects: Sequence[str], keys: Mapping[str, Key]) -> list[str]:
+    """Return the frameworks in which `condition` is false where nothing is set: their own rules, or a section's."""
+    asked = [
+        dialect
+        for dialect in map(registry.named, registry.names())
+        if {dialect.name, *dialect.embeds} & set(dialects)
+    ]
+    return [each.name for each in asked if condition.holds(unset(each.name, each.embeds, keys)) is False]
+
+
+def _true_by_default(key: Key) -> bool:
     """Return whether a key that nobody set may be true, so that its truth does not show that it was set."""
-    for default in key.get("default", {}).values():
-        by_release = isinstance(default, list) and all(isinstance(each, dict) for each in default)
-        if any(each["value"] for each in default) if by_release else default:
+    for default in key.default.values():
+        periods = default if isinstance(default, list) else [default]
+        if any(each["value"] if isinstance(each, dict) else each for each in periods):
             return True
     return False
 
@@ -160,6 +176,8 @@ def _rule(entry: Mapping[str, Any]) -> Rule:
         when=entry.get("when", ""),
         tree=derived["tree"],
         guard=derived["guard"],
+        keys=frozenset(derived["keys"]),
+        quiet=frozenset(derived["quiet"]),
         check=entry.get("check", ""),
         severity=Severity(entry["severity"]),
         effect=entry["effect"],

@@ -4,8 +4,10 @@ A planner asks it what is legal, the `lint` command asks it what is wrong. Suppr
 affair (`suppress`), because a plan must not be legal only by comment.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
+from skill_tools import knowledge
 from skill_tools.configs.config import Config
 from skill_tools.configs.keys import Key, load_keys
 from skill_tools.rules import input_checks
@@ -36,44 +38,92 @@ def lint(
     key is the fault and a recipe that is not seen may set it. `with_diffs` also works out what each fix would
     change, which costs more than the lint.
     """
+    scope = Scope(config, load_keys() if keys is None else keys, resolve(config.versions, versions or {}))
+    remembered = _remembered(scope) if rules is None and keys is None else {}
     rules = load_rules() if rules is None else rules
-    keys = load_keys() if keys is None else keys
-    scope = Scope(config, keys, resolve(config.versions, versions or {}))
-    as_written = Scope(config, keys, scope.versions, as_written=True)
-    findings = list(input_checks.check(config, rules, keys))
+    as_written = Scope(config, scope.known_keys, scope.versions, as_written=True)
+    findings = list(input_checks.check(config, rules, scope.known_keys, scope.versions))
     undecided = []
+    touched = config.settings.keys() | config.unresolved | config.maybe_set
     dialects = config.dialects()
-    for rule in rules:
-        if not rule.when or dialects.isdisjoint(rule.dialects):
-            continue
-        if rule.guard and not scope[rule.guard]:
-            continue
-        answer, missing = rule.condition.ask(scope)
-        if answer is False:
-            continue
-        applies, depends_on = standing(rule.versions, scope.versions, conditional=rule.conditional)
-        if applies is Standing.ABSENT:
-            continue
-        unless: tuple[str, ...] = ()
-        if answer is UNKNOWN:
-            unless = scope.left_open(observed_keys(missing))
-            # Two defaults that would have to be left alone together are a guess, not a finding.
-            if (
-                len(unless) != 1
-                or rule.severity is Severity.INFO
-                or rule.condition.holds(as_written) is not True
-            ):
-                if scope.touches(rule.condition.names):
-                    undecided.append(Undecided(rule.id, rule.title, observed_keys(missing)))
+    for rule in _conditions(dialects) if rules is load_rules() else _about(dialects, rules):
+        if rule.keys.isdisjoint(touched):
+            if config.framework in rule.quiet:
                 continue
-        if depends_on and (branch := unstated_branch(rule.versions, scope.versions)):
-            undecided.append(Undecided(rule.id, rule.title, (branch,)))
+            if rule.id not in remembered:
+                remembered[rule.id] = _asked(rule, scope)
+            found = remembered[rule.id]
+            if isinstance(found, Undecided) and not rule.keys.isdisjoint(found.missing):
+                continue  # the input says nothing of what the rule asks
         else:
-            findings.append(_finding(rule, as_written if unless else scope, depends_on, unless))
+            found = _asked(rule, scope, as_written)
+        if isinstance(found, Undecided):
+            undecided.append(found)
+        elif found is not None:
+            findings.append(_finding(rule, as_written if found.unless else scope, found))
     if with_diffs:
         by_id = {rule.id: rule for rule in rules}
-        findings = [_with_diff(finding, config, by_id, keys) for finding in findings]
+        findings = [_with_diff(finding, config, by_id, scope.known_keys) for finding in findings]
     return LintResult(in_order(findings), tuple(undecided))
+
+
+class Holds(NamedTuple):
+    """A rule holds: in which releases where nobody stated one, and unless a recipe sets which key."""
+
+    depends_on: tuple[str, ...]
+    unless: tuple[str, ...]
+
+
+Answer = Holds | Undecided | None
+
+
+def _asked(rule: Rule, scope: Scope, as_written: Scope | None = None) -> Answer:
+    """Return what `rule` says: None where it does not hold, why it is open, or where it holds what that depends on.
+
+    With `as_written`, a rule that only the default of one unset key decides holds, unless a recipe sets that key.
+    """
+    if rule.guard and not scope[rule.guard]:
+        return None
+    answer, missing = rule.condition.ask(scope)
+    if answer is False:
+        return None
+    applies, depends_on = standing(rule.versions, scope.versions, conditional=rule.conditional)
+    if applies is Standing.ABSENT:
+        return None
+    unless: tuple[str, ...] = ()
+    if answer is UNKNOWN:
+        open_keys = observed_keys(missing)
+        unless = scope.left_open(open_keys)
+        # Two defaults that would have to be left alone together are a guess, not a finding.
+        guess = as_written is None or len(unless) != 1 or rule.severity is Severity.INFO
+        if guess or as_written is None or rule.condition.holds(as_written) is not True:
+            return Undecided(rule.id, rule.title, open_keys)
+    if depends_on and (branch := unstated_branch(rule.versions, scope.versions)):
+        return Undecided(rule.id, rule.title, (branch,))
+    return Holds(depends_on, unless)
+
+
+@knowledge.derived
+def _conditions(dialects: frozenset[str]) -> tuple[Rule, ...]:
+    return tuple(_about(dialects, load_rules()))
+
+
+def _about(dialects: frozenset[str], rules: Iterable[Rule]) -> Iterator[Rule]:
+    """Yield the rules with a condition that are about any of `dialects`."""
+    return (rule for rule in rules if rule.when and not dialects.isdisjoint(rule.dialects))
+
+
+def _remembered(scope: Scope) -> dict[str, Answer]:
+    """Return the answers that rules gave whose keys nobody set, to be added to: they are the same in each such file."""
+    config = scope.config
+    return _answers(
+        config.framework, config.embeds, config.dialects(), config.complete, frozenset(scope.versions.items())
+    )
+
+
+@knowledge.derived
+def _answers(*situation: object) -> dict[str, Answer]:
+    return {}
 
 
 def in_order(findings: Sequence[Finding]) -> tuple[Finding, ...]:
@@ -94,7 +144,8 @@ def in_order(findings: Sequence[Finding]) -> tuple[Finding, ...]:
     )
 
 
-def _finding(rule: Rule, scope: Scope, depends_on: tuple[str, ...], unless: tuple[str, ...]) -> Finding:
+def _finding(rule: Rule, scope: Scope, holds: Holds) -> Finding:
+    depends_on, unless = holds
     keys = observed_keys(rule.condition.deciding_names(scope))
     place = place_of(keys, scope.config)
     finding = from_rule(rule, message=f"{rule.message}: {describe(keys, scope, place)}", place=place)

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from skill_tools.configs.config import Config, Place, Setting
 from skill_tools.rules.finding import Finding, Fix
 from skill_tools.rules.knowledge import Rule
+from skill_tools.rules.operations import UNKNOWN
 from skill_tools.rules.values import Scope, key_of
 
 _LONGEST_VALUE = 60
@@ -59,7 +60,7 @@ def _describe_key(key: str, scope: Scope, place: Place) -> str:
         return f"{setting.written}={show(setting.value)} ({_where(setting, place)})"
     if key in scope.versions:
         return f"{key} {scope.versions[key]}"
-    return f"{key}={show(scope[key])} (default)"
+    return f"{key} (not set)" if scope[key] is UNKNOWN else f"{key}={show(scope[key])} (default)"
 
 
 def _as_written(key: str, config: Config) -> Setting | None:

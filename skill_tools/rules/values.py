@@ -49,9 +49,9 @@ class Scope(dict[str, object]):
         self.known_keys = keys
         self.versions = versions
         self._as_written = as_written
-        # A switch that got a value is on all the same.
-        wrong = {one.setting.key for one in config.wrong_types if one.setting.value is not True}
-        self._unreadable = config.unresolved | wrong
+        self._unreadable = config.unresolved | {
+            wrong.setting.key for wrong in config.wrong_types if not wrong.is_known
+        }
 
     def __missing__(self, name: str) -> object:
         self[name] = answer = self._answer(name)
@@ -78,15 +78,6 @@ class Scope(dict[str, object]):
             return True
         return UNKNOWN if key in self.config.maybe_set or self._left_to_recipe(key) else False
 
-    def touches(self, names: Iterable[str]) -> bool:
-        """Return whether the input says anything about one of `names`; a rule of which it says nothing is not open."""
-        keys = set(map(key_of, names))
-        return not (
-            keys.isdisjoint(self.config.settings)
-            and keys.isdisjoint(self._unreadable)
-            and keys.isdisjoint(self.versions)
-        )
-
     def left_open(self, names: Iterable[str]) -> tuple[str, ...]:
         """Return the keys among `names` that are set nowhere here, and that a recipe or an environment may set."""
         return tuple(
@@ -98,6 +89,14 @@ class Scope(dict[str, object]):
             return False
         known = self.known_keys[key]
         return (not self.config.complete and known.recipe_sets) or self.config.framework in known.outside
+
+
+def unset(framework: str, embeds: tuple[str, ...], keys: Mapping[str, Key]) -> Scope:
+    """Return the scope of a configuration that sets nothing, and of which as little is known as can be.
+
+    What is decided in it stays decided in every configuration that does not set the keys asked for either.
+    """
+    return Scope(Config(framework, {}, complete=False, embeds=embeds), keys, {})
 
 
 def default(key: Key, framework: str, versions: Mapping[str, str]) -> object:

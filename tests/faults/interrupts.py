@@ -70,12 +70,16 @@ class Interrupt:
 
 
 @contextmanager
-def counted(nth: int | None, send: Callable[[], None]) -> Iterator[list[int]]:
-    """Count bytecodes of the package on this thread, into the list that is returned; call `send` before the `nth`."""
+def counted(nth: int | None, send: Callable[[], None], *, also: tuple[str, ...] = ()) -> Iterator[list[int]]:
+    """Count bytecodes of the package on this thread, into the list that is returned; call `send` before the `nth`.
+
+    Those of files whose paths end like `also` count too.
+    """
     count = [0]
 
     def enter(frame: FrameType, event: str, argument: Any) -> Any:
-        if not frame.f_code.co_filename.startswith(_PACKAGE):
+        path = frame.f_code.co_filename
+        if not path.startswith(_PACKAGE) and not path.endswith(also):
             return None
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
         return each

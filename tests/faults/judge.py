@@ -79,17 +79,8 @@ def train(
 ) -> None:
     """Train with the batches from `first`; `injector` hears which moment begins."""
     for index in range(first, stop):
-        if index == left_out:
-            continue
-        injector.enter(index, "forward")
-        loss = trainee.loss(index)
-        injector.enter(index, "backward")
-        loss.backward()
-        del loss
-        injector.enter(index, "step")
-        trainee.optimizer.step()
-        injector.enter(index, "zero_grad")
-        trainee.optimizer.zero_grad()
+        if index != left_out:
+            trainee.train(index, injector.enter)
 
 
 @contextmanager
@@ -107,7 +98,7 @@ def undisturbed(setting: Setting, left_out: int | None, stop: int = STEPS) -> Sn
     """Return what the run without a fault ends with, after batch `stop` - 1."""
     with injection.undisturbed.run(), opened(setting, injector := Injector()) as trainee:
         train(trainee, injector, 0, left_out=left_out, stop=stop)
-        return trainee.snapshot()
+        return trainee.snapshot() | trainee.averages()
 
 
 @cache
@@ -245,6 +236,9 @@ class _Run:
     def _unsaid(self, error: BaseException) -> str:
         """Return what is missing where `step()` says which state its error has left; empty if nothing is."""
         states = ("untouched", "begun", "broken")
+        if not _is_ours(error):
+            # As where GradScaler looks for infinities.
+            return ""
         notes = " ".join(getattr(error, "__notes__", ()))
         if not hasattr(self._optimizer, "status") or any(state in notes for state in states):
             return ""
@@ -286,7 +280,7 @@ class _Run:
         """Return which runs the end may equal, given where the fault came and what the optimizer said of itself."""
         if phase == "forward" or (phase == "backward" and not self._case.setting.updates_in_backward):
             return {"skipped"}
-        if phase in ("zero_grad", "end"):
+        if phase in ("average", "zero_grad", "end"):
             return {"taken"}
         if phase == "backward" or isinstance(self._case.fault, Interrupt):
             # An interrupt may have come before the step or after it; a backward that updates may not have begun to.
@@ -311,7 +305,7 @@ class _Run:
             if phase in ("forward", "backward"):
                 following = step
             elif phase == "step":
-                optimizer.step()
+                self._trainee.step()
         elif action == "state_dict":
             self._look(step, phase)
         elif action == "synchronize":
@@ -319,35 +313,35 @@ class _Run:
         elif action == "forward" and following < STEPS:
             loss = self._trainee.loss(following)
             optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+            self._trainee.train(following, lambda *_: None, loss)
             following += 1
         optimizer.zero_grad()
         for index in range(following, STEPS):
-            self._trainee.loss(index).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            self._trainee.train(index, lambda *_: None)
+        # That of the last batch may be the one that has failed.
+        self._trainee.take_average()
         return None
 
     def _look(self, step: int, phase: str) -> None:
         with self._injector.quietly():
             seen = self._trainee.snapshot()
-            before = undisturbed_until(self._case.setting, step)
-            after = undisturbed_until(self._case.setting, min(step + 1, STEPS))
-            if phase != "zero_grad" and not differing(seen, before):
-                self._seen = "skipped"
-            elif not differing(seen, after):
-                self._seen = "taken"
-            else:
-                self._seen = "torn"
+            may_be = {"taken": min(step + 1, STEPS)}
+            if phase not in ("average", "zero_grad"):
+                may_be["skipped"] = step
+            found = [which for which, stop in may_be.items() if self._is_after(stop, seen)]
+            # A batch whose gradients overflow changes nothing: then it is both.
+            self._seen = "torn" if not found else found[0] if len(found) == 1 else None
+
+    def _is_after(self, stop: int, seen: Snapshot) -> bool:
+        wanted = undisturbed_until(self._case.setting, stop)
+        return not differing(seen, {name: wanted[name] for name in wanted.keys() & seen.keys()})
 
     def _weights_after_close(self, step: int, phase: str) -> Outcome:
         with self._injector.quietly():
             seen = self._trainee.weights()
             runs = {Verdict.SKIPPED: step, Verdict.TAKEN: step + 1}
             for verdict, stop in runs.items():
-                wanted = undisturbed_until(self._case.setting, stop)
-                if not differing(seen, {name: wanted[name] for name in seen}):
+                if self._is_after(stop, seen):
                     return Outcome(verdict, f"raised in step {step}, {phase}, then closed")
         if self._case.fault.may_break:
             return Outcome(Verdict.BROKEN, f"raised in step {step}, {phase}, then closed")
@@ -358,7 +352,9 @@ class _Run:
     def _gives_up(self, later: BaseException, step: int, phase: str, told: str) -> Outcome:
         """Judge an error after the fault: may the optimizer give up, and does it say so everywhere?"""
         told = f"{told}; later {told_of(later)}"
-        if phase == "backward" and self._case.setting.updates_in_backward:
+        # An interrupt may come before the first line of step().
+        before_step = ("backward", "step") if isinstance(self._case.fault, Interrupt) else ("backward",)
+        if phase in before_step and self._case.setting.updates_in_backward:
             return self._refuses(step, phase, told)
         status = getattr(self._optimizer, "status", None)
         if not self._case.fault.may_break or status not in (None, "broken"):
@@ -393,12 +389,18 @@ class _Run:
     def _different(self, left_out: int | None) -> list[str] | None:
         """Return what differs from the undisturbed run; None if nothing does."""
         with self._injector.quietly():
-            return differing(self._trainee.snapshot(), undisturbed(self._case.setting, left_out)) or None
+            found = self._trainee.snapshot() | self._trainee.averages()
+            return differing(found, undisturbed(self._case.setting, left_out)) or None
 
 
 def undisturbed_until(setting: Setting, stop: int) -> Snapshot:
     """Return what the undisturbed run holds after `stop` batches."""
     return undisturbed(setting, None, stop)
+
+
+def _is_ours(error: BaseException) -> bool:
+    frames = traceback.extract_tb(error.__traceback__)
+    return any("/reference_impl/" in frame.filename for frame in frames)
 
 
 def _few(names: list[str] | None) -> str:

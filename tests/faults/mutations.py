@@ -49,7 +49,8 @@ def faults() -> list[str]:
     @around(Injector, "__init__")
     def begin(real: Wrapper, injector: Injector, fault: Any = None) -> None:
         real(injector, fault)
-        if fault is not None:
+        # A new case begins, or the count of its visits.
+        if not undisturbed.active:
             failed.clear()
 
     @around(Injector, "visit")
@@ -94,12 +95,12 @@ def chunk_recorded_first() -> None:
     failed = faults()
 
 
-def slot_kept() -> None:
-    """After an error a slot is not given back."""
+def slots_kept() -> None:
+    """From an error on slots are not given back: one alone costs speed, since two are enough to go on."""
 
     @around(Slots, "give_back")
     def give_back(real: Wrapper, *args: Any, **options: Any) -> None:
-        if not once(failed):
+        if undisturbed.active or not failed:
             real(*args, **options)
 
     failed = faults()
@@ -160,11 +161,19 @@ def step_counted_twice() -> None:
 
 def begun_step_dropped() -> None:
     """`zero_grad()` after an error forgets what is left of the step."""
-    for owner in (HybridDeviceOptimizer, OptimizerStateOffloader):
 
-        @around(owner, "zero_grad")
-        def zero_grad(real: Wrapper, optimizer: Any, *args: Any, **options: Any) -> None:
-            torch.optim.Optimizer.zero_grad(optimizer, *args, **options) if once(failed) else real(optimizer)
+    @around(HybridDeviceOptimizer, "zero_grad")
+    def zero_grad(real: Wrapper, optimizer: Any, *args: Any) -> None:
+        if once(failed):
+            optimizer._begun = None
+        real(optimizer, *args)
+
+    @around(OptimizerStateOffloader, "zero_grad")
+    def zero_grad_of_states(real: Wrapper, optimizer: Any, *args: Any) -> None:
+        if once(failed):
+            optimizer._is_begun = False
+            optimizer.streamed._pipeline._queue.step = None
+        real(optimizer, *args)
 
     failed = faults()
 
@@ -184,12 +193,12 @@ def _module(owner: type) -> Any:
 MUTATIONS: dict[str, Mutation] = {
     "kernel-done-twice": Mutation(kernel_done_twice),
     "chunk-recorded-first": Mutation(chunk_recorded_first),
-    "slot-kept": Mutation(slot_kept),
+    "slots-kept": Mutation(slots_kept),
     "flag-never-set": Mutation(flag_never_set),
     "decision-kept": Mutation(decision_kept),
     "job-dropped": Mutation(job_dropped),
     "worker-error-swallowed": Mutation(worker_error_swallowed),
     "step-counted-twice": Mutation(step_counted_twice),
-    "begun-step-dropped": Mutation(begun_step_dropped),
+    "begun-step-dropped": Mutation(begun_step_dropped, "optimizers:60:120"),
     "interrupts-at-once": Mutation(interrupts_at_once, "signals:0:60"),
 }

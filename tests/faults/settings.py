@@ -1,17 +1,23 @@
 """What the campaign trains: a small model, and every way to keep its optimizer's states.
 
 A `Setting` is one way; `settings` lists those of the matrix. `Trainee` is a model with its optimizer and batches.
+
+Programs train in loops of different kinds: `plain`; `scaled` by GradScaler; `accumulated` over two backwards a step;
+`infinite`, where the gradients of one batch overflow; `averaged`, with an AveragedModel beside the model.
 """
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 from reference_impl import CpuUpdate, HybridDeviceOptimizer, OptimizerStateOffloader, Streaming
 from reference_impl.device import Device
@@ -21,6 +27,7 @@ OPTIONS = {"lr": 1e-2, "betas": (0.8, 0.95), "eps": 1e-7, "weight_decay": 0.1}
 WIDTH = 24
 # Of the same model and batches in each step, so that a clip decision of another step shows.
 LOSS_FACTORS = (1.0, 64.0, 0.02, 8.0, 0.3)
+INFINITE_BATCH = 2
 
 Visit = Callable[[str], None]
 
@@ -61,12 +68,12 @@ class Setting:
     options: tuple[tuple[str, Any], ...]
     dtype: torch.dtype
     attached: bool
+    loop: str = "plain"
 
     def __str__(self) -> str:
         chosen = ", ".join(f"{key}={value}" for key, value in self.options)
-        return (
-            f"{self.kind}({chosen}), {str(self.dtype)[6:]}, {'attached' if self.attached else 'not attached'}"
-        )
+        attached = "attached" if self.attached else "not attached"
+        return f"{self.kind}({chosen}), {str(self.dtype)[6:]}, {attached}, {self.loop} loop"
 
     @property
     def updates_in_backward(self) -> bool:
@@ -74,8 +81,8 @@ class Setting:
         return dict(self.options).get("backward_overlap") == "update"
 
 
-def _make(kind: str, dtype: torch.dtype, attached: bool, **options: Any) -> Setting:
-    return Setting(kind, tuple(sorted(options.items())), dtype, attached)
+def _make(kind: str, dtype: torch.dtype, attached: bool, *, loop: str = "plain", **options: Any) -> Setting:
+    return Setting(kind, tuple(sorted(options.items())), dtype, attached, loop)
 
 
 def _hybrid() -> Iterator[Setting]:
@@ -124,9 +131,35 @@ def _states() -> Iterator[Setting]:
                     yield _make("states", dtype, attached, max_grad_norm=norm, **form)
 
 
+def _loops() -> Iterator[Setting]:
+    """Yield other loops than the plain one, each with both dtypes and with both optimizers."""
+    for loop in ("scaled", "accumulated", "infinite", "averaged"):
+        # GradScaler needs the gradients, and an update in backward cannot be skipped.
+        overlaps = {"scaled": ("nothing",), "infinite": ("nothing", "gradients")}.get(
+            loop, ("nothing", "gradients", "update")
+        )
+        for attached in (False, True):
+            dtype = torch.bfloat16 if attached else torch.float32
+            for overlap in overlaps:
+                norm = 0.5 if attached and overlap != "update" else None
+                for share in ({"offload_fraction": 0.5}, {"split": (0.3, 0.4, 0.3)}):
+                    yield _make(
+                        "hybrid",
+                        dtype,
+                        attached,
+                        loop=loop,
+                        backward_overlap=overlap,
+                        max_grad_norm=norm,
+                        threads=1 + attached,
+                        **share,
+                    )
+            for fraction in (0.5, 1.0):
+                yield _make("states", dtype, attached, loop=loop, max_grad_norm=0.5, fraction=fraction)
+
+
 def settings() -> list[Setting]:
     """Return the matrix of optimizers."""
-    return [*_hybrid(), *_states()]
+    return [*_hybrid(), *_states(), *_loops()]
 
 
 @dataclass
@@ -146,6 +179,13 @@ class Trainee:
         self.optimizer: Any = self._optimizer()
         if self.setting.attached:
             self.optimizer.attach(self.model)
+        loop = self.setting.loop
+        # A power of two, so that the bits are the same whether or not it has grown.
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, enabled=loop == "scaled")
+        self.average: Any = None
+        if loop == "averaged":
+            # Of the last weights alone: which steps it has missed does not show, and what is no weight does.
+            self.average = AveragedModel(self.model, avg_fn=lambda _, weight, __: weight.clone())
 
     def _optimizer(self) -> Any:
         options = dict(self.setting.options)
@@ -165,9 +205,45 @@ class Trainee:
         self.visit("hook")
         return norm_squared
 
+    def train(self, index: int, enter: Callable[[int, str], None], loss: torch.Tensor | None = None) -> None:
+        """Train with batch `index`, of which the first forward may have been done; `enter` hears of each phase."""
+        backwards = 2 if self.setting.loop == "accumulated" else 1
+        for number in range(1, backwards + 1):
+            if loss is None:
+                enter(index, "forward")
+                loss = self.loss(index)
+            enter(index, "backward")
+            with self._accumulates(number < backwards):
+                self.scaler.scale(loss).backward()
+            loss = None
+        enter(index, "step")
+        self.step()
+        if self.average is not None:
+            enter(index, "average")
+            self.take_average()
+        enter(index, "zero_grad")
+        self.optimizer.zero_grad()
+
+    def step(self) -> None:
+        """Take a step."""
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+    def take_average(self) -> None:
+        """Average the weights, if the loop does."""
+        if self.average is not None:
+            self.optimizer.synchronize()
+            self.average.update_parameters(self.model)
+
+    def _accumulates(self, more: bool) -> AbstractContextManager[None]:
+        return self.optimizer.accumulate() if more and self.setting.kind == "hybrid" else nullcontext()
+
     def loss(self, index: int) -> torch.Tensor:
         """Return the loss of batch `index`."""
-        return self.model(self.batches[index], everything=index % 2 == 0) * LOSS_FACTORS[index]
+        factor = LOSS_FACTORS[index]
+        if self.setting.loop == "infinite" and index == INFINITE_BATCH:
+            factor = math.inf
+        return self.model(self.batches[index], everything=index % 2 == 0) * factor
 
     def snapshot(self) -> dict[str, torch.Tensor]:
         """Return copies of all states and weights, by name."""
@@ -176,6 +252,11 @@ class Trainee:
             f"{key}.{name}": value.clone() for key, each in state.items() for name, value in each.items()
         }
         return found | self.weights()
+
+    def averages(self) -> dict[str, torch.Tensor]:
+        """Return copies of the averaged weights, if the loop has any."""
+        named = () if self.average is None else self.average.module.named_parameters()
+        return {f"average of {name}": each.detach().clone() for name, each in named}
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Return copies of the weights as they are."""

@@ -26,6 +26,7 @@ def test_every_recorded_variation_has_its_verdict() -> None:
     assert not problems, "\n".join([f"{AGAIN} RULE ..", *problems])
 
 
+@pytest.mark.slow
 def test_every_condition_is_recorded() -> None:
     missing = sorted(RULES.keys() - recorded().keys())
     assert not missing, f"{AGAIN}; missing: {', '.join(missing)}"

@@ -1,6 +1,6 @@
 """Runs as a script, once a rank: FSDP2 with uneven and empty shards, or DDP, over two ranks that see different data.
 
-    python two_ranks.py RANK STORE_FILE cpu|cuda fsdp:OFFLOAD_FRACTION|ddp:OFFLOAD_FRACTION ...
+    python two_ranks.py RANK STORE_FILE cpu|cuda fsdp:OFFLOAD_FRACTION|hsdp:OFFLOAD_FRACTION|ddp:OFFLOAD_FRACTION ...
 
 Compares four clipped steps with one process that has seen all of the data, once for each of the last words, and ends
 with an error where they differ.
@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from reference_impl import CpuUpdate
 
 RANKS, MAX_NORM = 2, 0.05
+MESHES = {"fsdp": (RANKS,), "hsdp": (RANKS, 1)}
 
 
 def net(device):
@@ -33,11 +34,6 @@ def net(device):
 def data_of(rank, device):
     generator = torch.Generator().manual_seed(rank)
     return [torch.randn(6, 13, generator=generator).to(device) for _ in range(4)]
-
-
-def over_ranks(squared):
-    dist.all_reduce(squared)
-    return squared
 
 
 def train(model, optimizer, data):
@@ -67,11 +63,13 @@ def compare(rank, place, device, how, fraction):
     model, plain = net(device), net(device)
     options = {"offload_fraction": fraction, "max_grad_norm": MAX_NORM}
     options["cpu"] = CpuUpdate(bucket_elements=64)
-    if how == "fsdp":
+    if how in MESHES:
+        mesh = init_device_mesh(
+            place, MESHES[how], mesh_dim_names=("replicate", "shard")[-len(MESHES[how]) :]
+        )
         for layer in (model[0], model[2], model[4], model):
-            fully_shard(layer, mesh=init_device_mesh(place, (RANKS,)))
-        assert model[4].weight.to_local().numel() == (3 if rank == 0 else 0)
-        options["reduce_norm_squared"] = over_ranks
+            fully_shard(layer, mesh=mesh)
+        assert model[4].weight.to_local().numel() == (3 if rank == 0 or how == "hsdp" else 0)
         trained = model
     else:
         trained = DistributedDataParallel(model, gradient_as_bucket_view=True)
@@ -91,7 +89,23 @@ def compare(rank, place, device, how, fraction):
             assert all(torch.equal(other, whole) for other in others)
         for param, state in optimizer.state.items():
             assert state["exp_avg"].shape == param.shape
+    if how in MESHES:
+        skip_together(rank, model, data_of(rank, device)[0])
     dist.barrier()
+
+
+def skip_together(rank, model, batch):
+    """A gradient that is undefined on one rank alone makes all of them leave the step out, without clipping too."""
+    with hybrid(model, backward_overlap="nothing") as optimizer:
+        before = [param.to_local().clone() for param in model.parameters()]
+        model(batch).square().sum().backward()
+        if rank == 0:
+            model[0].weight.grad.to_local()[0, 0] = float("nan")
+        optimizer.step()
+        optimizer.synchronize()
+        same = [torch.equal(a, b.to_local()) for a, b in zip(before, model.parameters(), strict=True)]
+        assert all(same), same
+        assert optimizer.grad_norm.isnan()
 
 
 def main(rank, store, place, *cases):

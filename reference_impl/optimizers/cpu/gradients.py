@@ -53,6 +53,16 @@ class GradientMover:
             self.norms[member] = norm
         return gradient
 
+    def bring_back(self, member: Member, target: torch.Tensor) -> None:
+        """Start the copy of a gradient that was sent off into `target`, its memory on the device in one dimension.
+
+        What of the member no bucket holds is left as it is in `target`.
+        """
+        assert member.arrival is not None
+        self._device.wait(member.arrival)
+        for piece in member.pieces:
+            self._device.copy(target[piece.start : piece.stop], self._targets[piece])
+
     def _copy(self, member: Member, gradient: torch.Tensor) -> Event:
         if gradient.dtype != member.param.dtype:
             gradient = gradient.to(member.param.dtype)

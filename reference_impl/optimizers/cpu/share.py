@@ -100,6 +100,10 @@ class CpuShare:
             self._buckets[piece].sent.add(piece)
         return gradient
 
+    def bring_back(self, member: Member, target: torch.Tensor) -> None:
+        """Start the copy of a gradient that was sent off and has not been used into `target`, one-dimensional."""
+        self._gradients.bring_back(member, target)
+
     @property
     def norms(self) -> Mapping[Member, torch.Tensor]:
         """The norms of the gradients sent off for the next step, fp32, 0-dim, on the device."""

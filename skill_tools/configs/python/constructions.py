@@ -12,7 +12,6 @@ from skill_tools.configs.python.statements import Interpreter
 from skill_tools.configs.python.syntax import last_name
 from skill_tools.configs.python.values import Section, plain
 from skill_tools.configs.source import Source
-from skill_tools.errors import UnusableInput
 
 
 class Construction(NamedTuple):
@@ -51,14 +50,7 @@ def constructions(source: Source, kinds: Collection[str]) -> list[Construction]:
     text that is no Python.
     """
     interpreter = Interpreter(source.name, source.module, kinds)
-    try:
-        interpreter.run_everything()
-    except RecursionError as error:
-        raise UnusableInput(
-            f"{source.name} nests too deeply to be followed",
-            expected="a Python file as people write them",
-            attempt="linting the configuration that it makes",
-        ) from error
+    interpreter.run_everything()
     last = {id(built.call): built for built in interpreter.built}
     return [
         Construction(

@@ -10,8 +10,9 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from skill_tools.configs.python.syntax import FUNCTIONS, Function, dotted_name, last_name
-from skill_tools.configs.python.values import Expressions, Section
+from skill_tools.configs.python.values import MAX_PARTS, Expressions, Section
 from skill_tools.configs.values import UNREADABLE
+from skill_tools.errors import UnusableInput
 
 MAX_STATEMENTS = 20_000
 MAX_CALLS = 20
@@ -31,6 +32,10 @@ _SECTIONS = {
     "peft",
 }
 _SAME_OBJECT = {"deepcopy", "copy.deepcopy", "copy.copy"}
+_TAKES_COMMAND = {
+    "run", "call", "check_call", "check_output", "Popen", "system", "parse_args", "parse_known_args",
+    "parse_args_into_dataclasses",
+}  # fmt: skip
 _LEAVE_ALONE = {  # functions that are given an object and do not set its fields
     "asdict", "bool", "dict", "dir", "format", "getattr", "hasattr", "id", "info", "debug", "warning", "isinstance",
     "issubclass", "len", "list", "log", "pformat", "pprint", "print", "replace", "repr", "setattr", "str", "type",
@@ -57,14 +62,16 @@ class Interpreter:
     """One file; names are looked up in the function that is being followed, then in the module.
 
     `built` keeps each object of a class in `watched`, or of a subclass that this file defines, in the order in which
-    they are met.
+    they are met; `commands` the command lines that are handed on, each with the expression that gives it.
     """
 
     def __init__(self, file: str, module: ast.Module, watched: Collection[str] = ()) -> None:
         self.model_name: str | None = None
         self.built: list[Built] = []
+        self.commands: list[tuple[ast.expr, object]] = []
         self._watched = watched
         self._followed: set[str] = set()
+        self._file = file
         self._module = module
         self._globals: dict[str, object] = {}
         self._locals = [self._globals]
@@ -78,34 +85,48 @@ class Interpreter:
 
     def run_function(self, name: str) -> Section | None:
         """Follow one function; return the configuration that it returns or that it is given."""
-        self._follow([node for node in self._module.body if isinstance(node, ast.Assign | ast.AnnAssign)])
         function = self._functions[name]
         given = Section(made_by="?")
         takes = takes_config(function)
-        result = self._invoke(function, [], {takes: given} if takes else {})
+        with self._not_too_deep():
+            self._follow([node for node in self._module.body if isinstance(node, ast.Assign | ast.AnnAssign)])
+            result = self._invoke(function, [], {takes: given} if takes else {})
         return result if isinstance(result, Section) else given if takes else None
 
     def run_module(self) -> Section | None:
         """Follow the script itself, then `main`; return the object that looks most like a configuration."""
-        self._follow(self._module.body)
-        if "main" in self._functions:  # once more, since what it leaves in its own names is wanted
-            scope: dict[str, object] = {}
-            with self._scope(scope):
-                self._follow(self._functions["main"].body)
-            self._globals.update(scope)
+        with self._not_too_deep():
+            self._follow(self._module.body)
+            if "main" in self._functions:  # once more, since what it leaves in its own names is wanted
+                scope: dict[str, object] = {}
+                with self._scope(scope):
+                    self._follow(self._functions["main"].body)
+                self._globals.update(scope)
         sections = [value for value in self._globals.values() if isinstance(value, Section)]
         best = max(sections, key=lambda section: len(section.fields.keys() & _SECTIONS), default=None)
         return best if best is not None and best.fields.keys() & _SECTIONS else None
 
     def run_everything(self) -> None:
         """Follow the script, then each function and method that it did not call: what they are given is not known."""
-        self._follow(self._module.body)
-        for node in self._module.body:
-            methods = node.body if isinstance(node, ast.ClassDef) else [node]
-            for method in methods:
-                if isinstance(method, FUNCTIONS) and method.name not in self._followed:
-                    every = [*method.args.posonlyargs, *method.args.args, *method.args.kwonlyargs]
-                    self._invoke(method, [], {parameter.arg: UNREADABLE for parameter in every})
+        with self._not_too_deep():
+            self._follow(self._module.body)
+            for node in self._module.body:
+                for method in node.body if isinstance(node, ast.ClassDef) else [node]:
+                    if isinstance(method, FUNCTIONS) and method.name not in self._followed:
+                        every = [*method.args.posonlyargs, *method.args.args, *method.args.kwonlyargs]
+                        self._invoke(method, [], {parameter.arg: UNREADABLE for parameter in every})
+
+    @contextmanager
+    def _not_too_deep(self) -> Iterator[None]:
+        """Refuse what nests so deeply that following it would exhaust Python's stack."""
+        try:
+            yield
+        except RecursionError as error:
+            raise UnusableInput(
+                f"{self._file} nests too deeply to be followed",
+                expected="a Python file as people write them",
+                attempt="linting the configuration that it makes",
+            ) from error
 
     def _lookup(self, name: str) -> object:
         if name == "__name__":
@@ -178,6 +199,8 @@ class Interpreter:
         match target:
             case ast.Name(id=name):
                 self._locals[-1][name] = value
+            case ast.Attribute(value=ast.Name(id="sys"), attr="argv"):
+                self.commands.append((target, value))
             case ast.Attribute(value=base, attr=name):
                 self._set(base, name, value, target)
             case ast.Subscript(value=base, slice=ast.Constant(value=str() as name)):
@@ -202,6 +225,8 @@ class Interpreter:
             owner = self._expressions.evaluate(node.func.value)
             if last == "update" and isinstance(owner, Section):
                 self._update(owner, node)
+            if last in ("append", "extend") and isinstance(owner, list) and node.args:
+                self._lengthen(owner, node)
         if last == "setattr" and len(node.args) == 3 and isinstance(node.args[1], ast.Constant):
             self._set(node.args[0], str(node.args[1].value), self._expressions.evaluate(node.args[2]), node)
         if last.startswith("from_hf") and node.args:
@@ -211,6 +236,10 @@ class Interpreter:
             return self._expressions.evaluate(node.args[0])
         keywords = {item.arg: self._expressions.evaluate(item.value) for item in node.keywords if item.arg}
         arguments = [self._expressions.evaluate(argument) for argument in node.args]
+        if last in _TAKES_COMMAND and (arguments or "args" in keywords):
+            stated = {each.arg: each.value for each in node.keywords}
+            expression = node.args[0] if arguments else stated["args"]
+            self.commands.append((expression, arguments[0] if arguments else keywords["args"]))
         if name in self._functions and len(self._locals) < MAX_CALLS:
             return self._invoke(self._functions[name], arguments, keywords)
         if not (last[:1].isupper() or last in _LEAVE_ALONE):
@@ -218,6 +247,15 @@ class Interpreter:
                 if isinstance(given, Section):
                     given.is_open = True
         return self._object(last, node, arguments, keywords)
+
+    def _lengthen(self, owner: list[object], node: ast.Call) -> None:
+        """Do what `append` and `extend` do to a list; what may be added is one part that cannot be read."""
+        value = self._expressions.evaluate(node.args[0])
+        if len(owner) >= MAX_PARTS or self._doubts:
+            value = [UNREADABLE]
+        elif not (last_name(node.func) == "extend" and isinstance(value, list)):
+            value = [value]
+        owner += value[: MAX_PARTS - len(owner) + 1]
 
     def _update(self, owner: Section, node: ast.Call) -> None:
         for argument in node.args:

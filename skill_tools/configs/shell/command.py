@@ -23,8 +23,10 @@ class Argument(NamedTuple):
 class Command(NamedTuple):
     """A simple command: its words, and the environment that it gets beside the inherited one.
 
+    `missing` are the files that the script sources before it and that are not there: they may set any variable.
     Whether it stands in a branch that may not run does not make its words less certain: it is the one asked about.
     """
 
     words: tuple[Argument, ...]
     environment: dict[str, Argument]
+    missing: tuple[Argument, ...] = ()

@@ -4,29 +4,34 @@ It is the one door to the shell reader, which is loaded only when there is a scr
 """
 
 from collections.abc import Callable
+from pathlib import Path
 
 from skill_tools.configs.config import Place
 from skill_tools.configs.draft import Draft
 from skill_tools.configs.shell.command import Argument, Command
 from skill_tools.configs.values import UNREADABLE
 
+_OPTIONS = ("ARGS", "OPTS", "OPTION", "FLAGS", "PARAMS", "EXTRA")
 
-def training_command(text: str, name: str, knows: Callable[[str], bool]) -> Command:
+
+def training_command(
+    text: str, name: str, knows: Callable[[str], bool], folder: Path | None = None
+) -> Command:
     """Return the command of `text` with the most words that the framework `knows`, from its program on.
 
     A text of arguments alone, over any number of lines, is one command; a script that runs no such command
-    gives all that its variables hold.
+    gives all that its variables hold. `folder` is where the script lies, for the files that it sources.
     """
     from skill_tools.configs.shell.script import run
 
-    *commands, variables = run(text, name=name)
+    *commands, variables = run(text, name=name, folder=folder)
     if commands and all(command.words[0].text.startswith("-") for command in commands if command.words):
         words = tuple(word for command in commands for word in command.words)
-        return Command(words, commands[-1].environment)
+        return commands[-1]._replace(words=words)
     scored = [(_score(command, knows), -position) for position, command in enumerate(commands)]
     best, position = max(scored, default=(0, 0))
     command = commands[-position] if best else variables
-    return Command(command.words[_program_end(command) :], command.environment)
+    return command._replace(words=command.words[_program_end(command) :])
 
 
 def command_line(text: str, name: str) -> tuple[Argument, ...]:
@@ -38,11 +43,25 @@ def command_line(text: str, name: str) -> tuple[Argument, ...]:
 
 
 def write_environment(draft: Draft, command: Command, file: str) -> None:
-    """Write the environment that the script gives to its command."""
+    """Write the environment that the script gives to its command.
+
+    A sourced file that is not there may set any other variable, and where the command has words that only such a
+    variable can hold, any option.
+    """
     for name, argument in command.environment.items():
         known = argument.resolved and argument.certain
         place = Place(file, argument.line, argument.column)
         draft.set_environment(name, argument.text if known else UNREADABLE, place)
+    if command.missing:
+        draft.environment_may_be_set()
+        if any(_holds_options(word) for word in command.words):
+            draft.may_be_set()
+
+
+def _holds_options(word: Argument) -> bool:
+    """Return whether a word is a variable alone whose value is not known, and that by its name holds options."""
+    name = word.text.removeprefix("${").partition("}")[0].partition("[")[0].upper()
+    return not word.resolved and word.text.startswith("${") and any(part in name for part in _OPTIONS)
 
 
 def _score(command: Command, knows: Callable[[str], bool]) -> int:

@@ -5,8 +5,10 @@ are decided by `shell_tests`. An argument that depends on the caller's environme
 not `resolved`; one that stands in a branch that may or may not run is not `certain`.
 """
 
+import re
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
+from pathlib import Path
 
 from skill_tools.configs.shell import tests as shell_tests
 from skill_tools.configs.shell.command import Argument, Command
@@ -18,9 +20,17 @@ from skill_tools.configs.shell.variables import (
     unquoted,
 )
 from skill_tools.configs.shell.words import Word, split
+from skill_tools.configs.source import find
+from skill_tools.errors import UnusableInput
+
+MAX_SOURCED = 20
 
 _EXPORTS = {"export", "declare", "typeset", "local", "readonly"}
 _CASE_ENDS = {";;", ";&", ";;&"}
+_SOURCES = {"source", "."}
+_FOLDER = re.compile(r".*[})`]/*", re.DOTALL)  # the folder of the script, which it works out itself
+# Files that set up a shell or a Python, and nothing of a training.
+_NO_SETTINGS = {"activate", "conda.sh", ".bashrc", ".bash_profile", ".profile", "bashrc", "profile"}
 _SKIPPED = {"then", "do", "{", "}", "function", "time"}
 
 
@@ -48,13 +58,15 @@ class _Block:
         self.reading = ""
 
 
-def run(text: str, *, name: str) -> list[Command]:
+def run(text: str, *, name: str, folder: Path | None = None) -> list[Command]:
     """Return the commands of `text` in order, each with the environment exported up to it.
 
+    Files that it sources are read too, from `folder`, where the script lies; what they set stands where they are
+    sourced.
     The last one is no command of the script: its words are all that the variables hold, for a file that only
     sets variables and is sourced by another. Raises `UnusableInput` when expansion has no end in sight.
     """
-    script = _Script(name)
+    script = _Script(name, folder)
     for words, before, after in _statements(split(text, name=name)):
         script.take(words, before, after)
     return [*script.commands, script.variables_alone()]
@@ -81,8 +93,11 @@ def _statements(words: list[Word]) -> Iterator[tuple[list[Word], str, str]]:
 class _Script:
     """The state of a script at one statement."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, folder: Path | None) -> None:
         self.commands: list[Command] = []
+        self._name, self._folder = name, folder
+        self._sourced = 0
+        self._missing: list[Argument] = []
         self._variables = Variables(name)
         self._exported: dict[str, Argument] = {}
         self._blocks: list[_Block] = []
@@ -103,7 +118,7 @@ class _Script:
     def variables_alone(self) -> Command:
         """Return all that the variables hold as if it were one command."""
         words = (as_argument(field) for field in self._variables.every_field())
-        return Command(tuple(words), self._exported)
+        return Command(tuple(words), self._exported, tuple(self._missing))
 
     def _runs(self) -> bool | None:
         states = [block.runs for block in self._blocks]
@@ -205,17 +220,20 @@ class _Script:
     def _simple(self, words: list[Word]) -> None:
         certain = self._runs() is True
         assignments, rest = self._variables.assignments(_without_redirections(words))
-        if not rest:
+        fields = [field for word in rest for field in self._variables.expand(word)]
+        if not fields:
             for assignment in assignments:
                 self._variables.assign(assignment, certain=certain)
                 if assignment.name in self._exported:
                     self._export(assignment, certain)
             return
-        fields = [field for word in rest for field in self._variables.expand(word)]
         arguments = [as_argument(field) for field in fields]
         name = arguments[0].text if arguments else ""
         if name in _EXPORTS:
             self._declare(rest[1:], exported=name in ("export", "declare"), certain=certain)
+            return
+        if name in _SOURCES and len(arguments) > 1:
+            self._source(arguments[1])
             return
         if name == "unset":
             for argument in arguments[1:]:
@@ -225,7 +243,26 @@ class _Script:
         if name in ("eval", "env") or any(argument.text == "-c" for argument in arguments):
             arguments = [unquoted(as_argument(part)) for field in fields for part in split_field(field)]
         environment = {item.name: as_argument(item.value, certain=certain) for item in assignments}
-        self.commands.append(Command(tuple(arguments), {**self._exported, **environment}))
+        given = {**self._exported, **environment}
+        self.commands.append(Command(tuple(arguments), given, tuple(self._missing)))
+
+    def _source(self, path: Argument) -> None:
+        """Follow a file that is sourced, as if it stood in place of the command; note one that is not there."""
+        name = _FOLDER.sub("", path.text)
+        if Path(name).name in _NO_SETTINGS:
+            return
+        self._sourced += 1
+        try:
+            found = find(name, [self._folder]) if self._folder and self._sourced <= MAX_SOURCED else None
+        except UnusableInput:
+            found = None
+        if found is None:
+            self._missing.append(path)
+            return
+        blocks = list(self._blocks)
+        for words, before, after in _statements(split(found.text, name=found.name)):
+            self.take([word.moved(path.line, path.column) for word in words], before, after)
+        self._blocks = blocks
 
     def _declare(self, words: list[Word], *, exported: bool, certain: bool) -> None:
         for word in words:

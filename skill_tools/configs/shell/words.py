@@ -11,11 +11,18 @@ from typing import NamedTuple
 from skill_tools.errors import UnusableInput
 
 MAX_PARTS = 20_000
+MAX_EXPANSION = 1 << 16  # characters of `$(...)`, of which a here-document may be an eighth
+MAX_NESTING = 64
 
 TEXT, QUOTED, VARIABLE, QUOTED_VARIABLE, OPAQUE = "text", "quoted", "variable", "quoted variable", "opaque"
 
 _OPERATORS = re.compile(r"&&|\|\||;;&|;;|;&|&>>|&>|\|&|[;&|()\n]|\d*(?:<<<|<<-?|<>|<&|>>|>&|>\||[<>])")
 _NAME = re.compile(r"\$(?:([A-Za-z_]\w*)|([0-9@*#?$!_-]))")
+_OPENS = {"$(": ")", "${": "}", "(": ")", '"': '"', "`": "`"}
+_INSIDE = re.compile(
+    r"\\.|\$[({]|<<-?[ \t]*[\"'\\]?(?P<document>\w+)|[\s;(]#|[^\s\\$<'\"`(){}#;]+", re.DOTALL
+)
+_CONTINUED = re.compile(r"(?:\\\r?\n)+")
 _PLAIN = re.compile(r"[^ \t\r\n;&|()<>\"'\\$`#]+")
 
 
@@ -36,6 +43,12 @@ class Word:
         self.operator = operator
         self.touches_next = False
 
+    def moved(self, line: int, column: int) -> "Word":
+        """Return the same word as if all of it stood at one place."""
+        word = Word((part._replace(line=line, column=column) for part in self.parts), operator=self.operator)
+        word.touches_next = self.touches_next
+        return word
+
     @property
     def literal(self) -> str:
         """The word's text when it is one unquoted literal, such as a keyword; else empty."""
@@ -50,6 +63,47 @@ def split(text: str, *, name: str, line: int = 1, column: int = 1) -> list[Word]
     return _Lexer(text, name, line, column).words()
 
 
+def _closing(text: str, start: int, stop: int, closer: str, *, quoted: bool) -> int:
+    """Return where the expansion that began before `start` ends: the position of its `closer`, -1 if not before `stop`.
+
+    Quotes, escapes, comments, here-documents and expansions inside it are passed over. `quoted` says that it stands
+    between double quotes.
+    """
+    open_parts = [(closer, quoted)]
+    at = start
+    while at < stop and len(open_parts) <= MAX_NESTING:
+        inner, literal = open_parts[-1]
+        found = _INSIDE.match(text, at)
+        piece = found[0] if found else text[at]
+        at += len(piece)
+        if piece == inner:
+            open_parts.pop()
+            if not open_parts:
+                return at - 1
+        elif inner == "`" or (piece == "(" and inner != ")"):
+            continue
+        elif piece in _OPENS:
+            open_parts.append((_OPENS[piece], inner == '"' or literal))
+        elif inner == '"':
+            continue
+        elif piece == "'" and not (literal and inner == "}"):
+            end = text.find("'", at)
+            at = len(text) if end < 0 else end + 1
+        elif inner == ")" and found and found["document"] and text[at : at + 1] != ")":
+            at = _document_end(text, at, found["document"])
+        elif inner == ")" and piece[-1] == "#" and len(piece) == 2:
+            end = text.find("\n", at)
+            at = len(text) if end < 0 else end
+    return -1
+
+
+def _document_end(text: str, start: int, delimiter: str) -> int:
+    """Return where the here-document that is announced before `start` ends; there, if that is not near."""
+    pattern = re.compile(rf"^\t*{re.escape(delimiter)}[ \t]*$", re.MULTILINE)
+    end = pattern.search(text, start, start + MAX_EXPANSION // 8)
+    return end.end() if end else start
+
+
 class _Lexer:
     """One pass over the text; `_at` is the position of the next character."""
 
@@ -62,6 +116,7 @@ class _Lexer:
         self._words: list[Word] = []
         self._documents: list[str] = []
         self._parts = 0
+        self._is_unclosed = False
 
     def words(self) -> list[Word]:
         """Read everything."""
@@ -73,8 +128,8 @@ class _Lexer:
         character = self._text[self._at]
         if character in " \t\r":
             self._at += 1
-        elif self._text.startswith("\\\n", self._at) or self._text.startswith("\\\r\n", self._at):
-            self._advance(self._text.index("\n", self._at) + 1)
+        elif continued := _CONTINUED.match(self._text, self._at):
+            self._advance(continued.end())
         elif character == "#":
             end = self._text.find("\n", self._at)
             self._at = len(self._text) if end < 0 else end
@@ -163,30 +218,42 @@ class _Lexer:
             kind = QUOTED_VARIABLE if quoted else VARIABLE
             self._part(word, kind, name[1] or name[2], name.end())
         elif self._text.startswith("${", start):
-            end = self._matching("{", "}", start + 1)
+            end = self._closing(start + 2, "}", quoted=quoted)
             self._part(word, QUOTED_VARIABLE if quoted else VARIABLE, self._text[start + 2 : end], end + 1)
         elif self._text.startswith("$(", start):
-            end = self._matching("(", ")", start + 1)
-            self._part(word, OPAQUE, self._text[start : end + 1], end + 1)
+            self._output(word, self._closing(start + 2, ")"), 2)
         elif self._text[start] == "`":
-            end = self._text.find("`", start + 1)
-            end = len(self._text) if end < 0 else end
-            self._part(word, OPAQUE, self._text[start : end + 1], end + 1)
+            self._output(word, self._closing(start + 1, "`"), 1)
         else:
             self._part(word, QUOTED, "$", start + 1)
 
-    def _matching(self, opening: str, closing: str, start: int) -> int:
-        """Return the position of the bracket that closes the one at `start`, or the end of the text."""
-        depth = 0
-        for found in re.compile(rf"\\.|'[^']*'|[{re.escape(opening + closing)}]", re.DOTALL).finditer(
-            self._text, start
-        ):
-            depth += {opening: 1, closing: -1}.get(found[0], 0)
-            if depth == 0:
-                return found.start()
-        return len(self._text)
+    def _closing(self, start: int, closer: str, *, quoted: bool = False) -> int:
+        """Return where an expansion ends; one that never does, which no shell would run, ends with its line.
+
+        After one such the rest is not searched to its end again.
+        """
+        line_end = self._text.find("\n", start)
+        line_end = len(self._text) if line_end < 0 else line_end
+        stop = line_end if self._is_unclosed else min(len(self._text), start + MAX_EXPANSION)
+        end = _closing(self._text, start, stop, closer, quoted=quoted)
+        self._is_unclosed = self._is_unclosed or end < 0
+        return line_end if end < 0 else end
+
+    def _output(self, word: Word, end: int, opening: int) -> None:
+        """Add a command's output; a comment between backquotes, as people write them into long commands, has none."""
+        command = self._text[self._at + opening : end].strip()
+        if command and not (command.startswith("#") and "\n" not in command):
+            self._part(word, OPAQUE, self._text[self._at : end + 1], end + 1)
+        else:
+            self._count()
+            self._advance(end + 1)
 
     def _part(self, word: Word, kind: str, text: str, end: int) -> None:
+        self._count()
+        word.parts.append(Part(kind, text, self._line, self._at - self._line_start + 1))
+        self._advance(end)
+
+    def _count(self) -> None:
         self._parts += 1
         if self._parts > MAX_PARTS:
             raise UnusableInput(
@@ -194,8 +261,6 @@ class _Lexer:
                 expected="a launch script",
                 attempt="linting the command that it runs",
             )
-        word.parts.append(Part(kind, text, self._line, self._at - self._line_start + 1))
-        self._advance(end)
 
     def _advance(self, end: int) -> None:
         end = min(end, len(self._text))

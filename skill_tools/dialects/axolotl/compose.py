@@ -65,7 +65,9 @@ def _write_json(draft: Draft, source: Source) -> None:
 
 def _write_script(draft: Draft, source: Source) -> None:
     """Write a launch script: the configuration that it names, if that is there, then its options."""
-    command = training_command(source.text, source.name, lambda word: word.endswith((".yml", ".yaml")))
+    command = training_command(
+        source.text, source.name, lambda word: word.endswith((".yml", ".yaml")), source.folder
+    )
     write_environment(draft, command, source.name)
     for word in command.words:
         if word.text.endswith((".yml", ".yaml")) and word.resolved:
@@ -125,6 +127,8 @@ def _settle(draft: Draft, folders: Sequence[Path]) -> None:
     named = draft.get(DEEPSPEED)
     if named is not None and isinstance(named.value, str) and named.value:
         _write_deepspeed_file(draft, named, named.value, folders)
+    else:
+        section.settle(draft)
     top, inner = draft.get("fsdp_version"), draft.get("fsdp_config.fsdp_version")
     if (top is None or top.value is None) and inner is not None:
         draft.set_key("fsdp_version", inner.value, inner.written, inner.place)

@@ -8,7 +8,7 @@ from skill_tools.configs.config import Config, UnknownKey
 from skill_tools.configs.source import Source
 from skill_tools.configs.vocabulary import load_vocabulary
 from skill_tools.dialects.axolotl import AXOLOTL
-from skill_tools.dialects.base import Dialect, Evidence
+from skill_tools.dialects.base import NONE, Dialect, Evidence
 from skill_tools.dialects.deepspeed import EMBEDDED
 
 if TYPE_CHECKING:
@@ -17,6 +17,15 @@ if TYPE_CHECKING:
     from skill_tools.dialects.run import Mode, Run
     from skill_tools.dialects.shapes import ModelShape
 
+_OWN = (
+    "adapter", "sequence_len", "micro_batch_size", "sample_packing", "pad_to_sequence_len", "lora_target_linear",
+    "dataset_prepared_path", "val_set_size", "layer_offloading",
+)  # fmt: skip
+_TRAINING = (
+    "learning_rate", "optimizer", "num_epochs", "gradient_accumulation_steps", "gradient_checkpointing",
+    "activation_offloading", "deepspeed", "fsdp", "fsdp_config", "fsdp_version", "plugins", "rl", "lr_scheduler",
+    "load_in_4bit", "load_in_8bit", "max_steps",
+)  # fmt: skip
 _COMMAND = r"\baxolotl (?:train|preprocess)\b|axolotl\.cli"  # compiled when there is a script
 _FLAG = r"(?<![\w-])--[a-z][\w-]+"
 _DECISIVE = 1000
@@ -28,19 +37,41 @@ class Axolotl(Dialect):
     name = AXOLOTL
     label = "Axolotl"
     embeds = EMBEDDED
+    looks_for = "base_model and adapter, datasets or another key of training"
+    marks = (
+        "base_model:",
+        'base_model"',
+        "sequence_len",
+        "sample_packing",
+        "micro_batch_size",
+        "adapter:",
+        "layer_offload",
+    )
     to_fit = "more GPUs (--gpus) that share the weights (fsdp_config, or DeepSpeed ZeRO-3), or a shorter sequence_len"
 
     def evidence_in_text(self, text: str) -> Evidence:
-        """Look for its command, and count its options; those that Megatron-LM has too say nothing."""
+        """Look for its command; options alone, as overrides are, need be no more than its own."""
+        if command := re.search(_COMMAND, text):
+            return Evidence(_DECISIVE, proof=command[0])
+        if not text.lstrip().startswith("--"):
+            return NONE
         flags = set(re.findall(_FLAG, text)) - load_vocabulary("megatron-lm").names
         names = load_vocabulary(AXOLOTL).names
-        own = sum(flag[2:].replace("-", "_") in names for flag in flags)
-        return Evidence(own + _DECISIVE * bool(re.search(_COMMAND, text)))
+        own = sorted(flag for flag in flags if flag[2:].replace("-", "_") in names)
+        return Evidence(len(own), proof=", ".join(own[:3])) if 2 * len(own) > len(flags) else NONE
 
     def evidence_in_entries(self, entries: "Mapping[str, Node]") -> Evidence:
-        """Count its keys."""
-        own = load_vocabulary(AXOLOTL).names
-        return Evidence(sum(name in own for name in entries) + _DECISIVE * ("base_model" in entries))
+        """Look for `base_model` with a key of training, or for several keys that only it has.
+
+        A model card has `base_model` and `datasets` too, but its data sets are names alone.
+        """
+        own = [name for name in _OWN if name in entries]
+        training = [name for name in _TRAINING if name in entries]
+        if _names_datasets(entries):
+            training.insert(0, "datasets")
+        if "base_model" in entries and (own or training):
+            return Evidence(_DECISIVE, proof=", ".join(["base_model", *own, *training][:3]))
+        return Evidence(len(own) * 10, proof=", ".join(own[:3])) if len(own) > 1 else NONE
 
     def compose(self, sources: Sequence[Source], overrides: Sequence[str]) -> Config:
         """Read sources in order, then overrides, then the DeepSpeed file that the result names."""
@@ -69,6 +100,13 @@ class Axolotl(Dialect):
         from skill_tools.dialects.axolotl.candidates import candidates
 
         return candidates(config, run)
+
+
+def _names_datasets(entries: "Mapping[str, Node]") -> bool:
+    """Return whether `datasets` is a list of a path and a type each."""
+    listed = entries["datasets"].value if "datasets" in entries else None
+    each = [node.value for node in listed if isinstance(node.value, dict)] if isinstance(listed, list) else []
+    return any({"path", "type"} <= fields.keys() for fields in each)
 
 
 DIALECT = Axolotl()

@@ -8,6 +8,7 @@ from pathlib import PurePath
 
 from skill_tools.configs.config import Config
 from skill_tools.dialects import fields
+from skill_tools.dialects.deepspeed import mode as zero
 from skill_tools.dialects.layout import Layout, checked
 from skill_tools.dialects.parameters import lora
 from skill_tools.dialects.run import (
@@ -84,36 +85,31 @@ def current(config: Config, run: Run) -> Mode:
         engine = ActivationEngine.INPUTS
     elif offload:
         engine, recompute = ActivationEngine.TRL, Recompute()
+    sharded = _of_sharding(config, run)
     layers = run.shape.num_layers if fields.flag(config, "layer_offloading") and run.adapter else 0
     return Mode(
-        optimizer_fraction=1.0 if _offloads_optimizer(config) and not _offloads_parameters(config) else 0.0,
-        optimizer_engine=OptimizerEngine.DEEPSPEED,
+        optimizer_fraction=sharded.optimizer_fraction,
+        optimizer_engine=sharded.optimizer_engine,
         activation_engine=engine,
         recompute=recompute,
         weight_layers=layers,
         weight_engine=WeightEngine.SWAPPED,
-        offload_parameters=_offloads_parameters(config),
+        offload_parameters=sharded.offload_parameters,
     )
 
 
-def _offloads_parameters(config: Config) -> bool:
-    """Whether the weights wait on the host; DeepSpeed's `offload_param` needs them sharded, at stage 3."""
+def _of_sharding(config: Config, run: Run) -> Mode:
+    """Return what FSDP or DeepSpeed offloads."""
     if fields.flag(config, "fsdp_config.offload_params"):
-        return True
-    if _shard_stage(config) < 3:
-        return False
-    return fields.text(config, "deepspeed.zero_optimization.offload_param.device") == "cpu"
-
-
-def _offloads_optimizer(config: Config) -> bool:
-    return fields.text(config, "deepspeed.zero_optimization.offload_optimizer.device") == "cpu"
+        return Mode(optimizer_engine=OptimizerEngine.DEEPSPEED, offload_parameters=True)
+    return zero.mode(config, run)
 
 
 def _shard_stage(config: Config) -> int:
     """Return what is sharded, in ZeRO's stages: 0 nothing, 1 states, 2 and gradients, 3 and weights."""
     if config.value("fsdp") or config.value("fsdp_config"):
         return 3
-    stage = fields.integer(config, "deepspeed.zero_optimization.stage")
+    stage = zero.stage(config)
     if stage is not None:
         return stage
     written = config.value("deepspeed")

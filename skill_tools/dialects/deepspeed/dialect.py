@@ -1,10 +1,13 @@
 """DeepSpeed as a dialect: one JSON, read with comments and trailing commas as DeepSpeed itself reads it."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from skill_tools.configs.config import Config
+from skill_tools.configs.config import Config, UnknownKey
+from skill_tools.configs.keys import Key
 from skill_tools.configs.source import Kind, Source
+from skill_tools.configs.vocabulary import load_vocabulary
 from skill_tools.dialects.base import NONE, Dialect, Evidence
 from skill_tools.dialects.deepspeed import DEEPSPEED, EMBEDDED
 from skill_tools.errors import UnusableInput
@@ -22,7 +25,8 @@ _BATCH = frozenset({"train_batch_size", "train_micro_batch_size_per_gpu", "gradi
 _ENGINE = frozenset(
     {"fp16", "bf16", "optimizer", "zero_force_ds_cpu_optimizer", "zero_allow_untested_optimizer"}
 )
-_PROOF = Evidence(1, certain=True)
+_OPTIONS = ("--deepspeed=", "--deepspeed_config=")
+_DECISIVE = 20
 
 
 class DeepSpeed(Dialect):
@@ -30,31 +34,65 @@ class DeepSpeed(Dialect):
 
     name = DEEPSPEED
     label = "DeepSpeed"
+    looks_for = (
+        "zero_optimization with a stage or an offload, or two batch sizes beside fp16, bf16 or optimizer"
+    )
+    marks = ("zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu")
     embeds = EMBEDDED
     example_file = "ds_config.json"
     form = "in the JSON"
     language = "json"
     takes_new_keys = False
 
+    def evidence(self, source: Source) -> Evidence:
+        """Take no YAML: what has a DeepSpeed section at the top of it, such as GPT-NeoX's, is another program's."""
+        return NONE if source.kind is Kind.YAML else super().evidence(source)
+
+    def evidence_in_text(self, text: str) -> Evidence:
+        """Take a line of DeepSpeed's launcher that names a JSON; what other launchers start is its trainer's."""
+        is_named = DEEPSPEED in text and any(map(_launches, text.replace("\\\n", " ").splitlines()))
+        return Evidence(_DECISIVE, proof="a line of its launcher that names a JSON") if is_named else NONE
+
     def evidence_in_entries(self, entries: "Mapping[str, Node]") -> Evidence:
         """Take a `zero_optimization` that says what to shard or offload, or two batch sizes and a part of it."""
         zero = entries.get("zero_optimization")
         if zero is not None and isinstance(zero.value, dict) and zero.value.keys() & _OFFLOAD:
-            return _PROOF
+            inside = ", ".join(sorted(zero.value.keys() & _OFFLOAD))
+            return Evidence(_DECISIVE, proof=f"zero_optimization with {inside}")
         names = entries.keys()
-        return _PROOF if len(names & _BATCH) >= 2 and (zero is not None or names & _ENGINE) else NONE
+        if len(names & _BATCH) < 2 or not (zero is not None or names & _ENGINE):
+            return NONE
+        return Evidence(_DECISIVE, proof=", ".join(sorted(names & (_BATCH | _ENGINE))))
 
     def compose(self, sources: Sequence[Source], overrides: Sequence[str]) -> Config:
-        """Read one JSON file; DeepSpeed merges nothing into it, and takes no overrides."""
-        from skill_tools.configs.draft import Draft
-        from skill_tools.dialects.deepspeed.section import write_file
+        """Read one JSON, or the one that a launch line names."""
+        from skill_tools.dialects.deepspeed.compose import compose
 
-        draft = Draft(DEEPSPEED, embeds=EMBEDDED)
-        draft.complete = True
-        _check_single(sources, overrides)
-        for source in sources:
-            write_file(draft, source)
-        return draft.finish()
+        return compose(sources, overrides)
+
+    def rule_for_unknown(self, unknown: UnknownKey) -> str:
+        """The sections of pydantic refuse a key that they do not know; elsewhere nobody reads it."""
+        section, _, name = unknown.key.removeprefix(f"{DEEPSPEED}.").rpartition(".")
+        top = section.partition(".")[0]
+        if top in ("zero_optimization", "compile"):
+            return "ds-extra-key"
+        if top in ("bf16", "fp16"):
+            return "ds-precision-key"
+        if top == "activation_checkpointing":
+            return "ds-cpu-ckpt-typo"
+        is_misplaced = f"zero_optimization.{name}" in load_vocabulary(DEEPSPEED).names
+        return "ds-top-level-unread" if not section and (is_misplaced or unknown.nearest) else "ds-key-unread"
+
+    def rule_for_type(self, key: Key | None) -> str:
+        """Each section is checked on its own, and an offload section and a device have faults of their own."""
+        if key is None:
+            return "ds-value-type"
+        if key.name.endswith(".device"):
+            return "ds-device-value"
+        if key.name.startswith((f"{DEEPSPEED}.bf16.", f"{DEEPSPEED}.fp16.")):
+            return "ds-precision-value"
+        is_section = key.type_in(DEEPSPEED) == "dict" or key.name == f"{DEEPSPEED}.zero_optimization"
+        return "ds-offload-not-mapping" if is_section else "ds-value-type"
 
     def run(self, config: Config, shape: "ModelShape", *, gpus: int | None) -> "Run":
         """Refuse: a DeepSpeed file says neither what is trained nor on how long a sequence."""
@@ -65,16 +103,13 @@ class DeepSpeed(Dialect):
         raise _no_run()
 
 
-def _check_single(sources: Sequence[Source], overrides: Sequence[str]) -> None:
-    """Raise `UnusableInput` for anything but one file in JSON or YAML."""
-    foreign = [source.name for source in sources if source.kind not in (Kind.JSON, Kind.YAML)]
-    if len(sources) != 1 or foreign or overrides:
-        raise UnusableInput(
-            ", ".join([*foreign, *map(repr, overrides)])
-            or f"{len(sources)} files for one DeepSpeed configuration",
-            expected="one DeepSpeed JSON",
-            attempt="the JSON that --deepspeed_config names, alone",
-        )
+def _launches(line: str) -> bool:
+    """Return whether a line of a script runs DeepSpeed's launcher with an option that names a JSON."""
+    words = line.split()
+    if DEEPSPEED not in words or words[0].startswith("#"):
+        return False
+    options = [*words, *(f"{word}={following}" for word, following in pairwise(words))]
+    return any(word.startswith(_OPTIONS) and word.endswith(".json") for word in options)
 
 
 def _no_run() -> UnusableInput:

@@ -1,23 +1,51 @@
 """Writes a DeepSpeed configuration into the draft of whoever embeds it: inline, or from the file that is named.
 
 A file of its own keeps its own spelling (`zero_optimization.stage`), an inline mapping the one of the file around it.
-The draft has to embed `deepspeed`.
+The draft has to embed `deepspeed`. Source of what fits: `deepspeed/runtime/config.py` and the configuration classes
+beside it, which are pydantic's in its lax mode.
 """
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from skill_tools.configs.config import Setting
+from skill_tools.configs.config import Fault, Place, Setting
 from skill_tools.configs.draft import Draft
-from skill_tools.configs.source import Source, find
+from skill_tools.configs.keys import Key
+from skill_tools.configs.source import Kind, Source, find
 from skill_tools.configs.tree import single_document, write_tree
+from skill_tools.configs.yaml_lines import Node
 from skill_tools.dialects.deepspeed import DEEPSPEED
+
+_PREFIX = f"{DEEPSPEED}."
+_ZERO = f"{_PREFIX}zero_optimization"
+_STRICT = tuple(f"{_PREFIX}{section}." for section in ("zero_optimization", "compile", "bf16", "fp16"))
+_INTERVALS = (f"{_ZERO}.zenflow.select_interval", f"{_ZERO}.zenflow.update_interval")
+_MAY_BE_NULL = frozenset(
+    {f"{_PREFIX}bf16", f"{_PREFIX}aio", f"{_ZERO}.offload_optimizer", f"{_ZERO}.offload_param"}
+)
 
 
 def write_file(draft: Draft, source: Source) -> None:
     """Write a DeepSpeed file, and keep its text."""
     draft.take(source)
-    write_tree(draft, single_document(source), source.name, spell=lambda path: f"{DEEPSPEED}.{path}")
+    root = single_document(source)
+    write_tree(draft, root, source.name, spell=lambda path: f"{_PREFIX}{path}")
+    draft.faults += _form(source, root, strict=draft.framework != DEEPSPEED)
+    settle(draft)
+
+
+def settle(draft: Draft) -> None:
+    """Judge what stands in the section as DeepSpeed does; for whoever has written an inline section himself.
+
+    In the sections that refuse what they do not know, `"auto"` is dropped before anything is checked, so it fits.
+    """
+    section = draft.get(_ZERO)
+    if section is not None and isinstance(section.value, bool):
+        draft.set_key(f"{_ZERO}.stage", int(section.value), section.written, section.place)
+    draft.judge(
+        _PREFIX, lambda setting, expected: _expected(draft.table.by_name.get(setting.key), setting, expected)
+    )
 
 
 def follow(draft: Draft, named: Setting, folders: Sequence[Path]) -> bool:
@@ -35,3 +63,59 @@ def leave_open(draft: Draft, named: Setting) -> None:
     """Note that the file that `named` names is not here, so that nothing is known of what it sets."""
     draft.missing_files.append(named)
     draft.section_may_be_set(DEEPSPEED)
+
+
+def _expected(key: Key | None, setting: Setting, expected: str | None) -> str | None:
+    """Return what DeepSpeed expects instead of the value, or None where it takes it."""
+    value, is_strict = setting.value, setting.key.startswith(_STRICT)
+    if setting.key == _ZERO:
+        return None if isinstance(value, dict | bool) else "a section"
+    if key is None or (is_strict and value == "auto"):
+        return None
+    kind = key.type_in(DEEPSPEED)
+    if value is None:
+        is_optional = key.default.get(DEEPSPEED) is None and (is_strict or kind != "dict")
+        return (
+            None
+            if is_optional or key.name in _MAY_BE_NULL
+            else f"{'a section' if kind == 'dict' else 'a value'}, not null"
+        )
+    if key.name in _INTERVALS:
+        whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
+        return None if whole else 'a whole number or "auto"'
+    if kind in ("int", "float") and isinstance(value, bool):
+        return None
+    if kind == "int" and isinstance(value, str) and re.fullmatch(r"\s*[+-]?\d+\.0*\s*", value):
+        return None
+    return expected
+
+
+def _form(source: Source, root: Node, *, strict: bool) -> list[Fault]:
+    """Return the keys that stand twice in one object, and where the text is more than JSON; `strict` is the reader."""
+    faults = []
+    pending = [root]
+    while pending:
+        node = pending.pop()
+        for name, child in node.value.items() if isinstance(node.value, dict) else ():
+            pending.append(child)
+            if child.shadowed:
+                lines = ", ".join(str(each.line) for each in (*child.shadowed, child))
+                place = Place(source.name, child.line, child.column)
+                faults.append(Fault("ds-duplicate-key", f"{name} (lines {lines})", place))
+    if source.kind is Kind.JSON and (line := _not_json(source.text)):
+        rule = "ds-json-strict" if strict else "ds-json-comments"
+        faults.append(Fault(rule, f"line {line}", Place(source.name, line, 1)))
+    return faults
+
+
+def _not_json(text: str) -> int:
+    """Return the first line at which `text` is no longer JSON, 0 where all of it is."""
+    import json
+
+    try:
+        json.loads(text)
+    except json.JSONDecodeError as error:
+        return error.lineno
+    except (ValueError, RecursionError):  # a number or a depth beyond the parser, not a matter of form
+        return 0
+    return 0

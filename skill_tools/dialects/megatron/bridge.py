@@ -6,10 +6,11 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING
 
 from skill_tools.configs.config import Config, Setting, UnknownKey
-from skill_tools.configs.source import Source
-from skill_tools.dialects.base import Evidence
+from skill_tools.configs.source import Kind, Source
+from skill_tools.configs.vocabulary import load_vocabulary
+from skill_tools.dialects.base import NONE, Evidence
 from skill_tools.dialects.megatron import BRIDGE
-from skill_tools.dialects.megatron.core import MegatronCore
+from skill_tools.dialects.megatron.core import MegatronCore, own_fields, shown
 
 if TYPE_CHECKING:
     from skill_tools.configs.yaml_lines import Node
@@ -19,11 +20,17 @@ _SECTIONS = frozenset(
     {
         "checkpoint", "comm_overlap", "dataset", "ddp", "dist", "env_vars", "logger", "mixed_precision", "model",
         "optimizer", "peft", "profiling", "rerun_state_machine", "rng", "scheduler", "tokenizer", "train",
-        "validation", "_target_",
+        "validation",
     }
 )  # fmt: skip
-_SCALARS = ("_target_", "mixed_precision")  # which need not hold a section
-_DOTTED = r"(?<![\w.-])[+~]{0,2}([a-z_]+)\.[\w.]+="  # compiled when there is a script
+_SCALARS = ("mixed_precision", "comm_overlap")  # sections that a name may stand for
+_WORDS_IN_PYTHON = ("megatron.bridge", "ConfigContainer", "to_megatron_provider")
+# Compiled when there is a script.
+_PROGRAM = r"megatron[./]bridge|\brun_recipe\.py|Megatron-Bridge"
+_DOTTED = r"(?<![\w.-])[+~]{0,2}([a-z_]+\.[\w.]+)="
+_OVERRIDE = r"[+~]{0,2}[a-z_]+\.[\w.]+="
+_ASSIGNED = r"\b(?:cfg|config|recipe|conf)\.((?:model|train|optimizer|ddp|comm_overlap)\.\w+)\s*="
+_PACKAGE = "megatron.bridge."
 _DISTRIBUTED_OPTIMIZER = ("use_distributed_optimizer", "ddp.use_distributed_optimizer")
 _V1_OFFLOAD = "env.NVTE_CPU_OFFLOAD_V1"
 
@@ -34,22 +41,68 @@ class MegatronBridge(MegatronCore):
     name = BRIDGE
     label = "Megatron Bridge"
     form = "as overrides"
+    looks_for = "sections with fields of Megatron Core, a ConfigContainer"
+    marks = (
+        *(f"{name}:" for name in ("model", "optimizer", "ddp", "train", "comm_overlap")),
+        "mixed_precision",
+        _PACKAGE,
+    )
 
     def evidence_in_python(self, text: str) -> Evidence:
-        """Any Python is a recipe until it turns out to set nothing: no other dialect has Python."""
-        return Evidence(1)
+        """Look for its package, its ConfigContainer, or fields of its own that are set on a configuration."""
+        for word in _WORDS_IN_PYTHON:
+            if word in text:
+                return Evidence(20, proof=word)
+        if not any(
+            f".{section}." in text for section in ("model", "train", "optimizer", "ddp", "comm_overlap")
+        ):
+            return NONE
+        return self._by_fields(set(re.findall(_ASSIGNED, text)), least=1)
 
     def evidence_in_text(self, text: str) -> Evidence:
-        """Count the sections of its configuration that dotted overrides set."""
-        return Evidence(20 * len(set(re.findall(_DOTTED, text)) & _SECTIONS))
+        """Look for its launch programs, or for dotted overrides of its fields; overrides alone need be no more."""
+        program = re.search(_PROGRAM, text)
+        keys = set(re.findall(_DOTTED, text))
+        known = [key for key in keys if key.partition(".")[0] in _SECTIONS]
+        if program:
+            return Evidence(20 * (1 + len(known)), proof=program[0])
+        only_overrides = bool(known) and all(map(re.compile(_OVERRIDE).match, text.split()))
+        return self._by_fields(set(known), least=0 if only_overrides else 1)
 
     def evidence_in_entries(self, entries: "Mapping[str, Node]") -> Evidence:
-        """Count the sections of its configuration."""
-        sections = (
-            name in _SECTIONS and (isinstance(node.value, dict) or name in _SCALARS)
-            for name, node in entries.items()
-        )
-        return Evidence(3 * sum(sections))
+        """Look for the class of a saved run, or for sections of a configuration, and in them fields of its own."""
+        target = _target(entries)
+        if target:
+            return Evidence(60, certain=True, proof=f"_target_: {target}")
+        sections = [
+            name for name, node in entries.items() if name in _SECTIONS and isinstance(node.value, dict)
+        ]
+        scalars = [name for name in _SCALARS if name in entries and name not in sections]
+        if 2 * len(sections + scalars) < len(entries):
+            return NONE
+        inside = {name: entries[name].value for name in sections}
+        fields = {
+            f"{name}.{field}" for name, node in inside.items() if isinstance(node, dict) for field in node
+        }
+        found = self._by_fields(fields, least=1)
+        return found._replace(votes=found.votes + 3 * len(sections)) if found.votes else NONE
+
+    def _by_fields(self, fields: set[str], *, least: int) -> Evidence:
+        """Count the fields that it knows; `least` of them must be its own, and most of them known."""
+        names = load_vocabulary(BRIDGE)
+        known = [name for name in fields if names.accepts(name)]
+        own = own_fields(known)
+        if not known or len(own) < least or 2 * len(known) < len(fields):
+            return NONE
+        return Evidence(2 * len(known), proof=shown(own or sorted(known)))
+
+    def recipes(self, source: Source) -> Sequence[Source]:
+        """Return each recipe function of a Python file, unless one is asked for, or the script that sets fields."""
+        if source.kind is not Kind.PYTHON or source.recipe is not None:
+            return (source,)
+        from skill_tools.dialects.megatron.python_recipe import recipes
+
+        return recipes(source)
 
     def compose(self, sources: Sequence[Source], overrides: Sequence[str]) -> Config:
         """Merge a recipe, files, overrides and the environment."""
@@ -85,6 +138,13 @@ class MegatronBridge(MegatronCore):
         own = {key: value for key, value in settings.items() if not key.startswith("env.")}
         overrides = (f"{key}={_hydra(value)}" for key, value in self.spelled(own, config).items())
         return patch._replace(overrides=" ".join(overrides))
+
+
+def _target(entries: "Mapping[str, Node]") -> str:
+    """Return the class of the package that a saved run, or one of its sections, was made from."""
+    inside = [node.value for node in entries.values() if isinstance(node.value, dict)]
+    targets = [each["_target_"].value for each in (entries, *inside) if "_target_" in each]
+    return next((name for name in targets if isinstance(name, str) and name.startswith(_PACKAGE)), "")
 
 
 def _rule_for_replaced(loser: Setting, winner: Setting) -> str:

@@ -20,13 +20,12 @@ from skill_tools.configs.source import Kind, Source
 from skill_tools.configs.tree import single_document
 from skill_tools.dialects.megatron import BRIDGE
 from skill_tools.dialects.megatron.bridge_inputs import write_file, write_override
-from skill_tools.dialects.megatron.run_recipe import write_arguments
 
 _OVERRIDES = "<overrides>"
 _ORDER = {Kind.PYTHON: 0, Kind.YAML: 1, Kind.JSON: 1, Kind.SHELL: 2}
 _OVERWRITTEN_SECTIONS = ("model", "optimizer", "ddp")
 _SYNCHRONIZED = (("use_distributed_optimizer", "ddp.use_distributed_optimizer"),)
-_OVERRIDE_STARTS = re.compile(r"(?:^|\s)(?:\+\+|\+|~)?[A-Za-z_]\w*(?:\.\w+)*=")
+_OVERRIDE_STARTS = r"(?:^|\s)(?:\+\+|\+|~)?[A-Za-z_]\w*(?:\.\w+)*="  # compiled when there is an override
 
 
 def compose(sources: Sequence[Source], overrides: Sequence[str]) -> Config:
@@ -41,7 +40,9 @@ def compose(sources: Sequence[Source], overrides: Sequence[str]) -> Config:
 
                 write_recipe(draft, source)
             case Kind.SHELL:
-                command = training_command(source.text, source.name, draft.accepts)
+                from skill_tools.dialects.megatron.run_recipe import write_arguments
+
+                command = training_command(source.text, source.name, draft.accepts, source.folder)
                 write_arguments(draft, command.words, source.name, source.folder)
                 scripts.append((command, source.name))
             case _:
@@ -56,7 +57,9 @@ def compose(sources: Sequence[Source], overrides: Sequence[str]) -> Config:
 
 def _write_overrides(draft: Draft, text: str, place: Place) -> None:
     """Write one override, or a command line that holds several."""
-    if len(_OVERRIDE_STARTS.findall(text)) > 1 or text.lstrip().startswith("-"):
+    if len(re.findall(_OVERRIDE_STARTS, text)) > 1 or text.lstrip().startswith("-"):
+        from skill_tools.dialects.megatron.run_recipe import write_arguments
+
         write_arguments(draft, command_line(text, _OVERRIDES), _OVERRIDES, None)
     else:
         write_override(draft, text.strip(), place)

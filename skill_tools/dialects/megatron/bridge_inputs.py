@@ -7,7 +7,6 @@ Python are read by `python_recipe`, launch programs by `run_recipe`.
 
 from skill_tools.configs.config import Place
 from skill_tools.configs.draft import Draft
-from skill_tools.configs.hydra import parse_override
 from skill_tools.configs.tree import entries_of, write_tree
 from skill_tools.configs.values import UNREADABLE, dtype_name
 from skill_tools.configs.yaml_lines import Node, plain
@@ -33,6 +32,8 @@ def write_file(draft: Draft, root: Node, file: str) -> None:
 
 def write_override(draft: Draft, text: str, place: Place) -> None:
     """Write one dotted override into `draft`."""
+    from skill_tools.configs.hydra import parse_override
+
     override = parse_override(text)
     spelling = _spelling(override.key)
     if override.key.startswith("env_vars."):

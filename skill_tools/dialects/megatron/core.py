@@ -3,7 +3,7 @@
 It stands alone so that neither dialect's module loads the other.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from skill_tools.configs.config import Config
@@ -13,6 +13,17 @@ if TYPE_CHECKING:
     from skill_tools.dialects.candidates import Advice, Candidate
     from skill_tools.dialects.run import Mode, Run
     from skill_tools.dialects.shapes import ModelShape
+
+# Parts of the names that only Megatron Core has. `num_layers`, `lr` or `micro_batch_size` are fields of many others.
+_OWN_PARTS = (
+    "model_parallel", "context_parallel", "sequence_parallel", "expert_parallel", "data_parallel", "pipeline_parallel",
+    "recompute_", "cpu_offload", "offload_modules", "offload_fraction", "fine_grained_", "optimizer_offload", "moe_",
+    "cuda_graph", "distributed_optimizer", "overlap_", "train_iters", "decay_iters", "warmup_iters", "eval_iters",
+    "grad_reduce_in", "precision_aware", "megatron", "_in_fp32", "mtp_", "transformer_engine", "op_fuser", "mcore",
+    "exp_avg", "main_grads_dtype", "main_params_dtype", "tp_comm", "wgrad", "_fusion", "store_param_remainders",
+    "manual_gc", "hf_model_id", "ckpt_format", "rampup_batch_size",
+)  # fmt: skip
+_SHOWN = 3
 
 
 class MegatronCore(Dialect):
@@ -51,3 +62,14 @@ class MegatronCore(Dialect):
         from skill_tools.dialects.megatron.candidates import cautions
 
         return cautions(settings)
+
+
+def own_fields(names: Iterable[str]) -> list[str]:
+    """Return those of the fields `names` (`model.x`, `--x-y` or `x_y`) that only Megatron Core calls so, sorted."""
+    fields = {name: name.rpartition(".")[2].replace("-", "_") for name in names}
+    return sorted(name for name, field in fields.items() if any(part in field for part in _OWN_PARTS))
+
+
+def shown(names: Iterable[str]) -> str:
+    """Return the first few of `names` as proof of an input."""
+    return ", ".join(list(names)[:_SHOWN])

@@ -8,16 +8,18 @@ from skill_tools.configs.config import Config, UnknownKey
 from skill_tools.configs.keys import Key
 from skill_tools.configs.source import Source
 from skill_tools.configs.vocabulary import load_vocabulary
-from skill_tools.dialects.base import Evidence
+from skill_tools.dialects.base import NONE, Evidence
 from skill_tools.dialects.megatron import LM
-from skill_tools.dialects.megatron.core import MegatronCore
+from skill_tools.dialects.megatron.core import MegatronCore, own_fields, shown
 
 if TYPE_CHECKING:
     from skill_tools.configs.yaml_lines import Node
     from skill_tools.dialects.patch import Patch
 
-_SECTIONS = frozenset({"MODEL_ARGS", "ENV_VARS", "ARGS", "language_model", "model_parallel"})
+_SECTIONS = ("MODEL_ARGS", "ARGS", "model_parallel")
 _FLAG = r"(?<![\w-])--[a-z][\w-]+"  # compiled when there is a script
+_PROGRAM = r"\bpretrain_\w+\.py|\bMegatron-LM\b|\btrain_rl\.py"
+_ENOUGH = 2
 
 
 class MegatronLM(MegatronCore):
@@ -28,19 +30,47 @@ class MegatronLM(MegatronCore):
     form = "as flags"
     example_file = "run.sh"
     takes_new_keys = False
+    looks_for = "its flags"
+    marks = (
+        *(f"{section}:" for section in _SECTIONS),
+        "parallel_size",
+        "train_iters",
+        "recompute",
+        "moe_",
+        "offload",
+    )
 
     def evidence_in_text(self, text: str) -> Evidence:
-        """Count its flags in a script; one whose flags are mostly foreign is another framework's."""
+        """Look for its flags in a script: its program, or several that only it has; flags alone need be no more.
+
+        A script whose flags are mostly foreign is another framework's.
+        """
         flags = set(re.findall(_FLAG, text))
-        own = len(flags & load_vocabulary(LM).names)
-        return Evidence(own if 2 * own >= len(flags) else 0)
+        known = flags & load_vocabulary(LM).names
+        if not known or 2 * len(known) < len(flags):
+            return NONE
+        program, own = re.search(_PROGRAM, text), own_fields(known)
+        if program or len(own) >= _ENOUGH or text.lstrip().startswith("--"):
+            return Evidence(
+                len(known), proof=shown([*([program[0]] if program else []), *(own or sorted(known))])
+            )
+        return NONE
 
     def evidence_in_entries(self, entries: "Mapping[str, Node]") -> Evidence:
-        """Look for its sections, or flags as keys; a flat recipe has fields that are flags without their dashes."""
-        if entries.keys() & _SECTIONS or any(name.startswith("--") for name in entries):
-            return Evidence(1000, certain=True)
+        """Look for its flags below MODEL_ARGS or as keys; a flat recipe has fields that are flags without dashes."""
         flags = load_vocabulary(LM).names
-        return Evidence(sum(f"--{name.replace('_', '-')}" in flags for name in entries))
+        for section in _SECTIONS:
+            inside = entries[section].value if section in entries else None
+            fields = list(inside) if isinstance(inside, dict) else []
+            known = (
+                [name for name in fields if _flag(name) in flags] if section.isupper() else own_fields(fields)
+            )
+            if known:
+                return Evidence(1000, certain=section.isupper(), proof=f"{section} with {shown(known)}")
+        known = [name for name in entries if _flag(name) in flags]
+        own = own_fields(known)
+        is_recipe = own and len(known) > _ENOUGH and 5 * len(known) >= 4 * len(entries)
+        return Evidence(len(known), proof=shown(own)) if is_recipe else NONE
 
     def compose(self, sources: Sequence[Source], overrides: Sequence[str]) -> Config:
         """Read sources in order, then overrides, each a string of arguments."""
@@ -87,6 +117,10 @@ class MegatronLM(MegatronCore):
     def change(self, patch: "Patch") -> str:
         """Return all parts: flags to add and flags to remove are two things."""
         return "\n".join(part for part in (patch.environment, patch.overrides, patch.text) if part).rstrip()
+
+
+def _flag(name: str) -> str:
+    return name if name.startswith("--") else f"--{name.replace('_', '-')}"
 
 
 DIALECT = MegatronLM()

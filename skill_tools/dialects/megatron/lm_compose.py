@@ -20,6 +20,7 @@ from skill_tools.errors import UnusableInput
 
 _YAML_CFG_SECTIONS = ("language_model", "model_parallel")
 _OVERRIDES = "<overrides>"
+_OFF = ("false", "0", "no", "off", "none")
 
 
 class Flag(NamedTuple):
@@ -48,7 +49,7 @@ def compose(sources: Sequence[Source], overrides: Sequence[str]) -> Config:
 def _write_source(draft: Draft, source: Source) -> None:
     match source.kind:
         case Kind.SHELL:
-            command = training_command(source.text, source.name, draft.accepts)
+            command = training_command(source.text, source.name, draft.accepts, source.folder)
             write_environment(draft, command, source.name)
             _write_flags(draft, _flags(command.words, source.name))
         case Kind.YAML | Kind.JSON:
@@ -105,7 +106,8 @@ def _write_flag(draft: Draft, flag: Flag) -> None:
         value = list(flag.values)
     draft.set_key(name, value, flag.written, flag.place)
     if kind == "bool" and flag.known and flag.values:
-        draft.refuse_type(name, f"a bare switch: {flag.values[0][:40]!r} is left over")
+        means_on = flag.values[0].lower() not in _OFF  # the switch alone would have been enough
+        draft.refuse_type(name, f"a bare switch: {flag.values[0][:40]!r} is left over", is_known=means_on)
 
 
 def _write_yaml(draft: Draft, root: Node, file: str) -> None:

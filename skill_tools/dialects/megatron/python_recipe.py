@@ -40,15 +40,29 @@ def write_recipe(draft: Draft, source: Source) -> None:
     _write(draft, root)
 
 
+def recipes(source: Source) -> list[Source]:
+    """Return one source for each recipe of a Python file; none for a file that sets no configuration."""
+    functions = {node.name: node for node in source.module.body if isinstance(node, FUNCTIONS)}
+    names = _candidates(functions)
+    if names:
+        return [source.for_recipe(name) for name in names] if len(names) > 1 else [source]
+    return [source] if Interpreter(source.name, source.module).run_module() is not None else []
+
+
+def _candidates(functions: dict[str, Function]) -> list[str]:
+    """Return the functions that are recipes: those that say so, else those that set a configuration."""
+    names = [name for name, node in functions.items() if _returns_container(node)]
+    names = names or [name for name, node in functions.items() if name != "main" and _sets_config(node)]
+    return [name for name in names if not name.startswith("_")] or names
+
+
 def _chosen(functions: dict[str, Function], source: Source) -> str | None:
     """Return the name of the recipe function, or None for a script that sets its configuration itself."""
     if source.recipe is not None:
         if source.recipe in functions:
             return source.recipe
         raise _ambiguous(source, f"has no function {source.recipe!r}", list(functions))
-    recipes = [name for name, node in functions.items() if _returns_container(node)]
-    recipes = recipes or [name for name, node in functions.items() if name != "main" and _sets_config(node)]
-    public = [name for name in recipes if not name.startswith("_")] or recipes
+    public = _candidates(functions)
     if len(public) > 1:
         raise _ambiguous(source, f"holds {len(public)} recipes", public)
     return public[0] if public else None
@@ -61,8 +75,10 @@ def _returns_container(node: Function) -> bool:
 def _sets_config(node: Function) -> bool:
     """Return whether a function without a telling annotation builds a configuration, or is given one to set."""
     parts = list(ast.walk(node))
-    names = [dotted_name(part) for part in parts if isinstance(part, ast.Attribute | ast.Name)]
-    assigns = any(name.count(".") == 2 or name == _CONTAINER for name in names)
+    set_here = (part for part in parts if isinstance(part, ast.Attribute) and isinstance(part.ctx, ast.Store))
+    assigns = any(dotted_name(part).count(".") >= 2 for part in set_here) or any(
+        isinstance(part, ast.Call) and dotted_name(part.func) == _CONTAINER for part in parts
+    )
     returns = any(isinstance(part, ast.Return) and part.value is not None for part in parts)
     return assigns and (returns or takes_config(node) is not None)
 

@@ -6,10 +6,10 @@ was measured on the machine itself. Rates are per GPU; what a node's ranks share
 
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from skill_tools import knowledge
+from skill_tools.configs.files import read_bytes
 from skill_tools.errors import UnusableInput
 from skill_tools.planning.model.reference_numbers import (
     CPU_DRAM_BYTES,
@@ -28,6 +28,7 @@ _RATES = (
     "cpu_adam_perparam_fused_Gparam_s",
 )
 _UPDATE_RATES = ("cpu_with_copies_Gparam_s", "streamed_Gparam_s", "both_Gparam_s", "both_cpu_share")
+_PROFILE_BYTES = 1 << 20
 _SIZES = ("hbm_GBs", "gpu_memory_bytes", "host_memory_bytes", "gpus_per_node")
 _NUMBERS = ("tflops", "link_GBs", "dram_GBs", "hbm_GBs")
 
@@ -214,13 +215,12 @@ def _update_rates(data: Mapping[str, Any]) -> dict[str, float]:
 
 def read_profile(path: str) -> Machine:
     """Read a machine profile: a JSON object of rates, or one with them under `hardware`."""
+    expected, attempt = "a JSON object of measured rates", "--gpu NAME, for rates that are known"
+    text = read_bytes(path, _PROFILE_BYTES, expected=expected, attempt=attempt)
     try:
-        data = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UnusableInput(
-            f"the machine profile {path} cannot be read ({error})",
-            expected="a JSON object of measured rates",
-            attempt="--gpu NAME, for rates that are known",
-        ) from None
+        data = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        problem = f"the machine profile {path} cannot be read ({error})"
+        raise UnusableInput(problem, expected=expected, attempt=attempt) from None
     hardware = data.get("hardware", data) if isinstance(data, dict) else {}
     return from_profile(hardware, name=str(hardware.get("gpu", path)), source=path)

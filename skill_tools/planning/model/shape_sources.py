@@ -7,16 +7,18 @@ name, but it may be suggested.
 
 import json
 import re
-from pathlib import Path, PurePath
+from pathlib import PurePath
 from typing import Any
 
 from skill_tools.configs.config import Config
+from skill_tools.configs.files import read_bytes
 from skill_tools.dialects import fields, registry
 from skill_tools.dialects.shapes import ModelShape, checked
 from skill_tools.errors import UnusableInput
 from skill_tools.planning.model import known_models
 
 _WORD = re.compile(r"[A-Za-z][\w./-]{5,}\d[\w./-]*")  # long enough for a model's name, with a digit in it
+_JSON_BYTES = 4 << 20
 _HYBRID = ("linear_num_key_heads", "mamba_num_heads", "ssm_state_size", "state_size", "layer_types_linear")
 
 
@@ -207,8 +209,8 @@ def is_config_json(path: str) -> bool:
     if not path.endswith(".json"):
         return False
     try:
-        data = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        data = json.loads(_text_of(path))
+    except (UnusableInput, ValueError, RecursionError):
         return False
     if not isinstance(data, dict):
         return False
@@ -216,9 +218,13 @@ def is_config_json(path: str) -> bool:
     return "num_hidden_layers" in data or (isinstance(inner, dict) and "num_hidden_layers" in inner)
 
 
+def _text_of(path: str) -> bytes:
+    return read_bytes(path, _JSON_BYTES, expected="a Hugging Face config.json")
+
+
 def from_config_json(path: str) -> ModelShape:
     """Build the shape from a Hugging Face config.json; of a multimodal model, its text decoder."""
-    data = json.loads(Path(path).read_text(encoding="utf-8"))
+    data = json.loads(_text_of(path))
     data = data.get("text_config") if isinstance(data.get("text_config"), dict) else data
     if any(key in data for key in _HYBRID):
         raise UnusableInput(

@@ -1,5 +1,6 @@
 """The budget on a model: profile, plan, carry out."""
 
+import copy
 import dataclasses
 
 import pytest
@@ -11,7 +12,9 @@ from reference_impl.activations.budget import BudgetError
 from reference_impl.activations.policy import Decision
 from reference_impl.memory.ledger import Ledger
 from reference_impl.memory.rates import LinkSpeed
+from reference_impl.optimizers import HybridDeviceOptimizer
 from reference_impl.verification.kernels import kernels
+from reference_impl.verification.model import decoder_loss
 
 SMALL = {"min_bytes": 1024}
 STEPS_BEFORE_A_PLAN = 2
@@ -242,6 +245,31 @@ def test_a_budget_below_the_least_is_refused_before_the_second_step(trainee, dev
     assert trainee.step() == expected
 
 
+def test_gradients_that_wait_for_a_streamed_update_are_no_part_of_the_least(trainee, device):
+    """They lie on the device when the second forward begins, and go before the step's peak."""
+
+    def losses_and_peak(**offloading):
+        seen = []
+        with Ledger(device) as ledger:
+            model = copy.deepcopy(trainee.model)
+            with (
+                HybridDeviceOptimizer(model.parameters(), lr=1e-3, split=(0.1, 0.9, 0.0)) as optimizer,
+                ActivationOffloader(model, **offloading, **SMALL),
+            ):
+                optimizer.attach(model)
+                for _ in range(5):
+                    loss = decoder_loss(model(trainee.ids), trainee.ids)
+                    loss.backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    seen.append(loss.item())
+        return seen, ledger.peak_device_bytes
+
+    expected, peak_bytes = losses_and_peak(in_flight_bytes=0)
+    seen, _ = losses_and_peak(budget_bytes=peak_bytes + 2**18)
+    assert seen == expected
+
+
 def test_the_twin_needs_somebody_who_counts(trainee, device):
     if device.is_accelerator:
         pytest.skip("CUDA counts by itself")
@@ -263,7 +291,7 @@ def test_another_length_than_planned_is_offloaded(trainee, device):
         assert offloader.offloaded_bytes > 0
 
 
-@pytest.mark.parametrize("steps_before", [0, 1])
+@pytest.mark.parametrize("steps_before", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_an_error_before_the_plan_is_survived(long_trainee, device, steps_before):
     expected = long_trainee.step()
     without, everything = extremes(long_trainee, device)

@@ -37,6 +37,7 @@ def test_compiled_blocks(trainee, how):
     assert trainee.step() == expected
 
 
+@pytest.mark.slow
 def test_blocks_compiled_after_attaching(trainee):
     expected = trainee.step()
     with ActivationOffloader(trainee.model, min_bytes=1024):

@@ -67,7 +67,7 @@ def counted(trainee, mode):
 @pytest.mark.parametrize("seam", ["copy out", "copy in", "host block", "event", "wait"])
 def test_a_failed_call_costs_its_step_alone(trainee, tmp_path, monkeypatch, mode, seam, after):
     if seam == "host block" and after:
-        pytest.skip("an interrupt inside the arena is the arena's own to undo")
+        pytest.skip("the arena undoes an interrupt itself: memory/test_interrupted.py")
     expected = trainee.step()
     with counted(trainee, mode), mode(trainee.model, tmp_path) as offloader:
         # A budget's plan is there by now.

@@ -71,6 +71,7 @@ def test_each_more_layer_lowers_the_peak(trainee, device):
     assert peaks == sorted(peaks, reverse=True)
 
 
+@pytest.mark.slow
 def test_fifty_steps_do_not_grow(trainee, device):
     with (
         ActivationOffloader(trainee.model, **SMALL) as offloader,

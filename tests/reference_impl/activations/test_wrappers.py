@@ -173,8 +173,10 @@ def compile_blocks(model):
 
 
 @pytest.mark.parametrize("compile_", [compile_blocks, lambda model: model.compile(backend="eager")])
-@pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
-@pytest.mark.parametrize("compiled_first", [False, True])
+@pytest.mark.parametrize(
+    "make", [KINDS["Linear"], pytest.param(KINDS["Sequential"], marks=pytest.mark.slow)], ids=KINDS
+)
+@pytest.mark.parametrize("compiled_first", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_compiled_modules_of_torchs_own(make, compile_, compiled_first):
     torch._dynamo.reset()
     torch.manual_seed(0)

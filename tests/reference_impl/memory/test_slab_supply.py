@@ -25,7 +25,7 @@ def test_slabs_come_in_the_order_of_the_orders(supply):
     for count in (2, 6, 4):
         supply.order(count * MIB)
     assert supply.ordered_bytes == 12 * MIB
-    slabs = [supply.take() for _ in range(3)]
+    slabs = [supply.made(supply.take()) for _ in range(3)]
     assert [slab.size_bytes for slab in slabs] == [2 * MIB, 6 * MIB, 4 * MIB]
     assert supply.take() is None
     for slab in slabs:
@@ -36,7 +36,7 @@ def test_slabs_come_in_the_order_of_the_orders(supply):
 def test_an_order_that_the_host_cannot_fill_is_forgotten_with_all_others(supply):
     supply.order(2**50)
     supply.order(2 * MIB)
-    assert supply.take() is None
+    assert supply.made(supply.take()) is None
     assert supply.ordered_bytes == 0
 
 
@@ -50,7 +50,7 @@ def test_closing_gives_back_what_nobody_took(supply):
 
 def test_threads_end_with_the_last_order(supply):
     supply.order(2 * MIB)
-    slab = supply.take()
+    slab = supply.made(supply.take())
     for thread in threading.enumerate():
         if thread.name.startswith("make-slab"):
             thread.join(10)
@@ -118,6 +118,6 @@ def test_a_wrong_guess_takes_nothing_from_the_limit(device):
 def test_slabs_made_in_the_background_are_pinned():
     supply = SlabSupply(Device.of("cuda"), remedy="", pinned=True)
     supply.order(4 * MIB)
-    slab = supply.take()
+    slab = supply.made(supply.take())
     assert slab.bytes.is_pinned()
     slab.close()

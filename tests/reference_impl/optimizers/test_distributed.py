@@ -89,18 +89,11 @@ def test_mixed_precision_of_fsdp_keeps_fp32_shards(device, mesh, cpu_only):
             assert torch.equal(whole(one.detach()), whole(other.detach()))
 
 
-def test_clipping_of_shards_needs_the_norm_of_all(device, mesh, cpu_only):
+def test_shards_are_clipped_by_the_norm_of_all(device, mesh, cpu_only):
     model, plain = sharded(device, mesh), net(device)
-    with pytest.raises(ValueError, match="reduce_norm_squared"):
-        hybrid(model, max_grad_norm=0.1)
     data = data_of(device, 3)
-
-    def over_ranks(squared):
-        dist.all_reduce(squared)
-        return squared
-
     with (
-        hybrid(model, max_grad_norm=0.1, reduce_norm_squared=over_ranks) as optimizer,
+        hybrid(model, max_grad_norm=0.1) as optimizer,
         hybrid(plain, max_grad_norm=0.1) as other,
     ):
         train(model, optimizer, data)
@@ -108,6 +101,14 @@ def test_clipping_of_shards_needs_the_norm_of_all(device, mesh, cpu_only):
         assert torch.equal(optimizer.grad_norm, other.grad_norm)
         for one, its in zip(model.parameters(), plain.parameters(), strict=True):
             assert torch.equal(whole(one.detach()), its)
+
+
+def test_a_norm_that_does_not_follow_from_the_parameters_is_asked_for(device, mesh, cpu_only):
+    params = [*sharded(device, mesh).parameters(), nn.Parameter(torch.zeros(3, device=device.torch_device))]
+    with pytest.raises(ValueError, match=r"does not follow from 1 whole parameters.*reduce_norm_squared"):
+        hybrid(params, max_grad_norm=0.1)
+    hybrid(params).close()
+    hybrid(params, max_grad_norm=0.1, reduce_norm_squared=lambda squared: squared).close()
 
 
 def test_attaching_to_fsdp_is_refused(device, mesh, cpu_only):
@@ -218,6 +219,7 @@ def test_two_ranks_train_like_one_that_sees_all_data(device, tmp_path):
     if device.is_accelerator and torch.cuda.device_count() < two_ranks.RANKS:
         pytest.skip("needs two CUDA devices")
     cases = [f"{how}:{fraction}" for how in ("fsdp", "ddp") for fraction in (0.0, 0.5, 1.0)]
+    cases.append("hsdp:0.5")
     words = [str(tmp_path / "store"), device.torch_device.type, *cases]
     ranks = [
         subprocess.Popen(

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 from optimizer_reference import batches
-from optimizer_training import assert_same_weights, hybrid, reference, replace_job, train, twins
+from optimizer_training import assert_same_weights, hybrid, reference, replace_job, streaming, train, twins
 
 from reference_impl import CpuUpdate
 from reference_impl.memory.host import HostMemoryError
@@ -254,4 +254,75 @@ def test_a_task_that_never_starts_keeps_a_batch_begun_until_it_does(device, make
     assert optimizer.status == "begun"
     optimizer.zero_grad()
     train(model, optimizer, data[1:])
+    assert_same_weights(model, plain)
+
+
+@pytest.mark.parametrize("following", ["zero_grad", "state_dict", "synchronize", "step", "forward", "close"])
+def test_a_step_that_hears_of_a_worker_s_error_in_backward_is_finished(device, monkeypatch, following):
+    """step() was called, so what backward had begun is a step like any other."""
+    model, plain = twins(device)
+    optimizer = hybrid(model, backward_overlap="update")
+    backward_is_over, fails = threading.Event(), [MemoryError("no memory")]
+
+    def run_or_fail(workers, job, run):
+        backward_is_over.wait(10)
+        if fails:
+            raise fails.pop()
+        run(workers, job)
+
+    replace_job(monkeypatch, run_or_fail)
+    data = batches(device.torch_device, 2)
+    train(plain, reference(plain), data[:1] if following == "close" else data)
+    model(data[0]).backward()
+    backward_is_over.set()
+    wait_until(lambda: optimizer._open.is_unfinished)
+    with pytest.raises(MemoryError):
+        optimizer.step()
+    assert optimizer.status == "begun"
+    if following == "forward":
+        model(data[1])
+    else:
+        getattr(optimizer, following)()
+    if following != "close":
+        optimizer.zero_grad()
+        train(model, optimizer, data[1:])
+        optimizer.close()
+    assert_same_weights(model, plain)
+
+
+def wait_until(condition):
+    stop = time.monotonic() + 10
+    while not condition() and time.monotonic() < stop:
+        time.sleep(0.001)
+    assert condition()
+
+
+@pytest.mark.parametrize("wrapper", [hybrid, streaming])
+@pytest.mark.parametrize("begun", [False, True])
+def test_the_scale_of_a_failed_step_is_not_used_again(device, monkeypatch, wrapper, begun):
+    """GradScaler multiplies its scale by what stands on the optimizer, and takes it off only after a step."""
+    model, plain = twins(device)
+    options = {"backward_overlap": "nothing", "offload_fraction": 0.0} if wrapper is hybrid else {}
+    scalers = [torch.amp.GradScaler(device.torch_device.type, init_scale=2.0**8) for _ in range(2)]
+    optimizer, other = wrapper(model, **options), wrapper(plain, **options)
+    data = batches(device.torch_device, 3)
+
+    def scaled(net, taken, scaler, batch):
+        scaler.scale(net(batch)).backward()
+        scaler.step(taken)
+        scaler.update()
+        taken.zero_grad()
+
+    with monkeypatch.context() as failing:
+        owner, name = (Adam, "update") if begun else (torch.linalg, "vector_norm")
+        fail_once(failing, owner, name, out_of_memory())
+        with pytest.raises(torch.OutOfMemoryError):
+            scaled(model, optimizer, scalers[0], data[0])
+    assert optimizer.status == ("begun" if begun else "untouched")
+    optimizer.zero_grad()
+    for batch in data[1:]:
+        scaled(model, optimizer, scalers[0], batch)
+    for batch in data if begun else data[1:]:
+        scaled(plain, other, scalers[1], batch)
+    assert_same_states(optimizer, other)
     assert_same_weights(model, plain)

@@ -262,6 +262,23 @@ def test_two_optimizers_of_one_parameter_are_refused(device, first, build):
 
 
 @BOTH
+def test_parameters_replaced_after_construction_are_an_error(device, build):
+    """Accelerate shards a model after its optimizer was made, and puts the shards into the groups: nothing trained."""
+    model = fresh(device)
+    with build(model) as optimizer:
+        train(model, optimizer, batches(device.torch_device, 1))
+        optimizer.synchronize()
+        others = {id(param): nn.Parameter(param.detach().clone()) for param in model.parameters()}
+        optimizer.param_groups[0]["params"] = [others[id(p)] for p in optimizer.param_groups[0]["params"]]
+        other = next(iter(others.values()))
+        other.grad = torch.ones_like(other)
+        with pytest.raises(RuntimeError, match="from the sharded model") as error:
+            optimizer.step()
+        assert str(tuple(other.shape)) in str(error.value)
+        assert optimizer.status == "untouched"
+
+
+@BOTH
 def test_parameters_that_change_their_dtype_are_refused_at_the_next_step(device, build):
     model, data = fresh(device), batches(device.torch_device, 2)
     with build(model) as optimizer:

@@ -1,5 +1,6 @@
 import copy
 import gc
+import math
 
 import pytest
 import torch
@@ -130,13 +131,38 @@ def test_accumulation_copies_once_and_is_exact(device, make, micro_batches, back
     assert_same_weights(model, plain)
 
 
-def test_a_second_backward_says_how_to_accumulate(device, make):
+@pytest.mark.parametrize("options", [{}, {"offload_fraction": 0.5}, {"split": (0.3, 0.4, 0.3)}])
+@pytest.mark.parametrize("factor", [None, 0.25])
+def test_a_second_backward_brings_gradients_back(device, make, options, factor):
+    """What has been recorded in between is done, as scaling in place between two backwards would have been."""
+    model, plain = twins(device)
+    make(model, **options)
+    first, second = batches(device.torch_device, 2)
+
+    def accumulate(trained):
+        trained(first).backward()
+        if factor is not None:
+            torch._foreach_mul_([p.grad for p in trained.parameters() if p.grad is not None], factor)
+        trained(second).backward()
+        trained(second).backward()
+
+    accumulate(plain)
+    with pytest.warns(UserWarning, match=r"optimizer\.accumulate\(\)") as caught:
+        accumulate(model)
+    assert len(caught) == 1
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert not isinstance(one.grad, GradientStandIn)
+        assert one.grad is other.grad is None or torch.equal(one.grad, other.grad)
+
+
+def test_a_second_backward_after_the_update_has_begun_says_how_to_accumulate(device, make):
     model, _ = twins(device)
-    make(model)
+    optimizer = make(model, backward_overlap="update")
     batch = batches(device.torch_device, 1)[0]
     model(batch).backward()
     with pytest.raises(RuntimeError, match="accumulate"):
         model(batch).backward()
+    optimizer.step()
 
 
 def test_gradients_leave_the_device_during_backward(device, make):
@@ -276,13 +302,29 @@ def test_grad_scaler_scales_and_skips(device, make):
         torch.testing.assert_close(left, right, rtol=1e-5, atol=1e-6)
 
 
-def test_grad_scaler_with_gradients_gone_is_refused(device, make):
+def test_grad_scaler_is_refused_where_the_update_has_begun(device, make):
     model, _ = twins(device, torch.float32)
-    optimizer = make(model, offload_fraction=0.5)
+    optimizer = make(model, offload_fraction=0.5, backward_overlap="update")
     scaler = torch.amp.GradScaler(device.torch_device.type)
     scaler.scale(model(batches(device.torch_device, 1)[0])).backward()
-    with pytest.raises(RuntimeError, match="backward_overlap='nothing'"):
+    with pytest.raises(RuntimeError, match="backward_overlap="):
         scaler.step(optimizer)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_grad_scaler_sees_gradients_that_have_left(device, make, bad):
+    model, _ = twins(device, torch.float32)
+    optimizer = make(model, offload_fraction=0.5)
+    scaler = torch.amp.GradScaler(device.torch_device.type, init_scale=4.0)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    (scaler.scale(model(batches(device.torch_device, 1)[0])) * bad).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+    optimizer.synchronize()
+    assert scaler.get_scale() == 2.0
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 
 @pytest.mark.parametrize("fraction", [0.0, 0.3, 1.0])

@@ -52,12 +52,13 @@ def program(code, device, **environment):
     return result.stdout
 
 
-@pytest.mark.parametrize("ending", ["pass", "del model, optimizer"])
+@pytest.mark.parametrize("ending", ["pass", pytest.param("del model, optimizer", marks=pytest.mark.slow)])
 def test_a_program_may_end_with_updates_in_flight(device, ending):
     code = "model, optimizer = train(place, width=1024, elements=2**20)\nprint('end', flush=True)\n"
     assert program(code + ending, device).split() == ["end"]
 
 
+@pytest.mark.slow
 def test_a_program_may_end_in_the_middle_of_backward(device):
     code = """
 model, optimizer = train(place, backward_overlap="update")

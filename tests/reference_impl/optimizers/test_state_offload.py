@@ -290,6 +290,7 @@ def test_a_step_raises_the_peak_by_no_states(device):
         optimizer.close()
 
 
+@pytest.mark.slow
 def test_many_steps_do_not_grow(device, offload):
     model = torch.nn.Linear(40, 30, dtype=torch.bfloat16, device=device.torch_device)
     plain = copy.deepcopy(model)

@@ -61,6 +61,7 @@ def observe(budget):
     return seen, [param.detach().clone() for param in model.parameters()]
 
 
+@pytest.mark.slow
 def test_states_come_in_to_memory_that_backward_frees_and_peaks_stay():
     plain, weights = observe(None)
     prefetching, same = observe(MANY)

@@ -246,6 +246,7 @@ def held_bytes(device):
     return sum(storages.values()), 0, *host
 
 
+@pytest.mark.slow
 def test_a_thousand_steps_hold_no_more_than_ten(device):
     model = torch.nn.Linear(64, 64, dtype=torch.bfloat16, device=device.torch_device)
     batch = torch.randn(4, 64, device=device.torch_device, dtype=torch.bfloat16)

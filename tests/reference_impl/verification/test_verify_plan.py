@@ -231,7 +231,15 @@ def test_without_a_fixed_order_short_runs_that_have_one_are_compared(written, ru
 
 
 @pytest.mark.usefixtures("without_fixed_order")
-@pytest.mark.parametrize(("number", "delta"), [(1, 0), (2, 0), (3, 0.5), (4, 0.5)])
+@pytest.mark.parametrize(
+    ("number", "delta"),
+    [
+        (1, 0),
+        pytest.param(2, 0, marks=pytest.mark.slow),
+        pytest.param(3, 0.5, marks=pytest.mark.slow),
+        (4, 0.5),
+    ],
+)
 def test_only_losses_in_a_fixed_order_are_judged(written, runs, number, delta):
     runs.change = losses_off_in(number)
     found = verify_plan(Device.of("cpu"), read_plan(written(), steps=6))
@@ -253,8 +261,10 @@ def test_with_nothing_to_compare_with_no_further_run_is_made(written, runs):
     "error",
     [
         BudgetError(budget_bytes=1, least_bytes=2),
-        HostMemoryError(needed_bytes=2, available_bytes=1, remedy="try less"),
-        torch.OutOfMemoryError("CUDA out of memory"),
+        pytest.param(
+            HostMemoryError(needed_bytes=2, available_bytes=1, remedy="try less"), marks=pytest.mark.slow
+        ),
+        pytest.param(torch.OutOfMemoryError("CUDA out of memory"), marks=pytest.mark.slow),
     ],
 )
 def test_a_further_run_that_has_no_room_compares_nothing_and_keeps_the_rest(written, runs, error):
@@ -326,6 +336,7 @@ def test_peaks_on_a_gpu_are_those_of_the_plan(made, tmp_path, gpu_memory, overri
     assert [len(each.losses) for each in found.compared] == [COMPARED_STEPS] * 2
 
 
+@pytest.mark.slow
 def test_a_budget_that_cannot_be_kept_is_one_line(made, tmp_path, capsys):
     document = made("2GiB", "seq_length=512", intermediate_size=1024, vocab_size=512)
     document["execute"] = {"activations": {"mode": "budget", "budget_bytes": 1000}}

@@ -91,8 +91,14 @@ def test_a_clean_clone_without_pages_is_in_step(checkout: Path, capsys: pytest.C
             "when: cpu_offloading and",
             "la-pp: when: 'cpu_offloading and' is not an expression",
         ),
-        ("rules/layer_activation_offload.yaml", "- id: la-pp\n", "- id: la-pp\n  - more\n", "is not YAML"),
-        ("keys.yaml", "type: float", "type: real", "'real' is not"),
+        pytest.param(
+            "rules/layer_activation_offload.yaml",
+            "- id: la-pp\n",
+            "- id: la-pp\n  - more\n",
+            "is not YAML",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param("keys.yaml", "type: float", "type: real", "'real' is not", marks=pytest.mark.slow),
     ],
 )
 def test_data_that_breaks_its_schema_is_named_before_anything_is_written(
@@ -122,17 +128,22 @@ def test_data_that_breaks_its_schema_is_named_before_anything_is_written(
     assert {path: path.read_bytes() for path in checkout.rglob("*") if path.is_file()} == before
 
 
+WRONG_DOCUMENTS = [
+    ("SKILL.md", "docs/faq.md)", "docs/gone.md)", "link to docs/gone.md: no such file"),
+    ("README.md", "skill_tools lint run.yaml", "skill_tools lint --fast run.yaml", "lint --fast"),
+    ("pyproject.toml", 'version = "0.1.0"', 'version = "0.3.0"', "project.version is 0.3.0"),
+    ("card.yaml", "step_ms: 996,", "step_ms: fast,", "'fast' is not of type 'number'"),
+]
+MORE_WRONG_DOCUMENTS = [
+    ("SKILL.md", 'version: "0.1.0"', 'version: "0.2.0"', "SKILL.md metadata.version is 0.2.0"),
+    ("card.yaml", "rule: la-pp", "rule: la-gone", "no such rule: la-gone"),
+    ("card.yaml", "pytorch: HybridDeviceOptimizer", "pytorch: NoOptimizer", "exports no NoOptimizer"),
+]
+
+
 @pytest.mark.parametrize(
     ("page", "old", "new", "problem"),
-    [
-        ("SKILL.md", "docs/faq.md)", "docs/gone.md)", "link to docs/gone.md: no such file"),
-        ("README.md", "skill_tools lint run.yaml", "skill_tools lint --fast run.yaml", "lint --fast"),
-        ("SKILL.md", 'version: "0.1.0"', 'version: "0.2.0"', "SKILL.md metadata.version is 0.2.0"),
-        ("pyproject.toml", 'version = "0.1.0"', 'version = "0.3.0"', "project.version is 0.3.0"),
-        ("card.yaml", "rule: la-pp", "rule: la-gone", "no such rule: la-gone"),
-        ("card.yaml", "pytorch: HybridDeviceOptimizer", "pytorch: NoOptimizer", "exports no NoOptimizer"),
-        ("card.yaml", "step_ms: 996,", "step_ms: fast,", "'fast' is not of type 'number'"),
-    ],
+    [*WRONG_DOCUMENTS, *(pytest.param(*each, marks=pytest.mark.slow) for each in MORE_WRONG_DOCUMENTS)],
 )
 def test_a_wrong_document_is_named(
     checkout: Path, capsys: pytest.CaptureFixture[str], page: str, old: str, new: str, problem: str

@@ -221,7 +221,7 @@ def test_a_fault_of_ours_is_one_line_and_exit_code_3(
 
 def test_a_limit_shows_the_worst(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["lint", "bad.yaml", "fixable.yaml", "--limit", "1"]) == 1
-    first, summary = capsys.readouterr().out.splitlines()
+    _, first, summary = capsys.readouterr().out.splitlines()
     assert " error " in first
     assert "not shown (--limit)" in summary
 

@@ -2,6 +2,7 @@
 
 import shlex
 import string
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -167,3 +168,55 @@ def test_the_environment_is_what_was_exported_before_and_on_the_line() -> None:
 def test_growth_without_end_is_refused(script: str) -> None:
     with pytest.raises(UnusableInput, match="expected a launch script"):
         run(script, name="run.sh")
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ('"--a `date` --b"', ["--a", "`date`", "--b"]),
+        ('"`echo \\`date\\` x`"', ["`echo \\`date\\` x`"]),
+        ('"$(echo "a)" b)"', ['$(echo "a)" b)']),
+        ('"$(cat <<E\nit\'s\nE\n)"', ["$(cat <<E\nit's\nE\n)"]),
+        ("\"$(echo '(' # it's\n)\"", ["$(echo '(' # it's\n)"]),
+        ('"--a `# it\'s a comment` --b"', ["--a", "--b"]),
+        ('"${A:-it\'s} ${B:-"x y"} ${C:-`d`}"', ["its", "x", "y", "`d`"]),
+        ("${A:-'x}'}", ["x}"]),
+        ('"$((1 + (2)))"', ["$((1 + (2)))"]),
+        ('"unfinished `date --b"', ["unfinished", '`date --b"']),
+    ],
+)
+def test_a_quoted_value_ends_where_its_quotes_do(value: str, expected: list[str]) -> None:
+    """What follows it on later lines is not swallowed."""
+    text = f"EXTRA={value}\ntrain $EXTRA --end\n"
+    if "unfinished" not in value:
+        assert words(text) == ["train", *expected, "--end"]
+    else:
+        assert run(text, name="run.sh")  # no shell would run it either
+
+
+def sourced(tmp_path: Path, text: str) -> Command:
+    return run(text, name="run.sh", folder=tmp_path)[-2]
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["source args.sh", ". ./args.sh", 'source "$(dirname "$0")/args.sh"', "source ${HERE}/args.sh"],
+)
+def test_a_sourced_file_beside_the_script_is_read(tmp_path: Path, line: str) -> None:
+    (tmp_path / "args.sh").write_text('ARGS="--a 1"\nexport MODE=2\n', encoding="utf-8")
+    command = sourced(tmp_path, f"\n{line}\ntrain $ARGS\n")
+    assert [word.text for word in command.words] == ["train", "--a", "1"]
+    assert not command.missing
+    assert command.environment["MODE"].line == 2
+
+
+def test_a_sourced_file_that_is_not_there_is_noted(tmp_path: Path) -> None:
+    command = sourced(tmp_path, "source ~/.bashrc\nsource venv/bin/activate\nsource env.sh\ntrain --a $B\n")
+    assert [path.text for path in command.missing] == ["env.sh"]
+    assert not command.words[2].resolved
+
+
+def test_files_that_source_each_other_end(tmp_path: Path) -> None:
+    (tmp_path / "a.sh").write_text("source b.sh\nif x; then\n", encoding="utf-8")
+    (tmp_path / "b.sh").write_text("source a.sh\nfi\nA=1\n", encoding="utf-8")
+    assert [word.text for word in sourced(tmp_path, "source a.sh\ntrain $A\n").words] == ["train", "1"]

@@ -25,10 +25,10 @@ corpus_files = [path for folder in FRAMEWORK_OF_FOLDER for path in sorted((CORPU
 @pytest.mark.parametrize(
     ("text", "framework"),
     [
-        ("model:\n  num_layers: 4\n", "megatron-bridge"),
+        ("model:\n  cpu_offloading: true\n", "megatron-bridge"),
         ("mixed_precision: bf16_mixed\ntrain: {train_iters: 3}\n", "megatron-bridge"),
         ("MODEL_ARGS:\n  --num-layers: 4\n", "megatron-lm"),
-        ("num_layers: 4\nhidden_size: 8\nbf16: true\n", "megatron-lm"),
+        ("num_layers: 4\nhidden_size: 8\ntrain_iters: 9\n", "megatron-lm"),
         ("base_model: x\noptimizer: adamw_torch\n", "axolotl"),
         ("sequence_len: 512\nadapter: lora\n", "axolotl"),
         ('{"zero_optimization": {"stage": 3}}', "deepspeed"),
@@ -36,7 +36,7 @@ corpus_files = [path for folder in FRAMEWORK_OF_FOLDER for path in sorted((CORPU
         ("python run_recipe.py --recipe x model.num_layers=4", "megatron-bridge"),
         ("model.num_layers=4", "megatron-bridge"),
         ("axolotl train config.yml --micro-batch-size 2", "axolotl"),
-        ("from a import b\ndef r(cfg):\n    cfg.model.num_layers = 4\n", "megatron-bridge"),
+        ("from a import b\ndef r(cfg):\n    cfg.model.cpu_offloading = True\n", "megatron-bridge"),
     ],
 )
 def test_the_content_tells_the_framework(text: str, framework: str) -> None:
@@ -53,7 +53,9 @@ def test_a_suffix_tells_the_kind(name: str, kind: Kind) -> None:
 
 @pytest.mark.parametrize("text", ["hello: world\n", "just words", "--help me", "[1, 2]", "echo hi"])
 def test_what_is_not_recognised_asks_for_the_framework(text: str) -> None:
-    with pytest.raises(UnusableInput, match=r"cannot tell which framework .*--framework megatron-bridge"):
+    with pytest.raises(
+        UnusableInput, match=r"no training configuration .*Axolotl .base_model.*try --framework"
+    ):
         read_text(text, "input")
 
 
@@ -94,8 +96,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
          "--num-attention-heads 2 --max-position-embeddings 8 --use-distributed-optimizer\n",
          "run.sh", "megatron-bridge"),
         ("base_model: x\nmicro_batch_size: 1\n", "run.yaml", "megatron-bridge"),
-        ("_target_: x\nmodel: {bf16: true}\ntrain: {}\nddp: {}\nrng: {}\ncheckpoint: {}\n", "run.yaml",
-         "axolotl"),
+        ("_target_: megatron.bridge.training.config.ConfigContainer\nmodel: {bf16: true}\n", "run.yaml", "axolotl"),
     ],
 )  # fmt: skip
 def test_a_stated_framework_that_the_content_contradicts_is_refused(
@@ -163,7 +164,7 @@ def test_any_text_is_read_or_refused_in_one_line(
 
 
 def test_thousands_of_unknown_keys_get_few_suggestions() -> None:
-    text = "base_model: x\n" + "".join(f"no_such_key_{number}: 1\n" for number in range(5000))
+    text = "base_model: x\nadapter: lora\n" + "".join(f"no_such_key_{number}: 1\n" for number in range(5000))
     unknown = read_text(text, "x.yaml").unknown
     assert len(unknown) == 5000
     assert not any(key.nearest for key in unknown[1000:])

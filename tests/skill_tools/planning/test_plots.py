@@ -8,7 +8,9 @@ from skill_tools.__main__ import main
 from skill_tools.reports.plots import frontier
 
 
-@pytest.mark.parametrize("suffix", ["svg", "png", "html"])
+@pytest.mark.parametrize(
+    "suffix", ["svg", *(pytest.param(each, marks=pytest.mark.slow) for each in ("png", "html"))]
+)
 def test_a_plan_is_drawn_the_same_each_time(suffix: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="the extra `plot` is not installed")
     paths = [tmp_path / f"{name}.{suffix}" for name in ("one", "two")]

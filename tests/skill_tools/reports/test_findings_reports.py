@@ -84,7 +84,7 @@ def test_json_keeps_its_schema(full: Report) -> None:
     check(document)
     assert document["findings"][0]["observed"] == {"a": True, "n": None, "mods": ["x"]}
     assert document["summary"] == {
-        "inputs": 1, "error": 1, "warning": 1, "info": 1, "undecided": 2, "omitted": 0
+        "inputs": 1, "error": 1, "warning": 1, "info": 1, "undecided": 2, "omitted": 0, "passed_over": 0
     }  # fmt: skip
     assert document["errors"][0]["try"] == "another"
 

@@ -4,6 +4,7 @@ from hypothesis import strategies as st
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
+from skill_tools.configs.keys import keys_from_data
 from skill_tools.errors import UnusableInput
 from skill_tools.knowledge import index
 from skill_tools.rules.knowledge import compiled, load_rules
@@ -125,14 +126,19 @@ def test_a_range_that_every_release_with_the_key_satisfies_is_no_condition() -> 
 
 
 def test_a_key_of_newer_releases_shows_that_one_of_them_runs() -> None:
-    keys = [
-        {"key": "switch", "exists": {"axolotl": ">=0.16"}, "default": {"axolotl": False}},
-        {"key": "on", "exists": {"axolotl": ">=0.16"}, "default": {"axolotl": True}},
+    life = {"mechanism": "input", "type": "bool", "exists": {"axolotl": ">=0.16"}}
+    entries = [
+        {"key": "switch", "default": {"axolotl": False}, **life},
+        {"key": "on", "default": {"axolotl": True}, **life},
     ]
+    keys = {key.name: key for key in keys_from_data(entries)}
     versions = {"axolotl": ">=0.16"}
-    assert compiled({"when": "switch and other", "versions": versions}, keys=keys)["conditional"] == {}
+    assert (
+        compiled({"when": "switch and other", "dialects": [], "versions": versions}, keys=keys)["conditional"]
+        == {}
+    )
     for nobody_set_it in ("on and other", "not switch", "switch or other", "switch is None"):
-        entry = {"when": nobody_set_it, "versions": versions}
+        entry = {"when": nobody_set_it, "dialects": [], "versions": versions}
         assert compiled(entry, keys=keys)["conditional"] == versions
 
 

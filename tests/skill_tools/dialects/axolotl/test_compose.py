@@ -12,7 +12,7 @@ BASE = "base_model: Qwen/Qwen3-8B\n"
 
 
 def axolotl(text: str, *overrides: str) -> Config:
-    return read_text(BASE + text, "qlora.yaml", overrides=overrides)
+    return read_text(BASE + text, "qlora.yaml", overrides=overrides, framework="axolotl")
 
 
 def value(config: Config, key: str) -> object:

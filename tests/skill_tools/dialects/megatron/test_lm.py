@@ -199,7 +199,9 @@ def test_a_yaml_cfg_file_sets_fields_that_are_no_flags() -> None:
 
 
 def test_a_flat_recipe_sets_no_field_that_is_no_flag() -> None:
-    config = read_text("num_layers: 61\nhidden_size: 64\ncpu_offloading: true\n", "recipe.yaml")
+    config = read_text(
+        "num_layers: 61\nhidden_size: 64\ncpu_offloading: true\n", "recipe.yaml", framework="megatron-lm"
+    )
     assert [unknown.written for unknown in config.unknown] == ["cpu_offloading"]
 
 
@@ -208,3 +210,17 @@ def test_overrides_come_last() -> None:
     assert config.framework == "megatron-lm"
     assert value(config, "num_layers") == 8
     assert config.settings["num_layers"].place.file == "<overrides>"
+
+
+def test_a_switch_with_a_value_is_wrong_and_counts_as_on() -> None:
+    config = read_text("torchrun pretrain_gpt.py --optimizer-cpu-offload True --bf16 False\n", "run.sh")
+    known = {wrong.setting.key: wrong.is_known for wrong in config.wrong_types}
+    assert known == {"optimizer_cpu_offload": True, "bf16": False}
+
+
+def test_a_sourced_file_that_is_not_here_may_set_the_environment_and_options() -> None:
+    text = "source cluster.sh\ntorchrun pretrain_gpt.py --num-layers 4 --context-parallel-size 2"
+    config = read_text(f"{text}\n", "run.sh")
+    assert "env.CUDA_DEVICE_MAX_CONNECTIONS" in config.maybe_set
+    assert "hidden_size" not in config.maybe_set
+    assert "hidden_size" in read_text(f"{text} $EXTRA_ARGS\n", "run.sh").maybe_set

@@ -10,7 +10,7 @@ from skill_tools.errors import UnusableInput
 
 
 def recipe(text: str) -> Config:
-    return read_text(text, "recipe.py")
+    return read_text(text, "recipe.py", framework="megatron-bridge")
 
 
 def value(config: Config, key: str) -> object:

@@ -1,0 +1,69 @@
+"""The norm of gradients that are sharded over a device mesh (FSDP2, HSDP), and with it one decision on all ranks.
+
+Explained in docs/optimizer-offloading.md.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+NormReduction = Callable[[torch.Tensor], torch.Tensor]
+
+
+def norm_over_mesh(params: Iterable[torch.Tensor]) -> NormReduction | None:
+    """Return what makes this rank's squared norm (0-dim fp32) that over all ranks; None where nothing is sharded.
+
+    It is one all-reduce for each dimension of the mesh, behind the work on the current stream; every rank has to reach
+    it. What replicas hold counts once: exactly where their number is a power of two, and all of them get the same bits.
+    Raises ValueError where that does not follow from the parameters: several meshes, unlike placements, or parameters
+    beside them that are not sharded.
+    """
+    listed = list(params)
+    sharded = [param for param in listed if isinstance(param, DTensor)]
+    if not sharded:
+        return None
+    meshes = {param.device_mesh for param in sharded}
+    replicas = {_replicas(param) for param in sharded}
+    if len(meshes) > 1 or len(replicas) > 1 or len(sharded) < len(listed):
+        raise ValueError(
+            f"the norm over all ranks does not follow from {len(listed) - len(sharded)} whole parameters and "
+            f"{len(sharded)} sharded ones on {len(meshes)} meshes with {sorted(replicas)} replicas; expected one mesh "
+            "and the same placements; try reduce_norm_squared, which adds the other ranks' share"
+        )
+    (mesh,), (copies,) = meshes, replicas
+
+    def over_mesh(squared: torch.Tensor) -> torch.Tensor:
+        total = squared / copies
+        for dimension in range(mesh.ndim):
+            dist.all_reduce(total, group=mesh.get_group(dimension))
+        return total
+
+    return over_mesh
+
+
+def norm_reduction(
+    params: Iterable[torch.Tensor], given: NormReduction | None, *, clips: bool
+) -> NormReduction | None:
+    """Return the reduction that the user has `given`, else that of the mesh.
+
+    Without clipping, parameters that it does not follow from have none: each rank then judges its own gradients. Raises
+    ValueError for them where the optimizer `clips`.
+    """
+    if given is not None:
+        return given
+    try:
+        return norm_over_mesh(param for param in params if param.requires_grad)
+    except ValueError:
+        if clips:
+            raise
+        return None
+
+
+def _replicas(param: DTensor) -> int:
+    placed = enumerate(param.placements)
+    return math.prod(param.device_mesh.size(dim) for dim, placement in placed if placement.is_replicate())

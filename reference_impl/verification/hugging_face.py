@@ -1,0 +1,52 @@
+"""The model that a Hugging Face `config.json` describes, on `meta`: transformers' own code, no weights, no network.
+
+Apart because it alone knows transformers, which is optional.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def model_of(config: str | Path, dtype: str = "bfloat16") -> nn.Module:
+    """Return the model of `config`, a `config.json` or its folder, on `meta` and in training mode.
+
+    `dtype` is torch's name of that of the weights.
+    It is the class that `architectures` names, else the causal language model of the `model_type`. Raises
+    ModuleNotFoundError without transformers, OSError for a file that is not there, ValueError for one that describes no
+    model that the installed transformers has.
+    """
+    path = Path(config)
+    path = path / "config.json" if path.is_dir() else path
+    try:
+        entries = json.loads(path.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise ValueError(f"no JSON ({error})") from None
+    if not isinstance(entries, dict) or not isinstance(entries.get("model_type"), str):
+        raise ValueError("it has no `model_type`")
+    import transformers
+
+    named = dict(entries)
+    try:
+        settings = transformers.AutoConfig.for_model(named.pop("model_type"), **named)
+    except Exception as error:  # a config class checks what it gets with errors of many types
+        raise ValueError(
+            f"transformers {transformers.__version__} cannot read it: {str(error).splitlines()[0]}"
+        ) from None
+    own: Any = getattr(transformers, str((entries.get("architectures") or [None])[0]), None)
+    has_own = isinstance(own, type) and issubclass(own, transformers.PreTrainedModel)
+    make = own._from_config if has_own else transformers.AutoModelForCausalLM.from_config
+    with torch.device("meta"):
+        model: nn.Module = make(settings, dtype=getattr(torch, dtype))
+    return model.train()
+
+
+def text_batch(sequences: int, length: int) -> dict[str, torch.Tensor]:
+    """Return text with labels: int64 (sequences, length) on `meta`, without padding or images."""
+    ids = torch.zeros(sequences, length, dtype=torch.int64, device="meta")
+    return {"input_ids": ids, "labels": ids}

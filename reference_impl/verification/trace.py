@@ -1,0 +1,269 @@
+"""Runs a model's own step on `meta` tensors and says what memory and work it takes: no GPU, no weights, seconds.
+
+>>> profile = trace(model, {"input_ids": ids, "labels": ids}, lambda model, batch: model(**batch).loss)
+>>> profile.peak_bytes, profile.flops
+
+Explained in docs/tracing.md.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.checkpoint import checkpoint
+
+from reference_impl.activations.attach import blocks_or_none
+from reference_impl.verification.trace_ledger import Birth, TraceLedger, allocated_bytes
+
+Loss = Callable[[nn.Module, Any], torch.Tensor]
+Attention = Literal["flash", "as written"]
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, kw_only=True)
+class TracedStep:
+    """What one step of a model takes beyond its weights, its gradients' optimizer and the inputs. Sizes in bytes.
+
+    `weights_bytes` is what the weights are, `weights_allocated_bytes` what CUDA's allocator makes of them,
+    `gradients_bytes` the gradients of those that are trained. `layer_bytes` is what each block leaves alive when its
+    forward ends. `peaks` is the most alive in each span: "forward and loss" ends where the last block's backward
+    begins, then each block's backward is one. Finished gradients are in it; they are not in `peaks_without_gradients`,
+    which holds where each leaves as it is finished, as under `HybridDeviceOptimizer`.
+    `flops` counts matrix products and attention, `moved_bytes` what all other kernels read and write, `kernels` both.
+    `saved_by` is what lives when the loss is there, by the operation that made it. `assumptions` is what was taken for
+    granted.
+    """
+
+    weights_bytes: int
+    weights_allocated_bytes: int
+    gradients_bytes: int
+    layer_bytes: tuple[int, ...]
+    peaks: dict[str, int]
+    peaks_without_gradients: dict[str, int]
+    flops: int
+    moved_bytes: int
+    kernels: int
+    saved_by: dict[str, int]
+    assumptions: tuple[str, ...]
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes alive at once beyond weights and batch, where gradients stay until the step."""
+        return max(self.peaks.values())
+
+
+def trace(
+    model: nn.Module,
+    batch: Any,
+    loss: Loss | None = None,
+    *,
+    checkpointing: bool = False,
+    attention: Attention = "flash",
+) -> TracedStep:
+    """Return what one forward and backward of `model` on `batch` takes.
+
+    `batch` is a mapping of keyword arguments, or one positional argument; its tensors may be on any device, of any
+    values. `loss(model, batch)` returns a scalar tensor; by default it is the `loss` of what the model returns.
+    `checkpointing` recomputes each block in backward. `attention` is CUDA's flash or memory-efficient kernel in place
+    of `scaled_dot_product_attention`, which on meta would be the matrix products; "as written" leaves it alone.
+
+    The model is left as it was: a copy without weights is run. Raises ValueError for a model without blocks where they
+    are to be recomputed, or a loss that is no scalar; `UnknownValueError` for a forward that depends on what tensors
+    hold.
+    """
+    loss = loss or _own_loss
+    copied = _on_meta(model)
+    batch = _batch_on_meta(batch)
+    blocks = blocks_or_none(copied) or []
+    trained = [param for param in _distinct(copied.parameters()) if param.requires_grad]
+    ledger = TraceLedger()
+    ledger.resident([*copied.parameters(), *copied.buffers(), *_tensors(batch)])
+    watch = _BlockWatch(ledger, blocks)
+    if checkpointing:
+        _recompute(copied, blocks)
+    assumptions = (
+        ["attention keeps what CUDA's flash or memory-efficient kernel keeps"] if attention == "flash" else []
+    )
+    for param in trained:
+        param.register_post_accumulate_grad_hook(lambda param: ledger.finish_gradient(param.grad))
+    with _attention(attention), ledger:
+        result = _scalar(loss(copied, batch))
+        saved = _saved_by(ledger.alive())
+        result.backward()
+    if ledger.assumed_true:
+        assumptions.append("no padding and no packing: each such question of the forward was answered so")
+    return TracedStep(
+        weights_bytes=sum(_size(param) for param in _distinct(copied.parameters())),
+        weights_allocated_bytes=sum(
+            allocated_bytes(_size(param)) for param in _distinct(copied.parameters())
+        ),
+        gradients_bytes=sum(_size(param) for param in trained),
+        layer_bytes=watch.layer_bytes,
+        peaks=dict(ledger.peaks),
+        peaks_without_gradients=dict(ledger.peaks_without_gradients),
+        flops=sum(ledger.flops.values()),
+        moved_bytes=sum(ledger.moved_bytes.values()),
+        kernels=sum(ledger.kernels.values()),
+        saved_by=saved,
+        assumptions=tuple(assumptions),
+    )
+
+
+class _BlockWatch:
+    """Notes live bytes at the borders of blocks, and begins a span as the backward of each begins."""
+
+    def __init__(self, ledger: TraceLedger, blocks: list[nn.Module]) -> None:
+        self._ledger = ledger
+        self._enters: list[int] = []
+        self._end_bytes = 0
+        for index, block in enumerate(blocks):
+            block.register_forward_pre_hook(self._enter)
+            block.register_forward_hook(self._leaving(index))
+
+    @property
+    def layer_bytes(self) -> tuple[int, ...]:
+        """What each block leaves alive; the last one its result too."""
+        borders = [*self._enters, self._end_bytes]
+        return tuple(after - before for before, after in pairwise(borders))
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        self._enters.append(self._ledger.live_bytes)
+
+    def _leaving(self, index: int) -> Callable[..., None]:
+        def leave(module: nn.Module, args: Any, result: Any) -> None:
+            self._end_bytes = self._ledger.live_bytes
+            for leaf in _tensors(result):
+                if leaf.requires_grad:
+                    leaf.register_hook(lambda gradient: self._ledger.begin(f"backward of block {index}"))
+
+        return leave
+
+
+def _on_meta(model: nn.Module) -> nn.Module:
+    """Return a copy of `model` whose parameters and buffers have no memory; ties stay ties."""
+    memo: dict[int, Any] = {}
+    for tensor in [*model.parameters(), *model.buffers()]:
+        empty = torch.empty_like(tensor, device="meta")
+        is_parameter = isinstance(tensor, nn.Parameter)
+        memo[id(tensor)] = nn.Parameter(empty, requires_grad=tensor.requires_grad) if is_parameter else empty
+    return copy.deepcopy(model, memo)
+
+
+def _batch_on_meta(batch: Any) -> Any:
+    return tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf, batch)
+
+
+def _tensors(batch: Any) -> Iterator[torch.Tensor]:
+    return (leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor))
+
+
+def _own_loss(model: nn.Module, batch: Any) -> torch.Tensor:
+    out = model(**batch) if isinstance(batch, Mapping) else model(batch)
+    loss = out if isinstance(out, torch.Tensor) else getattr(out, "loss", None)
+    if loss is None:
+        raise ValueError(
+            f"{type(model).__name__} returned {type(out).__name__} without a loss; expected a tensor or a `loss`; try "
+            "`labels` in the batch, or loss=lambda model, batch: ..."
+        )
+    return loss
+
+
+def _scalar(loss: torch.Tensor) -> torch.Tensor:
+    if loss.numel() != 1:
+        raise ValueError(
+            f"the loss has shape {tuple(loss.shape)}; expected a scalar; try loss=lambda model, batch: "
+            "model(batch).float().mean()"
+        )
+    return loss
+
+
+def _recompute(model: nn.Module, blocks: list[nn.Module]) -> None:
+    if not blocks:
+        raise ValueError(
+            f"{type(model).__name__} has no nn.ModuleList of blocks to recompute; expected one; try checkpointing=False"
+        )
+    config: Any = getattr(model, "config", None)
+    if getattr(config, "use_cache", False):
+        # A cache would keep what is to be recomputed; transformers turns it off too.
+        config.use_cache = False
+    for block in blocks:
+        block.forward = _checkpointed(block.forward)
+
+
+def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        # Meta has no random state to keep.
+        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+
+    return run
+
+
+def _distinct(tensors: Any) -> list[torch.Tensor]:
+    return list({tensor.untyped_storage()._cdata: tensor for tensor in tensors}.values())
+
+
+def _size(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _saved_by(births: list[Birth]) -> dict[str, int]:
+    counted: Counter[str] = Counter()
+    for birth in births:
+        counted[birth.operation.removesuffix(".default")] += birth.size_bytes
+    return dict(counted.most_common())
+
+
+@contextmanager
+def _attention(attention: Attention) -> Iterator[None]:
+    """Have CUDA's kernels stand for `scaled_dot_product_attention` while a step is traced.
+
+    The function is replaced and not overridden by a mode: recomputation inside backward does not see such a mode, and
+    would save another number of tensors.
+    """
+    if attention == "as written":
+        yield
+        return
+    before = functional.scaled_dot_product_attention
+    functional.scaled_dot_product_attention = _cuda_attention
+    try:
+        yield
+    finally:
+        functional.scaled_dot_product_attention = before
+
+
+def _cuda_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """Attention as CUDA's backends save it: (batch, heads, tokens, head size), and 4 bytes a row and head."""
+    if attn_mask is None and query.shape[-1] <= 256:
+        return aten._scaled_dot_product_flash_attention(  # type: ignore[no-any-return]
+            query, key, value, dropout_p, is_causal, scale=scale
+        )[0]
+    if enable_gqa:
+        groups = query.shape[-3] // key.shape[-3]
+        key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
+    if attn_mask is not None and attn_mask.dtype is torch.bool:
+        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(attn_mask, 0)
+    if attn_mask is not None:
+        attn_mask = attn_mask.expand(*query.shape[:-1], key.shape[-2])
+    return aten._scaled_dot_product_efficient_attention(  # type: ignore[no-any-return]
+        query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale
+    )[0]

@@ -1,0 +1,189 @@
+"""Follows every storage of a step that runs on `meta` tensors: when it is born, when it dies, what made it.
+
+No GPU and no weights are needed: a meta tensor has a size and no memory. The ledger is a `TorchDispatchMode`, as the
+twin's ledger is, and not `FakeTensorMode`. That one changes the model: `is_tracing` of
+`transformers.utils.import_utils` is true for fake tensors, so masks are kept, and keys and values expanded.
+
+Explained in docs/tracing.md.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+aten = torch.ops.aten
+
+
+class Birth(NamedTuple):
+    """A storage: its size, and the operation that made it."""
+
+    size_bytes: int
+    operation: str
+
+
+class UnknownValueError(RuntimeError):
+    """The model asked what a tensor holds; on meta tensors nobody knows."""
+
+
+class TraceLedger(TorchDispatchMode):
+    """Live bytes on `meta`, operation by operation, in named spans.
+
+    `live_bytes` counts what was born while the ledger was open and `gradient_bytes` what of it are finished gradients;
+    `peaks` is the most of the first in each span, `peaks_without_gradients` the most without the second, as where each
+    gradient leaves when it is finished. `flops` and `moved_bytes` say what kernels compute, read and write. Views make
+    no storage, and operations in place none either. A question for one bool is answered with True and counted in
+    `assumed_true`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.span = "forward and loss"
+        self.live_bytes = 0
+        self.kernels: dict[str, int] = {}
+        self.flops: dict[str, int] = {}
+        self.moved_bytes: dict[str, int] = {}
+        self.gradient_bytes = 0
+        self.peaks: dict[str, int] = {}
+        self.peaks_without_gradients: dict[str, int] = {}
+        self.assumed_true = 0
+        self._alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], Birth]] = {}
+        self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is aten._local_scalar_dense.default:
+            return self._answer(args[0])
+        result = func(*args, **kwargs)
+        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        if not func.is_view:
+            read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+            self._count(func, args, kwargs, result, [*read, *made])
+        self._watch(made, str(func))
+        return result
+
+    def resident(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Leave the storages of `tensors` out of the count: weights and inputs, which were there before."""
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            self._known[storage._cdata] = weakref.ref(storage)
+
+    def begin(self, span: str) -> None:
+        """Begin a span: its peak starts from what lives now."""
+        self.span = span
+        self._note_peak()
+
+    def finish_gradient(self, gradient: torch.Tensor) -> None:
+        """Note that `gradient` is the finished one of a parameter."""
+        self.gradient_bytes += gradient.untyped_storage().nbytes()
+
+    def alive(self) -> list[Birth]:
+        """Return what lives now, in the order of birth."""
+        return [birth for _, birth in self._alive.values()]
+
+    def _answer(self, tensor: torch.Tensor) -> bool:
+        if tensor.dtype is not torch.bool:
+            raise UnknownValueError(
+                f"the forward asks for the value of a {str(tensor.dtype).removeprefix('torch.')} tensor, which a trace "
+                "does not have; expected a forward whose operations follow from shapes; try the formula "
+                "(`offload plan --model NAME`), or a trace of the parts that do not ask"
+            )
+        self.assumed_true += 1
+        return True
+
+    def _count(self, func: Any, args: Any, kwargs: Any, result: Any, touched: list[torch.Tensor]) -> None:
+        span = self.span
+        self.kernels[span] = self.kernels.get(span, 0) + 1
+        flops = _FLOPS.get(func._overloadpacket)
+        if flops is not None:
+            self.flops[span] = self.flops.get(span, 0) + flops(args, kwargs, result)
+            return
+        moved = sum(tensor.numel() * tensor.element_size() for tensor in touched)
+        self.moved_bytes[span] = self.moved_bytes.get(span, 0) + moved
+
+    def _watch(self, tensors: Iterable[torch.Tensor], operation: str) -> None:
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            key = storage._cdata
+            known = self._known.get(key)
+            if known is not None and known() is not None:
+                continue
+            birth = Birth(storage.nbytes(), operation)
+            self._known[key] = reference = weakref.ref(storage, self._forget(key))
+            self._alive[key] = reference, birth
+            self.live_bytes += birth.size_bytes
+        self._note_peak()
+
+    def _note_peak(self) -> None:
+        span, rest_bytes = self.span, self.live_bytes - self.gradient_bytes
+        self.peaks[span] = max(self.peaks.get(span, 0), self.live_bytes)
+        self.peaks_without_gradients[span] = max(self.peaks_without_gradients.get(span, 0), rest_bytes)
+
+    def _forget(self, key: int) -> Callable[[weakref.ref[torch.UntypedStorage]], None]:
+        def forget(reference: weakref.ref[torch.UntypedStorage]) -> None:
+            if self._known.get(key) is not reference:
+                return
+            del self._known[key]
+            _, birth = self._alive.pop(key)
+            self.live_bytes -= birth.size_bytes
+
+        return forget
+
+
+def allocated_bytes(size_bytes: int) -> int:
+    """Return what CUDA's caching allocator counts as allocated for one tensor that stays.
+
+    Sizes are rounded up to 512 bytes. From 10 MiB on, a tensor gets a segment of whole 2 MiB units of its own; a rest
+    of up to 1 MiB is not split off (`c10/cuda/CUDACachingAllocator.cpp`, `should_split`).
+    """
+    rounded = 512 * math.ceil(size_bytes / 512)
+    if rounded < 10 * 2**20:
+        return rounded
+    segment = 2**21 * math.ceil(rounded / 2**21)
+    return segment if segment - rounded <= 2**20 else rounded
+
+
+def _registered(packet: Any) -> Callable[..., int]:
+    return lambda args, kwargs, result: int(flop_registry[packet](*args, **kwargs, out_val=result))
+
+
+def _halved_if_causal(packet: Any, position: int) -> Callable[..., int]:
+    """The registry counts causal attention in full; a kernel leaves out what the mask hides."""
+    counted = _registered(packet)
+
+    def flops(args: Any, kwargs: Any, result: Any) -> int:
+        is_causal = kwargs.get("is_causal", args[position] if len(args) > position else False)
+        return counted(args, kwargs, result) // (2 if is_causal else 1)
+
+    return flops
+
+
+def _grouped_mm(args: Any, kwargs: Any, result: Any) -> int:
+    """Each row meets one expert's matrix, forward and in both of its gradients; the registry has no formula for it."""
+    first, second = args[0], args[1]
+    if first.dim() == 2 and second.dim() == 2:
+        return int(2 * first.shape[0] * first.shape[1] * second.shape[1])
+    rows = first if first.dim() == 2 else second
+    matrices = second if first.dim() == 2 else first
+    return int(2 * rows.shape[0] * matrices.shape[-1] * matrices.shape[-2])
+
+
+_FLOPS: dict[Any, Callable[..., int]] = {packet: _registered(packet) for packet in flop_registry}
+# Where `is_causal` stands among the arguments, by the schemas of `native_functions.yaml`.
+for _name, _position in {
+    "_scaled_dot_product_flash_attention": 4,
+    "_scaled_dot_product_flash_attention_backward": 11,
+    "_scaled_dot_product_efficient_attention": 6,
+    "_scaled_dot_product_efficient_attention_backward": 11,
+}.items():
+    _FLOPS[getattr(aten, _name)] = _halved_if_causal(getattr(aten, _name), _position)
+_FLOPS[aten._grouped_mm] = _grouped_mm

@@ -1,0 +1,128 @@
+"""A model profile: what a step of a model takes at any batch and length, from traces at three shapes.
+
+Every size of a step is `fixed + a * tokens + b * tokens * length` for a batch of sequences of `length`: weights and
+their gradients do not grow, activations grow with tokens, and what attention saves of its scores or masks with tokens
+times length. Three traces give the three numbers.
+
+Explained in docs/tracing.md.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+from torch import nn
+
+from reference_impl.verification.trace import Attention, Loss, TracedStep, trace
+
+SCHEMA_VERSION = "1.0"
+
+
+def profile_model(
+    model: nn.Module,
+    make_batch: Callable[[int, int], Any],
+    loss: Loss | None = None,
+    *,
+    tokens: int = 2048,
+    attention: Attention = "flash",
+) -> dict[str, Any]:
+    """Return the profile of `model` as `schema/model-profile.schema.json` has it.
+
+    `make_batch(sequences, length)` returns what `loss`, by default the model itself, takes. It is asked for one
+    sequence of `tokens`, one of twice that, and two of `tokens`. Raises what `trace` raises.
+    """
+
+    def traced(sequences: int, length: int, checkpointing: bool) -> TracedStep:
+        batch = make_batch(sequences, length)
+        return trace(model, batch, loss, checkpointing=checkpointing, attention=attention)
+
+    steps = []
+    for checkpointing in (False, True):
+        one = traced(1, tokens, checkpointing)
+        longer, two = traced(1, 2 * tokens, checkpointing), traced(2, tokens, checkpointing)
+        grows = functools.partial(_growth, tokens=tokens)
+        steps.append(
+            {
+                "checkpointing": checkpointing,
+                "peaks": {
+                    span: grows(one.peaks[span], longer.peaks[span], two.peaks[span]) for span in one.peaks
+                },
+                "peaks_without_gradients": {
+                    span: grows(
+                        one.peaks_without_gradients[span],
+                        longer.peaks_without_gradients[span],
+                        two.peaks_without_gradients[span],
+                    )
+                    for span in one.peaks
+                },
+                "layers": [
+                    grows(*sizes)
+                    for sizes in zip(one.layer_bytes, longer.layer_bytes, two.layer_bytes, strict=True)
+                ],
+                "flops": grows(one.flops, longer.flops, two.flops),
+                "moved_bytes": grows(one.moved_bytes, longer.moved_bytes, two.moved_bytes),
+                "kernels": one.kernels,
+                "saved_by": one.saved_by,
+            }
+        )
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "model": type(model).__name__,
+        "versions": _versions(),
+        "attention": attention,
+        "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
+        "weights_bytes": one.weights_bytes,
+        "weights_allocated_bytes": one.weights_allocated_bytes,
+        "gradients_bytes": one.gradients_bytes,
+        "traced_tokens": tokens,
+        "steps": steps,
+        "assumptions": list(one.assumptions),
+    }
+
+
+def peak_bytes(
+    profile: Mapping[str, Any],
+    sequences: int,
+    length: int,
+    *,
+    checkpointing: bool = False,
+    frees_gradients: bool = False,
+) -> tuple[int, str]:
+    """Return the most bytes alive beyond the weights, and in which span, for `sequences` of `length` tokens.
+
+    With `frees_gradients` each gradient leaves as it is finished.
+    """
+    (step,) = (each for each in profile["steps"] if each["checkpointing"] == checkpointing)
+    peaks = step["peaks_without_gradients" if frees_gradients else "peaks"]
+    return max((at(growth, sequences, length), span) for span, growth in peaks.items())
+
+
+def at(growth: Mapping[str, float], sequences: int, length: int) -> int:
+    """Return the size that grows as `growth` says, for `sequences` of `length` tokens."""
+    tokens = sequences * length
+    return round(
+        growth["fixed"] + growth["per_token"] * tokens + growth["per_token_and_length"] * tokens * length
+    )
+
+
+def _growth(one: int, longer: int, two: int, tokens: int) -> dict[str, float]:
+    """Solve for the three numbers, from (1, tokens), (1, 2 * tokens) and (2, tokens)."""
+    squared = (longer - two) / (2 * tokens**2)
+    linear = (two - one) / tokens - squared * tokens
+    return {
+        "fixed": one - linear * tokens - squared * tokens**2,
+        "per_token": linear,
+        "per_token_and_length": squared,
+    }
+
+
+def _versions() -> dict[str, str]:
+    found = {"torch": str(torch.__version__)}
+    with contextlib.suppress(PackageNotFoundError):
+        found["transformers"] = version("transformers")
+    return found

@@ -1,0 +1,106 @@
+"""Trace what a step of a Hugging Face model takes: its own code on tensors without memory, no GPU, no weights.
+
+  offload trace config.json                     the folder of a model does as well
+  offload trace config.json --sequences 4 --tokens 4096 --out profile.json
+
+It prints the peak beyond the weights with and without checkpointing, and what is saved for backward. Optimizer states
+are not in it: `offload plan` adds them. Exit codes: 0 traced, 2 unusable input, or no torch or transformers, 3 a fault
+of this tool.
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from skill_tools.commands.verify import reference
+from skill_tools.errors import UnusableInput
+from skill_tools.reports import measuring
+
+_DTYPES = ("bfloat16", "float16", "float32")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the configuration, the batch and the output."""
+    parser.add_argument("config", metavar="CONFIG", help="config.json of a model, or its folder")
+    parser.add_argument(
+        "--sequences", type=int, default=1, metavar="N", help="sequences in a batch; default: 1"
+    )
+    parser.add_argument(
+        "--tokens", type=int, default=2048, metavar="N", help="tokens of a sequence; default: 2048"
+    )
+    parser.add_argument(
+        "--dtype", choices=_DTYPES, default="bfloat16", help="of the weights; default: bfloat16"
+    )
+    parser.add_argument("--out", metavar="FILE", help="write the model profile as JSON")
+    parser.add_argument("--format", choices=("concise", "json"), default="concise", help="default: concise")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Trace, print and write; raises `UnusableInput` for what cannot be traced."""
+    for option, value in (("--sequences", args.sequences), ("--tokens", args.tokens)):
+        if not 1 <= value <= 2**20:
+            raise UnusableInput(f"{option} {value}", expected="1 to 1048576", attempt=f"{option} 2048")
+    profile = _profile(args.config, args.dtype)
+    if args.out:
+        try:
+            Path(args.out).write_text(json.dumps(profile, indent=2) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise UnusableInput(
+                f"--out {args.out}: {error.strerror}",
+                expected="a file to write",
+                attempt="--out profile.json",
+            ) from None
+    if args.format == "json":
+        print(json.dumps(profile, indent=2))
+    else:
+        print(
+            measuring.traced(
+                profile, _peaks(profile, args.sequences, args.tokens), args.sequences, args.tokens
+            )
+        )
+    return 0
+
+
+def _profile(config: str, dtype: str) -> dict[str, Any]:
+    hugging_face = reference("reference_impl.verification.hugging_face")
+    trace_profile = reference("reference_impl.verification.trace_profile")
+    try:
+        model = hugging_face.model_of(config, dtype)
+    except ModuleNotFoundError as error:
+        raise UnusableInput(
+            f"{error.name} is not installed",
+            expected="the library that has the model's code",
+            attempt=f"pip install {error.name}",
+        ) from None
+    except (OSError, ValueError) as error:
+        said = error.strerror if isinstance(error, OSError) else _first_line(error)
+        raise UnusableInput(
+            f"{config}: {said}",
+            expected="the config.json of a Hugging Face model, or its folder",
+            attempt="offload trace MODEL_FOLDER",
+        ) from None
+    try:
+        document: dict[str, Any] = trace_profile.profile_model(model, hugging_face.text_batch)
+    except Exception as error:  # the model's own code runs: it may raise anything
+        raise UnusableInput(
+            f"{config} cannot be traced: {_first_line(error)}",
+            expected="a model whose operations follow from shapes",
+            attempt="offload plan --model NAME, which estimates by formula",
+        ) from error
+    return document
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def _peaks(profile: dict[str, Any], sequences: int, tokens: int) -> dict[tuple[bool, bool], tuple[int, str]]:
+    module = reference("reference_impl.verification.trace_profile")
+    return {
+        (checkpointing, freed): module.peak_bytes(
+            profile, sequences, tokens, checkpointing=checkpointing, frees_gradients=freed
+        )
+        for checkpointing in (False, True)
+        for freed in (False, True)
+    }

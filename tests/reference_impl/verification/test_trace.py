@@ -1,0 +1,292 @@
+"""A trace says what a step takes: the ledger of the CPU twin, which runs the step, counts the same bytes."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from reference_impl.device import Device
+from reference_impl.memory.ledger import Ledger
+from reference_impl.verification.trace import trace
+from reference_impl.verification.trace_ledger import TraceLedger, UnknownValueError, allocated_bytes
+from reference_impl.verification.trace_profile import at, peak_bytes, profile_model
+from skill_tools.__main__ import main
+
+WAYS = [False, True]
+
+
+class Block(nn.Module):
+    def __init__(self, size):
+        super().__init__()
+        self.norm, self.up, self.down = (
+            nn.LayerNorm(size),
+            nn.Linear(size, 4 * size),
+            nn.Linear(4 * size, size),
+        )
+
+    def forward(self, x):
+        return x + self.down(functional.gelu(self.up(self.norm(x))))
+
+
+class Model(nn.Module):
+    """Blocks between an embedding and a head; tied, the two share a table."""
+
+    def __init__(self, *, is_tied=False, layers=3, size=32, words=500):
+        super().__init__()
+        self.embedding = nn.Embedding(words, size)
+        self.blocks = nn.ModuleList(Block(size) for _ in range(layers))
+        self.head = nn.Linear(size, words, bias=False)
+        self.recomputes = False
+        if is_tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, ids):
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = (
+                checkpoint(block, x, use_reentrant=False, preserve_rng_state=False)
+                if self.recomputes
+                else block(x)
+            )
+        return self.head(x)
+
+
+class Scores(nn.Module):
+    """Attention written out: what is saved grows with tokens times length."""
+
+    def __init__(self, size=16):
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(size, size)])
+
+    def forward(self, x):
+        y = self.blocks[0](x)
+        return (y @ y.transpose(1, 2)).softmax(-1) @ y
+
+
+def loss_of(model, ids):
+    return functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
+
+
+def batch(sequences=2, length=64):
+    return torch.zeros(sequences, length, dtype=torch.int64)
+
+
+def drop_gradient(param):
+    param.grad = None
+
+
+def measured(model, ids, *, frees_gradients=False):
+    """The most bytes beyond weights and batch that a real step has on the twin."""
+    handles = []
+    if frees_gradients:
+        handles = [param.register_post_accumulate_grad_hook(drop_gradient) for param in model.parameters()]
+    with Ledger(Device.of("cpu"), track=[*model.parameters(), ids]) as ledger:
+        before = ledger.device_bytes
+        loss_of(model, ids).backward()
+        peak = ledger.peak_device_bytes - before
+    for handle in handles:
+        handle.remove()
+    model.zero_grad()
+    return peak
+
+
+@pytest.mark.parametrize("recomputes", WAYS)
+@pytest.mark.parametrize("is_tied", WAYS)
+def test_the_peak_is_that_of_the_step_to_the_byte(is_tied, recomputes):
+    model, ids = Model(is_tied=is_tied), batch()
+    step = trace(model, ids, loss_of, checkpointing=recomputes)
+    model.recomputes = recomputes
+    assert step.peak_bytes == measured(model, ids)
+    assert max(step.peaks_without_gradients.values()) == measured(model, ids, frees_gradients=True)
+
+
+def test_weights_that_are_tied_count_once():
+    tied, apart = (trace(Model(is_tied=each), batch(), loss_of) for each in (True, False))
+    assert apart.weights_bytes - tied.weights_bytes == 500 * 32 * 4
+    assert (
+        tied.weights_bytes == tied.gradients_bytes == sum(p.nbytes for p in Model(is_tied=True).parameters())
+    )
+
+
+def test_frozen_weights_have_no_gradients_and_less_is_saved():
+    model = Model()
+    plain = trace(model, batch(), loss_of)
+    model.blocks.requires_grad_(False)
+    frozen = trace(model, batch(), loss_of)
+    assert frozen.gradients_bytes == 2 * 500 * 32 * 4
+    assert sum(frozen.layer_bytes) < sum(plain.layer_bytes)
+
+
+def test_each_block_saves_the_same():
+    layer_bytes = trace(Model(layers=5), batch(), loss_of).layer_bytes
+    assert len(layer_bytes) == 5
+    assert len(set(layer_bytes[1:-1])) == 1
+
+
+def test_the_model_is_left_alone():
+    model, ids = Model(), batch()
+    before = loss_of(model, ids)
+    trace(model, ids, loss_of, checkpointing=True)
+    assert torch.equal(loss_of(model, ids), before)
+    assert all(param.grad is None and param.device.type == "cpu" for param in model.parameters())
+    assert "forward" not in vars(model.blocks[0])
+
+
+def test_the_loss_of_a_model_that_returns_one():
+    class WithLoss(Model):
+        def forward(self, ids, labels):
+            return type("Output", (), {"loss": loss_of(super().forward, ids)})
+
+    model, ids = WithLoss(), batch()
+    assert trace(model, {"ids": ids, "labels": ids}).peak_bytes == trace(Model(), ids, loss_of).peak_bytes
+
+
+@pytest.mark.parametrize("recomputes", WAYS)
+@pytest.mark.parametrize("frees_gradients", WAYS)
+def test_a_profile_knows_other_batches_and_lengths(recomputes, frees_gradients):
+    profile = profile_model(Model(), batch, loss_of, tokens=128)
+    step = trace(Model(), batch(3, 640), loss_of, checkpointing=recomputes)
+    known, span = peak_bytes(profile, 3, 640, checkpointing=recomputes, frees_gradients=frees_gradients)
+    peaks = step.peaks_without_gradients if frees_gradients else step.peaks
+    assert known == pytest.approx(max(peaks.values()), rel=1e-3)
+    assert peaks[span] == pytest.approx(max(peaks.values()), rel=1e-3)
+
+
+def test_what_grows_with_the_square_of_the_length_is_told_apart():
+    def make(sequences, length):
+        return torch.zeros(sequences, length, 16)
+
+    profile = profile_model(Scores(), make, lambda model, x: model(x).sum(), tokens=64)
+    growth = profile["steps"][0]["peaks"]["forward and loss"]
+    assert growth["per_token_and_length"] >= 4
+    step = trace(Scores(), make(5, 200), lambda model, x: model(x).sum())
+    assert at(growth, 5, 200) == pytest.approx(step.peaks["forward and loss"], rel=1e-3)
+
+
+def test_a_profile_follows_its_schema():
+    jsonschema = pytest.importorskip("jsonschema", reason="jsonschema is not installed")
+    from skill_tools import bundle
+
+    schema = json.loads((bundle.root() / "schema" / "model-profile.schema.json").read_text())
+    jsonschema.validate(json.loads(json.dumps(profile_model(Model(), batch, loss_of, tokens=64))), schema)
+
+
+def test_causal_attention_counts_half_and_saves_no_scores():
+    def step(is_causal):
+        model = nn.Linear(64, 64)
+
+        def loss(model, x):
+            q = model(x).view(1, 128, 4, 16).transpose(1, 2)
+            return functional.scaled_dot_product_attention(q, q, q, is_causal=is_causal).sum()
+
+        return trace(model, torch.zeros(1, 128, 64), loss)
+
+    full, causal = step(False), step(True)
+    products = 3 * 2 * 128 * 64 * 64 - 2 * 128 * 64 * 64  # the input needs no gradient
+    assert full.flops - products == 2 * (causal.flops - products)
+    assert full.peak_bytes < 128 * 128 * 4 * 4
+
+
+def test_products_of_experts_count_each_row_once():
+    with TraceLedger() as ledger:
+        rows = torch.empty(96, 32, device="meta", dtype=torch.bfloat16)
+        experts = torch.empty(4, 32, 64, device="meta", dtype=torch.bfloat16)
+        torch.ops.aten._grouped_mm(rows, experts, torch.empty(4, device="meta", dtype=torch.int32))
+    assert sum(ledger.flops.values()) == 2 * 96 * 32 * 64
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "allocated"),
+    [
+        (1, 512),
+        (10 * 2**20 - 512, 10 * 2**20 - 512),
+        (int(47.5 * 2**20), 48 * 2**20),
+        (int(46.5 * 2**20), int(46.5 * 2**20)),
+    ],
+)
+def test_the_allocators_rounding(size_bytes, allocated):
+    assert allocated_bytes(size_bytes) == allocated
+
+
+def test_a_forward_that_depends_on_values_is_refused():
+    class Asks(Model):
+        def forward(self, ids):
+            return super().forward(ids[:, : int(ids.max())])
+
+    with pytest.raises(UnknownValueError, match="asks for the value of a int64 tensor"):
+        trace(Asks(), batch(), loss_of)
+
+
+def test_a_question_for_a_truth_value_is_an_assumption():
+    class Asks(Model):
+        def forward(self, ids):
+            assert bool((ids >= 0).all())
+            return super().forward(ids)
+
+    assert any("padding" in each for each in trace(Asks(), batch(), loss_of).assumptions)
+
+
+@pytest.mark.parametrize(
+    ("loss", "options", "message"),
+    [
+        (lambda model, ids: model(ids), {}, r"the loss has shape \(2, 64, 500\); expected a scalar"),
+        (lambda model, ids: model.head(torch.zeros(1, 32)).sum(), {}, "meta"),
+    ],
+)
+def test_what_cannot_be_a_loss_is_refused(loss, options, message):
+    with pytest.raises((ValueError, RuntimeError), match=message):
+        trace(Model(), batch(), loss, **options)
+
+
+def test_a_model_without_blocks_cannot_be_recomputed():
+    with pytest.raises(ValueError, match=r"has no nn\.ModuleList of blocks"):
+        trace(nn.Linear(4, 4), torch.zeros(2, 4), lambda model, x: model(x).sum(), checkpointing=True)
+
+
+QWEN3_4B = {
+    "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "hidden_size": 2560, "num_hidden_layers": 36,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 9728,
+    "vocab_size": 151936, "tie_word_embeddings": True, "max_position_embeddings": 40960,
+}  # fmt: skip
+
+
+def test_a_real_model_takes_what_was_measured(tmp_path):
+    """One NVIDIA H100, torch 2.11, transformers 5.17: 37.75 GiB with 22.47 of weights and states in bf16."""
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    from reference_impl.verification.hugging_face import model_of, text_batch
+
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_4B))
+    step = trace(model_of(tmp_path), text_batch(1, 2048))
+    assert step.layer_bytes[1] // 2048 == 170_280
+    assert step.peak_bytes / 2**30 == pytest.approx(37.75 - 22.47, rel=0.01)
+
+
+@pytest.mark.parametrize("text", [None, "{", "[1]", "{}", '{"model_type": "no-such-model"}'])
+def test_the_command_refuses_what_is_no_model_in_one_line(tmp_path, capsys, text):
+    path = tmp_path / "config.json"
+    if text is not None:
+        path.write_text(text)
+    assert main(["trace", str(path)]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.count("\n") == 1
+
+
+def test_the_command_prints_peaks_and_writes_the_profile(tmp_path, capsys):
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    small = {
+        **QWEN3_4B,
+        "num_hidden_layers": 2,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "vocab_size": 1000,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(small))
+    out = tmp_path / "profile.json"
+    assert main(["trace", str(tmp_path), "--tokens", "4096", "--out", str(out)]) == 0
+    said = capsys.readouterr().out
+    assert "Qwen3ForCausalLM, bfloat16, 1 x 4096 tokens" in said
+    assert json.loads(out.read_text())["model"] == "Qwen3ForCausalLM"

@@ -1,0 +1,267 @@
+"""Whose a file is, is proven by what only that framework has; what looks alike is refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from skill_tools.__main__ import main
+from skill_tools.configs.source import Source
+from skill_tools.dialects.read import Contradiction, Unrecognised, readings
+
+# One small file of our own of each kind that looks close to a training configuration, or shares a weak key with one.
+LOOK_ALIKES = {
+    "workflow.yml": "on: [push]\njobs:\n  train:\n    steps:\n      - run: axolotl train config.yml\n",
+    "dependabot.yml": "version: 2\nupdates:\n  - package-ecosystem: pip\n    directory: /\n",
+    "codecov.yml": "coverage:\n  status:\n    project: {default: {target: 80%}}\ncomment: false\n",
+    ".pre-commit-config.yaml": "repos:\n  - repo: local\n    hooks: [{id: x, name: x, entry: x, language: system}]\n",
+    "mkdocs.yml": "site_name: x\ntheme: {name: material}\nnav: [a.md]\nplugins: [search]\n",
+    ".readthedocs.yaml": "version: 2\nbuild: {os: ubuntu-22.04, tools: {python: '3.11'}}\n",
+    "compose.yaml": "services:\n  train:\n    image: x\n    command: python train.py --batch-size 8\n",
+    "pod.yaml": "apiVersion: v1\nkind: Pod\nspec:\n  containers:\n    - {name: x, command: [sleep], args: ['9']}\n",
+    "values.yaml": "replicaCount: 1\nmodel: {name: x}\nresources: {limits: {nvidia.com/gpu: 8}}\noptimizer: {}\n",
+    "serve.sky.yaml": "resources: {accelerators: 'A100:8'}\nrun: |\n  vllm serve x --tensor-parallel-size 8\n",
+    "hydra.yaml": "defaults: [model: gpt, optimizer: adam]\nmodel: {num_layers: 12, hidden_size: 768}\n",
+    "hydra_model.yaml": "_target_: src.models.Net\noptimizer: {_target_: torch.optim.Adam, lr: 0.001}\nscheduler: {}\n",
+    "nemo1.yaml": "name: x\ntrainer: {devices: 8}\nexp_manager: {}\nmodel:\n  tensor_model_parallel_size: 2\n",
+    "lightning.yaml": "trainer: {max_epochs: 3}\nmodel: {class_path: x.Net, init_args: {lr: 0.1}}\noptimizer: {}\n",
+    "litgpt.yaml": "checkpoint_dir: a\nout_dir: b\ntrain: {global_batch_size: 8, micro_batch_size: 1}\neval: {}\n",
+    "environment.yml": "name: x\nchannels: [conda-forge]\ndependencies: [python=3.11]\n",
+    "card.md.yaml": "license: mit\nlibrary_name: peft\nbase_model: a/b\ndatasets: [c/d]\ntags: [axolotl]\n",
+    "config.json": '{"architectures": ["X"], "model_type": "x", "hidden_size": 8, "num_hidden_layers": 2}',
+    "tokenizer_config.json": '{"tokenizer_class": "X", "model_max_length": 8, "bos_token": "<s>"}',
+    "trainer_state.json": '{"epoch": 1.0, "global_step": 3, "log_history": [{"learning_rate": 0.1, "loss": 1}]}',
+    "adapter_config.json": '{"base_model_name_or_path": "a/b", "peft_type": "LORA", "r": 8, "lora_alpha": 16}',
+    "launch.json": '{"version": "0.2.0", "configurations": [{"name": "train", "args": ["--bf16"]}]}',
+    "pyproject.toml": '[project]\nname = "x"\n[tool.ruff]\nline-length = 99\n',
+    "Cargo.toml": '[package]\nname = "x"\n[profile.release]\nopt-level = 3\n',
+    "package.json": '{"name": "x", "scripts": {"train": "node train.js"}, "optimizer": "adam"}',
+    "tsconfig.json": '{"compilerOptions": {"strict": true}}',
+    "openapi.yaml": "openapi: 3.0.0\npaths: {/train: {post: {}}}\ncomponents: {}\n",
+    "dvc.yaml": "stages:\n  train:\n    cmd: python train.py --lr 0.1\n    deps: [data]\n",
+    "gitlab.yml": "stages: [test]\ntest:\n  stage: test\n  script: [pytest]\n",
+    "skill.card.yaml": "name: x\ndescription: offload\ncommands: {lint: offload lint}\nmodel: {}\n",
+    "mergekit.yaml": "merge_method: ties\nbase_model: a/b\nmodels: [{model: c/d}]\ndtype: bfloat16\nparameters: {}\n",
+    "eval.yaml": "task: x\ndataset_path: a\nmetric_list: [{metric: acc}]\nmodel: hf\noptimizer: none\n",
+    "mlflow.yaml": "name: x\nentry_points: {main: {command: python train.py}}\n",
+    "inference.yaml": "model: a/b\ntensor_parallel_size: 8\ngpu_memory_utilization: 0.9\n",
+    "sweep.yaml": "program: train.py\nmethod: grid\nparameters: {learning_rate: {values: [0.1]}}\n",
+    "just_a_list.json": "[1, 2, 3]",
+    "words.yaml": "training\n",
+    "library.py": "import torch\n\n\ndef train(model, config):\n    config.model.x = 1\n    return model\n",
+    "django.py": "from django.db import models\n\n\nclass Config(models.Model):\n    optimizer = models.TextField()\n",
+    "train_gpt.py": "import argparse\nparser = argparse.X()\nparser.add_argument('--num-layers', type=int)\n",
+    "test_args.py": "import argparse\nargs = make_parser().parse_args(['--num-layers', '4'])\n",
+    "install.sh": "#!/bin/bash\nset -e\npip install axolotl megatron-core deepspeed\nmake --jobs 8\n",
+    "serve.sh": "vllm serve x --tensor-parallel-size 8 --pipeline-parallel-size 2 --seed 1\n",
+    "train.sh": "python train.py --lr 0.1 --epochs 3 --num-layers 4 --batch-size 8\n",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LOOK_ALIKES)
+def test_what_looks_alike_is_refused(name: str) -> None:
+    with pytest.raises(
+        Unrecognised, match="no training configuration that is known; expected what proves"
+    ) as caught:
+        readings([Source(name, LOOK_ALIKES[name])])
+    assert "\n" not in str(caught.value)
+
+
+def test_a_folder_of_look_alikes_is_passed_over_silently(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, text in LOOK_ALIKES.items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
+    (tmp_path / "template.yaml").write_text("{{ x }}: [\n", encoding="utf-8")
+    (tmp_path / "broken.py").write_text("def f(:\n", encoding="utf-8")
+    paths = [str(path) for path in sorted(tmp_path.iterdir())]
+    assert main(["lint", "--skip-unrecognized", *paths]) == 0
+    assert main(["lint", "--skip-unrecognized", str(tmp_path)]) == 0
+    assert capsys.readouterr().err == ""
+    assert main(["lint", str(tmp_path)]) == 2
+    assert "no training configuration among" in capsys.readouterr().err
+
+
+PROVEN = {
+    "megatron-bridge": ("run.yaml", "model: {recompute_granularity: full, num_layers: 4}\ntrain: {train_iters: 9}\n"),
+    "megatron-lm": ("run.sh", "torchrun pretrain_gpt.py --num-layers 4 --tensor-model-parallel-size 2\n"),
+    "axolotl": ("lora.yml", "base_model: a/b\nadapter: lora\ndatasets: [{path: c, type: alpaca}]\n"),
+    "deepspeed": ("ds.json", '{"zero_optimization": {"stage": 3}, "bf16": {"enabled": true}}'),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("framework", PROVEN)
+def test_what_is_proven_says_by_what(framework: str) -> None:
+    name, text = PROVEN[framework]
+    (found,) = readings([Source(name, text)])
+    assert found.dialect.name == framework
+    assert found.proof
+    assert not found.is_part
+
+
+def test_the_first_line_says_what_a_file_was_read_as(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, text in PROVEN.values():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    main(["lint", str(tmp_path / "lora.yml")])
+    assert (
+        "lora.yml is read as Axolotl (base_model, adapter, datasets)"
+        in capsys.readouterr().out.splitlines()[0]
+    )
+    main(["lint", str(tmp_path)])
+    out = capsys.readouterr().out
+    assert "1 as Axolotl" in out.splitlines()[0]
+    assert out.splitlines()[-1].count(" in 4 inputs") == 1
+    main(["lint", str(tmp_path), "--format", "json"])
+    read = {
+        Path(each["file"]).name: each["framework"] for each in json.loads(capsys.readouterr().out)["read"]
+    }
+    assert read == {name: framework for framework, (name, _) in PROVEN.items()}
+
+
+def test_two_proofs_at_once_are_both_named_and_none_is_taken() -> None:
+    text = "model: {recompute_granularity: full}\nMODEL_ARGS: {--num-layers: 4}\nbase_model: a/b\nadapter: lora\n"
+    with pytest.raises(
+        Contradiction, match=r"Megatron Bridge by .* and Axolotl by base_model, adapter at once"
+    ):
+        readings(
+            [Source("x.yaml", text.replace("MODEL_ARGS: {--num-layers: 4}\n", "train: {train_iters: 3}\n"))]
+        )
+
+
+KUBERNETES = """\
+apiVersion: batch/v1
+kind: Job
+spec:
+  template:
+    spec:
+      containers:
+        - name: train
+          command:
+            - torchrun
+            - pretrain_gpt.py
+          args:
+            - --num-layers=4
+            - --tensor-model-parallel-size
+            - "2"
+            - --cpu-offloading-num-layers
+            - "2"
+"""
+SKYPILOT = (
+    "resources: {accelerators: 'H100:8'}\nrun: |\n  cd x\n  torchrun pretrain_gpt.py \\\n    --num-layers 4\n"
+)
+DSTACK = "type: task\ncommands:\n  - pip install axolotl\n  - axolotl train config.yml --micro-batch-size 2\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "framework", "key", "place"),
+    [
+        (KUBERNETES, "megatron-lm", "num_layers", "task.yaml:12:15"),
+        (KUBERNETES, "megatron-lm", "cpu_offloading_num_layers", "task.yaml:15:15"),
+        (SKYPILOT, "megatron-lm", "num_layers", "task.yaml:5:5"),
+        (DSTACK, "axolotl", "micro_batch_size", "task.yaml:4:30"),
+    ],
+)
+def test_the_command_in_a_task_is_linted_where_it_stands(
+    text: str, framework: str, key: str, place: str
+) -> None:
+    (found,) = readings([Source("task.yaml", text)])
+    assert (found.dialect.name, found.is_part) == (framework, True)
+    assert str(found.compose().settings[key].place) == place
+
+
+def test_of_gpt_neox_what_deepspeed_gets_is_linted() -> None:
+    text = '{\n  "pipe_parallel_size": 1,\n  "num_layers": 9,\n  "zero_optimization": {"stage": 1}\n}\n'
+    (found,) = readings([Source("19M.yml", text)])
+    assert found.dialect.name == "deepspeed"
+    assert "GPT-NeoX" in found.proof
+    settings = found.compose().settings
+    assert settings["deepspeed.zero_optimization.stage"].value == 1
+    assert str(settings["deepspeed.zero_optimization.stage"].place) == "19M.yml:4:25"
+    assert "num_layers" not in settings
+
+
+RECIPES = """\
+from megatron.bridge.training.config import ConfigContainer
+
+
+def small() -> ConfigContainer:
+    cfg = _common()
+    cfg.model.cpu_offloading = True
+    return cfg
+
+
+def large() -> ConfigContainer:
+    cfg = _common()
+    cfg.model.num_layers = 4
+    return cfg
+"""
+
+
+def test_each_recipe_of_a_file_is_linted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "recipes.py").write_text(RECIPES, encoding="utf-8")
+    main(["lint", str(tmp_path / "recipes.py"), "--format", "json"])
+    read = [each["file"].rpartition("/")[2] for each in json.loads(capsys.readouterr().out)["read"]]
+    assert read == ["recipes.py::small", "recipes.py::large"]
+    main(["lint", str(tmp_path / "recipes.py") + "::large", "--format", "json"])
+    assert len(json.loads(capsys.readouterr().out)["read"]) == 1
+
+
+def test_a_file_of_the_package_that_sets_nothing_is_nobodys() -> None:
+    with pytest.raises(Unrecognised):
+        readings(
+            [Source("x.py", "import megatron.bridge\n\n\ndef shape(batch):\n    return batch.tokens.shape\n")]
+        )
+
+
+def test_folders_are_walked_in_order_without_what_tools_keep(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name, text = PROVEN["axolotl"]
+    for folder in (".", "b", "a", ".git", "node_modules", "venv", "a/.cache"):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        (tmp_path / folder / name).write_text(text, encoding="utf-8")
+    (tmp_path / "venv" / "pyvenv.cfg").touch()
+    (tmp_path / "a" / "loop").symlink_to(tmp_path)
+    main(["lint", str(tmp_path), "--format", "json"])
+    read = [
+        str(Path(each["file"]).relative_to(tmp_path)) for each in json.loads(capsys.readouterr().out)["read"]
+    ]
+    assert read == ["lora.yml", "a/lora.yml", "b/lora.yml"]
+
+
+LAUNCHER = """\
+import subprocess, sys
+
+ARGS = ["--num-layers", "4"]
+cmd = ["torchrun", "pretrain_gpt.py", *sys.argv[1:]]
+cmd += ARGS
+cmd.extend(["--bf16", "--hidden-size", str(size())])
+if sys.argv:
+    cmd.append("--swiglu")
+
+
+def launch():
+    subprocess.run(cmd, check=True)
+"""
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        LAUNCHER,
+        "import os\nos.system('torchrun pretrain_gpt.py --num-layers 4 --bf16')\n",
+        "import sys\nsys.argv = ['pretrain_gpt.py', '--num-layers', '4', '--bf16']\n",
+        "import subprocess as s\ns.run(args=['bash', '-c', 'torchrun pretrain_gpt.py --num-layers 4 --bf16'])\n",
+    ],
+)
+def test_the_command_line_that_a_program_hands_on_is_linted(text: str) -> None:
+    (found,) = readings([Source("launch.py", text)])
+    assert (found.dialect.name, found.is_part) == ("megatron-lm", True)
+    config = found.compose()
+    assert config.settings["num_layers"].value == 4
+    assert config.settings["bf16"].value is True
+    assert "swiglu" not in config.settings
+    assert "hidden_size" in (config.unresolved if "size()" in text else {"hidden_size"})
