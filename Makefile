@@ -6,7 +6,7 @@ WORKERS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses $(WORKERS) --dist worksteal
 AXOLOTL_RELEASES := 0.12.2 0.13.2 0.14.0 0.15.0 0.16.1 0.17.0 0.18.0 0.19.0 0.20.0 0.21.0
 
-.PHONY: setup demo test test-all test-faults check test-axolotl test-megatron test-deepspeed test-mutations lint-code render clean
+.PHONY: setup demo test test-all test-faults check test-axolotl test-megatron test-deepspeed test-mutations test-torchtune test-llama-factory lint-code render clean
 
 setup: .venv/.ready
 
@@ -65,6 +65,20 @@ DEEPSPEED_CONFIGURATIONS ?= 5000
 test-deepspeed: setup
 	$(BIN)/python tests/judges/deepspeed/fetch.py $(DEEPSPEED)
 	$(BIN)/python tests/judges/deepspeed/judge.py --configurations $(DEEPSPEED_CONFIGURATIONS) $(DEEPSPEED)
+
+# torchtune's own recipes judge our rules, run without torch: 5,000 generated configurations a release.
+TORCHTUNE ?= 0.5.0 0.6.1 0.7.0=https://github.com/pytorch/torchtune
+
+test-torchtune: setup
+	$(BIN)/python tests/judges/torchtune/fetch.py $(TORCHTUNE)
+	$(BIN)/python tests/judges/torchtune/torchtune_judge.py --mutants
+
+# LLaMA-Factory's own parser judges our rules: 5,000 generated configurations a release.
+LLAMA_FACTORY ?= 0.9.0 0.9.3 0.9.5
+
+test-llama-factory: setup
+	$(BIN)/python tests/judges/llama_factory/fetch.py $(LLAMA_FACTORY)
+	$(BIN)/python tests/judges/llama_factory/llama_factory_judge.py --mutants
 
 render: setup
 	$(BIN)/offload card render

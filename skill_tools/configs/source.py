@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 MAX_BYTES = 1024 * 1024
 
 _SUFFIXES = {
-    ".yaml": "yaml", ".yml": "yaml", ".json": "json", ".py": "python",
+    ".yaml": "yaml", ".yml": "yaml", ".json": "json", ".toml": "toml", ".py": "python",
     ".sh": "shell", ".bash": "shell", ".slurm": "shell", ".sbatch": "shell", ".sub": "shell",
 }  # fmt: skip
 _STRING_OR_COMMENT = r'("(?:\\.|[^"\\\n])*")|//[^\n]*|/\*[\s\S]*?\*/'  # compiled when a text has either
@@ -30,6 +30,7 @@ _FOREIGN_MARKS = (b"\xff\xfe", b"\xfe\xff")
 _PYTHON = re.compile(r"^(?:from [\w.]+ import |import \w|def \w+\(|class \w+|@\w)", re.MULTILINE)
 _SHELL = re.compile(r"^#!.*sh\b|(?:^|\s)--?[a-z][\w-]*(?:[\s=]|$)|^\s*(?:export )?[A-Z_]+=|\\$", re.MULTILINE)
 _YAML = re.compile(r"^(?:- |[\w\"'.-]+\s*:(?:\s|$))", re.MULTILINE)
+_TOML = re.compile(r"(?:\s|#.*\n)*\[\[?[\w.\"-]+\]\]?[ \t]*(?:#.*)?\n")
 _DOTTED = re.compile(r"^\s*[+~]*[a-z_]+(?:\.\w+)+=")
 
 
@@ -38,6 +39,7 @@ class Kind(Enum):
 
     YAML = "yaml"
     JSON = "json"
+    TOML = "toml"
     PYTHON = "python"
     SHELL = "shell"
 
@@ -81,7 +83,11 @@ class Source:
 
     @cached_property
     def documents(self) -> "list[Node]":
-        """The roots of a YAML or JSON text; raises `UnusableInput` where it is neither."""
+        """The roots of a YAML, JSON or TOML text; raises `UnusableInput` where it is none."""
+        if self.kind is Kind.TOML:
+            from skill_tools.configs.toml_lines import parse as parse_toml
+
+            return parse_toml(self.text, self.name)
         from skill_tools.configs.yaml_lines import parse
 
         return parse(_without_comments(self.text) if self.kind is Kind.JSON else self.text, self.name)
@@ -117,7 +123,7 @@ def load(path: str | Path) -> Source:
     Raises `UnusableInput` when the file is missing, too large, or not text in UTF-8.
     """
     name, _, recipe = str(path).partition("::")
-    data = read_bytes(name, MAX_BYTES + 1, expected="a file: YAML, shell script, Python recipe or JSON")
+    data = read_bytes(name, MAX_BYTES + 1, expected="a file: YAML, TOML, shell script, Python recipe or JSON")
     return Source(name, decode(data, name), Path(name).parent, recipe or None)
 
 
@@ -189,6 +195,8 @@ def _impression(text: str) -> Kind:
     first = start.splitlines()[0] if start else ""
     if first.startswith("#!") and "sh" in first:
         return Kind.SHELL
+    if _TOML.match(text):
+        return Kind.TOML
     if _PYTHON.search(text):
         return Kind.PYTHON
     is_shell = _SHELL.search(text) or _DOTTED.match(text)

@@ -44,14 +44,16 @@ class Dialect(ABC):
     YAML, JSON or TOML file: a file without is not parsed to be recognised. `form` and `language` say how settings are
     shown to its users, `assigns` what stands between a key and its value. `embeds` names the dialects of which a
     configuration may hold a section, inline or in a file that it names: their types, defaults, names and rules apply to
-    it as they stand. `takes_new_keys` says that a fix may add a key at the end of a YAML file. `to_fit` is what to try
-    when nothing fits, `carry_out` how to carry out a plan that changes no setting.
+    it as they stand. `reads_toml` says that its files are TOML, which no other's are. `takes_new_keys` says that a fix
+    may add a key at the end of a YAML file. `to_fit` is what to try when nothing fits, `carry_out` how to carry out a
+    plan that changes no setting.
     """
 
     name: str
     label: str
     has_files = True
     embeds: tuple[str, ...] = ()
+    reads_toml = False
     example_file = "config.yaml"
     looks_for = ""
     marks: tuple[str, ...] = ()
@@ -69,6 +71,8 @@ class Dialect(ABC):
 
     def evidence(self, source: Source) -> Evidence:
         """Return what in `source` says that it is this framework's."""
+        if source.kind is Kind.TOML and not self.reads_toml:
+            return NONE
         match source.kind:
             case Kind.PYTHON:
                 return self.evidence_in_python(source.text)

@@ -155,6 +155,13 @@ def _check_stated(dialect: Dialect, sources: Sequence[Source]) -> None:
             expected=f"a configuration of {_listed([each.label for each in registry.with_files()])}",
             attempt=f"offload plan --framework {dialect.name} --model NAME, or no --framework for a file",
         )
+    toml = [source.name for source in sources if source.kind is Kind.TOML and not dialect.reads_toml]
+    if toml:
+        raise UnusableInput(
+            f"{toml[0]} is TOML, which {dialect.label} does not read",
+            expected=f"a configuration of {dialect.label}",
+            attempt="no --framework for a TOML",
+        )
     found = _evidence(sources)
     if not found or dialect.name in found:
         return

@@ -12,6 +12,9 @@ _MODULES = {
     "megatron-lm": "skill_tools.dialects.megatron.lm",
     "axolotl": "skill_tools.dialects.axolotl.dialect",
     "deepspeed": "skill_tools.dialects.deepspeed.dialect",
+    "torchtune": "skill_tools.dialects.torchtune.dialect",
+    "torchtitan": "skill_tools.dialects.torchtitan.dialect",
+    "llama-factory": "skill_tools.dialects.llama_factory.dialect",
 }
 WITHOUT_FILES = "pytorch"  # what a plan is for where neither a file nor a framework is named
 _MODULES_WITHOUT_FILES = {WITHOUT_FILES: "skill_tools.dialects.pytorch.dialect"}

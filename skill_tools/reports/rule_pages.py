@@ -3,7 +3,7 @@
 A rule is described in one way everywhere: what, why (in the framework's own words), wrong, right, versions, fix,
 evidence. The folder of all pages is built (`offload card pages`, and by the wheel) and not kept.
 
-The known constraints are `knowledge/coverage/inventory.txt`, found in the sources of the frameworks before any rule
+The known constraints are `knowledge/coverage/inventory*.txt`, found in the sources of the frameworks before any rule
 was written. Each is a rule or has a reason in `knowledge/coverage/*.yaml`; a test holds inventory, rules and reasons
 to each other.
 """
@@ -26,6 +26,9 @@ FAMILIES: Mapping[str, str] = {
     "ax": "Axolotl",
     "ds": "DeepSpeed",
     "fsdp": "FSDP from Axolotl",
+    "tt": "torchtune",
+    "titan": "torchtitan",
+    "lf": "LLaMA-Factory",
 }
 _EFFECT = {
     "raises": "an error at startup",
@@ -44,7 +47,14 @@ _TAG = {
     "iss": "reported in a thread, not reproduced",
     "derived": "inferred from the source, without a test",
 }
-_LANGUAGE = {".sh": "bash", ".py": "python", ".yaml": "yaml", ".yml": "yaml", ".json": "json"}
+_LANGUAGE = {
+    ".sh": "bash",
+    ".py": "python",
+    ".yaml": "yaml",
+    ".yml": "yaml",
+    ".json": "json",
+    ".toml": "toml",
+}
 
 
 def rule_pages() -> dict[str, str]:

@@ -1,0 +1,183 @@
+"""Reads LLaMA-Factory's YAML, the words of its command line, and the DeepSpeed file that the result names.
+
+Facts from `llamafactory/hparams/parser.py::read_args` and `llamafactory/launcher.py`: after a YAML, `key=value` wins
+over it, without one all arguments are options; the launcher starts processes of its own for more than one device, or
+where FORCE_TORCHRUN says so. Megatron's arguments (USE_MCA) are another parser's.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path, PurePath
+
+from skill_tools.configs.config import Config, Place
+from skill_tools.configs.draft import Draft
+from skill_tools.configs.shell.command import Argument, Command
+from skill_tools.configs.shell.launch import command_line, write_environment
+from skill_tools.configs.source import Kind, Source, find
+from skill_tools.configs.tree import entries_of, single_document, write_tree
+from skill_tools.configs.values import UNREADABLE
+from skill_tools.configs.yaml_lines import Node, as_omegaconf, parse, plain
+from skill_tools.dialects.deepspeed import DEEPSPEED, EMBEDDED, section
+from skill_tools.dialects.llama_factory import LLAMA_FACTORY
+from skill_tools.errors import UnusableInput
+
+_OVERRIDES = "<overrides>"
+_FILE, _LAUNCH = "llamafactory.deepspeed", "llamafactory.launch"
+_COMMANDS = ("llamafactory-cli", "lmf")
+_SCRIPTS = ("train.py", "train_bash.py", "launcher.py", "cli.py")
+_LAUNCHERS = ("torchrun", "deepspeed", "accelerate")
+_OF_MEGATRON = frozenset(
+    {"tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size"}
+)
+_TRUE = ("true", "y", "1")
+_FOLDERS_ABOVE = 4  # files are named as seen from where the run starts, mostly the root of the repository
+
+
+def compose(sources: Sequence[Source], overrides: Sequence[str]) -> Config:
+    """Read `sources` in order, then `overrides`, then the DeepSpeed file that the result names."""
+    draft = Draft(LLAMA_FACTORY, embeds=EMBEDDED)
+    draft.complete = True
+    folders = [source.folder for source in sources if source.folder is not None]
+    for source in sources:
+        draft.take(source)
+        match source.kind:
+            case Kind.YAML | Kind.JSON:
+                _write_file(draft, source)
+            case Kind.SHELL:
+                _write_script(draft, source)
+            case _:
+                raise UnusableInput(
+                    f"{source.name}:1 is no YAML",
+                    expected="a configuration of LLaMA-Factory, or a script with `llamafactory-cli train`",
+                    attempt="the YAML file that `llamafactory-cli train` gets",
+                )
+    for text in overrides:
+        _write_words(draft, command_line(text, _OVERRIDES), _OVERRIDES)
+    _settle(draft, folders)
+    return draft.finish()
+
+
+def _write_file(draft: Draft, source: Source) -> None:
+    entries = entries_of(single_document(source, omegaconf=True))
+    reports = not entries.keys() & _OF_MEGATRON and not _is_on(draft, "ALLOW_EXTRA_ARGS")
+    for name, node in entries.items():
+        _write(draft, name, node, Place(source.name, node.line, node.column), reports=reports)
+
+
+def _write(draft: Draft, name: str, node: Node, place: Place, *, reports: bool = True) -> None:
+    for loser in node.shadowed:
+        draft.shadow(name, plain(loser), Place(place.file, loser.line, loser.column))
+    if not draft.accepts(name):
+        if reports:
+            draft.note_unknown(name, place)
+        return
+    value = plain(node)
+    known = draft.key(name)
+    canonical = known.name if known else f"llamafactory.{name}"  # a bare name may be another framework's key
+    draft.set_key(canonical, UNREADABLE if isinstance(value, str) and "${" in value else value, name, place)
+    if name == DEEPSPEED and isinstance(node.value, dict):
+        write_tree(draft, node, place.file, prefix=DEEPSPEED)
+
+
+def _write_script(draft: Draft, source: Source) -> None:
+    """Write the first training command of a script: the YAML that it names, if that is there, then its words."""
+    from skill_tools.configs.shell.script import run
+
+    command = next((each for each in run(source.text, name=source.name) if _trains_at(each)), None)
+    if command is None:
+        raise UnusableInput(
+            f"{source.name} starts no training with LLaMA-Factory",
+            expected="a script with `llamafactory-cli train`",
+            attempt="the YAML file itself",
+        )
+    write_environment(draft, command, source.name)
+    start = _trains_at(command)
+    _note_launch(draft, command, start, source.name)
+    words = command.words[start:]
+    if words and words[0].text.endswith((".yaml", ".yml", ".json")):
+        named = (
+            find(words[0].text, _above([source.folder] if source.folder else []))
+            if words[0].resolved
+            else None
+        )
+        words = words[1:]
+        if named is None:
+            draft.may_be_set()
+            draft.section_may_be_set(DEEPSPEED)
+        else:
+            draft.take(named)
+            _write_file(draft, named)
+    _write_words(draft, words, source.name)
+
+
+def _trains_at(command: Command) -> int:
+    """Return where the arguments of the training begin, 0 if the command trains nothing."""
+    texts = [word.text for word in command.words]
+    names = [PurePath(text).name for text in texts]
+    for position, name in enumerate(names):
+        if name in _COMMANDS and texts[position + 1 : position + 2] == ["train"]:
+            return position + 2
+        if name in _SCRIPTS and ("--finetuning_type" in texts or texts[position + 1 : position + 2]):
+            return position + 1
+    return 0
+
+
+def _note_launch(draft: Draft, command: Command, start: int, file: str) -> None:
+    """Note whether the command is distributed: by its launcher, or by what LLaMA-Factory's own looks at."""
+    program = command.words[max(0, start - 2)]
+    place = Place(file, program.line, program.column)
+    launched = {PurePath(word.text).name for word in command.words[:start]} & {*_LAUNCHERS}
+    devices = command.environment.get("CUDA_VISIBLE_DEVICES")
+    if launched or _is_on(draft, "FORCE_TORCHRUN") or _is_on(draft, "USE_MCA"):
+        draft.set_key(_LAUNCH, "distributed", _LAUNCH, place)
+    elif devices is not None and devices.resolved and devices.text.isdecimal():
+        draft.set_key(_LAUNCH, "single", _LAUNCH, Place(file, devices.line, devices.column))
+    if "accelerate" in launched:
+        draft.section_may_be_set(DEEPSPEED)
+
+
+def _is_on(draft: Draft, variable: str) -> bool:
+    setting = draft.get(f"env.{variable}")
+    return setting is not None and str(setting.value).lower() in _TRUE
+
+
+def _write_words(draft: Draft, words: Sequence[Argument], file: str) -> None:
+    """Write `--x y`, `--x=y`, the switch `--x`, and `x=y`."""
+    for position, word in enumerate(words):
+        name, equals, text = word.text.partition("=")
+        if not (name.startswith("--") or (equals and not name.startswith("-"))):
+            continue
+        known = word.resolved and word.certain
+        following = words[position + 1] if position + 1 < len(words) else None
+        if not equals:
+            takes = following is not None and not following.text.startswith("--")
+            text = following.text if takes and following is not None else "true"
+            known = known and (not takes or (following is not None and following.resolved))
+        place = Place(file, word.line, word.column)
+        node = _parsed(text, place) if known else Node(UNREADABLE, place.line, place.column)
+        reports = not _is_on(draft, "ALLOW_EXTRA_ARGS") and not _is_on(draft, "USE_MCA")
+        _write(draft, name.removeprefix("--").replace("-", "_"), node, place, reports=reports)
+
+
+def _parsed(text: str, place: Place) -> Node:
+    """Return the value of a word, at its place."""
+    documents = parse(text, _OVERRIDES)
+    node = as_omegaconf(documents[0]) if len(documents) == 1 else Node(text, 1, 1)
+    return node._replace(line=place.line, column=place.column)
+
+
+def _settle(draft: Draft, folders: Sequence[Path]) -> None:
+    """Note the model, and follow the DeepSpeed file."""
+    model = draft.get("llamafactory.model_name_or_path")
+    if model is not None and isinstance(model.value, str):
+        draft.model_name = model.value
+    named = draft.get(_FILE)
+    if named is not None and isinstance(named.value, str) and named.value:
+        if not section.follow(draft, named, _above(folders)):
+            section.leave_open(draft, named)
+    elif draft.is_open(_FILE):
+        draft.section_may_be_set(DEEPSPEED)
+
+
+def _above(folders: Sequence[Path]) -> list[Path]:
+    """Return `folders` and those that they lie in, the nearest first."""
+    return [above for folder in folders for above in (folder, *folder.resolve().parents[:_FOLDERS_ABOVE])]

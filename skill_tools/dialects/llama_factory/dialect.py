@@ -1,0 +1,81 @@
+"""LLaMA-Factory as a dialect: a YAML of flat arguments, `llamafactory-cli train`, and a DeepSpeed file."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from skill_tools.configs.config import Config, UnknownKey
+from skill_tools.configs.source import Source
+from skill_tools.dialects.base import NONE, Dialect, Evidence
+from skill_tools.dialects.deepspeed import EMBEDDED
+from skill_tools.dialects.llama_factory import LLAMA_FACTORY
+
+if TYPE_CHECKING:
+    from skill_tools.configs.yaml_lines import Node
+    from skill_tools.dialects.candidates import Advice, Candidate
+    from skill_tools.dialects.run import Mode, Run
+    from skill_tools.dialects.shapes import ModelShape
+
+_STAGES = frozenset({"pt", "sft", "rm", "ppo", "dpo", "kto"})
+_METHODS = frozenset({"lora", "oft", "freeze", "full"})
+_COMMAND = r"(?m)^[^#\n]*?(\b(?:llamafactory-cli|lmf) train\b|--finetuning_type\b)"
+
+
+class LlamaFactory(Dialect):
+    """LLaMA-Factory. An argument that no class owns is refused; what is not given has the class's default."""
+
+    name = LLAMA_FACTORY
+    label = "LLaMA-Factory"
+    embeds = EMBEDDED
+    looks_for = "`stage` (sft, dpo, ...) with `finetuning_type`, or the command `llamafactory-cli train`"
+    marks = ("finetuning_type", "dist_config")
+    to_fit = "more GPUs (--gpus) that share the weights (deepspeed with ZeRO-3), or a shorter cutoff_len"
+
+    def evidence_in_text(self, text: str) -> Evidence:
+        """Look for its command, or the option that only it has."""
+        import re
+
+        found = re.search(_COMMAND, text)
+        return Evidence(1, certain=True, proof=found[1]) if found else NONE
+
+    def evidence_in_entries(self, entries: "Mapping[str, Node]") -> Evidence:
+        """Look for a stage and a method, or for what v1 has in their place."""
+        stage, method = (
+            entries[name].value if name in entries else None for name in ("stage", "finetuning_type")
+        )
+        if stage in _STAGES and method in _METHODS:
+            return Evidence(1, certain=True, proof=f"stage: {stage}, finetuning_type: {method}")
+        distributed = entries["dist_config"].value if "dist_config" in entries else None
+        if isinstance(distributed, dict) and "name" in distributed and "train_dataset" in entries:
+            return Evidence(1, certain=True, proof="dist_config, train_dataset")
+        return NONE
+
+    def compose(self, sources: Sequence[Source], overrides: Sequence[str]) -> Config:
+        """Read sources in order, then overrides, then the DeepSpeed file that the result names."""
+        from skill_tools.dialects.llama_factory.compose import compose
+
+        return compose(sources, overrides)
+
+    def rule_for_unknown(self, unknown: UnknownKey) -> str:
+        """An argument that no class owns is refused."""
+        return "lf-unknown-key"
+
+    def run(self, config: Config, shape: "ModelShape", *, gpus: int | None) -> "Run":
+        """Return the run that the YAML describes."""
+        from skill_tools.dialects.llama_factory.run import build
+
+        return build(config, shape, gpus=gpus)
+
+    def current(self, config: Config, run: "Run") -> "Mode":
+        """Return the mode that the YAML asks for as it stands."""
+        from skill_tools.dialects.llama_factory.run import current
+
+        return current(config)
+
+    def candidates(self, config: Config, run: "Run", advice: "Advice") -> "Iterator[Candidate]":
+        """Yield every way to keep activations; weights and states stay as the DeepSpeed file has them."""
+        from skill_tools.dialects.llama_factory.run import candidates
+
+        return candidates(config)
+
+
+DIALECT = LlamaFactory()

@@ -1,0 +1,151 @@
+"""Builds the planner's run from a LLaMA-Factory configuration, and says what a plan may change in it.
+
+It trains Hugging Face models: in fp32 with autocast unless `pure_bf16` or ZeRO says otherwise, adapters in fp32 on a
+frozen base. Stages with a second model (PPO, DPO with a reference) are planned as the policy alone.
+"""
+
+from collections.abc import Iterator
+
+from skill_tools.configs.config import Config
+from skill_tools.dialects import fields
+from skill_tools.dialects.candidates import INPUTS, RECOMPUTE, Candidate, changed
+from skill_tools.dialects.layout import Layout, checked
+from skill_tools.dialects.parameters import lora
+from skill_tools.dialects.run import (
+    ActivationEngine,
+    Adapter,
+    Mode,
+    OptimizerEngine,
+    Precision,
+    Recompute,
+    Run,
+)
+from skill_tools.dialects.shapes import ModelShape
+
+_BASE_BYTES = {4: 0.53, 8: 1.0}  # NF4 with its scales, and int8
+_STATE_BYTES = (("8bit", 2.0), ("4bit", 1.0), ("lion", 4.0), ("sgd", 4.0), ("adafactor", 0.1))
+_OFF, _UNSLOTH = "llamafactory.disable_gradient_checkpointing", "llamafactory.use_unsloth_gc"
+_FULL = Recompute(granularity="full")
+_WITH_ANOTHER_MODEL = frozenset({"ppo", "dpo", "kto", "rm"})
+
+
+def build(config: Config, shape: ModelShape, *, gpus: int | None) -> Run:
+    """Return the run that the YAML describes."""
+    assumptions: list[str] = []
+    stage = _shard_stage(config)
+    world = gpus or (8 if stage else 1)
+    if gpus is None:
+        why = "one node, because it shards" if stage else "nothing shards it"
+        assumptions.append(f"{world} GPU{'s' if world > 1 else ''} ({why}); say --gpus N for yours")
+    seq_length = fields.count(config, "llamafactory.cutoff_len")
+    if seq_length is None:
+        seq_length = 2048
+        assumptions.append("sequence length 2048: cutoff_len is not set")
+    purpose = fields.text(config, "llamafactory.stage")
+    if purpose in _WITH_ANOTHER_MODEL:
+        assumptions.append(f"stage {purpose}: the policy alone, without a reference or reward model")
+    return Run(
+        dialect=config.framework,
+        shape=shape,
+        layout=checked(Layout(gpus=world)),
+        seq_length=seq_length,
+        micro_batch=fields.count(config, "llamafactory.per_device_train_batch_size") or 8,
+        micro_batches=fields.count(config, "llamafactory.gradient_accumulation_steps") or 1,
+        precision=_precision(config, stage, assumptions),
+        recompute=_FULL if checkpoints(config) else Recompute(),
+        adapter=_adapter(config, shape, assumptions),
+        shards_optimizer=stage >= 1,
+        weight_shards=world if stage >= 3 else 1,
+        gradient_shards=world if stage >= 2 else 1,
+        loss_bytes=0.5 if fields.flag(config, "llamafactory.enable_liger_kernel") else 12.0,
+        fused_activation=bool(fields.flag(config, "llamafactory.enable_liger_kernel")),
+        clips=fields.number(config, "llamafactory.max_grad_norm") != 0,
+        is_eager=True,
+        norm_bytes=4.0,
+        assumptions=tuple(assumptions),
+    )
+
+
+def checkpoints(config: Config) -> bool:
+    """Whether checkpointing recomputes the layers, as it does unless it is turned off."""
+    return not fields.flag(config, _OFF)
+
+
+def current(config: Config) -> Mode:
+    """Return the mode that the YAML and its DeepSpeed file ask for."""
+    on_host = checkpoints(config) and bool(fields.flag(config, _UNSLOTH))
+    return _states(config)._replace(
+        activation_engine=ActivationEngine.INPUTS if on_host else ActivationEngine.NONE
+    )
+
+
+def candidates(config: Config) -> Iterator[Candidate]:
+    """Yield the ways to keep activations, each with the states as DeepSpeed's own file has them."""
+    states = _states(config)
+    yield Candidate(
+        states._replace(recompute=Recompute()),
+        "no checkpointing",
+        (),
+        changed(config, {_OFF: True, _UNSLOTH: False}),
+    )
+    yield Candidate(
+        states._replace(recompute=_FULL),
+        "gradient checkpointing",
+        (RECOMPUTE,),
+        changed(config, {_OFF: False, _UNSLOTH: False}),
+    )
+    yield Candidate(
+        states._replace(recompute=_FULL, activation_engine=ActivationEngine.INPUTS),
+        "checkpointing with layer inputs offloaded (use_unsloth_gc)",
+        (INPUTS,),
+        changed(config, {_OFF: False, _UNSLOTH: True}),
+    )
+
+
+def _states(config: Config) -> Mode:
+    """Return how weights and optimizer states are kept; DeepSpeed's `offload_param` needs stage 3."""
+    zero = "deepspeed.zero_optimization"
+    whole = _shard_stage(config) >= 3 and fields.text(config, f"{zero}.offload_param.device") == "cpu"
+    updates = fields.text(config, f"{zero}.offload_optimizer.device") == "cpu"
+    return Mode(
+        optimizer_fraction=1.0 if updates and not whole else 0.0,
+        optimizer_engine=OptimizerEngine.DEEPSPEED,
+        offload_parameters=whole,
+    )
+
+
+def _shard_stage(config: Config) -> int:
+    """Return ZeRO's stage; where the file is not here, the one that its name states (ds_z3_config.json)."""
+    stage = fields.integer(config, "deepspeed.zero_optimization.stage")
+    if stage is not None:
+        return stage
+    named = str(config.value("llamafactory.deepspeed") or "").rpartition("/")[2].lower()
+    return next((number for number in (3, 2, 1) if f"z{number}" in named or f"zero{number}" in named), 0)
+
+
+def _adapter(config: Config, shape: ModelShape, assumptions: list[str]) -> Adapter | None:
+    if fields.text(config, "llamafactory.finetuning_type") not in {None, "lora", "oft"}:
+        return None
+    rank = fields.count(config, "llamafactory.lora_rank") or 8
+    base = _BASE_BYTES.get(fields.integer(config, "llamafactory.quantization_bit") or 16, 2.0)
+    assumptions.append(
+        f"rank-{rank} adapters on all linears of attention and dense MLPs; base at {base:g} B a weight"
+    )
+    return Adapter(rank=rank, parameters=lora(shape, rank), base_weight_bytes=base)
+
+
+def _precision(config: Config, stage: int, assumptions: list[str]) -> Precision:
+    optimizer = (fields.text(config, "llamafactory.optim") or "adamw_torch").lower()
+    small = next((size for name, size in _STATE_BYTES if name in optimizer), None)
+    if stage:
+        assumptions.append("bf16 weights and gradients, fp32 masters and states, as DeepSpeed keeps them")
+        return Precision(gradient_bytes=2, moments_bytes=small or 8.0, gradient_is_buffer=False)
+    size = 2 if fields.flag(config, "llamafactory.pure_bf16") else 4
+    assumptions.append(f"trained weights, gradients and {optimizer} states of {size} B an element")
+    return Precision(
+        weight_bytes=size,
+        gradient_bytes=size,
+        master_bytes=0,
+        moments_bytes=2.0 * size if small is None else small,
+        gradient_is_buffer=False,
+    )

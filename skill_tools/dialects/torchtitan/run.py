@@ -1,0 +1,106 @@
+"""Builds the planner's run from a torchtitan configuration, and says what a plan may change in it.
+
+torchtitan trains its own decoders from scratch under FSDP2: weights, gradients and AdamW states in `training.dtype`,
+computed in `training.mixed_precision_param`.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+
+from skill_tools.configs.config import Config
+from skill_tools.dialects import fields
+from skill_tools.dialects.candidates import RECOMPUTE, SHARDED, Candidate, changed
+from skill_tools.dialects.layout import Layout, checked
+from skill_tools.dialects.run import Mode, Precision, Recompute, Run
+from skill_tools.dialects.shapes import ModelShape
+
+_OFFLOAD, _CHECKPOINTS = "torchtitan.training.enable_cpu_offload", "torchtitan.activation_checkpoint.mode"
+_GPUS_OF_A_NODE = 8
+_FULL = Recompute(granularity="full")
+
+
+def build(config: Config, shape: ModelShape, *, gpus: int | None) -> Run:
+    """Return the run that the TOML describes."""
+    assumptions: list[str] = []
+    degrees = [
+        fields.count(config, f"torchtitan.parallelism.{name}_parallel_degree") or 1
+        for name in ("tensor", "pipeline", "context", "expert")
+    ]
+    world = gpus or _stated_gpus(config, degrees)
+    if world is None:
+        world = _GPUS_OF_A_NODE
+        assumptions.append(f"{world} GPUs (one node); say --gpus N for yours")
+    tensor, pipeline, context, expert = degrees
+    layout = checked(Layout(gpus=world, tensor=tensor, pipeline=pipeline, context=context, expert=expert))
+    replicas = fields.count(config, "torchtitan.parallelism.data_parallel_replicate_degree") or 1
+    shards = max(1, layout.dense_shards // replicas)
+    micro_batch = fields.count(config, "torchtitan.training.local_batch_size") or 8
+    whole = fields.integer(config, "torchtitan.training.global_batch_size") or -1
+    if fields.text(config, _CHECKPOINTS) in {None, "selective", "memory_budget"}:
+        assumptions.append("selective checkpointing keeps most of what a layer saves: counted as none")
+    return Run(
+        dialect=config.framework,
+        shape=shape,
+        layout=layout,
+        seq_length=fields.count(config, "torchtitan.training.seq_len") or 2048,
+        micro_batch=micro_batch,
+        micro_batches=max(1, whole // (micro_batch * layout.data)),
+        precision=_precision(config, assumptions),
+        recompute=_FULL if fields.text(config, _CHECKPOINTS) == "full" else Recompute(),
+        weight_shards=shards,
+        gradient_shards=shards,
+        loss_bytes=6.0 if fields.flag(config, "torchtitan.compile.enable") else 12.0,
+        fused_activation=bool(fields.flag(config, "torchtitan.compile.enable")),
+        is_eager=not fields.flag(config, "torchtitan.compile.enable"),
+        assumptions=tuple(assumptions),
+    )
+
+
+def current(config: Config, run: Run) -> Mode:
+    """Return the mode that the TOML asks for as it stands; without shards there is nothing that offloads."""
+    return Mode(offload_parameters=run.weight_shards > 1 and bool(fields.flag(config, _OFFLOAD)))
+
+
+def candidates(config: Config, run: Run) -> Iterator[Candidate]:
+    """Yield checkpointing or none, with and without FSDP's CPU offload."""
+    for recompute, label, mechanisms, mode in (
+        (Recompute(), "no checkpointing", (), "none"),
+        (_FULL, "full activation checkpointing", (RECOMPUTE,), "full"),
+    ):
+        for offloads in (False, True) if run.weight_shards > 1 else (False,):
+            yield Candidate(
+                Mode(recompute=recompute, offload_parameters=offloads),
+                f"{label} + FSDP CPU offload" if offloads else label,
+                (*mechanisms, SHARDED) if offloads else mechanisms,
+                changed(config, {_CHECKPOINTS: mode, _OFFLOAD: offloads}),
+            )
+
+
+def as_toml(spelled: Mapping[str, object]) -> str:
+    """Return dotted keys and their values as TOML with sections."""
+    sections: dict[str, list[str]] = {}
+    for dotted, value in spelled.items():
+        section, _, name = dotted.rpartition(".")
+        sections.setdefault(section, []).append(f"{name} = {json.dumps(value)}")
+    return "\n".join("\n".join([f"[{section}]", *lines, ""]) for section, lines in sections.items())
+
+
+def _stated_gpus(config: Config, degrees: list[int]) -> int | None:
+    """Return the GPUs that the degrees need, if the sharding degree is stated; -1 takes what there is."""
+    shard = fields.integer(config, "torchtitan.parallelism.data_parallel_shard_degree")
+    if shard is None or shard < 1:
+        return None
+    replicas = fields.count(config, "torchtitan.parallelism.data_parallel_replicate_degree") or 1
+    return shard * replicas * degrees[0] * degrees[1] * degrees[2]  # experts are spread over the same GPUs
+
+
+def _precision(config: Config, assumptions: list[str]) -> Precision:
+    size = 2 if fields.text(config, "torchtitan.training.dtype") == "bfloat16" else 4
+    assumptions.append(f"sharded weights, gradients and states of {size} B an element, no master weights")
+    return Precision(
+        weight_bytes=size,
+        gradient_bytes=size,
+        master_bytes=0,
+        moments_bytes=2 * size,
+        gradient_is_buffer=False,
+    )

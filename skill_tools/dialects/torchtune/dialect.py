@@ -1,0 +1,78 @@
+"""torchtune as a dialect: a YAML of components and switches, which a recipe reads with `cfg.get(name, default)`."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from skill_tools.configs.config import Config, UnknownKey
+from skill_tools.configs.source import Source
+from skill_tools.dialects.base import NONE, Dialect, Evidence
+from skill_tools.dialects.torchtune import TORCHTUNE
+
+if TYPE_CHECKING:
+    from skill_tools.configs.yaml_lines import Node
+    from skill_tools.dialects.candidates import Advice, Candidate
+    from skill_tools.dialects.run import Mode, Run
+    from skill_tools.dialects.shapes import ModelShape
+
+_COMPONENT = "_component_"
+_COMMAND = r"(?m)^[^#\n]*\b(tune run)\b"
+
+
+class TorchTune(Dialect):
+    """torchtune. What the YAML does not say has the recipe's default; a key that no recipe reads is ignored."""
+
+    name = TORCHTUNE
+    label = "torchtune"
+    looks_for = "a section with `_component_: torchtune.…`, or the command `tune run`"
+    marks = ("_component_",)
+    to_fit = "more GPUs (--gpus) with a distributed recipe, or a shorter tokenizer.max_seq_len"
+
+    def evidence_in_text(self, text: str) -> Evidence:
+        """Look for `tune run` with a configuration."""
+        import re
+
+        command = re.search(_COMMAND, text)
+        return Evidence(1, certain=True, proof="tune run") if command and "--config" in text else NONE
+
+    def evidence_in_entries(self, entries: "Mapping[str, Node]") -> Evidence:
+        """Look for a component of torchtune in any section."""
+        pending = list(entries.values())
+        while pending:
+            value = pending.pop().value
+            if isinstance(value, dict):
+                component = value.get(_COMPONENT)
+                if component is not None and str(component.value).startswith("torchtune."):
+                    return Evidence(1, certain=True, proof=f"{_COMPONENT}: {component.value}")
+                pending += value.values()
+        return NONE
+
+    def compose(self, sources: Sequence[Source], overrides: Sequence[str]) -> Config:
+        """Read sources in order, then overrides."""
+        from skill_tools.dialects.torchtune.compose import compose
+
+        return compose(sources, overrides)
+
+    def rule_for_unknown(self, unknown: UnknownKey) -> str:
+        """A name that no recipe reads changes nothing."""
+        return "tt-key-typo"
+
+    def run(self, config: Config, shape: "ModelShape", *, gpus: int | None) -> "Run":
+        """Return the run that the YAML describes."""
+        from skill_tools.dialects.torchtune.run import build
+
+        return build(config, shape, gpus=gpus)
+
+    def current(self, config: Config, run: "Run") -> "Mode":
+        """Return the mode that the YAML asks for as it stands."""
+        from skill_tools.dialects.torchtune.run import current
+
+        return current(config)
+
+    def candidates(self, config: Config, run: "Run", advice: "Advice") -> "Iterator[Candidate]":
+        """Yield every way to keep activations, with and without offloading weights or states."""
+        from skill_tools.dialects.torchtune.candidates import candidates
+
+        return candidates(config, run)
+
+
+DIALECT = TorchTune()

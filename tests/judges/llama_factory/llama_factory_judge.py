@@ -1,0 +1,200 @@
+"""Our verdict against LLaMA-Factory's own parser, for generated configurations and every release that is there.
+
+    python tests/judges/llama_factory/llama_factory_judge.py --configurations 5000
+
+The parser raises its first error alone, so a raised text must be among our findings, and our errors must be raised at
+all. With `--mutants`, each judged rule is taken away in turn, and the answers have to show it.
+"""
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from random import Random
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+import yaml
+
+from skill_tools.dialects.read import read_text
+from skill_tools.rules.knowledge import Rule, load_rules
+from skill_tools.rules.lint import lint
+
+FOLDER = Path(__file__).parents[3] / "build" / "judges" / "llama_factory"
+WITNESS = Path(__file__).with_name("llama_factory_witness.py")
+JUDGED = [
+    rule
+    for rule in load_rules()
+    if rule.id.startswith("lf-") and rule.effect == "raises" and "DeepSpeed training" not in str(rule.raises)
+]
+CONCERNS = re.compile(r"DeepSpeed|ZeRO|not used by the HfArgumentParser")
+# Not all releases have these, and a release refuses what it does not have.
+NEW = {"use_apollo": "0.9.2", "use_muon": "0.9.3", "use_kt": "0.9.4"}
+BASE: dict[str, Any] = {
+    "model_name_or_path": "Qwen/Qwen3-8B",
+    "stage": "sft",
+    "do_train": True,
+    "dataset": "identity",
+    "eval_dataset": "identity",
+    "template": "qwen",
+    "output_dir": "/nowhere",
+    "report_to": "none",
+}
+STAGES: tuple[dict[str, Any] | None, ...] = (
+    None,
+    {"zero_optimization": {"stage": 3}},
+    {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}},
+    {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}},
+    {"zero_optimization": {"stage": 0}},
+    {"train_micro_batch_size_per_gpu": "auto"},
+)
+SWITCHES = (
+    "pure_bf16", "use_unsloth", "use_kt", "use_galore", "use_apollo", "use_badam", "predict_with_generate",
+    "pissa_init", "use_unsloth_gc", "disable_gradient_checkpointing",
+)  # fmt: skip
+UNKNOWN = ("cpu_offload", "offload_params", "activation_offloading", "fsdp_offload_params")
+
+
+class Asked(NamedTuple):
+    """A configuration, and whether it is launched with several processes."""
+
+    config: dict[str, Any]
+    distributed: bool
+
+
+def drawn(seed: int) -> Asked:
+    """Return the configuration of a seed; whoever names a DeepSpeed section launches it as it asks for."""
+    random = Random(seed)
+    config = {**BASE, "finetuning_type": random.choice(("full", "full", "lora"))}
+    section = random.choice(STAGES)
+    if section is not None:
+        config["deepspeed"] = section
+    for name in SWITCHES:
+        if random.random() < 0.15:
+            config[name] = random.random() < 0.85
+    if random.random() < 0.1:
+        config["badam_mode"] = random.choice(("layer", "ratio"))
+    if random.random() < 0.08:
+        config[random.choice(UNKNOWN)] = True
+    if random.random() < 0.3:
+        config["bf16"] = True
+    return Asked(config, section is not None)
+
+
+def installed() -> list[str]:
+    """Return the releases that are there, oldest first."""
+    found = [path.parent.name for path in FOLDER.glob("[0-9]*/llamafactory")]
+    return sorted(found, key=lambda version: [int(part) for part in version.split(".")])
+
+
+class Release:
+    """One release's parser, running; a context manager, so that the process ends with the judge."""
+
+    def __init__(self, version: str) -> None:
+        command = [sys.executable, str(WITNESS), str(FOLDER / version), str(FOLDER / "dependencies")]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._process.terminate()
+        self._process.wait()
+
+    def ask(self, asked: Asked) -> str | None:
+        """Return what the parser raised."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(asked._asdict()) + "\n")
+        self._process.stdin.flush()
+        raised: str | None = json.loads(self._process.stdout.readline())["raised"]
+        return raised
+
+
+def says(rule: Rule, text: str) -> bool:
+    """Whether `text` is what the rule says that the framework prints; `{..}` stands for anything."""
+    return any(one.removesuffix("{..}") in text for one in rule.raises)
+
+
+def is_known(asked: Asked, version: str) -> bool:
+    """Whether the release has every argument that it is given."""
+
+    def as_numbers(text: str) -> list[int]:
+        return [int(part) for part in text.split(".")]
+
+    return all(as_numbers(NEW[name]) <= as_numbers(version) for name in asked.config if name in NEW)
+
+
+class Heard(NamedTuple):
+    """A configuration with what the parser raised, and the rules that it breaks."""
+
+    asked: Asked
+    raised: str | None
+    found: set[str]
+
+
+def verdict(asked: Asked, version: str) -> set[str]:
+    """Return the rules that the configuration breaks."""
+    config = read_text(yaml.dump(asked.config, Dumper=yaml.CSafeDumper, sort_keys=False), "config.yaml")
+    result = lint(config, rules=JUDGED, versions={"llamafactory": version})
+    return {finding.rule for finding in result.findings}
+
+
+def disagreements(heard: Heard, rules: Sequence[Rule]) -> Iterator[str]:
+    """Yield where the parser and our verdict differ, as it would be with `rules` alone."""
+    raised, found = heard.raised, heard.found & {rule.id for rule in rules}
+    if raised is None:
+        yield from (f"found, not raised: {rule}" for rule in sorted(found))
+        return
+    telling = {rule.id for rule in rules if says(rule, raised)}
+    if telling and not telling & found:
+        yield f"raised, not found: {sorted(telling)}"
+    elif not telling and CONCERNS.search(raised):
+        yield f"raised, no rule has the text: {raised}"
+
+
+def answers(version: str, seeds: Iterable[int]) -> list[Heard]:
+    """Return what a release says to each configuration that it knows the arguments of, and what we say."""
+    known = [asked for asked in map(drawn, seeds) if is_known(asked, version)]
+    with Release(version) as release:
+        return [Heard(asked, release.ask(asked), verdict(asked, version)) for asked in known]
+
+
+def judged(heard: Sequence[Heard], rules: Sequence[Rule]) -> list[str]:
+    """Return every disagreement, each with the configuration that shows it."""
+    return [f"{one}: {each.asked}; {each.raised}" for each in heard for one in disagreements(each, rules)]
+
+
+def main() -> int:
+    """Judge every release; return 1 where anything differs."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--configurations", type=int, default=5000)
+    parser.add_argument("--mutants", action="store_true", help="take each judged rule away in turn")
+    stated = parser.parse_args()
+    failed = False
+    heard_of = {}
+    for version in installed():
+        heard = heard_of[version] = answers(version, range(stated.configurations))
+        problems = judged(heard, JUDGED)
+        outcomes = Counter("raised" if each.raised else "parsed" for each in heard)
+        print(f"llamafactory {version}: {dict(outcomes)}, {len(problems)} disagreements")
+        print("\n".join(problems[:5]))
+        failed |= bool(problems)
+    for rule in JUDGED if stated.mutants else ():
+        others = [each for each in JUDGED if each is not rule]
+        seen = [version for version, heard in heard_of.items() if judged(heard, others)]
+        print(f"without {rule.id}: {'seen in ' + ', '.join(seen) if seen else 'NOT SEEN'}")
+        failed |= not seen
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

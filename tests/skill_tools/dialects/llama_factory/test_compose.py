@@ -1,0 +1,138 @@
+"""LLaMA-Factory's YAML, `llamafactory-cli train` with what follows it, and the DeepSpeed file that it names."""
+
+from pathlib import Path
+
+import pytest
+
+from skill_tools.configs.config import Config
+from skill_tools.dialects.read import read, read_text
+from skill_tools.errors import UnusableInput
+from skill_tools.rules.lint import lint
+
+YAML = """\
+model_name_or_path: Qwen/Qwen3-8B
+stage: sft
+do_train: true
+finetuning_type: full
+learning_rate: 1e-5
+fp8: true
+deepspeed: examples/deepspeed/ds_z3_config.json
+"""
+ZERO3 = '{"train_micro_batch_size_per_gpu": "auto", "zero_optimization": {"stage": 3}}'
+
+
+def composed(text: str, *overrides: str, filename: str = "config.yaml") -> Config:
+    return read_text(text, filename, overrides=overrides, framework="llama-factory")
+
+
+def ids(config: Config) -> list[str]:
+    found = lint(config, versions={"llamafactory": "0.9.5", "deepspeed": "0.18.9"}).findings
+    return [finding.rule for finding in found if finding.rule.startswith("lf-")]
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """A folder with the DeepSpeed file at the place that LLaMA-Factory's examples name."""
+    (tmp_path / "examples/deepspeed").mkdir(parents=True)
+    (tmp_path / "examples/train_full").mkdir()
+    (tmp_path / "examples/deepspeed/ds_z3_config.json").write_text(ZERO3, encoding="utf-8")
+    (tmp_path / "examples/train_full/qwen3.yaml").write_text(YAML, encoding="utf-8")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("text", "filename", "is_ours"),
+    [
+        (YAML, "x.yaml", True),
+        ("dist_config: {name: fsdp2}\ntrain_dataset: data/x.yaml\n", "x.yaml", True),
+        ("stage: build\nfinetuning_type: lora\n", "x.yaml", False),
+        ("stage: sft\n", "x.yaml", False),
+        ("FORCE_TORCHRUN=1 llamafactory-cli train x.yaml\n", "x.sh", True),
+        ("deepspeed src/train.py --stage sft --finetuning_type lora\n", "x.sh", True),
+        ("llamafactory-cli chat x.yaml\n", "x.sh", False),
+    ],
+)
+def test_it_is_recognised_by_stage_and_method(text: str, filename: str, is_ours: bool) -> None:
+    try:
+        found = read_text(text, filename).framework == "llama-factory"
+    except UnusableInput:
+        found = False
+    assert found is is_ours
+
+
+def test_the_deepspeed_file_is_found_from_the_root_of_the_repository(repository: Path) -> None:
+    config = read([repository / "examples/train_full/qwen3.yaml"], overrides=["pure_bf16=true"])
+    stage = config.settings["deepspeed.zero_optimization.stage"]
+    assert (stage.value, Path(stage.place.file).name) == (3, "ds_z3_config.json")
+    assert ids(config) == ["lf-pure-bf16-zero3"]
+
+
+def test_a_file_that_is_not_here_leaves_its_section_open() -> None:
+    config = composed(YAML + "pure_bf16: true\n")
+    assert [setting.value for setting in config.missing_files] == ["examples/deepspeed/ds_z3_config.json"]
+    assert ids(config) == []
+
+
+def test_a_name_that_another_framework_has_too_is_not_taken_for_its_key() -> None:
+    assert not composed(YAML).wrong_types
+    assert composed(YAML).value("llamafactory.learning_rate") == 1e-5
+
+
+def test_words_win_over_the_file_that_a_script_names(repository: Path) -> None:
+    script = repository / "run.sh"
+    script.write_text(
+        "FORCE_TORCHRUN=1 llamafactory-cli train examples/train_full/qwen3.yaml \\\n"
+        "  use_unsloth=true learning_rate=$LR\n",
+        encoding="utf-8",
+    )
+    config = read([script])
+    assert ids(config) == ["lf-unsloth-zero3"]
+    assert "llamafactory.learning_rate" in config.unresolved
+    assert config.value("llamafactory.launch") == "distributed"
+
+
+@pytest.mark.parametrize(
+    ("launch", "expected"),
+    [
+        ("CUDA_VISIBLE_DEVICES=0 llamafactory-cli train", "single"),
+        ("CUDA_VISIBLE_DEVICES=0,1 llamafactory-cli train", None),
+        ("llamafactory-cli train", None),
+        ("CUDA_VISIBLE_DEVICES=0 FORCE_TORCHRUN=1 lmf train", "distributed"),
+        ("CUDA_VISIBLE_DEVICES=0 torchrun --nproc_per_node 1 src/train.py", "distributed"),
+        ("CUDA_VISIBLE_DEVICES=$GPU llamafactory-cli train", None),
+    ],
+)
+def test_the_launch_says_whether_it_is_distributed(launch: str, expected: str | None) -> None:
+    config = composed(f"{launch} --stage sft --finetuning_type full --deepspeed x.json\n", filename="run.sh")
+    assert config.value("llamafactory.launch") == expected
+    assert ids(config) == (["lf-ds-launch"] if expected == "single" else [])
+
+
+@pytest.mark.parametrize(
+    ("text", "filename", "found"),
+    [
+        (YAML + "offload_params: true\n", "x.yaml", True),
+        (YAML + "tensor_model_parallel_size: 2\nrecompute_granularity: full\n", "x.yaml", False),
+        ("llamafactory-cli train --stage sft --finetuning_type lora --cpu_offload\n", "x.sh", True),
+        (
+            "ALLOW_EXTRA_ARGS=1 llamafactory-cli train --stage sft --finetuning_type lora --cpu_offload\n",
+            "x.sh",
+            False,
+        ),
+    ],
+)
+def test_an_argument_that_nobody_owns_is_found_where_it_is_refused(
+    text: str, filename: str, found: bool
+) -> None:
+    assert ("lf-unknown-key" in ids(composed(text, filename=filename))) is found
+
+
+def test_under_an_accelerate_configuration_deepspeed_may_be_on() -> None:
+    text = "accelerate launch --config_file a.yaml src/train.py --stage sft --finetuning_type full --use_badam true\n"
+    assert ids(composed(text, filename="run.sh")) == []
+
+
+def test_a_section_on_the_command_line_is_read_as_one_in_a_file() -> None:
+    text = "llamafactory-cli train --stage sft --finetuning_type full --pure_bf16 --deepspeed "
+    config = composed(text + "'{zero_optimization: {stage: 3}}'\n", filename="run.sh")
+    assert ids(config) == ["lf-pure-bf16-zero3"]
