@@ -9,6 +9,10 @@ TRANSFORMERS_RELEASES := 4.57.3 5.0.0 5.8.0 5.10.4 5.14.1 5.17.0 5.23.0
 
 .PHONY: setup demo test test-all test-faults check test-axolotl test-megatron test-deepspeed test-torchtune test-llama-factory test-accelerate test-rl test-transformers lint-code render clean
 
+AXOLOTL_RELEASES := 0.12.2 0.13.2 0.14.0 0.15.0 0.16.1 0.17.0 0.18.0 0.19.0 0.20.0 0.21.0
+
+.PHONY: setup demo test test-all test-faults check test-axolotl test-megatron test-deepspeed test-mutations test-torchtune test-llama-factory lint-code render clean
+
 setup: .venv/.ready
 
 .venv/.ready: pyproject.toml constraints.txt
@@ -57,6 +61,12 @@ CONFIGURATIONS ?= 10000
 test-megatron: setup
 	$(BIN)/python tests/megatron/fetch.py $(MEGATRON)
 	$(BIN)/python tests/megatron/judge.py --configurations $(CONFIGURATIONS)
+
+# Are slips noticed? 40 rules taken away and 60 conditions changed, one at a time.
+SEED ?= 1
+
+test-mutations: setup
+	$(BIN)/python tests/judges/mutations.py --removed 40 --changed 60 --seed $(SEED)
 
 # DeepSpeed's own configuration classes judge our rules, each release in a process of its own.
 DEEPSPEED ?= 0.17.0 0.17.6 0.18.3 0.18.9 0.19.4 0.19.5 0.19.7 0.19.8

@@ -17,7 +17,8 @@ class Key(NamedTuple):
     """One key of `keys.yaml`; the fields are described in docs/design.md.
 
     `default` maps a framework to a value, or to a list of `{versions, value}` where it changed. `negatives` are
-    flags that set the key to false. `implies` maps a value of the key to the fields that it stands for.
+    flags that set the key to false. Inputs of the frameworks in `outside` never show the key: it is set elsewhere.
+    `implies` maps a value of the key to the fields that it stands for.
     """
 
     name: str
@@ -30,6 +31,7 @@ class Key(NamedTuple):
     negatives: tuple[str, ...] = ()
     default: Mapping[str, object] = _EMPTY
     recipe_sets: bool = False
+    outside: tuple[str, ...] = ()
     exists: Mapping[str, str] = _EMPTY
     implies: Mapping[str, Mapping[str, object]] = _EMPTY
     note: str = ""
@@ -100,6 +102,7 @@ def _key(entry: Mapping[str, Any]) -> Key:
         negatives=tuple(negatives),
         default=entry.get("default", _EMPTY),
         recipe_sets=entry.get("recipe_sets", False),
+        outside=tuple(entry.get("outside", ())),
         exists=entry.get("exists", _EMPTY),
         implies=entry.get("implies", _EMPTY),
         note=entry.get("note", ""),

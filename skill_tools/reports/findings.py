@@ -72,7 +72,7 @@ def report(
 def as_concise(report: Report, *, show_undecided: bool = False) -> str:
     """Return the lines of `report`; with `show_undecided`, also one line for each rule that stays open."""
     lines = [_read_line(report)] if report.read else []
-    lines += [_finding_line(finding) for finding in report.findings]
+    lines += [_finding_line(finding, others) for finding, others in _folded(report.findings)]
     if show_undecided:
         lines += [
             f"{name} undecided {rule.rule} {rule.title} → state {', '.join(rule.missing)}"
@@ -92,9 +92,32 @@ def _read_line(report: Report) -> str:
     return f"read {named} (--format json says by what){passed_over}"
 
 
-def _finding_line(finding: Finding) -> str:
+def _folded(findings: Sequence[Finding]) -> list[tuple[Finding, int]]:
+    """Return the findings to show, each with the number of those like it that it stands for.
+
+    What depends on a release that nobody stated is said once for all inputs: stating the release settles all of them.
+    """
+    files: dict[str, list[str]] = {}
+    for finding in findings:
+        files.setdefault(finding.rule, []).append(finding.place.file)
+    shown = []
+    for finding in findings:
+        first, *_ = alike = list(dict.fromkeys(files[finding.rule]))
+        if not finding.depends_on:
+            shown.append((finding, 0))
+        elif finding.place.file == first:
+            shown.append((finding, len(alike) - 1))
+    return shown
+
+
+def _finding_line(finding: Finding, others: int) -> str:
+    more = f" [and in {_plural(others, 'more input')}]" if others else ""
+    unless = (
+        f" [unless the recipe or its environment sets {', '.join(finding.unless)}]" if finding.unless else ""
+    )
     depends = f" [depends on {', '.join(finding.depends_on)}]" if finding.depends_on else ""
-    return f"{finding.place} {finding.severity} {finding.rule} {finding.message}{depends} → {finding.next}"
+    said = f"{finding.message}{unless}{depends}{more}"
+    return f"{finding.place} {finding.severity} {finding.rule} {said} → {finding.next}"
 
 
 def _summary(report: Report) -> str:
@@ -172,6 +195,7 @@ def finding_data(finding: Finding) -> dict[str, Any]:
         "column": finding.place.column,
         "observed": dict(finding.observed),
         "depends_on": list(finding.depends_on),
+        "unless": list(finding.unless),
         "why": finding.why,
         "evidence": {
             "tag": finding.evidence.tag,

@@ -40,7 +40,8 @@ class Finding(NamedTuple):
     """One rule that the configuration breaks.
 
     `observed` maps each key that the condition read to the value it had (set or default). `depends_on` names
-    the releases that would make it hold when the version is not known, for example `megatron-core>=0.18`.
+    the releases that would make it hold when the version is not known, for example `megatron-core>=0.18`. `unless`
+    names keys that nobody set here and whose defaults decide it: a recipe that is not seen may set them.
     """
 
     rule: str
@@ -55,6 +56,7 @@ class Finding(NamedTuple):
     fix: Fix
     docs: str
     depends_on: tuple[str, ...] = ()
+    unless: tuple[str, ...] = ()
 
     def depending_on(self, releases: tuple[str, ...]) -> "Finding":
         """Return the finding one step less severe if it depends on `releases` that nobody stated, else as it is."""

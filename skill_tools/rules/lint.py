@@ -5,6 +5,7 @@ affair (`suppress`), because a plan must not be legal only by comment.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from skill_tools import knowledge
 from skill_tools.configs.config import Config
@@ -15,9 +16,10 @@ from skill_tools.rules.knowledge import Rule, rules_about
 from skill_tools.rules.messages import describe, from_rule, observed_keys, place_of
 from skill_tools.rules.operations import UNKNOWN
 from skill_tools.rules.values import Scope
-from skill_tools.rules.versions import Standing, resolve, standing, unstated_branch
+from skill_tools.rules.versions import Standing, holds_today, resolve, standing, unstated_branch
 
 _ORDER = {Severity.ERROR: 0, Severity.WARNING: 1, Severity.INFO: 2}
+_ONE_STEP_LOWER = {Severity.ERROR: Severity.WARNING}
 
 
 def lint(
@@ -31,14 +33,17 @@ def lint(
     """Hold `config` to `rules` (default: all that are known) and return what it breaks and what stays open.
 
     `versions` maps distribution names to the releases that the user states; they win over what the config
-    itself says. Where a rule depends on a release that nobody stated, its finding is one step less severe
-    and says so. `with_diffs` also works out what each fix would change, which costs more than the lint.
+    itself says. Where a rule depends on a release that nobody stated, its finding is one step less severe and
+    says so; it is only a note where today's releases are not among them. The same step where the default of one
+    key is the fault and a recipe that is not seen may set it. `with_diffs` also works out what each fix would
+    change, which costs more than the lint.
     """
     scope = Scope(config, load_keys() if keys is None else keys, resolve(config.versions, versions or {}))
     remembered = _remembered(scope) if rules is None and keys is None else {}
     dialects = config.dialects()
     conditions = _conditions(dialects) if rules is None else _about(dialects, rules)
     rules = rules_about(dialects.union(config.shares)) if rules is None else rules
+    as_written = Scope(config, scope.known_keys, scope.versions, as_written=True)
     findings = list(input_checks.check(config, rules, scope.known_keys, scope.versions))
     undecided = []
     touched = config.settings.keys() | config.unresolved | config.maybe_set
@@ -49,23 +54,35 @@ def lint(
             if rule.id not in remembered:
                 remembered[rule.id] = _asked(rule, scope)
             found = remembered[rule.id]
+            if isinstance(found, Undecided) and not rule.keys.isdisjoint(found.missing):
+                continue  # the input says nothing of what the rule asks
         else:
-            found = _asked(rule, scope)
+            found = _asked(rule, scope, as_written)
         if isinstance(found, Undecided):
             undecided.append(found)
         elif found is not None:
-            findings.append(_finding(rule, scope, found))
+            findings.append(_finding(rule, as_written if found.unless else scope, found))
     if with_diffs:
         by_id = {rule.id: rule for rule in rules}
         findings = [_with_diff(finding, config, by_id, scope.known_keys) for finding in findings]
     return LintResult(in_order(findings), tuple(undecided))
 
 
-Answer = Undecided | tuple[str, ...] | None
+class Holds(NamedTuple):
+    """A rule holds: in which releases where nobody stated one, and unless a recipe sets which key."""
+
+    depends_on: tuple[str, ...]
+    unless: tuple[str, ...]
 
 
-def _asked(rule: Rule, scope: Scope) -> Answer:
-    """Return what `rule` says: None where it does not hold, why it is open, or where it holds what that depends on."""
+Answer = Holds | Undecided | None
+
+
+def _asked(rule: Rule, scope: Scope, as_written: Scope | None = None) -> Answer:
+    """Return what `rule` says: None where it does not hold, why it is open, or where it holds what that depends on.
+
+    With `as_written`, a rule that only the default of one unset key decides holds, unless a recipe sets that key.
+    """
     if rule.guard and not scope[rule.guard]:
         return None
     answer, missing = rule.condition.ask(scope)
@@ -74,11 +91,17 @@ def _asked(rule: Rule, scope: Scope) -> Answer:
     applies, depends_on = standing(rule.versions, scope.versions, conditional=rule.conditional)
     if applies is Standing.ABSENT:
         return None
+    unless: tuple[str, ...] = ()
     if answer is UNKNOWN:
-        return Undecided(rule.id, rule.title, observed_keys(missing))
+        open_keys = observed_keys(missing)
+        unless = scope.left_open(open_keys)
+        # Two defaults that would have to be left alone together are a guess, not a finding.
+        guess = as_written is None or len(unless) != 1 or rule.severity is Severity.INFO
+        if guess or as_written is None or rule.condition.holds(as_written) is not True:
+            return Undecided(rule.id, rule.title, open_keys)
     if depends_on and (branch := unstated_branch(rule.versions, scope.versions)):
         return Undecided(rule.id, rule.title, (branch,))
-    return depends_on
+    return Holds(depends_on, unless)
 
 
 @knowledge.derived
@@ -138,12 +161,16 @@ def in_order(findings: Sequence[Finding]) -> tuple[Finding, ...]:
     )
 
 
-def _finding(rule: Rule, scope: Scope, depends_on: tuple[str, ...]) -> Finding:
+def _finding(rule: Rule, scope: Scope, holds: Holds) -> Finding:
+    depends_on, unless = holds
     keys = observed_keys(rule.condition.deciding_names(scope))
     place = place_of(keys, scope.config)
     finding = from_rule(rule, message=f"{rule.message}: {describe(keys, scope, place)}", place=place)
     observed = {key: scope.versions.get(key, scope[key]) for key in keys}
-    return finding._replace(observed=observed).depending_on(depends_on)
+    severity = _ONE_STEP_LOWER.get(rule.severity, Severity.INFO) if depends_on or unless else rule.severity
+    if depends_on and not holds_today(rule.conditional):
+        severity = Severity.INFO
+    return finding._replace(observed=observed, severity=severity, depends_on=depends_on, unless=unless)
 
 
 def _with_diff(

@@ -5,6 +5,7 @@ answers `UNKNOWN` itself then. It must answer for every type, as user input may 
 """
 
 from collections.abc import Callable, Mapping
+from fnmatch import fnmatchcase
 from types import MappingProxyType
 
 
@@ -42,6 +43,17 @@ def any_inside(parts: object, wholes: object) -> bool:
     return any(isinstance(part, str) and part in whole for part in parts for whole in texts)
 
 
+def last_part(entries: object, names: object) -> bool:
+    """Return whether an entry's part after its last dot is one of `names`; either may be a pattern (`*`, `?`, `[`).
+
+    Axolotl scopes selective checkpointing by such entries: `layers.0`, `self_attn.o_proj`, `*_proj`.
+    """
+    if not isinstance(entries, list) or not isinstance(names, list):
+        return False
+    parts = [entry.rpartition(".")[2] for entry in entries if isinstance(entry, str)]
+    return any(fnmatchcase(name, part) or fnmatchcase(part, name) for part in parts for name in names)
+
+
 PREDICATES: Mapping[str, Callable[..., object]] = MappingProxyType(
     {
         "len": length,
@@ -49,5 +61,6 @@ PREDICATES: Mapping[str, Callable[..., object]] = MappingProxyType(
         "ends_with": ends_with,
         "names": names,
         "any_inside": any_inside,
+        "last_part": last_part,
     }
 )

@@ -7,7 +7,7 @@ that its key cannot hold; the latter has a finding of its own.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import Any, TypeGuard
 
@@ -30,13 +30,25 @@ def key_of(name: str) -> str:
 
 
 class Scope(dict[str, object]):
-    """The names of one configuration; a missing one is worked out once, when it is first read."""
+    """The names of one configuration; a missing one is worked out once, when it is first read.
 
-    def __init__(self, config: Config, keys: Mapping[str, Key], versions: Mapping[str, str]) -> None:
+    `as_written` takes the configuration at its word: a key that is not set has its default, although a recipe or an
+    environment that is not seen may set it.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        keys: Mapping[str, Key],
+        versions: Mapping[str, str],
+        *,
+        as_written: bool = False,
+    ) -> None:
         super().__init__()
         self.config = config
         self.known_keys = keys
         self.versions = versions
+        self._as_written = as_written
         self._unreadable = config.unresolved | {
             wrong.setting.key for wrong in config.wrong_types if not wrong.is_known
         }
@@ -73,8 +85,17 @@ class Scope(dict[str, object]):
             return owner
         return next((name for name in self.config.shares if name in self.known_keys[key].default), owner)
 
+    def left_open(self, names: Iterable[str]) -> tuple[str, ...]:
+        """Return the keys among `names` that are set nowhere here, and that a recipe or an environment may set."""
+        return tuple(
+            name for name in names if name not in self.config.settings and self._left_to_recipe(name)
+        )
+
     def _left_to_recipe(self, key: str) -> bool:
-        return not self.config.complete and key in self.known_keys and self.known_keys[key].recipe_sets
+        if self._as_written or key not in self.known_keys:
+            return False
+        known = self.known_keys[key]
+        return (not self.config.complete and known.recipe_sets) or self.config.framework in known.outside
 
 
 def unset(framework: str, embeds: tuple[str, ...], keys: Mapping[str, Key]) -> Scope:

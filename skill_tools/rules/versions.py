@@ -118,6 +118,16 @@ def unstated_branch(wanted: Versions, versions: Versions) -> str | None:
     return next((package for package in wanted if package in branches and package not in versions), None)
 
 
+def holds_today(wanted: Versions) -> bool:
+    """Return whether the newest known releases are among those that a rule is about."""
+    known = _facts()["known"]
+    newest = {
+        package: next((each for each in reversed(known.get(package, ())) if "dev" not in each), None)
+        for package in wanted
+    }
+    return all(newest[package] is None or admits(wanted[package], newest[package]) for package in wanted)
+
+
 def displaced(wanted: Versions, versions: Versions) -> bool:
     """Return whether a stated build takes the place of a package in `wanted`, as a development branch does."""
     return any(build in versions and package in wanted for build, package in _facts()["replaces"].items())

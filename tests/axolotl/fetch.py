@@ -3,7 +3,8 @@
     python tests/axolotl/fetch.py 0.18.0 0.19.0
 
 The releases themselves are not installed: their dependencies are a whole training stack, and the schemas need
-none of it. From each distribution only the package `axolotl` is unpacked. Called by `make test-axolotl`.
+none of it, nor the Python that newer releases ask for. From each distribution only the package `axolotl` is
+unpacked. Called by `make test-axolotl`.
 """
 
 import subprocess
@@ -14,14 +15,17 @@ import zipfile
 from pathlib import Path
 
 FOLDER = Path(__file__).parents[2] / "build" / "axolotl"
-DEPENDENCIES = ["pydantic==2.12.5", "pillow"]
+# What to install, and the package by which one sees that it is there.
+DEPENDENCIES = {"pydantic==2.12.5": "pydantic", "pillow": "PIL", "addict": "addict"}
 PIP = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
 
 
 def main() -> None:
     """Fetch what is not there yet."""
-    if not (FOLDER / "dependencies").is_dir():
-        subprocess.run([*PIP, "install", "--target", str(FOLDER / "dependencies"), *DEPENDENCIES], check=True)
+    there = FOLDER / "dependencies"
+    missing = [requirement for requirement, package in DEPENDENCIES.items() if not (there / package).is_dir()]
+    if missing:
+        subprocess.run([*PIP, "install", "--target", str(there), *missing], check=True)
     for version in sys.argv[1:]:
         if not (FOLDER / version).is_dir():
             fetch(version)
@@ -31,7 +35,15 @@ def fetch(version: str) -> None:
     """Download one release, as a wheel or else as a source archive, and unpack its package."""
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run(
-            [*PIP, "download", "--no-deps", "--dest", folder, f"axolotl=={version}"],
+            [
+                *PIP,
+                "download",
+                "--no-deps",
+                "--ignore-requires-python",
+                "--dest",
+                folder,
+                f"axolotl=={version}",
+            ],
             check=True,
         )
         (archive,) = Path(folder).iterdir()

@@ -2,8 +2,8 @@
 
     python tests/megatron/fetch.py 0.13.1 0.16.1 newest extras
 
-`newest` is whatever PyPI has. `extras` are what releases from 0.18 on, and the command line's code of a source tree,
-import beside torch.
+`newest` is whatever PyPI has, also where its wheel is for a later Python than this one: unpacking asks for none.
+`extras` are what releases from 0.18 on, and the command line's code of a source tree, import beside torch.
 """
 
 import subprocess
@@ -15,6 +15,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2] / ".megatron-core"
 EXTRAS = ROOT / "extras"
 EXTRA_PACKAGES = ["triton", "six", "regex", "pydantic"]
+# What the newest wheels are built for; older ones have a wheel for it, or for any Python.
+PYTHON = "3.13"
+PLATFORMS = ["any", "manylinux2014_x86_64", "manylinux_2_28_x86_64", "manylinux_2_34_x86_64"]
 
 
 def tree_of(version: str) -> Path:
@@ -34,6 +37,9 @@ def fetch(requirement: str) -> None:
     """Download one wheel and unpack it into a folder named after its version."""
     with tempfile.TemporaryDirectory() as downloads:
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
+        command += ["--python-version", PYTHON]
+        for platform in PLATFORMS:
+            command += ["--platform", platform]
         subprocess.run([*command, "--dest", downloads, requirement], check=True)
         (wheel,) = Path(downloads).iterdir()
         with zipfile.ZipFile(wheel) as archive:

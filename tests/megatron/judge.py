@@ -5,8 +5,8 @@
 A release is a version that `fetch.py` has unpacked, or a source tree; the command line is judged where a tree has its
 code. For every configuration the release must raise an error that concerns offloading exactly when a rule with the
 effect `raises` fires for that version, with a text that the rule quotes. Where a configuration breaks several rules
-the release raises one of their texts. An error that has nothing to do with offloading hides what comes after it: such
-configurations are counted as hidden and prove nothing.
+the release raises one of their texts. An error that is known to have nothing to do with offloading (`FOREIGN`) hides
+what comes after it: such configurations are counted as hidden and prove nothing.
 """
 
 import argparse
@@ -35,6 +35,27 @@ from witness import PRETENDED_TRANSFORMER_ENGINE  # noqa: E402
 from skill_tools.rules.knowledge import Rule, load_rules_yaml  # noqa: E402
 from skill_tools.rules.lint import lint  # noqa: E402
 from skill_tools.rules.versions import Standing, standing  # noqa: E402
+
+# Errors that have nothing to do with offloading, which the drawn configurations meet. Any other text that no rule has
+# is a disagreement, so that a rule is missed when it is taken away, whatever its words.
+FOREIGN = re.compile(
+    "|".join(
+        [
+            "overlap_moe_expert_parallel_comm|EP A2A overlap",
+            "moe_flex_dispatcher_backend=.* requires|moe_token_dispatcher_type",
+            "enable_cuda_graph (?:and|or) external_cuda_graph",
+            "Invalid cuda graph implementation",
+            "please use cuda_graph_impl=local instead",
+            "full recompute is only supported with full iteration",
+            "CUDA graphs not supported with activation recomputation",
+            "dropout is not supported with graphed",
+            "cuda_graph_modules must be empty",
+            "must not contain both moe and moe_router",
+            "requires FusedAdam from TransformerEngine",
+            "not supported between instances of 'NoneType' and 'Version'",
+        ]
+    )
+)
 
 
 class Disagreement(AssertionError):
@@ -112,7 +133,7 @@ class Judge:
         elif speaking:
             self.counts["refused"] += 1
             self.confirmed.update(speaking)
-        elif self._is_about_offload(text):
+        elif not FOREIGN.search(text) or "offload" in text.lower():
             raise Disagreement(
                 f"the release raises {text!r}, and of the rules {_ids(fired)} fired, for {fields}"
             )
@@ -135,10 +156,6 @@ class Judge:
             raise Disagreement(f"{[rule.rule for rule in verdict.undecided]} are undecided for {fields}")
         by_id = {rule.id: rule for rule in self.rules}
         return [by_id[finding.rule] for finding in verdict.findings]
-
-    def _is_about_offload(self, text: str) -> bool:
-        words = ("offload", "paged_stash")
-        return any(word in text.lower() for word in words) or any(_says(rule, text) for rule in self.rules)
 
 
 def _says(rule: Rule, text: str) -> bool:

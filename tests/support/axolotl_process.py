@@ -15,8 +15,10 @@ is compared:
 """
 
 import enum
+import importlib
 import json
 import sys
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -24,11 +26,14 @@ CAPABILITIES = {
     "capabilities": {
         "bf16": True, "fp8": False, "tf32": True, "n_gpu": 1, "n_node": 1, "compute_capability": "sm_90",
     },
-    "env_capabilities": {"torch_version": "2.11.0"},
+    "env_capabilities": {"torch_version": "2.13.0"},
 }  # fmt: skip
 OPTIMIZERS = [
     "adamw_torch", "adamw_torch_fused", "adamw_torch_8bit", "adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit",
+    "lion_8bit",
 ]  # fmt: skip
+# The arguments that every configuration has since they ship with Axolotl, as release 0.20 and 0.21 merge them.
+BUILTIN_ARGUMENTS = {"context_parallel": "ContextParallelArgs", "expert_parallel": "ExpertParallelArgs"}
 
 
 class KeepingLogger:
@@ -69,9 +74,31 @@ def load_schema(logger: KeepingLogger) -> Any:
     stand_in("transformers.utils.import_utils", is_torch_npu_available=lambda: False)
     stand_in("accelerate")
     stand_in("accelerate.utils", is_fp8_available=lambda: False)
+    integrations = Path(sys.argv[1]) / "axolotl" / "integrations"
+    without_initializers(integrations)
     from axolotl.utils.schemas.config import AxolotlConfigWCapabilities
 
-    return AxolotlConfigWCapabilities
+    return with_builtin_arguments(AxolotlConfigWCapabilities, integrations)
+
+
+def without_initializers(base: Path) -> None:
+    """Let the modules of `axolotl.integrations` be imported without their packages, which import the whole stack."""
+    for folder in [base, *(path for path in base.glob("*") if path.is_dir())]:
+        name = ".".join(["axolotl.integrations", *folder.relative_to(base).parts])
+        stand_in(name)
+        sys.modules[name].__path__ = [str(folder)]
+
+
+def with_builtin_arguments(schema: Any, base: Path) -> Any:
+    """Return `schema` with the arguments of the plugins that the release always loads."""
+    file = base / "base.py"
+    text = file.read_text(encoding="utf-8") if file.is_file() else ""
+    listed = text.partition("BUILTIN_PLUGINS = (")[2].partition(")\n")[0]
+    for package, name in BUILTIN_ARGUMENTS.items():
+        if f".{package}." in listed:
+            arguments = vars(importlib.import_module(f"axolotl.integrations.{package}.args"))[name]
+            schema = type(schema.__name__, (schema, arguments), {"__module__": __name__})
+    return schema
 
 
 def verdict(schema: Any, logger: KeepingLogger, configuration: dict[str, Any]) -> dict[str, list[str]]:

@@ -143,7 +143,7 @@ def test_targets_decide_what_depends_on_a_release(here: Path, capsys: pytest.Cap
         main(["lint", "graphs.yaml", "--format", "json", *more])
         return {f["rule"]: f["severity"] for f in json.loads(capsys.readouterr().out)["findings"]}
 
-    assert severities()["la-cuda-graph-any"] == "warning"
+    assert severities()["la-cuda-graph-any"] == "info", "releases that have ended are the less likely ones"
     assert severities("--target", "megatron-core==0.16.1")["la-cuda-graph-any"] == "error"
     assert "la-cuda-graph-any" not in severities("--versions", "pip.txt")
     assert (

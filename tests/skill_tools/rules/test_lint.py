@@ -73,10 +73,30 @@ def test_a_key_without_a_known_default_leaves_the_rule_open(
 def test_what_a_recipe_sets_is_unknown_only_while_the_recipe_is_unseen(
     make_config: MakeConfig, make_rule: MakeRule
 ) -> None:
-    rules = [make_rule("a and preset == 0")]
-    assert lint(make_config({"a": True}), rules=rules, keys=KEYS).findings
+    rules = [make_rule("a and preset == 1")]
+    assert not lint(make_config({"a": True}), rules=rules, keys=KEYS).undecided
     override = make_config({"a": True}, complete=False)
     assert lint(override, rules=rules, keys=KEYS).undecided[0].missing == ("preset",)
+
+
+def test_a_harmful_default_that_a_recipe_may_replace_is_one_step_lower(
+    make_config: MakeConfig, make_rule: MakeRule
+) -> None:
+    rules, override = [make_rule("a and preset == 0")], make_config({"a": True}, complete=False)
+    (certain,) = lint(make_config({"a": True}), rules=rules, keys=KEYS).findings
+    assert (certain.severity, certain.unless) == (Severity.ERROR, ())
+    (lower,) = lint(override, rules=rules, keys=KEYS).findings
+    assert (lower.severity, lower.unless) == (Severity.WARNING, ("preset",))
+    fact = lint(override, rules=[make_rule("a and preset == 0", severity="info")], keys=KEYS)
+    assert not fact.findings
+    assert fact.undecided
+
+
+def test_a_rule_of_which_the_input_says_nothing_is_not_open(
+    make_config: MakeConfig, make_rule: MakeRule
+) -> None:
+    silent = make_config({"b": 1}, complete=False)
+    assert not lint(silent, rules=[make_rule("preset == 1")], keys=KEYS).undecided
 
 
 def test_a_default_that_changed_needs_the_release(make_config: MakeConfig, make_rule: MakeRule) -> None:

@@ -12,7 +12,7 @@ from skill_tools.configs.keys import load_keys_yaml
 from skill_tools.configs.source import Source
 from skill_tools.dialects.read import read, read_sources
 from skill_tools.rules import suppress
-from skill_tools.rules.finding import Finding, LintResult
+from skill_tools.rules.finding import Finding, LintResult, Severity
 from skill_tools.rules.fixes import repaired
 from skill_tools.rules.knowledge import Rule, rules_from_data
 from skill_tools.rules.lint import lint
@@ -81,6 +81,32 @@ def test_an_example_is_clean_but_for_what_it_shows(rule: Rule, framework: str) -
         config = config_of(text, rule, framework)
         assert not config.unknown, config.unknown
         assert not config.wrong_types, config.wrong_types
+
+
+SLOW = {rule.id for rule in RULES if rule.effect == "slow"}
+
+
+def serious(verdict: LintResult) -> set[str]:
+    """The rules behind the errors and warnings of a verdict.
+
+    An offload that works now may be slow, and what a recipe or a shell may set cannot be written here: neither counts.
+    """
+    certain = (one for one in verdict.findings if one.severity is not Severity.INFO and not one.unless)
+    return {finding.rule for finding in certain} - SLOW
+
+
+@each_example
+def test_the_remedy_of_a_rule_trips_no_other(rule: Rule, framework: str) -> None:
+    """What the good example and the fix do about the bad one is no new fault."""
+    example = rule.examples[framework]
+    bad = config_of(example.bad, rule, framework)
+    before = serious(judge(bad, rule, framework))
+    good = judge(config_of(example.good, rule, framework), rule, framework)
+    assert not serious(good) - before, "the good example"
+    if rule.fix.applicability != "manual" and example.filename.endswith((".yaml", ".yml")):
+        sources = [Source(name, text) for name, text in repaired(bad, rule.fix, KEYS).items()]
+        fixed = judge(read_sources(sources, framework=framework), rule, framework)
+        assert not serious(fixed) - before, "the fix"
 
 
 @each_fixable
