@@ -167,10 +167,17 @@ def _finding(rule: Rule, scope: Scope, holds: Holds) -> Finding:
     place = place_of(keys, scope.config)
     finding = from_rule(rule, message=f"{rule.message}: {describe(keys, scope, place)}", place=place)
     observed = {key: scope.versions.get(key, scope[key]) for key in keys}
-    severity = _ONE_STEP_LOWER.get(rule.severity, Severity.INFO) if depends_on or unless else rule.severity
+    is_lower = depends_on or (unless and _is_doubted(rule, scope, unless))
+    severity = _ONE_STEP_LOWER.get(rule.severity, Severity.INFO) if is_lower else rule.severity
     if depends_on and not holds_today(rule.conditional):
         severity = Severity.INFO
     return finding._replace(observed=observed, severity=severity, depends_on=depends_on, unless=unless)
+
+
+def _is_doubted(rule: Rule, scope: Scope, unless: tuple[str, ...]) -> bool:
+    """Whether what may set the `unless` keys makes the finding less severe: an environment leaves a warning one."""
+    only_outside = all(scope.config.framework in scope.known_keys[key].outside for key in unless)
+    return rule.severity is Severity.ERROR or not only_outside
 
 
 def _with_diff(

@@ -133,7 +133,7 @@ def test_what_is_nobodys_is_offered_to_it_too(tmp_path: Path, capsys: pytest.Cap
 
 def test_plan_proposes_in_its_own_keys(run_yaml: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_yaml.write_text("toy: 1\nname: llama-3-8b\n", encoding="utf-8")
-    assert main(["plan", str(run_yaml), "--gpu", "h100", "--format", "json"]) == 0
+    assert main(["plan", str(run_yaml), "--gpu", "h200", "--format", "json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert plan["dialect"] == "toy"
     (share,) = plan["recommendation"]["patch"]["settings"].values()
@@ -143,7 +143,7 @@ def test_plan_proposes_in_its_own_keys(run_yaml: Path, capsys: pytest.CaptureFix
 
 def test_plan_asks_its_rules_what_is_legal(run_yaml: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_yaml.write_text("toy: 1\nname: llama-3-8b\nwings: 1\n", encoding="utf-8")
-    assert main(["plan", str(run_yaml), "--gpu", "h100"]) == 2
+    assert main(["plan", str(run_yaml), "--gpu", "h200"]) == 2
     assert "try a smaller toy" in capsys.readouterr().err
 
 

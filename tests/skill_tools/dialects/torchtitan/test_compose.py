@@ -80,14 +80,16 @@ def test_options_win_over_the_file_in_either_spelling(tmp_path: Path) -> None:
     assert config.model_name == "llama3-8B"
 
 
-def test_without_its_file_and_under_a_module_nothing_has_a_default() -> None:
+def test_without_its_file_and_under_a_module_a_default_is_a_guess() -> None:
     for script in (
         "torchrun -m torchtitan.train --job.config_file no.toml --training.enable_cpu_offload\n",
         "torchrun -m torchtitan.train --module llama3 --config llama3_8b --training.enable_cpu_offload\n",
     ):
         config = composed(script, filename="run.sh")
         assert not config.complete
-        assert set(ids(config, "0.3.0")) == {"titan-offload-key"}
+        assert set(ids(config, "0.3.0")) == {"titan-offload-key", "titan-cudagraph-offload"}
+        found = lint(config, versions={"torchtitan": "0.3.0"}).findings
+        assert [each.rule for each in found if each.unless] == ["titan-cudagraph-offload"]
 
 
 def test_a_field_in_the_wrong_section_is_found_unless_a_module_may_add_it() -> None:

@@ -126,9 +126,10 @@ def test_a_launch_script_is_read_with_the_file_that_it_names(tmp_path: Path) -> 
     assert "torchtune.epochs" in config.unresolved
 
 
-def test_without_the_file_that_a_script_names_nothing_has_a_default() -> None:
+def test_without_the_file_that_a_script_names_a_default_is_a_guess() -> None:
     script = "tune run lora_finetune_distributed --config llama3/8B_lora enable_activation_offloading=True\n"
-    assert ids(composed(script, filename="run.sh")) == []
+    (guess,) = lint(composed(script, filename="run.sh")).findings
+    assert (guess.rule, guess.unless) == ("tt-ao-needs-ac", ("torchtune.enable_activation_checkpointing",))
     single = script.replace("distributed", "single_device") + ""
     assert ids(
         composed(single.replace("enable_activation_offloading", "fsdp_cpu_offload"), filename="run.sh")
