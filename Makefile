@@ -4,14 +4,12 @@ BIN := .venv/bin
 # Two tests at a time, each with a thread of its own for small tensors.
 WORKERS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses $(WORKERS) --dist worksteal
-AXOLOTL_RELEASES := 0.12.2 0.13.2 0.14.0 0.15.0 0.16.1 0.17.0 0.18.0 0.19.0
+AXOLOTL_RELEASES := 0.12.2 0.13.2 0.14.0 0.15.0 0.16.1 0.17.0 0.18.0 0.19.0 0.20.0 0.21.0
 TRANSFORMERS_RELEASES := 4.57.3 5.0.0 5.8.0 5.10.4 5.14.1 5.17.0 5.23.0
 
-.PHONY: setup demo test test-all test-faults check test-axolotl test-megatron test-deepspeed test-torchtune test-llama-factory test-accelerate test-rl test-transformers lint-code render clean
-
-AXOLOTL_RELEASES := 0.12.2 0.13.2 0.14.0 0.15.0 0.16.1 0.17.0 0.18.0 0.19.0 0.20.0 0.21.0
-
-.PHONY: setup demo test test-all test-faults check test-axolotl test-megatron test-deepspeed test-mutations test-torchtune test-llama-factory lint-code render clean
+.PHONY: setup demo test test-all test-faults check lint-code render clean
+.PHONY: test-axolotl test-megatron test-transformers test-deepspeed test-accelerate test-torchtune test-llama-factory test-rl
+.PHONY: test-mutations
 
 setup: .venv/.ready
 
