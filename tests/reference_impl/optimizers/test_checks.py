@@ -83,7 +83,7 @@ def test_keys_of_a_group_without_meaning_pass():
 @pytest.mark.parametrize("norm", [0, -1.0])
 def test_a_norm_to_clip_to_is_positive(norm):
     with pytest.raises(ValueError, match="max_grad_norm is"):
-        checks.check_clipping([], max_grad_norm=norm, reduces=True, updates_in_backward=False)
+        checks.check_clipping(max_grad_norm=norm, updates_in_backward=False)
 
 
 def test_a_model_under_fsdp_is_refused(device):
