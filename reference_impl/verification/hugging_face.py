@@ -18,7 +18,7 @@ def model_of(config: str | Path, dtype: str = "bfloat16") -> nn.Module:
 
     `dtype` is torch's name of that of the weights.
     It is the class that `architectures` names, else the causal language model of the `model_type`. Raises
-    ModuleNotFoundError without transformers, OSError for a file that is not there, ValueError for one that describes no
+    ImportError without transformers, OSError for a file that is not there, ValueError for one that describes no
     model that the installed transformers has.
     """
     path = Path(config)
@@ -30,17 +30,18 @@ def model_of(config: str | Path, dtype: str = "bfloat16") -> nn.Module:
     if not isinstance(entries, dict) or not isinstance(entries.get("model_type"), str):
         raise ValueError("it has no `model_type`")
     import transformers
+    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
     named = dict(entries)
     try:
-        settings = transformers.AutoConfig.for_model(named.pop("model_type"), **named)
+        settings = AutoConfig.for_model(named.pop("model_type"), **named)
     except Exception as error:  # a config class checks what it gets with errors of many types
         raise ValueError(
             f"transformers {transformers.__version__} cannot read it: {str(error).splitlines()[0]}"
         ) from None
     own: Any = getattr(transformers, str((entries.get("architectures") or [None])[0]), None)
-    has_own = isinstance(own, type) and issubclass(own, transformers.PreTrainedModel)
-    make = own._from_config if has_own else transformers.AutoModelForCausalLM.from_config
+    has_own = isinstance(own, type) and issubclass(own, PreTrainedModel)
+    make = own._from_config if has_own else AutoModelForCausalLM.from_config
     with torch.device("meta"):
         model: nn.Module = make(settings, dtype=getattr(torch, dtype))
     return model.train()

@@ -67,11 +67,11 @@ def _profile(config: str, dtype: str) -> dict[str, Any]:
     trace_profile = reference("reference_impl.verification.trace_profile")
     try:
         model = hugging_face.model_of(config, dtype)
-    except ModuleNotFoundError as error:
+    except ImportError as error:
         raise UnusableInput(
-            f"{error.name} is not installed",
+            f"{error.name or 'transformers'} is not installed",
             expected="the library that has the model's code",
-            attempt=f"pip install {error.name}",
+            attempt=f"pip install {error.name or 'transformers'}",
         ) from None
     except (OSError, ValueError) as error:
         said = error.strerror if isinstance(error, OSError) else _first_line(error)

@@ -186,17 +186,24 @@ def test_an_error_in_backward_leaves_the_with_block():
         in_time(train)
 
 
-@pytest.mark.parametrize("overlap", ["gradients", "update"])
-def test_a_forgotten_accumulate_is_named(overlap):
-    def train():
-        model = layers()
-        optimizer = HybridDeviceOptimizer(model.parameters(), backward_overlap=overlap, lr=1e-2)
-        optimizer.attach(model)
-        for _ in range(3):
-            model(torch.ones(2, 64)).sum().backward()
+def accumulated(overlap):
+    model = layers()
+    optimizer = HybridDeviceOptimizer(model.parameters(), backward_overlap=overlap, lr=1e-2)
+    optimizer.attach(model)
+    for _ in range(3):
+        model(torch.ones(2, 64)).sum().backward()
+    return [param.grad for param in model.parameters()]
 
+
+def test_a_forgotten_accumulate_is_named_where_the_update_has_begun():
     with pytest.raises(RuntimeError, match=r"accumulate\(\)"):
-        in_time(train)
+        in_time(lambda: accumulated("update"))
+
+
+def test_a_forgotten_accumulate_is_made_up_for():
+    with pytest.warns(UserWarning, match=r"accumulate\(\)"):
+        gradients = accumulated("gradients")
+    assert all(map(torch.equal, gradients, accumulated("nothing")))
 
 
 @pytest.mark.parametrize("overlap", ["nothing", "gradients", "update"])

@@ -52,6 +52,7 @@ FOREIGN = re.compile(
             "cuda_graph_modules must be empty",
             "must not contain both moe and moe_router",
             "requires FusedAdam from TransformerEngine",
+            "check-for-nan-in-loss",
             "not supported between instances of 'NoneType' and 'Version'",
         ]
     )

@@ -255,7 +255,7 @@ QWEN3_4B = {
 
 def test_a_real_model_takes_what_was_measured(tmp_path):
     """One NVIDIA H100, torch 2.11, transformers 5.17: 37.75 GiB with 22.47 of weights and states in bf16."""
-    pytest.importorskip("transformers", reason="transformers is not installed")
+    pytest.importorskip("transformers.modeling_utils", reason="transformers is not installed")
     from reference_impl.verification.hugging_face import model_of, text_batch
 
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_4B))
@@ -276,7 +276,7 @@ def test_the_command_refuses_what_is_no_model_in_one_line(tmp_path, capsys, text
 
 
 def test_the_command_prints_peaks_and_writes_the_profile(tmp_path, capsys):
-    pytest.importorskip("transformers", reason="transformers is not installed")
+    pytest.importorskip("transformers.modeling_utils", reason="transformers is not installed")
     small = {
         **QWEN3_4B,
         "num_hidden_layers": 2,
