@@ -92,6 +92,8 @@ def counted(nth: int | None, send: Callable[[], None], *, also: tuple[str, ...] 
                 send()
         return each
 
+    # Python 3.12 sends opcode events only if a frame asked for them before tracing began.
+    sys._getframe().f_trace_opcodes = True
     sys.settrace(enter)
     try:
         yield count

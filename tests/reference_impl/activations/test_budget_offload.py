@@ -1,6 +1,7 @@
 """The budget on a model: profile, plan, carry out."""
 
 import copy
+import gc
 import dataclasses
 
 import pytest
@@ -64,7 +65,9 @@ def extremes(trainee, device):
     return without, everything
 
 
-@pytest.mark.parametrize("share", [0.05, pytest.param(0.3, marks=pytest.mark.slow), 0.7, 1.2])
+@pytest.mark.parametrize(
+    "share", [0.05, *(pytest.param(share, marks=pytest.mark.slow) for share in (0.3, 0.7)), 1.2]
+)
 def test_the_budget_is_kept_and_the_step_is_bitwise_the_same(long_trainee, device, share):
     expected = long_trainee.step()
     without, everything = extremes(long_trainee, device)
@@ -82,7 +85,7 @@ def test_the_budget_is_kept_and_the_step_is_bitwise_the_same(long_trainee, devic
 
 @pytest.mark.usefixtures("slow_link")
 @pytest.mark.parametrize(
-    "share", [0.02, *(pytest.param(share, marks=pytest.mark.slow) for share in (0.05, 0.1)), 0.3]
+    "share", [0.02, *(pytest.param(share, marks=pytest.mark.slow) for share in (0.05, 0.1, 0.3))]
 )
 def test_the_budget_is_kept_where_much_is_recomputed(long_trainee, device, share):
     expected = long_trainee.step()
@@ -250,6 +253,7 @@ def test_gradients_that_wait_for_a_streamed_update_are_no_part_of_the_least(trai
 
     def losses_and_peak(**offloading):
         seen = []
+        gc.collect()  # An allocator counts the model of the last call, too.
         with Ledger(device) as ledger:
             model = copy.deepcopy(trainee.model)
             with (

@@ -44,7 +44,7 @@ def test_chunks_slots_and_fraction_change_no_bit(device, offload, chunk_elements
     assert ours.keys() == {listed[i] for i in theirs}
     for index, state in theirs.items():
         for name, value in state.items():
-            assert torch.equal(ours[listed[index]][name], value.cpu()), name
+            assert torch.equal(ours[listed[index]][name].cpu(), value.cpu()), name
 
 
 @pytest.mark.parametrize("wraps", [torch.optim.Adam, torch.optim.SGD])

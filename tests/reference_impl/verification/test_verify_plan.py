@@ -165,6 +165,7 @@ def test_adapters_are_trained_over_layers_that_stream(made, tmp_path):
     assert found.trained.peak_host_bytes >= 0.99 * streamed
 
 
+@pytest.mark.slow
 def test_micro_batches_are_accumulated(written):
     path = written(layout__micro_batches=2, execute={"optimizer": {"offload_fraction": 0.5}})
     found = verify_plan(Device.of("cpu"), read_plan(path, steps=6))
@@ -193,6 +194,7 @@ def test_a_model_too_large_is_refused_with_both_sizes(written):
         verify_plan(Device.of("cpu"), read_plan(path))
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_without_offload_is_left_out(written):
     path = written(without_offload__memory__allocated_bytes=2**60)
     found = verify_plan(Device.of("cpu"), read_plan(path, steps=6))
@@ -234,8 +236,7 @@ def test_without_a_fixed_order_short_runs_that_have_one_are_compared(written, ru
 @pytest.mark.parametrize(
     ("number", "delta"),
     [
-        (1, 0),
-        pytest.param(2, 0, marks=pytest.mark.slow),
+        *(pytest.param(number, 0, marks=pytest.mark.slow) for number in (1, 2)),
         pytest.param(3, 0.5, marks=pytest.mark.slow),
         (4, 0.5),
     ],
