@@ -1,8 +1,8 @@
 """The budget on a model: profile, plan, carry out."""
 
 import copy
-import gc
 import dataclasses
+import gc
 
 import pytest
 import torch
