@@ -131,6 +131,14 @@ def wrap_forward(module: nn.Module, around: Around) -> Callable[[], None]:
     return WrappedCall.on(module).add(around)
 
 
+def is_wrapped(module: nn.Module) -> bool:
+    """Return whether anything runs around `module`'s call."""
+    return any(
+        isinstance(getattr(module.__dict__.get(slot), _MARK, None), WrappedCall)
+        for slot in ("forward", _COMPILED)
+    )
+
+
 def change_copies(module: nn.Module, change: ChangeState) -> Callable[[], None]:
     """Have `change(state)` see the state of each copy of `module`, deep or pickled; return what undoes it."""
     changes = getattr(module.__dict__.get("__getstate__"), "changes", None)

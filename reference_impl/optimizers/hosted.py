@@ -88,6 +88,17 @@ class HostedOptimizer(torch.optim.Optimizer, ABC):
             model, self._members, wait_for=self._wait_for, refresh_masters=self._refresh
         )
 
+    def detach(self) -> None:
+        """Finish the weights and take `attach` back: from here on `step()` returns finished. Idempotent."""
+        if self._waits is None:
+            return
+        try:
+            if not self._closed:
+                self.synchronize()
+        finally:
+            self._waits.close()
+            self._waits = None
+
     def _check_replaced(self) -> None:
         """Raise RuntimeError when others stand in a group than the parameters that this has states for.
 

@@ -105,6 +105,7 @@ class HybridDeviceOptimizer(SavedOptimizer):
         self._hooks: list[Any] = []
         self._idle: list[torch.Tensor] = []
         self._accumulating = False
+        self._asks_whether_accumulating: Callable[[], bool] = _never
         # The step that has begun and is not finished; the update that backward has begun and step() goes on with; and
         # what a step that has failed was taken from, once it is finished.
         self._begun: BegunStep | None = None
@@ -206,7 +207,7 @@ class HybridDeviceOptimizer(SavedOptimizer):
         member = self._members[param]
         if self._waits is not None and self._open.prefetches:
             self._open.gradient_is_final(member)
-        if self._accumulating or not member.pieces or not self._gradients.leave_in_backward(member):
+        if self._is_accumulating or not member.pieces or not self._gradients.leave_in_backward(member):
             self._gradients.put_arrived(member)
             return
         with self._failures.told():
@@ -238,6 +239,17 @@ class HybridDeviceOptimizer(SavedOptimizer):
             yield
         finally:
             self._accumulating = False
+
+    def accumulate_while(self, asks: Callable[[], bool]) -> None:
+        """Let gradients add up on the device whenever `asks()` says so, which every gradient of a backward asks.
+
+        For loops that are somebody else's, who knows which micro-batch is the last and cannot enter `accumulate()`.
+        """
+        self._asks_whether_accumulating = asks
+
+    @property
+    def _is_accumulating(self) -> bool:
+        return self._accumulating or self._asks_whether_accumulating()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop gradients, those that have been sent off but not been used included.
@@ -478,3 +490,7 @@ class HybridDeviceOptimizer(SavedOptimizer):
         super()._check_usable()
         self._failures.check()
         self._open.check()
+
+
+def _never() -> bool:
+    return False

@@ -93,8 +93,8 @@ def apply_plan(
     try:
         if (weights := execute.get("weights")) is not None:
             stack.enter_context(FrozenLayerStreamer(model, **weights))
-        if (offloader := _activations(model, execute.get("activations"))) is not None:
-            stack.callback(offloader.close)
+        if activations:
+            stack.enter_context(activation_offloader(model, **activation_options(activations)))
         if wanted is None:
             return AppliedPlan(optimizer, stack)
         offloading = _optimizer(optimizer, wanted, max_grad_norm)
@@ -106,18 +106,21 @@ def apply_plan(
         raise
 
 
-def _activations(model: nn.Module, wanted: Mapping[str, Any] | None) -> Offloader | None:
-    if wanted is None:
-        return None
-    match wanted["mode"]:
-        case "layers":
-            return ActivationOffloader(model, num_layers=wanted["num_layers"])
+def activation_offloader(model: nn.Module, *, mode: str, **options: Any) -> Offloader:
+    """Attach the offloader that a plan calls `mode` to `model`; `options` are those of its class."""
+    match mode:
         case "checkpoint":
-            return CheckpointOffloader(model)
+            return CheckpointOffloader(model, **options)
         case "recompute":
-            return CheckpointOffloader(model, keep_last_bytes=_EVERYTHING)
+            return CheckpointOffloader(model, keep_last_bytes=_EVERYTHING, **options)
         case _:
-            return ActivationOffloader(model, budget_bytes=wanted["budget_bytes"])
+            return ActivationOffloader(model, **options)
+
+
+def activation_options(section: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of `activation_offloader` that the plan's section on activations stands for."""
+    own = {"layers": ("num_layers",), "budget": ("budget_bytes",)}.get(section["mode"], ())
+    return {name: section[name] for name in ("mode", *own)}
 
 
 def _optimizer(
@@ -125,16 +128,16 @@ def _optimizer(
 ) -> HybridDeviceOptimizer:
     names = ("params", "lr", "betas", "eps", "weight_decay")
     groups = [{name: group[name] for name in names} for group in optimizer.param_groups]
-    offloading = HybridDeviceOptimizer(groups, max_grad_norm=max_grad_norm, **_options(wanted))
+    offloading = HybridDeviceOptimizer(groups, max_grad_norm=max_grad_norm, **optimizer_options(wanted))
     if optimizer.state:
         offloading.load_state_dict(optimizer.state_dict())
     return offloading
 
 
-def _options(wanted: Mapping[str, Any]) -> dict[str, Any]:
+def optimizer_options(section: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of `HybridDeviceOptimizer` that the plan's section on the optimizer stands for."""
-    options: dict[str, Any] = {"backward_overlap": wanted.get("backward_overlap", "gradients")}
-    split = wanted.get("split")
+    options: dict[str, Any] = {"backward_overlap": section.get("backward_overlap", "gradients")}
+    split = section.get("split")
     if split is None:
-        return options | {"offload_fraction": wanted["offload_fraction"]}
+        return options | {"offload_fraction": section["offload_fraction"]}
     return options | {"split": tuple(split.get(name, 0.0) for name in SHARES)}

@@ -1,0 +1,13 @@
+"""One line in somebody's trainer: each module here knows one framework and imports it only when it is used.
+
+- `wanted`: what a user asks for, by a plan or by word, checked before anything is touched.
+- `offloading`: the handle that puts it on the model of a trainer and takes it off again; it knows no framework.
+- `transformers`: `offload(trainer, ...)` and `OffloadCallback`, for Transformers and TRL, with PEFT or without.
+
+Explained in docs/trainers.md.
+"""
+
+from reference_impl.integrations.offloading import Offloading, OffloadReport
+from reference_impl.integrations.wanted import Wanted
+
+__all__ = ["OffloadReport", "Offloading", "Wanted"]

@@ -1,0 +1,151 @@
+"""`Offloading`: what is offloaded in a trainer, whose adapter says when optimizer and model are made and training ends.
+
+It knows no framework. Explained in docs/trainers.md.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+from torch import nn
+
+from reference_impl.activations.offloader import Offloader
+from reference_impl.integrations.peers import check_peers, pause_checkpointing, second_offloader
+from reference_impl.integrations.wanted import Wanted
+from reference_impl.memory.closing import close_behind
+from reference_impl.optimizers import HybridDeviceOptimizer
+from reference_impl.optimizers.layout import Split
+from reference_impl.verification.apply import activation_offloader
+from reference_impl.weights import FrozenLayerStreamer
+from reference_impl.weights.streamer import StreamReport
+
+# Which handle is attached to a model.
+_in_force: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Offloading]] = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffloadReport:
+    """What is, or was at last, offloaded.
+
+    Args:
+        optimizer: where the optimizer's states are, as shares; None before it is made, or where it stays.
+        activation_bytes: bytes of activations that have left the device since the last attach.
+        weights: what of the frozen weights streams; None where they stay.
+    """
+
+    optimizer: Split | None = None
+    activation_bytes: int = 0
+    weights: StreamReport | None = None
+
+
+class Offloading:
+    """Carries out what is `wanted`; a context manager, which closes it.
+
+    `optimizer` is the one that the trainer steps, if it is offloaded. An adapter may set `on_close`, which `close()`
+    runs once: it gives the trainer back what was changed on it.
+    """
+
+    def __init__(self, wanted: Wanted) -> None:
+        self.wanted = wanted
+        self.optimizer: HybridDeviceOptimizer | None = None
+        self.on_close: Callable[[], None] | None = None
+        self._model: weakref.ref[nn.Module] | None = None
+        self._attached = ExitStack()
+        self._activations: Offloader | None = None
+        self._weights: FrozenLayerStreamer | None = None
+        self._report = OffloadReport()
+
+    def make_optimizer(self, params: Iterable[Any], **hyper_parameters: Any) -> HybridDeviceOptimizer:
+        """Return the optimizer of `params`, parameters or groups; one that this has made before is closed."""
+        assert self.wanted.optimizer is not None, "the optimizer is not to be offloaded"
+        if self.optimizer is not None:
+            self.optimizer.close()
+        self.optimizer = HybridDeviceOptimizer(params, **self.wanted.optimizer, **hyper_parameters)
+        return self.optimizer
+
+    def attach(self, model: nn.Module, *, accumulating: Callable[[], bool] | None = None) -> None:
+        """Put everything that is wanted on `model`, which is on its device; or nothing, and raise what `check` raises.
+
+        `accumulating` says whether the backward that runs is of any micro-batch but the last. Calling it again for the
+        same model only drops the gradients of a step that was given up; another model takes its place.
+        """
+        if self.optimizer is not None:
+            # A trainer zeroes its model, which does not drop what has left.
+            self.optimizer.zero_grad()
+            if accumulating is not None:
+                self.optimizer.accumulate_while(accumulating)
+        if self._model is not None and self._model() is model:
+            return
+        self.detach()
+        self.check(model)
+        stack = ExitStack()
+        try:
+            if self.wanted.weights is not None:
+                self._weights = stack.enter_context(FrozenLayerStreamer(model, **self.wanted.weights))
+            if self.wanted.activations is not None:
+                stack.callback(pause_checkpointing(model))
+                self._activations = activation_offloader(model, **self.wanted.activations)
+                stack.push(self._activations)
+            if self.optimizer is not None:
+                self.optimizer.attach(model)
+                stack.callback(self.optimizer.detach)
+        except BaseException as error:
+            close_behind(error, stack.close)
+            raise
+        stack.callback(self._keep_report)
+        self._attached, self._model = stack, weakref.ref(model)
+        _in_force[model] = weakref.ref(self)
+
+    def check(self, model: nn.Module) -> None:
+        """Raise ValueError where what is wanted cannot be put on `model`; an adapter asks before training starts."""
+        other = _in_force.get(model, lambda: None)()
+        if other is not None and other is not self:
+            raise second_offloader(model)
+        check_peers(self.wanted, model)
+        self.wanted.check(model)
+
+    def detach(self) -> None:
+        """Leave the model as it was, with finished weights; the optimizer lives on. Idempotent."""
+        model, self._model = None if self._model is None else self._model(), None
+        if model is not None:
+            _in_force.pop(model, None)
+        self._attached.close()
+
+    def close(self) -> None:
+        """Detach, give all host memory back, and the trainer what was changed on it. Idempotent."""
+        with ExitStack() as stack:
+            on_close, self.on_close = self.on_close, None
+            if on_close is not None:
+                stack.callback(on_close)
+            if self.optimizer is not None:
+                stack.callback(self.optimizer.close)
+            stack.callback(self.detach)
+
+    @property
+    def report(self) -> OffloadReport:
+        """What is offloaded now, or was when it was last attached."""
+        if self._model is not None:
+            self._keep_report()
+        return self._report
+
+    def _keep_report(self) -> None:
+        self._report = OffloadReport(
+            optimizer=None if self.optimizer is None else self.optimizer.split,
+            activation_bytes=0 if self._activations is None else self._activations.offloaded_bytes,
+            weights=None if self._weights is None else self._weights.report,
+        )
+
+    def __enter__(self) -> Self:
+        """Return the handle."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close; the exception that has left the block, if any, stays the one that is raised."""
+        close_behind(error, self.close)

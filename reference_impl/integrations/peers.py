@@ -1,0 +1,56 @@
+"""Others who offload or recompute on the same model: paused where ours takes their place, refused where it cannot.
+
+Apart because adapters refuse by it, too, what they see earlier. Explained in docs/trainers.md.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from reference_impl.activations.attach import is_wrapped
+from reference_impl.integrations.wanted import Wanted
+
+_LOG = logging.getLogger(__name__)
+
+
+def pause_checkpointing(model: nn.Module) -> Callable[[], None]:
+    """Switch off the model's own checkpointing, as Transformers' models have it; return what switches it on again."""
+    checkpointed = [
+        each for each in model.modules() if getattr(each, "gradient_checkpointing", False) is True
+    ]
+    if checkpointed:
+        _LOG.info("activations= takes the place of the gradient checkpointing of %s", type(model).__name__)
+    for module in checkpointed:
+        module.gradient_checkpointing = False  # type: ignore[assignment]
+
+    def resume() -> None:
+        for module in checkpointed:
+            module.gradient_checkpointing = True  # type: ignore[assignment]
+
+    return resume
+
+
+def check_peers(wanted: Wanted, model: nn.Module) -> None:
+    """Raise ValueError where somebody else's mechanism on `model` excludes one that is wanted."""
+    if wanted.activations is None:
+        return
+    if any(map(is_wrapped, model.modules())):
+        raise second_offloader(model)
+    checkpoint = torch.utils.checkpoint.checkpoint
+    if checkpoint.__module__.partition(".")[0] != "torch":
+        raise ValueError(
+            f"{checkpoint.__module__} has replaced torch.utils.checkpoint.checkpoint, as Unsloth does, so that "
+            "activations= would recompute its way; expected one of the two; try optimizer= alone, or a model loaded "
+            "without it"
+        )
+
+
+def second_offloader(model: nn.Module) -> ValueError:
+    """Return the error of a second offloader on `model`."""
+    return ValueError(
+        f"{type(model).__name__} has an offloader already; expected one at a time; try close() of the other"
+    )
