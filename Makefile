@@ -8,7 +8,7 @@ AXOLOTL_RELEASES := 0.12.2 0.13.2 0.14.0 0.15.0 0.16.1 0.17.0 0.18.0 0.19.0 0.20
 TRANSFORMERS_RELEASES := 4.57.3 5.0.0 5.8.0 5.10.4 5.14.1 5.17.0 5.23.0
 
 .PHONY: setup demo test test-all test-faults check lint-code render clean
-.PHONY: test-axolotl test-megatron test-transformers test-deepspeed test-accelerate test-torchtune test-llama-factory test-rl
+.PHONY: test-trainers test-axolotl test-megatron test-transformers test-deepspeed test-accelerate test-torchtune test-llama-factory test-rl
 .PHONY: test-mutations
 
 setup: .venv/.ready
@@ -41,6 +41,15 @@ test-all: check
 # Every call of a training run may fail: 5,000 faults in optimizers, 300 signals, 1,000 faults elsewhere. Half an hour.
 test-faults: setup
 	FAULT_SEEDS_TIMES=20 $(PYTEST) tests/faults -o faulthandler_timeout=3600
+
+# The real trainers, in an environment of their own: they bring pyarrow, pandas and a hundred megabytes more.
+test-trainers: .venv-trainers/.ready
+	OMP_NUM_THREADS=1 .venv-trainers/bin/pytest tests/reference_impl/integrations --durations=5
+
+.venv-trainers/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-trainers
+	.venv-trainers/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[reference,test,trainers]'
+	touch $@
 
 # The released schemas of Axolotl judge our rules: 10,000 generated configurations a release.
 test-axolotl: setup
@@ -106,4 +115,4 @@ render: setup
 	$(BIN)/offload card pages
 
 clean:
-	rm -rf .venv build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-trainers build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,139 @@
+"""Which of a Transformers trainer's arguments exclude offloading, and which ones the optimizer takes over.
+
+Every refusal names both sides and what to do, before training starts. Explained in docs/trainers.md.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from reference_impl.integrations.wanted import Options, Wanted
+
+if TYPE_CHECKING:
+    from transformers import Trainer
+
+_LOG = logging.getLogger(__name__)
+# Package → the releases that the tests have tried: from, and below.
+_RELEASES = {"transformers": (5, 6), "trl": (1, 2)}
+# What of torch's AdamW chooses a kernel, and no formula.
+_KERNEL = frozenset(("fused", "foreach", "capturable", "differentiable"))
+
+
+def check_trainer(trainer: Trainer, wanted: Wanted) -> None:
+    """Raise TypeError for what is no trainer of Transformers, and ValueError for one that excludes what is `wanted`."""
+    from transformers import Trainer
+
+    if not isinstance(trainer, Trainer):
+        raise TypeError(
+            f"{type(trainer).__name__} is no transformers.Trainer; expected one, or one of TRL's, built already; try "
+            "the other adapters of reference_impl.integrations"
+        )
+    for package in {cls.__module__.partition(".")[0] for cls in type(trainer).__mro__} & _RELEASES.keys():
+        release, (first, end) = importlib.import_module(package).__version__, _RELEASES[package]
+        if not first <= int(release.partition(".")[0]) < end:
+            raise ValueError(
+                f"{package} {release} is not supported; expected {package} {first}.x; try pip install "
+                f"'{package}=={first}.*'"
+            )
+    for mine, theirs, remedy in (
+        *_engines(trainer),
+        *_optimizers(trainer, wanted),
+        *_activations(trainer, wanted),
+    ):
+        raise ValueError(f"{theirs} does not go with {mine}; expected one of the two; try {remedy}")
+
+
+def optimizer_arguments(trainer: Trainer, options: Options) -> dict[str, Any]:
+    """Return the keywords of `HybridDeviceOptimizer` in `trainer`: its hyper-parameters and `options`."""
+    from transformers.training_args import ParallelMode
+
+    _, hyper = trainer.optimizer_cls_and_kwargs or trainer.get_optimizer_cls_and_kwargs(
+        trainer.args, trainer.model
+    )
+    arguments = {name: value for name, value in hyper.items() if name not in _KERNEL} | dict(options)
+    overlap = arguments.get("backward_overlap", "gradients")
+    if trainer.args.parallel_mode == ParallelMode.DISTRIBUTED:
+        # DistributedDataParallel reduces gradients after our hooks.
+        fitting = "nothing"
+    else:
+        # Every trainer measures the norm before it steps.
+        fitting = "gradients" if overlap == "update" else overlap
+    if fitting != overlap and "backward_overlap" in options:
+        _LOG.warning(
+            "backward_overlap is %r instead of %r: the trainer has to see gradients", fitting, overlap
+        )
+    return arguments | {"backward_overlap": fitting}
+
+
+_Conflicts = Iterator[tuple[str, str, str]]
+
+
+def _engines(trainer: Trainer) -> _Conflicts:
+    """Yield (ours, theirs, remedy) for engines that move all of a model themselves."""
+    if trainer.is_deepspeed_enabled:
+        yield (
+            "offload()",
+            "DeepSpeed",
+            "offload_optimizer in DeepSpeed's own file, or a launch without DeepSpeed",
+        )
+    if trainer.is_fsdp_enabled:
+        version = getattr(trainer.accelerator.state.fsdp_plugin, "fsdp_version", 1)
+        yield (
+            "offload()",
+            f"FSDP{version} of the trainer",
+            "DistributedDataParallel, or one process without FSDP",
+        )
+    if trainer.args.n_gpu > 1:
+        yield (
+            "offload()",
+            f"DataParallel over {trainer.args.n_gpu} GPUs",
+            "CUDA_VISIBLE_DEVICES=0, or torchrun",
+        )
+    devices = {str(device) for device in (getattr(trainer.model, "hf_device_map", None) or {}).values()}
+    if len(devices) > 1:
+        yield (
+            "offload()",
+            f"device_map over {', '.join(sorted(devices))}",
+            "a model that is loaded to one device",
+        )
+
+
+def _optimizers(trainer: Trainer, wanted: Wanted) -> _Conflicts:
+    if wanted.optimizer is None:
+        return
+    mine = "the optimizer of offload()"
+    if trainer.optimizer is not None:
+        yield (
+            mine,
+            f"the trainer's own {type(trainer.optimizer).__name__}",
+            "offload() before train(), and no optimizers=",
+        )
+    given = trainer.optimizer_cls_and_kwargs
+    made, _ = given or trainer.get_optimizer_cls_and_kwargs(trainer.args, trainer.model)
+    if made is not torch.optim.AdamW:
+        named = (
+            f"optimizer_cls_and_kwargs with {made.__name__}"
+            if given
+            else f"optim={str(trainer.args.optim.value)!r}"
+        )
+        yield mine, named, "optim='adamw_torch_fused', or offload(trainer, activations=...) alone"
+
+
+def _activations(trainer: Trainer, wanted: Wanted) -> _Conflicts:
+    args, mine = trainer.args, "activations of offload()"
+    if wanted.activations is None:
+        return
+    if getattr(args, "activation_offloading", False):
+        yield mine, "activation_offloading=True of TRL", "activation_offloading=False"
+    for name in ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"):
+        if (getattr(args, name, None) or {}).get("offload"):
+            yield mine, f"{name}={{'offload': True}}", f"{name} without 'offload'"
+    if args.torch_compile:
+        yield mine, "torch_compile=True", "torch_compile=False, or optimizer= alone"
+    if args.use_cache:
+        yield mine, "use_cache=True", "use_cache=False"
