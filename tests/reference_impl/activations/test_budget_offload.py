@@ -124,7 +124,7 @@ def test_steps_by_a_plan_are_recorded_and_not_timed(long_trainee, device, monkey
     ):
         peaks(long_trainee, ledger, STEPS_BEFORE_A_PLAN)
         marks = []
-        monkeypatch.setattr(device, "mark", lambda: marks.append(1))
+        monkeypatch.setitem(vars(device), "mark", lambda: marks.append(1))
         assert long_trainee.step() == expected
         assert offloader.plan.bytes_of(Decision.RECOMPUTE) > 0
         assert marks == []

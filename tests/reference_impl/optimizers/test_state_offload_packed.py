@@ -35,10 +35,10 @@ def test_half_masters_change_no_bit(device, dtype, options):
         listed = [i for i, p in enumerate(model.parameters()) if p.requires_grad]
         for index, state in theirs.items():
             for name, value in state.items():
-                assert torch.equal(ours[listed[index]][name], value.cpu()), name
+                assert torch.equal(ours[listed[index]][name].cpu(), value.cpu()), name
             if dtype != torch.float32:
                 master = reference.masters[index].detach().cpu()
-                assert torch.equal(ours[listed[index]]["master_param"], master)
+                assert torch.equal(ours[listed[index]]["master_param"].cpu(), master)
 
 
 @pytest.mark.parametrize("options", [{"hi_lo_masters": True}, SHORT])

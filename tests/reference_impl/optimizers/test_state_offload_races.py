@@ -56,7 +56,7 @@ def test_a_slow_stream_changes_no_bit(monkeypatch, slow, options):
             monkeypatch.setattr(ChunkUpdate, "run", slow_run)
         elif slow != "backward":
             stream = device.h2d if slow == "copy_in" else device.d2h
-            monkeypatch.setattr(device, slow, slowly(getattr(device, slow), stream))
+            monkeypatch.setitem(vars(device), slow, slowly(getattr(device, slow), stream))
         for index, batch in enumerate(batches(device.torch_device, 8)):
             model(batch).backward()
             if slow == "backward":
