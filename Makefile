@@ -9,7 +9,7 @@ TRANSFORMERS_RELEASES := 4.57.3 5.0.0 5.8.0 5.10.4 5.14.1 5.17.0 5.23.0
 
 .PHONY: setup demo test test-all test-faults check lint-code render clean
 .PHONY: test-trainers test-axolotl test-megatron test-transformers test-deepspeed test-accelerate test-torchtune test-llama-factory test-rl
-.PHONY: test-mutations
+.PHONY: test-mutations traces
 
 setup: .venv/.ready
 
@@ -109,6 +109,10 @@ test-accelerate: setup
 test-rl: setup
 	$(BIN)/python tests/judges/rl/fetch.py
 	$(BIN)/python tests/judges/rl/judge.py --configurations 5000
+
+# Traces the models that ship traced again; the environment needs torch and transformers.
+traces: setup
+	for each in skill_tools/knowledge/traces/*.json; do $(BIN)/offload trace $$each --out $$each || exit; done
 
 render: setup
 	$(BIN)/offload card render

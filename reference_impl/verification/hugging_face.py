@@ -5,12 +5,16 @@ Apart because it alone knows transformers, which is optional.
 
 from __future__ import annotations
 
+import copy
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+
+_NAMES = frozenset({"transformers_version", "id2label", "label2id", "dtype", "torch_dtype"})
 
 
 def model_of(config: str | Path, dtype: str = "bfloat16") -> nn.Module:
@@ -21,18 +25,34 @@ def model_of(config: str | Path, dtype: str = "bfloat16") -> nn.Module:
     ImportError without transformers, OSError for a file that is not there, ValueError for one that describes no
     model that the installed transformers has.
     """
+    return model_from(read_config(config), dtype)
+
+
+def read_config(config: str | Path) -> dict[str, Any]:
+    """Return the entries of `config`, a `config.json`, its folder, or a model profile that was traced from one.
+
+    What says nothing about the model's code, such as paths and names of labels, is left out. Raises OSError for a file
+    that is not there, ValueError for one that describes no model.
+    """
     path = Path(config)
     path = path / "config.json" if path.is_dir() else path
     try:
         entries = json.loads(path.read_text(encoding="utf-8"))
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"no JSON ({error})") from None
+    if isinstance(entries, dict) and isinstance(entries.get("config"), dict):
+        entries = entries["config"]
     if not isinstance(entries, dict) or not isinstance(entries.get("model_type"), str):
         raise ValueError("it has no `model_type`")
+    return {name: value for name, value in entries.items() if name not in _NAMES and name[0] != "_"}
+
+
+def model_from(entries: Mapping[str, Any], dtype: str = "bfloat16") -> nn.Module:
+    """Return the model that the `entries` of a `config.json` describe, as `model_of` does."""
     import transformers
     from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-    named = dict(entries)
+    named = copy.deepcopy(dict(entries))
     try:
         settings = AutoConfig.for_model(named.pop("model_type"), **named)
     except Exception as error:  # a config class checks what it gets with errors of many types

@@ -114,11 +114,17 @@ def _growth(one: int, longer: int, two: int, tokens: int) -> dict[str, float]:
     """Solve for the three numbers, from (1, tokens), (1, 2 * tokens) and (2, tokens)."""
     squared = (longer - two) / (2 * tokens**2)
     linear = (two - one) / tokens - squared * tokens
+    fixed = one - linear * tokens - squared * tokens**2
     return {
-        "fixed": one - linear * tokens - squared * tokens**2,
-        "per_token": linear,
-        "per_token_and_length": squared,
+        "fixed": _short(fixed),
+        "per_token": _short(linear),
+        "per_token_and_length": _short(squared),
     }
+
+
+def _short(number: float) -> float:
+    """Return a whole number as an int, so that a profile is short to write."""
+    return int(number) if number == int(number) else number
 
 
 def _versions() -> dict[str, str]:

@@ -13,7 +13,7 @@ from skill_tools.dialects.shapes import ModelShape
 from skill_tools.errors import UnusableInput
 from skill_tools.planning.cost import machine
 from skill_tools.planning.cost.machine import Machine
-from skill_tools.planning.model import known_models, shape_sources
+from skill_tools.planning.model import known_models, shape_sources, traces
 from skill_tools.planning.model.shape_sources import UnknownShapeError
 from skill_tools.planning.search import planner
 from skill_tools.planning.search.options import Budget
@@ -41,6 +41,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--model",
         metavar="NAME",
         help="a known model, for example qwen3-30b-a3b; `offload plan --list-models` prints all",
+    )
+    run.add_argument(
+        "--trace",
+        metavar="FILE",
+        help="the model's profile that `offload trace` wrote; many models ship with theirs",
     )
     run.add_argument("--framework", choices=registry.names(), help="needed if the input does not show it")
     run.add_argument(
@@ -115,7 +120,7 @@ def _plan(args: argparse.Namespace, inputs: Sequence[str], *, what_if: Sequence[
     files = [path for path in inputs if path not in jsons]
     config = read_config(args, files, what_if=what_if)
     shape, source = _shape(config, args.model, jsons[0] if jsons else None)
-    built = _run(args, files, config, shape)
+    built = _traced(args, _run(args, files, config, shape))
     where = _machine(args, built)
     budget, notes = _budget(args, where)
     return planner.make_plan(
@@ -164,6 +169,16 @@ def _run(args: argparse.Namespace, files: Sequence[str], config: Config, shape: 
         raise UnusableInput(f"--gpus {args.gpus}", expected=f"1 to {_MOST_GPUS}", attempt="--gpus 8")
     dialect = registry.named(_stated(args, files) or config.framework)
     return dialect.run(config, shape, gpus=args.gpus)
+
+
+def _traced(args: argparse.Namespace, built: Run) -> Run:
+    """Return the run with the profile of its model: the user's, or one that ships where a trace describes the run."""
+    if args.trace:
+        return built._replace(traced=traces.read(args.trace, built))
+    if registry.named(built.dialect).has_files or built.adapter is not None:
+        return built
+    found = traces.of_shape(built.shape)
+    return built if found is None else built._replace(traced=found)
 
 
 def _machine(args: argparse.Namespace, built: Run) -> Machine:

@@ -1,6 +1,6 @@
 """Trace what a step of a Hugging Face model takes: its own code on tensors without memory, no GPU, no weights.
 
-  offload trace config.json                     the folder of a model does as well
+  offload trace config.json                     the folder of a model does as well, or a profile of it
   offload trace config.json --sequences 4 --tokens 4096 --out profile.json
 
 It prints the peak beyond the weights with and without checkpointing, and what is saved for backward. Optimizer states
@@ -10,6 +10,7 @@ of this tool.
 
 import argparse
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ _DTYPES = ("bfloat16", "float16", "float32")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the configuration, the batch and the output."""
-    parser.add_argument("config", metavar="CONFIG", help="config.json of a model, or its folder")
+    parser.add_argument("config", metavar="CONFIG", help="config.json of a model, its folder, or its profile")
     parser.add_argument(
         "--sequences", type=int, default=1, metavar="N", help="sequences in a batch; default: 1"
     )
@@ -44,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     profile = _profile(args.config, args.dtype)
     if args.out:
         try:
-            Path(args.out).write_text(json.dumps(profile, indent=2) + "\n", encoding="utf-8")
+            Path(args.out).write_text(as_text(profile), encoding="utf-8")
         except OSError as error:
             raise UnusableInput(
                 f"--out {args.out}: {error.strerror}",
@@ -52,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
                 attempt="--out profile.json",
             ) from None
     if args.format == "json":
-        print(json.dumps(profile, indent=2))
+        print(as_text(profile), end="")
     else:
         print(
             measuring.traced(
@@ -62,11 +63,26 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def as_text(profile: Mapping[str, Any]) -> str:
+    """Return a model profile as JSON with one entry a line, and each step's entries on lines of their own."""
+    steps = ",\n".join(_object(step) for step in profile["steps"])
+    rest = _object({name: value for name, value in profile.items() if name != "steps"})
+    return f'{rest[:-2]},\n"steps":[\n{steps}\n]\n}}\n'
+
+
+def _object(entries: Mapping[str, Any]) -> str:
+    lines = (
+        f"{json.dumps(name)}:{json.dumps(entry, separators=(',', ':'))}" for name, entry in entries.items()
+    )
+    return "{\n" + ",\n".join(lines) + "\n}"
+
+
 def _profile(config: str, dtype: str) -> dict[str, Any]:
     hugging_face = reference("reference_impl.verification.hugging_face")
     trace_profile = reference("reference_impl.verification.trace_profile")
     try:
-        model = hugging_face.model_of(config, dtype)
+        entries = hugging_face.read_config(config)
+        model = hugging_face.model_from(entries, dtype)
     except ImportError as error:
         raise UnusableInput(
             f"{error.name or 'transformers'} is not installed",
@@ -82,6 +98,10 @@ def _profile(config: str, dtype: str) -> dict[str, Any]:
         ) from None
     try:
         document: dict[str, Any] = trace_profile.profile_model(model, hugging_face.text_batch)
+        implementation = getattr(getattr(model, "config", None), "_attn_implementation", None)
+        if implementation:
+            document["attention_implementation"] = implementation
+        document["config"] = entries
     except Exception as error:  # the model's own code runs: it may raise anything
         raise UnusableInput(
             f"{config} cannot be traced: {_first_line(error)}",

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from skill_tools.dialects.layout import Layout
 from skill_tools.dialects.shapes import ModelShape
+from skill_tools.dialects.traced import TracedModel
 
 STATE_CHUNK_BYTES = 512 << 20  # of Megatron's optimizer-state offload, which restores two chunks at once
 
@@ -75,6 +76,7 @@ class Run(NamedTuple):
     clips: bool = True
     is_eager: bool = False
     widens_gradients: bool = False
+    traced: TracedModel | None = None
     assumptions: tuple[str, ...] = ()
 
     @property

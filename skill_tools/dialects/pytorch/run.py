@@ -1,7 +1,8 @@
 """Builds the planner's run for a plain PyTorch loop: bf16 weights, fp32 masters and AdamW states.
 
 This is the setting of `reference_impl`: the model of a Hugging Face config.json, a known name or six
-numbers, trained eagerly with flash attention, data-parallel at most.
+numbers, trained eagerly with flash attention, data-parallel at most. A named model is Hugging Face's code, whose norms
+are eager; one of six numbers has torch's fused norms.
 """
 
 from skill_tools.configs.config import Config
@@ -13,6 +14,7 @@ from skill_tools.dialects.run import Adapter, Precision, Recompute, Run
 from skill_tools.dialects.shapes import ModelShape
 from skill_tools.errors import UnusableInput
 
+HUGGING_FACE_NORM_BYTES = 4.0  # an eager norm computes in fp32 and keeps its copy
 LOSS_BYTES = 12.0  # fp32 logits' log-softmax, its gradient and theirs at the start of backward
 
 
@@ -63,6 +65,7 @@ def build(config: Config, shape: ModelShape, *, gpus: int | None) -> Run:
         shards_optimizer=False,
         loss_bytes=LOSS_BYTES,
         fused_activation=False,
+        norm_bytes=0.0 if fields.integer(config, "hidden_size") else HUGGING_FACE_NORM_BYTES,
         clips=norm != 0,
         is_eager=True,
         widens_gradients=True,

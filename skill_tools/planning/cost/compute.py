@@ -14,6 +14,7 @@ from typing import NamedTuple
 from skill_tools.dialects import parameters
 from skill_tools.dialects.run import Run
 from skill_tools.dialects.shapes import ModelShape
+from skill_tools.dialects.traced import TracedModel, TracedStep
 from skill_tools.planning.cost.machine import Machine, model_constants
 
 
@@ -100,11 +101,12 @@ def pace(run: Run, machine: Machine, shard: int, *, measured_step_s: float | Non
     """Return the pace of `run`; `shard` parameters are updated on the GPU when nothing is offloaded."""
     constants = model_constants()
     stages = run.layout.pipeline
+    if run.traced is not None:
+        return _traced_pace(run, run.traced, machine, shard, measured_step_s)
     rate = machine.gemm * _share(run, constants) * run.layout.tensor * run.layout.context
     counted = micro_batch_flops(run)
     each = 1 / rate / stages
-    updated = 0 if run.adapter else shard
-    update = constants["gpu_adam_bytes"] * updated / (machine.hbm * constants["gpu_adam_share"])
+    update = _gpu_update_s(run, machine, shard)
     bubble = (stages - 1) / run.layout.virtual_stages
     step = (counted.forward + counted.backward) * each * (run.micro_batches + bubble)
     if measured_step_s is not None:
@@ -119,6 +121,46 @@ def pace(run: Run, machine: Machine, shard: int, *, measured_step_s: float | Non
         step,
         update,
     )
+
+
+def _gpu_update_s(run: Run, machine: Machine, shard: int) -> float:
+    constants = model_constants()
+    updated = 0 if run.adapter else shard
+    return constants["gpu_adam_bytes"] * updated / (machine.hbm * constants["gpu_adam_share"])
+
+
+def _traced_pace(
+    run: Run, model: TracedModel, machine: Machine, shard: int, measured_step_s: float | None
+) -> Pace:
+    """Return the pace of a traced step: its matrix products and the bytes of its other kernels.
+
+    A trace says of both passes together what they do; how they share it, the shape's FLOPs say.
+    """
+    passes = traced_seconds(run, model.plain, machine)
+    again = traced_seconds(run, model.recomputed, machine) - passes
+    update = _gpu_update_s(run, machine, shard)
+    step = passes * run.micro_batches
+    scale = 1.0 if measured_step_s is None else max(measured_step_s - update, 0.1 * measured_step_s) / step
+    counted = micro_batch_flops(run)
+    each = passes * scale / (counted.forward + counted.backward)
+    return Pace(
+        counted.forward * each,
+        counted.backward * each,
+        again * scale,
+        counted.core_forward * each,
+        counted.mlp_forward * each,
+        step * scale,
+        update,
+    )
+
+
+def traced_seconds(run: Run, step: TracedStep, machine: Machine) -> float:
+    """Return the seconds of one micro-batch's forward and backward; what a launch costs bounds it from below."""
+    constants = model_constants()
+    products = step.flops.at(run.micro_batch, run.seq_length) / machine.gemm
+    moved = step.moved_bytes.at(run.micro_batch, run.seq_length)
+    others = moved / (machine.hbm * constants["elementwise_share"])
+    return constants["eager_factor"] * max(products + others, step.kernels * constants["launch_s"])
 
 
 def _share(run: Run, constants: Mapping[str, float]) -> float:

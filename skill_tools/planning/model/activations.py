@@ -38,16 +38,34 @@ class Part(NamedTuple):
 
 
 def layer_parts(run: Run, *, moe: bool) -> tuple[Part, ...]:
-    """List what one layer keeps for backward, per token of the micro-batch, on one GPU."""
+    """List what one layer keeps for backward, per token of the micro-batch, on one GPU.
+
+    Where the model was traced, the parts add up to the layers' mean in the trace.
+    """
+    parts = _parts_by_formula(run, moe=moe)
+    if run.traced is None:
+        return parts
+    layers = run.traced.plain.layers
+    traced = sum(layer.at(run.micro_batch, run.seq_length) for layer in layers) / len(layers) / run.tokens
+    scale = traced / sum(part.token_bytes for part in parts)
+    return tuple(part._replace(token_bytes=part.token_bytes * scale) for part in parts)
+
+
+def _parts_by_formula(run: Run, *, moe: bool) -> tuple[Part, ...]:
     shape, layout = run.shape, run.layout
     whole = 2 * shape.hidden / (layout.tensor if layout.sequence_parallel else 1)
     parts = [
         Part("layer input", whole, (), "attn_norm"),
         Part("attention norm output", whole + run.norm_bytes * shape.hidden, ("layernorm",), "qkv_linear"),
         *_attention_parts(shape, layout.tensor),
+        *_query_key_norm(run),
+        *_scores(run),
         Part("MLP norm input", whole, (), "mlp_norm"),
         Part("MLP norm output", whole + run.norm_bytes * shape.hidden, ("layernorm",)),
     ]
+    if run.norm_bytes:
+        further = (shape.norms_per_layer - 2) * (2 * whole + run.norm_bytes * shape.hidden)
+        parts.extend([Part("further norm output", further, ("layernorm",))] if further else [])
     parts.extend(_expert_parts(run) if moe else _mlp_parts(run, shape.ffn, ("mlp",)))
     return tuple(parts)
 
@@ -66,6 +84,20 @@ def _attention_parts(shape: ModelShape, tensor: int) -> Iterable[Part]:
         yield Part("query, key, value", 2 * (value + keys) / tensor, (), "core_attn")
     yield Part("attention output", 2 * value / tensor, (), "attn_proj")
     yield Part("attention log-sum-exp and norm scales", 4 * shape.heads / tensor + 8)
+
+
+def _query_key_norm(run: Run) -> Iterable[Part]:
+    """Eager norms of query and key: an fp32 copy, the normalised result in bf16, and a scale a head."""
+    if run.shape.qk_norm and run.norm_bytes:
+        heads = run.shape.heads + run.shape.kv_heads
+        bytes_each = (2 + run.norm_bytes) * run.shape.attention_head_dim + 4
+        yield Part("query and key norm output", heads * bytes_each / run.layout.tensor, ("layernorm",))
+
+
+def _scores(run: Run) -> Iterable[Part]:
+    """Probabilities in bf16, where a model with attention sinks has no fused kernel in Hugging Face's code."""
+    if run.shape.attention_sinks and run.norm_bytes:
+        yield Part("attention probabilities", 2 * run.shape.heads * run.seq_length)
 
 
 def _mlp_parts(run: Run, inner: int, dropped_by: tuple[str, ...], name: str = "MLP") -> Iterable[Part]:
@@ -141,7 +173,8 @@ class Kept(NamedTuple):
     `stays` is what the GPU holds after forward, `offloaded` what the host holds. `copied` is `offloaded` and the
     duplicates that an engine copies again. `layer` is what backward needs of one layer at once, alive at
     `layer_when`. `final_token_bytes` are the final norm's tensors a token, `logits_bytes` the bytes of one logit
-    that wait for their copy. `components` says in words what the largest layer keeps on the GPU.
+    that wait for their copy. `components` says in words what the largest layer keeps on the GPU. Of `stays`, `waiting`
+    is there only until it is copied.
     """
 
     stays: float
@@ -152,6 +185,7 @@ class Kept(NamedTuple):
     final_token_bytes: float
     logits_bytes: float
     components: str = ""
+    waiting: float = 0.0
 
 
 def kept_by_stage(run: Run, mode: Mode, stage: Stage) -> Kept:
@@ -165,7 +199,8 @@ def kept_by_stage(run: Run, mode: Mode, stage: Stage) -> Kept:
     for position, index in enumerate(indices):
         stay, moved, twice = _layer(run, mode, recompute, parts[run.shape.is_moe(index)], position)
         stays, offloaded, copied = stays + stay, offloaded + moved, copied + moved + twice
-    stays += _waiting(run, mode, largest, offloaded)
+    waiting = _waiting(run, mode, largest, offloaded)
+    stays += waiting
     tokens = run.tokens
     engine = mode.activation_engine
     everything = engine in {ActivationEngine.TRL, ActivationEngine.SAVE_ON_CPU, ActivationEngine.OWN_INPUTS}
@@ -181,6 +216,7 @@ def kept_by_stage(run: Run, mode: Mode, stage: Stage) -> Kept:
         final_token_bytes=0.0 if everything and not mode.layers else 2 * input_bytes(run),
         logits_bytes=2.0 if mode.activation_engine is ActivationEngine.TRL else 0.0,
         components=_components(run, mode, recompute, tuple(parts.values())),
+        waiting=waiting * tokens,
     )
 
 

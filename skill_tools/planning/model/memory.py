@@ -14,7 +14,7 @@ from skill_tools.dialects import layout
 from skill_tools.dialects.layout import LocalParameters, Stage
 from skill_tools.dialects.run import Mode, Run
 from skill_tools.planning.accounts import Line
-from skill_tools.planning.model import activations, states
+from skill_tools.planning.model import activations, states, traced_moments
 from skill_tools.planning.model.activations import Kept
 from skill_tools.units import GIB
 
@@ -81,7 +81,7 @@ def _of_stage(run: Run, mode: Mode, stage: Stage) -> Memory:
     )
     gpu, host = states.lines(run, mode.of_states, local)
     found = _activations(run, mode.of_activations, stage)
-    alive = _worst_moment((*gpu, *found.gpu))
+    alive = _alive(run, mode, gpu, found)
     return Memory(
         stage=stage.rank,
         parameters=local,
@@ -92,6 +92,20 @@ def _of_stage(run: Run, mode: Mode, stage: Stage) -> Memory:
         moved_bytes=found.kept.offloaded,
         copied_bytes=found.kept.copied,
     )
+
+
+def _alive(run: Run, mode: Mode, states: Sequence[Line], found: "_Activations") -> list[Line]:
+    """Return the lines that are alive at the moment of a step with the most bytes."""
+    if run.traced is None:
+        return _worst_moment((*states, *found.gpu))
+    held = sum(line.bytes for line in states if line.name == "gradients")
+    steady = [line for line in states if line.when in {"always", "step"} and line.name != "gradients"]
+    in_update = [
+        line for line in states if line.when in {"always", "backward", "update"} or line.name == "gradients"
+    ]
+    passes = traced_moments.lines(run, run.traced, mode, found.kept, held)
+    moments = [*([*steady, *moment] for moment in passes), in_update]
+    return max(moments, key=lambda alive: sum([line.bytes for line in alive]))
 
 
 def _worst_moment(lines: Sequence[Line]) -> list[Line]:

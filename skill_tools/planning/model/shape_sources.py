@@ -224,8 +224,13 @@ def _text_of(path: str) -> bytes:
 
 def from_config_json(path: str) -> ModelShape:
     """Build the shape from a Hugging Face config.json; of a multimodal model, its text decoder."""
-    data = json.loads(_text_of(path))
-    data = data.get("text_config") if isinstance(data.get("text_config"), dict) else data
+    return from_entries(json.loads(_text_of(path)), path)
+
+
+def from_entries(data: dict[str, Any], path: str) -> ModelShape:
+    """Build the shape from the entries of a config.json that came from `path`."""
+    inner = data.get("text_config")
+    data = inner if isinstance(inner, dict) else data
     if any(key in data for key in _HYBRID):
         raise UnusableInput(
             f"{path} describes a model with linear-attention or state-space layers",

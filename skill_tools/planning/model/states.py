@@ -14,6 +14,7 @@ from skill_tools.planning.accounts import Line, each
 from skill_tools.planning.model import reference_numbers as reference
 from skill_tools.units import gib
 
+CUBLAS_BYTES = 32 << 20
 HOST_BYTES_CPU_SHARE = 16  # frameworks' engines: fp32 master, gradient and two moments
 
 
@@ -33,12 +34,24 @@ def _lines(run: Run, mode: Mode, local: LocalParameters) -> tuple[list[Line], li
             "weights", round(precision.weight_bytes * held), each(precision.weight_bytes, held, "parameters")
         )
     ]
+    gpu += _around_weights(run)
     gradients = _gradients(run, mode, local)
     states, host = _optimizer(run, mode, local.shard)
     gpu += [gradients, *states] if gradients.bytes else states
     if mode.offload_parameters:
         return _gathered(run, mode, local), [Line(line.name, line.bytes, line.formula) for line in gpu]
     return [*gpu, *_gathered(run, mode, local)], host
+
+
+def _around_weights(run: Run) -> list[Line]:
+    """What is allocated with a traced model's weights: the allocator's rounding, and what cuBLAS takes for good."""
+    if run.traced is None:
+        return []
+    rounding = (run.traced.weights_allocated_bytes - run.traced.weights_bytes) // run.weight_shards
+    rounded = (
+        [Line("rounding of the weights", rounding, "the allocator's units of 2 MiB")] if rounding else []
+    )
+    return [*rounded, Line("cuBLAS workspace", CUBLAS_BYTES, "32 MiB a process, as on Hopper")]
 
 
 def _gradients(run: Run, mode: Mode, local: LocalParameters) -> Line:

@@ -1,0 +1,61 @@
+"""A model whose step was traced: how its bytes and its work grow with the batch (`offload trace` writes it).
+
+A size is `fixed + per_token * tokens + per_token_and_length * tokens * length`. Explained in docs/tracing.md.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Growth(NamedTuple):
+    """One size of a step, in bytes or FLOPs, for any batch."""
+
+    fixed: float
+    per_token: float
+    per_token_and_length: float
+
+    def at(self, sequences: int, length: int) -> float:
+        """Return the size for `sequences` of `length` tokens each."""
+        tokens = sequences * length
+        return self.fixed + self.per_token * tokens + self.per_token_and_length * tokens * length
+
+
+class Span(NamedTuple):
+    """A part of a step: forward and loss, or one block's backward, and the most bytes alive in it beyond the weights.
+
+    `kept` holds the gradients that are finished by then, `freed` does not.
+    """
+
+    name: str
+    kept: Growth
+    freed: Growth
+
+
+class TracedStep(NamedTuple):
+    """One forward and backward: its spans in order, and what each block leaves alive when its forward ends.
+
+    `flops` are of matrix products, `moved_bytes` what the other kernels read and write, `kernels` how many both are.
+    """
+
+    spans: tuple[Span, ...]
+    layers: tuple[Growth, ...]
+    flops: Growth
+    moved_bytes: Growth
+    kernels: int
+
+
+@dataclass(frozen=True, eq=False)
+class TracedModel:
+    """The step as it is and with its blocks recomputed; `source` says in words what was traced, and with what.
+
+    Two are the same if they are the same object, so that what is computed from one is found again quickly.
+    """
+
+    source: str
+    config: dict[str, object] | None
+    element_bytes: int
+    weights_bytes: int
+    weights_allocated_bytes: int
+    gradients_bytes: int
+    plain: TracedStep
+    recomputed: TracedStep

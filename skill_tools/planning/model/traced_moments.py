@@ -1,0 +1,95 @@
+"""The moments of a traced step: what is alive in each of its spans, less what a mode has moved away by then.
+
+Layers whose saved results have left come back one ahead of their backward. Finished gradients count as far as they
+stay on the GPU.
+"""
+
+from functools import lru_cache
+from itertools import accumulate
+from typing import NamedTuple
+
+from skill_tools.dialects.run import Mode, Run
+from skill_tools.dialects.traced import TracedModel, TracedStep
+from skill_tools.planning.accounts import Line
+from skill_tools.planning.model.activations import Kept
+from skill_tools.units import GIB
+
+
+class Moment(NamedTuple):
+    """One span at its worst, in bytes: what the layers before it saved, all else, and finished gradients.
+
+    `layers` are those whose saved results are alive, from the first.
+    """
+
+    name: str
+    layers: int
+    saved: float
+    work: float
+    gradients: float
+
+
+class Sizes(NamedTuple):
+    """A traced step for one batch; `saved_up_to[n]` is what the first n layers save."""
+
+    moments: tuple[Moment, ...]
+    saved_up_to: tuple[float, ...]
+
+
+@lru_cache(maxsize=64)
+def sizes(model: TracedModel, sequences: int, length: int, *, recomputed: bool) -> Sizes:
+    """Return the moments of the step, as it is or with its blocks recomputed."""
+    step: TracedStep = model.recomputed if recomputed else model.plain
+    saved = (0.0, *accumulate(layer.at(sequences, length) for layer in step.layers))
+    moments = []
+    for index, span in enumerate(step.spans):
+        layers = len(step.layers) - max(index - 1, 0)
+        freed = span.freed.at(sequences, length)
+        kept = max(span.kept.at(sequences, length), freed)
+        moments.append(Moment(span.name, layers, saved[layers], freed - saved[layers], kept - freed))
+    return Sizes(tuple(moments), saved)
+
+
+def lines(run: Run, model: TracedModel, mode: Mode, kept: Kept, gradients_held: float) -> list[list[Line]]:
+    """Return for each moment what it adds to weights and states.
+
+    Of all gradients `gradients_held` bytes stay until the step. Where they add up over micro-batches, all are there
+    from the second one on.
+    """
+    recompute = mode.recompute or run.recompute
+    found = sizes(model, run.micro_batch, run.seq_length, recomputed=recompute.granularity == "full")
+    share = gradients_held / model.gradients_bytes
+    gone = max(found.saved_up_to[-1] - (kept.stays - kept.waiting), 0.0)
+    answers = []
+    for index, moment in enumerate(found.moments):
+        away = _away(mode, found.saved_up_to, moment, index, gone)
+        waiting = 0.0 if index else kept.waiting
+        held = gradients_held if run.micro_batches > 1 else share * moment.gradients
+        here = round(moment.saved - away + waiting)
+        finished = f"finished by then, of {gradients_held / GIB:.2f} GiB"
+        alive = [
+            Line("activations", here, _saved_formula(moment, away), "step"),
+            Line(
+                "logits, loss and work",
+                round(moment.work),
+                f"all else that is alive in {moment.name}",
+                "loss",
+            ),
+            Line("gradients", round(held), finished, "backward"),
+        ]
+        answers.append([line for line in alive if line.bytes])
+    return answers
+
+
+def _away(mode: Mode, saved_up_to: tuple[float, ...], moment: Moment, index: int, gone: float) -> float:
+    """Bytes of the moment's saved results that are not on the GPU: those of all layers but two."""
+    if gone < 1:
+        return 0.0
+    layers = max(moment.layers - (1 if index == 0 else 2), 0)
+    leaving = mode.layers or len(saved_up_to) - 1
+    share = gone / saved_up_to[leaving]
+    return min(share, 1.0) * saved_up_to[min(layers, leaving)]
+
+
+def _saved_formula(moment: Moment, away: float) -> str:
+    moved = f", less {away / GIB:.2f} GiB that are away" if away else ""
+    return f"what {moment.layers} layers saved, {moment.saved / GIB:.2f} GiB{moved}, in {moment.name}"

@@ -1,0 +1,148 @@
+"""Model profiles that `offload trace` wrote: the ones that ship, found by a model's shape, and a user's own.
+
+A profile is used for the model that it was traced from and for no other. One that ships is read only when its model is
+planned for; reading it needs neither torch nor transformers.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from skill_tools import knowledge
+from skill_tools.bundle import knowledge_path
+from skill_tools.configs.files import read_bytes
+from skill_tools.dialects import parameters
+from skill_tools.dialects.run import Run
+from skill_tools.dialects.shapes import ModelShape
+from skill_tools.dialects.traced import Growth, Span, TracedModel, TracedStep
+from skill_tools.errors import UnusableInput
+from skill_tools.planning.model import known_models, shape_sources
+
+_PROFILE_BYTES = 8 << 20
+_ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+_COUNT_TOLERANCE = 0.005  # norms and biases that a shape does not describe
+_EXPECTED = "the JSON that `offload trace config.json --out profile.json` writes"
+
+
+def of_shape(shape: ModelShape) -> TracedModel | None:
+    """Return the profile that ships for a model of exactly this shape, or None."""
+    name = next((name for name in names() if _same(known_models.shape(name), shape)), None)
+    return None if name is None else _shipped(name)
+
+
+@knowledge.derived
+def names() -> tuple[str, ...]:
+    """Return the known models that ship traced."""
+    return tuple(sorted(path.stem for path in knowledge_path("traces").glob("*.json")))
+
+
+@knowledge.derived
+def _shipped(name: str) -> TracedModel:
+    return model_of(json.loads(knowledge_path("traces", f"{name}.json").read_text(encoding="utf-8")))
+
+
+def read(path: str, run: Run) -> TracedModel:
+    """Return the profile in `path` for `run`.
+
+    Raises `UnusableInput` for a file that is none, for a profile of another model, and for a run that it does not
+    describe: one that splits its layers between GPUs, or that trains adapters.
+    """
+    text = read_bytes(
+        path, _PROFILE_BYTES, expected=_EXPECTED, attempt="offload trace config.json --out profile.json"
+    )
+    try:
+        data = json.loads(text)
+        found = model_of(data)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
+        raise UnusableInput(
+            f"{path} is no model profile ({type(error).__name__}: {str(error)[:80]})",
+            expected=_EXPECTED,
+            attempt="offload trace config.json --out profile.json",
+        ) from None
+    _check_model(path, str(data["model"]), found, run.shape)
+    _check_run(path, run)
+    return found
+
+
+def model_of(data: Mapping[str, Any]) -> TracedModel:
+    """Return the profile of plain data; raises what looking up a missing or wrong entry raises."""
+    steps = {bool(step["checkpointing"]): _step(step) for step in data["steps"]}
+    library = data["versions"].get("transformers")
+    made_with = f"transformers {library}" if library else f"torch {data['versions']['torch']}"
+    attention = data.get("attention_implementation") or f"{data['attention']} attention"
+    config = data.get("config")
+    return TracedModel(
+        source=f"{data['model']} traced, {made_with}, {attention}",
+        config=dict(config) if config else None,
+        element_bytes=_ELEMENT_BYTES[data["dtype"]],
+        weights_bytes=_bytes(data["weights_bytes"]),
+        weights_allocated_bytes=_bytes(data["weights_allocated_bytes"]),
+        gradients_bytes=_bytes(data["gradients_bytes"]),
+        plain=steps[False],
+        recomputed=steps[True],
+    )
+
+
+def _step(data: Mapping[str, Any]) -> TracedStep:
+    freed = data["peaks_without_gradients"]
+    found = TracedStep(
+        spans=tuple(Span(name, _growth(kept), _growth(freed[name])) for name, kept in data["peaks"].items()),
+        layers=tuple(_growth(each) for each in data["layers"]),
+        flops=_growth(data["flops"]),
+        moved_bytes=_growth(data["moved_bytes"]),
+        kernels=int(data["kernels"]),
+    )
+    if len(found.spans) != len(found.layers) + 1:
+        raise ValueError(f"{len(found.spans)} spans of {len(found.layers)} layers")
+    return found
+
+
+def _growth(data: Mapping[str, Any]) -> Growth:
+    found = Growth(data["fixed"], data["per_token"], data["per_token_and_length"])
+    if not all(isinstance(number, int | float) and math.isfinite(number) for number in found):
+        raise ValueError(f"{found} is no growth")
+    return found
+
+
+def _bytes(number: object) -> int:
+    if not isinstance(number, int) or isinstance(number, bool) or number <= 0:
+        raise ValueError(f"{number!r} bytes")
+    return number
+
+
+def _same(one: ModelShape, other: ModelShape) -> bool:
+    """Whether two shapes are of one model, whatever it is called."""
+    named = one._replace(name=other.name, head_dim=one.attention_head_dim)
+    return named == other._replace(head_dim=other.attention_head_dim)
+
+
+def _check_model(path: str, class_name: str, found: TracedModel, shape: ModelShape) -> None:
+    elements, expected = found.weights_bytes // found.element_bytes, parameters.model(shape).total
+    layers = len(found.plain.layers)
+    if found.config is not None:
+        is_its = _same(shape_sources.from_entries(dict(found.config), path), shape)
+    else:
+        is_its = layers == shape.num_layers and abs(elements / expected - 1) <= _COUNT_TOLERANCE
+    if not is_its:
+        raise UnusableInput(
+            f"{path} is of another model: {class_name} with {layers} layers and {elements:,} parameters",
+            expected=f"a profile of {shape.name}, {shape.num_layers} layers and {expected:,} parameters",
+            attempt="offload trace with that model's config.json",
+        )
+
+
+def _check_run(path: str, run: Run) -> None:
+    layout = run.layout
+    sizes = (("TP", layout.tensor), ("PP", layout.pipeline), ("CP", layout.context), ("EP", layout.expert))
+    why = [f"{name} {size}" for name, size in sizes if size > 1]
+    if run.adapter is not None:
+        why.append("adapters")
+    if not run.is_eager:
+        why.append("fused kernels")
+    if why:
+        raise UnusableInput(
+            f"{path} describes one GPU that trains all weights eagerly; this run has {', '.join(why)}",
+            expected="a run of the traced code on each GPU",
+            attempt="the same command without --trace, which estimates by formula",
+        )

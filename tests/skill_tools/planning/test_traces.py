@@ -1,0 +1,135 @@
+"""Model profiles: those that ship, and a user's own."""
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from skill_tools.__main__ import main
+from skill_tools.bundle import knowledge_path, schema_path
+from skill_tools.dialects import parameters
+from skill_tools.planning.model import known_models, traces
+
+QWEN = knowledge_path("traces", "qwen3-4b.json")
+
+
+@pytest.fixture
+def profile() -> dict[str, Any]:
+    data: dict[str, Any] = json.loads(QWEN.read_text())
+    return data
+
+
+def planned(capsys: pytest.CaptureFixture[str], *words: str | Path) -> dict[str, Any]:
+    assert main(["plan", *map(str, words), "--gpu", "h100", "--format", "json"]) == 0
+    data: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return data
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *words: str | Path) -> str:
+    assert main(["plan", *map(str, words), "--gpu", "h100"]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.count("\n") == 1
+    return said.err
+
+
+def source(plan: dict[str, Any]) -> str:
+    return next(line for line in plan["assumptions"] if line.startswith("memory"))
+
+
+@pytest.mark.parametrize("name", traces.names())
+def test_what_ships_is_the_known_models(name: str) -> None:
+    data = json.loads(knowledge_path("traces", f"{name}.json").read_text())
+    jsonschema.validate(data, json.loads(schema_path("model-profile").read_text()))
+    shape = known_models.shape(name)
+    found = traces.of_shape(shape)
+    assert found is not None
+    assert len(found.plain.layers) == shape.num_layers
+    assert found.weights_bytes == pytest.approx(2 * parameters.model(shape).total, rel=0.002)
+
+
+def test_a_known_model_is_planned_by_its_trace(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = planned(capsys, "--model", "llama-3-8b")
+    assert "LlamaForCausalLM traced, transformers 5." in source(plan)
+    assert source(plan).endswith(", sdpa")
+
+
+def test_a_config_of_the_same_sizes_is_that_model(
+    tmp_path: Path, profile: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(profile["config"]))
+    assert "Qwen3ForCausalLM traced" in source(planned(capsys, tmp_path / "config.json"))
+
+
+@pytest.mark.parametrize("words", [["num_layers=12"], ["lora_rank=16"]])
+def test_another_model_or_adapters_go_by_the_formula(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = planned(capsys, "--model", "llama-3-8b", "--overrides", *words)
+    assert not any("traced" in line for line in plan["assumptions"])
+
+
+def test_a_profile_of_ones_own_is_used(
+    tmp_path: Path, profile: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = planned(capsys, "--model", "qwen3-4b")["as_it_is"]["memory"]["allocated_bytes"]
+    for step in profile["steps"]:
+        for peaks in (step["peaks"], step["peaks_without_gradients"]):
+            for growth in peaks.values():
+                growth["fixed"] += 2**30
+    (tmp_path / "own.json").write_text(json.dumps(profile))
+    plan = planned(capsys, "--model", "qwen3-4b", "--framework", "pytorch", "--trace", tmp_path / "own.json")
+    assert plan["as_it_is"]["memory"]["allocated_bytes"] == before + 2**30
+
+
+@pytest.mark.parametrize("has_config", [True, False])
+def test_a_profile_of_another_model_is_refused(
+    has_config: bool, tmp_path: Path, profile: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    if not has_config:
+        del profile["config"]
+    (tmp_path / "own.json").write_text(json.dumps(profile))
+    said = refusal(capsys, "--model", "llama-3-8b", "--trace", tmp_path / "own.json")
+    assert "is of another model: Qwen3ForCausalLM with 36 layers and 4,022,468,096 parameters" in said
+    assert main(["plan", "--model", "qwen3-4b", "--gpu", "h100", "--trace", str(tmp_path / "own.json")]) == 0
+
+
+def test_a_profile_says_nothing_of_adapters(capsys: pytest.CaptureFixture[str]) -> None:
+    said = refusal(capsys, "--model", "qwen3-4b", "--trace", QWEN, "--overrides", "lora_rank=16")
+    assert "adapters" in said
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda data: "{",
+        lambda data: "[]",
+        lambda data: data.pop("steps"),
+        lambda data: data["steps"].pop(),
+        lambda data: data["steps"][0]["layers"].pop(),
+        lambda data: data["steps"][0]["flops"].update(fixed=float("nan")),
+        lambda data: data["steps"][0].update(peaks=3),
+        lambda data: data.update(weights_bytes=0),
+        lambda data: data.update(dtype="int3"),
+        lambda data: data.update(config={"model_type": "qwen3"}),
+    ],
+)
+def test_what_is_no_profile_is_refused_in_one_line(
+    damage: Any, tmp_path: Path, profile: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    damaged = copy.deepcopy(profile)
+    text = damage(damaged)
+    (tmp_path / "own.json").write_text(text if text in ("{", "[]") else json.dumps(damaged))
+    refusal(capsys, "--model", "qwen3-4b", "--trace", tmp_path / "own.json")
+
+
+@pytest.mark.slow
+def test_what_ships_is_what_a_trace_gives(tmp_path: Path) -> None:
+    pytest.importorskip("transformers.modeling_utils", reason="transformers is not installed")
+    shipped = knowledge_path("traces", "llama-3.2-1b.json")
+    assert main(["trace", str(shipped), "--out", str(tmp_path / "again.json")]) == 0
+    again, before = (json.loads(path.read_text()) for path in (tmp_path / "again.json", shipped))
+    assert {**again, "versions": None} == {**before, "versions": None}
