@@ -10,7 +10,7 @@ from types import MappingProxyType
 from skill_tools.configs.config import Config, Fault, Place, Setting, UnknownKey, WrongType
 from skill_tools.configs.keys import Key, load_key_table
 from skill_tools.configs.source import Source, stated_versions
-from skill_tools.configs.values import UNREADABLE, typed
+from skill_tools.configs.values import UNREADABLE, is_template, typed
 from skill_tools.configs.vocabulary import load_vocabulary
 
 MAX_SUGGESTIONS = 20
@@ -123,6 +123,9 @@ class Draft:
         if key is not None:
             dialect, _ = self._owner(name)
             value, expected = typed(key, value, dialect, converts_text=self._converts_text)
+            if isinstance(value, str) and is_template(value):
+                self.leave_open(name)
+                return
         self._store(Setting(name, value, written, place), expected)
 
     def set_environment(self, variable: str, value: object, place: Place) -> None:

@@ -71,6 +71,12 @@ def written(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
+def is_template(text: str) -> bool:
+    """Return whether somebody fills a text in before it is read: `${BATCH}`, `{{ batch }}`, `<batch size>`."""
+    is_likely = "${" in text or "{{" in text or "<" in text
+    return is_likely and bool(re.search(r"\$\{[^{}]+\}|\{\{.+\}\}|<[A-Za-z][^<>]*>", text))
+
+
 def dtype_name(text: str) -> str | None:
     """Return the short name of a dtype (`torch.bfloat16` is `bf16`), or None when `text` names none."""
     return _DTYPES.get(text.removeprefix("torch."))

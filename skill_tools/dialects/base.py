@@ -24,12 +24,14 @@ class Evidence(NamedTuple):
     """How many names of an input are this framework's; `certain` where nothing else can be true beside it.
 
     Any vote at all says that the input is proven to be this framework's: names that others have too are none. `proof`
-    names what proves it, as the user finds it in the input: "base_model, adapter".
+    names what proves it, as the user finds it in the input: "base_model, adapter". `yields` says that the input may be
+    another's all the same, as the script behind a launcher may be, so that any other proof wins.
     """
 
     votes: int = 0
     certain: bool = False
     proof: str = ""
+    yields: bool = False
 
 
 NONE = Evidence()

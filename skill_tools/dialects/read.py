@@ -180,6 +180,7 @@ def _evidence(sources: Sequence[Source]) -> dict[str, Evidence]:
                 before.votes + evidence.votes,
                 before.certain or evidence.certain,
                 before.proof or evidence.proof,
+                before.yields or evidence.yields,
             )
     return found
 
@@ -195,9 +196,10 @@ def _asked(source: Source) -> dict[str, Evidence]:
 
 
 def _proven(found: Mapping[str, Evidence]) -> dict[str, Evidence]:
-    """Return the evidence of each dialect that has any; beside what is certain no other counts."""
-    certain = {name: evidence for name, evidence in found.items() if evidence.certain and evidence.votes}
-    return certain or {name: evidence for name, evidence in found.items() if evidence.votes}
+    """Return the evidence that counts: none that yields beside one that does not, none beside what is certain."""
+    found = {name: evidence for name, evidence in found.items() if evidence.votes}
+    found = {name: evidence for name, evidence in found.items() if not evidence.yields} or found
+    return {name: evidence for name, evidence in found.items() if evidence.certain} or found
 
 
 def _embedded_by(name: str) -> frozenset[str]:

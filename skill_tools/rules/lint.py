@@ -62,6 +62,8 @@ def lint(
             undecided.append(found)
         elif found is not None:
             findings.append(_finding(rule, as_written if found.unless else scope, found))
+    if config.shares:
+        findings = list(_not_said_twice(findings, {rule.id for rule in conditions}))
     if with_diffs:
         by_id = {rule.id: rule for rule in rules}
         findings = [_with_diff(finding, config, by_id, scope.known_keys) for finding in findings]
@@ -101,6 +103,8 @@ def _asked(rule: Rule, scope: Scope, as_written: Scope | None = None) -> Answer:
             return Undecided(rule.id, rule.title, open_keys)
     if depends_on and (branch := unstated_branch(rule.versions, scope.versions)):
         return Undecided(rule.id, rule.title, (branch,))
+    if depends_on and rule.effect == "warns":  # a warning that some releases print is no word for the others
+        return Undecided(rule.id, rule.title, tuple(rule.conditional))
     return Holds(depends_on, unless)
 
 
@@ -128,6 +132,15 @@ def _shared(config: Config, rules: Sequence[Rule], keys: Mapping[str, Key]) -> I
             has_way_out = all(config.framework in keys[key].spelling for key in rule.fix.set)
             if has_way_out or rule.effect != "slow":
                 yield rule
+
+
+def _not_said_twice(findings: Sequence[Finding], own: set[str]) -> Iterator[Finding]:
+    """Yield the findings without those of another dialect about keys that one of the framework's `own` is about."""
+    said = [finding.observed.keys() for finding in findings if finding.rule in own]
+    for finding in findings:
+        observed = finding.observed.keys()
+        if finding.rule in own or not observed or not any(observed <= keys for keys in said):
+            yield finding
 
 
 def _remembered(scope: Scope) -> dict[str, Answer]:

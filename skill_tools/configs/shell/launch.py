@@ -3,15 +3,30 @@
 It is the one door to the shell reader, which is loaded only when there is a script or a command line to read.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 from skill_tools.configs.config import Place
 from skill_tools.configs.draft import Draft
 from skill_tools.configs.shell.command import Argument, Command
-from skill_tools.configs.values import UNREADABLE
+from skill_tools.configs.values import UNREADABLE, is_template
 
 _OPTIONS = ("ARGS", "OPTS", "OPTION", "FLAGS", "PARAMS", "EXTRA")
+
+
+class Flag(NamedTuple):
+    """A flag with the values after it, as argparse groups them.
+
+    `written` is what stands in the input, `known` says that all of it is read and nothing is left to fill in.
+    """
+
+    name: str
+    values: tuple[str, ...]
+    written: str
+    place: Place
+    known: bool = True
 
 
 def training_command(
@@ -47,6 +62,18 @@ def command_line(text: str, name: str) -> tuple[Argument, ...]:
 
     commands = run(f": {' '.join(text.splitlines())}", name=name)
     return commands[0].words[1:]
+
+
+def flags(words: Sequence[Argument], file: str) -> Iterator[Flag]:
+    """Group words into flags with their values; words before the first flag belong to nobody."""
+    starts = [at for at, word in enumerate(words) if word.text.startswith("--") and len(word.text) > 2]
+    for start, end in pairwise([*starts, len(words)]):
+        first, *following = words[start:end]
+        name, equals, value = first.text.partition("=")
+        values = (*((value,) if equals else ()), *(word.text for word in following))
+        known = all(word.resolved and word.certain for word in words[start:end])
+        known = known and not is_template(" ".join(values))
+        yield Flag(name, values, name, Place(file, first.line, first.column), known)
 
 
 def write_environment(draft: Draft, command: Command, file: str) -> None:

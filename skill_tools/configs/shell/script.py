@@ -16,8 +16,7 @@ from skill_tools.configs.shell.variables import (
     Assignment,
     Variables,
     as_argument,
-    split_field,
-    unquoted,
+    words_inside,
 )
 from skill_tools.configs.shell.words import Word, split
 from skill_tools.configs.source import find
@@ -117,8 +116,7 @@ class _Script:
 
     def variables_alone(self) -> Command:
         """Return all that the variables hold as if it were one command."""
-        words = (as_argument(field) for field in self._variables.every_field())
-        return Command(tuple(words), self._exported, tuple(self._missing))
+        return Command(tuple(self._variables.options()), self._exported, tuple(self._missing))
 
     def _runs(self) -> bool | None:
         states = [block.runs for block in self._blocks]
@@ -241,7 +239,7 @@ class _Script:
                 self._variables.unset(argument.text)
             return
         if name in ("eval", "env") or any(argument.text == "-c" for argument in arguments):
-            arguments = [unquoted(as_argument(part)) for field in fields for part in split_field(field)]
+            arguments = words_inside(fields)
         environment = {item.name: as_argument(item.value, certain=certain) for item in assignments}
         given = {**self._exported, **environment}
         self.commands.append(Command(tuple(arguments), given, tuple(self._missing)))

@@ -53,8 +53,26 @@ def as_argument(field: Field, *, certain: bool = True) -> Argument:
     )
 
 
-def unquoted(argument: Argument) -> Argument:
-    """Return an argument of a command line inside a string: its quotes gone, its variables not known."""
+def words_inside(fields: Iterable[Field]) -> list[Argument]:
+    """Return the words of the command lines that stand in `fields`, as the shell that gets them as text splits them.
+
+    Their quotes are gone and their variables not known. What a `$(..)` gives is one word, whatever blanks it holds.
+    """
+    found: list[Argument] = []
+    depth = 0
+    for word in (as_argument(part) for field in fields for part in split_field(field)):
+        if word.text == "\\":  # a line that goes on
+            continue
+        if depth:
+            found[-1] = found[-1]._replace(text=f"{found[-1].text} {word.text}")
+        else:
+            found.append(word)
+        if depth or "$(" in word.text:
+            depth = max(0, depth + word.text.count("(") - word.text.count(")"))
+    return [_unquoted(word) for word in found]
+
+
+def _unquoted(argument: Argument) -> Argument:
     text = argument.text.replace('"', "").replace("'", "").replace("\\", "")
     return argument._replace(text=text, resolved=argument.resolved and "$" not in text)
 
@@ -97,9 +115,18 @@ class Variables:
         fields = self._values[name]
         return as_argument(fields[0] if fields else [])
 
-    def every_field(self) -> list[Field]:
-        """Return all words of all variables, in the order in which they were first set."""
-        return [part for fields in self._values.values() for field in fields for part in split_field(field)]
+    def options(self) -> list[Argument]:
+        """Return all words of the variables that hold options or settings, in the order of their first assignment."""
+        held = (
+            [as_argument(part) for field in fields for part in split_field(field)]
+            for fields in self._values.values()
+        )
+        return [
+            word
+            for words in held
+            if any(each.text.startswith("-") or "=" in each.text for each in words)
+            for word in words
+        ]
 
     def forget(self, name: str) -> None:
         """Make a variable unknown, as a loop's is."""

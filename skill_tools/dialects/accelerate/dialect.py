@@ -1,5 +1,6 @@
 """Accelerate as a dialect: its configuration file, alone or named by `accelerate launch`."""
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -32,8 +33,9 @@ class Accelerate(Dialect):
     to_fit = "more GPUs (--gpus) that share the weights, or a shorter sequence"
 
     def evidence_in_text(self, text: str) -> Evidence:
-        """Take the launcher's command, unless the script that it runs is somebody's: one vote loses to any other."""
-        return Evidence(1) if "accelerate" in text and "launch" in text else NONE
+        """Take the launcher's command, unless the script that it runs is somebody's."""
+        launch = re.search(r"\baccelerate[ -]launch\b|\baccelerate\.commands\.launch\b", text)
+        return Evidence(1, proof=launch[0], yields=True) if launch else NONE
 
     def evidence_in_entries(self, entries: "Mapping[str, Node]") -> Evidence:
         """Take what shards together with where it runs, on how many processes, or with a section for it."""

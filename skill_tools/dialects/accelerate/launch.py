@@ -4,6 +4,7 @@ What follows the script is not the launcher's; it is returned for the dialect th
 """
 
 from collections.abc import Iterator, Sequence
+from itertools import takewhile
 from pathlib import Path
 
 from skill_tools.configs.config import Place, Setting
@@ -83,14 +84,24 @@ def write_launch(
     """
     given = list(_given(words))
     used = sum(count for _, _, _, count in given)
-    while used < len(words) and not words[used].resolved:  # options, perhaps, and the script behind them
+    while used < len(words) and _may_be_options(words[used]):
         draft.section_may_be_set(ACCELERATE)
-        more = list(_given(words[used + 1 :]))
+        # Or the script itself: then what follows is not the launcher's, and an option that it lacks shows that.
+        more = list(takewhile(lambda option: _is_known(option[0]), _given(words[used + 1 :])))
         given += more
         used += 1 + sum(count for _, _, _, count in more)
     _write_named_file(draft, given, file, folders)
     _write_given(draft, given, file)
     return words[used:]
+
+
+def _may_be_options(word: Argument) -> bool:
+    """Return whether a word that is not read may stand for options: `$MORE` may, `train/$TASK.py` may not."""
+    return not word.resolved and word.text.startswith("$") and not word.text.endswith(".py")
+
+
+def _is_known(name: str) -> bool:
+    return name in _SWITCHES or name in _BACKENDS or name in _FIELDS_ONLY or name in options()
 
 
 def write_options(draft: Draft, words: Sequence[Argument], file: str) -> None:

@@ -82,7 +82,8 @@ def _write_options(draft: Draft, words: Sequence[Argument], file: str) -> None:
     """Write `--fsdp-config.offload-params true`, `--no-layer-offloading`, `--x=y`, and plain `x=y`."""
     for position, word in enumerate(words):
         name, equals, value = word.text.partition("=")
-        if not (name.startswith("--") or (equals and not name.startswith("-"))):
+        is_option = name.startswith("--") and len(name) > 2
+        if not is_option and not (equals and not name.startswith("-")):
             continue
         following = words[position + 1] if position + 1 < len(words) else None
         known = word.resolved and word.certain
@@ -127,6 +128,8 @@ def _settle(draft: Draft, folders: Sequence[Path]) -> None:
     named = draft.get(DEEPSPEED)
     if named is not None and isinstance(named.value, str) and named.value:
         _write_deepspeed_file(draft, named, named.value, folders)
+    elif draft.is_open(DEEPSPEED):
+        draft.section_may_be_set(DEEPSPEED)
     else:
         section.settle(draft)
     top, inner = draft.get("fsdp_version"), draft.get("fsdp_config.fsdp_version")

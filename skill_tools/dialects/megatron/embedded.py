@@ -26,7 +26,10 @@ def hand_on(draft: Draft, path: str, spelling: str) -> None:
         return
     setting = draft.get(path)
     if setting is not None:
-        draft.set_key(key.name, setting.value, setting.written, setting.place)
+        is_off = (
+            setting.value is False and key.type_in(BRIDGE) == "str"
+        )  # such as fp8: asked only for its truth
+        draft.set_key(key.name, None if is_off else setting.value, setting.written, setting.place)
     elif draft.is_open(path):
         draft.leave_open(key.name)
 

@@ -5,12 +5,16 @@ done here too: a positive number of offloaded layers turns the offload on, for e
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple
 
 from skill_tools.configs.config import Config, Place
 from skill_tools.configs.draft import Draft
-from skill_tools.configs.shell.command import Argument
-from skill_tools.configs.shell.launch import command_line, training_command, write_environment
+from skill_tools.configs.shell.launch import (
+    Flag,
+    command_line,
+    flags,
+    training_command,
+    write_environment,
+)
 from skill_tools.configs.source import Kind, Source
 from skill_tools.configs.tree import entries_of, single_document
 from skill_tools.configs.values import UNREADABLE
@@ -23,16 +27,6 @@ _OVERRIDES = "<overrides>"
 _OFF = ("false", "0", "no", "off", "none")
 
 
-class Flag(NamedTuple):
-    """A flag with the values that follow it; `written` is what stands in the input."""
-
-    name: str
-    values: tuple[str, ...]
-    written: str
-    place: Place
-    known: bool = True
-
-
 def compose(sources: Sequence[Source], overrides: Sequence[str]) -> Config:
     """Read `sources` in order, then `overrides` (each a string of arguments), into one configuration."""
     draft = Draft(LM)
@@ -41,7 +35,7 @@ def compose(sources: Sequence[Source], overrides: Sequence[str]) -> Config:
         draft.take(source)
         _write_source(draft, source)
     for text in overrides:
-        _write_flags(draft, _flags(command_line(text, _OVERRIDES), _OVERRIDES))
+        _write_flags(draft, flags(command_line(text, _OVERRIDES), _OVERRIDES))
     _settle(draft)
     return draft.finish()
 
@@ -51,7 +45,7 @@ def _write_source(draft: Draft, source: Source) -> None:
         case Kind.SHELL:
             command = training_command(source.text, source.name, draft.accepts, source.folder)
             write_environment(draft, command, source.name)
-            _write_flags(draft, _flags(command.words, source.name))
+            _write_flags(draft, flags(command.words, source.name))
         case Kind.YAML | Kind.JSON:
             _write_yaml(draft, single_document(source), source.name)
         case Kind.PYTHON:
@@ -62,28 +56,8 @@ def _write_source(draft: Draft, source: Source) -> None:
             )
 
 
-def _flags(words: Iterable[Argument], file: str) -> Iterator[Flag]:
-    """Group words into flags with their values; words before the first flag belong to nobody."""
-    group: list[Argument] = []
-    for word in words:
-        if word.text.startswith("--") and len(word.text) > 2:
-            yield from _flag(group, file)
-            group = [word]
-        elif group:
-            group.append(word)
-    yield from _flag(group, file)
-
-
-def _flag(group: Sequence[Argument], file: str) -> Iterator[Flag]:
-    if group:
-        name, equals, value = group[0].text.partition("=")
-        values = (*((value,) if equals else ()), *(word.text for word in group[1:]))
-        known = all(word.resolved and word.certain for word in group)
-        yield Flag(name, values, name, Place(file, group[0].line, group[0].column), known)
-
-
-def _write_flags(draft: Draft, flags: Iterable[Flag]) -> None:
-    for flag in flags:
+def _write_flags(draft: Draft, given: Iterable[Flag]) -> None:
+    for flag in given:
         if flag.name in draft.table.by_negative:
             key = draft.table.by_negative[flag.name]
             draft.set_key(key.name, False if flag.known else UNREADABLE, flag.written, flag.place)
@@ -116,12 +90,12 @@ def _write_yaml(draft: Draft, root: Node, file: str) -> None:
     for name, node in entries_of(entries.get("ENV_VARS")).items():
         value = UNREADABLE if "${" in (node.text or "") else node.text
         draft.set_environment(name, value, Place(file, node.line, node.column))
-    flags = [item for item in entries_of(entries.get("MODEL_ARGS")).items() if item[0].startswith("--")]
-    flags += entries_of(entries.get("ARGS")).items()
-    for name, node in flags:
+    named = [item for item in entries_of(entries.get("MODEL_ARGS")).items() if item[0].startswith("--")]
+    named += entries_of(entries.get("ARGS")).items()
+    for name, node in named:
         for loser in node.shadowed:
             draft.shadow(_flag_name(name), loser.value, Place(file, loser.line, loser.column))
-    _write_flags(draft, (flag for name, node in flags for flag in _entry(name, node, file)))
+    _write_flags(draft, (flag for name, node in named for flag in _entry(name, node, file)))
     if not entries.keys() & {"MODEL_ARGS", "ARGS", "ENV_VARS"}:
         _write_fields(draft, entries, file)
 

@@ -10,7 +10,7 @@ import ast
 from skill_tools.configs.config import Place
 from skill_tools.configs.draft import Draft
 from skill_tools.configs.python.statements import Interpreter, takes_config
-from skill_tools.configs.python.syntax import FUNCTIONS, Function, dotted_name
+from skill_tools.configs.python.syntax import FUNCTIONS, Function, dotted_name, last_name
 from skill_tools.configs.python.values import Section, plain
 from skill_tools.configs.source import Source
 from skill_tools.configs.values import UNREADABLE
@@ -21,6 +21,7 @@ _SECTIONS = {
     "checkpoint", "comm_overlap", "dataset", "ddp", "dist", "env_vars", "logger", "mixed_precision", "model",
     "optimizer", "peft", "profiling", "rerun_state_machine", "rng", "scheduler", "tokenizer", "train", "validation",
 }  # fmt: skip
+_OF_OTHERS = ("Config", "Arguments", "Args")  # what the class of a whole configuration is called
 _SHOWN = 5
 
 
@@ -34,7 +35,7 @@ def write_recipe(draft: Draft, source: Source) -> None:
     name = _chosen(functions, source)
     interpreter = Interpreter(source.name, module)
     root = interpreter.run_function(name) if name else interpreter.run_module()
-    if root is None:
+    if root is None or root.made_by.endswith("Mock"):
         raise Unrecognised(
             f"{source.name} sets no configuration",
             expected="a recipe: a function that returns a ConfigContainer",
@@ -55,8 +56,9 @@ def recipes(source: Source) -> list[Source]:
 
 def _candidates(functions: dict[str, Function]) -> list[str]:
     """Return the functions that are recipes: those that say so, else those that set a configuration."""
-    names = [name for name, node in functions.items() if _returns_container(node)]
-    names = names or [name for name, node in functions.items() if name != "main" and _sets_config(node)]
+    own = {name: node for name, node in functions.items() if not _translates(node)}
+    names = [name for name, node in own.items() if _returns_container(node)]
+    names = names or [name for name, node in own.items() if name != "main" and _sets_config(node)]
     return [name for name in names if not name.startswith("_")] or names
 
 
@@ -70,6 +72,14 @@ def _chosen(functions: dict[str, Function], source: Source) -> str | None:
     if len(public) > 1:
         raise _ambiguous(source, f"holds {len(public)} recipes", public)
     return public[0] if public else None
+
+
+def _translates(node: Function) -> bool:
+    """Return whether a function makes Bridge's configuration of another framework's, so that it is no recipe."""
+    required = node.args.args[: len(node.args.args) - len(node.args.defaults)]
+    annotations = [each.annotation for each in required if each.annotation is not None]
+    kinds = [str(each.value) if isinstance(each, ast.Constant) else last_name(each) for each in annotations]
+    return any(kind.endswith(_OF_OTHERS) and not kind.endswith(_CONTAINER) for kind in kinds)
 
 
 def _returns_container(node: Function) -> bool:
@@ -123,7 +133,8 @@ def _write_value(draft: Draft, path: str, value: object, place: Place) -> None:
         for variable, values in value.fields.items():
             draft.set_environment(variable, plain(values[-1][0]), values[-1][1])
     if not draft.accepts(path):
-        if not isinstance(value, Section) or value.fields:
+        section, dot, _ = path.partition(".")  # at the top a container holds what its user keeps there, too
+        if dot and section in _SECTIONS and (not isinstance(value, Section) or value.fields):
             draft.note_unknown(path, place)
         return
     key = draft.table.find(draft.framework, path)

@@ -6,14 +6,19 @@ the same ones. argparse lets a flag be cut short where only one fits. The values
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from skill_tools.configs.config import Config, Place, Setting
 from skill_tools.configs.draft import Draft
 from skill_tools.configs.shell.command import Argument
-from skill_tools.configs.shell.launch import command_line, training_command, write_environment
+from skill_tools.configs.shell.launch import (
+    Flag,
+    command_line,
+    flags,
+    training_command,
+    write_environment,
+)
 from skill_tools.configs.source import Kind, Source, find
 from skill_tools.configs.tree import entries_of, single_document, write_tree
 from skill_tools.configs.values import UNREADABLE
@@ -29,16 +34,11 @@ _OVERRIDES = "<overrides>"
 _MEGATRON = "megatron"
 _PROGRAMS = ("swift", _MEGATRON)
 _TASKS = ("sft", "pt", "rlhf")
+_RAY_GROUPS = frozenset({"colocate_groups", "rollout"})
+_OF_RAY = frozenset(
+    {"colocate_groups", "sleep_level", "nnodes", "train", "rollout", "teacher"}
+)  # parse_ray_yaml
 _PRESETS = {"swift.deepspeed": "DeepSpeed", "swift.fsdp": "FSDP"}
-
-
-class Flag(NamedTuple):
-    """An argument with the values after it; `known` says that all of them are read."""
-
-    name: str
-    values: tuple[str, ...]
-    place: Place
-    known: bool
 
 
 def compose(sources: Sequence[Source], overrides: Sequence[str]) -> Config:
@@ -53,7 +53,9 @@ def compose(sources: Sequence[Source], overrides: Sequence[str]) -> Config:
             case Kind.SHELL:
                 program = _write_script(draft, source, folders)
             case Kind.YAML | Kind.JSON:
-                _write_file(draft, single_document(source), source.name)
+                root = single_document(source)
+                program = _program_of(draft, entries_of(root))
+                _write_file(draft, root, source.name, program)
             case _:
                 raise UnusableInput(
                     f"{source.name} is {source.kind.value}",
@@ -61,7 +63,7 @@ def compose(sources: Sequence[Source], overrides: Sequence[str]) -> Config:
                     attempt="the script that runs `swift sft` or `megatron sft`",
                 )
     for text in overrides:
-        _write_flags(draft, _flags(command_line(text, _OVERRIDES), _OVERRIDES), program)
+        _write_flags(draft, flags(command_line(text, _OVERRIDES), _OVERRIDES), program)
     _follow(draft, folders)
     if program == _MEGATRON:
         _hand_on(draft)
@@ -84,7 +86,7 @@ def _write_script(draft: Draft, source: Source, folders: Sequence[Path]) -> str:
             place = Place(source.name, words[0].line, words[0].column)
             draft.missing_files.append(Setting("config", words[0].text, "config", place))
             draft.may_be_set()
-    _write_flags(draft, _flags(words, source.name), program)
+    _write_flags(draft, flags(words, source.name), program)
     if any(word.text.rpartition("/")[2] == "swift" for word in command.words):
         _count_devices(draft)
     return program
@@ -105,28 +107,8 @@ def _arguments(words: Sequence[Argument]) -> tuple[str, Sequence[Argument]]:
     return "swift", words
 
 
-def _flags(words: Sequence[Argument], file: str) -> Iterator[Flag]:
-    """Group words into flags with their values; words before the first flag belong to nobody."""
-    group: list[Argument] = []
-    for word in words:
-        if word.text.startswith("--") and len(word.text) > 2:
-            yield from _flag(group, file)
-            group = [word]
-        elif group:
-            group.append(word)
-    yield from _flag(group, file)
-
-
-def _flag(group: Sequence[Argument], file: str) -> Iterator[Flag]:
-    if group:
-        name, equals, value = group[0].text.partition("=")
-        values = (*((value,) if equals else ()), *(word.text for word in group[1:]))
-        known = all(word.resolved and word.certain for word in group)
-        yield Flag(name, values, Place(file, group[0].line, group[0].column), known)
-
-
-def _write_flags(draft: Draft, flags: Iterator[Flag], program: str) -> None:
-    for flag in flags:
+def _write_flags(draft: Draft, given: Iterable[Flag], program: str) -> None:
+    for flag in given:
         spelling = _spelling(draft, flag.name, program)
         if flag.name == "--config":
             draft.may_be_set()  # a file of the Ray pipelines, which is not followed
@@ -167,9 +149,24 @@ def _set(draft: Draft, spelling: str, value: object, written: str, place: Place)
         draft.model_name = value
 
 
-def _write_file(draft: Draft, root: Node, file: str, program: str = "swift") -> None:
-    """Write arguments in YAML or JSON, or a file in the form of --fsdp."""
+def _program_of(draft: Draft, entries: Mapping[str, Node]) -> str:
+    """Return which of the two programs takes a file: `megatron` where that alone has some of its arguments."""
+    only_megatron = (
+        draft.accepts(f"{_MEGATRON} --{name}") and not draft.accepts(f"--{name}") for name in entries
+    )
+    return _MEGATRON if _RAY_GROUPS & entries.keys() or any(only_megatron) else "swift"
+
+
+def _write_file(draft: Draft, root: Node, file: str, program: str) -> None:
+    """Write arguments in YAML or JSON, or a file in the form of --fsdp.
+
+    In a file for Ray the group that trains has its own arguments over the shared ones; the other groups do not train.
+    """
     entries = entries_of(root)
+    if _RAY_GROUPS & entries.keys():
+        shared = {name: node for name, node in entries.items() if name not in _OF_RAY}
+        own = {name: node for name, node in entries_of(entries.get("train")).items() if name != "gpus"}
+        entries = {**shared, **own}
     if {name for name in entries if not name.startswith("_")} == {"fsdp", "fsdp_config"}:
         _write_fsdp(draft, root, file)
         draft.set_key("swift.fsdp", file, "fsdp", Place(file, entries["fsdp"].line, entries["fsdp"].column))

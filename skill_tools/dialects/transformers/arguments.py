@@ -75,6 +75,8 @@ def settle(draft: Draft, folders: Sequence[Path]) -> None:
     is_named = named is not None and isinstance(named.value, str) and named.value
     if named is not None and is_named and not section.follow(draft, named, folders):
         section.leave_open(draft, named)
+    if draft.is_open(DEEPSPEED):
+        draft.section_may_be_set(DEEPSPEED)
     named = draft.get(FSDP_CONFIG)
     if named is not None and isinstance(named.value, str) and named.value:
         _follow_fsdp_config(draft, named, folders)
