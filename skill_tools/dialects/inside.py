@@ -30,6 +30,7 @@ _DEEPSPEED_FIELDS = frozenset(
     {
         "zero_optimization", "optimizer", "fp16", "bf16", "gradient_clipping", "gradient_accumulation_steps",
         "train_batch_size", "train_micro_batch_size_per_gpu", "zero_allow_untested_optimizer", "prescale_gradients",
+        "autotuning",
     }
 )  # fmt: skip
 

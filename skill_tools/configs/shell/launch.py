@@ -46,7 +46,18 @@ def training_command(
     scored = [(_score(command, knows), -position) for position, command in enumerate(commands)]
     best, position = max(scored, default=(0, 0))
     command = commands[-position] if best else variables
-    return command if whole else command._replace(words=command.words[_program_end(command) :])
+    return command if whole else command._replace(words=command.words[program_end(command) :])
+
+
+def program_end(command: Command) -> int:
+    """Return where the arguments of the Python program begin; what stands before them is the launcher's.
+
+    A launcher may be a module itself, but no script: a second one is a value, as is the script in `reward=x.py`.
+    """
+    texts = [word.text for word in command.words]
+    scripts = [at + 1 for at, text in enumerate(texts) if text.endswith(".py") and "=" not in text]
+    modules = [at + 2 for at, text in enumerate(texts) if text == "-m"]
+    return min(scripts) if scripts else max(modules, default=0)
 
 
 def commands_of(text: str, name: str) -> list[Command]:
@@ -100,14 +111,3 @@ def _holds_options(word: Argument) -> bool:
 
 def _score(command: Command, knows: Callable[[str], bool]) -> int:
     return sum(knows(word.text.lstrip("+~").partition("=")[0]) for word in command.words)
-
-
-def _program_end(command: Command) -> int:
-    """Return where the arguments of the Python program begin; what stands before them is the launcher's.
-
-    A launcher may be a module itself, but no script: a second one is a value, as is the script in `reward=x.py`.
-    """
-    texts = [word.text for word in command.words]
-    scripts = [at + 1 for at, text in enumerate(texts) if text.endswith(".py") and "=" not in text]
-    modules = [at + 2 for at, text in enumerate(texts) if text == "-m"]
-    return min(scripts) if scripts else max(modules, default=0)

@@ -23,6 +23,9 @@ _INSIDE = re.compile(
     r"\\.|\$[({]|<<-?[ \t]*[\"'\\]?(?P<document>\w+)|[\s;(]#|[^\s\\$<'\"`(){}#;]+", re.DOTALL
 )
 _CONTINUED = re.compile(r"(?:\\\r?\n)+")
+_TO_FILL_IN = re.compile(
+    r"<[A-Za-z](?:[^<>\n|;&]{0,100}[^<>\s|;&])?>"
+)  # `<your model>`, which is no redirection
 _PLAIN = re.compile(r"[^ \t\r\n;&|()<>\"'\\$`#]+")
 
 
@@ -133,6 +136,8 @@ class _Lexer:
         elif character == "#":
             end = self._text.find("\n", self._at)
             self._at = len(self._text) if end < 0 else end
+        elif character == "<" and _TO_FILL_IN.match(self._text, self._at):
+            self._word()
         elif operator := _OPERATORS.match(self._text, self._at):
             self._operator(operator[0])
         else:
@@ -173,6 +178,8 @@ class _Lexer:
                 self._part(word, TEXT, plain[0], plain.end())
             elif character == "#":
                 self._part(word, TEXT, "#", self._at + 1)
+            elif character == "<" and (found := _TO_FILL_IN.match(self._text, self._at)):
+                self._part(word, OPAQUE, found[0], found.end())
             else:
                 break
         word.touches_next = self._text[self._at : self._at + 1] == "("

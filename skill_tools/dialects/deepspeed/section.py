@@ -43,9 +43,21 @@ def settle(draft: Draft) -> None:
     section = draft.get(_ZERO)
     if section is not None and isinstance(section.value, bool):
         draft.set_key(f"{_ZERO}.stage", int(section.value), section.written, section.place)
+    tuned = draft.get(f"{_PREFIX}autotuning.enabled")
+    if tuned is not None and tuned.value is True:  # a list is what the autotuner is to try
+        for setting in draft.below(f"{_ZERO}."):
+            if isinstance(setting.value, list):
+                draft.leave_open(setting.key)
     draft.judge(
         _PREFIX, lambda setting, expected: _expected(draft.table.by_name.get(setting.key), setting, expected)
     )
+
+
+def is_one(source: Source) -> bool:
+    """Return whether a JSON is DeepSpeed's own, for a dialect that is given it beside or instead of its own file."""
+    from skill_tools.dialects.deepspeed.dialect import DIALECT
+
+    return source.kind is Kind.JSON and bool(DIALECT.evidence(source).votes)
 
 
 def follow(draft: Draft, named: Setting, folders: Sequence[Path]) -> bool:

@@ -40,6 +40,8 @@ def compose(sources: Sequence[Source], overrides: Sequence[str]) -> Config:
     for source in sources:
         draft.take(source)
         match source.kind:
+            case Kind.JSON if section.is_one(source):
+                section.write_file(draft, source)
             case Kind.YAML | Kind.JSON:
                 _write_file(draft, source)
             case Kind.SHELL:

@@ -4,14 +4,17 @@ All of them come down to flags with values. What `arguments.py` makes of the fla
 done here too: a positive number of offloaded layers turns the offload on, for example.
 """
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from skill_tools.configs.config import Config, Place
 from skill_tools.configs.draft import Draft
+from skill_tools.configs.shell.command import Command
 from skill_tools.configs.shell.launch import (
     Flag,
     command_line,
     flags,
+    program_end,
     training_command,
     write_environment,
 )
@@ -24,6 +27,7 @@ from skill_tools.errors import UnusableInput
 
 _YAML_CFG_SECTIONS = ("language_model", "model_parallel")
 _OVERRIDES = "<overrides>"
+_PROGRAMS = re.compile(r"(?:pretrain_\w+|train|train_rl|finetune\w*|main)\.py")
 _OFF = ("false", "0", "no", "off", "none")
 
 
@@ -43,9 +47,14 @@ def compose(sources: Sequence[Source], overrides: Sequence[str]) -> Config:
 def _write_source(draft: Draft, source: Source) -> None:
     match source.kind:
         case Kind.SHELL:
-            command = training_command(source.text, source.name, draft.accepts, source.folder)
+            command = training_command(source.text, source.name, draft.accepts, source.folder, whole=True)
+            if not command.words or command.words[0].text.startswith(
+                "-"
+            ):  # for another script, which sources it
+                draft.environment_may_be_set()
             write_environment(draft, command, source.name)
-            _write_flags(draft, flags(command.words, source.name))
+            words = command.words[program_end(command) :]
+            _write_flags(draft, flags(words, source.name), is_closed=_is_own(command, source.text))
         case Kind.YAML | Kind.JSON:
             _write_yaml(draft, single_document(source), source.name)
         case Kind.PYTHON:
@@ -56,14 +65,23 @@ def _write_source(draft: Draft, source: Source) -> None:
             )
 
 
-def _write_flags(draft: Draft, given: Iterable[Flag]) -> None:
+def _is_own(command: Command, text: str) -> bool:
+    """Return whether a command runs a program of Megatron-LM itself, by its name; forks have flags of their own."""
+    end = program_end(command)
+    program = command.words[end - 1].text.rpartition("/")[2] if end else ""
+    is_named = not program.endswith(".py") or bool(_PROGRAMS.fullmatch(program))
+    return is_named and "deepspeed" not in text
+
+
+def _write_flags(draft: Draft, given: Iterable[Flag], *, is_closed: bool = True) -> None:
+    """Write flags; `is_closed` says that the program adds none of its own to Megatron-LM's."""
     for flag in given:
         if flag.name in draft.table.by_negative:
             key = draft.table.by_negative[flag.name]
             draft.set_key(key.name, False if flag.known else UNREADABLE, flag.written, flag.place)
         elif draft.accepts(flag.name):
             _write_flag(draft, flag)
-        else:
+        elif is_closed or "offload" in flag.name:
             draft.note_unknown(flag.written, flag.place)
 
 

@@ -52,6 +52,8 @@ def compose(sources: Sequence[Source], overrides: Sequence[str]) -> Config:
         match source.kind:
             case Kind.SHELL:
                 program = _write_script(draft, source, folders)
+            case Kind.JSON if deepspeed.is_one(source):
+                deepspeed.write_file(draft, source)
             case Kind.YAML | Kind.JSON:
                 root = single_document(source)
                 program = _program_of(draft, entries_of(root))

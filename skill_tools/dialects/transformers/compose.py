@@ -14,6 +14,7 @@ from skill_tools.configs.source import Kind, Source, find
 from skill_tools.configs.tree import entries_of, single_document
 from skill_tools.configs.vocabulary import load_vocabulary
 from skill_tools.configs.yaml_lines import Node, plain
+from skill_tools.dialects.deepspeed import section
 from skill_tools.dialects.transformers import CLASS, EMBEDDED, LAUNCHER, TRANSFORMERS, arguments
 from skill_tools.dialects.transformers.launch import Launch, holds_more, launches, options
 from skill_tools.errors import UnusableInput
@@ -39,6 +40,8 @@ def compose(sources: Sequence[Source], overrides: Sequence[str]) -> Config:
                 write_script(draft, source)
             case Kind.SHELL:
                 _write_launch(draft, source, folders)
+            case _ if section.is_one(source):
+                section.write_file(draft, source)
             case _:
                 _write_recipe(draft, source)
     for text in overrides:
@@ -118,11 +121,11 @@ def _write_launch(draft: Draft, source: Source, folders: Sequence[Path]) -> None
 
 def _write_accelerate(draft: Draft, launch: Launch, file: str, folders: Sequence[Path]) -> None:
     """Write what `accelerate launch` says before the script: its file, and its options above it."""
-    from skill_tools.dialects.accelerate import section
     from skill_tools.dialects.accelerate.launch import launch_words, write_launch
+    from skill_tools.dialects.accelerate.section import settle
 
     write_launch(draft, launch_words((*launch.before, launch.program, *launch.words)), file, folders)
-    section.settle(draft, folders)
+    settle(draft, folders)
 
 
 def _write_launcher(draft: Draft, launch: Launch, file: str) -> None:

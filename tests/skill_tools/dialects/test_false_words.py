@@ -1,0 +1,74 @@
+"""What an input leaves to be filled in, hands to another program or keeps for itself is no fault of it."""
+
+import pytest
+
+from skill_tools.configs.source import Source
+from skill_tools.dialects.read import read_text, readings
+from skill_tools.errors import UnusableInput
+from skill_tools.rules.lint import lint
+
+_TRAINER = "model_name_or_path: a\ndataset_name: b\noutput_dir: c\nlearning_rate: 1.0e-5\nmax_steps: 9\n"
+_RAY = "rlhf_type: gkd\nmodel: a\ndataset: b\nlr: 1.0e-6\ncolocate_groups: [[train, rollout]]\n"
+_SWIFT = "model: a\ndataset: [b]\ntuner_type: lora\n"
+_LAUNCH = 'L="accelerate launch --config_file a.yaml'
+_MEGATRON = "torchrun pretrain_gpt.py --num-layers 4 --bf16 --eval-iters 1 --lr-decay-iters 9 "
+# An input of which no rule may say anything but a note, and the framework that reads it.
+SILENT = {
+    "placeholder.sh": ("megatron-lm", f"{_MEGATRON} --load <some dir>/a --seq-length <length> --bf16\n"),
+    "quoted_placeholder.sh": ("megatron-lm", f'A="--seq-length <your length> --num-layers 2"\n{_MEGATRON} $A\n'),
+    "string.sh": ("megatron-lm", f"bash -c '{_MEGATRON} \\\n $([ $D ] && echo --deterministic-mode) \\\n --profile'\n"),
+    "variables.sh": ("megatron-lm", 'A="--num-layers 2 --eval-iters 1 --lr-decay-iters 9 --bf16"\nCLIP=0.2\n'),
+    "fork.sh": ("megatron-lm", f"deepspeed {_MEGATRON.replace('gpt', 'gpt2')} --train-data a\n"),
+    "own_program.sh": ("megatron-lm", f"{_MEGATRON.replace('pretrain_gpt', 'mine')} --freeze-llm\n"),
+    "template.yml": ("axolotl", "base_model: ${BASE}\nadapter: lora\nload_in_8bit: ${EIGHT}\nlora_r: '{{ r }}'\n"),
+    "ray.yaml": ("ms-swift", f"{_RAY}train: {{gpus: 4, recompute_granularity: selective}}\nrollout: {{gpus: 4}}\n"),
+    "megatron.yaml": ("ms-swift", f"{_SWIFT}micro_batch_size: 2\nrecompute_granularity: full\n"),
+    "slurm.sh": ("accelerate", f'{_LAUNCH} --role \\$(hostname -s): --tee 3"\nsrun bash -c "$L train.py --lr 1"\n'),
+    "script.sh": ("accelerate", f'{_LAUNCH}"\nC="scripts/$TASK.py --config b"\nbash -c "$L $C"\n'),
+    "renamed.yaml": ("transformers", f"{_TRAINER}gradient_checkpointing: true\n"),
+    "tuned.json": ("deepspeed", '{"zero_optimization": {"stage": [1, 2]}, "autotuning": {"enabled": true}}'),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SILENT)
+def test_nothing_is_said(name: str) -> None:
+    framework, text = SILENT[name]
+    config = read_text(text, name, framework=framework)
+    assert [finding.message for finding in lint(config).findings if finding.severity != "info"] == []
+
+
+def test_one_fault_is_said_once() -> None:
+    text = (
+        "policy: {megatron_cfg: {enabled: true, optimizer: {optimizer_cpu_offload: true, "
+        "optimizer_offload_fraction: 0.0, use_precision_aware_optimizer: true}}}\ngrpo: {}\n"
+    )
+    rules = {finding.rule for finding in lint(read_text(text, "a.yaml", framework="nemo-rl")).findings}
+    assert "nr-fraction" in rules
+    assert "oc-fraction-zero" not in rules
+
+
+def test_a_launcher_gives_way_to_its_script() -> None:
+    script = "accelerate launch -m axolotl.cli.train a.yaml --sequence-len 8\n"
+    assert readings([Source("run.sh", script)])[0].dialect.name == "axolotl"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "from megatron.bridge import AutoBridge\n\n\n"
+        "def build(args: 'ModelArguments') -> ConfigContainer:\n    return ConfigContainer()\n",
+        "from megatron.bridge import x\n\n\ndef make():\n    y = MagicMock()\n    y.optimizer.lr = 1\n    return y\n",
+    ],
+)
+def test_what_makes_bridges_configuration_of_anothers_is_no_recipe(text: str) -> None:
+    with pytest.raises(UnusableInput, match=r"no training configuration|sets no configuration"):
+        [reading.compose() for reading in readings([Source("a.py", text)])]
+
+
+def test_a_container_may_hold_what_its_user_keeps_there() -> None:
+    text = (
+        "def recipe() -> ConfigContainer:\n    cfg = ConfigContainer()\n    cfg.data_parallel_size = 1\n"
+        "    cfg.optimizer.lrr = 1\n    return cfg\n"
+    )
+    unknown = read_text(text, "a.py", framework="megatron-bridge").unknown
+    assert [each.written for each in unknown] == ["optimizer.lrr"]
