@@ -208,7 +208,10 @@ def _budget(args: argparse.Namespace, where: Machine) -> tuple[Budget, tuple[str
     if args.host_memory is not None:
         host_bytes = parse_bytes(args.host_memory, option="--host-memory")
     elif host_bytes:
-        notes.append(f"host memory: {gib(host_bytes)} a node, as {where.name} machines have")
+        notes.append(
+            f"host memory: {gib(host_bytes)} a node, what this run's GPUs have of a {where.name} machine's; "
+            "--host-memory with yours"
+        )
     return Budget(gpu_bytes, host_bytes), tuple(notes)
 
 

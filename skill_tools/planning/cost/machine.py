@@ -36,7 +36,8 @@ _NUMBERS = ("tflops", "link_GBs", "dram_GBs", "hbm_GBs")
 class Machine(NamedTuple):
     """Rates in FLOP/s, bytes/s and parameters/s. `*_copy` are pinned copies of one direction alone.
 
-    `duplex_copy` is one direction while the other runs too. `dram` is one rank's share of the node's host
+    `duplex_copy` is one direction while the other runs too. `host_memory_bytes` is what belongs to the GPUs of the run
+    on one node, of a node's that they do not fill their share. `dram` is one rank's share of the node's host
     memory bandwidth, `cpu_adam` one rank's fused CPU AdamW. `hybrid` and `hybrid_overlap` are measured
     rates of Megatron's HybridDeviceOptimizer, copies included, or None. `update_link`, `update_dram` and `update_cpu`
     are what the reference implementation's optimizer reaches of the link, one way, of host memory and of the cores.
@@ -92,14 +93,16 @@ def known(name: str, *, ranks_on_node: int | None = None) -> Machine:
 def _machine(
     name: str, gpu: dict[str, Any], host: dict[str, Any], constants: dict[str, float], ranks: int | None
 ) -> Machine:
-    dram = host["host_dram_gbs"] * 1e9 / min(ranks or host["gpus"], host["gpus"])
+    beside = min(ranks or host["gpus"], host["gpus"])
+    share = min(1 / beside, constants["host_share"] / host["gpus"])
+    dram = host["host_dram_gbs"] * 1e9 * share
     adam = dram / constants["cpu_adam_bytes"]
     rate, overlap = host.get("hybrid_optimizer_gparams"), host.get("hybrid_optimizer_overlap_gparams")
     return Machine(
         name=name,
         source=f"knowledge/hardware.yaml ({gpu['source']}; host {gpu['host']}: {host['source']})",
         gpu_memory_bytes=round(gpu["memory_gib"] * GIB),
-        host_memory_bytes=round(host["memory_gib"] * GIB),
+        host_memory_bytes=round(host["memory_gib"] * GIB * beside / host["gpus"]),
         gpus_per_node=host["gpus"],
         gemm=gpu["bf16_tflops"] * 1e12 * constants["gemm_share"],
         hbm=gpu["hbm_gbs"] * 1e9,

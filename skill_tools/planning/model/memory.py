@@ -1,9 +1,10 @@
 """Memory of one run under one mode: GPU bytes line by line for the most loaded stage, and host bytes.
 
-The peak is at one of four moments of a step: the start of backward (all activations and the loss), the recompute
-of a layer, the end of backward (all gradients), or the update. `allocated` is that peak; `between_steps` is what
+The peak is at one of five moments of a step: the start of backward (all activations and the loss), the recompute
+of a layer, the end of backward (all gradients, then the sum of a tied table's), or the update. Of a traced model they
+are the spans of its trace, and the update. `allocated` is that peak; `between_steps` is what
 stays when no activation is alive, which Megatron logs as allocated memory; `device` adds CUDA's context,
-communicators and a margin for fragmentation.
+communicators and headroom.
 """
 
 from collections.abc import Sequence
@@ -20,11 +21,12 @@ from skill_tools.units import GIB
 
 CONTEXT_BYTES = round(0.75 * GIB)
 COMMUNICATOR_BYTES = round(0.15 * GIB)
-MARGIN = 0.03
+HEADROOM = 0.05
 _MOMENTS = (
     ("always", "step", "loss"),
     ("always", "step", "recompute"),
     ("always", "step", "backward", "recompute"),
+    ("always", "step", "backward", "ties"),
     ("always", "backward", "update"),
 )
 
@@ -57,7 +59,7 @@ class Memory(NamedTuple):
 
     @property
     def device_bytes(self) -> int:
-        """GPU bytes with CUDA's context, communicators and the margin: what has to fit."""
+        """GPU bytes with CUDA's context, communicators and headroom: what has to fit."""
         return sum(line.bytes for line in self.gpu)
 
     @property
@@ -111,7 +113,8 @@ def _alive(run: Run, mode: Mode, states: Sequence[Line], found: "_Activations") 
 def _worst_moment(lines: Sequence[Line]) -> list[Line]:
     """Return the lines that are alive at the moment of a step with the most bytes."""
     moments = [[line for line in lines if line.when in moment] for moment in _MOMENTS]
-    moments[2] = [line for line in moments[2] if line.name != "activations"]
+    for end in (2, 3):
+        moments[end] = [line for line in moments[end] if line.name != "activations"]
     return max(moments, key=lambda alive: sum([line.bytes for line in alive]))
 
 
@@ -178,5 +181,5 @@ def _reserve(run: Run, allocated: int) -> list[Line]:
     if groups:
         amount = groups * COMMUNICATOR_BYTES
         lines.append(Line("communicators", amount, f"0.15 GiB x {groups} parallel groups", "reserve"))
-    margin = f"{MARGIN:.0%} of what is allocated"
-    return [*lines, Line("fragmentation margin", round(MARGIN * allocated), margin, "reserve")]
+    headroom = f"{HEADROOM:.0%} of what is allocated, for fragmentation and what no estimate sees"
+    return [*lines, Line("headroom", round(HEADROOM * allocated), headroom, "reserve")]

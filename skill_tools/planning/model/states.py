@@ -37,7 +37,7 @@ def _lines(run: Run, mode: Mode, local: LocalParameters) -> tuple[list[Line], li
     gpu += _around_weights(run)
     gradients = _gradients(run, mode, local)
     states, host = _optimizer(run, mode, local.shard)
-    gpu += [gradients, *states] if gradients.bytes else states
+    gpu += [gradients, *_tied_sum(run), *states] if gradients.bytes else states
     if mode.offload_parameters:
         return _gathered(run, mode, local), [Line(line.name, line.bytes, line.formula) for line in gpu]
     return [*gpu, *_gathered(run, mode, local)], host
@@ -52,6 +52,16 @@ def _around_weights(run: Run) -> list[Line]:
         [Line("rounding of the weights", rounding, "the allocator's units of 2 MiB")] if rounding else []
     )
     return [*rounded, Line("cuBLAS workspace", CUBLAS_BYTES, "32 MiB a process, as on Hopper")]
+
+
+def _tied_sum(run: Run) -> list[Line]:
+    """The two gradients of a tied table, which wait for each other beside their sum."""
+    if not (run.is_eager and run.shape.tied_embeddings):
+        return []
+    table = run.shape.vocab * run.shape.hidden
+    waiting = round(2 * run.precision.gradient_bytes * table)
+    formula = f"2 x {run.precision.gradient_bytes:g} B x {table:,} elements that embedding and head share"
+    return [Line("gradients of the tied table", waiting, formula, "ties")]
 
 
 def _gradients(run: Run, mode: Mode, local: LocalParameters) -> Line:

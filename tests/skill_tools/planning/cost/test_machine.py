@@ -15,6 +15,7 @@ def test_every_known_gpu_has_a_source_and_a_host_with_one(name: str) -> None:
     assert DATA["hosts"][entry["host"]]["source"]
     found = machine.known(name)
     assert found.d2h_copy >= found.duplex_copy > 1e9
+    assert found.host_memory_bytes == round(DATA["hosts"][entry["host"]]["memory_gib"] * 2**30)
     assert found.dram * DATA["hosts"][entry["host"]]["gpus"] == pytest.approx(
         DATA["hosts"][entry["host"]]["host_dram_gbs"] * 1e9
     )
@@ -25,10 +26,12 @@ def test_every_known_model_has_a_source(name: str) -> None:
     assert known_models.entries()[name]["source"]
 
 
-def test_ranks_share_the_hosts_memory_bandwidth() -> None:
-    assert (
-        machine.known("h100", ranks_on_node=1).cpu_adam == 8 * machine.known("h100", ranks_on_node=8).cpu_adam
-    )
+def test_a_rank_has_its_share_of_the_host_and_what_absent_ranks_leave_of_the_bandwidth() -> None:
+    one, four, all_ = (machine.known("h100", ranks_on_node=ranks) for ranks in (1, 4, 8))
+    assert one.host_memory_bytes == pytest.approx(all_.host_memory_bytes / 8)
+    assert four.host_memory_bytes == pytest.approx(all_.host_memory_bytes / 2)
+    assert four.cpu_adam == pytest.approx(2 * all_.cpu_adam)
+    assert 3.8e9 <= one.cpu_adam <= 5.2e9  # measured on rented hosts
 
 
 def test_four_numbers_describe_an_unknown_gpu() -> None:
