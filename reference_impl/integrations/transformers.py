@@ -10,10 +10,9 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from reference_impl.integrations.offloading import Offloading
 from reference_impl.integrations.planned import Plan
+from reference_impl.integrations.transformers_callback import callback_of, events_that_read
 from reference_impl.integrations.transformers_checks import check_trainer, optimizer_arguments
 from reference_impl.integrations.wanted import Options, Wanted
 from reference_impl.memory.closing import close_behind
@@ -63,8 +62,9 @@ def offload(
             HybridDeviceOptimizer,
             optimizer_arguments(trainer, wanted.optimizer),
         )
-    callback = _callback(handle)
-    trainer.add_callback(callback)
+    callback = callback_of(handle, lambda: events_that_read(trainer))
+    # First of all, so that weights are finished for the others.
+    trainer.callback_handler.callbacks.insert(0, callback)
     # Exceptions leave `train` without `on_train_end`.
     trainer.train = _detaching(train, handle)
 
@@ -85,41 +85,16 @@ def offload_callback(
 ) -> TrainerCallback:
     """Return a callback that offloads activations and frozen weights while a trainer trains, for `callbacks=[...]`.
 
-    It comes too late for the optimizer; a `HybridDeviceOptimizer` that the trainer got by `optimizer_cls_and_kwargs` it
-    attaches. After an exception the model is left at the next `train()`, or by `callback.offloading.close()`.
+    It comes too late for the optimizer. After an exception the model is left at the next `train()`, or by
+    `callback.offloading.close()`.
     """
-    return _callback(Offloading(Wanted.of(plan, activations=activations, weights=weights)))
-
-
-def _callback(handle: Offloading) -> TrainerCallback:
-    from transformers import TrainerCallback
-
-    class OffloadCallback(TrainerCallback):  # type: ignore[misc]
-        """Puts `offloading` on the model when training begins, and takes it off when it ends."""
-
-        offloading = handle
-
-        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            """Take over the trainer's optimizer, if it is ours, and attach: now the model is final."""
-            optimizer = _without_wrappers(kwargs["optimizer"])
-            if isinstance(optimizer, HybridDeviceOptimizer):
-                if handle.optimizer not in (None, optimizer):
-                    handle.optimizer.close()
-                handle.optimizer = optimizer
-            elif handle.wanted.optimizer is not None:
-                raise ValueError(
-                    f"the optimizer is to be offloaded, but the trainer has made a {type(optimizer).__name__}; "
-                    "expected the trainer to make it; try offload(trainer, ...) before train(), and no callback"
-                )
-            gradient_state = getattr(kwargs["optimizer"], "gradient_state", None)
-            asks = None if gradient_state is None else lambda: not gradient_state.sync_gradients
-            handle.attach(kwargs["model"], accumulating=asks)
-
-        def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            """Leave the model."""
-            handle.detach()
-
-    return OffloadCallback()
+    wanted = Wanted.of(plan, activations=activations, weights=weights)
+    if wanted.optimizer is not None:
+        raise ValueError(
+            "the plan offloads the optimizer, which a trainer makes before it calls back; expected a plan without; try "
+            "offload(trainer, plan)"
+        )
+    return callback_of(Offloading(wanted), tuple)
 
 
 def _detaching(train: Callable[..., Any], handle: Offloading) -> Callable[..., Any]:
@@ -135,9 +110,3 @@ def _detaching(train: Callable[..., Any], handle: Offloading) -> Callable[..., A
 
     run.offloading = handle  # type: ignore[attr-defined]
     return run
-
-
-def _without_wrappers(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    while not isinstance(optimizer, HybridDeviceOptimizer) and hasattr(optimizer, "optimizer"):
-        optimizer = optimizer.optimizer
-    return optimizer

@@ -169,7 +169,9 @@ class ForwardWaits:
     """Hooks on a model: each module's forward waits for the weights that this module owns.
 
     Saving and loading its state_dict wait too, and loading calls `refresh_masters`. Each forward also teaches the
-    members their `order`. The owner of both methods is not kept alive, and neither is the model.
+    members their `order`. A weight that somebody reads without its module's forward, as fused losses read a head's, is
+    updated first of all, and the first module of the next forward waits for it. The owner of both methods is not kept
+    alive, and neither is the model.
     """
 
     def __init__(
@@ -183,6 +185,8 @@ class ForwardWaits:
         self._model = weakref.ref(model)
         self._clock = self._forward_start = max((member.order for member in members.values()), default=0)
         self._handles: list[RemovableHandle] = []
+        self._ran: set[Member] = set()
+        self._unannounced: list[Member] = []
         wait, refresh = forgetful(wait_for), forgetful(refresh_masters)
         everyone = list(members.values())
 
@@ -222,11 +226,21 @@ class ForwardWaits:
             for member in own:
                 if member.order <= self._forward_start:
                     member.order = self._clock
-            waiting = [member for member in own if member.pending]
+            self._ran.update(own)
+            waiting = [member for member in (*own, *self._unannounced) if member.pending]
             if waiting:
                 wait(waiting)
 
         return hook
+
+    def learn(self, members: Iterable[Member]) -> None:
+        """Note those of `members`, which have new gradients, whose modules no forward since the last step has run."""
+        if self._ran:
+            for member in members:
+                if member not in self._ran and member not in self._unannounced:
+                    self._unannounced.append(member)
+                    member.order = -1
+        self._ran.clear()
 
     def close(self) -> None:
         """Take all hooks off the model."""

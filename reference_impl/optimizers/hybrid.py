@@ -306,6 +306,8 @@ class HybridDeviceOptimizer(SavedOptimizer):
     def _take(self) -> None:
         """Take a step with the gradients that there are."""
         prepared = self._prepare()
+        if self._waits is not None:
+            self._waits.learn(prepared.gradients)
         with deferred_interrupts():
             self._begun, self._in_backward, self._is_asked, self._has_stepped = prepared, None, False, True
             prepared.advance()

@@ -283,6 +283,7 @@ class OptimizerStateOffloader(SavedOptimizer):
         }
         if self._waits is not None:
             checks.check_used_in_time(gradients)
+            self._waits.learn(gradients)
         self._wait_for_all()
         decision = decide(
             [torch.linalg.vector_norm(each, dtype=torch.float32) for each in gradients.values()],

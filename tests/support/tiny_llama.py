@@ -54,7 +54,7 @@ class Course:
 
     @staticmethod
     def of(trainer):
-        timed = ("_runtime", "_per_second", "total_flos")
+        timed = ("_runtime", "_per_second", "total_flos", "step_time")
         logs = [
             {name: value for name, value in entry.items() if not name.endswith(timed)}
             for entry in trainer.state.log_history

@@ -259,16 +259,19 @@ def test_bf16_weights_keep_their_masters_through_a_checkpoint(tmp_path):
     torch.testing.assert_close(*weights, rtol=0, atol=0)
 
 
-def test_an_average_of_the_weights_follows_them(tmp_path):
-    class Average(TrainerCallback):
-        def on_train_begin(self, args, state, control, *, model, **_):
-            self.model = copy.deepcopy(model)
+class Average(TrainerCallback):
+    """An average of the weights, read where they are."""
 
-        def on_step_end(self, args, state, control, *, model, **_):
-            with torch.no_grad():
-                for name, value in model.state_dict().items():
-                    self.model.state_dict()[name].lerp_(value, 0.1)
+    def on_train_begin(self, args, state, control, *, model, **_):
+        self.model = copy.deepcopy(model)
 
+    def on_step_end(self, args, state, control, *, model, **_):
+        with torch.no_grad():
+            for one, other in zip(self.model.parameters(), model.parameters(), strict=True):
+                one.lerp_(other, 0.1)
+
+
+def test_an_average_of_the_weights_follows_them(tmp_path, monkeypatch):
     averages = []
     for wanted in (None, BOTH):
         trainer = built(tmp_path)
@@ -315,17 +318,7 @@ def test_a_trainer_that_is_dropped_takes_its_offloader_along(tmp_path):
     assert [each() for each in gone] == [None, None]
 
 
-def test_a_callback_offloads_without_the_trainer(tmp_path, plain):
-    callback = offload_callback(activations=LAYERS)
-    trainer = built(tmp_path)
-    trainer.add_callback(callback)
-    trainer.train()
-    assert_free(trainer.model)
-    assert_offloaded(callback.offloading)
-    Course.of(trainer).assert_is(plain())
-
-
-def test_a_callback_attaches_an_optimizer_that_the_trainer_was_given(tmp_path, plain):
+def test_a_callback_offloads_beside_an_optimizer_that_is_given_by_name(tmp_path, plain):
     callback = offload_callback(activations=LAYERS)
     given = HybridDeviceOptimizer, {"lr": 1e-2, **OPTIMIZER}
     trainer = Trainer(
@@ -336,13 +329,16 @@ def test_a_callback_attaches_an_optimizer_that_the_trainer_was_given(tmp_path, p
         callbacks=[callback],
     )
     trainer.train()
-    with callback.offloading as handle:
-        assert handle.optimizer is trainer.optimizer.optimizer
-        Course.of(trainer).assert_is(plain())
+    trainer.optimizer.optimizer.close()
+    assert_free(trainer.model)
+    assert_offloaded(callback.offloading)
+    Course.of(trainer).assert_is(plain())
 
 
 def test_a_plan_is_carried_out(tmp_path, plain):
     plan = {"execute": {"optimizer": {"offload_fraction": 1.0, "backward_overlap": "update"}}}
+    with pytest.raises(ValueError, match=r"offload\(trainer, plan\)"):
+        offload_callback(plan)
     trainer = built(tmp_path)
     with offload(trainer, plan) as handle:
         trainer.train()

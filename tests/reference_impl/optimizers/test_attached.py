@@ -174,3 +174,55 @@ def test_bulk_copies_give_way_while_the_cpu_updates_anything(device):
     with hybrid(model, offload_fraction=0.5):
         assert len(device.latency_sensitive) == before + 1
     assert len(device.latency_sensitive) == before
+
+
+class FusedHead(torch.nn.Module):
+    """Reads its head's weight without a forward of the head, as fused losses do."""
+
+    def __init__(self, body):
+        super().__init__()
+        self.body = body
+        self.head = torch.nn.Linear(8, 48, dtype=torch.bfloat16)
+
+    def forward(self, ids):
+        return (
+            self.body(ids)
+            + torch.nn.functional.linear(ids[:1, :1].bfloat16().expand(1, 8), self.head.weight).sum()
+        )
+
+
+def test_a_weight_that_is_read_without_its_module_is_waited_for(device, make, monkeypatch):
+    model, plain = (FusedHead(each).to(device.torch_device) for each in twins(device))
+    plain.load_state_dict(model.state_dict())
+    optimizer = make(model)
+    optimizer.attach(model)
+    gate = hold_updates(monkeypatch)
+    threading.Timer(0.2, gate.set).start()
+    data = batches(device.torch_device, 4)
+    train(model, optimizer, data)
+    train(plain, MasterAdamW(plain, on_cpu=True, **OPTIONS), data)
+    assert_same_weights(model, plain)
+
+
+def test_a_detached_step_returns_finished(device, make):
+    model, plain = twins(device)
+    optimizer = make(model)
+    hooks = [len(module._forward_pre_hooks) for module in model.modules()]
+    data = batches(device.torch_device, 4)
+    for is_attached in (True, False):
+        if is_attached:
+            optimizer.attach(model)
+        else:
+            optimizer.detach()
+            optimizer.detach()
+        for batch in data[:2] if is_attached else data[2:]:
+            model(batch).backward()
+            optimizer.step()
+            assert is_attached or not any(member.pending for member in optimizer.members.values())
+            optimizer.zero_grad()
+    assert [len(module._forward_pre_hooks) for module in model.modules()] == hooks
+    train(plain, MasterAdamW(plain, on_cpu=True, **OPTIONS), data)
+    assert_same_weights(model, plain)
+    optimizer.attach(model)
+    optimizer.close()
+    optimizer.detach()

@@ -1,0 +1,112 @@
+"""`offload(trainer)` in TRL's trainers: each run against the same one with `AdamW(fused=True)`."""
+
+import pytest
+
+pytest.importorskip("trl", reason="needs trl: pip install -c constraints.txt '.[trainers]'")
+pytest.importorskip("peft", reason="needs peft: pip install -c constraints.txt '.[trainers]'")
+
+from peft import LoraConfig
+from tiny_llama import OPTIMIZER, Course, arguments, llama
+from tiny_text import preferences, prompts, texts, tokenizer
+from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
+
+from reference_impl.integrations.transformers import offload
+
+CHECKPOINT = {"mode": "checkpoint", "min_bytes": 1}
+LAYERS = {"mode": "layers", "min_bytes": 1}
+WANTED = {
+    "optimizer": {"optimizer": OPTIMIZER},
+    "both": {"optimizer": OPTIMIZER, "activations": CHECKPOINT},
+    "layers": {"activations": LAYERS},
+}
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("error:a second backward")]
+
+
+def sft(folder, *, adapter=None, **changes):
+    return SFTTrainer(
+        llama(), arguments(folder, kind=SFTConfig, max_length=16, **changes), train_dataset=texts(),
+        processing_class=tokenizer(), peft_config=adapter,
+    )  # fmt: skip
+
+
+def dpo(folder, *, adapter=None, **changes):
+    return DPOTrainer(
+        llama(), None if adapter else llama(), arguments(folder, kind=DPOConfig, max_length=24, **changes),
+        train_dataset=preferences(), processing_class=tokenizer(), peft_config=adapter,
+    )  # fmt: skip
+
+
+def grpo(folder, *, adapter=None, **changes):
+    settings = {
+        "num_generations": 2,
+        "max_completion_length": 5,
+        "max_steps": 3,
+        "beta": 0.0,
+        "seed": 7,
+        **changes,
+    }
+
+    def reward(completion_ids, **_):
+        return [float(sum(ids) % 17) for ids in completion_ids]
+
+    return GRPOTrainer(
+        llama(), reward, args=arguments(folder, kind=GRPOConfig, **settings), train_dataset=prompts(),
+        processing_class=tokenizer(), peft_config=adapter,
+    )  # fmt: skip
+
+
+def adapter():
+    return LoraConfig(r=4, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
+
+
+def course(trainer, **wanted):
+    handle = offload(trainer, **wanted) if wanted else None
+    trainer.train()
+    if handle is not None:
+        report = handle.report
+        assert handle.wanted.optimizer is None or report.optimizer.resident < 1
+        assert handle.wanted.activations is None or report.activation_bytes > 0
+        assert handle.wanted.weights is None or report.weights.loads > 0
+    found = Course.of(trainer)
+    if handle is not None:
+        handle.close()
+    return found
+
+
+@pytest.mark.parametrize("wanted", WANTED.values(), ids=WANTED)
+@pytest.mark.parametrize("build", [sft, dpo, grpo])
+def test_a_run_is_that_of_adamw(tmp_path, build, wanted):
+    expected = course(build(tmp_path))
+    course(build(tmp_path), **wanted).assert_is(expected)
+
+
+@pytest.mark.parametrize("wanted", [{**WANTED["both"], "weights": True}], ids=["everything"])
+@pytest.mark.parametrize("build", [sft, dpo, grpo])
+def test_adapters_on_a_base_that_streams(tmp_path, build, wanted, monkeypatch):
+    """DPO's and GRPO's reference is the base without the adapter."""
+    monkeypatch.setattr("reference_impl.weights.frozen.MIN_BYTES", 1)
+    changes = {"beta": 0.1} if build is grpo else {}
+    expected = course(build(tmp_path, adapter=adapter(), **changes))
+    course(build(tmp_path, adapter=adapter(), **changes), **wanted).assert_is(expected)
+
+
+def test_a_reference_that_follows_the_model_does(tmp_path):
+    settings = {"sync_ref_model": True, "ref_model_sync_steps": 2, "max_steps": 4}
+    expected = dpo(tmp_path, **settings)
+    expected_course = course(expected)
+    trainer = dpo(tmp_path, **settings)
+    course(trainer, **WANTED["both"]).assert_is(expected_course)
+    for one, other in zip(trainer.ref_model.parameters(), expected.ref_model.parameters(), strict=True):
+        assert one.equal(other)
+
+
+def test_sft_goes_on_from_its_checkpoint_while_it_accumulates(tmp_path):
+    settings = {"gradient_accumulation_steps": 2, "save_strategy": "steps", "save_steps": 3}
+    expected = course(sft(tmp_path / "plain", **settings))
+    first = sft(tmp_path / "ours", **settings)
+    course(first, **WANTED["both"]).assert_is(expected)
+    second = sft(tmp_path / "ours", **settings)
+    with offload(second, **WANTED["both"]):
+        second.train(resume_from_checkpoint=str(tmp_path / "ours" / "checkpoint-3"))
+    for name, value in second.model.state_dict().items():
+        assert value.equal(expected.weights[name]), name
