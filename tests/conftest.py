@@ -2,6 +2,7 @@
 
 import gc
 import importlib.util
+import os
 from collections import Counter
 from collections.abc import Generator
 
@@ -11,6 +12,10 @@ from hypothesis import settings
 # How long an example takes says nothing about the code; speed is for benchmarks/.
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
+
+
+# No test depends on what somebody has probed on this machine.
+os.environ["OFFLOAD_CACHE"] = os.path.join(os.path.dirname(__file__), "no-such-folder")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

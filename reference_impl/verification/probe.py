@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -137,9 +139,22 @@ def _machine(device: Device) -> dict[str, Any]:
         "gpu_memory_bytes": memory_bytes,
         "host_memory_bytes": available_bytes(),
         "cpus": len(os.sched_getaffinity(0)),
+        "host": platform.node(),
+        "driver": _driver(),
+        "measured_at": datetime.now(UTC).isoformat(timespec="seconds"),
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
+
+
+def _driver() -> str:
+    """Return the release of NVIDIA's driver as the kernel module says it, or nothing without one."""
+    try:
+        said = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8")
+    except OSError:
+        return ""
+    found = re.search(r"\b\d+\.\d+(\.\d+)?\b", said)
+    return found.group() if found else ""
 
 
 def _thread_counts() -> list[int]:

@@ -11,7 +11,7 @@ from skill_tools.dialects import registry
 from skill_tools.dialects.run import Run
 from skill_tools.dialects.shapes import ModelShape
 from skill_tools.errors import UnusableInput
-from skill_tools.planning.cost import machine
+from skill_tools.planning.cost import kept_profile, machine
 from skill_tools.planning.cost.machine import Machine
 from skill_tools.planning.model import known_models, shape_sources, traces
 from skill_tools.planning.model.shape_sources import UnknownShapeError
@@ -21,6 +21,7 @@ from skill_tools.planning.search.planner import Plan
 from skill_tools.units import gib, is_bare_number, parse_bytes, seconds
 
 _MOST_GPUS = 1_000_000
+AUTO = "auto"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,7 +31,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     budgets.add_argument("--host-memory", metavar="AMOUNT", help="host memory budget per node")
     budgets.add_argument("--gpus", type=int, metavar="N", help="GPUs in the whole run")
     budgets.add_argument(
-        "--gpu", metavar="NAME", help="a100, h100, h200, b200, gb200, rtx4090, l40s; or four numbers"
+        "--gpu",
+        metavar="NAME",
+        help="a100, h100, h200, b200, gb200, rtx4090, l40s; four numbers; or auto: as probed here",
     )
     budgets.add_argument("--profile", metavar="FILE", help="rates that `offload probe` measured, as JSON")
     budgets.add_argument(
@@ -184,13 +187,36 @@ def _traced(args: argparse.Namespace, built: Run) -> Run:
 def _machine(args: argparse.Namespace, built: Run) -> Machine:
     if args.profile:
         return machine.read_profile(args.profile)
+    if args.gpu in {None, AUTO}:
+        kept = kept_profile.find(ranks=built.layout.ranks_on_node)
+        if kept is not None:
+            return kept
+        if args.gpu == AUTO:
+            raise UnusableInput(
+                "--gpu auto: nobody has measured this machine",
+                expected=f"its profile in {kept_profile.path()}",
+                attempt="offload probe, once, or --gpu NAME",
+            )
     return machine.known(args.gpu or "h100", ranks_on_node=built.layout.ranks_on_node)
+
+
+def _unnamed(where: Machine) -> str:
+    """Say which rates stand for a GPU that was not named."""
+    if not where.measured:
+        return "GPU: h100 rates, because --gpu was not given; `offload probe`, run once, keeps this machine's"
+    days = kept_profile.age_days()
+    age = (
+        ""
+        if days is None or days <= kept_profile.OLD_DAYS
+        else f"; {days} days old, offload probe measures again"
+    )
+    return f"GPU: this machine, as `offload probe` measured it{age}"
 
 
 def _budget(args: argparse.Namespace, where: Machine) -> tuple[Budget, tuple[str, ...]]:
     notes = []
-    if not args.gpu and not args.profile:
-        notes.append("GPU: h100 rates, because --gpu was not given")
+    if args.gpu in {None, AUTO} and not args.profile:
+        notes.append(_unnamed(where))
     if args.gpu_memory is None:
         if not where.gpu_memory_bytes:
             raise UnusableInput(

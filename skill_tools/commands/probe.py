@@ -1,6 +1,6 @@
 """Measure this machine in at most 20 seconds: copies, memory, updates on CPU and device, disk.
 
-  offload probe                       print the rates
+  offload probe                       print the rates, and keep a GPU's for `offload plan` on this machine
   offload probe --out profile.json    also write them, for `offload plan --profile profile.json`
 
 Run it on an idle machine. Exit codes: 0 measured, 2 unusable input or no torch, 3 a fault of this tool.
@@ -8,10 +8,12 @@ Run it on an idle machine. Exit codes: 0 measured, 2 unusable input or no torch,
 
 import argparse
 import json
+import sys
 from pathlib import Path
 
 from skill_tools.commands.verify import add_device, chosen_device, reference
 from skill_tools.errors import UnusableInput
+from skill_tools.planning.cost import kept_profile
 from skill_tools.reports import measuring
 from skill_tools.reports.measuring import progress
 
@@ -46,6 +48,9 @@ def run(args: argparse.Namespace) -> int:
             expected="room on disk and host",
             attempt="--disk with another folder, or an idle machine",
         ) from None
+    kept = kept_profile.keep(document) if device.is_accelerator else None
+    if kept is not None:
+        print(f"kept in {kept}: offload plan finds it there", file=sys.stderr)
     print(text if args.format == "json" else measuring.profile(document))
     return 0
 

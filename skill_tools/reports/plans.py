@@ -25,8 +25,8 @@ _KNOWN_RATES = "rates: {} of knowledge/hardware.yaml, not measured here; --profi
 _NOTHING = "nothing to change"
 _NO_PLAN = "no plan was computed, because the model's shape is not known; the card answers by situation"
 _ESTIMATED = (
-    "times marked estimated rest on rates that nobody measured for this setting: take the true step time as unknown "
-    "until a 20-step run, then plan again with --step-time or --profile"
+    "a range of step times is given where nobody measured the rates of this setting; `offload probe`, run once on the "
+    "machine, narrows it, and so does --step-time with what a run without offload took"
 )
 _HEADER = ("", "GPU GiB", "host GiB/node", "step", "ratio", "")
 
@@ -84,7 +84,8 @@ def _recommendation(plan: Plan, *, code: Callable[[str], str]) -> list[str]:
     ratio = best.time.total_s / plan.without_offload.time.total_s
     lines = [
         f"recommended: {best.candidate.label}: {gib(best.memory.device_bytes)} a GPU, "
-        f"{gib(best.memory.host_bytes_per_node)} of host memory a node, {ratio:.2f}x the step time"
+        f"{gib(best.memory.host_bytes_per_node)} of host memory a node, {ratio:.2f}x the step time "
+        f"({_range(plan, best)} a step)"
     ]
     if not _patch_text(patch):
         how = registry.named(plan.run.dialect).carry_out if best.candidate.mechanisms else ""
@@ -96,6 +97,11 @@ def _recommendation(plan: Plan, *, code: Callable[[str], str]) -> list[str]:
         lines.append(f"simpler: {plan.simpler.candidate.label}, {more:.2f}x of that step time:")
         lines.append(code(_patch_text(plan.simpler_patch)))
     return lines
+
+
+def _range(plan: Plan, option: Option) -> str:
+    least_s, most_s = plan.time_range(option)
+    return f"{seconds(least_s)} to {seconds(most_s)}"
 
 
 def _patch_text(patch: Patch) -> str:
@@ -121,7 +127,7 @@ def _cells(option: Option, plan: Plan) -> tuple[str, ...]:
     notes = [
         _broken([each.rule for each in option.legality.ruled_out]),
         f"over the {option.limit}" if option.limit else "",
-        "" if option.time.calibrated else "time estimated",
+        "" if option.time.calibrated else f"step {_range(plan, option)}",
     ]
     return (
         option.candidate.label,

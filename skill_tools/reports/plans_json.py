@@ -109,6 +109,7 @@ def _option(option: Option, plan: Plan) -> dict[str, Any]:
         "memory": _memory(option.memory),
         "time": {
             "step_s": option.time.total_s,
+            **plan.time_range(option)._asdict(),
             "ratio": option.time.total_s / plan.without_offload.time.total_s,
             "compute_s": option.time.compute_s,
             "calibrated": option.time.calibrated,

@@ -124,9 +124,11 @@ def pace(run: Run, machine: Machine, shard: int, *, measured_step_s: float | Non
 
 
 def _gpu_update_s(run: Run, machine: Machine, shard: int) -> float:
+    """Seconds of the GPU's own update, whose bytes were measured with 12 of master and moments."""
     constants = model_constants()
     updated = 0 if run.adapter else shard
-    return constants["gpu_adam_bytes"] * updated / (machine.hbm * constants["gpu_adam_share"])
+    kept = (run.precision.master_bytes or run.precision.weight_bytes) + run.precision.moments_bytes
+    return constants["gpu_adam_bytes"] * kept / 12 * updated / (machine.hbm * constants["gpu_adam_share"])
 
 
 def _traced_pace(

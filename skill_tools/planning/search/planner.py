@@ -25,6 +25,7 @@ from skill_tools.dialects.patch import Patch
 from skill_tools.dialects.run import ActivationEngine, Mode, Run
 from skill_tools.planning.cost import compute
 from skill_tools.planning.cost.machine import Machine
+from skill_tools.planning.cost.time_range import TimeRange, step_range
 from skill_tools.planning.model import memory
 from skill_tools.planning.search import sensitivity
 from skill_tools.planning.search.candidates import Forbidden, Search
@@ -61,6 +62,17 @@ class Plan(NamedTuple):
     considered: int
     sensitivity: tuple[tuple[str, str], ...]
     assumptions: tuple[str, ...]
+    measured_step_s: float | None = None
+
+    def time_range(self, option: Option) -> TimeRange:
+        """Return the seconds between which a step of `option` lies, as far as the machine's rates are known."""
+        return step_range(
+            self.run,
+            option.candidate.mode,
+            option.memory,
+            self.machine,
+            measured_step_s=self.measured_step_s,
+        )
 
 
 def shown(plan: Plan) -> list[Option]:
@@ -116,6 +128,7 @@ def make_plan(
             *dialect.remarks(config, current.mode),
             *(dialect.cautions(best.candidate.settings) if best else ()),
         ),
+        measured_step_s=measured_step_s,
     )
 
 

@@ -10,6 +10,8 @@ import pytest
 
 from skill_tools.dialects.layout import Layout
 from skill_tools.dialects.run import Mode, OptimizerEngine, Precision, Recompute, Run
+from skill_tools.planning.cost import compute, machine, step_time, time_range
+from skill_tools.planning.cost.machine import Machine
 from skill_tools.planning.model import known_models, memory, traces
 from skill_tools.units import GIB
 
@@ -36,17 +38,25 @@ class Row(NamedTuple):
     mode: Mode
     measured: float
     precision: Precision = MASTERS
+    gpu: str = "h100"
+    step_s: float = 0.0
 
 
 ROWS = {
-    "plain, bf16 states": Row("qwen3-4b", 1, 2048, Mode(), 37.75 * GIB, BF16_STATES),
-    "91 % off": Row("qwen3-8b", 1, 2048, off(0.91), 42.40 * GIB),
-    "68 % off": Row("llama-3-8b", 1, 2048, off(0.68), 59.49 * GIB),
-    "checkpointing, 50 % off": Row("qwen3-4b", 1, 4096, off(0.5, CHECKPOINTS), 38.11 * GIB),
-    "checkpointing": Row("qwen3-4b", 1, 4096, Mode(recompute=CHECKPOINTS), 66.38 * GB),
-    "checkpointing, 4 sequences": Row("qwen3-4b", 4, 4096, Mode(recompute=CHECKPOINTS), 90.0 * GB),
-    "checkpointing, all off": Row("qwen3-4b", 1, 4096, off(1.0, CHECKPOINTS), 16.86 * GB),
-    "checkpointing, all off, 4 sequences": Row("qwen3-4b", 4, 4096, off(1.0, CHECKPOINTS), 41.78 * GB),
+    "plain, bf16 states": Row("qwen3-4b", 1, 2048, Mode(), 37.75 * GIB, BF16_STATES, step_s=0.208),
+    "91 % off": Row("qwen3-8b", 1, 2048, off(0.91), 42.40 * GIB, step_s=1.79),
+    "68 % off": Row("llama-3-8b", 1, 2048, off(0.68), 59.49 * GIB, step_s=1.66),
+    "checkpointing, 50 % off": Row("qwen3-4b", 1, 4096, off(0.5, CHECKPOINTS), 38.11 * GIB, step_s=0.77),
+    "checkpointing": Row(
+        "qwen3-4b", 1, 4096, Mode(recompute=CHECKPOINTS), 66.38 * GB, gpu="h200", step_s=0.444
+    ),
+    "checkpointing, 4 sequences": Row(
+        "qwen3-4b", 4, 4096, Mode(recompute=CHECKPOINTS), 90.0 * GB, gpu="h200", step_s=1.507
+    ),
+    "checkpointing, all off": Row("qwen3-4b", 1, 4096, off(1.0, CHECKPOINTS), 16.86 * GB, gpu="h200"),
+    "checkpointing, all off, 4 sequences": Row(
+        "qwen3-4b", 4, 4096, off(1.0, CHECKPOINTS), 41.78 * GB, gpu="h200"
+    ),
 }
 
 
@@ -109,3 +119,31 @@ def test_where_there_is_no_trace_the_formula_is_within_eight_percent_of_one(mode
         for by_trace in (True, False)
     )
     assert by_formula == pytest.approx(traced, rel=0.08)
+
+
+TIMED = [name for name, row in ROWS.items() if row.step_s]
+
+
+def span(row: Row, given: Machine) -> tuple[float, float, float]:
+    """The step as predicted, and its range."""
+    run = run_of(row)
+    found = memory.estimate(run, row.mode)
+    speed = compute.pace(run, given, found.parameters.shard)
+    step = step_time.estimate(run, row.mode, found, given, speed)
+    return step.total_s, *time_range.step_range(run, row.mode, found, given)
+
+
+@pytest.mark.parametrize("name", TIMED)
+def test_the_measured_time_lies_in_the_range(name: str) -> None:
+    row = ROWS[name]
+    _, least_s, most_s = span(row, machine.known(row.gpu, ranks_on_node=1))
+    assert least_s <= row.step_s <= most_s
+
+
+@pytest.mark.parametrize("name", TIMED)
+def test_a_probed_machine_narrows_the_range(name: str) -> None:
+    by_name = machine.known(ROWS[name].gpu, ranks_on_node=1)
+    step_s, least_s, most_s = span(ROWS[name], by_name._replace(measured=True))
+    assert least_s <= step_s <= most_s
+    _, named_least_s, named_most_s = span(ROWS[name], by_name)
+    assert most_s - least_s <= named_most_s - named_least_s

@@ -1,0 +1,67 @@
+"""The profile of this machine that `offload probe` has kept, where `offload plan` finds it by itself.
+
+One file a host in the user's cache folder, because a home may be shared; OFFLOAD_CACHE names another folder. It holds
+what one process measured on an idle machine, so the ranks of a run share the host's rates.
+"""
+
+import json
+import os
+import platform
+import re
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from skill_tools.planning.cost import machine
+from skill_tools.planning.cost.machine import Machine
+
+OLD_DAYS = 30
+
+
+def path() -> Path:
+    """Return where this host's profile is kept, whether or not it is there."""
+    caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    folder = os.environ.get("OFFLOAD_CACHE") or os.path.join(caches, "cpu-offloading")
+    host = re.sub(r"[^A-Za-z0-9.-]", "_", platform.node()) or "host"
+    return Path(folder) / f"{host}.json"
+
+
+def keep(document: Mapping[str, Any]) -> Path | None:
+    """Keep what was probed and return where, or None where the cache folder cannot be written."""
+    kept = path()
+    try:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        beside = kept.with_suffix(f".{os.getpid()}")
+        beside.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+        beside.replace(kept)
+    except OSError:
+        return None
+    return kept
+
+
+def find(*, ranks: int) -> Machine | None:
+    """Return what one of `ranks` has of this host as it was probed, or None where nobody has.
+
+    Raises `UnusableInput` for a file that is damaged.
+    """
+    kept = path()
+    if not kept.is_file():
+        return None
+    found = machine.read_profile(str(kept))
+    return found._replace(
+        dram=found.dram / ranks,
+        cpu_adam=found.cpu_adam / ranks,
+        cpu_adam_per_tensor=found.cpu_adam_per_tensor / ranks,
+        update_dram=found.update_dram / ranks,
+        update_cpu=found.update_cpu / ranks,
+    )
+
+
+def age_days() -> int | None:
+    """Return how old the kept profile is by the date in it, or None where it has none."""
+    try:
+        written = json.loads(path().read_text(encoding="utf-8"))["hardware"]["measured_at"]
+        return (datetime.now(UTC) - datetime.fromisoformat(written)).days
+    except (OSError, ValueError, KeyError, TypeError):
+        return None

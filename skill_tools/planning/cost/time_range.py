@@ -1,0 +1,74 @@
+"""The range that a step's time lies in: the same prediction for the slowest and the fastest machine that it may be.
+
+A machine that is known by name is somebody's: its link, the host that stands around it and how busy that is are not
+known. One that was probed is known within what a step differs from run to run. How far each rate may be off is a fact
+in `hardware.yaml`.
+"""
+
+from typing import NamedTuple
+
+from skill_tools.dialects.run import Mode, Run
+from skill_tools.planning.cost import compute, step_time
+from skill_tools.planning.cost.machine import Machine, model_constants
+from skill_tools.planning.model.memory import Memory
+
+
+class TimeRange(NamedTuple):
+    """Seconds a step, at least and at most."""
+
+    least_s: float
+    most_s: float
+
+
+def step_range(
+    run: Run, mode: Mode, memory: Memory, machine: Machine, *, measured_step_s: float | None = None
+) -> TimeRange:
+    """Return what a step of `run` under `mode` may take on `machine`; forward and backward may have been measured."""
+    slow, fast = (
+        _total_s(run, mode, memory, each, measured_step_s)
+        for each in (slowest(run, machine), fastest(run, machine))
+    )
+    return TimeRange(min(fast, slow), max(fast, slow))
+
+
+def _total_s(run: Run, mode: Mode, memory: Memory, machine: Machine, measured_step_s: float | None) -> float:
+    speed = compute.pace(run, machine, memory.parameters.shard, measured_step_s=measured_step_s)
+    return step_time.estimate(run, mode, memory, machine, speed).total_s
+
+
+def slowest(run: Run, machine: Machine) -> Machine:
+    """Return the machine if all its rates are at the low end."""
+    constants = model_constants()
+    if machine.measured:
+        each = 1 / constants["range_probed"]
+        return _scaled(machine, compute=each, link=each, host=each)
+    compute_s = constants["range_traced" if run.traced else "range_by_formula"]
+    host = min(1 / constants["host_share"], 1 / constants["range_host"])
+    return _scaled(machine, compute=1 / compute_s, link=1 / constants["range_link"], host=host)
+
+
+def fastest(run: Run, machine: Machine) -> Machine:
+    """Return the machine if all its rates are at the high end."""
+    constants = model_constants()
+    if machine.measured:
+        each = constants["range_probed"]
+        return _scaled(machine, compute=each, link=each, host=each)
+    return _scaled(machine, compute=constants["range_traced"], link=1.0, host=constants["range_host"])
+
+
+def _scaled(machine: Machine, *, compute: float, link: float, host: float) -> Machine:
+    return machine._replace(
+        gemm=machine.gemm * compute,
+        hbm=machine.hbm * compute,
+        h2d_copy=machine.h2d_copy * link,
+        d2h_copy=machine.d2h_copy * link,
+        duplex_copy=machine.duplex_copy * link,
+        update_link=machine.update_link * link,
+        dram=machine.dram * host,
+        cpu_adam=machine.cpu_adam * host,
+        cpu_adam_per_tensor=machine.cpu_adam_per_tensor * host,
+        update_dram=machine.update_dram * host,
+        update_cpu=machine.update_cpu * host,
+        hybrid=None if machine.hybrid is None else machine.hybrid * host,
+        hybrid_overlap=None if machine.hybrid_overlap is None else machine.hybrid_overlap * host,
+    )

@@ -1,0 +1,87 @@
+"""The machine's profile that `offload probe` keeps and `offload plan` finds."""
+
+import json
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skill_tools.__main__ import main
+from skill_tools.planning.cost import kept_profile
+
+RATES = {
+    "gpu": "NVIDIA H100",
+    "gpu_memory_bytes": 60 << 30,
+    "host_memory_bytes": 200 << 30,
+    "h2d_pinned_GBs": 55,
+    "d2h_pinned_GBs": 55,
+    "duplex_total_GBs": 100,
+    "host_triad_GBs": 100,
+    "cpu_adam_fused_Gparam_s": 5,
+    "cpu_adam_perparam_fused_Gparam_s": 3,
+    "bf16_matmul_TFLOPs": 700,
+}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("OFFLOAD_CACHE", str(tmp_path / "kept"))
+    return tmp_path / "kept"
+
+
+def keep(days_ago: int = 0) -> None:
+    measured_at = (datetime.now(UTC) - timedelta(days=days_ago)).isoformat()
+    assert kept_profile.keep({"hardware": {**RATES, "measured_at": measured_at}}) == kept_profile.path()
+
+
+def planned(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    assert main(["plan", "--model", "llama-3-8b", *words, "--format", "json"]) == 0
+    data: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return data
+
+
+@pytest.mark.parametrize("words", [[], ["--gpu", "auto"]])
+def test_a_plan_finds_it_by_itself(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    keep()
+    plan = planned(capsys, *words)
+    assert plan["machine"]["measured"]
+    assert plan["budget"] == {"gpu_bytes": 60 << 30, "host_bytes_per_node": 200 << 30}
+    assert "GPU: this machine, as `offload probe` measured it" in plan["assumptions"]
+
+
+def test_a_gpu_that_is_named_is_that_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    keep()
+    assert not planned(capsys, "--gpu", "h200")["machine"]["measured"]
+
+
+def test_an_old_one_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    keep(days_ago=40)
+    assert any("40 days old, offload probe measures again" in line for line in planned(capsys)["assumptions"])
+
+
+def test_without_one_auto_is_refused_and_a_plan_says_what_it_took(capsys: pytest.CaptureFixture[str]) -> None:
+    assert any("h100 rates, because --gpu was not given" in line for line in planned(capsys)["assumptions"])
+    assert main(["plan", "--model", "llama-3-8b", "--gpu", "auto"]) == 2
+    assert "offload probe, once" in capsys.readouterr().err
+
+
+def test_a_damaged_one_is_an_error_that_names_it(capsys: pytest.CaptureFixture[str]) -> None:
+    keep()
+    kept_profile.path().write_text("{")
+    assert main(["plan", "--model", "llama-3-8b"]) == 2
+    assert str(kept_profile.path()) in capsys.readouterr().err
+
+
+def test_a_cache_that_cannot_be_written_is_passed_over(cache: Path) -> None:
+    cache.write_text("a file")
+    assert kept_profile.keep({"hardware": RATES}) is None
+    assert kept_profile.find(ranks=1) is None
+
+
+def test_ranks_share_what_one_process_measured() -> None:
+    keep()
+    one, four = kept_profile.find(ranks=1), kept_profile.find(ranks=4)
+    assert one is not None
+    assert four is not None
+    assert (four.cpu_adam, four.h2d_copy) == (one.cpu_adam / 4, one.h2d_copy)
