@@ -218,6 +218,10 @@ class Device(ABC):
         """
 
     @abstractmethod
+    def on(self, stream: Any) -> AbstractContextManager[object]:
+        """Make somebody else's `stream` current, such as one of FSDP. Nothing may be allocated inside."""
+
+    @abstractmethod
     def synchronize(self) -> None:
         """Block until all work of this device is done. Not for the hot path."""
 

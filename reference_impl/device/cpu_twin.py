@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 
@@ -81,6 +82,10 @@ class CpuTwin(Device, torch_type="cpu"):
         return nullcontext()
 
     def on_update_stream(self) -> AbstractContextManager[object]:
+        """Return a context that changes nothing."""
+        return nullcontext()
+
+    def on(self, stream: Any) -> AbstractContextManager[object]:
         """Return a context that changes nothing."""
         return nullcontext()
 

@@ -202,6 +202,10 @@ class CudaDevice(Device, torch_type="cuda"):
         """Switch to the stream of updates."""
         return OnStream(self._updates)
 
+    def on(self, stream: torch.cuda.Stream) -> AbstractContextManager[object]:
+        """Switch to it."""
+        return OnStream(stream)
+
     def synchronize(self) -> None:
         """Wait for every stream of the device."""
         torch.cuda.synchronize(self.torch_device)

@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -132,16 +132,54 @@ def check_clipping(*, max_grad_norm: float | None, updates_in_backward: bool) ->
 
 def check_model(model: nn.Module, *, moves_in_backward: bool) -> None:
     """Raise ValueError where weights or gradients are moved by somebody else, out of step with our hooks."""
-    if any(isinstance(module, FSDPModule | FullyShardedDataParallel) for module in model.modules()):
+    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
         raise ValueError(
-            "FSDP gathers weights on streams of its own, ahead of the modules that wait for them; expected step() to "
-            "return finished; try leaving attach() out"
+            "FullyShardedDataParallel (FSDP1) gathers flat parameters on streams of its own, which cannot be made to "
+            "wait; expected FSDP2; try torch.distributed.fsdp.fully_shard, or leaving attach() out"
         )
     if moves_in_backward and any(isinstance(module, DistributedDataParallel) for module in model.modules()):
         raise ValueError(
             "DistributedDataParallel reduces gradients after the hooks that send them off; expected "
             "backward_overlap='nothing' with it; try that, or FSDP"
         )
+
+
+def check_in_model(model: nn.Module, params: Iterable[torch.Tensor]) -> None:
+    """Raise ValueError for `params` that no module of a sharded `model` holds: nobody would wait for them."""
+    held = set(model.parameters())
+    for param in params:
+        if param not in held:
+            raise ValueError(
+                f"a parameter of shape {tuple(param.shape)} is not in the sharded model; expected the parameters that "
+                "its modules hold, which fully_shard and load_state_dict(assign=True) replace; try making the "
+                "optimizer after these"
+            )
+
+
+def warn_gathers_cannot_wait(missing: str) -> None:
+    """Warn that this torch does not name what gathers wait on."""
+    warnings.warn(
+        f"FSDP2 of torch {torch.__version__} has no {missing}, which gathers need to wait for their shards; step() "
+        "waits instead, and the update hides behind nothing; try torch 2.11 to 2.13",
+        stacklevel=3,
+    )
+
+
+def warn_gathered_before(module: nn.Module) -> None:
+    """Warn that weights were gathered before a step made them new."""
+    warnings.warn(
+        f"{type(module).__name__} was gathered before step() had made its weights new, by unshard() or by a forward "
+        "between backward and step(); it is gathered again; try optimizer.synchronize() before unshard()",
+        stacklevel=2,
+    )
+
+
+def gathered_outside_forward(module: nn.Module) -> RuntimeError:
+    """Return the error for weights that were gathered while they were on their way, by no forward."""
+    return RuntimeError(
+        f"{type(module).__name__} was gathered outside its forward, as by register_fsdp_forward_method, while its new "
+        "weights were on their way; expected finished ones; try optimizer.synchronize() before"
+    )
 
 
 def check_scaler(unseen: Iterable[Member]) -> None:
@@ -201,6 +239,15 @@ def second_gradient(member: Member) -> RuntimeError:
         f"a second gradient of a parameter of shape {tuple(member.param.shape)} came after backward had started the "
         "update with the first; expected one backward a step; try `with optimizer.accumulate():` around all but the "
         "last, or backward_overlap='gradients' where a batch may be left out"
+    )
+
+
+def first_gradient_has_left(member: Member) -> RuntimeError:
+    """Return the error for a gradient of a sharded parameter that came while the first waits for its step."""
+    return RuntimeError(
+        f"a second gradient of a sharded parameter of shape {tuple(member.param.shape)} came before step() had used "
+        "the first, which has left already; expected one backward a step; try `with optimizer.accumulate():` around "
+        "all but the last, or optimizer.zero_grad() where a batch is left out"
     )
 
 

@@ -56,6 +56,9 @@ class Gradients:
         Without `measure` its norm is not known, and an update may use it at once.
         """
         param = member.param
+        if self.leaves_unseen(member) and member.arrival is not None and member.on_device == 0:
+            # Nothing that stands on the parameter says whether the first one is still wanted.
+            raise checks.first_gradient_has_left(member)
         self.put_arrived(member)
         # Whoever has let go of the last one's stand-in does not want that gradient any more.
         self._shares.discard([member])

@@ -1,4 +1,4 @@
-"""What optimizers with state on the host have in common: forward waits on a model, one process, an end.
+"""What optimizers with state on the host have in common: an attached model, one process, an end.
 
 It knows no share and no update; `hybrid` and `state_offload` do. Explained in docs/optimizer-offloading.md and
 docs/optimizer-state-offloading.md.
@@ -10,18 +10,18 @@ import operator
 import os
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from typing import Any, Self, TypeVar
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Self
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
+from reference_impl.device import Device
+from reference_impl.distributed.fsdp2 import missing_name
 from reference_impl.optimizers import checks
+from reference_impl.optimizers.forward_waits import ForwardWaits
 from reference_impl.optimizers.layout import Member
-
-_T = TypeVar("_T")
 
 # All that have not been collected, so that two do not train one parameter.
 _open: weakref.WeakSet[HostedOptimizer] = weakref.WeakSet()
@@ -33,6 +33,8 @@ class HostedOptimizer(torch.optim.Optimizer, ABC):
     It can be used only in the process that made it; `params` and `defaults` are as in `torch.optim.Optimizer`.
     """
 
+    _device: Device
+
     # GradScaler hands over its scale and overflow flag instead of touching the gradients itself.
     _step_supports_amp_scaling = True
 
@@ -40,6 +42,7 @@ class HostedOptimizer(torch.optim.Optimizer, ABC):
         self._members: dict[torch.Tensor, Member] = {}
         self._checked: list[list[torch.Tensor]] = []
         self._waits: ForwardWaits | None = None
+        self._gathers_can_wait = True
         self._pid = os.getpid()
         super().__init__(params, defaults)
         _open.add(self)
@@ -78,15 +81,36 @@ class HostedOptimizer(torch.optim.Optimizer, ABC):
     def attach(self, model: nn.Module) -> None:
         """Let `step()` return early: the model's modules wait for their own weights in forward.
 
-        Their state_dicts wait too, and loading one refreshes masters. Raises ValueError under FSDP, and when
-        gradients would be sent off before DistributedDataParallel has reduced them.
+        Under FSDP2 gathers wait for their own shards; call it after `fully_shard`. State_dicts wait too, and loading
+        one refreshes masters. Raises ValueError under FSDP1, for parameters that the sharded model does not have, and
+        when gradients would be sent off before DistributedDataParallel has reduced them.
         """
         checks.check_model(model, moves_in_backward=self._moves_in_backward)
-        if self._waits is not None:
-            self._waits.close()
+        missing = missing_name(model)
+        if missing is not None:
+            checks.warn_gathers_cannot_wait(missing)
+        before = self._waits
         self._waits = ForwardWaits(
-            model, self._members, wait_for=self._wait_for, refresh_masters=self._refresh
+            model,
+            self._members,
+            device=self._device,
+            wait_for=self._wait_for,
+            refresh_masters=self._refresh,
+            gates=missing is None,
         )
+        self._gathers_can_wait = missing is None
+        if before is not None:
+            before.close()
+
+    @property
+    def _model_waits(self) -> bool:
+        """Whether a model is attached that waits for its weights, so that `step()` need not."""
+        return self._waits is not None and self._gathers_can_wait
+
+    def _order_gathers(self, *, all_are_new: bool) -> None:
+        """Let FSDP2's gathers run behind what the live current stream has waited for, see `ForwardWaits`."""
+        if self._waits is not None:
+            self._waits.order_gathers(all_are_new=all_are_new)
 
     def detach(self) -> None:
         """Finish the weights and take `attach` back: from here on `step()` returns finished. Idempotent."""
@@ -163,159 +187,3 @@ class HostedOptimizer(torch.optim.Optimizer, ABC):
             f"{type(self).__name__} cannot be pickled or copied, because its memory is pinned; try state_dict() and "
             "load_state_dict()"
         )
-
-
-class ForwardWaits:
-    """Hooks on a model: each module's forward waits for the weights that this module owns.
-
-    Saving and loading its state_dict wait too, and loading calls `refresh_masters`. Each forward also teaches the
-    members their `order`. A weight that somebody reads without its module's forward, as fused losses read a head's, is
-    updated first of all, and the first module of the next forward waits for it. The owner of both methods is not kept
-    alive, and neither is the model.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        members: Mapping[torch.Tensor, Member],
-        *,
-        wait_for: Callable[[Sequence[Member]], None],
-        refresh_masters: Callable[[Sequence[Member]], None],
-    ) -> None:
-        self._model = weakref.ref(model)
-        self._clock = self._forward_start = max((member.order for member in members.values()), default=0)
-        self._handles: list[RemovableHandle] = []
-        self._ran: set[Member] = set()
-        self._unannounced: list[Member] = []
-        wait, refresh = forgetful(wait_for), forgetful(refresh_masters)
-        everyone = list(members.values())
-
-        def finish() -> None:
-            wait([member for member in everyone if member.pending])
-
-        for module in model.modules():
-            own = _owned(module, members)
-            if own:
-                self._handles += [
-                    # First of all hooks: others, such as weight normalisation, read weights too.
-                    module.register_forward_pre_hook(
-                        ModelHook(self._forward_hook(own, wait), own=own, finish=finish),
-                        prepend=True,
-                    ),
-                    module.register_state_dict_pre_hook(_before_or_after(wait, own)),
-                    module.register_load_state_dict_pre_hook(_before_or_after(wait, own)),
-                    module.register_load_state_dict_post_hook(_before_or_after(refresh, own)),
-                ]
-        start = ModelHook(self._start_forward, own=_owned(model, members), finish=finish)
-        self._handles.append(model.register_forward_pre_hook(start, prepend=True))
-
-    @property
-    def model(self) -> nn.Module | None:
-        """The model, unless it is gone."""
-        return self._model()
-
-    def _start_forward(self, module: nn.Module, args: Any) -> None:
-        self._forward_start = self._clock
-
-    def _forward_hook(
-        self, own: list[Member], wait: Callable[[Sequence[Member]], None]
-    ) -> Callable[[nn.Module, Any], None]:
-        def hook(module: nn.Module, args: Any) -> None:
-            # A member's first use in the last forward is the best guess of when the next one needs it.
-            self._clock += 1
-            for member in own:
-                if member.order <= self._forward_start:
-                    member.order = self._clock
-            self._ran.update(own)
-            waiting = [member for member in (*own, *self._unannounced) if member.pending]
-            if waiting:
-                wait(waiting)
-
-        return hook
-
-    def learn(self, members: Iterable[Member]) -> None:
-        """Note those of `members`, which have new gradients, whose modules no forward since the last step has run."""
-        if self._ran:
-            for member in members:
-                if member not in self._ran and member not in self._unannounced:
-                    self._unannounced.append(member)
-                    member.order = -1
-        self._ran.clear()
-
-    def close(self) -> None:
-        """Take all hooks off the model."""
-        for handle in self._handles:
-            handle.remove()
-
-
-class ModelHook:
-    """A hook on a module that stays behind: a copy or a pickle of the module has one that does nothing instead.
-
-    So a copied model is independent of the optimizer, and loads where this package is not installed. Copying waits for
-    new weights by `finish`; the module's `own` members have been copied by then, so a deep copy takes these again.
-    """
-
-    __slots__ = ("_finish", "_own", "_run")
-
-    def __init__(
-        self,
-        run: Callable[..., None],
-        *,
-        own: Sequence[Member] = (),
-        finish: Callable[[], None] | None = None,
-    ) -> None:
-        self._run = run
-        self._own = own
-        self._finish = finish
-
-    def __call__(self, *arguments: Any) -> None:
-        """Run the hook."""
-        self._run(*arguments)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
-        """Return a function that takes anything and does nothing."""
-        late = [member.param for member in self._own if member.pending and id(member.param) in memo]
-        if self._finish is not None:
-            self._finish()
-        with torch.no_grad():
-            for param in late:
-                memo[id(param)].copy_(param)
-        return nullcontext().__exit__
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Become the standard library's function that takes anything and does nothing.
-
-        Raises RuntimeError when new weights were on their way to parameters that are in the pickle by now.
-        """
-        if any(member.pending for member in self._own):
-            raise RuntimeError(
-                "a model was pickled while new weights were on their way; expected finished ones; try "
-                "optimizer.synchronize() before"
-            )
-        if self._finish is not None:
-            self._finish()
-        return getattr, (nullcontext(), "__exit__")
-
-
-def forgetful(method: Callable[[_T], None]) -> Callable[[_T], None]:
-    """Return a function that calls a bound `method` without keeping its owner alive, and nothing once that is gone."""
-    reference = weakref.WeakMethod(method)
-
-    def call(argument: _T) -> None:
-        bound = reference()
-        if bound is not None:
-            bound(argument)
-
-    return call
-
-
-def _owned(module: nn.Module, members: Mapping[torch.Tensor, Member]) -> list[Member]:
-    """Return the members that `module` owns itself, without its children's."""
-    return [members[p] for p in module._parameters.values() if p is not None and p in members]
-
-
-def _before_or_after(
-    method: Callable[[Sequence[Member]], None], own: Sequence[Member]
-) -> Callable[..., None]:
-    """Return a hook around a state_dict, whose own arguments do not matter."""
-    return ModelHook(lambda *_: method(own))

@@ -19,15 +19,15 @@ from typing import Any, Literal
 import torch
 
 from reference_impl.device import Event
+from reference_impl.distributed.mesh import norm_reduction
 from reference_impl.memory.interrupts import deferred_interrupts
 from reference_impl.optimizers import checks
 from reference_impl.optimizers.algorithms import Adam, Algorithm, group_defaults
 from reference_impl.optimizers.clip_decision import ClipDecision, decide
 from reference_impl.optimizers.cpu.step import CpuStep
+from reference_impl.optimizers.forward_waits import forgetful
 from reference_impl.optimizers.gradients import Gradients, factors_of, has_new_gradients, put_in_place
-from reference_impl.optimizers.hosted import forgetful
 from reference_impl.optimizers.layout import Member, local_numel
-from reference_impl.optimizers.mesh import norm_reduction
 from reference_impl.optimizers.options import Budgets, CpuUpdate, Options, Streaming, take_moved_keywords
 from reference_impl.optimizers.shares import Shares
 from reference_impl.optimizers.state_dict import SavedOptimizer
@@ -310,6 +310,8 @@ class HybridDeviceOptimizer(SavedOptimizer):
             self._waits.learn(prepared.gradients)
         with deferred_interrupts():
             self._begun, self._in_backward, self._is_asked, self._has_stepped = prepared, None, False, True
+            if self._waits is not None:
+                self._waits.on_step()
             prepared.advance()
         if not self._returns_early:
             self._wait()
@@ -335,7 +337,7 @@ class HybridDeviceOptimizer(SavedOptimizer):
 
     @property
     def _returns_early(self) -> bool:
-        return self._waits is not None and self._overlaps_forward
+        return self._model_waits and self._overlaps_forward
 
     def _prepare(self) -> BegunStep:
         """Do all of a step that may fail and changes nothing."""
@@ -423,11 +425,13 @@ class HybridDeviceOptimizer(SavedOptimizer):
 
     def _wait(self) -> None:
         self._open.wait_for(self._members.values())
+        self._order_gathers(all_are_new=True)
         self._open.drain()
 
     def _finished(self, members: Iterable[Member]) -> Shares:
         """Return where states are, once no update of `members` runs. Raises RuntimeError when closed."""
         self._wait_for(members)
+        self._order_gathers(all_are_new=False)
         return self._open
 
     def _refresh(self, members: Sequence[Member]) -> None:

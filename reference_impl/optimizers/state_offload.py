@@ -26,12 +26,12 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from reference_impl.distributed.mesh import norm_reduction
 from reference_impl.memory.interrupts import deferred_interrupts
 from reference_impl.optimizers import checks
 from reference_impl.optimizers.clip_decision import decide
-from reference_impl.optimizers.hosted import forgetful
+from reference_impl.optimizers.forward_waits import forgetful
 from reference_impl.optimizers.layout import Member, gradient_of, members_of
-from reference_impl.optimizers.mesh import norm_reduction
 from reference_impl.optimizers.options import CHUNK_BYTES
 from reference_impl.optimizers.state_dict import SavedOptimizer
 from reference_impl.optimizers.state_offload_wrapped import (
@@ -302,11 +302,13 @@ class OptimizerStateOffloader(SavedOptimizer):
         with deferred_interrupts():
             self._is_begun = True
             self.grad_norm, self._read = decision.norm, read
+            if self._waits is not None:
+                self._waits.on_step()
             self.streamed.begin()
             for member in gradients:
                 member.pending = True
             self.streamed.advance()
-        if self._waits is None:
+        if not self._model_waits:
             self._wait_for_all()
 
     def _standing(self) -> dict[Member, tuple[torch.Tensor, int]]:
@@ -336,7 +338,8 @@ class OptimizerStateOffloader(SavedOptimizer):
     def attach(self, model: nn.Module) -> None:
         """Let the update run behind the next forward: the model's modules wait for their own weights, on the device.
 
-        Saving or loading the state_dict of any of them waits too. Raises ValueError under FSDP.
+        Under FSDP2 gathers wait for their own shards; call it after `fully_shard`. Saving or loading the state_dict of
+        any module waits too. Raises ValueError under FSDP1 and for parameters that the sharded model does not have.
         """
         super().attach(model)
         if self.streamed.prefetches_in_backward:
@@ -372,6 +375,7 @@ class OptimizerStateOffloader(SavedOptimizer):
 
     def _wait_for_all(self) -> None:
         self._wait_for([member for member in self._members.values() if member.pending])
+        self._order_gathers(all_are_new=True)
 
     def _end_reading(self, members: Iterable[Member]) -> None:
         """Note that the updates of `members` are waited for. Raises RuntimeError when a gradient was written before."""
@@ -408,6 +412,7 @@ class OptimizerStateOffloader(SavedOptimizer):
     def _finished(self, members: Iterable[Member]) -> StreamedParts:
         self._check_usable()
         self._wait_for([member for member in members if member.pending])
+        self._order_gathers(all_are_new=False)
         return StreamedParts(self.streamed)
 
     def state_dict(self) -> dict[str, Any]:

@@ -111,12 +111,6 @@ def test_a_norm_that_does_not_follow_from_the_parameters_is_asked_for(device, me
     hybrid(params, max_grad_norm=0.1, reduce_norm_squared=lambda squared: squared).close()
 
 
-def test_attaching_to_fsdp_is_refused(device, mesh, cpu_only):
-    model = sharded(device, mesh)
-    with hybrid(model) as optimizer, pytest.raises(ValueError, match="FSDP gathers weights"):
-        optimizer.attach(model)
-
-
 @pytest.mark.cuda
 def test_parameters_under_cpu_offload_policy_are_refused(group):
     model = nn.Linear(8, 8, device="cuda")

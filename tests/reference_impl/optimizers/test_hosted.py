@@ -9,7 +9,8 @@ from optimizer_reference import batches
 from optimizer_training import hybrid, train, twins
 from torch import nn
 
-from reference_impl.optimizers.hosted import ForwardWaits
+from reference_impl.device import Device
+from reference_impl.optimizers.forward_waits import ForwardWaits
 from reference_impl.optimizers.layout import Member
 
 
@@ -34,7 +35,9 @@ def waited_for():
     model.forward = lambda names: [model[name](torch.zeros(1, 2)) for name in names]
     members = {layer.weight: Member(layer.weight, 0, order, 0) for order, layer in enumerate(model.values())}
     waiter = Waiter()
-    waits = ForwardWaits(model, members, wait_for=waiter.wait_for, refresh_masters=waiter.refresh)
+    waits = ForwardWaits(
+        model, members, device=Device.of("cpu"), wait_for=waiter.wait_for, refresh_masters=waiter.refresh
+    )
     return model, list(members.values()), waiter, waits
 
 

@@ -1,0 +1,144 @@
+"""FSDP2 as seen from here: what it gathers together, on which stream, and what it has gathered already.
+
+FSDP2 gathers each module's parameters on streams of its own, ahead of the module. Whoever writes shards behind its back
+needs that stream, and torch has no public name for it. This is the only module that uses private names of
+`torch.distributed.fsdp`; `missing_name` says which one a release of torch does not have. They are the same in torch
+2.11, 2.12 and 2.13, but for the group or groups of a state.
+
+Explained in docs/distributed.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+_GET_STATE, _CONTEXT, _PREFETCHED = "_get_fsdp_state", "_comm_ctx", "_states_to_forward_prefetch"
+_STREAM, _LAZY_INIT = "all_gather_copy_in_stream", "lazy_init"
+_ONE_GROUP, _GROUPS = "_fsdp_param_group", "_fsdp_param_groups"
+_IS_SHARDED, _PENDING = "is_sharded", "_all_gather_result"
+
+
+class GatheredGroup:
+    """Modules whose parameters FSDP2 gathers together: one, or those that `fully_shard` was given as a list.
+
+    `is_outermost` says that no sharded module is above them.
+    """
+
+    def __init__(self, state: Any, modules: list[nn.Module], *, is_outermost: bool) -> None:
+        self._state = state
+        self.modules = tuple(modules)
+        self.is_outermost = is_outermost
+
+    @property
+    def params(self) -> tuple[torch.Tensor, ...]:
+        """The sharded parameters (DTensors) of these modules, without those of modules that are sharded on their own.
+
+        Modules show them as long as nothing is gathered.
+        """
+        return tuple(dict.fromkeys(param for module in self.modules for param in _own_shards(module)))
+
+    @property
+    def key(self) -> object:
+        """What tells this group from others, hashable."""
+        return self._state
+
+    @property
+    def prefetched(self) -> Sequence[object]:
+        """The keys of the groups that the forward of these modules gathers, too (`set_modules_to_forward_prefetch`)."""
+        keys: Sequence[object] = getattr(self._state, _PREFETCHED)
+        return keys
+
+    @property
+    def stream(self) -> Any | None:
+        """The stream on which shards are read for a gather; None before the first forward.
+
+        The root makes the streams then, and lets them wait for the current stream. They may be others afterwards: the
+        first module that runs is the root.
+        """
+        return getattr(getattr(self._state, _CONTEXT), _STREAM, None)
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether something else than the shards stands on the modules, or is on its way there."""
+        return any(
+            not getattr(group, _IS_SHARDED) or self._is_pending(group) for group in _groups(self._state)
+        )
+
+    def drop_gathered(self) -> None:
+        """Go back to the shards, so that the next forward gathers them anew. A collective if a gather is pending."""
+        module: Any = self.modules[0]
+        if any(map(self._is_pending, _groups(self._state))):
+            module.unshard()
+        module.reshard()
+
+    @staticmethod
+    def _is_pending(group: Any) -> bool:
+        return getattr(group, _PENDING) is not None
+
+
+def gathered_groups(model: nn.Module) -> list[GatheredGroup]:
+    """Return what is gathered together, in the order of `model.modules()`.
+
+    What has been gathered is dropped first: modules would not show their shards.
+    """
+    modules: dict[Any, list[nn.Module]] = {}
+    nested: set[nn.Module] = set()
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            modules.setdefault(getattr(module, _GET_STATE)(), []).append(module)
+            nested.update(each for each in module.modules() if each is not module)
+    groups = [
+        GatheredGroup(state, its, is_outermost=not any(module in nested for module in its))
+        for state, its in modules.items()
+    ]
+    for group in groups:
+        if group.is_gathered:
+            group.drop_gathered()
+    return groups
+
+
+def missing_name(model: nn.Module) -> str | None:
+    """Return a private name that is needed here and that this torch does not have; None where it has all."""
+    for module in model.modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        if not hasattr(module, _GET_STATE):
+            return _GET_STATE
+        state = getattr(module, _GET_STATE)()
+        for name in (_CONTEXT, _PREFETCHED):
+            if not hasattr(state, name):
+                return name
+        # The stream does not exist before the first forward, but who makes it names it.
+        made = getattr(getattr(type(getattr(state, _CONTEXT)), _LAZY_INIT, None), "__code__", None)
+        if made is None or _STREAM not in made.co_names:
+            return _STREAM
+        if not hasattr(state, _GROUPS) and not hasattr(state, _ONE_GROUP):
+            return _GROUPS
+        for group in _groups(state):
+            for name in (_IS_SHARDED, _PENDING):
+                if not hasattr(group, name):
+                    return name
+    return None
+
+
+def _groups(state: Any) -> list[Any]:
+    """Return what a state gathers: nothing, one group, or since torch 2.12 one for each mesh."""
+    if hasattr(state, _GROUPS):
+        return list(getattr(state, _GROUPS))
+    group = getattr(state, _ONE_GROUP)
+    return [] if group is None else [group]
+
+
+def _own_shards(module: nn.Module) -> Iterator[torch.Tensor]:
+    for param in module._parameters.values():
+        if isinstance(param, DTensor):
+            yield param
+    for child in module.children():
+        if not isinstance(child, FSDPModule):
+            yield from _own_shards(child)

@@ -1,0 +1,344 @@
+"""Forward waits: each module's forward waits for the weights that it reads, and under FSDP2 its gather does.
+
+A module reads the parameters that it owns itself. FSDP2 reads those of a whole group before the group's forward, on a
+stream of its own: there the wait is a hook of the sharded module, before FSDP's hook, and it holds up that stream. So a
+gather waits for its own shards, and not for those of modules that come later.
+
+Explained in docs/optimizer-offloading.md and docs/distributed.md.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from reference_impl.device import Device
+from reference_impl.distributed.fsdp2 import GatheredGroup, gathered_groups
+from reference_impl.optimizers import checks
+from reference_impl.optimizers.layout import Member
+
+_T = TypeVar("_T")
+
+Wait = Callable[[Sequence[Member]], None]
+
+
+class ForwardWaits:
+    """Hooks on a model: each module's forward waits for the weights that this module owns, or FSDP2's gather for them.
+
+    Saving and loading its state_dict wait too, and loading calls `refresh_masters`. Each forward also teaches the
+    members their `order`. A weight that somebody reads without its module's forward, as fused losses read a head's, is
+    updated first of all, and the first module of the next forward waits for it. The owner of both methods is not kept
+    alive, and neither is the model. Raises ValueError for members that a sharded model does not have.
+
+    Args:
+        model: whose forward waits.
+        members: the trained parameters.
+        device: where they are.
+        wait_for: makes the live current stream wait for members.
+        refresh_masters: makes the masters of members from their parameters.
+        gates: False where gathers cannot wait, because step() does.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        members: Mapping[torch.Tensor, Member],
+        *,
+        device: Device,
+        wait_for: Wait,
+        refresh_masters: Wait,
+        gates: bool = True,
+    ) -> None:
+        self._model = weakref.ref(model)
+        self._clock = self._forward_start = max((member.order for member in members.values()), default=0)
+        self._handles: list[RemovableHandle] = []
+        self._ran: set[Member] = set()
+        self._unannounced: list[Member] = []
+        self._wait = forgetful(wait_for)
+        refresh = forgetful(refresh_masters)
+        everyone = list(members.values())
+
+        def finish() -> None:
+            self._wait([member for member in everyone if member.pending])
+            self._gates.order_gathers(all_are_new=True)
+
+        def wait_outside(own: Sequence[Member]) -> None:
+            self._wait(own)
+            self._gates.order_gathers(all_are_new=False)
+
+        self._gates = Gates(
+            gathered_groups(model) if gates else [], members, device=device, wait_for=self._wait
+        )
+        if self._gates:
+            checks.check_in_model(model, members)
+        for module in model.modules():
+            own = _owned(module, members)
+            if not own:
+                continue
+            self._handles += [
+                module.register_state_dict_pre_hook(_before_or_after(wait_outside, own)),
+                module.register_load_state_dict_pre_hook(_before_or_after(wait_outside, own)),
+                module.register_load_state_dict_post_hook(_before_or_after(refresh, own)),
+            ]
+            read_here = [member for member in own if member not in self._gates]
+            if read_here:
+                self._wait_first(module, self._forward_hook(read_here), own=own, finish=finish)
+        for gate in self._gates:
+            for module in gate.group.modules:
+                hook = self._gate_hook(gate)
+                self._wait_first(module, hook, own=gate.members, finish=finish)
+        start = ModelHook(self._start_forward, own=_owned(model, members), finish=finish)
+        self._handles.append(model.register_forward_pre_hook(start, prepend=True))
+
+    def _wait_first(
+        self,
+        module: nn.Module,
+        run: Callable[..., None],
+        *,
+        own: Sequence[Member],
+        finish: Callable[[], None],
+    ) -> None:
+        """Run a hook first of all: others, such as weight normalisation or FSDP's, read weights too."""
+        hook = ModelHook(run, own=own, finish=finish)
+        self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
+
+    @property
+    def model(self) -> nn.Module | None:
+        """The model, unless it is gone."""
+        return self._model()
+
+    def on_step(self) -> None:
+        """Note that a step has begun to change weights: what was gathered before is old."""
+        self._gates.on_step()
+
+    def order_gathers(self, *, all_are_new: bool) -> None:
+        """Let FSDP2's gathers run behind what the live current stream has waited for outside the hooks here.
+
+        `all_are_new` says that these were all weights: what is gathered from now on is new, too.
+        """
+        self._gates.order_gathers(all_are_new=all_are_new)
+
+    def _start_forward(self, module: nn.Module, args: Any) -> None:
+        self._forward_start = self._clock
+
+    def _learn(self, members: Sequence[Member]) -> None:
+        # A member's first use in the last forward is the best guess of when the next one needs it.
+        self._clock += 1
+        for member in members:
+            if member.order <= self._forward_start:
+                member.order = self._clock
+        self._ran.update(members)
+
+    def _forward_hook(self, own: Sequence[Member]) -> Callable[[nn.Module, Any], None]:
+        def hook(module: nn.Module, args: Any) -> None:
+            self._learn(own)
+            waiting = [member for member in (*own, *self._unannounced) if member.pending]
+            if waiting:
+                self._wait(waiting)
+
+        return hook
+
+    def learn(self, members: Iterable[Member]) -> None:
+        """Note those of `members`, which have new gradients, whose modules no forward since the last step has run."""
+        if self._ran:
+            for member in members:
+                if member not in self._ran and member not in self._unannounced:
+                    self._unannounced.append(member)
+                    member.order = -1
+        self._ran.clear()
+
+    def _gate_hook(self, gate: Gate) -> Callable[[nn.Module, Any], None]:
+        def hook(module: nn.Module, args: Any) -> None:
+            self._learn(gate.members)
+            self._gates.pass_through(gate, self._unannounced)
+
+        return hook
+
+    def close(self) -> None:
+        """Take all hooks off the model."""
+        for handle in self._handles:
+            handle.remove()
+
+
+class Gate:
+    """The members that one gather of FSDP2 reads; `opened` is the last step whose weights it was let through for."""
+
+    __slots__ = ("group", "members", "opened")
+
+    def __init__(self, group: GatheredGroup, members: Sequence[Member]) -> None:
+        self.group, self.members = group, members
+        self.opened = 0
+
+
+class Gates:
+    """All gates of a model, none where FSDP2 does not shard it.
+
+    What each gate decides that leads to a collective is the same on every rank: it depends on steps and on what has
+    been gathered, and not on a rank's own shards, which may be empty.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[GatheredGroup],
+        members: Mapping[torch.Tensor, Member],
+        *,
+        device: Device,
+        wait_for: Wait,
+    ) -> None:
+        self._device, self._wait = device, wait_for
+        self._step = 0
+        self._gates = [
+            Gate(group, [members[param] for param in group.params if param in members]) for group in groups
+        ]
+        self._by_key = {gate.group.key: gate for gate in self._gates}
+        self._outermost = [gate for gate in self._gates if gate.group.is_outermost]
+        self._gated = {member for gate in self._gates for member in gate.members}
+
+    def __len__(self) -> int:
+        """Return how many there are."""
+        return len(self._gates)
+
+    def __iter__(self) -> Iterator[Gate]:
+        """Iterate over the gates, in the order of `model.modules()`."""
+        return iter(self._gates)
+
+    def __contains__(self, member: Member) -> bool:
+        """Return whether a gather reads `member`, and not the module that owns it."""
+        return member in self._gated
+
+    def on_step(self) -> None:
+        """Note that a step has begun to change weights."""
+        self._step += 1
+
+    def pass_through(self, gate: Gate, others: Iterable[Member]) -> None:
+        """Let the gathers that the forward of a gate's modules is about to start wait for their weights and `others`.
+
+        Those are its own and the ones it prefetches. Their stream waits, and then the current stream, which reads
+        shards too where a gather needs no other rank, and whose memory the update has used.
+        """
+        self._check_outermost(gate)
+        prefetched = (self._by_key.get(key) for key in gate.group.prefetched)
+        gates = [gate, *(each for each in prefetched if each is not None)]
+        for each in gates:
+            self._drop_old(each)
+        read = (*others, *(member for each in gates for member in each.members))
+        waiting = [member for member in read if member.pending]
+        if not waiting:
+            return
+        stream = gate.group.stream
+        if stream is None:
+            # In the first forward the root lets the gathers' streams wait for the current one.
+            self._wait(waiting)
+            return
+        with self._device.on(stream):
+            self._wait(waiting)
+            weights_are_new = self._device.record()
+        self._device.wait(weights_are_new)
+
+    def _drop_old(self, gate: Gate) -> None:
+        """Drop what was gathered from the weights before the last step: FSDP2 would take it for the new ones."""
+        if gate.opened == self._step:
+            return
+        gate.opened = self._step
+        if gate.group.is_gathered:
+            checks.warn_gathered_before(gate.group.modules[0])
+            gate.group.drop_gathered()
+
+    def _check_outermost(self, gate: Gate) -> None:
+        """Raise RuntimeError when a module above has gathered old weights and is running with them."""
+        for each in self._outermost:
+            if each is gate or each.opened == self._step:
+                continue
+            if each.group.is_gathered and any(member.pending for member in each.members):
+                raise checks.gathered_outside_forward(each.group.modules[0])
+
+    def order_gathers(self, *, all_are_new: bool) -> None:
+        """Let all gathers run behind what the live current stream has been given, which may make all weights new."""
+        streams = {id(stream): stream for gate in self._gates if (stream := gate.group.stream) is not None}
+        if streams:
+            now = self._device.record()
+            for stream in streams.values():
+                with self._device.on(stream):
+                    self._device.wait(now)
+        for gate in self._gates if all_are_new else ():
+            if not gate.group.is_gathered:
+                gate.opened = self._step
+
+
+class ModelHook:
+    """A hook on a module that stays behind: a copy or a pickle of the module has one that does nothing instead.
+
+    So a copied model is independent of the optimizer, and loads where this package is not installed. Copying waits for
+    new weights by `finish`; the module's `own` members have been copied by then, so a deep copy takes these again.
+    """
+
+    __slots__ = ("_finish", "_own", "_run")
+
+    def __init__(
+        self,
+        run: Callable[..., None],
+        *,
+        own: Sequence[Member] = (),
+        finish: Callable[[], None] | None = None,
+    ) -> None:
+        self._run = run
+        self._own = own
+        self._finish = finish
+
+    def __call__(self, *arguments: Any) -> None:
+        """Run the hook."""
+        self._run(*arguments)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
+        """Return a function that takes anything and does nothing."""
+        late = [member.param for member in self._own if member.pending and id(member.param) in memo]
+        if self._finish is not None:
+            self._finish()
+        with torch.no_grad():
+            for param in late:
+                memo[id(param)].copy_(param)
+        return nullcontext().__exit__
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Become the standard library's function that takes anything and does nothing.
+
+        Raises RuntimeError when new weights were on their way to parameters that are in the pickle by now.
+        """
+        if any(member.pending for member in self._own):
+            raise RuntimeError(
+                "a model was pickled while new weights were on their way; expected finished ones; try "
+                "optimizer.synchronize() before"
+            )
+        if self._finish is not None:
+            self._finish()
+        return getattr, (nullcontext(), "__exit__")
+
+
+def forgetful(method: Callable[[_T], None]) -> Callable[[_T], None]:
+    """Return a function that calls a bound `method` without keeping its owner alive, and nothing once that is gone."""
+    reference = weakref.WeakMethod(method)
+
+    def call(argument: _T) -> None:
+        bound = reference()
+        if bound is not None:
+            bound(argument)
+
+    return call
+
+
+def _owned(module: nn.Module, members: Mapping[torch.Tensor, Member]) -> list[Member]:
+    """Return the members that `module` owns itself, without its children's."""
+    return [members[p] for p in module._parameters.values() if p is not None and p in members]
+
+
+def _before_or_after(
+    method: Callable[[Sequence[Member]], None], own: Sequence[Member]
+) -> Callable[..., None]:
+    """Return a hook around a state_dict, whose own arguments do not matter."""
+    return ModelHook(lambda *_: method(own))

@@ -1,0 +1,243 @@
+"""Optimizers attached to FSDP2: gathers wait for their own shards, on every torch that is served."""
+
+import itertools
+import warnings
+
+import pytest
+import sharded_ranks
+import torch
+import torch.distributed as dist
+from optimizer_training import OPTIONS, hold_updates, hybrid, streaming
+from rank_processes import run_ranks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+
+from reference_impl.device.cpu_twin import CpuTwin
+from reference_impl.distributed import fsdp2
+
+# The releases whose source was read for the private names of `fsdp2`, and on which these tests have passed.
+CHECKED_ON = ("2.11", "2.12", "2.13")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def group(tmp_path_factory):
+    store = dist.FileStore(str(tmp_path_factory.mktemp("store") / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class Net(nn.Module):
+    """Root parameters, and two layers that are sharded on their own."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(2)
+        self.first = nn.Linear(13, 70)
+        self.layers = nn.ModuleList(nn.Linear(70, 70) for _ in range(2))
+        self.last = nn.Linear(70, 5)
+
+    def forward(self, batch):
+        hidden = self.first(batch)
+        for layer in self.layers:
+            hidden = torch.tanh(layer(hidden))
+        return self.last(hidden).square().sum()
+
+    def score(self, batch):
+        """Another door than `forward`, for `register_fsdp_forward_method`."""
+        return Net.forward(self, batch)
+
+
+def net(**options):
+    model = Net()
+    mesh = init_device_mesh("cpu", (1,))
+    for layer in (*model.layers, model):
+        fully_shard(layer, mesh=mesh, **options)
+    return model
+
+
+def data_of(count):
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(6, 13, generator=generator) for _ in range(count)]
+
+
+def weights(model):
+    return [param.detach().to_local().clone() for param in model.parameters()]
+
+
+def trained_plainly(data):
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True, **OPTIONS)
+    for batch in data:
+        model(batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return weights(model)
+
+
+def assert_same(one, other):
+    assert all(torch.equal(left, right) for left, right in zip(one, other, strict=True))
+
+
+def test_this_torch_has_every_private_name():
+    version = ".".join(torch.__version__.split(".")[:2])
+    assert fsdp2.missing_name(net()) is None
+    assert version in CHECKED_ON, f"read FSDP2's source of torch {version}, run these tests, and add it"
+
+
+def test_groups_are_what_is_gathered_together():
+    model = net()
+    root, *layers = fsdp2.gathered_groups(model)
+    assert root.params == (*model.first.parameters(), *model.last.parameters())
+    assert [group.params for group in layers] == [tuple(layer.parameters()) for layer in model.layers]
+    assert [group.is_outermost for group in (root, *layers)] == [True, False, False]
+    together = Net()
+    fully_shard(list(together.layers), mesh=init_device_mesh("cpu", (1,)))
+    (group,) = fsdp2.gathered_groups(together)
+    assert group.modules == tuple(together.layers)
+    assert group.params == tuple(together.layers.parameters())
+
+
+@pytest.mark.parametrize("name", [fsdp2._CONTEXT, fsdp2._PREFETCHED, fsdp2._STREAM, fsdp2._PENDING])
+def test_step_waits_where_a_private_name_is_missing(monkeypatch, name):
+    """A torch to come: it warns once, and trains right."""
+    places = ("_CONTEXT", "_PREFETCHED", "_STREAM", "_PENDING")
+    (place,) = (each for each in places if getattr(fsdp2, each) == name)
+    monkeypatch.setattr(fsdp2, place, name + "_of_tomorrow")
+    model, data = net(), data_of(3)
+    with hybrid(model, backward_overlap="gradients") as optimizer:
+        with pytest.warns(UserWarning, match=rf"has no {name}_of_tomorrow.*step\(\) waits") as said:
+            optimizer.attach(model)
+        assert len(said) == 1
+        for batch in data:
+            model(batch).backward()
+            optimizer.step()
+            assert not any(member.pending for member in optimizer.members.values())
+            optimizer.zero_grad()
+        assert_same(weights(model), trained_plainly(data))
+
+
+@pytest.mark.parametrize("make", [lambda model: hybrid(model, backward_overlap="gradients"), streaming])
+def test_what_was_gathered_too_early_is_gathered_again(make):
+    """By an evaluation between backward and step(), which torch takes for new, and by `unshard()` after step()."""
+    model, data = net(), data_of(3)
+    with make(model) as optimizer:
+        optimizer.attach(model)
+        model(data[0]).backward()
+        with torch.no_grad():
+            model(data[0])
+        optimizer.step()
+        optimizer.zero_grad()
+        with pytest.warns(UserWarning, match="Net was gathered before step"):
+            model(data[1]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model.unshard(async_op=True)
+        with pytest.warns(UserWarning, match="Net was gathered before step"):
+            model(data[2]).backward()
+        optimizer.step()
+        optimizer.synchronize()
+        assert_same(weights(model), trained_plainly(data))
+
+
+def test_what_was_gathered_after_synchronize_is_kept():
+    model, data = net(), data_of(3)
+    with hybrid(model, backward_overlap="gradients") as optimizer, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.attach(model)
+        for batch in data:
+            model(batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            optimizer.synchronize()
+            if batch is not data[-1]:
+                model.unshard()
+        assert_same(weights(model), trained_plainly(data))
+
+
+def test_a_gather_by_another_door_is_an_error(monkeypatch):
+    model, (batch,) = net(), data_of(1)
+    register_fsdp_forward_method(model, "score")
+    with hybrid(model, backward_overlap="gradients") as optimizer:
+        optimizer.attach(model)
+        model(batch).backward()
+        gate = hold_updates(monkeypatch)
+        optimizer.step()
+        with pytest.raises(RuntimeError, match=r"gathered outside its forward.*synchronize"):
+            model.score(batch)
+        gate.set()
+
+
+def test_a_second_gradient_of_a_step_is_an_error():
+    """The first has left, and FSDP2 would have put the second one in its place."""
+    model, (batch,) = net(), data_of(1)
+    with hybrid(model, backward_overlap="gradients") as optimizer:
+        optimizer.attach(model)
+        model(batch).backward()
+        with pytest.raises(RuntimeError, match=r"second gradient of a sharded parameter.*accumulate"):
+            model(batch).backward()
+        optimizer.zero_grad()
+
+
+def test_parameters_that_the_model_has_replaced_are_refused():
+    model = net()
+    with hybrid(model) as optimizer:
+        model.load_state_dict(model.state_dict(), assign=True)
+        with pytest.raises(ValueError, match=r"is not in the sharded model.*after these"):
+            optimizer.attach(model)
+
+
+def test_the_gathers_stream_waits_and_then_the_current_one(monkeypatch):
+    """What CUDA would do, in the order in which it would be told."""
+    model, (one, other) = net(), data_of(2)
+    told, streams = [], ["current"]
+
+    class On:
+        def __init__(self, stream):
+            self.stream = stream
+
+        def __enter__(self):
+            gathers = model._get_fsdp_state()._comm_ctx.all_gather_copy_in_stream
+            streams.append("gathers" if self.stream is gathers else "another")
+
+        def __exit__(self, *_):
+            streams.pop()
+
+    class Event:
+        def __init__(self, stream):
+            self.stream = stream
+
+        query = synchronize = lambda self: True
+
+    monkeypatch.setattr(CpuTwin, "on", lambda device, stream: On(stream))
+    monkeypatch.setattr(CpuTwin, "record", lambda device, for_threads=False: Event(streams[-1]))
+    with hybrid(model, backward_overlap="gradients") as optimizer:
+        optimizer.attach(model)
+        model(one).backward()
+        optimizer.step()
+        wait = lambda device, event: told.append((streams[-1], getattr(event, "stream", None)))  # noqa: E731
+        monkeypatch.setattr(CpuTwin, "wait", wait)
+        model(other)
+        # Four parameters of the root, then two of each layer; every one is waited for on the gathers' stream.
+        waits = [stream for stream, _ in told]
+        assert waits == ["gathers"] * 4 + ["current"] + (["gathers"] * 2 + ["current"]) * 2
+        assert [source for stream, source in told if stream == "current"] == ["gathers"] * 3
+        monkeypatch.undo()
+
+
+def test_two_ranks_train_as_torch_does(tmp_path):
+    cases = ["prefetched,thirds,reduced", "grouped,cpu,update,unclipped", "hsdp,offloader"]
+    run_ranks(sharded_ranks.__file__, 2, str(tmp_path / "store"), "cpu", *cases)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_every_layout_and_share_trains_as_torch_does(tmp_path, ranks):
+    """Each pair of a layout and shares, with the other choices in turn."""
+    found = {}
+    cases = list(sharded_ranks.every_case())
+    for turn, (layout, shares) in enumerate(itertools.product(sharded_ranks.LAYOUTS, sharded_ranks.SHARES)):
+        fitting = [case for case in cases if case.startswith(f"{layout},{shares},")]
+        found[layout, shares] = fitting[(7 * turn + ranks) % len(fitting)]
+    run_ranks(sharded_ranks.__file__, ranks, str(tmp_path / "store"), "cpu", *found.values(), timeout_s=400)

@@ -1,0 +1,240 @@
+"""Runs as a script, once a rank: FSDP2 with our optimizers attached, against FSDP2 with torch's AdamW, to the bit.
+
+    python sharded_ranks.py RANK RANKS STORE_FILE cpu|cuda CASE ...
+
+A case is words joined by commas, each a key of one of the tables below: how the model is sharded, which shares the
+optimizer has, when gradients leave, whether they are clipped, how micro-batches add up. What is not named has the first
+value. Ends with an error where anything differs, and where a gather reads a shard that nobody has waited for.
+"""
+
+import itertools
+import os
+import sys
+import warnings
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from optimizer_training import OPTIONS, hybrid, streaming
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.utils.checkpoint import checkpoint
+
+from reference_impl import Streaming
+
+LAYOUTS = ("blocks", "hsdp", "prefetched", "grouped", "kept", "root", "checkpointed", "mixed", "partly")
+SHARES = {
+    "cpu": (0.0, 0.0, 1.0),
+    "streamed": (0.0, 1.0, 0.0),
+    "thirds": (0.3, 0.4, 0.3),
+    "resident": (1.0, 0.0, 0.0),
+    "offloader": None,
+}
+OVERLAPS = ("gradients", "nothing", "update")
+CLIPS = {"clipped": 0.05, "unclipped": None}
+ACCUMULATIONS = ("once", "reduced", "unreduced")
+STEPS, WIDTH, ROWS = 4, 11, 37
+
+
+class Block(nn.Module):
+    """Rows 7 and 11: uneven shards; of a vector of 1 most ranks have nothing."""
+
+    def __init__(self, checkpointed):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 7), nn.Linear(7, WIDTH, bias=False)
+        self.scale = nn.Parameter(torch.ones(1))
+        self.checkpointed = checkpointed
+
+    def forward(self, hidden):
+        return checkpoint(self.run, hidden, use_reentrant=False) if self.checkpointed else self.run(hidden)
+
+    def run(self, hidden):
+        return hidden + self.down(torch.tanh(self.up(hidden))) * self.scale
+
+
+class Model(nn.Module):
+    """An embedding whose weight the head shares, and four blocks, the second of which runs twice."""
+
+    def __init__(self, checkpointed):
+        super().__init__()
+        self.embed = nn.Embedding(ROWS, WIDTH)
+        self.blocks = nn.ModuleList(Block(checkpointed) for _ in range(4))
+        self.head = nn.Linear(WIDTH, ROWS, bias=False)
+        self.head.weight = self.embed.weight
+        nn.init.normal_(self.embed.weight, std=0.3)
+
+    def forward(self, ids):
+        hidden = self.embed(ids)
+        for block in (*self.blocks, self.blocks[1]):
+            hidden = block(hidden)
+        return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1).float(), ids.flatten())
+
+
+def sharded(layout, device, ranks):
+    torch.manual_seed(3)
+    model = Model(layout == "checkpointed").to(device)
+    if layout == "partly":
+        for param in model.blocks[2].parameters():
+            param.requires_grad = False
+    shape = (2, ranks // 2) if layout == "hsdp" else (ranks,)
+    options = {"mesh": init_device_mesh(device.type, shape, mesh_dim_names=("r", "s")[-len(shape) :])}
+    if layout == "mixed":
+        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    if layout == "kept":
+        options["reshard_after_forward"] = False
+    if layout == "grouped":
+        fully_shard([model.blocks[2], model.blocks[3]], **options)
+    for block in model.blocks if layout != "root" else ():
+        if not isinstance(block, FSDPModule):
+            fully_shard(block, **options)
+    fully_shard(model, **options)
+    if layout == "prefetched":
+        for here, *ahead in (model.blocks[i : i + 3] for i in range(3)):
+            here.set_modules_to_forward_prefetch(ahead)
+        model.set_modules_to_forward_prefetch([model.blocks[0]])
+    return model
+
+
+class ShardedAdamW:
+    """Torch's fused AdamW over this rank's shards, with the norm that it is told."""
+
+    def __init__(self, model, max_grad_norm):
+        self.params = [param for param in model.parameters() if param.requires_grad]
+        self.masters = [nn.Parameter(param.to_local().detach().clone()) for param in self.params]
+        self.inner = torch.optim.AdamW(self.masters, fused=True, **OPTIONS)
+        self.max_grad_norm = max_grad_norm
+
+    @torch.no_grad()
+    def step(self, norm):
+        whole = [param.grad.full_tensor() for param in self.params]
+        mine = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(each) for each in whole]))
+        if norm is not None:
+            torch.testing.assert_close(norm, mine)
+            if self.max_grad_norm is not None:
+                assert norm > self.max_grad_norm
+                self.inner.grad_scale = torch.clamp((norm + 1e-6) / self.max_grad_norm, min=1.0)
+        for param, master in zip(self.params, self.masters, strict=True):
+            master.grad = param.grad.to_local().clone()
+            param.grad = None
+        self.inner.step()
+        for param, master in zip(self.params, self.masters, strict=True):
+            param.to_local().copy_(master)
+
+
+class WatchedGathers:
+    """Raises where a gather reads a shard whose new weight nobody has waited for; counts those that still wait."""
+
+    def __init__(self, optimizer):
+        self.optimizer, self.most_left = optimizer, 0
+        self.original = FSDPParamGroup.unshard
+
+    def unshard(self, group, async_op=False):
+        members = self.optimizer.members
+        read = [members[each.sharded_param] for each in group.fsdp_params if each.sharded_param in members]
+        if group.is_sharded and group._all_gather_result is None:
+            assert not any(member.pending for member in read), "a gather reads weights that are on their way"
+            self.most_left = max(self.most_left, sum(member.pending for member in members.values()))
+        return self.original(group, async_op)
+
+    def __enter__(self):
+        FSDPParamGroup.unshard = lambda group, async_op=False: self.unshard(group, async_op)
+        return self
+
+    def __exit__(self, *_):
+        FSDPParamGroup.unshard = self.original
+
+
+def optimizer_of(model, shares, overlap, clip):
+    if shares == "offloader":
+        return streaming(model, chunk_bytes=2048, max_grad_norm=CLIPS[clip])
+    # Slots to come in during backward, too: more than there are chunks.
+    small = Streaming(chunk_bytes=1024, prefetch_bytes=2**16)
+    return hybrid(
+        model, split=SHARES[shares], streaming=small, backward_overlap=overlap, max_grad_norm=CLIPS[clip]
+    )
+
+
+def backward(model, optimizer, batches, accumulation):
+    """Back propagate each batch, the last one as the last of a step."""
+    for batch in batches[:-1]:
+        if accumulation == "unreduced":
+            model.set_requires_gradient_sync(False)
+            model(batch).backward()
+            model.set_requires_gradient_sync(True)
+        elif hasattr(optimizer, "accumulate"):
+            with optimizer.accumulate():
+                model(batch).backward()
+        else:
+            model(batch).backward()
+    loss = model(batches[-1])
+    loss.backward()
+    return loss.detach()
+
+
+def compare(case, rank, ranks, device):
+    words = case.split(",")
+    tables = (LAYOUTS, SHARES, OVERLAPS, CLIPS, ACCUMULATIONS)
+    layout, shares, overlap, clip, accumulation = (
+        next((word for word in words if word in table), next(iter(table))) for table in tables
+    )
+    assert all(any(word in table for table in tables) for word in words), case
+    ours, plain = (sharded(layout, device, ranks) for _ in range(2))
+    reference = ShardedAdamW(plain, CLIPS[clip])
+    generator = torch.Generator().manual_seed(rank)
+    size = 1 if accumulation == "once" else 3
+    data = [[torch.randint(0, ROWS, (3, 5), generator=generator) for _ in range(size)] for _ in range(STEPS)]
+    with optimizer_of(ours, shares, overlap, clip) as optimizer, WatchedGathers(optimizer) as watched:
+        optimizer.attach(ours)
+        for batches in data:
+            batches = [batch.to(device) for batch in batches]
+            loss = backward(ours, optimizer, batches, accumulation)
+            if overlap == "gradients" and shares == "cpu":
+                left = [param.grad for param in ours.parameters() if param.requires_grad]
+                assert not any(grad is not None and grad.to_local().numel() for grad in left), (
+                    "gradients stay"
+                )
+            optimizer.step()
+            optimizer.zero_grad()
+            assert torch.equal(loss, backward(plain, None, batches, accumulation)), "the loss differs"
+            reference.step(optimizer.grad_norm)
+        optimizer.synchronize()
+        for (name, one), other in zip(ours.named_parameters(), plain.parameters(), strict=True):
+            assert torch.equal(one.to_local(), other.to_local()), name
+    if shares != "resident" and layout != "root" and ranks > 1 and rank == 0:
+        assert watched.most_left > 0, "step() has waited for all"
+    dist.barrier()
+
+
+def main(rank, ranks, store, place, *cases):
+    rank, ranks = int(rank), int(ranks)
+    device = torch.device(place, rank) if place == "cuda" else torch.device(place)
+    if place == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "nccl" if place == "cuda" else "gloo",
+        store=dist.FileStore(store, ranks),
+        rank=rank,
+        world_size=ranks,
+        timeout=timedelta(seconds=40),
+    )
+    warnings.simplefilter("error", UserWarning)
+    for case in cases:
+        print(case, flush=True)
+        compare(case, rank, ranks, device)
+    # All ranks remove the store's file as they let go of it, and torch waits for minutes for one that is just gone.
+    os._exit(0)
+
+
+def every_case():
+    """All that are served."""
+    for words in itertools.product(LAYOUTS, SHARES, OVERLAPS, CLIPS, ACCUMULATIONS):
+        _, shares, overlap, clip, _ = words
+        clips_too_late = overlap == "update" and clip == "clipped"
+        if not clips_too_late and (shares != "offloader" or overlap == "gradients"):
+            yield ",".join(words)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
