@@ -246,8 +246,9 @@ def first_gradient_has_left(member: Member) -> RuntimeError:
     """Return the error for a gradient of a sharded parameter that came while the first waits for its step."""
     return RuntimeError(
         f"a second gradient of a sharded parameter of shape {tuple(member.param.shape)} came before step() had used "
-        "the first, which has left already; expected one backward a step; try `with optimizer.accumulate():` around "
-        "all but the last, or optimizer.zero_grad() where a batch is left out"
+        "the first, which has left already; expected one a step; try `with optimizer.accumulate():` around all "
+        "backwards but the last, optimizer.zero_grad() where a batch is left out, or backward_overlap='nothing' where "
+        "a module runs twice and gradients are accumulated unreduced"
     )
 
 
