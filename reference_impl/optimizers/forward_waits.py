@@ -113,10 +113,6 @@ class ForwardWaits:
         """The model, unless it is gone."""
         return self._model()
 
-    def on_step(self) -> None:
-        """Note that a step has begun to change weights: what was gathered before is old."""
-        self._gates.on_step()
-
     def order_gathers(self, *, all_are_new: bool) -> None:
         """Let FSDP2's gathers run behind what the live current stream has waited for outside the hooks here.
 
@@ -144,8 +140,12 @@ class ForwardWaits:
 
         return hook
 
-    def learn(self, members: Iterable[Member]) -> None:
-        """Note those of `members`, which have new gradients, whose modules no forward since the last step has run."""
+    def on_step(self, members: Iterable[Member]) -> None:
+        """Note that a step begins: what was gathered before is old.
+
+        It uses new gradients of `members`: note those whose modules no forward since the last step has run.
+        """
+        self._gates.on_step()
         if self._ran:
             for member in members:
                 if member not in self._ran and member not in self._unannounced:

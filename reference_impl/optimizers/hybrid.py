@@ -307,11 +307,9 @@ class HybridDeviceOptimizer(SavedOptimizer):
         """Take a step with the gradients that there are."""
         prepared = self._prepare()
         if self._waits is not None:
-            self._waits.learn(prepared.gradients)
+            self._waits.on_step(prepared.gradients)
         with deferred_interrupts():
             self._begun, self._in_backward, self._is_asked, self._has_stepped = prepared, None, False, True
-            if self._waits is not None:
-                self._waits.on_step()
             prepared.advance()
         if not self._returns_early:
             self._wait()

@@ -283,8 +283,9 @@ class OptimizerStateOffloader(SavedOptimizer):
         }
         if self._waits is not None:
             checks.check_used_in_time(gradients)
-            self._waits.learn(gradients)
         self._wait_for_all()
+        if self._waits is not None:
+            self._waits.on_step(gradients)
         decision = decide(
             [torch.linalg.vector_norm(each, dtype=torch.float32) for each in gradients.values()],
             self._device,
@@ -302,8 +303,6 @@ class OptimizerStateOffloader(SavedOptimizer):
         with deferred_interrupts():
             self._is_begun = True
             self.grad_norm, self._read = decision.norm, read
-            if self._waits is not None:
-                self._waits.on_step()
             self.streamed.begin()
             for member in gradients:
                 member.pending = True
