@@ -8,7 +8,7 @@ AXOLOTL_RELEASES := 0.12.2 0.13.2 0.14.0 0.15.0 0.16.1 0.17.0 0.18.0 0.19.0 0.20
 TRANSFORMERS_RELEASES := 4.57.3 5.0.0 5.8.0 5.10.4 5.14.1 5.17.0 5.23.0
 
 .PHONY: setup demo test test-all test-faults check lint-code render clean
-.PHONY: test-trainers test-axolotl test-megatron test-transformers test-deepspeed test-accelerate test-torchtune test-llama-factory test-rl
+.PHONY: test-trainers test-trainers-axolotl test-axolotl test-megatron test-transformers test-deepspeed test-accelerate test-torchtune test-llama-factory test-rl
 .PHONY: test-mutations traces
 
 setup: .venv/.ready
@@ -50,6 +50,14 @@ test-trainers: .venv-trainers/.ready
 	$(PYTHON) -m venv .venv-trainers
 	.venv-trainers/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[reference,test,trainers]'
 	touch $@
+
+# `axolotl train` itself with our plugin, on a CPU; each release in an environment of its own.
+TRAINED_AXOLOTL ?= 0.20.0 0.21.0
+
+test-trainers-axolotl:
+	$(PYTHON) tests/reference_impl/integrations/fetch_axolotl.py $(TRAINED_AXOLOTL)
+	for version in $(TRAINED_AXOLOTL); do OMP_NUM_THREADS=1 build/axolotl-train/$$version/bin/python -m pytest \
+	    tests/reference_impl/integrations/test_axolotl.py --durations=5 || exit 1; done
 
 # The released schemas of Axolotl judge our rules: 10,000 generated configurations a release.
 test-axolotl: setup

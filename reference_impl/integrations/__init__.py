@@ -4,6 +4,7 @@
 - `offloading`: the handle that puts it on the model of a trainer and takes it off again; it knows no framework.
 - `transformers`: `offload(trainer, ...)` and `OffloadCallback`, for Transformers and TRL, with PEFT or without.
 - `lightning`: `OffloadCallback`, for Lightning's Trainer; Fabric needs none.
+- `axolotl`: `OffloadPlugin`, with keys of its own in Axolotl's YAML.
 
 Explained in docs/trainers.md.
 """
