@@ -105,9 +105,8 @@ def _alive(run: Run, mode: Mode, states: Sequence[Line], found: "_Activations") 
     in_update = [
         line for line in states if line.when in {"always", "backward", "update"} or line.name == "gradients"
     ]
-    passes = traced_moments.lines(run, run.traced, mode, found.kept, held)
-    moments = [*([*steady, *moment] for moment in passes), in_update]
-    return max(moments, key=lambda alive: sum([line.bytes for line in alive]))
+    in_passes = [*steady, *traced_moments.worst(run, run.traced, mode.of_activations, found.kept, held)]
+    return max(in_passes, in_update, key=lambda alive: sum([line.bytes for line in alive]))
 
 
 def _worst_moment(lines: Sequence[Line]) -> list[Line]:

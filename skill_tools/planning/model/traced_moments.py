@@ -49,35 +49,61 @@ def sizes(model: TracedModel, sequences: int, length: int, *, recomputed: bool) 
     return Sizes(tuple(moments), saved)
 
 
-def lines(run: Run, model: TracedModel, mode: Mode, kept: Kept, gradients_held: float) -> list[list[Line]]:
-    """Return for each moment what it adds to weights and states.
+class Level(NamedTuple):
+    """What one moment adds to weights and states: `held` bytes, and finished gradients as far as they stay."""
 
-    Of all gradients `gradients_held` bytes stay until the step. Where they add up over micro-batches, all are there
-    from the second one on.
+    moment: Moment
+    away: float
+    here: float
+    held: float
+    gradients: float
+
+
+def worst(run: Run, model: TracedModel, mode: Mode, kept: Kept, gradients_held: float) -> list[Line]:
+    """Return what the worst moment of forward and backward adds to weights and states.
+
+    `mode` is one `of_activations`. Of all gradients `gradients_held` bytes stay until the step. Where they add up over
+    micro-batches, all are there from the second one on.
     """
+    levels = _levels(run, model, mode, kept)
+    if run.micro_batches > 1:
+        at, finished = max(levels, key=lambda level: level.held), gradients_held
+    else:
+        share = gradients_held / model.gradients_bytes
+        at = max(levels, key=lambda level: level.held + share * level.gradients)
+        finished = share * at.gradients
+    moved = f", less {at.away / GIB:.2f} GiB that are away" if at.away else ""
+    saved = (
+        f"what {at.moment.layers} layers saved, {at.moment.saved / GIB:.2f} GiB{moved}, in {at.moment.name}"
+    )
+    rest = f"all else that is alive in {at.moment.name}"
+    alive = [
+        Line("activations", round(at.here), saved, "step"),
+        Line("logits, loss and work", round(at.moment.work), rest, "loss"),
+        Line(
+            "gradients", round(finished), f"finished by then, of {gradients_held / GIB:.2f} GiB", "backward"
+        ),
+    ]
+    return [line for line in alive if line.bytes]
+
+
+@lru_cache(maxsize=256)
+def _levels(run: Run, model: TracedModel, mode: Mode, kept: Kept) -> tuple[Level, ...]:
+    """Return the moments that can be the worst: no other has more of both, gradients and all else."""
     recompute = mode.recompute or run.recompute
     found = sizes(model, run.micro_batch, run.seq_length, recomputed=recompute.granularity == "full")
-    share = gradients_held / model.gradients_bytes
     gone = max(found.saved_up_to[-1] - (kept.stays - kept.waiting), 0.0)
-    answers = []
+    levels = []
     for index, moment in enumerate(found.moments):
         away = _away(mode, found.saved_up_to, moment, index, gone)
-        waiting = 0.0 if index else kept.waiting
-        held = gradients_held if run.micro_batches > 1 else share * moment.gradients
-        here = round(moment.saved - away + waiting)
-        finished = f"finished by then, of {gradients_held / GIB:.2f} GiB"
-        alive = [
-            Line("activations", here, _saved_formula(moment, away), "step"),
-            Line(
-                "logits, loss and work",
-                round(moment.work),
-                f"all else that is alive in {moment.name}",
-                "loss",
-            ),
-            Line("gradients", round(held), finished, "backward"),
-        ]
-        answers.append([line for line in alive if line.bytes])
-    return answers
+        here = moment.saved - away + (0.0 if index else kept.waiting)
+        levels.append(Level(moment, away, here, here + moment.work, moment.gradients))
+    levels.sort(key=lambda level: (-level.held, -level.gradients))
+    kept_levels: list[Level] = []
+    for level in levels:
+        if not kept_levels or level.gradients > kept_levels[-1].gradients:
+            kept_levels.append(level)
+    return tuple(kept_levels)
 
 
 def _away(mode: Mode, saved_up_to: tuple[float, ...], moment: Moment, index: int, gone: float) -> float:
@@ -88,8 +114,3 @@ def _away(mode: Mode, saved_up_to: tuple[float, ...], moment: Moment, index: int
     leaving = mode.layers or len(saved_up_to) - 1
     share = gone / saved_up_to[leaving]
     return min(share, 1.0) * saved_up_to[min(layers, leaving)]
-
-
-def _saved_formula(moment: Moment, away: float) -> str:
-    moved = f", less {away / GIB:.2f} GiB that are away" if away else ""
-    return f"what {moment.layers} layers saved, {moment.saved / GIB:.2f} GiB{moved}, in {moment.name}"
