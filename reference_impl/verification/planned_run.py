@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from reference_impl.verification.model import DecoderShape
 from reference_impl.verification.workload import Workload
@@ -29,6 +29,19 @@ class PlanError(ValueError):
         self.problem = problem
         self.expected = expected
         self.attempt = attempt
+
+    @classmethod
+    def of(cls, error: Exception, where: str = "", *, attempt: str) -> Self:
+        """Return `error` as a plan's: what it says was wrong and expected, and `attempt` in place of its own remedy.
+
+        What it tries is said to whoever calls a mechanism; here a plan does.
+        """
+        problem, _, expected = str(error).partition("; expected ")
+        return cls(
+            f"{where}{problem.partition('; try ')[0]}",
+            expected=expected.partition("; try ")[0] or "what this release can carry out here",
+            attempt=attempt,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -57,13 +57,15 @@ def train(
     attach: Attach,
     *,
     fixed_order: bool = True,
+    is_timed: bool = True,
     steps: int | None = None,
     on_step: Callable[[], None] = lambda: None,
 ) -> Trained:
     """Train from the first weights with `attach`'s optimizer and leave nothing behind; `on_step` follows each step.
 
     Without `fixed_order` the kernels are those that users get: faster, and no two runs need be bitwise the same.
-    `steps` ends the run early.
+    `steps` ends the run early. Where it is not timed, the ledger counts the last steps too, as a budget of activations
+    on the CPU twin needs.
     """
     gc.collect()
     batches = islice(workload.batches(device), steps)
@@ -91,7 +93,9 @@ def train(
             getattr(optimizer, "synchronize", device.synchronize)()
             between_steps_bytes = ledger.device_bytes
             peak_device_bytes, peak_host_bytes = ledger.peak_device_bytes, ledger.peak_host_bytes
-        times = train_some(workload.steps - FIRST_TIMED)
+            if not is_timed:
+                train_some(workload.steps - FIRST_TIMED)
+        times = train_some(workload.steps - FIRST_TIMED) if is_timed else []
         device.synchronize()
     return Trained(
         losses=torch.stack(losses).tolist(),

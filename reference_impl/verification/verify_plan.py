@@ -151,9 +151,9 @@ def verify_plan(device: Device, planned: PlannedRun, *, progress: Progress = uns
     try:
         trained = measured(_applied(planned), steps.of(planned.with_plan.label))
     except (BudgetError, HostMemoryError) as error:
-        raise PlanError(
-            f"the plan cannot be kept here: {error}",
-            expected="a plan whose budgets this machine can keep",
+        raise PlanError.of(
+            error,
+            "the plan cannot be kept here: ",
             attempt="a plan with --gpu-memory and --host-memory as they are here",
         ) from None
     compared = None if baseline is None else (baseline, trained)
@@ -193,7 +193,15 @@ def _train(
     fixed_order: bool,
     steps: int | None = None,
 ) -> Trained:
-    trained = train(planned.workload, device, attach, fixed_order=fixed_order, steps=steps, on_step=on_step)
+    trained = train(
+        planned.workload,
+        device,
+        attach,
+        fixed_order=fixed_order,
+        is_timed=device.is_accelerator,
+        steps=steps,
+        on_step=on_step,
+    )
     # Nobody asks for the parameters, and their host memory belongs to the runs that follow.
     return replace(trained, parameters={})
 
@@ -208,11 +216,7 @@ def _applied(planned: PlannedRun) -> Attach:
         try:
             applied = apply_plan(model, optimizer, planned.document)
         except ValueError as error:
-            raise PlanError(
-                str(error),
-                expected="mechanisms that this release has",
-                attempt="a plan written by this release",
-            ) from None
+            raise PlanError.of(error, attempt="a plan written by this release") from None
         with applied:
             yield applied.optimizer
 

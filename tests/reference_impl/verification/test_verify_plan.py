@@ -347,6 +347,14 @@ def test_a_budget_that_cannot_be_kept_is_one_line(made, tmp_path, capsys):
     error = capsys.readouterr().err.splitlines()[-1]
     assert "budget_bytes=1000" in error
     assert "try a plan with --gpu-memory" in error
+    assert error.count("expected") == error.count("; try ") == 1
+
+
+def test_a_budget_is_counted_in_all_steps_of_the_twin(written):
+    path = written(execute={"activations": {"mode": "budget", "budget_bytes": 2**31}})
+    found = verify_plan(Device.of("cpu"), read_plan(path, steps=6))
+    assert len(found.trained.losses) == 6
+    assert found.trained.losses == found.without_offload.losses
 
 
 def test_a_mechanism_that_is_not_here_is_one_line(written, capsys):
