@@ -1,0 +1,217 @@
+"""A loop of Accelerate with our optimizers and offloaders, bitwise beside torch's AdamW."""
+
+import json
+import os
+import socket
+import warnings
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("accelerate", reason="needs Accelerate: pip install -c constraints.txt '.[trainers]'")
+
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType
+
+from reference_impl import CpuUpdate, HybridDeviceOptimizer, OptimizerStateOffloader
+from reference_impl.integrations.accelerate import offload
+from reference_impl.optimizers.stand_in import GradientStandIn
+from reference_impl.verification.model import Decoder, DecoderShape
+
+pytestmark = pytest.mark.slow
+
+RATE = 1e-2
+CHECKPOINT = {"mode": "checkpoint", "min_bytes": 1}
+
+
+def stock(params):
+    return torch.optim.AdamW(params, lr=RATE, fused=True)
+
+
+def hybrid(params, **options):
+    return HybridDeviceOptimizer(params, lr=RATE, cpu=CpuUpdate(threads=1), **options)
+
+
+def streamed(params):
+    return OptimizerStateOffloader(stock(params))
+
+
+@pytest.fixture(autouse=True)
+def one_state():
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+class Loop:
+    """A user's loop: accumulation, clipping, a schedule; `run` takes micro-batches up to `until`."""
+
+    def __init__(self, make, *, micro_batches=1, clip=0.1):
+        AcceleratorState._reset_state(reset_partial_state=True)
+        self.accelerator = Accelerator(cpu=True, gradient_accumulation_steps=micro_batches)
+        torch.manual_seed(0)
+        model = Decoder(DecoderShape())
+        self.made = make(model.parameters())
+        schedule = torch.optim.lr_scheduler.LinearLR(self.made, 1.0, 0.5, 5)
+        ids = torch.randint(0, 512, (24, 32), generator=torch.Generator().manual_seed(1))
+        data = torch.utils.data.DataLoader(ids, batch_size=2)
+        self.model, self.optimizer, self.schedule, self.data = self.accelerator.prepare(
+            model, self.made, schedule, data
+        )
+        self.clip = clip
+        self.losses, self.norms, self.left = [], [], []
+
+    def run(self, *, start=0, until=12):
+        for index, ids in enumerate(self.data):
+            if not start <= index < until:
+                continue
+            with self.accelerator.accumulate(self.model):
+                logits = self.model(ids).flatten(0, 1).float()
+                loss = nn.functional.cross_entropy(logits, ids.flatten())
+                self.accelerator.backward(loss)
+                grads = [param.grad for param in self.model.parameters() if param.grad is not None]
+                self.left.append(all(isinstance(grad, GradientStandIn) for grad in grads))
+                if self.accelerator.sync_gradients and self.clip:
+                    norm = self.accelerator.clip_grad_norm_(self.model.parameters(), self.clip)
+                    self.norms.append(float(norm))
+                self.optimizer.step()
+                self.schedule.step()
+                self.optimizer.zero_grad()
+            self.losses.append(loss.item())
+        return self
+
+    def assert_is(self, other):
+        assert self.losses == other.losses
+        assert self.norms == pytest.approx(other.norms, rel=1e-5)
+        for (name, mine), theirs in zip(self.model.named_parameters(), other.model.parameters(), strict=True):
+            assert torch.equal(mine, theirs), name
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("make", [hybrid, streamed])
+def test_the_loop_trains_to_the_bits_of_adamw(make, micro_batches):
+    expected = Loop(stock, micro_batches=micro_batches).run()
+    loop = Loop(make, micro_batches=micro_batches)
+    with (
+        warnings.catch_warnings(),
+        offload(loop.accelerator, loop.model, loop.optimizer, activations=CHECKPOINT) as handle,
+    ):
+        warnings.filterwarnings("error", message="a second backward")
+        loop.run()
+        assert handle.report.activation_bytes > 0
+    loop.assert_is(expected)
+    if make is hybrid:
+        assert loop.left == [(index + 1) % micro_batches == 0 for index in range(12)]
+
+
+def test_prepare_alone_is_right_too():
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="a second backward")
+        Loop(hybrid, micro_batches=3).run().assert_is(Loop(stock, micro_batches=3).run())
+
+
+@pytest.mark.parametrize(("first", "second"), [(hybrid, hybrid), (stock, hybrid), (hybrid, stock)])
+def test_a_saved_state_resumes_bitwise(first, second, tmp_path):
+    """Also from torch's AdamW and back to it."""
+    expected = Loop(stock).run()
+    saved = Loop(first)
+    if first is hybrid:
+        with offload(saved.accelerator, saved.model, saved.optimizer):
+            saved.run(until=6)
+            # A step is on its way.
+            saved.accelerator.save_state(tmp_path / "state")
+    else:
+        saved.run(until=6)
+        saved.accelerator.save_state(tmp_path / "state")
+    loop = Loop(second)
+    with offload(loop.accelerator, loop.model, loop.optimizer) if second is hybrid else nullcontext():
+        loop.accelerator.load_state(tmp_path / "state")
+        loop.losses, loop.norms = saved.losses, saved.norms
+        loop.run(start=6)
+    loop.assert_is(expected)
+
+
+def test_an_error_in_the_loop_leaves_a_plain_model_and_an_open_optimizer():
+    expected = Loop(stock).run()
+    loop = Loop(hybrid)
+
+    def interrupted():
+        with offload(loop.accelerator, loop.model, loop.optimizer, activations=CHECKPOINT):
+            loop.run(until=6)
+            loop.model(torch.zeros(1, 4, dtype=torch.int64)).sum().backward()
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    for module in loop.model.modules():
+        assert "forward" not in vars(module)
+        assert not module._forward_pre_hooks
+    loop.optimizer.zero_grad()
+    with offload(loop.accelerator, loop.model, loop.optimizer, activations=CHECKPOINT):
+        loop.run(start=6)
+    loop.assert_is(expected)
+
+
+@pytest.mark.parametrize("kind", ["FSDP", "DEEPSPEED", "MEGATRON_LM"])
+def test_engines_that_own_the_parameters_are_refused(kind):
+    loop = Loop(hybrid)
+    loop.accelerator.state.distributed_type = DistributedType[kind]
+    with pytest.raises(ValueError, match=f"{kind} of Accelerate does not go with"):
+        offload(loop.accelerator, loop.model, loop.optimizer)
+
+
+def test_a_plan_for_another_optimizer_is_refused():
+    loop = Loop(stock)
+    plan = {"execute": {"optimizer": {"offload_fraction": 0.5}}}
+    with pytest.raises(ValueError, match=r"HybridDeviceOptimizer\(params, .*offload_fraction=0.5"):
+        offload(loop.accelerator, loop.model, loop.optimizer, plan=plan)
+
+
+def test_nothing_to_offload_is_an_error():
+    loop = Loop(stock)
+    with pytest.raises(ValueError, match="nothing is to be offloaded"):
+        offload(loop.accelerator, loop.model, loop.optimizer)
+
+
+def two_processes(rank, folder, port):
+    """Train with each optimizer on both ranks; rank 0 writes what it found."""
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+    )
+    torch.set_num_threads(1)
+    expected = Loop(stock, micro_batches=2).run()
+    kept = Loop(lambda params: hybrid(params, backward_overlap="nothing"), micro_batches=2)
+    with offload(kept.accelerator, kept.model, kept.optimizer, activations=CHECKPOINT) as handle:
+        kept.run()
+        moved_bytes = handle.report.activation_bytes
+    kept.assert_is(expected)
+    refused = Loop(hybrid)
+    try:
+        offload(refused.accelerator, refused.model, refused.optimizer)
+        says = ""
+    except ValueError as error:
+        says = str(error)
+    if rank == 0:
+        found = {"kind": kept.accelerator.distributed_type.name, "moved_bytes": moved_bytes, "says": says}
+        (folder / "found.json").write_text(json.dumps(found), encoding="utf-8")
+    torch.distributed.destroy_process_group()
+
+
+def test_two_processes_with_gradients_reduced_between_them(tmp_path):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    torch.multiprocessing.spawn(two_processes, (tmp_path, port), 2)
+    found = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))
+    assert found["kind"] == "MULTI_CPU"
+    assert found["moved_bytes"] > 0
+    assert "backward_overlap='nothing'" in found["says"]
+
+
+def test_what_accelerate_must_keep_for_us():
+    """The names that the adapter relies on; a release without them fails here first."""
+    loop = Loop(hybrid)
+    assert loop.optimizer.optimizer is loop.made
+    assert loop.accelerator.sync_gradients in (True, False)
