@@ -12,12 +12,13 @@ import logging
 import os
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from reference_impl.device import Device
+from reference_impl.distributed.ranks import Together, local_ranks
 from reference_impl.memory.host import available_bytes
 from reference_impl.memory.rates import copy_rates, host_rate
 from reference_impl.optimizers.cpu.rate import cpu_update_rates
@@ -49,30 +50,54 @@ def fastest_split_here(
     *,
     ring_bytes: int,
     hidden_bytes: int,
+    ranks: Together | None = None,
 ) -> Split:
     """Return the split with which one update of `elements` takes least time on this machine, and log it.
 
     `ring_bytes` of the device are needed to stream at all. `hidden_bytes` come in during backward, and as many go out
     during the next forward: no part of the update. Raises ValueError for a device budget below the ring or a profile
     that is none, HostMemoryError for a host that is too small.
+
+    With `ranks` all of them probe at once, because they share the host's memory, and each takes the split of the least
+    that any of them has: every rank has to call this.
     """
-    rates = machine_rates(device, budgets.profile)
+    host_bytes = budgets.host_bytes
+    if host_bytes is None:
+        host_bytes = int(0.95 * available_bytes()) // local_ranks()
+    if ranks is not None:
+        free, most = ranks.least([host_bytes, -elements])
+        host_bytes, elements = int(free), int(-most)
+    rates = machine_rates(device, budgets.profile, ranks)
     split = fastest_split(
         elements,
         each,
         rates,
         ring_bytes=ring_bytes,
         device_bytes=ring_bytes if budgets.device_bytes is None else budgets.device_bytes,
-        host_bytes=int(0.95 * available_bytes()) if budgets.host_bytes is None else budgets.host_bytes,
+        host_bytes=host_bytes,
         hidden_bytes=hidden_bytes,
         least_gain=_LEAST_GAIN,
     )
+    if ranks is not None:
+        # Ranks whose shards have other dtypes reckon with other bytes.
+        resident, streamed = ranks.least(split[:2])
+        split = Split(resident, streamed, 1 - resident - streamed)
     _say(split, whole_update_seconds(split, elements, each, rates, hidden_bytes=hidden_bytes), elements)
     return split
 
 
-def machine_rates(device: Device, profile: Profile | None = None) -> MachineRates:
-    """Return the rates of `profile` if it is of this machine, else those of a short probe."""
+def machine_rates(
+    device: Device, profile: Profile | None = None, ranks: Together | None = None
+) -> MachineRates:
+    """Return the rates of `profile` if it is of this machine, else those of a short probe; of `ranks` the lowest."""
+    if ranks is None:
+        return _own_rates(device, profile, lambda: _short_probe(device))
+    own = _own_rates(device, profile, lambda: _probe(device, ranks.meet))
+    names = sorted(vars(own))
+    return MachineRates(**dict(zip(names, ranks.least([vars(own)[name] for name in names]), strict=True)))
+
+
+def _own_rates(device: Device, profile: Profile | None, probed: Callable[[], MachineRates]) -> MachineRates:
     if profile is not None:
         hardware = _hardware(profile)
         ours = {"gpu": device.name, "cpus": len(os.sched_getaffinity(0))}
@@ -82,9 +107,9 @@ def machine_rates(device: Device, profile: Profile | None = None) -> MachineRate
         warnings.warn(
             f"the profile is of {theirs}; expected one of this machine, {ours}; it is probed now, try `offload "
             "probe` to keep the result",
-            stacklevel=2,
+            stacklevel=3,
         )
-    return _short_probe(device)
+    return probed()
 
 
 def _rates_of(hardware: Mapping[str, Any]) -> MachineRates:
@@ -117,13 +142,21 @@ def _hardware(profile: Profile) -> Mapping[str, Any]:
 @cache
 def _short_probe(device: Device) -> MachineRates:
     """Measure the three rates of a split, in at most three seconds; once a process."""
+    return _probe(device, lambda: None)
+
+
+def _probe(device: Device, meet: Callable[[], None]) -> MachineRates:
+    """Measure the three rates of a split, each together with the ranks that `meet` before."""
     began = time.perf_counter()
+    meet()
     # The twin's copies and updates share two slow cores with whatever trains there.
     less = 1 if device.is_accelerator else 16
     threads = cpu_budget()
     # A task for each thread: with two more than threads, all but two would idle half of the time.
     updates_per_s = cpu_update_rates(device, threads * TASK_ELEMENTS, [threads])[threads]
+    meet()
     host_bytes_per_s = host_rate(device, _COPY_BYTES // less)
+    meet()
     # The link last. The driver clears device memory that has been freed with the engine that copies in, which has half
     # its rate for 4 ms a GB: a link of 50 GB/s looked like one of 26 (measured: one NVIDIA H200, driver 580).
     rates = MachineRates(

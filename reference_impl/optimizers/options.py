@@ -29,7 +29,8 @@ class Streaming:
         hi_lo_masters: stream only the lower half of a bf16 parameter's master; the weight is the upper half. Exact.
         moments_dtype: `torch.bfloat16` halves the moments' bytes. Not bitwise: moments are rounded stochastically, the
             same way in every run.
-        prefetch_bytes: how much may come in during an attached model's backward, into memory that this frees.
+        prefetch_bytes: how much may come in during an attached model's backward, into memory that this frees; under
+            FSDP2, beside all that the step takes otherwise.
     """
 
     chunk_bytes: int = CHUNK_BYTES
@@ -44,7 +45,7 @@ class Budgets:
 
     Args:
         device_bytes: device memory; by default what the slots of the streamed share need.
-        host_bytes: host memory; by default 95 % of what is available.
+        host_bytes: host memory of this rank; by default 95 % of what is available, shared by the ranks of the host.
         profile: this machine's rates, as `reference_impl.probe` returns them or a file of them; by default a probe of
             at most 3 s.
     """

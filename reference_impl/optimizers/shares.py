@@ -68,6 +68,7 @@ class Shares:
             # So many elements may come in during backward: those that the next forward needs first.
             self._ahead = int(options.streaming.prefetch_bytes / max(each.streamed, 1))
             if split == "auto":
+                from reference_impl.distributed.ranks import Together
                 from reference_impl.optimizers.auto_split import fastest_split_here
 
                 split = fastest_split_here(
@@ -78,6 +79,7 @@ class Shares:
                     ring_bytes=self._streamed.ring_bytes,
                     # How much does come in, the length of a backward says, which nobody knows yet.
                     hidden_bytes=options.streaming.prefetch_bytes // 2,
+                    ranks=Together.of(params),
                 )
         self.split = Split(*split)
         self._cpu = CpuShare(device, algorithm, options.cpu, whole_members=whole_members)

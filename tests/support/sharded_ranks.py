@@ -23,6 +23,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.utils.checkpoint import checkpoint
 
 from reference_impl import Streaming
+from reference_impl.optimizers import auto_split
+from reference_impl.optimizers.split import MachineRates
 
 LAYOUTS = ("blocks", "hsdp", "prefetched", "grouped", "kept", "root", "checkpointed", "mixed", "partly")
 SHARES = {
@@ -30,6 +32,7 @@ SHARES = {
     "streamed": (0.0, 1.0, 0.0),
     "thirds": (0.3, 0.4, 0.3),
     "resident": (1.0, 0.0, 0.0),
+    "auto": "auto",
     "offloader": None,
 }
 OVERLAPS = ("gradients", "nothing", "update")
@@ -150,11 +153,21 @@ class WatchedGathers:
 def optimizer_of(model, shares, overlap, clip):
     if shares == "offloader":
         return streaming(model, chunk_bytes=2048, max_grad_norm=CLIPS[clip])
-    # Slots to come in during backward, too: more than there are chunks.
-    small = Streaming(chunk_bytes=1024, prefetch_bytes=2**16)
+    # Slots to come in during backward, too: more than there are chunks. Then `auto` would have nothing to split.
+    small = Streaming(chunk_bytes=1024, prefetch_bytes=0 if shares == "auto" else 2**16)
     return hybrid(
         model, split=SHARES[shares], streaming=small, backward_overlap=overlap, max_grad_norm=CLIPS[clip]
     )
+
+
+def rates_of(rank):
+    """A probe that finds the link of every rank twice as fast as the one before, and that meets them."""
+
+    def probe(device, meet):
+        meet()
+        return MachineRates(link_bytes_per_s=2.0**rank * 1e9, host_bytes_per_s=1e11, cpu_elements_per_s=1e8)
+
+    return probe
 
 
 def backward(model, optimizer, batches, accumulation):
@@ -188,8 +201,15 @@ def compare(case, rank, ranks, device):
     generator = torch.Generator().manual_seed(rank)
     size = 1 if accumulation == "once" else 3
     data = [[torch.randint(0, ROWS, (3, 5), generator=generator) for _ in range(size)] for _ in range(STEPS)]
+    if shares == "auto":
+        auto_split._probe = rates_of(rank)
     with optimizer_of(ours, shares, overlap, clip) as optimizer, WatchedGathers(optimizer) as watched:
         optimizer.attach(ours)
+        if shares == "auto":
+            splits = [None] * ranks
+            dist.all_gather_object(splits, optimizer.split)
+            assert splits == splits[:1] * ranks, splits
+            assert 0.1 < splits[0].cpu < 0.9, splits
         for batches in data:
             batches = [batch.to(device) for batch in batches]
             loss = backward(ours, optimizer, batches, accumulation)

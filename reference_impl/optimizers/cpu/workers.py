@@ -23,6 +23,7 @@ from dataclasses import dataclass
 import torch
 
 from reference_impl.device import Event
+from reference_impl.distributed.ranks import own_cores
 from reference_impl.memory.interrupts import deferred_interrupts
 from reference_impl.optimizers.step import WorkLostError, is_lasting
 
@@ -43,12 +44,11 @@ class Job:
 
 
 def cpu_budget() -> int:
-    """Return how many update threads this process may run: its cores, shared by the ranks of the node, less two.
+    """Return how many update threads this process may run: this rank's share of the node's cores, less two.
 
-    The cores that are left drive the GPU. `LOCAL_WORLD_SIZE` is set by torchrun.
+    The cores that are left drive the GPU.
     """
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return max(len(os.sched_getaffinity(0)) // max(ranks, 1) - 2, 1)
+    return max(own_cores() - 2, 1)
 
 
 class _Queue:

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from reference_impl.device import REACHED, Device, Event
 from reference_impl.memory.interrupts import deferred_interrupts
@@ -245,12 +246,15 @@ class StreamedShare:
     def on_gradient(self, member: Member) -> None:
         """Note that a gradient is final, and prefetch states into memory that backward has freed.
 
-        For a hook on every parameter, where `prefetches_in_backward` and somebody calls `wait_for` during forward.
+        Backward of a sharded model frees little, since the gradients of its shards grow meanwhile: there the budget is
+        taken as it is. For a hook on every parameter, where `prefetches_in_backward` and somebody calls `wait_for`
+        during forward.
         """
         if self._freed.on_gradient(member) and not self._pipeline.at_slot_limit:
             if self._prefetchable is None:
                 self._prefetchable = deque(self.chunks)
-            limit_bytes = self._freed.limit_bytes(self._pipeline.extra_bytes)
+            sharded = isinstance(member.param, DTensor)
+            limit_bytes = None if sharded else self._freed.limit_bytes(self._pipeline.extra_bytes)
             self._pipeline.prefetch(self._prefetchable, limit_bytes=limit_bytes)
 
     def wait_for(self, members: Iterable[Member]) -> None:

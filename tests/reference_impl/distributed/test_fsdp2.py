@@ -13,8 +13,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
+from reference_impl import Streaming
 from reference_impl.device.cpu_twin import CpuTwin
 from reference_impl.distributed import fsdp2
+from reference_impl.optimizers.streamed.slots import FreedMemory
 
 # The releases whose source was read for the private names of `fsdp2`, and on which these tests have passed.
 CHECKED_ON = ("2.11", "2.12", "2.13")
@@ -226,8 +228,27 @@ def test_the_gathers_stream_waits_and_then_the_current_one(monkeypatch):
         monkeypatch.undo()
 
 
+@pytest.mark.parametrize("is_sharded", [True, False])
+def test_states_come_in_early_also_where_backward_frees_nothing(monkeypatch, is_sharded):
+    """With shards the budget for slots is taken as it is; without, only what backward has freed."""
+    monkeypatch.setattr(FreedMemory, "limit_bytes", lambda freed, extra_bytes: 0)
+    model, data = net() if is_sharded else Net(), data_of(3)
+    streaming = Streaming(chunk_bytes=4096, prefetch_bytes=5 * 4096)
+    with hybrid(model, split=(0, 1, 0), streaming=streaming, backward_overlap="gradients") as optimizer:
+        optimizer.attach(model)
+        share = optimizer._open._streamed
+        for batch in data:
+            model(batch).backward()
+            at_once = len(share.loaded)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert at_once == (8 if is_sharded else 3)
+        optimizer.synchronize()
+        assert share.extra_bytes == 0
+
+
 def test_two_ranks_train_as_torch_does(tmp_path):
-    cases = ["prefetched,thirds,reduced", "grouped,cpu,update,unclipped", "hsdp,offloader"]
+    cases = ["prefetched,thirds,reduced", "grouped,cpu,update,unclipped", "hsdp,offloader", "blocks,auto"]
     run_ranks(sharded_ranks.__file__, 2, str(tmp_path / "store"), "cpu", *cases)
 
 
