@@ -67,7 +67,7 @@ def _render(top: Path) -> int:
 
     if index.is_stale():
         index.write()
-        print("wrote skill_tools/knowledge/index.json")
+        print("wrote skill_tools/knowledge/index.json and examples.json")
     files = rendered_files(top, load_card(top / "card.yaml"), _output)
     for path, text in files.items():
         if not path.is_file() or path.read_text(encoding="utf-8") != text:

@@ -32,7 +32,6 @@ from skill_tools.errors import Unrecognised, UnusableInput, printable
 from skill_tools.reports.findings import ReadAs, Report, report
 from skill_tools.rules import suppress
 from skill_tools.rules.finding import LintResult, Severity
-from skill_tools.rules.knowledge import load_rules
 from skill_tools.rules.lint import lint
 from skill_tools.rules.repair import Repaired, repair
 
@@ -208,9 +207,7 @@ class Linted:
         config = reading.compose(overrides=self._args.overrides)
         with_diffs = self._args.format == "json" and not reading.is_part
         result = lint(config, versions=self._versions, with_diffs=with_diffs)
-        if any(suppress.MARK in text for text in config.sources.values()):
-            result = suppress.apply(result, config, load_rules())
-        return config, result
+        return config, suppress.apply(result, config)
 
     def _repair(self, reading: Reading, found: LintResult) -> LintResult:
         """Fix the sources on disk and return what is left, or print the difference and return `found`."""

@@ -88,22 +88,24 @@ def key_table(keys: Iterable[Key]) -> KeyTable:
 
 
 def _key(entry: Mapping[str, Any]) -> Key:
-    types = entry["type"]
-    aliases = dict(entry.get("aliases", _EMPTY))
-    negatives = aliases.pop("negative", ())
+    get, types = entry.get, entry["type"]
+    aliases = get("aliases", _EMPTY)
+    negatives = aliases.get("negative", ())
+    if aliases:
+        aliases = {name: tuple(names) for name, names in aliases.items() if name != "negative"}
     return Key(
-        name=entry["key"],
-        mechanism=entry["mechanism"],
-        types=types if isinstance(types, dict) else {"default": types},
-        unit=entry.get("unit"),
-        choices=tuple(entry.get("choices", ())),
-        spelling=entry.get("spelling", _EMPTY),
-        aliases={name: tuple(names) for name, names in aliases.items()},
-        negatives=tuple(negatives),
-        default=entry.get("default", _EMPTY),
-        recipe_sets=entry.get("recipe_sets", False),
-        outside=tuple(entry.get("outside", ())),
-        exists=entry.get("exists", _EMPTY),
-        implies=entry.get("implies", _EMPTY),
-        note=entry.get("note", ""),
+        entry["key"],
+        entry["mechanism"],
+        types if isinstance(types, dict) else {"default": types},
+        get("unit"),
+        tuple(get("choices", ())),
+        get("spelling", _EMPTY),
+        aliases,
+        tuple(negatives),
+        get("default", _EMPTY),
+        get("recipe_sets", False),
+        tuple(get("outside", ())),
+        get("exists", _EMPTY),
+        get("implies", _EMPTY),
+        get("note", ""),
     )

@@ -7,7 +7,7 @@ Nothing here interprets a fact.
 - key: a setting under its canonical name (`keys.yaml`, `keys/*.yaml`), with each framework's spelling, type and default
 - vocabulary: every name that a framework accepts (`vocabulary/NAME.txt`), so that a misspelt one is seen
 - rule: one fact about configurations (`rules/*.yaml`); docs/design.md describes its fields
-- index: all of it in one JSON file
+- index: all of it in one JSON file, without the rules' examples, which have their own (`examples.json`)
 """
 
 import json
@@ -108,6 +108,13 @@ def index() -> Index:
     for folder in _added:
         loaded |= _joined(loaded, folder)
     return loaded
+
+
+@derived
+def examples() -> dict[str, Any]:
+    """Return `examples.json`: each rule's examples by its id, which `explain` shows and no lint needs."""
+    found: dict[str, Any] = json.loads(knowledge_path("examples.json").read_text(encoding="utf-8"))
+    return found
 
 
 def add(folder: Path) -> None:

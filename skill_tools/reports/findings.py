@@ -97,15 +97,15 @@ def _folded(findings: Sequence[Finding]) -> list[tuple[Finding, int]]:
 
     What depends on a release that nobody stated is said once for all inputs: stating the release settles all of them.
     """
-    files: dict[str, list[str]] = {}
+    files: dict[str, dict[str, None]] = {}
     for finding in findings:
-        files.setdefault(finding.rule, []).append(finding.place.file)
+        files.setdefault(finding.rule, {})[finding.place.file] = None
     shown = []
     for finding in findings:
-        first, *_ = alike = list(dict.fromkeys(files[finding.rule]))
+        alike = files[finding.rule]
         if not finding.depends_on:
             shown.append((finding, 0))
-        elif finding.place.file == first:
+        elif finding.place.file == next(iter(alike)):
             shown.append((finding, len(alike) - 1))
     return shown
 

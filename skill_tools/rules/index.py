@@ -1,4 +1,4 @@
-"""Compiles the YAML that people write into the one `index.json` that the commands load.
+"""Compiles the YAML that people write into `index.json`, which the commands load, and `examples.json`.
 
 Keys and rules are a lint's, models and hardware a plan's. Compiling also parses each rule's condition, and answers
 which of its version ranges are no condition at all and where it cannot hold unless somebody sets one of its keys, so
@@ -7,6 +7,7 @@ writes the index; a test fails when it is stale.
 """
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from skill_tools import knowledge
@@ -24,17 +25,23 @@ def build() -> dict[str, Any]:
     return {
         "releases": releases,
         "keys": keys,
-        "rules": [{**entry, "compiled": compiled(entry, releases, table)} for entry in read_rule_files()],
+        "rules": [_indexed(entry, compiled(entry, releases, table)) for entry in read_rule_files()],
         "vocabulary": {path.stem: knowledge.words(path.read_text(encoding="utf-8")) for path in vocabulary},
         "models": knowledge.load_yaml("models.yaml")["models"],
         "hardware": knowledge.load_yaml("hardware.yaml"),
     }
 
 
-def rendered() -> str:
-    """Return the text that `index.json` should have: one fact a line, so that a change to it can be read."""
+def _indexed(entry: Mapping[str, Any], derived: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a rule as a lint reads it; its examples are in a file of their own, which no lint loads."""
+    return {**{name: value for name, value in entry.items() if name != "examples"}, "compiled": derived}
+
+
+def rendered() -> dict[str, str]:
+    """Return the text that each compiled file should have: one fact a line, so that a change to it can be read."""
     parts = [f"{_json(name)}:{_lines(content)}" for name, content in build().items()]
-    return "{" + ",\n".join(parts) + "}\n"
+    examples = {entry["id"]: entry["examples"] for entry in read_rule_files() if "examples" in entry}
+    return {"index.json": "{" + ",\n".join(parts) + "}\n", "examples.json": f"{_lines(examples)}\n"}
 
 
 def _json(value: object) -> str:
@@ -50,12 +57,13 @@ def _lines(content: object) -> str:
 
 
 def is_stale() -> bool:
-    """Return whether `index.json` is missing or differs from what the files would compile to."""
-    path = knowledge_path("index.json")
-    return not path.is_file() or path.read_text(encoding="utf-8") != rendered()
+    """Return whether a compiled file is missing or differs from what the files would compile to."""
+    texts = {knowledge_path(name): text for name, text in rendered().items()}
+    return any(not path.is_file() or path.read_text(encoding="utf-8") != text for path, text in texts.items())
 
 
 def write() -> None:
-    """Write `index.json`, and forget what this process has loaded of the old one."""
-    knowledge_path("index.json").write_text(rendered(), encoding="utf-8")
+    """Write the compiled files, and forget what this process has loaded of the old ones."""
+    for name, text in rendered().items():
+        knowledge_path(name).write_text(text, encoding="utf-8")
     knowledge.forget()

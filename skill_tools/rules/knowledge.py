@@ -78,8 +78,9 @@ class Rule(NamedTuple):
 
     @property
     def examples(self) -> dict[str, Example]:
-        """A bad and a good configuration for each dialect; made when asked, as no lint needs them."""
-        return {name: _example(name, data) for name, data in self.given_examples.items()}
+        """A bad and a good configuration for each dialect; read when asked, as no lint needs them."""
+        given = self.given_examples or knowledge.examples().get(self.id, {})
+        return {name: _example(name, data) for name, data in given.items()}
 
     @property
     def condition(self) -> Condition:

@@ -19,6 +19,7 @@ from skill_tools.rules.values import Scope
 from skill_tools.rules.versions import Standing, holds_today, resolve, standing, unstated_branch
 
 _ORDER = {Severity.ERROR: 0, Severity.WARNING: 1, Severity.INFO: 2}
+_MOST_REMEMBERED = 100_000  # answers, some tens of megabytes
 _ONE_STEP_LOWER = {Severity.ERROR: Severity.WARNING}
 
 
@@ -46,18 +47,18 @@ def lint(
     as_written = Scope(config, scope.known_keys, scope.versions, as_written=True)
     findings = list(input_checks.check(config, rules, scope.known_keys, scope.versions))
     undecided = []
-    touched = config.settings.keys() | config.unresolved | config.maybe_set
+    said = scope.said()
+    touched = said.keys()
     for rule in (*conditions, *_shared(config, rules, scope.known_keys)) if config.shares else conditions:
-        if rule.keys.isdisjoint(touched):
-            if config.framework in rule.quiet:
-                continue
-            if rule.id not in remembered:
-                remembered[rule.id] = _asked(rule, scope)
-            found = remembered[rule.id]
-            if isinstance(found, Undecided) and not rule.keys.isdisjoint(found.missing):
-                continue  # the input says nothing of what the rule asks
-        else:
-            found = _asked(rule, scope, as_written)
+        says_nothing = rule.keys.isdisjoint(touched)
+        if says_nothing and config.framework in rule.quiet:
+            continue
+        asked = (rule.id,) if says_nothing else (rule.id, *map(said.get, rule.keys))
+        if asked not in remembered:
+            remembered[asked] = _asked(rule, scope, None if says_nothing else as_written)
+        found = remembered[asked]
+        if says_nothing and isinstance(found, Undecided) and not rule.keys.isdisjoint(found.missing):
+            continue
         if isinstance(found, Undecided):
             undecided.append(found)
         elif found is not None:
@@ -143,16 +144,19 @@ def _not_said_twice(findings: Sequence[Finding], own: set[str]) -> Iterator[Find
             yield finding
 
 
-def _remembered(scope: Scope) -> dict[str, Answer]:
-    """Return the answers that rules gave whose keys nobody set, to be added to: they are the same in each such file."""
+def _remembered(scope: Scope) -> dict[tuple[object, ...], Answer]:
+    """Return the answers that rules have given, to be added to: by the rule, and what the input says of its keys."""
     config = scope.config
     shares = frozenset(config.shares.items())
     versions = frozenset(scope.versions.items())
-    return _answers(config.framework, config.embeds, config.dialects(), config.complete, versions, shares)
+    answers = _answers(config.framework, config.embeds, config.dialects(), config.complete, versions, shares)
+    if len(answers) > _MOST_REMEMBERED:
+        answers.clear()
+    return answers
 
 
 @knowledge.derived
-def _answers(*situation: object) -> dict[str, Answer]:
+def _answers(*situation: object) -> dict[tuple[object, ...], Answer]:
     return {}
 
 

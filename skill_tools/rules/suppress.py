@@ -7,17 +7,16 @@ suppressions with a reason suppress.
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from skill_tools.configs.config import Config, Place
 from skill_tools.rules.finding import Finding, LintResult
-from skill_tools.rules.knowledge import Rule
+from skill_tools.rules.knowledge import Rule, load_rules
 from skill_tools.rules.lint import in_order
 from skill_tools.rules.messages import from_rule
 
-MARK = "offload:"  # a text without it suppresses nothing
-_COMMENT = re.compile(r"#\s*offload:\s*ignore(?:\[([^\]\n]*)\])?[ \t]*([^\n]*)")
+_MARK = "offload:"  # a text without it suppresses nothing
 
 
 class Suppression(NamedTuple):
@@ -29,8 +28,11 @@ class Suppression(NamedTuple):
     lines: tuple[int, ...]
 
 
-def apply(result: LintResult, config: Config, rules: Sequence[Rule]) -> LintResult:
-    """Return `result` without the suppressed findings, and with findings about bad suppressions."""
+def apply(result: LintResult, config: Config, load: Callable[[], Sequence[Rule]] = load_rules) -> LintResult:
+    """Return `result` without the suppressed findings, and with findings about bad suppressions.
+
+    `load` returns all rules; it is called only where there is a suppression.
+    """
     suppressions = [found for file, text in config.sources.items() for found in read(file, text)]
     if not suppressions:
         return result
@@ -40,7 +42,7 @@ def apply(result: LintResult, config: Config, rules: Sequence[Rule]) -> LintResu
         covering = [suppression for suppression in suppressions if _covers(suppression, finding)]
         used |= {(suppression, finding.rule) for suppression in covering}
         kept += [] if covering else [finding]
-    by_id = {rule.id: rule for rule in rules}
+    by_id = {rule.id: rule for rule in load()}
     for suppression in suppressions:
         kept += _complaints(suppression, used, by_id)
     return LintResult(in_order(kept), result.undecided)
@@ -48,10 +50,11 @@ def apply(result: LintResult, config: Config, rules: Sequence[Rule]) -> LintResu
 
 def read(file: str, text: str) -> Iterator[Suppression]:
     """Yield the suppressions in `text`; a comment on a line of its own speaks for the next line too."""
-    if MARK not in text:
+    if _MARK not in text or "ignore" not in text:
         return
+    comment = re.compile(r"#\s*offload:\s*ignore(?:\[([^\]\n]*)\])?[ \t]*([^\n]*)")
     for number, line in enumerate(text.split("\n"), start=1):
-        match = _COMMENT.search(line)
+        match = comment.search(line)
         if match:
             alone = not line[: match.start()].strip()
             names = tuple(name.strip() for name in (match[1] or "").split(",") if name.strip())

@@ -20,6 +20,10 @@ _IS_SET = re.compile(r"is_set\((.+)\)$")
 _RELEASE = re.compile(r"([a-z][a-z0-9-]*)([<>=!~].+)$")
 
 
+_HASHABLE = (bool, int, float, str)
+_MAYBE = "maybe"  # what `said` says of a key that something may set
+
+
 @cache
 def key_of(name: str) -> str:
     """Return the key behind a condition's name: `is_set(x)` is about x; a release is its package."""
@@ -52,6 +56,14 @@ class Scope(dict[str, object]):
         self._unreadable = config.unresolved | {
             wrong.setting.key for wrong in config.wrong_types if not wrong.is_known
         }
+
+    def said(self) -> dict[str, object]:
+        """Return what the input says of each key, where it says anything; what is the same compares as equal."""
+        said: dict[str, object] = dict.fromkeys(self.config.maybe_set, _MAYBE)
+        for key, setting in self.config.settings.items():
+            value = setting.value
+            said[key] = (type(value), value if isinstance(value, _HASHABLE) else repr(value))  # true is not 1
+        return said | dict.fromkeys(self._unreadable, UNKNOWN)
 
     def __missing__(self, name: str) -> object:
         self[name] = answer = self._answer(name)

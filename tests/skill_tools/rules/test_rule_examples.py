@@ -52,7 +52,7 @@ def judge(config: Config, rule: Rule, framework: str) -> LintResult:
     verdict = lint(
         config, rules=RULES, versions=rule.examples[framework].versions, keys=KEYS, with_diffs=True
     )
-    return suppress.apply(verdict, config, RULES)
+    return suppress.apply(verdict, config, lambda: RULES)
 
 
 def of_rule(verdict: LintResult, rule: Rule) -> list[Finding]:
