@@ -30,6 +30,20 @@ def test_the_loop_learns_the_same_with_and_without_offload(capsys, monkeypatch):
     assert not offloaded[-1].startswith("0 ")
 
 
+@pytest.mark.slow
+def test_a_trainer_offloads_by_one_line(capsys, monkeypatch):
+    pytest.importorskip(
+        "transformers.trainer", reason="needs transformers: pip install -c constraints.txt '.[trainers]'"
+    )
+    pytest.importorskip("accelerate", reason="needs accelerate: pip install -c constraints.txt '.[trainers]'")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    report = printed("train_with_trainer.py", [], capsys, monkeypatch)[-1]
+    assert report.startswith(
+        "OffloadReport(optimizer=Split(resident=0.0, streamed=0.0, cpu=1.0), activation_bytes="
+    )
+    assert "activation_bytes=0," not in report
+
+
 def test_the_demo_lints_plans_and_verifies(capsys, monkeypatch):
     demo = runpy.run_path(str(EXAMPLES / "demo.py"))
     verified = []

@@ -36,6 +36,14 @@ def pause_checkpointing(model: nn.Module) -> Callable[[], None]:
 
 def check_peers(wanted: Wanted, model: nn.Module) -> None:
     """Raise ValueError where somebody else's mechanism on `model` excludes one that is wanted."""
+    if wanted.weights is not None:
+        # bitsandbytes' forward puts other memory under its weights.
+        eight_bit = next((n for n, p in model.named_parameters() if type(p).__name__ == "Int8Params"), None)
+        if eight_bit is not None:
+            raise ValueError(
+                f"{eight_bit} is quantized to 8 bits by bitsandbytes, whose forward replaces it, so that weights= "
+                "cannot stream it; expected one of the two; try load_in_4bit=True, or leave weights out"
+            )
     if wanted.activations is None:
         return
     if any(map(is_wrapped, model.modules())):
