@@ -8,10 +8,10 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 
 from reference_impl.memory.disk import DiskSpace
 from reference_impl.optimizers import HybridDeviceOptimizer, OptimizerStateOffloader
-from reference_impl.verification.model import Decoder
 from reference_impl.verification.plain import PlainAdamW
 from reference_impl.verification.train import Attach, Trainer
 
@@ -22,7 +22,7 @@ def plain(*, max_grad_norm: float | None = None) -> Attach:
     """Keep everything on the device."""
 
     @contextmanager
-    def attach(model: Decoder) -> Iterator[Trainer]:
+    def attach(model: nn.Module) -> Iterator[Trainer]:
         yield PlainAdamW(model, max_grad_norm=max_grad_norm, **OPTIONS)
 
     return attach
@@ -32,7 +32,7 @@ def hybrid(*, attached: bool, **options: Any) -> Attach:
     """Offload what `options` say; `attached` lets the next forward start before the update is done."""
 
     @contextmanager
-    def attach(model: Decoder) -> Iterator[Trainer]:
+    def attach(model: nn.Module) -> Iterator[Trainer]:
         with HybridDeviceOptimizer(model.parameters(), **OPTIONS, **options) as optimizer:
             if attached:
                 optimizer.attach(model)
@@ -45,7 +45,7 @@ def streamed(**options: Any) -> Attach:
     """Keep all optimizer states on the host and stream them through the device behind the next forward."""
 
     @contextmanager
-    def attach(model: Decoder) -> Iterator[Trainer]:
+    def attach(model: nn.Module) -> Iterator[Trainer]:
         adamw = torch.optim.AdamW(model.parameters(), fused=True, **OPTIONS)
         with OptimizerStateOffloader(adamw, **options) as optimizer:
             optimizer.attach(model)
@@ -54,11 +54,11 @@ def streamed(**options: Any) -> Attach:
     return attach
 
 
-def beside_plain(offloader: Callable[[Decoder], AbstractContextManager[object]]) -> Attach:
+def beside_plain(offloader: Callable[[nn.Module], AbstractContextManager[object]]) -> Attach:
     """Attach `offloader`, and keep the optimizer on the device."""
 
     @contextmanager
-    def attach(model: Decoder) -> Iterator[Trainer]:
+    def attach(model: nn.Module) -> Iterator[Trainer]:
         with offloader(model):
             yield PlainAdamW(model, **OPTIONS)
 
@@ -66,12 +66,12 @@ def beside_plain(offloader: Callable[[Decoder], AbstractContextManager[object]])
 
 
 def with_disk(
-    offloader: Callable[[Decoder, DiskSpace], AbstractContextManager[object]], limit_bytes: int
+    offloader: Callable[[nn.Module, DiskSpace], AbstractContextManager[object]], limit_bytes: int
 ) -> Attach:
     """Attach `offloader` with disk space for `limit_bytes` in a folder that lives as long as the run."""
 
     @contextmanager
-    def attach(model: Decoder) -> Iterator[Trainer]:
+    def attach(model: nn.Module) -> Iterator[Trainer]:
         with (
             tempfile.TemporaryDirectory() as folder,
             offloader(

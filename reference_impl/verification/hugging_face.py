@@ -47,8 +47,10 @@ def read_config(config: str | Path) -> dict[str, Any]:
     return {name: value for name, value in entries.items() if name not in _NAMES and name[0] != "_"}
 
 
-def model_from(entries: Mapping[str, Any], dtype: str = "bfloat16") -> nn.Module:
-    """Return the model that the `entries` of a `config.json` describe, as `model_of` does."""
+def model_from(
+    entries: Mapping[str, Any], dtype: str = "bfloat16", device: torch.device | str = "meta"
+) -> nn.Module:
+    """Return the model that the `entries` of a `config.json` describe, as `model_of` does, with random weights."""
     import transformers
     from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -62,7 +64,7 @@ def model_from(entries: Mapping[str, Any], dtype: str = "bfloat16") -> nn.Module
     own: Any = getattr(transformers, str((entries.get("architectures") or [None])[0]), None)
     has_own = isinstance(own, type) and issubclass(own, PreTrainedModel)
     make = own._from_config if has_own else AutoModelForCausalLM.from_config
-    with torch.device("meta"):
+    with torch.device(device):
         model: nn.Module = make(settings, dtype=getattr(torch, dtype))
     return model.train()
 

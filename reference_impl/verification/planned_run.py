@@ -1,22 +1,26 @@
 """A plan as something that can be trained and measured: the model it is for, and the numbers it predicts.
 
-The decoder here is dense, gated and untied, on one GPU; a plan for anything else is refused by name, because a
-comparison with another model would prove nothing.
+A plan by a trace is for the model that was traced. The decoder here is dense, gated and untied, on one GPU; any other
+plan is refused by name, because a comparison with another model would prove nothing.
 """
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
+from reference_impl.device import Device
 from reference_impl.verification.model import DecoderShape
 from reference_impl.verification.workload import Workload
 
 _SIZES = ("num_layers", "hidden", "ffn", "heads", "kv_heads", "vocab")
 _SERVED = {"gated_mlp": True, "norms_per_layer": 2, "moe_every": 1}
+_OF_CUDA = frozenset({"cuBLAS workspace", "rounding of the weights"})
 _SPLITS = ("tensor", "pipeline", "context", "expert")
 _MAKE_ONE = "offload plan --framework pytorch --format json"
 
@@ -46,13 +50,27 @@ class PlanError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Predicted:
-    """What a plan says of one rank: bytes, and seconds a step."""
+    """What a plan says of one rank: bytes, and seconds a step.
+
+    Of the device's bytes `of_cuda_bytes` are CUDA's own, which the CPU twin does not have.
+    """
 
     label: str
     peak_device_bytes: int
     between_steps_bytes: int
     host_bytes: int
     step_s: float
+    of_cuda_bytes: int = 0
+
+    def on(self, device: Device) -> Predicted:
+        """Return what the plan says of `device`."""
+        if device.is_accelerator:
+            return self
+        return replace(
+            self,
+            peak_device_bytes=self.peak_device_bytes - self.of_cuda_bytes,
+            between_steps_bytes=self.between_steps_bytes - self.of_cuda_bytes,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,8 +113,8 @@ def _planned_run(document: Mapping[str, Any], steps: int) -> PlannedRun:
             f"the plan splits its model ({', '.join(split)})", expected="one GPU a replica", attempt=_MAKE_ONE
         )
     return PlannedRun(
-        workload=Workload(
-            shape=_shape(document["model"]),
+        workload=_workload(
+            document["model"],
             batch=layout["micro_batch"],
             tokens=layout["seq_length"],
             micro_batches=layout["micro_batches"],
@@ -108,6 +126,24 @@ def _planned_run(document: Mapping[str, Any], steps: int) -> PlannedRun:
         with_plan=_predicted(document["recommendation"]["option"]),
         without_offload=_predicted(document["without_offload"]),
     )
+
+
+def _workload(model: Mapping[str, Any], **batch: Any) -> Workload:
+    """Return the model that the plan was traced from, where it says so, else the small decoder of its shape."""
+    config = model.get("traced", {}).get("config")
+    if config is None:
+        return Workload(shape=_shape(model), **batch)
+    if importlib.util.find_spec("transformers") is None:
+        raise PlanError(
+            f"the plan is for {model['name']}, whose code transformers has, and transformers is not installed",
+            expected="the library that has the model's code",
+            attempt="pip install transformers",
+        )
+    real = importlib.import_module("reference_impl.verification.real_workload")
+    layers, hidden, ffn, heads, kv_heads, vocab = (model["shape"][name] for name in _SIZES)
+    shape = DecoderShape(hidden=hidden, ffn=ffn, layers=layers, heads=heads, kv_heads=kv_heads, vocab=vocab)
+    found: Workload = real.RealWorkload(shape=shape, config=config, **batch)
+    return found
 
 
 def _shape(model: Mapping[str, Any]) -> DecoderShape:
@@ -132,5 +168,6 @@ def _predicted(option: Mapping[str, Any]) -> Predicted:
         peak_device_bytes=memory["allocated_bytes"],
         between_steps_bytes=memory["between_steps_bytes"],
         host_bytes=sum(line["bytes"] for line in memory["host_per_rank"]),
+        of_cuda_bytes=sum(line["bytes"] for line in memory["gpu"] if line["name"] in _OF_CUDA),
         step_s=option["time"]["step_s"],
     )

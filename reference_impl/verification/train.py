@@ -17,11 +17,11 @@ from itertools import islice
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from reference_impl.device import Device
 from reference_impl.memory.ledger import Ledger
 from reference_impl.verification.kernels import kernels
-from reference_impl.verification.model import Decoder, decoder_loss
 from reference_impl.verification.workload import FIRST_MEASURED, FIRST_TIMED, Workload
 
 
@@ -36,7 +36,7 @@ class Trainer(Protocol):
 
 
 # Attaches a mechanism to the model while the context is open, and gives the optimizer to train with.
-Attach = Callable[[Decoder], AbstractContextManager[Trainer]]
+Attach = Callable[[nn.Module], AbstractContextManager[Trainer]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +79,7 @@ def train(
                 times = []
                 for ids in islice(batches, steps):
                     start = time.perf_counter()
-                    losses.append(_step(model, optimizer, ids))
+                    losses.append(_step(workload, model, optimizer, ids))
                     # The end of the compute stream's work: what hides behind the next forward is paid there, if at all.
                     device.record().synchronize()
                     times.append(time.perf_counter() - start)
@@ -107,14 +107,16 @@ def train(
     )
 
 
-def _step(model: Decoder, optimizer: Trainer, micro_batches: torch.Tensor) -> torch.Tensor:
+def _step(
+    workload: Workload, model: nn.Module, optimizer: Trainer, micro_batches: torch.Tensor
+) -> torch.Tensor:
     """Train one step and return the mean loss of its micro-batches, detached."""
     losses = []
     # Offloading optimizers send gradients off in backward, which only the last micro-batch may do.
     accumulate = getattr(optimizer, "accumulate", nullcontext)
     for index, ids in enumerate(micro_batches, start=1):
         with nullcontext() if index == len(micro_batches) else accumulate():
-            loss = decoder_loss(model(ids), ids) / len(micro_batches)
+            loss = workload.loss(model, ids) / len(micro_batches)
             loss.backward()
             losses.append(loss.detach())
             del loss

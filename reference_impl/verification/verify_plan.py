@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
 from reference_impl.activations.budget import BudgetError
 from reference_impl.device import Device
@@ -20,7 +21,6 @@ from reference_impl.memory.host import HostMemoryError, available_bytes
 from reference_impl.verification.apply import apply_plan
 from reference_impl.verification.attachments import OPTIONS, plain
 from reference_impl.verification.kernels import always_in_fixed_order
-from reference_impl.verification.model import Decoder
 from reference_impl.verification.plain import PlainAdamW
 from reference_impl.verification.planned_run import PlanError, PlannedRun, Predicted
 from reference_impl.verification.steps import Progress, Steps, unseen
@@ -132,6 +132,9 @@ class PlanVerification:
 
 def verify_plan(device: Device, planned: PlannedRun, *, progress: Progress = unseen) -> PlanVerification:
     """Train with the plan and, where it fits, without. Raises PlanError when it cannot be trained here."""
+    planned = replace(
+        planned, with_plan=planned.with_plan.on(device), without_offload=planned.without_offload.on(device)
+    )
     free_bytes = _free_bytes(device)
     needed_bytes = _needed_bytes(device, planned.with_plan)
     if needed_bytes > free_bytes:
@@ -208,7 +211,7 @@ def _train(
 
 def _applied(planned: PlannedRun) -> Attach:
     @contextmanager
-    def attach(model: Decoder) -> Iterator[Trainer]:
+    def attach(model: nn.Module) -> Iterator[Trainer]:
         offloads = "optimizer" in planned.document["execute"]
         optimizer: Any = (
             torch.optim.AdamW(model.parameters(), **OPTIONS) if offloads else PlainAdamW(model, **OPTIONS)

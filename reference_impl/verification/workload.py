@@ -10,9 +10,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from reference_impl.device import Device
-from reference_impl.verification.model import Decoder, DecoderShape, add_lora
+from reference_impl.verification.model import Decoder, DecoderShape, add_lora, decoder_loss
 
 # Peaks are those of the third to fifth step: states exist and the activation engine has learnt its headroom. The
 # ledger of the CPU twin slows every operation down, so the steps after them are timed.
@@ -45,18 +46,22 @@ class Workload:
         with torch.device("meta"):
             return sum(param.numel() for param in self.new_model().parameters())
 
-    def model(self, device: Device) -> Decoder:
+    def model(self, device: Device) -> Any:
         """Return the same model at every call."""
         torch.manual_seed(0)
         with device.torch_device:
             return self.new_model()
 
-    def new_model(self) -> Decoder:
+    def new_model(self) -> Any:
         """Return a model with weights of its own on the default device."""
         model = Decoder(self.shape).to(self.dtype)
         if self.lora_rank:
             add_lora(model, self.lora_rank)
         return model
+
+    def loss(self, model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+        """Return the mean cross-entropy of `model` over `ids` (batch, tokens)."""
+        return decoder_loss(model(ids), ids)
 
     def batches(self, device: Device) -> Iterator[torch.Tensor]:
         """Yield the same int64 ids (micro_batches, batch, tokens) at every call, one tensor a step."""

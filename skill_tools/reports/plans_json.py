@@ -64,6 +64,7 @@ def document(plan: Plan) -> dict[str, Any]:
             "active_parameters": parameters.active(run.shape),
             "shape": shape,
             **_adapter(plan.run),
+            **_traced(plan.run),
         },
         "layout": {
             "gpus": layout.gpus,
@@ -92,6 +93,13 @@ def _adapter(run: Run) -> dict[str, Any]:
     if run.adapter is None:
         return {}
     return {"adapter": {"rank": run.adapter.rank, "parameters": run.adapter.parameters}}
+
+
+def _traced(run: Run) -> dict[str, Any]:
+    if run.traced is None:
+        return {}
+    config = {} if run.traced.config is None else {"config": run.traced.config}
+    return {"traced": {"source": run.traced.source, **config}}
 
 
 def _execute(option: Option, plan: Plan) -> dict[str, object] | None:

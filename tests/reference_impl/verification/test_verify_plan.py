@@ -369,3 +369,36 @@ def test_the_command_prints_predicted_beside_measured(written, capsys):
     assert "predicted" in text
     assert "peak device" in text
     assert "the plan was true" in text
+
+
+QWEN3 = {
+    "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "hidden_size": 64, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 128,
+    "vocab_size": 8192, "tie_word_embeddings": True, "max_position_embeddings": 1024,
+}  # fmt: skip
+
+
+def test_a_plan_by_a_trace_needs_the_library_of_its_model(written, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    path = written(model__traced={"source": "Qwen3ForCausalLM traced", "config": QWEN3})
+    with pytest.raises(PlanError, match=r"transformers is not installed; expected .*; try pip install"):
+        read_plan(path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "execute", [{}, {"optimizer": {"offload_fraction": 1.0}, "activations": {"mode": "recompute"}}]
+)
+def test_a_plan_by_a_trace_is_verified_on_the_model_that_was_traced(execute, tmp_path, capsys):
+    pytest.importorskip("transformers.modeling_utils", reason="transformers is not installed")
+    config, profile, path = (tmp_path / name for name in ("config.json", "profile.json", "plan.json"))
+    config.write_text(json.dumps(QWEN3))
+    assert main(["trace", str(config), "--out", str(profile)]) == 0
+    capsys.readouterr()
+    words = ["--trace", str(profile), "--gpu", "h100", "--gpu-memory", "2GiB", "--format", "json"]
+    assert main(["plan", str(config), *words, "--overrides", "seq_length=64"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    path.write_text(json.dumps({**document, "execute": execute}))
+    found = verify_plan(Device.of("cpu"), read_plan(path, steps=6))
+    assert found.runs["without offload"][0].error == pytest.approx(0, abs=0.03)
+    assert found.trained.losses == found.without_offload.losses
