@@ -38,6 +38,7 @@ from caches import forget_caches
 from machine import machine, print_table
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -114,7 +115,8 @@ def sharded(shape: DecoderShape, device: Device, *, torch_offloads: bool) -> nn.
     with torch.device("meta"):
         model = Decoder(shape)
     options: dict[str, Any] = {
-        "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        "mesh": init_device_mesh(device.torch_device.type, (dist.get_world_size(),)),
+        "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
     }
     if torch_offloads:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=device.pins_host_memory)
@@ -129,7 +131,10 @@ def sharded(shape: DecoderShape, device: Device, *, torch_offloads: bool) -> nn.
         for param in model.parameters():
             assert isinstance(param, DTensor)
             local = param.to_local()
-            local.copy_(torch.randn(local.shape) * 0.02 if param.ndim > 1 else torch.ones(local.shape))
+            if param.ndim > 1:
+                local.copy_(0.02 * torch.randn(local.shape, device=device.torch_device))
+            else:
+                local.fill_(1)
     return model
 
 
@@ -239,7 +244,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--sequence", type=int, default=4096, help="tokens of one sequence")
     parser.add_argument("--tokens", default="8192,32768", help="tokens a rank and step, comma separated")
     parser.add_argument("--slots-gb", type=float, default=4.0, help="for states that come in during backward")
-    parser.add_argument("--steps", type=int, default=4, help="steps that are timed")
+    parser.add_argument("--steps", type=int, default=3, help="steps that are timed")
     parser.add_argument(
         "--rows", default="", help="only rows whose name contains one of these; none is first"
     )

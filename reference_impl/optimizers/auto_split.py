@@ -12,10 +12,13 @@ import logging
 import os
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from reference_impl.device import Device
 from reference_impl.distributed.ranks import Together, local_ranks
@@ -155,7 +158,8 @@ def _probe(device: Device, meet: Callable[[], None]) -> MachineRates:
     # A task for each thread: with two more than threads, all but two would idle half of the time.
     updates_per_s = cpu_update_rates(device, threads * TASK_ELEMENTS, [threads])[threads]
     meet()
-    host_bytes_per_s = host_rate(device, _COPY_BYTES // less)
+    with _threads_of_torch(threads):
+        host_bytes_per_s = host_rate(device, _COPY_BYTES // less)
     meet()
     # The link last. The driver clears device memory that has been freed with the engine that copies in, which has half
     # its rate for 4 ms a GB: a link of 50 GB/s looked like one of 26 (measured: one NVIDIA H200, driver 580).
@@ -166,6 +170,17 @@ def _probe(device: Device, meet: Callable[[], None]) -> MachineRates:
     )
     _LOG.info("probed this machine for %.1f s: %s", time.perf_counter() - began, rates)
     return rates
+
+
+@contextmanager
+def _threads_of_torch(threads: int) -> Iterator[None]:
+    """Let torch's own operations on the CPU run on `threads`; torchrun allows them one."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _say(split: Split, seconds: float, elements: int) -> None:

@@ -1,0 +1,39 @@
+"""A rank that fails ends the others at once, and its error is what is said."""
+
+import os
+import subprocess
+import sys
+
+import failing_rank
+import pytest
+
+from skill_tools.bundle import root
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        (
+            "update",
+            "WorkLostError: an update on the CPU has failed: OSError('the memory of this rank is broken')",
+        ),
+        ("gather", "OSError: the memory of this rank is broken"),
+        ("interrupt", "KeyboardInterrupt"),
+        ("kill", "Signal 9 (SIGKILL) received"),
+    ],
+)
+def test_a_rank_that_fails_ends_the_others_with_its_error(how, said):
+    """The collectives' own limit is ten minutes."""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    path = os.pathsep.join([str(root()), str(root() / "tests" / "support")])
+    done = subprocess.run(
+        [*launch, failing_rank.__file__, how],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
+        timeout=120,
+    )
+    assert done.returncode == 1
+    assert said in done.stderr, done.stderr[-3000:]
+    assert "nobody has failed" not in done.stderr
