@@ -88,3 +88,22 @@ def test_the_card_takes_the_rows_that_the_benchmark_prints(plans):
     table = measured_tables({**card, "verified_plans": rows})["verified-plans"]
     assert "| 20 | 20.2 | +1.0 % | 100 | 90 | -10.0 % |" in table
     assert "median error" in table
+
+
+@pytest.mark.slow
+def test_trainers_are_compared_at_toy_size(tmp_path, monkeypatch):
+    for module in ("transformers.trainer", "accelerate"):
+        pytest.importorskip(module, reason="needs transformers: pip install -c constraints.txt '.[trainers]'")
+    monkeypatch.syspath_prepend(str(root() / "benchmarks"))
+    out = tmp_path / "trainers.json"
+    monkeypatch.setattr(
+        "sys.argv", ["trainers.py", "--tiny", "--rows", "none,ours: checkpoint", "--out", str(out)]
+    )
+    importlib.import_module("trainers").main()
+    report = json.loads(out.read_text())
+    assert report["machine"]["transformers"]
+    (batch,) = report["batches"].values()
+    assert set(batch["rows"]) == {"none", "ours: checkpoint", "ours: checkpoint in a plain loop"}
+    assert all(row["step_s"] > 0 for row in batch["rows"].values())
+    assert batch["rows"]["ours: checkpoint"]["peak_gb"] < batch["rows"]["none"]["peak_gb"]
+    assert [line["goal"] for line in batch["goals"]] == [1.02]

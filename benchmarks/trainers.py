@@ -1,0 +1,300 @@
+"""Offloading through a trainer against the options of others, and against the same mechanism in a plain loop.
+
+    python benchmarks/trainers.py --out trainers.json              # Qwen3-4B's shape, bf16, needs a large GPU
+    python benchmarks/trainers.py --tiny                           # the same code at toy size, also on the CPU twin
+
+A row is a whole step of Transformers' `Trainer`: forward, backward, clipping at 1.0, AdamW. Times are medians of the
+steps after warm-up, between two events with the device finished; the peak is the allocator's, the highest of these
+steps. All rows run in one process on one model, one after the other. A row that runs out of memory says so, and peers
+that are not installed are left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from caches import forget_caches
+from machine import machine, print_table
+from transformers import Qwen3Config, Qwen3ForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+from reference_impl.device import Device
+from reference_impl.integrations import Offloading, Wanted
+from reference_impl.integrations.peers import pause_checkpointing
+from reference_impl.integrations.transformers import offload
+from reference_impl.memory.ledger import Ledger
+
+GB = 1e9
+HYPER = {"lr": 1e-5, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
+PUBLISHED = {
+    "vocab_size": 151_936, "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": True,
+    "max_position_embeddings": 40_960, "rope_theta": 1e6,
+}  # fmt: skip
+TINY = PUBLISHED | {
+    "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+}  # fmt: skip
+NONE, CHECKPOINTED = "none", "gradient checkpointing"
+THEIR_OFFLOAD, THEIR_ACTIVATIONS = "transformers: offload", "TRL: activation_offloading"
+OURS_CHECKPOINT, OURS_LAYERS = "ours: checkpoint", "ours: layers"
+PLAIN = " in a plain loop"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way to train: arguments of the trainer, what ours offloads, and what is around each step."""
+
+    arguments: dict[str, Any] = field(default_factory=dict)
+    wanted: dict[str, Any] = field(default_factory=dict)
+    around: Callable[[torch.nn.Module], AbstractContextManager[Any]] = lambda model: nullcontext()
+
+
+def trl_offloading(model: torch.nn.Module) -> AbstractContextManager[Any]:
+    """Return what TRL's SFTTrainer puts around each step for `activation_offloading=True`."""
+    from trl.models.activation_offloading import get_act_offloading_ctx_manager
+
+    context: AbstractContextManager[Any] = get_act_offloading_ctx_manager(model=model)
+    return context
+
+
+def rows(min_bytes: int) -> dict[str, Row]:
+    """Return all rows by name; `min_bytes` is the smallest storage that ours moves."""
+    kwargs = "activation_checkpointing_kwargs"
+    if kwargs not in TrainingArguments.__dataclass_fields__:
+        kwargs = "gradient_checkpointing_kwargs"
+
+    def activations(mode: str) -> dict[str, Any]:
+        return {"activations": {"mode": mode, "min_bytes": min_bytes}}
+
+    checkpointing = {"gradient_checkpointing": True}
+    return {
+        NONE: Row(),
+        CHECKPOINTED: Row(checkpointing),
+        THEIR_OFFLOAD: Row(checkpointing | {kwargs: {"offload": True}}),
+        OURS_CHECKPOINT: Row(wanted=activations("checkpoint")),
+        THEIR_ACTIVATIONS: Row(around=trl_offloading),
+        f"{THEIR_ACTIVATIONS}, checkpointing": Row(checkpointing, around=trl_offloading),
+        OURS_LAYERS: Row(wanted=activations("layers")),
+        "ours: optimizer auto": Row(wanted={"optimizer": "auto"}),
+        "ours: optimizer auto, checkpoint": Row(wanted={"optimizer": "auto", **activations("checkpoint")}),
+    }
+
+
+class Clock(TrainerCallback):
+    """Notes when each step has ended on the device, and its peak, once the warm-up is over."""
+
+    def __init__(self, device: Device, ledger: Ledger, warm_up: int) -> None:
+        """Note nothing yet."""
+        self.device, self.ledger, self.warm_up = device, ledger, warm_up
+        self.ends: list[float] = []
+
+    def end_step(self) -> None:
+        """A step has ended."""
+        self.device.synchronize()
+        self.ends.append(time.perf_counter())
+        if len(self.ends) == self.warm_up:
+            self.ledger.reset_peak()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Count the trainer's step."""
+        self.end_step()
+
+    def result(self) -> dict[str, Any]:
+        """Return the median step in seconds and the peak in decimal GB."""
+        ends = self.ends[self.warm_up - 1 :]
+        steps = [end - start for start, end in pairwise(ends)]
+        return {"step_s": statistics.median(steps), "peak_gb": self.ledger.peak_device_bytes / GB}
+
+
+# Its events would count as somebody's who reads weights, for which ours waits; it reads none.
+Clock.__module__ = "transformers.clock"
+
+
+class Surrounded(Trainer):
+    """A trainer with something around each of its steps."""
+
+    around: AbstractContextManager[Any] = nullcontext()
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Take the step inside."""
+        with self.around:
+            loss: torch.Tensor = super().training_step(*args, **kwargs)
+        return loss
+
+
+def through_trainer(
+    row: Row, model: torch.nn.Module, batch: torch.Tensor, clock: Clock, steps: int
+) -> dict[str, Any]:
+    """Train by the trainer."""
+    data = [{"input_ids": ids, "labels": ids} for ids in batch] * steps
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        args = TrainingArguments(
+            folder, per_device_train_batch_size=len(batch), max_steps=steps, learning_rate=HYPER["lr"],
+            lr_scheduler_type="constant", weight_decay=HYPER["weight_decay"], max_grad_norm=1.0,
+            optim="adamw_torch_fused", logging_strategy="no", save_strategy="no", report_to=[], disable_tqdm=True,
+            logging_nan_inf_filter=False, use_cpu=not clock.device.is_accelerator, **row.arguments,
+        )  # fmt: skip
+        trainer = Surrounded(model, args, train_dataset=data, callbacks=[clock])
+        trainer.around = row.around(model)
+        handle = stack.enter_context(offload(trainer, **row.wanted)) if row.wanted else None
+        trainer.train()
+        return said_by(handle, steps)
+
+
+def in_a_plain_loop(
+    row: Row, model: torch.nn.Module, batch: torch.Tensor, clock: Clock, steps: int
+) -> dict[str, Any]:
+    """Train by a loop of a few lines, with the same mechanism."""
+    params = [param for param in model.parameters() if param.requires_grad]
+    with Offloading(Wanted.of(**row.wanted)) as handle:
+        if handle.wanted.optimizer is None:
+            optimizer: torch.optim.Optimizer = torch.optim.AdamW(params, fused=True, **HYPER)
+        else:
+            optimizer = handle.make_optimizer(params, **HYPER)
+        handle.attach(model)
+        model.train()
+        for _ in range(steps):
+            # As the trainer's does: a batch comes from the host.
+            ids = batch.to(clock.device.torch_device)
+            model(input_ids=ids, labels=ids).loss.backward()
+            torch.nn.utils.clip_grad_norm_(params, 1.0)
+            optimizer.step()
+            model.zero_grad()
+            clock.end_step()
+        return said_by(handle, steps)
+
+
+def said_by(handle: Offloading | None, steps: int) -> dict[str, Any]:
+    """Return what ours says of itself."""
+    if handle is None:
+        return {}
+    report = handle.report
+    found: dict[str, Any] = {"offloaded_gb": report.activation_bytes / steps / GB}
+    return (
+        found
+        if report.optimizer is None
+        else found | {"split": tuple(round(each, 3) for each in report.optimizer)}
+    )
+
+
+def measure(
+    train: Callable[..., dict[str, Any]],
+    row: Row,
+    model: torch.nn.Module,
+    batch: torch.Tensor,
+    device: Device,
+    steps: tuple[int, int],
+) -> dict[str, Any]:
+    """Return times, peaks and what is said, or why a row is left out; `steps` are those of warm-up, and measured."""
+    model.zero_grad()
+    # The row before may have left its own switched on.
+    pause_checkpointing(model)
+    forget_caches(device)
+    warm_up, measured = steps
+    try:
+        with Ledger(device, track=model.parameters()) as ledger:
+            clock = Clock(device, ledger, warm_up)
+            said = train(row, model, batch, clock, warm_up + measured)
+            return clock.result() | said
+    except torch.OutOfMemoryError:
+        return {"left out": "out of memory"}
+    except (ImportError, AttributeError, RuntimeError, ValueError) as error:
+        return {"left out": f"{type(error).__name__}: {str(error).splitlines()[0][:100]}"}
+
+
+def judge(results: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return a line for each comparison that the rows allow: what was to be reached, what was, and whether."""
+    lines = []
+
+    def add(what: str, goal: float, reached: float) -> None:
+        lines.append({"what": what, "goal": goal, "reached": reached, "met": reached <= goal})
+
+    for name, result in results.items():
+        plain = results.get(name + PLAIN, {})
+        if "step_s" in result and "step_s" in plain:
+            add(f"{name}: time / plain loop", 1.02, result["step_s"] / plain["step_s"])
+    for theirs, ours, base in (
+        (THEIR_OFFLOAD, OURS_CHECKPOINT, CHECKPOINTED),
+        (THEIR_ACTIVATIONS, OURS_LAYERS, NONE),
+    ):
+        if all("step_s" in results.get(each, {}) for each in (theirs, ours, base)):
+            extra = {each: results[each]["step_s"] - results[base]["step_s"] for each in (theirs, ours)}
+            freed = {each: results[base]["peak_gb"] - results[each]["peak_gb"] for each in (theirs, ours)}
+            add(f"{ours}: extra time / that of {theirs}", 0.5, extra[ours] / extra[theirs])
+            add(f"{ours}: GB that {theirs} frees beyond it", 0.0, freed[theirs] - freed[ours])
+    return lines
+
+
+def versions() -> dict[str, str]:
+    """Return the releases that the numbers belong to."""
+    found = {"transformers": transformers.__version__}
+    for name in ("accelerate", "trl"):
+        try:
+            found[name] = __import__(name).__version__
+        except ImportError:
+            found[name] = "not installed"
+    return found
+
+
+def main() -> None:
+    """Run the rows that are asked for, print the tables, write JSON."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--tiny", action="store_true", help="toy size, any machine")
+    parser.add_argument("--batches", default="", help="sequences x tokens, comma separated: 1x4096,4x4096")
+    parser.add_argument(
+        "--rows", default="", help="only rows whose name contains one of these, comma separated"
+    )
+    parser.add_argument("--out", type=Path, help="write all numbers as JSON")
+    args = parser.parse_args()
+    device = Device.of("cuda" if torch.cuda.is_available() else "cpu")
+    wanted = [part for part in args.rows.split(",") if part]
+    steps = (2, 2) if args.tiny else (3, 5)
+    facts = machine(device) | versions()
+    print(json.dumps(facts), flush=True)
+    torch.manual_seed(0)
+    with device.torch_device:
+        model = Qwen3ForCausalLM(Qwen3Config(**(TINY if args.tiny else PUBLISHED))).to(torch.bfloat16)
+    model.config.use_cache = False
+    report: dict[str, Any] = {"machine": facts, "shape": TINY if args.tiny else PUBLISHED, "batches": {}}
+    for size in (args.batches or ("2x64" if args.tiny else "1x4096,4x4096")).split(","):
+        sequences, tokens = map(int, size.split("x"))
+        batch = torch.randint(
+            0, model.config.vocab_size, (sequences, tokens), generator=torch.Generator().manual_seed(0)
+        )
+        results: dict[str, dict[str, Any]] = {}
+        for name, row in rows(1 if args.tiny else 2**20).items():
+            if wanted and not any(part in name for part in wanted):
+                continue
+            results[name] = measure(through_trainer, row, model, batch, device, steps)
+            print(size, name, results[name], flush=True)
+            if row.wanted:
+                results[name + PLAIN] = measure(in_a_plain_loop, row, model, batch, device, steps)
+                print(size, name + PLAIN, results[name + PLAIN], flush=True)
+        base = results.get(NONE, {}).get("step_s") or results.get(CHECKPOINTED, {}).get("step_s")
+        for result in results.values():
+            if base and "step_s" in result:
+                result["ratio"] = result["step_s"] / base
+        report["batches"][size] = {"rows": results, "goals": judge(results)}
+        print(f"\n{size} tokens")
+        print_table([{"row": name, **result} for name, result in results.items()])
+        print_table(report["batches"][size]["goals"])
+        if args.out:
+            args.out.write_text(json.dumps(report, indent=1))
+
+
+if __name__ == "__main__":
+    main()
