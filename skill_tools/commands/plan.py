@@ -19,6 +19,7 @@ from skill_tools.dialects import registry
 from skill_tools.errors import UnusableInput, printable_lines
 from skill_tools.planning.model import known_models, shape_sources
 from skill_tools.planning.model.shape_sources import UnknownShapeError
+from skill_tools.planning.search import sensitivity
 from skill_tools.planning.search.options import HOST_MEMORY
 from skill_tools.planning.search.planner import Plan
 from skill_tools.units import gib
@@ -94,6 +95,8 @@ def _below_the_floor(plan: Plan) -> UnusableInput:
         problem += f" and {gib(plan.budget.host_bytes)} of host memory a node"
         needs += f" and {gib(floor.host_bytes_per_node)} of host memory a node"
         attempt = f"--host-memory with what the node really has, {attempt}"
+    elif fused := sensitivity.with_fused_loss(plan.run, plan.floor):
+        attempt = f"{sensitivity.FUSED_LOSS} (about {gib(fused)}: {sensitivity.HOW_TO_FUSE}), {attempt}"
     return UnusableInput(
         problem, expected=f"at least {needs} ({plan.floor.candidate.label})", attempt=attempt
     )

@@ -54,6 +54,9 @@ class Run(NamedTuple):
     and vocabulary entry that the loss keeps at its worst moment; `fused_activation` says that SwiGLU keeps
     no product of its own; `clips` that gradients may be clipped by their global norm; `is_eager` that operations run
     one by one, without Megatron's fusions; `widens_gradients` that the GPU's update makes fp32 of bf16 gradients.
+    `norm_bytes` are what an eager norm keeps of an element beyond its input and output. Where `traced` is
+    there, bytes of forward and backward and the time of both come from it, and not from the shape. `fused_loss` says
+    that head and loss are one kernel, which makes the logits in chunks.
     """
 
     dialect: str
@@ -77,6 +80,7 @@ class Run(NamedTuple):
     is_eager: bool = False
     widens_gradients: bool = False
     traced: TracedModel | None = None
+    fused_loss: bool = False
     assumptions: tuple[str, ...] = ()
 
     @property

@@ -19,6 +19,7 @@ from skill_tools.dialects.shapes import ModelShape
 from skill_tools.planning.model.reference_numbers import IN_FLIGHT_BYTES
 from skill_tools.units import GIB
 
+LOSS_CHUNK_TOKENS = 512
 IMBALANCE = 1.0  # tokens an expert rank receives, relative to an even spread
 
 _COMPONENTS = (
@@ -303,3 +304,15 @@ def _waiting(run: Run, mode: Mode, largest: float, offloaded: float) -> float:
 def input_bytes(run: Run) -> float:
     """Bytes a token of one layer's input."""
     return 2 * run.shape.hidden / (run.layout.tensor if run.layout.sequence_parallel else 1)
+
+
+def loss_bytes(run: Run, whole: float) -> float:
+    """Return what head and loss take at the start of backward, where they take `whole` bytes with all logits at once.
+
+    A fused loss adds the head's gradient up in one fp32 tensor, and has the logits of one chunk at a time.
+    """
+    if not run.fused_loss:
+        return whole
+    vocab = run.shape.vocab / run.layout.tensor
+    chunk = run.loss_bytes * vocab * min(LOSS_CHUNK_TOKENS, run.tokens)
+    return min(whole, chunk + (4 * vocab + 2 * run.tokens) * run.shape.hidden)

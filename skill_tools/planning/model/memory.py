@@ -163,7 +163,7 @@ def _activation_lines(run: Run, mode: Mode, stage: Stage, found: Kept, flight: f
     final = round(found.final_token_bytes * run.tokens)
     token_bytes = run.loss_bytes + found.logits_bytes
     heads = 1 + run.shape.mtp_layers
-    loss = round(heads * token_bytes * run.tokens * run.shape.vocab / tensor)
+    loss = round(activations.loss_bytes(run, heads * token_bytes * run.tokens * run.shape.vocab / tensor))
     formula = f"{heads} x {token_bytes:g} B x {run.tokens} tokens x {run.shape.vocab} / TP {tensor}"
     lines.append(Line("logits and loss", loss, formula, "loss"))
     if final:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from skill_tools.dialects.run import Mode, Run
 from skill_tools.dialects.traced import TracedModel, TracedStep
 from skill_tools.planning.accounts import Line
-from skill_tools.planning.model.activations import Kept
+from skill_tools.planning.model.activations import Kept, loss_bytes
 from skill_tools.units import GIB
 
 
@@ -94,7 +94,8 @@ def _levels(run: Run, model: TracedModel, mode: Mode, kept: Kept) -> tuple[Level
     found = sizes(model, run.micro_batch, run.seq_length, recomputed=recompute.granularity == "full")
     gone = max(found.saved_up_to[-1] - (kept.stays - kept.waiting), 0.0)
     levels = []
-    for index, moment in enumerate(found.moments):
+    loss = found.moments[0]._replace(work=loss_bytes(run, found.moments[0].work))
+    for index, moment in enumerate((loss, *found.moments[1:])):
         away = _away(mode, found.saved_up_to, moment, index, gone)
         here = moment.saved - away + (0.0 if index else kept.waiting)
         levels.append(Level(moment, away, here, here + moment.work, moment.gradients))

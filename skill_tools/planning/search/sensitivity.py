@@ -1,4 +1,4 @@
-"""What would change the answer: another budget, a longer sequence, a larger micro-batch, a slower link.
+"""What would change the answer: another budget, a longer sequence, a larger micro-batch, another loss, a slower link.
 
 Another budget is searched again. For a longer sequence and a larger micro-batch the recommended mode is
 evaluated again; for the link, the fitting options are timed again.
@@ -14,6 +14,13 @@ from skill_tools.planning.search.candidates import Search
 from skill_tools.planning.search.options import Budget, Option, limit_of
 from skill_tools.units import gib
 
+FUSED_LOSS = "a fused linear cross entropy"
+HOW_TO_FUSE = (
+    "in Transformers' Trainer use_liger_kernel=True, in a loop of torch 2.13 "
+    "torch.nn.functional.linear_cross_entropy(hidden, lm_head.weight, labels); its sums round otherwise"
+)
+_LITTLE = 0.98
+
 
 def answers(
     run: Run, machine: Machine, search: Search, budget: Budget, options: Sequence[Option]
@@ -25,9 +32,19 @@ def answers(
         _larger("twice the sequence length", run._replace(seq_length=2 * run.seq_length), budget, best),
         _larger("twice the micro-batch", run._replace(micro_batch=2 * run.micro_batch), budget, best),
     ]
+    if fused := with_fused_loss(run, best):
+        found.append((FUSED_LOSS, f"about {gib(fused)} a GPU in the recommended mode; {HOW_TO_FUSE}"))
     if best.candidate.mechanisms:
         found.append(_slower_link(run, machine, search, [option for option in options if option.fits]))
     return tuple(found)
+
+
+def with_fused_loss(run: Run, option: Option) -> int | None:
+    """Return the GPU bytes of `option` where head and loss are one kernel, or None where that frees little."""
+    if not run.is_eager or run.fused_loss:
+        return None
+    fused = memory.estimate(run._replace(fused_loss=True), option.candidate.mode).device_bytes
+    return fused if fused < _LITTLE * option.memory.device_bytes else None
 
 
 def _other_budget(search: Search, budget: Budget, factor: float, best: Option) -> tuple[str, str]:

@@ -147,3 +147,22 @@ def test_a_probed_machine_narrows_the_range(name: str) -> None:
     assert least_s <= step_s <= most_s
     _, named_least_s, named_most_s = span(ROWS[name], by_name)
     assert most_s - least_s <= named_most_s - named_least_s
+
+
+@pytest.mark.parametrize(
+    ("model", "length", "recompute", "traced_gib"),
+    [
+        ("qwen3-4b", 2048, None, 13.19),
+        ("qwen3-4b", 4096, CHECKPOINTS, 2.25),
+        ("llama-3-8b", 2048, CHECKPOINTS, 2.54),
+        ("llama-3-8b", 8192, CHECKPOINTS, 4.27),
+    ],
+)
+def test_a_fused_loss_takes_at_least_what_a_trace_of_torchs_takes(
+    model: str, length: int, recompute: Recompute | None, traced_gib: float
+) -> None:
+    """What forward and backward take beyond weights and states; `linear_cross_entropy` of torch 2.13 was traced."""
+    mode = off(1.0, recompute)._replace(streamed_fraction=0.0)
+    run = run_of(Row(model, 1, length, mode, 0))._replace(fused_loss=True)
+    alive = (line for line in memory.estimate(run, mode).gpu if line.when in {"step", "loss", "backward"})
+    assert traced_gib <= sum(line.bytes for line in alive) / GIB <= traced_gib + 1

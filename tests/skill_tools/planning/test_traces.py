@@ -126,6 +126,17 @@ def test_what_is_no_profile_is_refused_in_one_line(
     refusal(capsys, "--model", "qwen3-4b", "--trace", tmp_path / "own.json")
 
 
+def test_where_the_logits_decide_a_fused_loss_is_offered_with_its_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    long = ["--model", "qwen3-4b", "--overrides", "seq_length=16384"]
+    answers = {each["change"]: each["answer"] for each in planned(capsys, *long)["sensitivity"]}
+    assert "use_liger_kernel=True" in answers["a fused linear cross entropy"]
+    said = refusal(capsys, *long, "--gpu-memory", "18GiB")
+    assert "nothing legal fits 18.0 GiB" in said
+    assert "try a fused linear cross entropy (about 1" in said
+
+
 @pytest.mark.slow
 def test_what_ships_is_what_a_trace_gives(tmp_path: Path) -> None:
     pytest.importorskip("transformers.modeling_utils", reason="transformers is not installed")
