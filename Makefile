@@ -44,7 +44,8 @@ test-faults: setup
 
 # The real trainers, in an environment of their own: they bring pyarrow, pandas and a hundred megabytes more.
 test-trainers: .venv-trainers/.ready
-	OMP_NUM_THREADS=1 .venv-trainers/bin/pytest tests/reference_impl/integrations --durations=5
+	OMP_NUM_THREADS=1 .venv-trainers/bin/pytest --durations=5 tests/reference_impl/integrations \
+	    tests/test_examples.py::test_a_trainer_offloads_by_one_line tests/test_benchmarks.py::test_trainers_are_compared_at_toy_size
 
 .venv-trainers/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv-trainers

@@ -2,7 +2,11 @@
 
 import copy
 import gc
+import os
+import subprocess
+import sys
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -371,3 +375,14 @@ def test_a_new_model_for_each_training_gets_an_optimizer_of_its_own(tmp_path):
         if handle is not None:
             handle.close()
     courses[1].assert_is(courses[0])
+
+
+def test_two_processes_reduce_gradients_as_without(tmp_path):
+    root = Path(__file__).resolve().parents[3]
+    paths = os.pathsep.join([str(root), str(root / "tests" / "support"), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*command, str(root / "tests" / "support" / "ddp_trainer.py"), str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=200,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
