@@ -139,8 +139,9 @@ def check_model(model: nn.Module, *, moves_in_backward: bool) -> None:
         )
     if moves_in_backward and any(isinstance(module, DistributedDataParallel) for module in model.modules()):
         raise ValueError(
-            "DistributedDataParallel reduces gradients after the hooks that send them off; expected "
-            "backward_overlap='nothing' with it; try that, or FSDP"
+            "DistributedDataParallel reduces gradients after the hooks that send them off, and every rank keeps all "
+            "states; expected backward_overlap='nothing' with it; try that, or fully_shard(model, "
+            "reshard_after_forward=False), which keeps one copy of them"
         )
 
 

@@ -209,7 +209,8 @@ def compare(case, rank, ranks, device):
             splits = [None] * ranks
             dist.all_gather_object(splits, optimizer.split)
             assert splits == splits[:1] * ranks, splits
-            assert 0.1 < splits[0].cpu < 0.9, splits
+            # On four ranks the slots alone have room for all states.
+            assert ranks > 2 or 0.1 < splits[0].cpu < 0.9, splits
         for batches in data:
             batches = [batch.to(device) for batch in batches]
             loss = backward(ours, optimizer, batches, accumulation)
@@ -225,7 +226,8 @@ def compare(case, rank, ranks, device):
         optimizer.synchronize()
         for (name, one), other in zip(ours.named_parameters(), plain.parameters(), strict=True):
             assert torch.equal(one.to_local(), other.to_local()), name
-    if shares != "resident" and layout != "root" and ranks > 1 and rank == 0:
+        some_leave = shares == "offloader" or optimizer.split.resident < 1
+    if some_leave and layout != "root" and ranks > 1 and rank == 0:
         assert watched.most_left > 0, "step() has waited for all"
     dist.barrier()
 

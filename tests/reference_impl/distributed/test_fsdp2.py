@@ -254,7 +254,7 @@ def test_two_ranks_train_as_torch_does(tmp_path):
 
 @pytest.mark.slow
 def test_every_layout_and_share_trains_as_torch_does_on_four_ranks(tmp_path):
-    """Two cases of each layout and four of each share, with the other choices in turn."""
+    """Two cases of each layout and three of each share, with the other choices in turn."""
     cases = list(sharded_ranks.every_case())
     shares = itertools.cycle(sharded_ranks.SHARES)
     found = []
