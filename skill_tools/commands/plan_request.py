@@ -11,7 +11,7 @@ from skill_tools.dialects import registry
 from skill_tools.dialects.run import Run
 from skill_tools.dialects.shapes import ModelShape
 from skill_tools.errors import UnusableInput
-from skill_tools.planning.cost import kept_profile, machine
+from skill_tools.planning.cost import machine
 from skill_tools.planning.cost.machine import Machine
 from skill_tools.planning.model import known_models, shape_sources, traces
 from skill_tools.planning.model.shape_sources import UnknownShapeError
@@ -188,6 +188,8 @@ def _machine(args: argparse.Namespace, built: Run) -> Machine:
     if args.profile:
         return machine.read_profile(args.profile)
     if args.gpu in {None, AUTO}:
+        from skill_tools.planning.cost import kept_profile
+
         kept = kept_profile.find(ranks=built.layout.ranks_on_node)
         if kept is not None:
             return kept
@@ -204,6 +206,8 @@ def _unnamed(where: Machine) -> str:
     """Say which rates stand for a GPU that was not named."""
     if not where.measured:
         return "GPU: h100 rates, because --gpu was not given; `offload probe`, run once, keeps this machine's"
+    from skill_tools.planning.cost import kept_profile
+
     days = kept_profile.age_days()
     age = (
         ""

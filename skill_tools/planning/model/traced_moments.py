@@ -50,11 +50,9 @@ def sizes(model: TracedModel, sequences: int, length: int, *, recomputed: bool) 
 
 
 class Level(NamedTuple):
-    """What one moment adds to weights and states: `held` bytes, and finished gradients as far as they stay."""
+    """What one moment adds to weights and states: `held` bytes in `lines`, and finished gradients, if they stay."""
 
-    moment: Moment
-    away: float
-    here: float
+    lines: tuple[Line, ...]
     held: float
     gradients: float
 
@@ -72,19 +70,10 @@ def worst(run: Run, model: TracedModel, mode: Mode, kept: Kept, gradients_held: 
         share = gradients_held / model.gradients_bytes
         at = max(levels, key=lambda level: level.held + share * level.gradients)
         finished = share * at.gradients
-    moved = f", less {at.away / GIB:.2f} GiB that are away" if at.away else ""
-    saved = (
-        f"what {at.moment.layers} layers saved, {at.moment.saved / GIB:.2f} GiB{moved}, in {at.moment.name}"
-    )
-    rest = f"all else that is alive in {at.moment.name}"
-    alive = [
-        Line("activations", round(at.here), saved, "step"),
-        Line("logits, loss and work", round(at.moment.work), rest, "loss"),
-        Line(
-            "gradients", round(finished), f"finished by then, of {gradients_held / GIB:.2f} GiB", "backward"
-        ),
-    ]
-    return [line for line in alive if line.bytes]
+    if not round(finished):
+        return list(at.lines)
+    formula = f"finished by then, of {gradients_held / GIB:.2f} GiB"
+    return [*at.lines, Line("gradients", round(finished), formula, "backward")]
 
 
 @lru_cache(maxsize=256)
@@ -98,7 +87,15 @@ def _levels(run: Run, model: TracedModel, mode: Mode, kept: Kept) -> tuple[Level
     for index, moment in enumerate((loss, *found.moments[1:])):
         away = _away(mode, found.saved_up_to, moment, index, gone)
         here = moment.saved - away + (0.0 if index else kept.waiting)
-        levels.append(Level(moment, away, here, here + moment.work, moment.gradients))
+        moved = f", less {away / GIB:.2f} GiB that are away" if away else ""
+        saved = f"what {moment.layers} layers saved, {moment.saved / GIB:.2f} GiB{moved}, in {moment.name}"
+        rest = f"all else that is alive in {moment.name}"
+        lines = (
+            Line("activations", round(here), saved, "step"),
+            Line("logits, loss and work", round(moment.work), rest, "loss"),
+        )
+        alive = tuple(line for line in lines if line.bytes)
+        levels.append(Level(alive, here + moment.work, moment.gradients))
     levels.sort(key=lambda level: (-level.held, -level.gradients))
     kept_levels: list[Level] = []
     for level in levels:
