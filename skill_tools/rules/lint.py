@@ -181,7 +181,8 @@ def in_order(findings: Sequence[Finding]) -> tuple[Finding, ...]:
 def _finding(rule: Rule, scope: Scope, holds: Holds) -> Finding:
     depends_on, unless = holds
     keys = observed_keys(rule.condition.deciding_names(scope))
-    place = place_of(keys, scope.config)
+    changed = [key for key in keys if key in rule.fix.set or key in rule.fix.remove]
+    place = place_of((*changed, *keys), scope.config)
     finding = from_rule(rule, message=f"{rule.message}: {describe(keys, scope, place)}", place=place)
     observed = {key: scope.versions.get(key, scope[key]) for key in keys}
     is_lower = depends_on or (unless and _is_doubted(rule, scope, unless))

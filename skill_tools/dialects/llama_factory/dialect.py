@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from skill_tools.dialects.shapes import ModelShape
 
 _STAGES = frozenset({"pt", "sft", "rm", "ppo", "dpo", "kto"})
-_METHODS = frozenset({"lora", "oft", "freeze", "full"})
 _COMMAND = r"(?m)^[^#\n]*?(\b(?:llamafactory-cli|lmf) train\b|--finetuning_type\b)"
 
 
@@ -42,7 +41,7 @@ class LlamaFactory(Dialect):
         stage, method = (
             entries[name].value if name in entries else None for name in ("stage", "finetuning_type")
         )
-        if stage in _STAGES and method in _METHODS:
+        if stage in _STAGES and isinstance(method, str):
             return Evidence(1, certain=True, proof=f"stage: {stage}, finetuning_type: {method}")
         distributed = entries["dist_config"].value if "dist_config" in entries else None
         if isinstance(distributed, dict) and "name" in distributed and "train_dataset" in entries:

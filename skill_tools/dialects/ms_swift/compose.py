@@ -219,6 +219,9 @@ def _write_named(draft: Draft, named: Setting, folders: Sequence[Path]) -> None:
             draft.set_key(name, value, name.rpartition(".")[2], named.place)
     elif inline is not None:
         _write_inline(draft, named, inline)
+    elif found is None and named.key == "swift.deepspeed" and not _is_path(str(named.value)):
+        draft.refuse_type(named.key, f"one of {', '.join(key.implies if key else ())}, a JSON file or JSON")
+        _leave_open(draft, named.key)
     elif found is None:
         draft.missing_files.append(named)
         _leave_open(draft, named.key)
@@ -227,6 +230,10 @@ def _write_named(draft: Draft, named: Setting, folders: Sequence[Path]) -> None:
     else:
         draft.take(found)
         _write_fsdp(draft, single_document(found), found.name)
+
+
+def _is_path(text: str) -> bool:
+    return "/" in text or text.endswith(".json")
 
 
 def _write_inline(draft: Draft, named: Setting, value: dict[str, object]) -> None:

@@ -58,10 +58,10 @@ def test_it_is_recognised_by_sections_with_its_own_fields(text: str, filename: s
     assert found is is_ours
 
 
-def test_a_finding_stands_on_the_line_of_its_key() -> None:
+def test_a_finding_stands_on_the_line_that_its_fix_changes() -> None:
     config = composed(TOML.replace("degree = -1", "degree = 1"))
     finding = lint(config, versions={"torchtitan": "0.2.2"}).findings[0]
-    assert (finding.rule, finding.place.line) == ("titan-offload-no-fsdp", 10)
+    assert (finding.rule, finding.place.line) == ("titan-offload-no-fsdp", 13)
 
 
 def test_options_win_over_the_file_in_either_spelling(tmp_path: Path) -> None:
