@@ -20,7 +20,7 @@ NEEDED = {
     "accelerate", "addict", "art", "axolotl-contribs-lgpl", "axolotl-contribs-mit", "bitsandbytes", "colorama",
     "datasets", "einops", "evaluate", "fastcore", "fire", "numba", "nvidia-ml-py", "peft", "posthog", "pydantic",
     "python-dotenv", "requests", "schedulefree", "scipy", "sentencepiece", "tensorboard", "tokenizers", "transformers",
-    "trl", "wandb",
+    "triton", "trl", "wandb",
 }  # fmt: skip
 REQUIREMENT = re.compile(r"(?P<name>[A-Za-z0-9_.-]+)(?P<pin>[^;]*)")
 
