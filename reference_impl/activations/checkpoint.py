@@ -117,8 +117,24 @@ class CheckpointOffloader(Offloader):
             finally:
                 self._results.pop()
 
+        failed: list[BaseException] = []
+
+        def first_or_again(*inputs: Any) -> Any:
+            if results.has_passed:
+                return body(*inputs)
+            try:
+                return body(*inputs)
+            except BaseException as error:
+                # Before torch 2.13 checkpoint leaves its own hooks in place where this raises, until the traceback
+                # goes; those of `saving` would be taken for them.
+                failed.append(error)
+                return None
+
         with self.engine.saving(layer, self._share):
-            return checkpoint(body, *leaves, use_reentrant=False)
+            result = checkpoint(first_or_again, *leaves, use_reentrant=False)
+        if failed:
+            raise failed.pop()
+        return result
 
     def _around_kept(
         self, forward: Forward, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -184,6 +200,11 @@ class ExpensiveResults(TorchDispatchMode):
         self._results: list[Any] = []
         self._passes = 0
         self._next = 0
+
+    @property
+    def has_passed(self) -> bool:
+        """Whether the layer's forward has begun."""
+        return self._passes > 0
 
     def start_pass(self) -> None:
         """Begin the layer's forward, or a recomputation of it."""

@@ -21,17 +21,21 @@ from torch import nn
 
 from reference_impl.activations.attach import change_copies
 from reference_impl.activations.geometry import flat_bytes
-from reference_impl.device import REACHED, Device, Event
+from reference_impl.device import REACHED, Device, Event, device_is_lost
+from reference_impl.memory.absent import mark_absent
 from reference_impl.memory.arena import HostArena, HostBlock
 from reference_impl.memory.ledger import resize_storage
+
+_LOST = "expected a device that can take it back; try a new process and the last checkpoint"
 
 
 class OffloadedStorage:
     """One weight's storage, its host copy, and where the bytes are."""
 
-    def __init__(self, device: Device, arena: HostArena, tensor: torch.Tensor) -> None:
+    def __init__(self, device: Device, arena: HostArena, name: str, tensor: torch.Tensor) -> None:
         self._device = device
         self._arena = arena
+        self._name = name
         self._tensor = tensor
         self._block: HostBlock | None = None
         self._version = -1
@@ -80,6 +84,11 @@ class OffloadedStorage:
             self._arena.free(self._block, after=self._ready)
             self._block = None
 
+    def give_up(self) -> None:
+        """Have the weight refuse to be computed with, unless it is on the device."""
+        if self.is_on_host:
+            mark_absent(self._tensor, self._name, _LOST)
+
     def _flat(self) -> torch.Tensor:
         return flat_bytes(self._tensor.untyped_storage(), 0, self._size_bytes)
 
@@ -103,7 +112,8 @@ class OffloadedWeights:
         self.moved_bytes = 0
         self._storages = {
             layer: [
-                OffloadedStorage(device, arena, tensor) for tensor in _own_tensors(model, layer, min_bytes)
+                OffloadedStorage(device, arena, name, tensor)
+                for name, tensor in _own_tensors(model, layer, min_bytes).items()
             ]
             for layer in layers
         }
@@ -151,9 +161,15 @@ class OffloadedWeights:
         self._hook.remove()
         for undo in self._undo_copies:
             undo()
-        for storages in self._storages.values():
+        storages = [storage for storages in self._storages.values() for storage in storages]
+        try:
             for storage in storages:
                 storage.close()
+        except BaseException as error:
+            if device_is_lost(error):
+                for storage in storages:
+                    storage.give_up()
+            raise
 
     def _make_plain(self, state: dict[str, Any]) -> None:
         """Have a copy find all weights on the device, and leave them to it."""
@@ -171,9 +187,13 @@ class OffloadedWeights:
                 storage.start_load()
 
 
-def _own_tensors(model: nn.Module, layer: nn.Module, min_bytes: int) -> list[torch.Tensor]:
-    """Return one parameter for each storage of `layer` that is large enough and nobody else's."""
+def _own_tensors(model: nn.Module, layer: nn.Module, min_bytes: int) -> dict[str, torch.Tensor]:
+    """Return one parameter by its name for each storage of `layer` that is large enough and nobody else's."""
     inside = {id(parameter) for parameter in layer.parameters()}
     shared = {p.untyped_storage()._cdata for p in model.parameters() if id(p) not in inside}
-    own = {p.untyped_storage()._cdata: p for p in layer.parameters()}
-    return [p for key, p in own.items() if key not in shared and p.untyped_storage().nbytes() >= min_bytes]
+    own = {p.untyped_storage()._cdata: (name, p) for name, p in model.named_parameters() if id(p) in inside}
+    return {
+        name: p
+        for key, (name, p) in own.items()
+        if key not in shared and p.untyped_storage().nbytes() >= min_bytes
+    }

@@ -19,11 +19,16 @@ from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from reference_impl.device import REACHED, Device
+from reference_impl.memory.absent import mark_absent, mark_present
 from reference_impl.memory.interrupts import deferred_interrupts
 from reference_impl.memory.ledger import resize_storage
-from reference_impl.weights.absent import mark_absent, mark_present
 from reference_impl.weights.frozen import FrozenStorage, bytes_of, layout, placed, unpacked
 from reference_impl.weights.host_memory import HostCopy, HostMemory, Started
+
+_BROUGHT_BY_ITS_BLOCK = (
+    "expected its use inside the forward or backward of its own block, for which FrozenLayerStreamer brings it; "
+    "try `with streamer.gathered():` around this"
+)
 
 
 @dataclass(frozen=True)
@@ -193,7 +198,7 @@ class StreamedBlock:
         resize_storage(self._flat.untyped_storage(), 0)
         self.is_loaded = False
         for watched in self._watched:
-            mark_absent(watched.tensor, watched.name)
+            mark_absent(watched.tensor, watched.name, _BROUGHT_BY_ITS_BLOCK)
 
     def _refuse_changes(self) -> None:
         base_address = self._flat.data_ptr()

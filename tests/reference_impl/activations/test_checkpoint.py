@@ -207,3 +207,18 @@ def test_after_an_error_the_next_step_is_right(trainee, where):
         assert trainee.step() == expected
         gc.collect()
         assert offloader.arena.live_bytes == 0
+
+
+def test_a_failed_forward_leaves_no_hook_in_place_while_its_error_is_kept(trainee):
+    """torch's checkpoint leaves its own there before torch 2.13, and others would be popped in its place."""
+
+    def fail(*_):
+        raise RuntimeError("planted")
+
+    handle = trainee.model.layers[1].register_forward_pre_hook(fail)
+    with CheckpointOffloader(trainee.model, keep=["gate"], **SMALL):
+        with pytest.raises(RuntimeError, match="planted") as kept:
+            trainee.step()
+        assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+        del kept
+    handle.remove()

@@ -115,6 +115,22 @@ def test_after_an_error_the_next_step_is_right(trainee):
         assert trainee.step() == expected
 
 
+def test_weights_that_a_lost_device_cannot_take_back_say_so(trainee, device, monkeypatch):
+    def lost(*_, **__):
+        raise RuntimeError("CUDA error: planted")
+
+    offloader = ActivationOffloader(trainee.model, weights=True, **SMALL)
+    loss = trainee.loss()
+    monkeypatch.setitem(vars(device), "copy_in", lost)
+    with pytest.warns(UserWarning, match="which is lost: CUDA error: planted"):
+        offloader.close()
+    with pytest.raises(
+        RuntimeError, match=r"layers\.0\..*\.weight is not on the device; .*try a new process"
+    ):
+        trainee.loss()
+    del loss
+
+
 def test_module_level_offload_leaves_weights_alone(trainee):
     with pytest.raises(ValueError, match="weights=True offloads the weights of whole layers"):
         ActivationOffloader(trainee.model, modules=["down"], weights=True)

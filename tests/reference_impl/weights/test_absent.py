@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from reference_impl.memory.absent import mark_absent, mark_present
 from reference_impl.weights import FrozenLayerStreamer
-from reference_impl.weights.absent import mark_absent, mark_present
 
 READS = {
     "arithmetic": lambda weight: weight + 1,
@@ -95,8 +95,8 @@ def test_everything_is_itself_again_afterwards(trainee):
 
 def test_marking_twice_is_marking_once():
     tensor = torch.ones(2)
-    mark_absent(tensor, "one")
-    mark_absent(tensor, "two")
+    mark_absent(tensor, "one", "try this")
+    mark_absent(tensor, "two", "try that")
     with pytest.raises(RuntimeError, match="one is not on the device"):
         tensor.sum()
     mark_present(tensor)

@@ -5,7 +5,7 @@ silently). So an absent tensor has a class that answers questions about its shap
 everything else. It stays the same object: changing an instance's class is how torch's own lazy parameters become
 real, and kernels and autograd, which do not look at Python classes, are not affected.
 
-Explained in docs/layer-streaming.md.
+Explained in docs/layer-streaming.md. A file of its own, because both rooms that take weights away use it.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _DESCRIBING_METHODS = {
 }
 
 
-def mark_absent(tensor: torch.Tensor, name: str) -> None:
-    """Make `tensor`, which is `name` in its model, refuse to be computed with."""
+def mark_absent(tensor: torch.Tensor, name: str, remedy: str) -> None:
+    """Make `tensor`, which is `name` in its model, refuse to be computed with; `remedy` ends the message."""
     if not hasattr(type(tensor), "_present_class"):
-        tensor.__class__ = _absent_class(type(tensor), name)
+        tensor.__class__ = _absent_class(type(tensor), name, remedy)
 
 
 def mark_present(tensor: torch.Tensor) -> None:
@@ -38,7 +38,7 @@ def mark_present(tensor: torch.Tensor) -> None:
 
 
 @functools.cache
-def _absent_class(present_class: type[torch.Tensor], name: str) -> type[torch.Tensor]:
+def _absent_class(present_class: type[torch.Tensor], name: str, remedy: str) -> type[torch.Tensor]:
     """Return the class of a tensor of `present_class` that is `name` and not there."""
 
     def answer(cls: type, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
@@ -49,17 +49,14 @@ def _absent_class(present_class: type[torch.Tensor], name: str) -> type[torch.Te
             # What a state_dict is made of: the same tensor in another object, absent as well.
             with torch._C.DisableTorchFunctionSubclass():
                 alias: torch.Tensor = func(*args, **(kwargs or {}))
-            mark_absent(alias, name)
+            mark_absent(alias, name, remedy)
             return alias
         is_attribute = function in ("__get__", "__set__", "__delete__")
         if not (
             function in _DESCRIBING_METHODS
             or (is_attribute and (function != "__get__" or func.__self__.__name__ not in _READING_ATTRIBUTES))
         ):
-            raise RuntimeError(
-                f"{name} is not on the device; expected its use inside the forward or backward of its own block, for "
-                "which FrozenLayerStreamer brings it; try `with streamer.gathered():` around this"
-            )
+            raise RuntimeError(f"{name} is not on the device; {remedy}")
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
