@@ -8,6 +8,7 @@ Explained in docs/optimizer-offloading.md and docs/layer-streaming.md.
 
 from functools import lru_cache
 
+from skill_tools.dialects import parameters
 from skill_tools.dialects.layout import LocalParameters
 from skill_tools.dialects.run import STATE_CHUNK_BYTES, Adapter, Mode, OptimizerEngine, Run, WeightEngine
 from skill_tools.planning.accounts import Line, each
@@ -201,8 +202,12 @@ def _frees_nothing(run: Run, mode: Mode) -> bool:
 
 
 def _gathered(run: Run, mode: Mode, local: LocalParameters) -> list[Line]:
-    """Return the two layers in bf16 that FSDP or ZeRO-3 gathers: the one that runs and the one it prefetches."""
+    """Return what FSDP or ZeRO-3 gathers in bf16: the layer that runs, the next one, and all the time both ends."""
     if run.weight_shards == 1 and not mode.offload_parameters:
         return []
-    layer = round(2 * local.total / run.shape.num_layers)
-    return [Line("gathered layers", 2 * layer, "2 layers x 2 B a parameter", "step")]
+    ends = min(parameters.embedding(run.shape).total + parameters.head(run.shape).total, local.total)
+    layer = round(2 * (local.total - ends) / run.shape.num_layers)
+    return [
+        Line("gathered layers", 2 * layer, "2 layers x 2 B a parameter", "step"),
+        Line("gathered embedding and head", 2 * ends, each(2, ends, "parameters of the root group"), "step"),
+    ]

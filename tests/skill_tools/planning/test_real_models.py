@@ -57,6 +57,12 @@ ROWS = {
     "checkpointing, all off, 4 sequences": Row(
         "qwen3-4b", 4, 4096, off(1.0, CHECKPOINTS), 41.78 * GB, gpu="h200"
     ),
+    "FSDP2, all on the CPU": Row(
+        "qwen3-4b", 1, 4096, Mode(offload_parameters=True, recompute=CHECKPOINTS), 9.15 * GB, gpu="h200"
+    ),
+    "FSDP2, all on the CPU, 4 sequences": Row(
+        "qwen3-4b", 4, 4096, Mode(offload_parameters=True, recompute=CHECKPOINTS), 34.07 * GB, gpu="h200"
+    ),
 }
 
 
