@@ -1,7 +1,8 @@
 """What a dialect is: everything that the tools need to know about one framework, as one object.
 
-A subclass says what differs from the defaults here; `compose`, `run` and `candidates` it has to write. The object's
-module is small and loads the mechanics when they are called, because every dialect is asked for evidence in each lint.
+A subclass says what differs from the defaults here; `compose` it has to write, for plans `run` and `candidates` too.
+The object's module is small and loads the mechanics when they are called, because every dialect is asked for evidence
+in each lint.
 """
 
 from abc import ABC, abstractmethod
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from skill_tools.configs.config import Config, Setting, UnknownKey
 from skill_tools.configs.keys import Key, load_keys
 from skill_tools.configs.source import Kind, Source
+from skill_tools.errors import UnusableInput
 
 if TYPE_CHECKING:  # a lint builds no run: what a plan alone needs is loaded by the plan
     from skill_tools.configs.yaml_lines import Node
@@ -48,7 +50,7 @@ class Dialect(ABC):
     configuration may hold a section, inline or in a file that it names: their types, defaults, names and rules apply to
     it as they stand. `reads_toml` says that its files are TOML, which no other's are. `takes_new_keys` says that a fix
     may add a key at the end of a YAML file. `to_fit` is what to try when nothing fits, `carry_out` how to carry out a
-    plan that changes no setting.
+    plan that changes no setting. `no_plan` says why there is no plan, where a dialect has no `run` and no `candidates`.
     """
 
     name: str
@@ -65,6 +67,7 @@ class Dialect(ABC):
     takes_new_keys = True
     to_fit = "more GPUs (--gpus), or a shorter sequence"
     carry_out = ""
+    no_plan = ""
 
     @property
     def heading(self) -> str:
@@ -124,9 +127,9 @@ class Dialect(ABC):
         known = load_keys().get(key)
         return known.spelling.get(self.name, key) if known else key
 
-    @abstractmethod
     def run(self, config: Config, shape: "ModelShape", *, gpus: int | None) -> "Run":
         """Return the run that `config` describes; raises `UnusableInput` for sizes that cannot be."""
+        raise self._not_planned()
 
     def current(self, config: Config, run: "Run") -> "Mode":
         """Return the mode that the configuration asks for as it stands."""
@@ -134,9 +137,16 @@ class Dialect(ABC):
 
         return Mode()
 
-    @abstractmethod
     def candidates(self, config: Config, run: "Run", advice: "Advice") -> "Iterator[Candidate]":
         """Yield the ways to fit, each with the optimizer offloaded whole or not at all."""
+        raise self._not_planned()
+
+    def _not_planned(self) -> UnusableInput:
+        return UnusableInput(
+            self.no_plan,
+            expected="a run of a framework that is planned for",
+            attempt="offload plan --framework pytorch --model NAME --gpus N, for the training alone",
+        )
 
     def remarks(self, config: Config, mode: "Mode") -> tuple[str, ...]:
         """Say what the mode as it stands does not move, although its name promises it."""

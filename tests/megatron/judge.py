@@ -30,7 +30,7 @@ sys.path[:0] = [str(HERE), str(HERE.parents[1])]
 from configurations import Fields  # noqa: E402
 from fetch import EXTRAS, tree_of, trees  # noqa: E402
 from subjects import COMMAND_LINE, KEYS, OPTIMIZER, TRANSFORMER, Subject  # noqa: E402
-from witness import PRETENDED_TRANSFORMER_ENGINE  # noqa: E402
+from witness import PRETENDED_TRANSFORMER_ENGINE, Late  # noqa: E402
 
 from skill_tools.rules.knowledge import Rule, load_rules_yaml  # noqa: E402
 from skill_tools.rules.lint import lint  # noqa: E402
@@ -73,11 +73,14 @@ class Witness:
         self.has_arguments: bool = facts["has_arguments"]
 
     def raised(self, question: dict[str, Any]) -> str | None:
-        """Return the text of the error that the release raises, if any."""
+        """Return the text of the error that the release raises, if any; raises `Late` where it does not answer."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(question) + "\n")
         self._process.stdin.flush()
-        text: str | None = self._read()["text"]
+        answer = self._read()
+        if answer.get("late"):
+            raise Late
+        text: str | None = answer["text"]
         return text
 
     def _read(self) -> dict[str, Any]:
@@ -122,7 +125,11 @@ class Judge:
 
     def hold(self, fields: Fields) -> None:
         """Judge one configuration; raises Disagreement."""
-        text = self.witness.raised(self.subject.question(fields))
+        try:
+            text = self.witness.raised(self.subject.question(fields))
+        except Late:
+            self.counts["no answer"] += 1
+            return
         fired = self._fired(fields)
         speaking = [rule.id for rule in fired if text is not None and _says(rule, text)]
         self.counts["configurations"] += 1

@@ -6,7 +6,7 @@ line of JSON that says what the release is and whether it has the command line's
     {"class": "TransformerConfig", "fields": {..}}     or     {"arguments": [..], "environment": {..}}
 
 with `{"text": ..}`: the text of the error, or null when nothing was raised. An exception without a text is answered
-with the line of source that raised it, which is what a traceback shows.
+with the line of source that raised it, which is what a traceback shows; what takes longer than a minute with `late`.
 """
 
 import contextlib
@@ -16,6 +16,7 @@ import io
 import json
 import logging
 import os
+import signal
 import sys
 import traceback
 import typing
@@ -23,10 +24,12 @@ import warnings
 
 DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "fp8": "uint8"}
 PRETENDED_TRANSFORMER_ENGINE = "2.12.0"
+MOST_S_FOR_AN_ANSWER = 60.0  # megatron-core 0.19.2 never answers some command lines
 
 
 def main() -> None:
     answers, sys.stdout = sys.stdout, sys.stderr
+    signal.signal(signal.SIGALRM, stop)
     warnings.simplefilter("ignore")
     logging.disable(logging.CRITICAL)
     # Releases from 0.18 on are written for Python 3.12; they use nothing else of it here.
@@ -37,11 +40,25 @@ def main() -> None:
     print(json.dumps(facts), file=answers, flush=True)
     for line in sys.stdin:
         asked = json.loads(line)
-        if "class" in asked:
-            text = raised(build, asked["class"], asked["fields"])
-        else:
-            text = raised(parse, asked["arguments"], asked["environment"])
-        print(json.dumps({"text": text}), file=answers, flush=True)
+        signal.setitimer(signal.ITIMER_REAL, MOST_S_FOR_AN_ANSWER)
+        try:
+            if "class" in asked:
+                text = raised(build, asked["class"], asked["fields"])
+            else:
+                text = raised(parse, asked["arguments"], asked["environment"])
+            answer = {"text": text}
+        except Late:
+            answer = {"text": None, "late": True}
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+class Late(BaseException):
+    """A question takes longer than any answer may; no error of the release."""
+
+
+def stop(number: int, frame: object) -> None:
+    raise Late
 
 
 def has_arguments() -> bool:

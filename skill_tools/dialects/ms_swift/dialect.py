@@ -1,7 +1,7 @@
 """ms-swift as a dialect: arguments of its two programs, the files that they name, FSDP files of its own form."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from skill_tools.configs.config import Config, UnknownKey
@@ -9,13 +9,9 @@ from skill_tools.configs.source import Source
 from skill_tools.dialects.base import NONE, Dialect, Evidence
 from skill_tools.dialects.deepspeed import EMBEDDED
 from skill_tools.dialects.ms_swift import MS_SWIFT
-from skill_tools.errors import UnusableInput
 
 if TYPE_CHECKING:
     from skill_tools.configs.yaml_lines import Node
-    from skill_tools.dialects.candidates import Advice, Candidate
-    from skill_tools.dialects.run import Run
-    from skill_tools.dialects.shapes import ModelShape
 
 _COMMAND = (
     r"(?:^|[\s;&|\"'(])(?:swift|megatron)\s+(?:sft|pt|rlhf)\b|\bswift/cli/(?:_megatron/)?(?:sft|pt|rlhf)\.py"
@@ -29,6 +25,7 @@ class MsSwift(Dialect):
 
     name = MS_SWIFT
     label = "ms-swift"
+    no_plan = "what ms-swift's trainers and rollout engines keep on a GPU is not modelled, so that no plan is made of them"
     embeds = EMBEDDED
     looks_for = "swift or megatron with sft, pt or rlhf; tuner_type or rlhf_type beside model and dataset"
     marks = ("tuner_type", "train_type", "rlhf_type", "fsdp_config")
@@ -61,22 +58,6 @@ class MsSwift(Dialect):
     def rule_for_unknown(self, unknown: UnknownKey) -> str:
         """What is left over of the arguments ends the run."""
         return "sw-unknown-key"
-
-    def run(self, config: Config, shape: "ModelShape", *, gpus: int | None) -> "Run":
-        """Refuse: what a run of ms-swift keeps on a GPU is not modelled."""
-        raise _no_run()
-
-    def candidates(self, config: Config, run: "Run", advice: "Advice") -> "Iterator[Candidate]":
-        """Refuse, as `run` does."""
-        raise _no_run()
-
-
-def _no_run() -> UnusableInput:
-    return UnusableInput(
-        "what ms-swift's trainers and rollout engines keep on a GPU is not modelled, so that no plan is made of them",
-        expected="a configuration of a framework that is planned for",
-        attempt="offload plan --framework pytorch --model NAME --gpus N",
-    )
 
 
 DIALECT = MsSwift()

@@ -1,20 +1,16 @@
 """NeMo-RL as a dialect: a YAML file over its parents, a command line on top."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from skill_tools.configs.config import Config, UnknownKey
 from skill_tools.configs.source import Source
 from skill_tools.dialects.base import NONE, Dialect, Evidence
 from skill_tools.dialects.nemo_rl import NEMO_RL
-from skill_tools.errors import UnusableInput
 
 if TYPE_CHECKING:
     from skill_tools.configs.yaml_lines import Node
-    from skill_tools.dialects.candidates import Advice, Candidate
-    from skill_tools.dialects.run import Run
-    from skill_tools.dialects.shapes import ModelShape
 
 _ALGORITHMS = frozenset({"grpo", "dpo", "sft", "rm", "ppo", "distillation", "loss_fn"})
 _CHILDS = _ALGORITHMS | {"policy", "cluster", "data_plane", "env"}
@@ -30,6 +26,7 @@ class NemoRL(Dialect):
 
     name = NEMO_RL
     label = "NeMo-RL"
+    no_plan = "NeMo-RL shares its GPUs between training and a generation engine whose memory no plan counts"
     looks_for = "policy with dtensor_cfg or megatron_cfg, defaults that name a YAML file"
     marks = ("dtensor_cfg", "megatron_cfg", "defaults")
 
@@ -60,27 +57,11 @@ class NemoRL(Dialect):
 
         return "nr-megatron-key" if goes_to_megatron(unknown.written.lstrip("+~")) else "nr-unknown-key"
 
-    def run(self, config: Config, shape: "ModelShape", *, gpus: int | None) -> "Run":
-        """Refuse: the generation engine takes its share of the GPUs, or of their number."""
-        raise _no_run()
-
-    def candidates(self, config: Config, run: "Run", advice: "Advice") -> "Iterator[Candidate]":
-        """Refuse, as `run` does."""
-        raise _no_run()
-
 
 def _is_file(parent: "Node | None") -> bool:
     values = [] if parent is None else parent.value if isinstance(parent.value, list) else [parent]
     texts = [value if isinstance(value, str) else getattr(value, "value", value) for value in values]
     return bool(texts) and all(isinstance(text, str) and text.endswith((".yaml", ".yml")) for text in texts)
-
-
-def _no_run() -> UnusableInput:
-    return UnusableInput(
-        "NeMo-RL shares its GPUs between training and a generation engine whose memory no plan counts",
-        expected="a run that only trains",
-        attempt="offload plan --framework pytorch --model NAME --gpus N, for the policy's update alone",
-    )
 
 
 DIALECT = NemoRL()

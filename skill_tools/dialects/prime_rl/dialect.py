@@ -1,19 +1,15 @@
 """prime-rl as a dialect: one TOML file, whose trainer is below [trainer] or at the top."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from skill_tools.configs.config import Config, UnknownKey
 from skill_tools.configs.source import Source
 from skill_tools.dialects.base import NONE, Dialect, Evidence
 from skill_tools.dialects.prime_rl import PRIME_RL
-from skill_tools.errors import UnusableInput
 
 if TYPE_CHECKING:
     from skill_tools.configs.yaml_lines import Node
-    from skill_tools.dialects.candidates import Advice, Candidate
-    from skill_tools.dialects.run import Run
-    from skill_tools.dialects.shapes import ModelShape
 
 _BESIDE = frozenset({"orchestrator", "inference", "wandb", "ckpt", "deployment", "weight_broadcast", "slurm"})
 _OFFLOADS = frozenset({"fsdp_cpu_offload", "optim_cpu_offload", "full_offload", "ac_offloading"})
@@ -31,6 +27,7 @@ class PrimeRL(Dialect):
 
     name = PRIME_RL
     label = "prime-rl"
+    no_plan = "prime-rl packs rollouts into steps of no fixed size, so that no plan can count a trainer's activations"
     reads_toml = True
     looks_for = "TOML with trainer.model, or model beside orchestrator"
     marks = ("trainer", "orchestrator", "optim", "offload")
@@ -60,26 +57,10 @@ class PrimeRL(Dialect):
         """The classes forbid every field that they do not declare."""
         return "pr-unknown-key"
 
-    def run(self, config: Config, shape: "ModelShape", *, gpus: int | None) -> "Run":
-        """Refuse: how prime-rl's trainer keeps its layers is not modelled."""
-        raise _no_run()
-
-    def candidates(self, config: Config, run: "Run", advice: "Advice") -> "Iterator[Candidate]":
-        """Refuse, as `run` does."""
-        raise _no_run()
-
 
 def _section(entries: "Mapping[str, Node]", name: str) -> "Mapping[str, Node]":
     value = entries[name].value if name in entries else None
     return value if isinstance(value, dict) else {}
-
-
-def _no_run() -> UnusableInput:
-    return UnusableInput(
-        "prime-rl packs rollouts into steps of no fixed size, so that no plan can count a trainer's activations",
-        expected="a run with a sequence length and a batch",
-        attempt="offload plan --framework pytorch --model NAME --gpus N",
-    )
 
 
 DIALECT = PrimeRL()

@@ -1,20 +1,16 @@
 """verl as a dialect: Hydra overrides on a command line, over the configurations that it ships."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from skill_tools.configs.config import Config, UnknownKey
 from skill_tools.configs.source import Source
 from skill_tools.dialects.base import NONE, Dialect, Evidence
 from skill_tools.dialects.verl import VERL
-from skill_tools.errors import UnusableInput
 
 if TYPE_CHECKING:
     from skill_tools.configs.yaml_lines import Node
-    from skill_tools.dialects.candidates import Advice, Candidate
-    from skill_tools.dialects.run import Run
-    from skill_tools.dialects.shapes import ModelShape
 
 _COMMAND = r"\bverl\.(?:trainer|experimental)\.\w+|\bactor_rollout_ref\.\w"  # compiled when there is a script
 _PROOF = Evidence(1, certain=True, proof="actor_rollout_ref, or a program of verl")
@@ -25,6 +21,7 @@ class Verl(Dialect):
 
     name = VERL
     label = "verl"
+    no_plan = "verl shares each GPU between training and a rollout engine whose memory no plan counts"
     looks_for = "verl.trainer programs, actor_rollout_ref"
     marks = ("actor_rollout_ref",)
     example_file = "run.sh"
@@ -54,22 +51,6 @@ class Verl(Dialect):
         from skill_tools.dialects.verl.compose import in_open_mapping
 
         return "verl-mcore-hdo" if in_open_mapping(unknown.written) else "verl-unknown-key"
-
-    def run(self, config: Config, shape: "ModelShape", *, gpus: int | None) -> "Run":
-        """Refuse: the rollout engine takes its share of each GPU while verl trains."""
-        raise _no_run()
-
-    def candidates(self, config: Config, run: "Run", advice: "Advice") -> "Iterator[Candidate]":
-        """Refuse, as `run` does."""
-        raise _no_run()
-
-
-def _no_run() -> UnusableInput:
-    return UnusableInput(
-        "verl shares each GPU between training and a rollout engine whose memory no plan counts",
-        expected="a run that only trains",
-        attempt="offload plan --framework pytorch --model NAME --gpus N, for the actor's update alone",
-    )
 
 
 DIALECT = Verl()
