@@ -25,7 +25,7 @@ class MsSwift(Dialect):
 
     name = MS_SWIFT
     label = "ms-swift"
-    no_plan = "what ms-swift's trainers and rollout engines keep on a GPU is not modelled, so that no plan is made of them"
+    no_plan = "what ms-swift's trainers and rollout engines keep on a GPU is not modelled"
     embeds = EMBEDDED
     looks_for = "swift or megatron with sft, pt or rlhf; tuner_type or rlhf_type beside model and dataset"
     marks = ("tuner_type", "train_type", "rlhf_type", "fsdp_config")
