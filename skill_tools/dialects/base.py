@@ -50,7 +50,8 @@ class Dialect(ABC):
     configuration may hold a section, inline or in a file that it names: their types, defaults, names and rules apply to
     it as they stand. `reads_toml` says that its files are TOML, which no other's are. `takes_new_keys` says that a fix
     may add a key at the end of a YAML file. `to_fit` is what to try when nothing fits, `carry_out` how to carry out a
-    plan that changes no setting. `no_plan` says why there is no plan, where a dialect has no `run` and no `candidates`.
+    plan that changes no setting, `adapter` how `reference_impl` carries out a plain loop's `plan.json` in its trainer.
+    `no_plan` says why there is no plan, where a dialect has no `run` and no `candidates`.
     """
 
     name: str
@@ -67,12 +68,23 @@ class Dialect(ABC):
     takes_new_keys = True
     to_fit = "more GPUs (--gpus), or a shorter sequence"
     carry_out = ""
+    adapter = ""
     no_plan = ""
 
     @property
     def heading(self) -> str:
         """How a column of a table is called that is about this framework."""
         return self.label
+
+    @property
+    def carry_out_ours(self) -> str:
+        """How to have `reference_impl` offload in this framework's trainer; empty where it has no adapter."""
+        if not self.adapter:
+            return ""
+        return (
+            "with this project's offloaders instead, carry it out: offload plan --framework pytorch --format json > "
+            f"plan.json, then {self.adapter}"
+        )
 
     def evidence(self, source: Source) -> Evidence:
         """Return what in `source` says that it is this framework's."""

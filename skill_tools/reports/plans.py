@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from skill_tools.dialects import parameters, registry
+from skill_tools.dialects.candidates import RECOMPUTE
 from skill_tools.dialects.patch import Patch
 from skill_tools.planning.search.legality import Condition, RuledOut
 from skill_tools.planning.search.options import Option
@@ -92,6 +93,10 @@ def _recommendation(plan: Plan, *, code: Callable[[str], str]) -> list[str]:
         lines.append(how or _NOTHING)
         return lines
     lines += ["change:", code(_patch_text(patch))]
+    ours = registry.named(plan.run.dialect).carry_out_ours
+    is_sharded = plan.run.shards_optimizer or plan.run.weight_shards > 1
+    if ours and not is_sharded and set(best.candidate.mechanisms) - {RECOMPUTE}:
+        lines.append(ours)
     if plan.simpler is not None and plan.simpler_patch is not None:
         more = plan.simpler.time.total_s / best.time.total_s
         lines.append(f"simpler: {plan.simpler.candidate.label}, {more:.2f}x of that step time:")

@@ -30,6 +30,9 @@ class Accelerate(Dialect):
     name = ACCELERATE
     label = "Accelerate"
     embeds = EMBEDDED
+    adapter = (
+        'reference_impl.integrations.accelerate.offload(accelerator, model, optimizer, plan="plan.json")'
+    )
     to_fit = "more GPUs (--gpus) that share the weights, or a shorter sequence"
 
     def evidence_in_text(self, text: str) -> Evidence:

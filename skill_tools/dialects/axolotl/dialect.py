@@ -47,6 +47,7 @@ class Axolotl(Dialect):
         "adapter:",
         "layer_offload",
     )
+    adapter = "plugins: [reference_impl.integrations.axolotl.OffloadPlugin] with offload_plan: plan.json"
     to_fit = "more GPUs (--gpus) that share the weights (fsdp_config, or DeepSpeed ZeRO-3), or a shorter sequence_len"
 
     def evidence_in_text(self, text: str) -> Evidence:

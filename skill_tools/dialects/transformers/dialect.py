@@ -50,6 +50,7 @@ class Transformers(Dialect):
     embeds = EMBEDDED
     looks_for = "output_dir with two of learning_rate, max_steps and their like, and model_name_or_path or dataset_name"
     marks = ("output_dir",)
+    adapter = 'reference_impl.integrations.transformers.offload(trainer, "plan.json")'
     to_fit = "more GPUs (--gpus) that share the weights (fsdp, or DeepSpeed ZeRO-3), or a shorter sequence"
 
     def evidence_in_python(self, text: str) -> Evidence:
