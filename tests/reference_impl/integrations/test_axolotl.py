@@ -76,8 +76,7 @@ def own_process(monkeypatch):
 
 
 def forget_plugins():
-    PluginManager._instance = None
-    PluginManager.plugins.clear()
+    PluginManager.get_instance().plugins.clear()
 
 
 def configuration(home, **changes):
