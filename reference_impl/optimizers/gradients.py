@@ -197,7 +197,12 @@ def factors_of(members: Iterable[Member]) -> tuple[list[torch.Tensor | float], d
     return factors, indices
 
 
-def has_new_gradients(members: Iterable[Member], taken: Mapping[Member, torch.Tensor]) -> bool:
+def standing_on(members: Iterable[Member]) -> dict[Member, torch.Tensor]:
+    """Return the gradients of those of `members` that have one."""
+    return {member: gradient for member in members if (gradient := member.gradient) is not None}
+
+
+def has_others(members: Iterable[Member], taken: Mapping[Member, torch.Tensor]) -> bool:
     """Return whether other gradients stand on parameters than `taken`."""
     found = ((member, member.gradient) for member in members)
     return any(gradient is not None and gradient is not taken.get(member) for member, gradient in found)

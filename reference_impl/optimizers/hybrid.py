@@ -26,7 +26,7 @@ from reference_impl.optimizers.algorithms import Adam, Algorithm, group_defaults
 from reference_impl.optimizers.clip_decision import ClipDecision, decide
 from reference_impl.optimizers.cpu.step import CpuStep
 from reference_impl.optimizers.forward_waits import forgetful
-from reference_impl.optimizers.gradients import Gradients, factors_of, has_new_gradients, put_in_place
+from reference_impl.optimizers.gradients import Gradients, factors_of, has_others, put_in_place, standing_on
 from reference_impl.optimizers.layout import Member, local_numel
 from reference_impl.optimizers.options import Budgets, CpuUpdate, Options, Streaming, take_moved_keywords
 from reference_impl.optimizers.shares import Shares
@@ -293,7 +293,7 @@ class HybridDeviceOptimizer(SavedOptimizer):
                     loss = closure()
             if self._taken:
                 taken, self._taken = self._taken, {}
-                if not has_new_gradients(self._members.values(), taken):
+                if not has_others(self._members.values(), taken):
                     return loss
             if any(param.grad is not None for param in self._idle):
                 self._admit()
@@ -362,8 +362,8 @@ class HybridDeviceOptimizer(SavedOptimizer):
             step = CpuStep(StepPlan(snapshot(self.param_groups), decision), indices)
         operations = self._open.prepare(step, arrivals, gradients, factors)
         stand_ins = self._gradients.stand_ins(arrivals, gradients, returns_early=self._returns_early)
-        before = {m: m.gradient for m in (*step.arrivals, *arrivals, *gradients) if m.gradient is not None}
-        return BegunStep([partial(put_in_place, stand_ins), *operations], {**before, **stand_ins})
+        others = standing_on(m for m in (*step.arrivals, *arrivals, *gradients) if m not in stand_ins)
+        return BegunStep([partial(put_in_place, stand_ins), *operations], {**others, **stand_ins})
 
     def _decide(
         self, sent_off: Mapping[Member, Event], gradients: Mapping[Member, torch.Tensor]

@@ -41,7 +41,11 @@ class Publisher:
 
     def expect(self, member: Member) -> None:
         """From now on a reader of `member` has to wait."""
-        self._flags.setdefault(member, threading.Event()).clear()
+        flag = self._flags.get(member)
+        if flag is None:
+            self._flags[member] = threading.Event()
+        else:
+            flag.clear()
         member.pending = True
 
     def publish(self, member: Member, new_weights: Iterable[NewWeights], *, after: Event) -> None:
