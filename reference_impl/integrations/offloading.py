@@ -61,8 +61,15 @@ class Offloading:
         self._report = OffloadReport()
 
     def make_optimizer(self, params: Iterable[Any], **hyper_parameters: Any) -> HybridDeviceOptimizer:
-        """Return the optimizer of `params`, parameters or groups; one that this has made before is closed."""
-        assert self.wanted.optimizer is not None, "the optimizer is not to be offloaded"
+        """Return the optimizer of `params`, parameters or groups; one that this has made before is closed.
+
+        Raises ValueError where the optimizer is not among what is to be offloaded.
+        """
+        if self.wanted.optimizer is None:
+            raise ValueError(
+                "make_optimizer() was called, and the optimizer is not to be offloaded; expected optimizer=True or its "
+                "options; try that, or make a stock optimizer"
+            )
         if self.optimizer is not None:
             self.optimizer.close()
         self.optimizer = HybridDeviceOptimizer(params, **self.wanted.optimizer, **hyper_parameters)

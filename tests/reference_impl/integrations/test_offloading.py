@@ -256,3 +256,9 @@ def test_a_plan_is_carried_out_from_its_file_on_the_model_it_is_for(tmp_path):
 def test_weights_without_a_frozen_base_are_refused_before_anything_is_touched():
     with pytest.raises(ValueError, match="get_peft_model"):
         Wanted.of(weights=True).check(decoder())
+
+
+def test_an_optimizer_that_nobody_wants_is_refused():
+    handle = Offloading(Wanted.of(activations="checkpoint"))
+    with pytest.raises(ValueError, match=r"the optimizer is not to be offloaded; expected optimizer=True"):
+        handle.make_optimizer(trained(decoder()), **HYPER)
