@@ -10,7 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-pytest.importorskip("accelerate.utils", reason="needs Accelerate: pip install -c constraints.txt '.[trainers]'")
+pytest.importorskip(
+    "accelerate.utils", reason="needs Accelerate: pip install -c constraints.txt '.[trainers]'"
+)
 
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
