@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import campaign
 import pytest
 
-FAST = {"optimizers": 200, "signals": 20, "memory": 60}
+FAST = {"optimizers": 200, "signals": 10, "memory": 30}
 # `make test-faults` runs twenty times as many, which takes longer than the slow tier may.
 TIMES = int(os.environ.get("FAULT_SEEDS_TIMES", "1"))
 SLOW = {"optimizers": 250 * TIMES, "signals": 15 * TIMES, "memory": 50 * TIMES}

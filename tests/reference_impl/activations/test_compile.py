@@ -46,6 +46,7 @@ def test_blocks_compiled_after_attaching(trainee):
         assert trainee.step() == expected
 
 
+@pytest.mark.slow
 def test_a_compiled_model_around_the_layers(trainee):
     expected = trainee.step()
     with ActivationOffloader(trainee.model, min_bytes=1024):

@@ -62,6 +62,7 @@ def test_device_memory_falls_by_what_the_host_takes(trainee, device, num_layers)
         assert offloader.arena.live_bytes == 0
 
 
+@pytest.mark.slow
 def test_each_more_layer_lowers_the_peak(trainee, device):
     trainee.ids = torch.randint(512, (2, 1024), device=device.torch_device)
     peaks = [peak_bytes(trainee, device)[0]]

@@ -208,6 +208,7 @@ def test_gradients_that_leave_before_they_are_reduced_are_an_error(device, group
             loss.backward()
 
 
+@pytest.mark.slow
 def test_two_ranks_train_like_one_that_sees_all_data(device, tmp_path):
     """With shards of different size and none, and the exact norm over both ranks."""
     if device.is_accelerator and torch.cuda.device_count() < two_ranks.RANKS:

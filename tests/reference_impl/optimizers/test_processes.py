@@ -52,7 +52,8 @@ def program(code, device, **environment):
     return result.stdout
 
 
-@pytest.mark.parametrize("ending", ["pass", pytest.param("del model, optimizer", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ending", ["pass", "del model, optimizer"])
+@pytest.mark.slow
 def test_a_program_may_end_with_updates_in_flight(device, ending):
     code = "model, optimizer = train(place, width=1024, elements=2**20)\nprint('end', flush=True)\n"
     assert program(code + ending, device).split() == ["end"]

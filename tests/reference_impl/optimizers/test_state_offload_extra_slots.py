@@ -79,6 +79,7 @@ def test_states_come_in_to_memory_that_backward_frees_and_peaks_stay():
     assert prefetching[0][3] == 0
 
 
+@pytest.mark.slow
 def test_the_budget_holds():
     slots = 5
     seen, _ = observe((slots * 12 + 4) * CHUNK_ELEMENTS)

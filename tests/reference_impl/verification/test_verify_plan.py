@@ -217,6 +217,7 @@ def test_the_twin_trains_twice_and_judges_these_losses(written, runs):
 
 
 @pytest.mark.usefixtures("without_fixed_order")
+@pytest.mark.slow
 def test_without_a_fixed_order_short_runs_that_have_one_are_compared(written, runs):
     execute = {"optimizer": {"offload_fraction": 1.0}}
     seen = []
@@ -242,6 +243,7 @@ def test_without_a_fixed_order_short_runs_that_have_one_are_compared(written, ru
         (4, 0.5),
     ],
 )
+@pytest.mark.slow
 def test_only_losses_in_a_fixed_order_are_judged(written, runs, number, delta):
     runs.change = losses_off_in(number)
     found = verify_plan(Device.of("cpu"), read_plan(written(), steps=6))
@@ -269,6 +271,7 @@ def test_with_nothing_to_compare_with_no_further_run_is_made(written, runs):
         pytest.param(torch.OutOfMemoryError("CUDA out of memory"), marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_a_further_run_that_has_no_room_compares_nothing_and_keeps_the_rest(written, runs, error):
     def refuse(number, trained):
         if number == 4:
@@ -282,6 +285,7 @@ def test_a_further_run_that_has_no_room_compares_nothing_and_keeps_the_rest(writ
 
 
 @pytest.mark.usefixtures("without_fixed_order")
+@pytest.mark.slow
 def test_no_run_meets_what_an_earlier_one_held(written, monkeypatch):
     new_model, models = Workload.model, []
 

@@ -60,6 +60,7 @@ def test_a_table_changed_by_hand_is_found_and_mended(
     assert check(capsys) == []
 
 
+@pytest.mark.slow
 def test_the_pages_are_built_and_pages_of_no_rule_removed(
     checkout: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -97,6 +98,7 @@ def test_the_pages_are_built_and_pages_of_no_rule_removed(
         pytest.param("keys.yaml", "type: float", "type: real", "'real' is not", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_data_that_breaks_its_schema_is_named_before_anything_is_written(
     checkout: Path,
     monkeypatch: pytest.MonkeyPatch,

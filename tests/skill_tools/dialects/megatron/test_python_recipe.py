@@ -144,7 +144,7 @@ def test_several_recipes_need_a_name(tmp_path: Path) -> None:
         "def r(cfg):\n  x = {}\n  x['x'] = x\n  cfg.model.offload_modules = x\n",
         "def r(cfg):\n  cfg.model.num_layers = 3\n  cfg.model.self = cfg.model\n  cfg.model.up = cfg\n",
         "def r(cfg):\n  x = 9\n" + "  x = x * x\n" * 90 + "  cfg.model.num_layers = x\n",
-        "def r(cfg):\n" + "  cfg.model.num_layers = 3\n" * 30_000,
+        pytest.param("def r(cfg):\n" + "  cfg.model.num_layers = 3\n" * 30_000, marks=pytest.mark.slow),
     ],
 )
 def test_what_has_no_end_is_cut_short(text: str) -> None:
