@@ -76,7 +76,7 @@ def threads():
     return {thread for thread in threading.enumerate() if thread.name[:4] in ("disk", "froz", "make")}
 
 
-@pytest.mark.parametrize("graph_is_alive", [False, True])
+@pytest.mark.parametrize("graph_is_alive", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("attach", [plain, reserving, with_weights, with_disk, streamed, streamed_from_files])
 def test_nothing_stays(attach, graph_is_alive, tmp_path):
     def train():

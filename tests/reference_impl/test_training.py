@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 CODE = """import sys
 import reference_impl
@@ -20,6 +22,7 @@ assert apply_plan is reference_impl.apply_plan
 """
 
 
+@pytest.mark.slow
 def test_old_imports_give_the_same_objects_and_warn_once_where_they_stand():
     command = [sys.executable, "-W", "default", "-c", CODE]
     found = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)

@@ -317,6 +317,7 @@ def test_an_error_before_the_plan_is_survived(long_trainee, device, steps_before
         assert offloader.plan is not None
 
 
+@pytest.mark.slow
 def test_evaluation_between_the_steps_of_a_budget_changes_nothing(long_trainee, device):
     expected = long_trainee.step()
     without, everything = extremes(long_trainee, device)

@@ -109,6 +109,7 @@ for fraction in (0.0, 0.5, 1.0):
 """
 
 
+@pytest.mark.slow
 def test_streaming_and_the_automatic_split_are_imported_only_when_asked_for():
     loaded = modules_after(STEPS)
     assert "reference_impl.optimizers.cpu.share" in loaded

@@ -206,6 +206,7 @@ def test_closing_from_another_thread_ends_waiting(device, monkeypatch):
         optimizer.close()
 
 
+@pytest.mark.slow
 def test_many_steps_do_not_grow(device):
     model, _ = twins(device)
     held = []

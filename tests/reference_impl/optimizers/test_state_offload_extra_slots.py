@@ -101,6 +101,7 @@ def test_only_the_last_backward_of_a_step_adds_slots(device):
         assert extra == [False, False, False, True, False, True]
 
 
+@pytest.mark.slow
 def test_loading_while_there_are_extra_slots_changes_no_bit(device):
     model, plain = Wide().to(device.torch_device), Wide().to(device.torch_device)
     reference = MasterAdamW(plain, on_cpu=False, **OPTIONS)

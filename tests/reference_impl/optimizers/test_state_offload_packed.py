@@ -152,6 +152,7 @@ def test_rounding_does_not_freeze_a_moment(device):
     assert mean == pytest.approx(1e-3 * 0.999**199, rel=0.01)
 
 
+@pytest.mark.slow
 def test_many_steps_do_not_grow(device):
     weight = torch.nn.Linear(40, 30, dtype=torch.bfloat16, device=device.torch_device)
     batch = torch.randn(2, 40, dtype=torch.bfloat16).to(device.torch_device)

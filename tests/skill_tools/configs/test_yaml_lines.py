@@ -131,7 +131,7 @@ def test_several_documents_are_told_apart() -> None:
         ("a: &a [*a]", "the alias *a refers to itself"),
         ("a: " + "[" * 500, f"nested deeper than {MAX_DEPTH} levels"),
         ("b0: &b0 1\n" + "".join(f"b{n}: &b{n} [*b{n - 1}]\n" for n in range(1, 200)), "nested deeper"),
-        ("- 1\n" * 100_001, "more than 100000 values"),
+        pytest.param("- 1\n" * 100_001, "more than 100000 values", marks=pytest.mark.slow),
         ("a: \x01", "not valid YAML"),
     ],
 )
