@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from types import TracebackType
 from typing import Any, Self, TypedDict
 
 import torch
@@ -22,7 +21,7 @@ from reference_impl.activations.headroom import IN_FLIGHT_BYTES, Headroom
 from reference_impl.activations.run import Run
 from reference_impl.device import Device
 from reference_impl.memory.arena import HostArena
-from reference_impl.memory.closing import close_behind, past_a_lost_device, undo_all
+from reference_impl.memory.closing import ClosedAtExit, past_a_lost_device, undo_all
 from reference_impl.memory.disk import DiskSpace, DiskTier, SpillTier
 from reference_impl.memory.tiers import HostTier, Tier
 
@@ -74,7 +73,7 @@ class Forecast:
         self._arena.expect(sizes * min(_BLOCKS_AHEAD, len(self._coming)))
 
 
-class Offloader:
+class Offloader(ClosedAtExit):
     """Attached to `model` from its construction to `close()`; a context manager."""
 
     def __init__(
@@ -152,12 +151,6 @@ class Offloader:
                 f"try {type(self).__name__}(model, ...) again"
             )
         return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Close; the exception that has left the block, if any, stays the one that is raised."""
-        close_behind(error, self.close)
 
     def _wrap(self, module: nn.Module, around: Around) -> None:
         self._undo.append(wrap_forward(module, around))

@@ -9,7 +9,6 @@ import weakref
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Self
 
 from torch import nn
@@ -17,7 +16,7 @@ from torch import nn
 from reference_impl.activations.offloader import Offloader
 from reference_impl.integrations.peers import check_peers, pause_checkpointing, second_offloader
 from reference_impl.integrations.wanted import Wanted
-from reference_impl.memory.closing import close_behind
+from reference_impl.memory.closing import ClosedAtExit, close_behind
 from reference_impl.optimizers import HybridDeviceOptimizer
 from reference_impl.optimizers.layout import Split
 from reference_impl.verification.apply import activation_offloader
@@ -43,7 +42,7 @@ class OffloadReport:
     weights: StreamReport | None = None
 
 
-class Offloading:
+class Offloading(ClosedAtExit):
     """Carries out what is `wanted`; a context manager, which closes it.
 
     `optimizer` is the one that the trainer steps, if it is offloaded. An adapter may set `on_close`, which `close()`
@@ -150,9 +149,3 @@ class Offloading:
     def __enter__(self) -> Self:
         """Return the handle."""
         return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Close; the exception that has left the block, if any, stays the one that is raised."""
-        close_behind(error, self.close)

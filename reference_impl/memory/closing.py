@@ -6,8 +6,10 @@ A file of its own, because the activation and the weight offloaders, which do no
 from __future__ import annotations
 
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import TracebackType
 
 from reference_impl.device import device_is_lost
 
@@ -39,6 +41,20 @@ def close_behind(error: BaseException | None, close: Callable[[], None]) -> None
         if error is None:
             raise
         error.add_note(f"closing has failed too: {type(failure).__name__}: {failure}; try close() again")
+
+
+class ClosedAtExit(ABC):
+    """What a `with` block closes at its end; an exception that has left the block stays the one that is raised."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give everything back. Calling it again does nothing."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close; the exception that has left the block, if any, stays the one that is raised."""
+        close_behind(error, self.close)
 
 
 @contextmanager

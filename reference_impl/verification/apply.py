@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -19,7 +18,7 @@ from torch import nn
 from reference_impl.activations import ActivationOffloader, CheckpointOffloader
 from reference_impl.activations.attach import first_blocks
 from reference_impl.activations.offloader import Offloader
-from reference_impl.memory.closing import close_behind
+from reference_impl.memory.closing import ClosedAtExit, close_behind
 from reference_impl.optimizers import HybridDeviceOptimizer
 from reference_impl.verification.plan_document import SHARES, execute_section
 from reference_impl.weights import FrozenLayerStreamer
@@ -27,7 +26,7 @@ from reference_impl.weights import FrozenLayerStreamer
 _EVERYTHING = 2**62  # bytes that stay on the device: recompute without offload
 
 
-class AppliedPlan:
+class AppliedPlan(ClosedAtExit):
     """The mechanisms of a plan on one model, until `close()`; a context manager.
 
     `optimizer` is the one to step: the user's own, or the offloading one that took its place.
@@ -44,12 +43,6 @@ class AppliedPlan:
     def __enter__(self) -> Self:
         """Return the applied plan, which is in force already."""
         return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Close; the exception that has left the block, if any, stays the one that is raised."""
-        close_behind(error, self.close)
 
 
 def apply_plan(

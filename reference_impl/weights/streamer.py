@@ -14,14 +14,13 @@ import functools
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Self
 
 import torch
 from torch import nn
 
 from reference_impl.device import Device
-from reference_impl.memory.closing import close_behind, past_a_lost_device, undo_all
+from reference_impl.memory.closing import ClosedAtExit, past_a_lost_device, undo_all
 from reference_impl.weights import hooks
 from reference_impl.weights.block import StreamedBlock
 from reference_impl.weights.frozen import (
@@ -54,7 +53,7 @@ class StreamReport:
     late_loads: int
 
 
-class FrozenLayerStreamer:
+class FrozenLayerStreamer(ClosedAtExit):
     """Attached to `model` from its construction to `close()`; a context manager.
 
     >>> with FrozenLayerStreamer(model, prefetch=2):
@@ -175,12 +174,6 @@ class FrozenLayerStreamer:
     def __enter__(self) -> Self:
         """Return the streamer, which is attached already."""
         return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Close; the exception that has left the block, if any, stays the one that is raised."""
-        close_behind(error, self.close)
 
     def _attach(self, streamed: Sequence[Sequence[FrozenStorage]], capacity: int) -> None:
         for block, storages in zip(self._blocks, streamed, strict=True):
