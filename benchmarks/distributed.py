@@ -12,6 +12,11 @@ The same code at toy size, on any machine:
 
     torchrun --standalone --nproc-per-node 2 benchmarks/distributed.py --tiny
 
+A trace of rank 0 in one row, and a drawing of one step:
+
+    torchrun --standalone --nproc-per-node 2 benchmarks/distributed.py --rows none --tokens 8192 \\
+        --trace trace.json --trace-row "streamed, exact" --figure docs/figures/fsdp2-timeline.svg
+
 A row is one optimizer in training: forward, backward, step, zero_grad. fp32 parameters, bf16 compute, full activation
 checkpointing; gradients are clipped exactly, but not in torch's offloading row, whose clipping is a pass over the host.
 A time is the median of the steps after warming up, from one end of the compute stream's work to the next, on the
@@ -35,12 +40,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from caches import forget_caches
+from draw_trace import draw
 from machine import machine, print_table
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from trace_overlap import REPEATED, record
 
 from reference_impl import HybridDeviceOptimizer, Streaming
 from reference_impl.device import Device
@@ -204,6 +211,32 @@ def _measured(
     return {"build_s": built_s, "split": split and list(split), "tokens": found}
 
 
+def trace(row: Row, shape: DecoderShape, device: Device, batch: int, tokens: int, path: Path) -> Any:
+    """Train a row on every rank; write a trace of rank 0 in its steady state and return its overlap there."""
+    forget_caches(device)
+    model = sharded(shape, device, torch_offloads=row.torch_offloads)
+    optimizer = row.build(model)
+    ids = torch.randint(0, shape.vocab, (batch, tokens), device=device.torch_device)
+
+    def steps(count: int = 3) -> None:
+        for _ in range(count):
+            with torch.profiler.record_function(REPEATED):
+                decoder_loss(model(ids), ids).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+    steps(WARM_UP)
+    try:
+        if dist.get_rank() == 0:
+            return record(steps, path)
+        # Rank 0 records twice, and the others train beside it.
+        for _ in range(2):
+            steps()
+        return None
+    finally:
+        optimizer.close()
+
+
 def of_all_ranks(value: Any) -> list[Any]:
     """Return what each rank has."""
     found: list[Any] = [None] * dist.get_world_size()
@@ -249,7 +282,15 @@ def arguments() -> argparse.Namespace:
         "--rows", default="", help="only rows whose name contains one of these; none is first"
     )
     parser.add_argument("--out", type=Path, help="write all numbers of all ranks as JSON")
-    return parser.parse_args()
+    parser.add_argument(
+        "--trace", type=Path, help="write a Perfetto trace of rank 0 in a row, at the first of --tokens"
+    )
+    parser.add_argument("--figure", type=Path, help="draw one step of --trace as an SVG")
+    parser.add_argument("--trace-row", default="streamed, exact", help="the row's name")
+    args = parser.parse_args()
+    if args.figure and not args.trace:
+        parser.error("--figure draws a trace; expected --trace with it; try --trace trace.json")
+    return args
 
 
 def main() -> None:
@@ -272,7 +313,11 @@ def main() -> None:
     is_first = dist.get_rank() == 0
     # All ranks at once: they share the host's memory.
     report: dict[str, Any] = {"machine": of_all_ranks(machine(device)), "shape": vars(shape), "rows": {}}
-    report["ranks"], report["arguments"] = dist.get_world_size(), vars(args) | {"out": str(args.out)}
+    report["ranks"] = dist.get_world_size()
+    report["arguments"] = {
+        name: value if isinstance(value, int | float | str) else str(value)
+        for name, value in vars(args).items()
+    }
     if is_first:
         print(json.dumps(report["machine"]))
     wanted = [part for part in args.rows.split(",") if part]
@@ -298,6 +343,13 @@ def main() -> None:
             args.out.write_text(json.dumps(report, indent=1))
     if is_first:
         print_table(table)
+    if args.trace:
+        row = rows(slots_bytes)[args.trace_row]
+        overlap = trace(row, shape, device, sizes[0] // sequence, sequence, args.trace)
+        if is_first:
+            print("overlap", overlap)
+            if args.figure:
+                draw(args.trace, args.figure, f"{args.trace_row}, {sizes[0]} tokens a rank, FSDP2")
     dist.barrier()
     dist.destroy_process_group()
 

@@ -16,9 +16,15 @@ from collections.abc import Iterable
 from html import escape
 from pathlib import Path
 
-from trace_overlap import REPEATED, STEP, Interval, merge
+from trace_overlap import REPEATED, STEP, Interval, communicates, computes, merge
 
-LANES = (("kernels", "#4c78a8"), ("H2D", "#e45756"), ("D2H", "#54a24b"), ("CPU update", "#f2a33a"))
+LANES = (
+    ("kernels", "#4c78a8"),
+    ("NCCL", "#b279a2"),
+    ("H2D", "#e45756"),
+    ("D2H", "#54a24b"),
+    ("CPU update", "#f2a33a"),
+)
 WIDTH, LEFT, LANE, BAR = 960, 90, 34, 20
 # Kernels closer than this look like one: a pixel is about as wide.
 GAP_US = 200.0
@@ -30,7 +36,7 @@ def lanes(events: list[dict[str, object]]) -> dict[str, list[Interval]]:
     for event in events:
         name = str(event.get("name"))
         lane = {
-            "kernel": "kernels",
+            "kernel": "NCCL" if communicates(event) else "kernels",
             "gpu_memcpy": "H2D" if "HtoD" in name else "D2H" if "DtoH" in name else "",
             "cpu_update": "CPU update",
         }
@@ -60,7 +66,7 @@ def second_step(events: list[dict[str, object]]) -> dict[str, list[Interval]]:
 def _part(events: list[dict[str, object]], found: dict[str, list[Interval]]) -> Interval:
     """Return where the part to draw begins and ends, in microseconds."""
     # The host runs ahead: where the device's own marks are, they say when a step was computed, each on its stream.
-    kernels = Counter(event.get("tid") for event in events if event.get("cat") == "kernel")
+    kernels = Counter(event.get("tid") for event in events if computes(event))
     computing = [event for event in events if kernels and event.get("tid") == kernels.most_common(1)[0][0]]
     repeated = _marks(computing, REPEATED, "gpu_user_annotation") or _marks(
         events, REPEATED, "user_annotation"

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -16,7 +17,10 @@ REPEATED = "repeated step"
 
 
 def record(step: Callable[[], None], path: Path) -> dict[str, float]:
-    """Run `step` twice under the profiler, write a Chrome trace to `path`, return its copy times and overlap."""
+    """Run `step` twice under the profiler, write a Chrome trace to `path`, return its copy times and overlap.
+
+    Overlap is with computation: NCCL's kernels, which wait for other ranks, do not count.
+    """
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profiler:
         for _ in range(2):
@@ -26,7 +30,7 @@ def record(step: Callable[[], None], path: Path) -> dict[str, float]:
                     torch.cuda.synchronize()
     profiler.export_chrome_trace(str(path))
     events = [event for event in json.loads(path.read_text())["traceEvents"] if event.get("ph") == "X"]
-    kernels = merge(_intervals(events, lambda event: event.get("cat") == "kernel"))
+    kernels = merge(_intervals(events, computes))
     report = {}
     for name in ("DtoH", "HtoD"):
         copies = _intervals(
@@ -38,6 +42,16 @@ def record(step: Callable[[], None], path: Path) -> dict[str, float]:
             sum(covered(copy, kernels) for copy in copies) / copied if copied else 0.0
         )
     return report
+
+
+def computes(event: Mapping[str, Any]) -> bool:
+    """Return whether an event of a trace is a kernel that computes."""
+    return event.get("cat") == "kernel" and not communicates(event)
+
+
+def communicates(event: Mapping[str, Any]) -> bool:
+    """Return whether an event of a trace is a kernel of NCCL's."""
+    return event.get("cat") == "kernel" and str(event.get("name")).startswith("nccl")
 
 
 def merge(intervals: Iterable[Interval]) -> list[Interval]:
@@ -57,7 +71,5 @@ def covered(interval: Interval, disjoint: Iterable[Interval]) -> float:
     return sum(max(0.0, min(stop, end) - max(start, begin)) for begin, end in disjoint)
 
 
-def _intervals(
-    events: Iterable[dict[str, float]], wanted: Callable[[dict[str, float]], bool]
-) -> list[Interval]:
+def _intervals(events: Iterable[dict[str, Any]], wanted: Callable[[dict[str, Any]], bool]) -> list[Interval]:
     return [(event["ts"], event["ts"] + event["dur"]) for event in events if wanted(event)]
