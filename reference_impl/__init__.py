@@ -12,6 +12,7 @@ from reference_impl.optimizers import Budgets, CpuUpdate, HybridDeviceOptimizer,
 from reference_impl.weights import FrozenLayerStreamer
 
 if TYPE_CHECKING:
+    from reference_impl.fitting import fit
     from reference_impl.optimizers import OptimizerStateOffloader
     from reference_impl.verification.apply import apply_plan
     from reference_impl.verification.probe import probe
@@ -27,6 +28,7 @@ __all__ = [
     "OptimizerStateOffloader",
     "Streaming",
     "apply_plan",
+    "fit",
     "probe",
     "trace",
 ]
@@ -34,6 +36,7 @@ __all__ = [
 _LATER = {
     "OptimizerStateOffloader": "reference_impl.optimizers.state_offload",
     "apply_plan": "reference_impl.verification.apply",
+    "fit": "reference_impl.fitting.fit",
     "probe": "reference_impl.verification.probe",
     "trace": "reference_impl.verification.trace",
 }

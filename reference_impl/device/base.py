@@ -50,15 +50,19 @@ REACHED = Reached()
 _SHORT_OF_MEMORY = ("out of memory", "ALLOC_FAILED", "NOT_INITIALIZED")
 
 
+def device_is_full(error: BaseException) -> bool:
+    """Return whether `error` says that a device or one of its libraries has found no memory."""
+    return isinstance(error, torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and any(text in str(error) for text in _SHORT_OF_MEMORY)
+    )
+
+
 def device_is_lost(error: BaseException) -> bool:
     """Return whether the device is gone after `error`: an error of CUDA that is no lack of memory lasts."""
     is_of_device = isinstance(error, torch.AcceleratorError) or (
         isinstance(error, RuntimeError) and str(error).startswith("CUDA error")
     )
-    is_short = isinstance(error, torch.OutOfMemoryError) or any(
-        text in str(error) for text in _SHORT_OF_MEMORY
-    )
-    return is_of_device and not is_short
+    return is_of_device and not device_is_full(error)
 
 
 class Mark(Protocol):
@@ -81,6 +85,13 @@ class Allocator(Protocol):
 
     def reset_peak(self) -> None:
         """Start a new peak from what is live now."""
+
+    @property
+    def retries(self) -> int:
+        """How often the cache had to be given back before memory was found: a step in which it rises is slow."""
+
+    def limit(self, limit_bytes: int | None) -> None:
+        """Refuse to take more than `limit_bytes` from the driver, cache included; None lifts it."""
 
     def free_bytes(self) -> int:
         """Give the allocator's cache back and return the bytes that any process may take. Not for the hot path."""

@@ -93,6 +93,16 @@ class CachingAllocator:
         """Reset all peaks of the allocator."""
         torch.cuda.reset_peak_memory_stats(self._torch_device)
 
+    @property
+    def retries(self) -> int:
+        """Read one number of the statistics."""
+        return int(torch.cuda.memory_stats_as_nested_dict(self._torch_device)["num_alloc_retries"])
+
+    def limit(self, limit_bytes: int | None) -> None:
+        """Set the share of the device that the allocator may reserve."""
+        share = 1.0 if limit_bytes is None else min(limit_bytes / self.total_bytes, 1.0)
+        torch.cuda.set_per_process_memory_fraction(share, self._torch_device)
+
     def free_bytes(self) -> int:
         """Collect garbage, empty the cache and ask the driver."""
         gc.collect()

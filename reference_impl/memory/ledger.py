@@ -27,8 +27,9 @@ _open_on_allocators: list[Ledger] = []
 class _StorageWatch(TorchDispatchMode):
     """Follows the storages of every tensor that an operation returns."""
 
-    def __init__(self) -> None:
+    def __init__(self, limit_bytes: int | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._limit_bytes = limit_bytes
         self.live_bytes = 0
         self.peak_bytes = 0
         self.marked_peak_bytes = 0
@@ -49,8 +50,17 @@ class _StorageWatch(TorchDispatchMode):
             known = self._watched.get(key)
             if (known and known[0]() is not None) or storage.data_ptr() in host_storages:
                 continue
+            self.check_room(storage.nbytes())
             self._watched[key] = (weakref.ref(storage, self._forget(key)), storage.nbytes())
             self._add(storage.nbytes())
+
+    def check_room(self, more_bytes: int) -> None:
+        """Raise OutOfMemoryError, as an allocator with this limit would, where so much more does not fit."""
+        limit = self._limit_bytes
+        if limit is not None and more_bytes > 0 and self.live_bytes + more_bytes > limit:
+            raise torch.OutOfMemoryError(
+                f"the ledger's limit: {more_bytes} bytes more than {self.live_bytes} of {limit}"
+            )
 
     def resized(self, storage: torch.UntypedStorage) -> None:
         """Correct the book after a storage changed its size."""
@@ -76,6 +86,8 @@ class _StorageWatch(TorchDispatchMode):
 
 def resize_storage(storage: torch.UntypedStorage, size_bytes: int) -> None:
     """Change a storage's size and tell every open ledger. A size of 0 frees its memory under living views."""
+    for watch in _active:
+        watch.check_room(size_bytes - storage.nbytes())
     storage.resize_(size_bytes)
     for watch in _active:
         watch.resized(storage)
@@ -113,11 +125,15 @@ class Ledger:
     ...     ledger.peak_device_bytes
 
     `track` names tensors that already live on the device when the ledger opens; an allocator counts them anyway.
+    What would bring the device tier over `limit_bytes` while it is open raises torch.OutOfMemoryError.
     """
 
-    def __init__(self, device: Device, *, track: Iterable[torch.Tensor] = ()) -> None:
+    def __init__(
+        self, device: Device, *, track: Iterable[torch.Tensor] = (), limit_bytes: int | None = None
+    ) -> None:
         self._device = device
-        self._watch = _StorageWatch() if device.allocator is None else None
+        self._limit_bytes = limit_bytes
+        self._watch = _StorageWatch(limit_bytes) if device.allocator is None else None
         self._track = list(track)
         self._peak_bytes = 0
 
@@ -129,6 +145,7 @@ class Ledger:
             _active.append(self._watch)
         else:
             _open_on_allocators.append(self)
+            self._limit(self._limit_bytes)
         self._track.clear()
         self.reset_peak()
         return self
@@ -143,6 +160,11 @@ class Ledger:
         else:
             self.read_peak()
             _open_on_allocators.remove(self)
+            self._limit(None)
+
+    def _limit(self, limit_bytes: int | None) -> None:
+        if self._limit_bytes is not None and self._device.allocator is not None:
+            self._device.allocator.limit(limit_bytes)
 
     def reset_peak(self) -> None:
         """Start both peaks from what is live now."""

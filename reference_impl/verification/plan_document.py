@@ -33,7 +33,7 @@ SECTIONS = frozenset(
             "layout",
             "machine",
         ),
-        *("budget", "decisions", "assumptions"),
+        *("budget", "decisions", "assumptions", "fitted"),
     )
 )
 MODES = ("layers", "checkpoint", "recompute", "budget")

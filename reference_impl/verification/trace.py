@@ -82,7 +82,7 @@ def trace(
     are to be recomputed, or a loss that is no scalar; `UnknownValueError` for a forward that depends on what tensors
     hold.
     """
-    loss = loss or _own_loss
+    loss = loss or own_loss
     copied = _on_meta(model)
     batch = _batch_on_meta(batch)
     blocks = blocks_or_none(copied) or []
@@ -168,7 +168,11 @@ def _tensors(batch: Any) -> Iterator[torch.Tensor]:
     return (leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor))
 
 
-def _own_loss(model: nn.Module, batch: Any) -> torch.Tensor:
+def own_loss(model: nn.Module, batch: Any) -> torch.Tensor:
+    """Return the `loss` of what the model returns for `batch`, or that itself where it is a tensor.
+
+    Raises ValueError where there is none.
+    """
     out = model(**batch) if isinstance(batch, Mapping) else model(batch)
     loss = out if isinstance(out, torch.Tensor) else getattr(out, "loss", None)
     if loss is None:

@@ -46,30 +46,77 @@ def profile_model(
         one = traced(1, tokens, checkpointing)
         longer, two = traced(1, 2 * tokens, checkpointing), traced(2, tokens, checkpointing)
         grows = functools.partial(_growth, tokens=tokens)
-        steps.append(
-            {
-                "checkpointing": checkpointing,
-                "peaks": {
-                    span: grows(one.peaks[span], longer.peaks[span], two.peaks[span]) for span in one.peaks
-                },
-                "peaks_without_gradients": {
-                    span: grows(
-                        one.peaks_without_gradients[span],
-                        longer.peaks_without_gradients[span],
-                        two.peaks_without_gradients[span],
-                    )
-                    for span in one.peaks
-                },
-                "layers": [
-                    grows(*sizes)
-                    for sizes in zip(one.layer_bytes, longer.layer_bytes, two.layer_bytes, strict=True)
-                ],
-                "flops": grows(one.flops, longer.flops, two.flops),
-                "moved_bytes": grows(one.moved_bytes, longer.moved_bytes, two.moved_bytes),
-                "kernels": one.kernels,
-                "saved_by": one.saved_by,
-            }
-        )
+        steps.append(_step(checkpointing, one, longer, two, grows))
+    return _document(model, one, steps, tokens, attention)
+
+
+def profile_batch(
+    model: nn.Module, batch: Any, loss: Loss | None = None, *, tokens: int, attention: Attention = "flash"
+) -> dict[str, Any]:
+    """Return the profile of `model` for this `batch`, of `tokens` a sequence, and no other: no size grows.
+
+    The model itself is counted, so that a plan needs no description of it. Raises what `trace` raises, and ValueError
+    for a model without blocks, or one that runs a block twice.
+    """
+
+    def stays(one: int, longer: int, two: int) -> dict[str, float]:
+        return {"fixed": one, "per_token": 0, "per_token_and_length": 0}
+
+    steps = []
+    for checkpointing in (False, True):
+        one = trace(model, batch, loss, checkpointing=checkpointing, attention=attention)
+        if len(one.peaks) != len(one.layer_bytes) + 1:
+            raise ValueError(
+                f"{len(one.layer_bytes)} blocks of {type(model).__name__} have {len(one.peaks) - 1} backwards; "
+                "expected each block to run once, and backward to reach it; try blocks of their own"
+            )
+        steps.append(_step(checkpointing, one, one, one, stays))
+    return _document(model, one, steps, tokens, attention) | counted(model)
+
+
+def counted(model: nn.Module) -> dict[str, Any]:
+    """Return what a profile says of the model's parameters; each storage counts once."""
+    params = list({param.untyped_storage()._cdata: param for param in model.parameters()}.values())
+    trained = [param for param in params if param.requires_grad]
+    largest = max(params, key=lambda param: param.numel())
+    found: dict[str, Any] = {
+        "parameters": sum(param.numel() for param in params),
+        "trained_parameters": sum(param.numel() for param in trained),
+        "largest_parameter": [largest.numel() // largest.shape[-1], largest.shape[-1]],
+    }
+    if len(trained) < len(params):
+        found["adapter_rank"] = min(min(param.shape) for param in trained)
+    return found
+
+
+def _step(
+    checkpointing: bool,
+    one: TracedStep,
+    longer: TracedStep,
+    two: TracedStep,
+    grows: Callable[[int, int, int], dict[str, float]],
+) -> dict[str, Any]:
+    def each(name: str) -> dict[str, dict[str, float]]:
+        of_one, of_longer, of_two = (getattr(step, name) for step in (one, longer, two))
+        return {span: grows(of_one[span], of_longer[span], of_two[span]) for span in of_one}
+
+    return {
+        "checkpointing": checkpointing,
+        "peaks": each("peaks"),
+        "peaks_without_gradients": each("peaks_without_gradients"),
+        "layers": [
+            grows(*sizes) for sizes in zip(one.layer_bytes, longer.layer_bytes, two.layer_bytes, strict=True)
+        ],
+        "flops": grows(one.flops, longer.flops, two.flops),
+        "moved_bytes": grows(one.moved_bytes, longer.moved_bytes, two.moved_bytes),
+        "kernels": one.kernels,
+        "saved_by": one.saved_by,
+    }
+
+
+def _document(
+    model: nn.Module, one: TracedStep, steps: list[dict[str, Any]], tokens: int, attention: Attention
+) -> dict[str, Any]:
     return {
         "schema_version": SCHEMA_VERSION,
         "model": type(model).__name__,

@@ -8,6 +8,7 @@ from skill_tools.commands import releases
 from skill_tools.configs.config import Config
 from skill_tools.configs.source import looks_like_configuration
 from skill_tools.dialects import registry
+from skill_tools.dialects.candidates import MECHANISMS
 from skill_tools.dialects.run import Run
 from skill_tools.dialects.shapes import ModelShape
 from skill_tools.errors import UnusableInput
@@ -28,6 +29,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the budgets, the machine, and what the configuration does not say."""
     budgets = parser.add_argument_group("budgets and machine")
     budgets.add_argument("--gpu-memory", metavar="AMOUNT", help="memory budget per GPU, for example 80GiB")
+    budgets.add_argument(
+        "--tensor-memory",
+        metavar="AMOUNT",
+        help="what tensors may take of a GPU, in place of --gpu-memory: nothing is set aside for CUDA and headroom",
+    )
     budgets.add_argument("--host-memory", metavar="AMOUNT", help="host memory budget per node")
     budgets.add_argument("--gpus", type=int, metavar="N", help="GPUs in the whole run")
     budgets.add_argument(
@@ -48,7 +54,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run.add_argument(
         "--trace",
         metavar="FILE",
-        help="the model's profile that `offload trace` wrote; many models ship with theirs",
+        help="the model's profile that `offload trace` wrote, which names the model too; many ship with theirs",
+    )
+    run.add_argument(
+        "--without",
+        action="append",
+        default=[],
+        choices=MECHANISMS,
+        metavar="MECHANISM",
+        help=f"leave a mechanism out of the search; repeatable; one of {', '.join(MECHANISMS)}",
     )
     run.add_argument("--framework", choices=registry.names(), help="needed if the input does not show it")
     run.add_argument(
@@ -122,8 +136,13 @@ def _plan(args: argparse.Namespace, inputs: Sequence[str], *, what_if: Sequence[
     jsons = [path for path in inputs if shape_sources.is_config_json(path)]
     files = [path for path in inputs if path not in jsons]
     config = read_config(args, files, what_if=what_if)
-    shape, source = _shape(config, args.model, jsons[0] if jsons else None)
-    built = _traced(args, _run(args, files, config, shape))
+    by_trace = bool(args.trace and not (args.model or inputs))
+    if by_trace:
+        shape, source = traces.shape_in(args.trace)
+    else:
+        shape, source = _shape(config, args.model, jsons[0] if jsons else None)
+    built = _traced(args, _run(args, files, config, shape), names_the_model=by_trace)
+    built = built._replace(reserves=args.tensor_memory is None)
     where = _machine(args, built)
     budget, notes = _budget(args, where)
     return planner.make_plan(
@@ -134,6 +153,7 @@ def _plan(args: argparse.Namespace, inputs: Sequence[str], *, what_if: Sequence[
         shape_source=source,
         versions=releases.stated(args),
         measured_step_s=_positive_time(args.step_time),
+        without=frozenset(args.without),
     )
 
 
@@ -174,10 +194,10 @@ def _run(args: argparse.Namespace, files: Sequence[str], config: Config, shape: 
     return dialect.run(config, shape, gpus=args.gpus)
 
 
-def _traced(args: argparse.Namespace, built: Run) -> Run:
+def _traced(args: argparse.Namespace, built: Run, *, names_the_model: bool) -> Run:
     """Return the run with the profile of its model: the user's, or one that ships where a trace describes the run."""
     if args.trace:
-        return built._replace(traced=traces.read(args.trace, built))
+        return traces.run_of(args.trace, built, names_the_model=names_the_model)
     if registry.named(built.dialect).has_files or built.adapter is not None:
         return built
     found = traces.of_shape(built.shape)
@@ -221,7 +241,15 @@ def _budget(args: argparse.Namespace, where: Machine) -> tuple[Budget, tuple[str
     notes = []
     if args.gpu in {None, AUTO} and not args.profile:
         notes.append(_unnamed(where))
-    if args.gpu_memory is None:
+    if args.gpu_memory is not None and args.tensor_memory is not None:
+        raise UnusableInput(
+            "--gpu-memory and --tensor-memory are both given",
+            expected="one of them",
+            attempt="--tensor-memory alone, which leaves CUDA's context and headroom to you",
+        )
+    if args.tensor_memory is not None:
+        gpu_bytes = parse_bytes(args.tensor_memory, option="--tensor-memory")
+    elif args.gpu_memory is None:
         if not where.gpu_memory_bytes:
             raise UnusableInput(
                 "no GPU memory is given",

@@ -22,6 +22,9 @@ DISTRIBUTED = "distributed-optimizer"
 INPUTS = "checkpoint-offload"
 WEIGHTS = "layer-streaming"
 SHARDED = "parameter-offload"
+MECHANISMS = (
+    OPTIMIZER, LAYERS, FINE_GRAINED, STATES, RECOMPUTE, BUDGET, DISTRIBUTED, INPUTS, WEIGHTS, SHARDED
+)  # fmt: skip
 
 
 class Advice(Protocol):

@@ -39,11 +39,12 @@ class Recompute(NamedTuple):
 
 
 class Adapter(NamedTuple):
-    """LoRA: `parameters` are trained, the base is frozen at `base_weight_bytes` a parameter."""
+    """LoRA: `parameters` of `weight_bytes` are trained, the base is frozen at `base_weight_bytes` a parameter."""
 
     rank: int
     parameters: int
     base_weight_bytes: float = 2
+    weight_bytes: float = 2
 
 
 class Run(NamedTuple):
@@ -56,7 +57,8 @@ class Run(NamedTuple):
     one by one, without Megatron's fusions; `widens_gradients` that the GPU's update makes fp32 of bf16 gradients.
     `norm_bytes` are what an eager norm keeps of an element beyond its input and output. Where `traced` is
     there, bytes of forward and backward and the time of both come from it, and not from the shape. `fused_loss` says
-    that head and loss are one kernel, which makes the logits in chunks.
+    that head and loss are one kernel, which makes the logits in chunks. `reserves` False counts tensors alone: nothing
+    is set aside for CUDA's context, its libraries and fragmentation.
     """
 
     dialect: str
@@ -81,6 +83,7 @@ class Run(NamedTuple):
     widens_gradients: bool = False
     traced: TracedModel | None = None
     fused_loss: bool = False
+    reserves: bool = True
     assumptions: tuple[str, ...] = ()
 
     @property

@@ -46,6 +46,9 @@ class TracedStep(NamedTuple):
 class TracedModel(NamedTuple):
     """The step as it is and with its blocks recomputed; `source` says in words what was traced, and with what.
 
+    Of `parameters` elements `trained` have gradients; where others are frozen, `adapter_rank` is the smallest
+    dimension of what is trained. `is_counted` says that the model was counted, and not its shape.
+
     Two are the same if they are the same object, so that what is computed from one is found again quickly.
     """
 
@@ -55,6 +58,10 @@ class TracedModel(NamedTuple):
     weights_bytes: int
     weights_allocated_bytes: int
     gradients_bytes: int
+    parameters: int
+    trained: int
+    adapter_rank: int
+    is_counted: bool
     plain: TracedStep
     recomputed: TracedStep
 

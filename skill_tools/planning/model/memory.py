@@ -78,7 +78,7 @@ def estimate(run: Run, mode: Mode | None = None) -> Memory:
 
 
 def _of_stage(run: Run, mode: Mode, stage: Stage) -> Memory:
-    local = layout.local_parameters(
+    local = _counted(run) or layout.local_parameters(
         run.shape, run.layout, stage, sharded=run.shards_optimizer or mode.shards_optimizer
     )
     gpu, host = states.lines(run, mode.of_states, local)
@@ -96,14 +96,24 @@ def _of_stage(run: Run, mode: Mode, stage: Stage) -> Memory:
     )
 
 
-def _alive(run: Run, mode: Mode, states: Sequence[Line], found: "_Activations") -> list[Line]:
+def _counted(run: Run) -> LocalParameters | None:
+    """Return the parameters that a trace has counted, where it counted them: of a base, without adapters."""
+    if run.traced is None or not run.traced.is_counted:
+        return None
+    held = run.traced.parameters - (run.adapter.parameters if run.adapter else 0)
+    return LocalParameters(held, 0, held, 0)
+
+
+def _alive(run: Run, mode: Mode, lines: Sequence[Line], found: "_Activations") -> list[Line]:
     """Return the lines that are alive at the moment of a step with the most bytes."""
     if run.traced is None:
-        return _worst_moment((*states, *found.gpu))
-    held = sum(line.bytes for line in states if line.name == "gradients")
-    steady = [line for line in states if line.when in {"always", "step"} and line.name != "gradients"]
+        return _worst_moment((*lines, *found.gpu))
+    held = sum(line.bytes for line in lines if line.name in states.GRADIENTS)
+    steady = [line for line in lines if line.when in {"always", "step"} and line.name not in states.GRADIENTS]
     in_update = [
-        line for line in states if line.when in {"always", "backward", "update"} or line.name == "gradients"
+        line
+        for line in lines
+        if line.when in {"always", "backward", "update"} or line.name in states.GRADIENTS
     ]
     in_passes = [*steady, *traced_moments.worst(run, run.traced, mode.of_activations, found.kept, held)]
     return max(in_passes, in_update, key=lambda alive: sum([line.bytes for line in alive]))
@@ -174,6 +184,8 @@ def _activation_lines(run: Run, mode: Mode, stage: Stage, found: Kept, flight: f
 
 
 def _reserve(run: Run, allocated: int) -> list[Line]:
+    if not run.reserves:
+        return []
     sizes = (run.layout.tensor, run.layout.pipeline, run.layout.expert, run.layout.data, run.layout.context)
     groups = sum(1 for size in sizes if size > 1)
     lines = [Line("CUDA context and libraries", CONTEXT_BYTES, "0.75 GiB a process", "reserve")]

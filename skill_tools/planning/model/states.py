@@ -16,6 +16,7 @@ from skill_tools.planning.model import reference_numbers as reference
 from skill_tools.units import gib
 
 CUBLAS_BYTES = 32 << 20
+GRADIENTS = frozenset({"gradients", "adapter gradients"})
 HOST_BYTES_CPU_SHARE = 16  # frameworks' engines: fp32 master, gradient and two moments
 
 
@@ -52,7 +53,8 @@ def _around_weights(run: Run) -> list[Line]:
     rounded = (
         [Line("rounding of the weights", rounding, "the allocator's units of 2 MiB")] if rounding else []
     )
-    return [*rounded, Line("cuBLAS workspace", CUBLAS_BYTES, "32 MiB a process, as on Hopper")]
+    library = [Line("cuBLAS workspace", CUBLAS_BYTES, "32 MiB a process, as on Hopper")]
+    return [*rounded, *(library if run.reserves else [])]
 
 
 def _tied_sum(run: Run) -> list[Line]:
@@ -88,7 +90,7 @@ def _optimizer(run: Run, mode: Mode, shard: int) -> tuple[list[Line], list[Line]
     masters_move = fraction > 0 and (
         mode.moves_masters or mode.optimizer_engine is not OptimizerEngine.MEGATRON
     )
-    master_bytes = 4.0 if masters_move else precision.master_bytes
+    master_bytes = _own_master_bytes(run) if masters_move else precision.master_bytes
     moments_bytes = 8.0 if fraction else precision.moments_bytes
     masters = resident if masters_move else shard
     gpu = []
@@ -121,6 +123,11 @@ def ring_bytes(streamed: int) -> int:
     return (reference.STATE_BYTES * slots + reference.GRADIENT_BYTES) * chunk
 
 
+def _own_master_bytes(run: Run) -> float:
+    """Return the bytes of an fp32 master beside the weight: an fp32 weight is its own."""
+    return 0.0 if run.precision.weight_bytes >= 4 else 4.0
+
+
 def _copies_gradients(run: Run, mode: Mode, masters_move: bool) -> bool:
     hybrid = mode.optimizer_engine is OptimizerEngine.MEGATRON and mode.optimizer_fraction > 0
     return hybrid and masters_move and run.precision.gradient_bytes < 4
@@ -139,8 +146,9 @@ def _hosted(run: Run, mode: Mode, cpu: int, streamed: int) -> list[Line]:
             Line("optimizer state", round(cpu_bytes * cpu), each(cpu_bytes, cpu, "updated on the CPU"))
         )
     if streamed:
-        amount = reference.STATE_BYTES * streamed
-        formula = each(reference.STATE_BYTES, streamed, "streamed")
+        streamed_bytes = reference.STATE_BYTES - 4 + _own_master_bytes(run)
+        amount = round(streamed_bytes * streamed)
+        formula = each(streamed_bytes, streamed, "streamed")
         lines.append(Line("streamed optimizer state", amount, formula))
     return lines
 
@@ -150,9 +158,16 @@ def _adapter(run: Run, adapter: Adapter, mode: Mode, local: LocalParameters) -> 
     base = round(adapter.base_weight_bytes * held)
     trained = adapter.parameters // run.weight_shards
     formula = each(adapter.base_weight_bytes, held, "frozen parameters")
+    wide = adapter.weight_bytes
+    whole = wide + (8 if wide >= 4 else 12)
     gpu = [
-        Line("adapter weights and states", 14 * trained, each(14, trained, "adapter parameters")),
-        Line("adapter gradients", 2 * trained, each(2, trained, "adapter parameters"), "backward"),
+        Line(
+            "adapter weights and states", round(whole * trained), each(whole, trained, "adapter parameters")
+        ),
+        Line(
+            "adapter gradients", round(wide * trained), each(wide, trained, "adapter parameters"), "backward"
+        ),
+        *_around_weights(run),
     ]
     if mode.offload_parameters:
         return [*gpu, *_gathered(run, mode, local)], [Line("base weights", base, formula)]

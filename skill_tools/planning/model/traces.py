@@ -13,8 +13,8 @@ from skill_tools import knowledge
 from skill_tools.bundle import knowledge_path
 from skill_tools.configs.files import read_bytes
 from skill_tools.dialects import parameters
-from skill_tools.dialects.run import Run
-from skill_tools.dialects.shapes import ModelShape
+from skill_tools.dialects.run import Adapter, Run
+from skill_tools.dialects.shapes import ModelShape, checked
 from skill_tools.dialects.traced import Growth, Span, TracedModel, TracedStep
 from skill_tools.errors import UnusableInput
 from skill_tools.planning.model import known_models, shape_sources
@@ -42,27 +42,90 @@ def _shipped(name: str) -> TracedModel:
     return model_of(json.loads(knowledge_path("traces", f"{name}.json").read_text(encoding="utf-8")))
 
 
-def read(path: str, run: Run) -> TracedModel:
-    """Return the profile in `path` for `run`.
+def run_of(path: str, run: Run, *, names_the_model: bool) -> Run:
+    """Return `run` with the profile in `path`, and with the adapters and the dtype that were traced.
+
+    `names_the_model` says that the run's shape is the one `shape_in` the profile.
 
     Raises `UnusableInput` for a file that is none, for a profile of another model, and for a run that it does not
-    describe: one that splits its layers between GPUs, or that trains adapters.
+    describe: one that splits its layers between GPUs, or that trains other weights than the traced ones.
     """
-    text = read_bytes(
-        path, _PROFILE_BYTES, expected=_EXPECTED, attempt="offload trace config.json --out profile.json"
+    data = _read(path)
+    found = model_of(data)
+    is_adapted = found.trained < found.parameters
+    if not names_the_model:
+        _check_model(path, str(data["model"]), found, run.shape)
+    _check_run(path, run, is_adapted=is_adapted)
+    if is_adapted:
+        return run._replace(traced=found, adapter=_adapter(found))
+    if not found.is_counted:
+        return run._replace(traced=found)
+    wide = found.element_bytes
+    precision = run.precision._replace(
+        weight_bytes=wide, gradient_bytes=wide, master_bytes=0 if wide >= 4 else 4
     )
+    return run._replace(traced=found, precision=precision, widens_gradients=wide < 4)
+
+
+def shape_in(path: str) -> tuple[ModelShape, str]:
+    """Return the shape of the model that was traced, and where it came from.
+
+    Where no config.json describes it, it is a decoder of as many layers that stands in for the model: of it only the
+    largest parameter and how forward and backward share the traced work are used.
+    """
+    data = _read(path)
+    layers = len(data["steps"][0]["layers"])
+    stand_in = _stand_in(data, layers)
+    if data.get("config"):
+        try:
+            shape = shape_sources.from_entries(dict(data["config"]), path)
+        except UnusableInput:
+            if stand_in is None:
+                raise
+        else:
+            if stand_in is None or shape.num_layers == layers:
+                return shape, path
+    if stand_in is None:
+        raise UnusableInput(
+            f"{path} does not say which model it is of",
+            expected="a profile with a config, or with the largest_parameter of a model with blocks",
+            attempt="offload plan config.json --trace profile.json",
+        )
+    return stand_in, path
+
+
+def _stand_in(data: Mapping[str, Any], layers: int) -> ModelShape | None:
+    if not layers or "largest_parameter" not in data:
+        return None
+    rows, width = data["largest_parameter"]
+    name = f"{data['model']} as it was traced"
+    return checked(ModelShape(name, layers, hidden=width, ffn=4 * width, heads=1, kv_heads=1, vocab=rows))
+
+
+def _adapter(found: TracedModel) -> Adapter:
+    base = found.parameters - found.trained
+    return Adapter(
+        rank=max(found.adapter_rank, 1),
+        parameters=found.trained,
+        base_weight_bytes=(found.weights_bytes - found.gradients_bytes) / base,
+        weight_bytes=found.gradients_bytes / found.trained,
+    )
+
+
+def _read(path: str) -> dict[str, Any]:
+    attempt = "offload trace config.json --out profile.json"
+    text = read_bytes(path, _PROFILE_BYTES, expected=_EXPECTED, attempt=attempt)
     try:
-        data = json.loads(text)
-        found = model_of(data)
+        data: dict[str, Any] = json.loads(text)
+        model_of(data)
+        str(data["model"])
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         raise UnusableInput(
             f"{path} is no model profile ({type(error).__name__}: {str(error)[:80]})",
             expected=_EXPECTED,
-            attempt="offload trace config.json --out profile.json",
+            attempt=attempt,
         ) from None
-    _check_model(path, str(data["model"]), found, run.shape)
-    _check_run(path, run)
-    return found
+    return data
 
 
 def model_of(data: Mapping[str, Any]) -> TracedModel:
@@ -72,13 +135,18 @@ def model_of(data: Mapping[str, Any]) -> TracedModel:
     made_with = f"transformers {library}" if library else f"torch {data['versions']['torch']}"
     attention = data.get("attention_implementation") or f"{data['attention']} attention"
     config = data.get("config")
+    element_bytes = _ELEMENT_BYTES[data["dtype"]]
     return TracedModel(
         source=f"{data['model']} traced, {made_with}, {attention}",
         config=dict(config) if config else None,
-        element_bytes=_ELEMENT_BYTES[data["dtype"]],
+        element_bytes=element_bytes,
         weights_bytes=_bytes(data["weights_bytes"]),
         weights_allocated_bytes=_bytes(data["weights_allocated_bytes"]),
         gradients_bytes=_bytes(data["gradients_bytes"]),
+        parameters=_bytes(data.get("parameters", data["weights_bytes"] // element_bytes)),
+        trained=_bytes(data.get("trained_parameters", data["gradients_bytes"] // element_bytes)),
+        adapter_rank=int(data.get("adapter_rank", 0)),
+        is_counted="parameters" in data,
         plain=steps[False],
         recomputed=steps[True],
     )
@@ -118,7 +186,9 @@ def _same(one: ModelShape, other: ModelShape) -> bool:
 
 
 def _check_model(path: str, class_name: str, found: TracedModel, shape: ModelShape) -> None:
-    elements, expected = found.weights_bytes // found.element_bytes, parameters.model(shape).total
+    elements, expected = found.parameters, parameters.model(shape).total
+    if found.trained < found.parameters:
+        elements -= found.trained
     layers = len(found.plain.layers)
     if found.config is not None:
         is_its = _same(shape_sources.from_entries(dict(found.config), path), shape)
@@ -132,11 +202,11 @@ def _check_model(path: str, class_name: str, found: TracedModel, shape: ModelSha
         )
 
 
-def _check_run(path: str, run: Run) -> None:
+def _check_run(path: str, run: Run, *, is_adapted: bool) -> None:
     layout = run.layout
     sizes = (("TP", layout.tensor), ("PP", layout.pipeline), ("CP", layout.context), ("EP", layout.expert))
     why = [f"{name} {size}" for name, size in sizes if size > 1]
-    if run.adapter is not None:
+    if run.adapter is not None and not is_adapted:
         why.append("adapters")
     if not run.is_eager:
         why.append("fused kernels")

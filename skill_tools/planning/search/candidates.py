@@ -60,6 +60,7 @@ class Search:
         speed: Pace,
         *,
         versions: Mapping[str, str],
+        without: frozenset[str] = frozenset(),
     ) -> None:
         self._dialect = dialect
         self._run, self._machine, self.speed = run, machine, speed
@@ -69,6 +70,8 @@ class Search:
         self.considered = 0
         self._memories: dict[Mode, Memory] = {}
         for candidate in dialect.candidates(config, run, MachineAdvice(run, machine, speed)):
+            if without.intersection(candidate.mechanisms):
+                continue
             self.considered += _STEPS if candidate.mode.optimizer_fraction else 1
             legality = self.judge(candidate)
             if legality.legal:

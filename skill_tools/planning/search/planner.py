@@ -94,12 +94,13 @@ def make_plan(
     shape_source: str,
     versions: Mapping[str, str],
     measured_step_s: float | None = None,
+    without: frozenset[str] = frozenset(),
 ) -> Plan:
-    """Return the plan for `run` on `machine` under `budget`."""
+    """Return the plan for `run` on `machine` under `budget`, from candidates that use no mechanism of `without`."""
     dialect = registry.named(run.dialect)
     shard = memory.estimate(run).parameters.shard
     speed = compute.pace(run, machine, shard, measured_step_s=measured_step_s)
-    search = Search(config, dialect, run, machine, speed, versions=versions)
+    search = Search(config, dialect, run, machine, speed, versions=versions, without=without)
     options = search.options(budget)
     best = options[0] if options[0].fits else None
     simpler = _simpler(options) if best else None

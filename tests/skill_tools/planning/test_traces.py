@@ -1,6 +1,8 @@
 """Model profiles: those that ship, and a user's own."""
 
+import contextlib
 import copy
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -144,3 +146,65 @@ def test_what_ships_is_what_a_trace_gives(tmp_path: Path) -> None:
     assert main(["trace", str(shipped), "--out", str(tmp_path / "again.json")]) == 0
     again, before = (json.loads(path.read_text()) for path in (tmp_path / "again.json", shipped))
     assert {**again, "versions": None} == {**before, "versions": None}
+
+
+def test_a_profile_alone_names_its_model(profile: dict[str, Any], tmp_path: Path) -> None:
+    """Nothing else says which model it is: not its config, nor, of a model that was counted, its parameters."""
+    by_config = json.loads(QWEN.read_text())
+    counted = {
+        "parameters": 4_022_468_096,
+        "trained_parameters": 4_022_468_096,
+        "largest_parameter": [151936, 2560],
+    }
+    (tmp_path / "config.json").write_text(json.dumps(by_config))
+    del profile["config"]
+    (tmp_path / "counted.json").write_text(json.dumps(profile | counted))
+    peaks = [_allocated("--trace", str(tmp_path / name)) for name in ("config.json", "counted.json")]
+    assert peaks[0] == peaks[1] == _allocated("--model", "qwen3-4b")
+
+
+def _allocated(*words: str) -> int:
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        assert main(["plan", *words, "--gpu", "h100", "--format", "json"]) == 0
+    found: int = json.loads(said.getvalue())["without_offload"]["memory"]["allocated_bytes"]
+    return found
+
+
+def test_adapters_are_planned_by_the_profile_of_the_model_that_has_them(
+    profile: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trained = 33_030_144
+    path = tmp_path / "lora.json"
+    profile |= {
+        "parameters": 4_022_468_096 + trained,
+        "trained_parameters": trained,
+        "largest_parameter": [151936, 2560],
+        "adapter_rank": 16,
+        "gradients_bytes": 4 * trained,
+        "weights_bytes": profile["weights_bytes"] + 4 * trained,
+    }
+    path.write_text(json.dumps(profile))
+    plan = planned(capsys, "--trace", path)
+    assert plan["model"]["adapter"] == {"rank": 16, "parameters": trained}
+    lines = {line["name"]: line["bytes"] for line in plan["without_offload"]["memory"]["gpu"]}
+    assert lines["base weights"] == 2 * 4_022_468_096
+    # An fp32 weight is its own master: 4 B of it and 8 of moments.
+    assert lines["adapter weights and states"] == 12 * trained
+
+
+def test_tensor_memory_sets_nothing_aside(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = planned(capsys, "--model", "qwen3-4b", "--tensor-memory", "30GiB")
+    memory = plan["recommendation"]["option"]["memory"]
+    assert memory["device_bytes"] == memory["allocated_bytes"] <= 30 * 2**30
+    assert "--gpu-memory and --tensor-memory" in refusal(
+        capsys, "--model", "qwen3-4b", "--tensor-memory", "30GiB", "--gpu-memory", "40GiB"
+    )
+
+
+def test_a_mechanism_can_be_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--model", "qwen3-4b", "--tensor-memory", "20GiB"]
+    used = set(planned(capsys, *words)["recommendation"]["option"]["mechanisms"])
+    left_out = planned(capsys, *words, "--without", "recompute")["recommendation"]["option"]["mechanisms"]
+    assert "recompute" in used
+    assert "recompute" not in left_out

@@ -1,0 +1,89 @@
+"""What a model, its optimizer and all random generators were before a trial, and how they become so again.
+
+Copies are on the host, one of each weight that is trained; what is frozen nobody changes.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from reference_impl.device import Device
+
+
+class Before:
+    """A model and optimizer as they are now. Gradients are not part of it: `restore` drops them.
+
+    The optimizer's states move to the host until `give_back`, so that trials have the device's memory to themselves.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, device: Device) -> None:
+        self._device = device
+        self._tensors = list(_changing(model))
+        self._params = list(model.parameters())
+        self._optimizer = optimizer
+        self._copies = [tensor.detach().to("cpu", copy=True) for tensor in self._tensors]
+        self._random = _RandomState(device)
+        self._were_on: dict[torch.Tensor, dict[str, torch.device]] = {}
+        for param, state in optimizer.state.items():
+            self._were_on[param] = {name: value.device for name, value in _tensors_of(state)}
+            state.update({name: value.to("cpu") for name, value in _tensors_of(state)})
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Make weights, buffers and random generators what they were; drop all gradients."""
+        for tensor, copy in zip(self._tensors, self._copies, strict=True):
+            tensor.copy_(copy)
+        for param in self._params:
+            param.grad = None
+        self._random.restore()
+        self._device.synchronize()
+
+    def give_back(self) -> None:
+        """Move the optimizer's states back to where they were."""
+        for param, devices in self._were_on.items():
+            state = self._optimizer.state[param]
+            state.update({name: value.to(devices[name]) for name, value in _tensors_of(state)})
+
+
+class _RandomState:
+    """Torch's generators of host and device, Python's, and NumPy's where somebody has imported it."""
+
+    def __init__(self, device: Device) -> None:
+        self._devices = [device.torch_device.index] if device.is_accelerator else []
+        self._host = torch.get_rng_state()
+        self._device_states = [torch.cuda.get_rng_state(index) for index in self._devices]
+        self._python = random.getstate()
+        self._numpy = _numpy_random().get_state() if _numpy_random() is not None else None
+
+    def restore(self) -> None:
+        torch.set_rng_state(self._host)
+        for index, state in zip(self._devices, self._device_states, strict=True):
+            torch.cuda.set_rng_state(state, index)
+        random.setstate(self._python)
+        if self._numpy is not None:
+            _numpy_random().set_state(self._numpy)
+
+
+def _numpy_random() -> Any:
+    return getattr(sys.modules.get("numpy"), "random", None)
+
+
+def _changing(model: nn.Module) -> Iterator[torch.Tensor]:
+    """Yield what training changes, each storage once: trained parameters, and all buffers."""
+    seen: set[int] = set()
+    trained = (param for param in model.parameters() if param.requires_grad)
+    for tensor in (*trained, *model.buffers()):
+        key = tensor.untyped_storage()._cdata
+        if key not in seen:
+            seen.add(key)
+            yield tensor
+
+
+def _tensors_of(state: dict[str, Any]) -> list[tuple[str, torch.Tensor]]:
+    return [(name, value) for name, value in state.items() if isinstance(value, torch.Tensor)]

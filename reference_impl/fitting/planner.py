@@ -1,0 +1,75 @@
+"""Asks the planner, `skill_tools`, which this package does not import: it runs as a process, and its answer is a plan.
+
+So there is one search and one model of time, and what passes between the packages is a JSON document.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import reference_impl
+
+Plan = dict[str, Any]
+_ROOT = Path(reference_impl.__file__).resolve().parents[1]
+_TIMEOUT_S = 120
+
+
+class RefusedPlanError(ValueError):
+    """The planner has no plan, and says why."""
+
+
+class Planner:
+    """Plans one model and batch; `described` is a model profile, or a Hugging Face config without one.
+
+    Args:
+        described: what `trace_profile.profile_batch` returns, or the entries of a config.json.
+        sequences, tokens: of the batch.
+        host_bytes: what mechanisms may take of the host.
+    """
+
+    def __init__(self, described: Mapping[str, Any], *, sequences: int, tokens: int, host_bytes: int) -> None:
+        self.host_bytes = host_bytes
+        self._batch = [f"seq_length={tokens}", f"micro_batch_size={sequences}"]
+        self._is_traced = "steps" in described
+        self._text = json.dumps(described)
+
+    def plan(self, tensor_bytes: int, *, without: frozenset[str] = frozenset()) -> Plan:
+        """Return the plan for at most `tensor_bytes` on the device, which uses no mechanism of `without`.
+
+        Raises RefusedPlanError where nothing fits.
+        """
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "config.json"
+            path.write_text(self._text, encoding="utf-8")
+            words = ["--trace", str(path)] if self._is_traced else [str(path)]
+            words += ["--framework", "pytorch", "--format", "json"]
+            words += ["--tensor-memory", f"{tensor_bytes}bytes", "--host-memory", f"{self.host_bytes}bytes"]
+            for mechanism in sorted(without):
+                words += ["--without", mechanism]
+            return _ask([*words, "--overrides", *self._batch])
+
+
+def _ask(words: list[str]) -> Plan:
+    paths = [str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    done = subprocess.run(
+        [sys.executable, "-m", "skill_tools", "plan", *words],
+        capture_output=True,
+        text=True,
+        timeout=_TIMEOUT_S,
+        check=False,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+    )
+    if done.returncode != 0:
+        said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        raise RefusedPlanError(said[-1].removeprefix("offload: "))
+    found: Plan = json.loads(done.stdout)
+    # The masters are fp32 whatever leaves, so that no plan trains to other weights than another.
+    found["execute"].setdefault("optimizer", {"offload_fraction": 0.0})
+    return found

@@ -1,0 +1,164 @@
+"""Which plan to try next: what a trial has measured corrects what the planner is asked for.
+
+The planner is asked for less memory than the budget by what it was wrong by, so whatever it then changes, split,
+activations' budget or recomputation, is the fastest that it knows. Two plans at most are tried to their end.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from reference_impl.fitting import trial
+from reference_impl.fitting.before import Before
+from reference_impl.fitting.planner import Plan, Planner, RefusedPlanError
+from reference_impl.fitting.trial import Task, Trial
+
+# Of the budget, for fragmentation and what no step has shown yet.
+HEADROOM = 0.05
+# Steps in all, unless none of the plans has fitted by then.
+MOST_STEPS = 4
+_MOST_PLANS = 12
+# What is asked for less after an attempt that had no room, of the budget.
+_LESS = 0.08
+# Room beside the headroom that is worth another plan, of the budget.
+_UNUSED = 0.05
+_BUDGET_ENGINE = "activation-budget"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settled:
+    """The plan that was chosen, its trial, and what the search took."""
+
+    plan: Plan
+    trial: Trial
+    steps: int
+    plans: int
+
+    def measured(self, budget_bytes: int) -> dict[str, Any]:
+        """Return what a plan says under `fitted`."""
+        return {
+            "gpu_budget_bytes": budget_bytes,
+            "peak_device_bytes": self.trial.peak_device_bytes,
+            "peak_host_bytes": self.trial.peak_host_bytes,
+            "step_s": self.trial.step_s,
+            "steps": self.steps,
+            "plans": self.plans,
+        }
+
+    def summary(self, budget_bytes: int) -> str:
+        """Return one line."""
+        return (
+            f"fit: {self.plan['recommendation']['option']['label']}: {self.trial.peak_device_bytes / 2**30:.2f} of "
+            f"{budget_bytes / 2**30:.2f} GiB on the device, {self.trial.peak_host_bytes / 2**30:.2f} GiB on the host, "
+            f"{self.trial.step_s:.3f} s a step; {self.plans} plans in {self.steps} steps"
+        )
+
+
+class Search:
+    """Tries plans for `task` until one is good; `error_share` of the budget is what the planner may be wrong by."""
+
+    def __init__(
+        self, task: Task, before: Before, planner: Planner, budget_bytes: int, *, error_share: float
+    ) -> None:
+        self._task, self._before, self._planner = task, before, planner
+        self._budget_bytes = budget_bytes
+        self._aim = round((1 - HEADROOM) * budget_bytes)
+        self._asked = round((1 - error_share) * self._aim)
+        # On the twin its engine needs an open ledger, which a user's training does not have.
+        counts = task.device.allocator is not None
+        self._without = frozenset(() if counts else (_BUDGET_ENGINE,))
+        self._good: list[tuple[Plan, Trial]] = []
+
+    def settle(self) -> Settled:
+        """Return the best plan that was tried. Raises RefusedPlanError where none is left to try."""
+        steps = plans = 0
+        for _ in range(_MOST_PLANS):
+            try:
+                plan = self._planner.plan(self._asked, without=self._without)
+            except RefusedPlanError:
+                if not self._good:
+                    raise
+                break
+            if any(plan["execute"] == tried["execute"] for tried, _ in self._good):
+                break
+            found = self._try(plan)
+            steps, plans = steps + max(found.steps, 1), plans + 1
+            if found.short_of:
+                if self._good:
+                    break
+                self._ask_for_less(plan, found)
+                continue
+            self._good.append((plan, found))
+            if steps + trial.STEPS > MOST_STEPS or not self._ask_for_better(plan, found):
+                break
+        if not self._good:
+            raise RefusedPlanError(
+                f"{plans} plans had too little memory; expected one to fit; try a smaller batch"
+            )
+        plan, found = min(self._good, key=self._preference)
+        return Settled(plan=plan, trial=found, steps=steps, plans=plans)
+
+    def _try(self, plan: Plan) -> Trial:
+        try:
+            return trial.run(self._task, plan, limit_bytes=self._budget_bytes)
+        finally:
+            self._before.restore()
+
+    def _ask_for_less(self, plan: Plan, found: Trial) -> None:
+        """After an attempt without enough room: less of what it lacked, or another mechanism."""
+        match found.short_of:
+            case "host":
+                hosted = plan["recommendation"]["option"]["memory"]["host_bytes_per_node"]
+                self._planner.host_bytes = round((1 - _LESS) * min(hosted, self._planner.host_bytes))
+            case _ if (plan["execute"].get("activations") or {}).get("mode") == "budget":
+                # How far its engine comes, no plan knows before it has learnt the step; others are counted.
+                self._without |= {_BUDGET_ENGINE}
+            case _:
+                lacked = min(self._asked, _predicted(plan))
+                self._asked = lacked - round(_LESS * self._budget_bytes)
+
+    def _ask_for_better(self, plan: Plan, found: Trial) -> bool:
+        """Ask for what the budget still has room for, for less where it is too tight, or for a rival; or do not."""
+        residual = found.peak_device_bytes - _predicted(plan)
+        unused = self._aim - found.peak_device_bytes
+        if found.retried or unused < 0:
+            self._asked = (
+                self._aim - max(residual, 0) - (round(_LESS * self._budget_bytes) if found.retried else 0)
+            )
+            return True
+        if unused > _UNUSED * self._budget_bytes and _moves_anything(plan):
+            self._asked = self._aim - residual
+            return True
+        rival = self._rival(plan, found)
+        self._without |= rival
+        return bool(rival)
+
+    def _rival(self, plan: Plan, found: Trial) -> frozenset[str]:
+        """Return what to leave out for the next best plan that may be faster here; nothing where time is not judged."""
+        mechanisms = frozenset(plan["recommendation"]["option"]["mechanisms"])
+        if not self._task.device.is_accelerator:
+            return frozenset()
+        for option in plan["alternatives"]:
+            if option["fits"] and option["time"]["least_s"] < found.step_s:
+                return mechanisms - frozenset(option["mechanisms"])
+        return frozenset()
+
+    def _preference(self, tried: tuple[Plan, Trial]) -> tuple[bool, float]:
+        """Order by whether the headroom is kept, then by time: measured, or on the twin as predicted."""
+        plan, found = tried
+        is_tight = found.retried or found.peak_device_bytes > self._aim
+        on_device = self._task.device.is_accelerator
+        return is_tight, found.step_s if on_device else plan["recommendation"]["option"]["time"]["step_s"]
+
+
+def _predicted(plan: Plan) -> int:
+    found: int = plan["recommendation"]["option"]["memory"]["allocated_bytes"]
+    return found
+
+
+def _moves_anything(plan: Plan) -> bool:
+    execute = plan["execute"]
+    return bool(
+        execute["optimizer"]["offload_fraction"] or execute.get("activations") or execute.get("weights")
+    )

@@ -1,0 +1,275 @@
+"""`fit` settles on a plan that holds, and leaves nothing of how it came there."""
+
+import contextlib
+import io
+import json
+import random
+from types import SimpleNamespace
+
+import jsonschema
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from reference_impl import apply_plan, fit
+from reference_impl.device import Device
+from reference_impl.fitting import FitError, planner, trial
+from reference_impl.memory.host import host_book
+from reference_impl.memory.ledger import Ledger
+from reference_impl.verification.model import Decoder, DecoderShape, add_lora
+from skill_tools.__main__ import main
+from skill_tools.bundle import schema_path
+
+IDS = torch.arange(4 * 64).reshape(4, 64) % 300
+
+
+class Model(Decoder):
+    """Random numbers in forward, and a buffer that training changes."""
+
+    def __init__(self, layers=3, hidden=64, dtype=torch.float32):
+        super().__init__(DecoderShape(hidden=hidden, ffn=2 * hidden, layers=layers, vocab=300))
+        self.to(dtype)
+        self.register_buffer("calls", torch.zeros(1))
+
+    def forward(self, ids):
+        self.calls.add_(1)
+        return functional.dropout(super().forward(ids), 0.1, training=True)
+
+
+def loss_of(model, ids):
+    return functional.cross_entropy(model(ids).flatten(0, 1).float(), ids.flatten())
+
+
+def make(**options):
+    torch.manual_seed(0)
+    model = Model(**options)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, fused=True)
+
+
+def train(model, optimizer, steps=3):
+    torch.manual_seed(7)
+    losses = []
+    for _ in range(steps):
+        losses.append(loss_of(model, IDS))
+        losses[-1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    getattr(optimizer, "synchronize", lambda: None)()
+    return torch.stack(losses).detach(), [param.detach().clone() for param in model.parameters()]
+
+
+def same(one, other):
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def peak_of(plan, **options):
+    """The most bytes of a training under `plan` that nobody limits."""
+    model, optimizer = make(**options)
+    device = Device.of("cpu")
+    with Ledger(device, track=[*model.parameters(), *model.buffers(), IDS]) as ledger:
+        with apply_plan(model, optimizer, plan) as applied:
+            train(model, applied.optimizer)
+        return ledger.peak_device_bytes
+
+
+def whole_peak(**options):
+    """The peak where nothing is offloaded."""
+    return peak_of({"execute": {"optimizer": {"offload_fraction": 0.0}}}, **options)
+
+
+@pytest.fixture
+def in_process(monkeypatch):
+    """The planner without a process of its own, for tests that ask it often."""
+
+    def ask(words):
+        said, errors = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(errors):
+            code = main(["plan", *words])
+        return SimpleNamespace(returncode=code, stdout=said.getvalue(), stderr=errors.getvalue())
+
+    monkeypatch.setattr(planner.subprocess, "run", lambda command, **_: ask(command[4:]))
+
+
+def test_a_plan_is_settled_on_that_holds_and_is_applied():
+    model, optimizer = make()
+    budget = round(0.8 * whole_peak())
+    before = [tensor.clone() for tensor in (*model.parameters(), *model.buffers())]
+    random_state, python_state = torch.get_rng_state(), random.getstate()
+    with fit(model, optimizer, IDS, loss_of, gpu_budget=budget) as fitted:
+        assert same(before, [*model.parameters(), *model.buffers()])
+        assert torch.equal(random_state, torch.get_rng_state())
+        assert random.getstate() == python_state
+        measured = fitted.plan["fitted"]
+        assert measured["peak_device_bytes"] <= budget
+        assert measured["steps"] <= 4
+        assert fitted.summary.startswith("fit: ")
+        assert "\n" not in fitted.summary
+        found = train(model, fitted.optimizer)
+    jsonschema.validate(fitted.plan, json.loads(schema_path("plan").read_text()))
+    assert peak_of(json.loads(json.dumps(fitted.plan))) <= budget
+    model, optimizer = make()
+    with apply_plan(model, optimizer, fitted.plan) as applied:
+        assert all(same(*each) for each in zip(found, train(model, applied.optimizer), strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("in_process")
+def test_states_that_the_optimizer_has_go_on():
+    model, optimizer = make()
+    train(model, optimizer)
+    expected = train(model, optimizer)
+    model, optimizer = make()
+    train(model, optimizer)
+    with fit(model, optimizer, IDS, loss_of, gpu_budget=round(0.6 * whole_peak())) as fitted:
+        assert fitted.plan["execute"]["optimizer"]["offload_fraction"] > 0
+        assert all(same(*each) for each in zip(expected, train(model, fitted.optimizer), strict=True))
+
+
+class Failing(TorchDispatchMode):
+    """The n-th operation of a trial finds no memory."""
+
+    def __init__(self, nth):
+        super().__init__()
+        self.nth, self.done, self.is_on = nth, 0, False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if self.is_on:
+            self.done += 1
+            if self.done == self.nth:
+                raise torch.OutOfMemoryError("CUDA out of memory (injected)")
+        return func(*args, **(kwargs or {}))
+
+
+def fitted_under(nth, monkeypatch, budget):
+    """Fit where the n-th operation of the trials fails; return what training then gives, the plan and the count."""
+    failing = Failing(nth)
+    run = trial.run
+
+    def watched(*args, **options):
+        failing.is_on = True
+        try:
+            return run(*args, **options)
+        finally:
+            failing.is_on = False
+
+    model, optimizer = make()
+    with monkeypatch.context() as patched:
+        patched.setattr(trial, "run", watched)
+        with failing, fit(model, optimizer, IDS, loss_of, gpu_budget=budget) as fitted:
+            pass
+    with apply_plan(model, optimizer, fitted.plan) as applied:
+        return train(model, applied.optimizer), fitted.plan, failing.done
+
+
+@pytest.mark.usefixtures("in_process")
+@pytest.mark.parametrize(
+    "share",
+    [0.3, *(pytest.param(share, marks=pytest.mark.slow) for share in (0.0, 0.15, 0.45, 0.6, 0.75, 0.95))],
+)
+def test_an_attempt_without_memory_is_repeated_as_if_it_had_not_been(share, monkeypatch):
+    budget = round(1.2 * whole_peak())
+    expected, undisturbed, visits = fitted_under(-1, monkeypatch, budget)
+    nth = 1 + int(share * visits)
+    found, plan, done = fitted_under(nth, monkeypatch, budget)
+    assert done >= nth, "the operation was not reached"
+    assert all(same(*each) for each in zip(expected, found, strict=True))
+    assert plan["fitted"]["peak_device_bytes"] <= budget
+    assert plan["fitted"]["plans"] == undisturbed["fitted"]["plans"] + 1
+    assert host_book.live_bytes == 0
+
+
+@pytest.mark.slow
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    layers=st.integers(2, 5),
+    hidden=st.sampled_from([32, 64, 96]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    share=st.floats(0.15, 1.3),
+)
+def test_no_budget_is_ever_exceeded(in_process, layers, hidden, dtype, share):
+    options = {"layers": layers, "hidden": hidden, "dtype": dtype}
+    model, optimizer = make(**options)
+    budget = round(share * whole_peak(**options))
+    before = [param.clone() for param in model.parameters()]
+    try:
+        with fit(model, optimizer, IDS, loss_of, gpu_budget=budget) as fitted:
+            pass
+    except FitError:
+        assert share < 0.8
+    else:
+        assert fitted.plan["fitted"]["peak_device_bytes"] <= budget
+        assert peak_of(fitted.plan, **options) <= budget
+    assert same(before, list(model.parameters()))
+    assert host_book.live_bytes == 0
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("in_process")
+def test_adapters_are_fitted_with_their_frozen_base():
+    model, _ = make(layers=6, hidden=96)
+    add_lora(model, 4)
+    model.head.requires_grad_(False)
+    trained = [param for param in model.parameters() if param.requires_grad]
+    with fit(model, torch.optim.AdamW(trained), IDS, loss_of) as fitted:
+        described = fitted.plan["model"]
+        predicted = fitted.plan["recommendation"]["option"]["memory"]["allocated_bytes"]
+        assert described["adapter"] == {"rank": 4, "parameters": sum(param.numel() for param in trained)}
+        assert fitted.plan["fitted"]["peak_device_bytes"] == pytest.approx(predicted, rel=0.05)
+
+
+class Questions(Model):
+    def forward(self, ids):
+        out = super().forward(ids)
+        return out if out.detach().sum().item() > 1e9 else 2 * out
+
+
+class Shared(Model):
+    def __init__(self):
+        super().__init__()
+        self.layers[1] = self.layers[0]
+
+
+@pytest.mark.usefixtures("in_process")
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda kept: kept.update(model=Questions()), "asks for the value"),
+        (lambda kept: kept.update(model=Shared()), "5 blocks of Shared have 3 backwards"),
+        (lambda kept: kept.update(model=nn.Embedding(300, 300)), "no nn.ModuleList"),
+        (lambda kept: kept.update(batch=(IDS,), loss=None), "the batch is tuple"),
+        (lambda kept: kept.update(batch={}), "holds no tensor"),
+        (lambda kept: kept.update(gpu_budget=-1), "gpu_budget is -1"),
+        (lambda kept: kept.update(host_budget="much"), "host_budget is 'much'"),
+        (lambda kept: kept.update(gpu_budget=1000), "nothing fits"),
+        (lambda kept: kept.update(kind=torch.optim.SGD), "SGD"),
+    ],
+)
+def test_what_cannot_be_fitted_is_said_in_a_sentence_and_nothing_has_changed(change, said):
+    kept = {"model": make()[0], "batch": IDS, "loss": loss_of, "kind": torch.optim.AdamW}
+    change(kept)
+    model, batch, loss = kept.pop("model"), kept.pop("batch"), kept.pop("loss")
+    before = [param.clone() for param in model.parameters()]
+    with pytest.raises(ValueError, match=said):
+        fit(model, kept.pop("kind")(model.parameters(), lr=0.1), batch, loss, **kept)
+    assert same(before, list(model.parameters()))
+
+
+@pytest.mark.usefixtures("in_process")
+def test_a_model_that_cannot_be_traced_is_planned_by_the_formula_of_its_config(caplog):
+    model = Questions()
+    entries = {
+        "model_type": "llama",
+        "num_hidden_layers": 3,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_attention_heads": 4,
+        "vocab_size": 300,
+    }
+    model.config = SimpleNamespace(to_json_string=lambda use_diff: json.dumps(entries))
+    with fit(model, torch.optim.AdamW(model.parameters()), IDS, loss_of) as fitted:
+        assert "traced" not in fitted.plan["model"]
+    assert "within 8 % of most models" in caplog.text
