@@ -50,6 +50,11 @@ def gib(amount_bytes: float) -> str:
     return f"{amount_bytes / GIB:.1f} GiB"
 
 
+def both(amount_bytes: float) -> str:
+    """Write bytes in both units that people use, for example `47.2 GiB (50.7 GB)`."""
+    return f"{amount_bytes / GIB:.1f} GiB ({amount_bytes / GB:.1f} GB)"
+
+
 def seconds(duration_s: float) -> str:
     """Write a duration for people: milliseconds below one second."""
     return f"{duration_s * 1000:.0f} ms" if duration_s < 1 else f"{duration_s:.2f} s"

@@ -15,11 +15,9 @@ import argparse
 import sys
 
 from skill_tools.commands import plan_request, releases
-from skill_tools.dialects import registry
 from skill_tools.errors import UnusableInput, printable_lines
 from skill_tools.planning.model import known_models, shape_sources
 from skill_tools.planning.model.shape_sources import UnknownShapeError
-from skill_tools.planning.search import sensitivity
 from skill_tools.planning.search.options import HOST_MEMORY
 from skill_tools.planning.search.planner import Plan
 from skill_tools.units import gib
@@ -37,6 +35,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--list-models", action="store_true", help="print the names that --model accepts, and exit"
     )
     parser.add_argument("--format", choices=FORMATS, default="concise", help="default: concise")
+    parser.add_argument(
+        "--details",
+        action="store_true",
+        help="add the table, the memory and time line by line, all assumptions",
+    )
     parser.add_argument("--plot", metavar="FILE", help="draw the plan to FILE.svg, FILE.png or FILE.html")
 
 
@@ -52,12 +55,19 @@ def run(args: argparse.Namespace) -> int:
         if not args.inputs:
             raise
         return _by_situation(args, unknown)
-    if plan.recommendation is None:
-        raise _below_the_floor(plan)
-    if args.plot:
+    if args.plot and plan.recommendation is not None:
         from skill_tools.reports import plots
 
         plots.write(plan, args.plot)
+    show(plan, args)
+    if plan.recommendation is None:
+        print(f"offload: {_nothing_fits(plan)}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def show(plan: Plan, args: argparse.Namespace) -> None:
+    """Print the plan in the form that was asked for."""
     if args.format == "json":
         from skill_tools.reports.plans_json import as_json
 
@@ -65,9 +75,8 @@ def run(args: argparse.Namespace) -> int:
     else:
         from skill_tools.reports import plans
 
-        shown = plans.markdown(plan) if args.format == "markdown" else plans.concise(plan)
-        print(printable_lines(shown))
-    return 0
+        render = plans.markdown if args.format == "markdown" else plans.concise
+        print(printable_lines(render(plan, details=args.details)))
 
 
 def _by_situation(args: argparse.Namespace, unknown: UnknownShapeError) -> int:
@@ -86,17 +95,15 @@ def _by_situation(args: argparse.Namespace, unknown: UnknownShapeError) -> int:
     return 2
 
 
-def _below_the_floor(plan: Plan) -> UnusableInput:
+def _nothing_fits(plan: Plan) -> UnusableInput:
     floor = plan.floor.memory
-    needs = f"{gib(floor.device_bytes)} a GPU"
-    attempt = registry.named(plan.run.dialect).to_fit
+    needs = f"{gib(floor.device_bytes / (1 - plan.budget.headroom))} a GPU"
     problem = f"nothing legal fits {gib(plan.budget.gpu_bytes)} a GPU"
     if plan.floor.limit == HOST_MEMORY and plan.budget.host_bytes is not None:
         problem += f" and {gib(plan.budget.host_bytes)} of host memory a node"
-        needs += f" and {gib(floor.host_bytes_per_node)} of host memory a node"
-        attempt = f"--host-memory with what the node really has, {attempt}"
-    elif fused := sensitivity.with_fused_loss(plan.run, plan.floor):
-        attempt = f"{sensitivity.FUSED_LOSS} (about {gib(fused)}: {sensitivity.HOW_TO_FUSE}), {attempt}"
+        needs += f" and {gib(floor.host_bytes_per_node / (1 - plan.budget.headroom))} of host memory a node"
     return UnusableInput(
-        problem, expected=f"at least {needs} ({plan.floor.candidate.label})", attempt=attempt
+        problem,
+        expected=f"at least {needs} ({plan.floor.candidate.label})",
+        attempt="one of the ways above" if plan.ways else "a smaller model, or more memory",
     )

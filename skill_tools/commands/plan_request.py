@@ -17,7 +17,7 @@ from skill_tools.planning.cost.machine import Machine
 from skill_tools.planning.model import known_models, shape_sources, traces
 from skill_tools.planning.model.shape_sources import UnknownShapeError
 from skill_tools.planning.search import planner
-from skill_tools.planning.search.options import Budget
+from skill_tools.planning.search.options import HEADROOM, Budget, Prepared
 from skill_tools.planning.search.planner import Plan
 from skill_tools.units import gib, is_bare_number, parse_bytes, seconds
 
@@ -141,20 +141,35 @@ def _plan(args: argparse.Namespace, inputs: Sequence[str], *, what_if: Sequence[
         shape, source = traces.shape_in(args.trace)
     else:
         shape, source = _shape(config, args.model, jsons[0] if jsons else None)
-    built = _traced(args, _run(args, files, config, shape), names_the_model=by_trace)
-    built = built._replace(reserves=args.tensor_memory is None)
-    where = _machine(args, built)
-    budget, notes = _budget(args, where)
-    return planner.make_plan(
+
+    def prepare(config: Config, gpus: int | None) -> tuple[Prepared, tuple[str, ...]]:
+        asked = _run(args, files, config, shape, gpus=gpus or args.gpus)
+        built = _traced(args, asked, names_the_model=by_trace)
+        built = built._replace(reserves=args.tensor_memory is None)
+        where = _machine(args, built)
+        budget, notes = _budget(args, where)
+        return Prepared(built, where, budget), notes
+
+    (built, where, budget), notes = prepare(config, None)
+    versions, without = releases.stated(args), frozenset(args.without)
+    plan = planner.make_plan(
         config,
         built._replace(assumptions=(*notes, *config.missing_file_notes(), *built.assumptions)),
         where,
         budget,
         shape_source=source,
-        versions=releases.stated(args),
+        versions=versions,
         measured_step_s=_positive_time(args.step_time),
-        without=frozenset(args.without),
+        without=without,
     )
+    if plan.recommendation is not None:
+        return plan
+    from skill_tools.planning.search.ways_to_fit import Finder
+
+    finder = Finder(
+        config, lambda config, gpus: prepare(config, gpus)[0], versions, plan.search.judged, without
+    )
+    return plan._replace(ways=finder.three_cheapest(built))
 
 
 def _shape(config: Config, model: str | None, config_json: str | None) -> tuple[ModelShape, str]:
@@ -187,11 +202,13 @@ def _stated(args: argparse.Namespace, files: Sequence[str]) -> str | None:
     return stated
 
 
-def _run(args: argparse.Namespace, files: Sequence[str], config: Config, shape: ModelShape) -> Run:
+def _run(
+    args: argparse.Namespace, files: Sequence[str], config: Config, shape: ModelShape, *, gpus: int | None
+) -> Run:
     if args.gpus is not None and not 1 <= args.gpus <= _MOST_GPUS:
         raise UnusableInput(f"--gpus {args.gpus}", expected=f"1 to {_MOST_GPUS}", attempt="--gpus 8")
     dialect = registry.named(_stated(args, files) or config.framework)
-    return dialect.run(config, shape, gpus=args.gpus)
+    return dialect.run(config, shape, gpus=gpus)
 
 
 def _traced(args: argparse.Namespace, built: Run, *, names_the_model: bool) -> Run:
@@ -270,7 +287,8 @@ def _budget(args: argparse.Namespace, where: Machine) -> tuple[Budget, tuple[str
             f"host memory: {gib(host_bytes)} a node, what this run's GPUs have of a {where.name} machine's; "
             "--host-memory with yours"
         )
-    return Budget(gpu_bytes, host_bytes), tuple(notes)
+    headroom = HEADROOM if args.tensor_memory is None else 0.0
+    return Budget(gpu_bytes, host_bytes, headroom), tuple(notes)
 
 
 def _positive_time(measured_s: float | None) -> float | None:

@@ -17,6 +17,7 @@ from skill_tools.errors import UnusableInput
 if TYPE_CHECKING:  # a lint builds no run: what a plan alone needs is loaded by the plan
     from skill_tools.configs.yaml_lines import Node
     from skill_tools.dialects.candidates import Advice, Candidate
+    from skill_tools.dialects.levers import Lever
     from skill_tools.dialects.patch import Patch
     from skill_tools.dialects.run import Mode, Run
     from skill_tools.dialects.shapes import ModelShape
@@ -49,7 +50,7 @@ class Dialect(ABC):
     shown to its users, `assigns` what stands between a key and its value. `embeds` names the dialects of which a
     configuration may hold a section, inline or in a file that it names: their types, defaults, names and rules apply to
     it as they stand. `reads_toml` says that its files are TOML, which no other's are. `takes_new_keys` says that a fix
-    may add a key at the end of a YAML file. `to_fit` is what to try when nothing fits, `carry_out` how to carry out a
+    may add a key at the end of a YAML file. `carry_out` is how to carry out a
     plan that changes no setting, `adapter` how `reference_impl` carries out a plain loop's `plan.json` in its trainer.
     `no_plan` says why there is no plan, where a dialect has no `run` and no `candidates`.
     """
@@ -66,7 +67,6 @@ class Dialect(ABC):
     language = "yaml"
     assigns = ": "
     takes_new_keys = True
-    to_fit = "more GPUs (--gpus), or a shorter sequence"
     carry_out = ""
     adapter = ""
     no_plan = ""
@@ -152,6 +152,10 @@ class Dialect(ABC):
     def candidates(self, config: Config, run: "Run", advice: "Advice") -> "Iterator[Candidate]":
         """Yield the ways to fit, each with the optimizer offloaded whole or not at all."""
         raise self._not_planned()
+
+    def levers(self, config: Config, run: "Run") -> "Iterator[Lever]":
+        """Yield what the run may change beside offloading, of each kind the smallest change first."""
+        return iter(())
 
     def _not_planned(self) -> UnusableInput:
         return UnusableInput(

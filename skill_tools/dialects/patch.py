@@ -40,4 +40,10 @@ def as_yaml(spelled: Mapping[str, object]) -> str:
         return ""
     import yaml
 
-    return yaml.safe_dump(nested, sort_keys=False, default_flow_style=False)
+    class Dumper(yaml.SafeDumper):
+        """Sections in lines, lists in one."""
+
+    Dumper.add_representer(
+        list, lambda dumper, items: dumper.represent_sequence("tag:yaml.org,2002:seq", items, flow_style=True)
+    )
+    return yaml.dump(nested, Dumper=Dumper, sort_keys=False, default_flow_style=False)

@@ -1,18 +1,18 @@
-"""A plan for people: a screen of text, or Markdown for an issue. The recommendation and its patch come first.
+"""A plan for people, as text or as Markdown for an issue: the answer (`plan_answer`), and on demand its details.
 
 Where the model's shape is not known there is no plan; the card's decision table takes its place.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-from skill_tools.dialects import parameters, registry
+from skill_tools.dialects import registry
 from skill_tools.dialects.candidates import RECOMPUTE
-from skill_tools.dialects.patch import Patch
 from skill_tools.planning.search.legality import Condition, RuledOut
-from skill_tools.planning.search.options import Option
+from skill_tools.planning.search.options import Option, over
 from skill_tools.planning.search.planner import Plan, shown
 from skill_tools.planning.search.situations import Situation
+from skill_tools.reports import plan_answer
 from skill_tools.units import gib, seconds
 
 
@@ -23,7 +23,6 @@ class _Row(Protocol):
 
 
 _KNOWN_RATES = "rates: {} of knowledge/hardware.yaml, not measured here; --profile FILE takes measured ones"
-_NOTHING = "nothing to change"
 _NO_PLAN = "no plan was computed, because the model's shape is not known; the card answers by situation"
 _ESTIMATED = (
     "a range of step times is given where nobody measured the rates of this setting; `offload probe`, run once on the "
@@ -32,19 +31,22 @@ _ESTIMATED = (
 _HEADER = ("", "GPU GiB", "host GiB/node", "step", "ratio", "")
 
 
-def concise(plan: Plan) -> str:
+def concise(plan: Plan, *, details: bool = False) -> str:
     """Return the plan as plain text."""
-    blocks = [_headline(plan), *_recommendation(plan, code=_plain_code)]
-    blocks.append(_table(plan, _plain_row))
-    blocks.extend(_sections(plan, title="{}:", bullet="  "))
+    blocks = plan_answer.lines(plan, code=_plain_code)
+    if details:
+        blocks += [*_simpler(plan, code=_plain_code), _table(plan, _plain_row)]
+        blocks += _sections(plan, title="{}:", bullet="  ")
     return "\n".join(blocks)
 
 
-def markdown(plan: Plan) -> str:
+def markdown(plan: Plan, *, details: bool = False) -> str:
     """Return the plan as Markdown."""
-    blocks = [f"### Plan: {_headline(plan)}\n", *_recommendation(plan, code=_fenced_code), ""]
-    blocks.append(_table(plan, _markdown_row))
-    blocks.extend(_sections(plan, title="\n**{}**\n", bullet="- "))
+    head, *answer = plan_answer.lines(plan, code=_fenced_code)
+    blocks = [f"### Plan: {head}\n", "\n\n".join(answer)]
+    if details:
+        blocks += ["", *_simpler(plan, code=_fenced_code), "", _table(plan, _markdown_row)]
+        blocks += _sections(plan, title="\n**{}**\n", bullet="- ")
     return "\n".join(blocks)
 
 
@@ -66,33 +68,12 @@ def situations_markdown(rows: Sequence[Situation]) -> str:
     )
 
 
-def _headline(plan: Plan) -> str:
-    run, layout = plan.run, plan.run.layout
-    sizes = [("TP", layout.tensor), ("PP", layout.pipeline), ("CP", layout.context), ("EP", layout.expert)]
-    spread = ", ".join(f"{name} {size}" for name, size in sizes if size > 1)
-    billions = parameters.model(run.shape).total / 1e9
-    return (
-        f"{run.shape.name} ({billions:.1f}e9 parameters) on {layout.gpus} x {plan.machine.name}"
-        f"{f' ({spread})' if spread else ''}, {gib(plan.budget.gpu_bytes)} a GPU, "
-        f"{run.seq_length} tokens x micro-batch {run.micro_batch}"
-    )
-
-
-def _recommendation(plan: Plan, *, code: Callable[[str], str]) -> list[str]:
-    best, patch = plan.recommendation, plan.patch
-    if best is None or patch is None:
+def _simpler(plan: Plan, *, code: plan_answer.Code) -> list[str]:
+    """Return what else the recommendation's reader may want: our own offloader, and a change with fewer mechanisms."""
+    best = plan.recommendation
+    if best is None or plan.patch is None or not plan_answer.change(plan.patch):
         return []
-    ratio = best.time.total_s / plan.without_offload.time.total_s
-    lines = [
-        f"recommended: {best.candidate.label}: {gib(best.memory.device_bytes)} a GPU, "
-        f"{gib(best.memory.host_bytes_per_node)} of host memory a node, {ratio:.2f}x the step time "
-        f"({_range(plan, best)} a step)"
-    ]
-    if not _patch_text(patch):
-        how = registry.named(plan.run.dialect).carry_out if best.candidate.mechanisms else ""
-        lines.append(how or _NOTHING)
-        return lines
-    lines += ["change:", code(_patch_text(patch))]
+    lines = []
     ours = registry.named(plan.run.dialect).carry_out_ours
     is_sharded = plan.run.shards_optimizer or plan.run.weight_shards > 1
     if ours and not is_sharded and set(best.candidate.mechanisms) - {RECOMPUTE}:
@@ -100,17 +81,8 @@ def _recommendation(plan: Plan, *, code: Callable[[str], str]) -> list[str]:
     if plan.simpler is not None and plan.simpler_patch is not None:
         more = plan.simpler.time.total_s / best.time.total_s
         lines.append(f"simpler: {plan.simpler.candidate.label}, {more:.2f}x of that step time:")
-        lines.append(code(_patch_text(plan.simpler_patch)))
+        lines.append(code(plan_answer.change(plan.simpler_patch)))
     return lines
-
-
-def _range(plan: Plan, option: Option) -> str:
-    least_s, most_s = plan.time_range(option)
-    return f"{seconds(least_s)} to {seconds(most_s)}"
-
-
-def _patch_text(patch: Patch) -> str:
-    return registry.named(patch.dialect).change(patch)
 
 
 def _plain_code(text: str) -> str:
@@ -131,8 +103,8 @@ def _cells(option: Option, plan: Plan) -> tuple[str, ...]:
     ratio = option.time.total_s / plan.without_offload.time.total_s
     notes = [
         _broken([each.rule for each in option.legality.ruled_out]),
-        f"over the {option.limit}" if option.limit else "",
-        "" if option.time.calibrated else f"step {_range(plan, option)}",
+        over(option, plan.budget),
+        "" if option.time.calibrated else f"step {plan_answer.time_range(plan, option)}",
     ]
     return (
         option.candidate.label,

@@ -7,10 +7,12 @@ from typing import Any
 from skill_tools.dialects import parameters, registry
 from skill_tools.dialects.run import Run
 from skill_tools.planning.model.memory import Memory
+from skill_tools.planning.search import decisive
 from skill_tools.planning.search.legality import RuledOut
-from skill_tools.planning.search.options import Option
+from skill_tools.planning.search.options import Option, Way
 from skill_tools.planning.search.planner import Plan
 from skill_tools.planning.search.situations import Situation
+from skill_tools.reports.plan_answer import why_nothing_fits
 
 SCHEMA_VERSION = "1.0"
 
@@ -49,6 +51,10 @@ def document(plan: Plan) -> dict[str, Any]:
                 "option": _option(plan.simpler, plan),
             }
         found["execute"] = _execute(plan.recommendation, plan)
+    else:
+        found["errors"] = [{"kind": "nothing-fits", "message": why_nothing_fits(plan)}]
+        found["ways"] = [_way(way, plan) for way in plan.ways]
+    found["rests_most_on"] = decisive.assumption(plan)
     shape = {key: value for key, value in run.shape._asdict().items() if value and key != "name"}
     return found | {
         "alternatives": [_option(option, plan) for option in plan.alternatives],
@@ -89,6 +95,19 @@ def document(plan: Plan) -> dict[str, Any]:
     }
 
 
+def _way(way: Way, plan: Plan) -> dict[str, Any]:
+    return {
+        "changes": [
+            {"kind": str(lever.kind), "label": lever.label, "gpus": lever.gpus, "by_hand": lever.by_hand}
+            for lever in way.levers
+        ],
+        "patch": way.patch._asdict(),
+        "option": _option(way.option, plan, way),
+        "tokens_a_step": way.tokens_a_step,
+        "needs_host_bytes_per_node": way.needs_host_bytes,
+    }
+
+
 def _adapter(run: Run) -> dict[str, Any]:
     if run.adapter is None:
         return {}
@@ -107,7 +126,7 @@ def _execute(option: Option, plan: Plan) -> dict[str, object] | None:
     return dialect.execute(option.candidate.mode, plan.run, option.memory.allocated_bytes)
 
 
-def _option(option: Option, plan: Plan) -> dict[str, Any]:
+def _option(option: Option, plan: Plan, way: Way | None = None) -> dict[str, Any]:
     return {
         "label": option.candidate.label,
         "mechanisms": list(option.candidate.mechanisms),
@@ -117,7 +136,7 @@ def _option(option: Option, plan: Plan) -> dict[str, Any]:
         "memory": _memory(option.memory),
         "time": {
             "step_s": option.time.total_s,
-            **plan.time_range(option)._asdict(),
+            **({} if way else plan.time_range(option)._asdict()),
             "ratio": option.time.total_s / plan.without_offload.time.total_s,
             "compute_s": option.time.compute_s,
             "calibrated": option.time.calibrated,

@@ -26,7 +26,7 @@ _PARTS = (  # name, lines that belong to it, colour (readable on light and dark 
     ),
     ("activations", ("activations", "one layer's work", "final norm"), "#54a24b"),
     ("logits and loss", ("logits and loss",), "#b279a2"),
-    ("reserve", ("CUDA context and libraries", "communicators", "headroom"), "#9d9da1"),
+    ("reserve", ("CUDA context and libraries", "communicators"), "#9d9da1"),
 )
 _THEME = "svg{color:#24292f}@media(prefers-color-scheme:dark){svg{color:#d0d7de}}"
 

@@ -13,6 +13,7 @@ from skill_tools.dialects.base import NONE, Dialect, Evidence
 if TYPE_CHECKING:
     from skill_tools.configs.yaml_lines import Node
     from skill_tools.dialects.candidates import Advice, Candidate
+    from skill_tools.dialects.levers import Lever
     from skill_tools.dialects.run import Mode, Run
     from skill_tools.dialects.shapes import ModelShape
 
@@ -33,7 +34,6 @@ class Accelerate(Dialect):
     adapter = (
         'reference_impl.integrations.accelerate.offload(accelerator, model, optimizer, plan="plan.json")'
     )
-    to_fit = "more GPUs (--gpus) that share the weights, or a shorter sequence"
 
     def evidence_in_text(self, text: str) -> Evidence:
         """Take the launcher's command, unless the script that it runs is somebody's."""
@@ -83,6 +83,12 @@ class Accelerate(Dialect):
         from skill_tools.dialects.accelerate.candidates import candidates
 
         return candidates(config, run)
+
+    def levers(self, config: Config, run: "Run") -> "Iterator[Lever]":
+        """Yield what its file, or the script, may change beside offloading."""
+        from skill_tools.dialects.accelerate.levers import found
+
+        return found(run)
 
 
 DIALECT = Accelerate()

@@ -14,6 +14,7 @@ from skill_tools.dialects.deepspeed import EMBEDDED
 if TYPE_CHECKING:
     from skill_tools.configs.yaml_lines import Node
     from skill_tools.dialects.candidates import Advice, Candidate
+    from skill_tools.dialects.levers import Lever
     from skill_tools.dialects.run import Mode, Run
     from skill_tools.dialects.shapes import ModelShape
 
@@ -48,7 +49,6 @@ class Axolotl(Dialect):
         "layer_offload",
     )
     adapter = "plugins: [reference_impl.integrations.axolotl.OffloadPlugin] with offload_plan: plan.json"
-    to_fit = "more GPUs (--gpus) that share the weights (fsdp_config, or DeepSpeed ZeRO-3), or a shorter sequence_len"
 
     def evidence_in_text(self, text: str) -> Evidence:
         """Look for its command; options alone, as overrides are, need be no more than its own."""
@@ -101,6 +101,12 @@ class Axolotl(Dialect):
         from skill_tools.dialects.axolotl.candidates import candidates
 
         return candidates(config, run)
+
+    def levers(self, config: Config, run: "Run") -> "Iterator[Lever]":
+        """Yield what its YAML may change beside offloading."""
+        from skill_tools.dialects.axolotl.levers import found
+
+        return found(config, run)
 
 
 def _names_datasets(entries: "Mapping[str, Node]") -> bool:

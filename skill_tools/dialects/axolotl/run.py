@@ -29,15 +29,14 @@ _NF4_BYTES = 0.53  # half a byte a weight, and a byte-sized scale for 64 weights
 def build(config: Config, shape: ModelShape, *, gpus: int | None) -> Run:
     """Return the run that the YAML describes."""
     assumptions: list[str] = []
-    stage = _shard_stage(config)
+    stage = shard_stage(config)
     stated = gpus or fields.integer(config, "env.WORLD_SIZE", "num_gpus")
     world = world_of(stated, stage, assumptions)
     seq_length = fields.count(config, "sequence_len")
     if seq_length is None:
         seq_length = 2048
-        assumptions.append("sequence length 2048: sequence_len is not set")
+        assumptions.append("sequence length 2048: sequence_len is not set; --overrides sequence_len=N")
     adapter = _adapter(config, shape, assumptions)
-    fused_loss = any("cut_cross_entropy" in plugin or "liger" in plugin for plugin in _plugins(config))
     return Run(
         dialect=config.framework,
         shape=shape,
@@ -56,7 +55,7 @@ def build(config: Config, shape: ModelShape, *, gpus: int | None) -> Run:
         shards_optimizer=stage >= 1,
         weight_shards=world if stage >= 3 else 1,
         gradient_shards=world if stage >= 2 else 1,
-        loss_bytes=0.5 if fused_loss else 12.0,
+        loss_bytes=0.5 if fuses_loss(config) else 12.0,
         fused_activation=bool(fields.flag(config, "liger_glu_activation")),
         tiled_mlp=bool(fields.flag(config, "tiled_mlp")),
         is_eager=True,
@@ -65,8 +64,13 @@ def build(config: Config, shape: ModelShape, *, gpus: int | None) -> Run:
     )
 
 
-def _plugins(config: Config) -> tuple[str, ...]:
-    return tuple(plugin.lower() for plugin in fields.words(config, "plugins"))
+def fuses_loss(config: Config) -> bool:
+    """Whether head and loss are one kernel: Apple's cut cross entropy, or Liger's where its plugin is told to."""
+    plugins = [plugin.lower() for plugin in fields.words(config, "plugins")]
+    cuts = any("cut_cross_entropy" in plugin for plugin in plugins)
+    cuts &= fields.flag(config, "cut_cross_entropy") is not False
+    liger = any("liger" in plugin for plugin in plugins)
+    return cuts or (liger and bool(fields.flag(config, "liger_fused_linear_cross_entropy")))
 
 
 def checkpoints(config: Config) -> bool:
@@ -106,7 +110,7 @@ def _of_sharding(config: Config, run: Run) -> Mode:
     return zero.mode(config, run)
 
 
-def _shard_stage(config: Config) -> int:
+def shard_stage(config: Config) -> int:
     """Return what is sharded, in ZeRO's stages: 0 nothing, 1 states, 2 and gradients, 3 and weights."""
     if config.value("fsdp") or config.value("fsdp_config"):
         return 3
@@ -129,7 +133,7 @@ def _adapter(config: Config, shape: ModelShape, assumptions: list[str]) -> Adapt
     assumptions.append(
         f"rank-{rank} adapters on the linears of attention and dense MLPs, in fp32; base at {base:g} B a weight"
     )
-    if not _shard_stage(config):
+    if not shard_stage(config):
         assumptions.append(
             "layer_offloading frees weights only under checkpointing; without it the measured peak stayed as it was"
         )

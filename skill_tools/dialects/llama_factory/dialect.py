@@ -12,6 +12,7 @@ from skill_tools.dialects.llama_factory import LLAMA_FACTORY
 if TYPE_CHECKING:
     from skill_tools.configs.yaml_lines import Node
     from skill_tools.dialects.candidates import Advice, Candidate
+    from skill_tools.dialects.levers import Lever
     from skill_tools.dialects.run import Mode, Run
     from skill_tools.dialects.shapes import ModelShape
 
@@ -27,7 +28,6 @@ class LlamaFactory(Dialect):
     embeds = EMBEDDED
     looks_for = "`stage` (sft, dpo, ...) with `finetuning_type`, or the command `llamafactory-cli train`"
     marks = ("finetuning_type", "dist_config")
-    to_fit = "more GPUs (--gpus) that share the weights (deepspeed with ZeRO-3), or a shorter cutoff_len"
 
     def evidence_in_text(self, text: str) -> Evidence:
         """Look for its command, or the option that only it has."""
@@ -75,6 +75,12 @@ class LlamaFactory(Dialect):
         from skill_tools.dialects.llama_factory.run import candidates
 
         return candidates(config)
+
+    def levers(self, config: Config, run: "Run") -> "Iterator[Lever]":
+        """Yield what its YAML may change beside offloading."""
+        from skill_tools.dialects.llama_factory.levers import found
+
+        return found(config, run)
 
 
 DIALECT = LlamaFactory()

@@ -40,7 +40,7 @@ def build(config: Config, shape: ModelShape, *, gpus: int | None) -> Run:
     seq_length = fields.count(config, "llamafactory.cutoff_len")
     if seq_length is None:
         seq_length = 2048
-        assumptions.append("sequence length 2048: cutoff_len is not set")
+        assumptions.append("sequence length 2048: cutoff_len is not set; --overrides cutoff_len=N")
     purpose = fields.text(config, "llamafactory.stage")
     if purpose in _WITH_ANOTHER_MODEL:
         assumptions.append(f"stage {purpose}: the policy alone, without a reference or reward model")

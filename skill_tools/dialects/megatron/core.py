@@ -11,6 +11,7 @@ from skill_tools.dialects.base import Dialect
 
 if TYPE_CHECKING:
     from skill_tools.dialects.candidates import Advice, Candidate
+    from skill_tools.dialects.levers import Lever
     from skill_tools.dialects.run import Mode, Run
     from skill_tools.dialects.shapes import ModelShape
 
@@ -31,7 +32,6 @@ class MegatronCore(Dialect):
 
     language = "text"
     assigns = "="
-    to_fit = "more GPUs (--gpus), a larger tensor or pipeline parallel size, or a shorter sequence"
 
     def run(self, config: Config, shape: "ModelShape", *, gpus: int | None) -> "Run":
         """Return the run; raises `UnusableInput` for sizes that cannot be."""
@@ -50,6 +50,12 @@ class MegatronCore(Dialect):
         from skill_tools.dialects.megatron.candidates import candidates
 
         return candidates(config, run)
+
+    def levers(self, config: Config, run: "Run") -> "Iterator[Lever]":
+        """Yield what a configuration may change beside offloading."""
+        from skill_tools.dialects.megatron.levers import found
+
+        return found(config, run)
 
     def remarks(self, config: Config, mode: "Mode") -> tuple[str, ...]:
         """Say what the mode as it stands does not move, although its name promises it."""

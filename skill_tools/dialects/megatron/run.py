@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from skill_tools.configs.config import Config
 from skill_tools.dialects import fields
 from skill_tools.dialects.layout import Layout
-from skill_tools.dialects.megatron import BRIDGE
+from skill_tools.dialects.megatron import BRIDGE, LM
 from skill_tools.dialects.megatron import layout as megatron_layout
 from skill_tools.dialects.parameters import lora
 from skill_tools.dialects.run import Adapter, Precision, Recompute, Run
@@ -38,7 +38,8 @@ def build(config: Config, shape: ModelShape, *, gpus: int | None) -> Run:
     )
     if seq_length is None:
         seq_length = 4096
-        assumptions.append("sequence length 4096: not set here")
+        own = "--seq-length N" if config.framework == LM else "model.seq_length=N"
+        assumptions.append(f'sequence length 4096: not set here; --overrides="{own}"')
     micro_batch = fields.count(config, "micro_batch_size") or 1
     precision_aware = bool(fields.flag(config, "use_precision_aware_optimizer"))
     return Run(

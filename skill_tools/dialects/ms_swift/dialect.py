@@ -34,7 +34,6 @@ class MsSwift(Dialect):
     language = "text"
     assigns = " "
     takes_new_keys = False
-    to_fit = "more GPUs, --deepspeed zero3_offload, or a shorter max_length"
 
     def evidence_in_text(self, text: str) -> Evidence:
         """Look for its two commands."""

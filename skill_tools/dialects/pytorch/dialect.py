@@ -13,6 +13,7 @@ from skill_tools.errors import UnusableInput
 
 if TYPE_CHECKING:
     from skill_tools.dialects.candidates import Advice, Candidate
+    from skill_tools.dialects.levers import Lever
     from skill_tools.dialects.patch import Patch
     from skill_tools.dialects.run import Mode, Run
     from skill_tools.dialects.shapes import ModelShape
@@ -24,6 +25,7 @@ SETTINGS = (
     "recompute_granularity",
     "lora_rank",
     "max_grad_norm",
+    "fused_loss",
 )
 _PLACE = Place("<overrides>", 1, 1)
 
@@ -34,7 +36,6 @@ class PyTorch(Dialect):
     name = PYTORCH
     label = "a plain PyTorch loop"
     has_files = False
-    to_fit = "a shorter sequence or a smaller micro-batch (--overrides), or adapters with lora_rank=16"
     carry_out = (
         "to carry it out, save it (--format json > plan.json), then call in the loop "
         'reference_impl.verification.apply.apply_plan(model, optimizer, "plan.json")'
@@ -73,6 +74,12 @@ class PyTorch(Dialect):
         from skill_tools.dialects.pytorch.candidates import candidates
 
         return candidates(run, advice)
+
+    def levers(self, config: Config, run: "Run") -> "Iterator[Lever]":
+        """Yield what a loop may change beside offloading."""
+        from skill_tools.dialects.pytorch.levers import found
+
+        return found(run)
 
     def patch(
         self, settings: Mapping[str, object], config: Config | None = None, *, dead: Sequence[str] = ()

@@ -69,5 +69,6 @@ def build(config: Config, shape: ModelShape, *, gpus: int | None) -> Run:
         clips=norm != 0,
         is_eager=True,
         widens_gradients=True,
+        fused_loss=bool(fields.flag(config, "fused_loss")),
         assumptions=tuple(assumptions),
     )

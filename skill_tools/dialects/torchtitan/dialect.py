@@ -11,6 +11,7 @@ from skill_tools.dialects.torchtitan import TORCHTITAN
 if TYPE_CHECKING:
     from skill_tools.configs.yaml_lines import Node
     from skill_tools.dialects.candidates import Advice, Candidate
+    from skill_tools.dialects.levers import Lever
     from skill_tools.dialects.patch import Patch
     from skill_tools.dialects.run import Mode, Run
     from skill_tools.dialects.shapes import ModelShape
@@ -37,7 +38,6 @@ class TorchTitan(Dialect):
     language = "toml"
     assigns = " = "
     takes_new_keys = False
-    to_fit = "more GPUs (--gpus) that share the weights (data_parallel_shard_degree), or a shorter training.seq_len"
 
     def evidence(self, source: Source) -> Evidence:
         """Its files are TOML; a YAML with sections of these names is somebody else's."""
@@ -87,6 +87,12 @@ class TorchTitan(Dialect):
         from skill_tools.dialects.torchtitan.run import candidates
 
         return candidates(config, run)
+
+    def levers(self, config: Config, run: "Run") -> "Iterator[Lever]":
+        """Yield what its TOML may change beside offloading."""
+        from skill_tools.dialects.torchtitan.levers import found
+
+        return found(run)
 
     def patch(
         self, settings: Mapping[str, object], config: Config | None = None, *, dead: Sequence[str] = ()

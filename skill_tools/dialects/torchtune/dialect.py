@@ -11,6 +11,7 @@ from skill_tools.dialects.torchtune import TORCHTUNE
 if TYPE_CHECKING:
     from skill_tools.configs.yaml_lines import Node
     from skill_tools.dialects.candidates import Advice, Candidate
+    from skill_tools.dialects.levers import Lever
     from skill_tools.dialects.run import Mode, Run
     from skill_tools.dialects.shapes import ModelShape
 
@@ -25,7 +26,6 @@ class TorchTune(Dialect):
     label = "torchtune"
     looks_for = "a section with `_component_: torchtune.…`, or the command `tune run`"
     marks = ("_component_",)
-    to_fit = "more GPUs (--gpus) with a distributed recipe, or a shorter tokenizer.max_seq_len"
 
     def evidence_in_text(self, text: str) -> Evidence:
         """Look for `tune run` with a configuration."""
@@ -73,6 +73,12 @@ class TorchTune(Dialect):
         from skill_tools.dialects.torchtune.candidates import candidates
 
         return candidates(config, run)
+
+    def levers(self, config: Config, run: "Run") -> "Iterator[Lever]":
+        """Yield what its YAML may change beside offloading."""
+        from skill_tools.dialects.torchtune.levers import found
+
+        return found(config, run)
 
 
 DIALECT = TorchTune()

@@ -40,7 +40,7 @@ def build(config: Config, shape: ModelShape, *, gpus: int | None) -> Run:
     seq_length = fields.count(config, "torchtune.tokenizer.max_seq_len")
     if seq_length is None:
         seq_length = 2048
-        assumptions.append("sequence length 2048: tokenizer.max_seq_len is not set")
+        assumptions.append("sequence length 2048: not set; --overrides tokenizer.max_seq_len=N")
     elif not fields.flag(config, "torchtune.dataset.packed"):
         assumptions.append(f"samples as long as tokenizer.max_seq_len, {seq_length} tokens; most are shorter")
     tensor = fields.count(config, "torchtune.tensor_parallel_dim") or 1

@@ -13,6 +13,7 @@ from skill_tools.dialects.transformers import CLASSES, EMBEDDED, TRANSFORMERS, T
 if TYPE_CHECKING:
     from skill_tools.configs.yaml_lines import Node
     from skill_tools.dialects.candidates import Advice, Candidate
+    from skill_tools.dialects.levers import Lever
     from skill_tools.dialects.run import Mode, Run
     from skill_tools.dialects.shapes import ModelShape
 
@@ -51,7 +52,6 @@ class Transformers(Dialect):
     looks_for = "output_dir with two of learning_rate, max_steps and their like, and model_name_or_path or dataset_name"
     marks = ("output_dir",)
     adapter = 'reference_impl.integrations.transformers.offload(trainer, "plan.json")'
-    to_fit = "more GPUs (--gpus) that share the weights (fsdp, or DeepSpeed ZeRO-3), or a shorter sequence"
 
     def evidence_in_python(self, text: str) -> Evidence:
         """Take a call of an argument class in a text that imports transformers or TRL."""
@@ -125,6 +125,12 @@ class Transformers(Dialect):
         from skill_tools.dialects.transformers.candidates import candidates
 
         return candidates(config, run)
+
+    def levers(self, config: Config, run: "Run") -> "Iterator[Lever]":
+        """Yield what a Trainer may change beside offloading."""
+        from skill_tools.dialects.transformers.levers import found
+
+        return found(config, run)
 
 
 DIALECT = Transformers()

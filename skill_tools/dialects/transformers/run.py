@@ -33,7 +33,7 @@ def build(config: Config, shape: ModelShape, *, gpus: int | None) -> Run:
     adapter = _adapter(config, shape, assumptions)
     micro_batch = fields.count(config, "micro_batch_size")
     if micro_batch is None:
-        assumptions.append(f"micro-batch {_BATCH}, the default of per_device_train_batch_size")
+        assumptions.append(f"micro-batch {_BATCH}, the default; --overrides per_device_train_batch_size=N")
     recomputes = checkpoints(config)
     return Run(
         dialect=config.framework,

@@ -3,8 +3,8 @@
 The peak is at one of five moments of a step: the start of backward (all activations and the loss), the recompute
 of a layer, the end of backward (all gradients, then the sum of a tied table's), or the update. Of a traced model they
 are the spans of its trace, and the update. `allocated` is that peak; `between_steps` is what
-stays when no activation is alive, which Megatron logs as allocated memory; `device` adds CUDA's context,
-communicators and headroom.
+stays when no activation is alive, which Megatron logs as allocated memory; `device` adds CUDA's context and
+communicators.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,6 @@ from skill_tools.units import GIB
 
 CONTEXT_BYTES = round(0.75 * GIB)
 COMMUNICATOR_BYTES = round(0.15 * GIB)
-HEADROOM = 0.05
 _MOMENTS = (
     ("always", "step", "loss"),
     ("always", "step", "recompute"),
@@ -59,7 +58,7 @@ class Memory(NamedTuple):
 
     @property
     def device_bytes(self) -> int:
-        """GPU bytes with CUDA's context, communicators and headroom: what has to fit."""
+        """GPU bytes with CUDA's context and communicators: what has to fit, with headroom."""
         return sum(line.bytes for line in self.gpu)
 
     @property
@@ -87,7 +86,7 @@ def _of_stage(run: Run, mode: Mode, stage: Stage) -> Memory:
     return Memory(
         stage=stage.rank,
         parameters=local,
-        gpu=(*alive, *_reserve(run, sum(line.bytes for line in alive))),
+        gpu=(*alive, *_reserve(run)),
         host=(*host, *found.host),
         ranks_on_node=run.layout.ranks_on_node,
         in_flight=found.in_flight,
@@ -183,7 +182,7 @@ def _activation_lines(run: Run, mode: Mode, stage: Stage, found: Kept, flight: f
     return lines
 
 
-def _reserve(run: Run, allocated: int) -> list[Line]:
+def _reserve(run: Run) -> list[Line]:
     if not run.reserves:
         return []
     sizes = (run.layout.tensor, run.layout.pipeline, run.layout.expert, run.layout.data, run.layout.context)
@@ -192,5 +191,4 @@ def _reserve(run: Run, allocated: int) -> list[Line]:
     if groups:
         amount = groups * COMMUNICATOR_BYTES
         lines.append(Line("communicators", amount, f"0.15 GiB x {groups} parallel groups", "reserve"))
-    headroom = f"{HEADROOM:.0%} of what is allocated, for fragmentation and what no estimate sees"
-    return [*lines, Line("headroom", round(HEADROOM * allocated), headroom, "reserve")]
+    return lines

@@ -49,7 +49,10 @@ class MachineAdvice(NamedTuple):
 
 
 class Search:
-    """Candidates of one configuration, judged once and then asked for any budget."""
+    """Candidates of one configuration, judged once and then asked for any budget.
+
+    A `judge` that another search has used knows its answers already.
+    """
 
     def __init__(
         self,
@@ -61,10 +64,11 @@ class Search:
         *,
         versions: Mapping[str, str],
         without: frozenset[str] = frozenset(),
+        judge: Judge | None = None,
     ) -> None:
         self._dialect = dialect
         self._run, self._machine, self.speed = run, machine, speed
-        self._judge = Judge(config, versions)
+        self.judged = judge or Judge(config, versions)
         self._legal: list[tuple[Candidate, Legality]] = []
         self.ruled_out: list[Forbidden] = []
         self.considered = 0
@@ -90,11 +94,11 @@ class Search:
 
     def judge(self, candidate: Candidate) -> Legality:
         """Return what the rules say; where there are no configuration files, there is no rule to break."""
-        return self._judge.of(candidate) if self._dialect.has_files else LEGAL
+        return self.judged.of(candidate) if self._dialect.has_files else LEGAL
 
     def judge_as_it_is(self, candidate: Candidate) -> Legality:
         """Return what the rules say of the configuration as it stands, which `candidate` is."""
-        return self._judge.as_it_is(candidate) if self._dialect.has_files else LEGAL
+        return self.judged.as_it_is(candidate) if self._dialect.has_files else LEGAL
 
     def evaluate(self, candidate: Candidate, legality: Legality, budget: Budget) -> Option:
         """Return the candidate as it is, with its memory and time."""
@@ -119,10 +123,10 @@ class Search:
         if OPTIMIZER not in candidate.mechanisms:
             return self._option(candidate, legality, found, budget)
         without = candidate.mode._replace(optimizer_fraction=0.0, streamed_fraction=0.0)
-        if self._memory(without).device_bytes <= budget.gpu_bytes:
+        if self._memory(without).device_bytes <= budget.most_gpu_bytes:
             return None
         partial = self.judge(at_fraction(candidate, 1 / _STEPS))
-        if found.device_bytes > budget.gpu_bytes or not partial.legal:
+        if found.device_bytes > budget.most_gpu_bytes or not partial.legal:
             return self._option(candidate, legality, found, budget)
         least, enough = self._smallest_fraction(candidate, found, budget)
         return self._option(least, partial if least is not candidate else legality, enough, budget)
@@ -136,7 +140,7 @@ class Search:
         while high - low > 1:
             tried = at_fraction(candidate, step / _STEPS)
             tried_memory = self._memory(tried.mode)
-            if tried_memory.device_bytes <= budget.gpu_bytes:
+            if tried_memory.device_bytes <= budget.most_gpu_bytes:
                 high, best = step, (tried, tried_memory)
                 step -= 1
             else:
@@ -152,5 +156,5 @@ class Search:
         fall = least.device_bytes - full.device_bytes
         if fall <= 0:
             return 1
-        share = (least.device_bytes - budget.gpu_bytes) / fall
+        share = (least.device_bytes - budget.most_gpu_bytes) / fall
         return min(max(math.ceil(share * _STEPS), 1), _STEPS - 1)

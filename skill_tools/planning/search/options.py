@@ -1,20 +1,47 @@
-"""One evaluated candidate, the budgets it is held against, and the order of preference."""
+"""One evaluated candidate, the budgets it is held against, the order of preference, and a way to fit by other means."""
 
 from typing import NamedTuple
 
 from skill_tools.dialects.candidates import Candidate
+from skill_tools.dialects.levers import Kind, Lever
+from skill_tools.dialects.patch import Patch
+from skill_tools.dialects.run import Run
+from skill_tools.planning.cost.machine import Machine
 from skill_tools.planning.cost.step_time import StepTime
 from skill_tools.planning.model.memory import Memory
 from skill_tools.planning.search.legality import Legality
 
 GPU_MEMORY, HOST_MEMORY = "GPU memory", "host memory"
+HEADROOM = 0.05  # of a budget that a plan leaves free: for fragmentation, and for what no estimate sees
 
 
 class Budget(NamedTuple):
-    """What has to hold: bytes of one GPU, and of one node's host memory (None: not known, not held)."""
+    """What has to hold: bytes of one GPU, and of one node's host memory (None: not known, not held).
+
+    A plan leaves the share `headroom` of both free.
+    """
 
     gpu_bytes: int
     host_bytes: int | None
+    headroom: float = HEADROOM
+
+    @property
+    def most_gpu_bytes(self) -> int:
+        """What a plan may take of a GPU."""
+        return int(self.gpu_bytes * (1 - self.headroom))
+
+    @property
+    def most_host_bytes(self) -> int | None:
+        """What a plan may take of a node's host memory."""
+        return None if self.host_bytes is None else int(self.host_bytes * (1 - self.headroom))
+
+
+class Prepared(NamedTuple):
+    """A run as it is planned: on this machine, under this budget."""
+
+    run: Run
+    machine: Machine
+    budget: Budget
 
 
 class Option(NamedTuple):
@@ -32,13 +59,57 @@ class Option(NamedTuple):
         return not self.limit
 
 
+class Way(NamedTuple):
+    """One way that fits: its `levers`, the `option` of the changed `run`, and the lines that make it.
+
+    `needs_host_bytes` is what a node must have, where the host is what lacks.
+    """
+
+    levers: tuple[Lever, ...]
+    run: Run
+    option: Option
+    patch: Patch
+    needs_host_bytes: int | None = None
+
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        """What is changed."""
+        return tuple(lever.kind for lever in self.levers)
+
+    @property
+    def tokens_a_step(self) -> int:
+        """Tokens that all GPUs train on in one step."""
+        run = self.run
+        return run.seq_length * run.micro_batch * run.micro_batches * run.layout.data
+
+    @property
+    def gpu_seconds_a_token(self) -> float:
+        """What a token of the training costs."""
+        return self.option.time.total_s * self.run.layout.gpus / self.tokens_a_step
+
+
 def limit_of(found: Memory, budget: Budget) -> str:
-    """Return which budget `found` exceeds, or nothing."""
-    if found.device_bytes > budget.gpu_bytes:
+    """Return of which budget `found` leaves less than the headroom, or nothing."""
+    if found.device_bytes > budget.most_gpu_bytes:
         return GPU_MEMORY
-    if budget.host_bytes is not None and found.host_bytes_per_node > budget.host_bytes:
+    if budget.most_host_bytes is not None and found.host_bytes_per_node > budget.most_host_bytes:
         return HOST_MEMORY
     return ""
+
+
+def over(option: Option, budget: Budget) -> str:
+    """Say in words what `option` exceeds, or that it leaves too little; nothing where it fits."""
+    if not option.limit:
+        return ""
+    if option.limit == GPU_MEMORY:
+        exceeds = option.memory.device_bytes > budget.gpu_bytes
+    else:
+        exceeds = budget.host_bytes is not None and option.memory.host_bytes_per_node > budget.host_bytes
+    return (
+        f"over the {option.limit}"
+        if exceeds
+        else f"leaves less than {budget.headroom:.0%} of the {option.limit}"
+    )
 
 
 def preference(option: Option) -> tuple[float, int, int, int]:

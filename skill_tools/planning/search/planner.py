@@ -30,7 +30,7 @@ from skill_tools.planning.model import memory
 from skill_tools.planning.search import sensitivity
 from skill_tools.planning.search.candidates import Forbidden, Search
 from skill_tools.planning.search.legality import LEGAL, RuledOut
-from skill_tools.planning.search.options import HOST_MEMORY, Budget, Option
+from skill_tools.planning.search.options import HOST_MEMORY, Budget, Option, Way
 from skill_tools.rules.input_checks import dead_keys
 
 _ALTERNATIVES = 8
@@ -38,9 +38,9 @@ _LITTLE_MORE = 1.05  # half of what a predicted step time is usually wrong by
 
 
 class Plan(NamedTuple):
-    """The answer. `recommendation` is None when nothing legal fits; `floor` is then the smallest there is.
-    `simpler` is an
-    option with fewer mechanisms at nearly the same time, `search` answers for other budgets.
+    """The answer. `recommendation` is None when nothing legal fits; `floor` is then the smallest there is, and `ways`
+    are what fits by other means. `simpler` is an option with fewer mechanisms at nearly the same time, `search` answers
+    for other budgets.
 
     `ruled_out` pairs a mechanism's name with the rules against it, `sensitivity` a change with its answer.
     """
@@ -63,6 +63,7 @@ class Plan(NamedTuple):
     sensitivity: tuple[tuple[str, str], ...]
     assumptions: tuple[str, ...]
     measured_step_s: float | None = None
+    ways: tuple[Way, ...] = ()
 
     def time_range(self, option: Option) -> TimeRange:
         """Return the seconds between which a step of `option` lies, as far as the machine's rates are known."""

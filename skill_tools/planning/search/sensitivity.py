@@ -48,7 +48,7 @@ def with_fused_loss(run: Run, option: Option) -> int | None:
 
 
 def _other_budget(search: Search, budget: Budget, factor: float, best: Option) -> tuple[str, str]:
-    other = Budget(round(budget.gpu_bytes * factor), budget.host_bytes)
+    other = budget._replace(gpu_bytes=round(budget.gpu_bytes * factor))
     change = f"{gib(other.gpu_bytes)} a GPU"
     fastest = search.options(other)[0]
     if not fastest.fits:

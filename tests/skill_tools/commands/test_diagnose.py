@@ -207,10 +207,10 @@ def test_the_sizes_of_a_model_are_enough_for_a_plan(
     sizes = ["num_layers=28", "hidden_size=3072", "num_attention_heads=24", "vocab_size=128256"]
     log = str(tmp_path / "train.log")
     assert main(["diagnose", log, "--framework", "pytorch", "--overrides", *sizes]) == 1
-    assert "recommended: " in capsys.readouterr().out
+    assert "\nGPU: " in capsys.readouterr().out
     assert main(["diagnose", log, "--framework", "pytorch", "--overrides", "seq_length=4096"]) == 1
     out, err = capsys.readouterr()
-    assert "recommended: " not in out
+    assert "\nGPU: " not in out
     assert err.startswith("offload: no plan: ")
 
 

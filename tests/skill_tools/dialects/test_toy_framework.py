@@ -59,7 +59,6 @@ BAD = "toy: 1\nname: llama-3-8b\nstates_on_host: 0.5\nwings: 1\nwing: 3\n"
 class Toy(Dialect):
     name = "toy"
     label = "Toy"
-    to_fit = "a smaller toy"
 
     def evidence_in_entries(self, entries: Mapping[str, Node]) -> Evidence:
         return Evidence(20, certain=True) if "toy" in entries else Evidence()
@@ -144,7 +143,7 @@ def test_plan_proposes_in_its_own_keys(run_yaml: Path, capsys: pytest.CaptureFix
 def test_plan_asks_its_rules_what_is_legal(run_yaml: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_yaml.write_text("toy: 1\nname: llama-3-8b\nwings: 1\n", encoding="utf-8")
     assert main(["plan", str(run_yaml), "--gpu", "h200"]) == 2
-    assert "try a smaller toy" in capsys.readouterr().err
+    assert "nothing legal fits" in capsys.readouterr().err
 
 
 def test_explain_shows_its_rule(capsys: pytest.CaptureFixture[str]) -> None:

@@ -134,9 +134,11 @@ def test_where_the_logits_decide_a_fused_loss_is_offered_with_its_line(
     long = ["--model", "qwen3-4b", "--overrides", "seq_length=16384"]
     answers = {each["change"]: each["answer"] for each in planned(capsys, *long)["sensitivity"]}
     assert "use_liger_kernel=True" in answers["a fused linear cross entropy"]
-    said = refusal(capsys, *long, "--gpu-memory", "18GiB")
-    assert "nothing legal fits 18.0 GiB" in said
-    assert "try a fused linear cross entropy (about 1" in said
+    assert main(["plan", *long, "--gpu", "h100", "--gpu-memory", "18GiB"]) == 2
+    said = capsys.readouterr()
+    assert "nothing legal fits 18.0 GiB" in said.err
+    assert "1. a fused linear cross entropy" in said.out
+    assert "--overrides fused_loss=true" in said.out
 
 
 @pytest.mark.slow

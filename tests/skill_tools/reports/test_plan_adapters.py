@@ -24,5 +24,5 @@ def test_only_a_plan_that_offloads_names_it(
     memory: str, named: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "run.yaml").write_text(RUN, encoding="utf-8")
-    main(["plan", str(tmp_path / "run.yaml"), "--gpu-memory", memory])
+    main(["plan", str(tmp_path / "run.yaml"), "--gpu-memory", memory, "--details"])
     assert (LINE in capsys.readouterr().out) == named

@@ -21,7 +21,7 @@ def script_plan(script: str, folder: Path, capsys: pytest.CaptureFixture[str], *
     """Return the plan of a launch script as text."""
     path = folder / "run.sh"
     path.write_text(script, encoding="utf-8")
-    code = main(["plan", str(path), *RELEASE, *arguments])
+    code = main(["plan", str(path), *RELEASE, *arguments, "--details"])
     captured = capsys.readouterr()
     assert code == 0, captured.err
     return captured.out

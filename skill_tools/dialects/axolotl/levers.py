@@ -1,0 +1,40 @@
+"""What Axolotl has beside offloading: its batch, its kernels, its optimizers, quantized adapters, ZeRO-3's shards.
+
+Apart because only a plan that does not fit loads it.
+"""
+
+from collections.abc import Iterator
+
+from skill_tools.configs.config import Config
+from skill_tools.dialects import fields, levers
+from skill_tools.dialects.axolotl.run import fuses_loss, shard_stage
+from skill_tools.dialects.levers import Kind, Lever
+from skill_tools.dialects.run import Run
+
+_LIGER = "axolotl.integrations.liger.LigerPlugin"
+_PRESET = "deepspeed_configs/zero3_bf16.json"
+
+
+def found(config: Config, run: Run) -> Iterator[Lever]:
+    """Yield Axolotl's levers; QLoRA in place of full training as its own examples set it up."""
+    yield from levers.micro_batches(run, "micro_batch_size", "gradient_accumulation_steps")
+    if not fuses_loss(config):
+        plugins = [*fields.words(config, "plugins"), _LIGER]
+        settings = {"plugins": list(dict.fromkeys(plugins)), "liger_fused_linear_cross_entropy": True}
+        yield Lever(Kind.FUSED_LOSS, "Liger's fused linear cross entropy", settings)
+    sharded = shard_stage(config)
+    if run.adapter is None and not sharded:
+        yield Lever(Kind.STATES, "8-bit Adam states", {"optimizer": "adamw_bnb_8bit"})
+    if run.adapter is None:
+        adapters: dict[str, object] = {"lora_r": 16, "lora_alpha": 32, "lora_target_linear": True}
+        yield Lever(Kind.ADAPTERS, "QLoRA", {"adapter": "qlora", "load_in_4bit": True, **adapters})
+    elif not fields.flag(config, "load_in_4bit"):
+        four: dict[str, object] = {"adapter": "qlora", "load_in_4bit": True}
+        if fields.flag(config, "load_in_8bit"):
+            four["load_in_8bit"] = False
+        yield Lever(Kind.QUANTIZED, "QLoRA, the base in 4 bits", four)
+    yield from levers.sequences(run, "sequence_len")
+    if sharded >= 3:
+        yield from levers.more_gpus(run)
+    elif not sharded and not fields.flag(config, "load_in_8bit"):
+        yield from levers.more_gpus(run, {"deepspeed": _PRESET})

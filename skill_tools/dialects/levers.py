@@ -1,0 +1,69 @@
+"""What a run may change beside offloading, for a plan where no offload fits: each change with the settings for it.
+
+A dialect yields the levers that its framework has (`Dialect.levers`), of each kind the smallest first. Whether one
+helps, the planner works out: it reads the run again with the lever's settings and searches it again.
+"""
+
+from collections.abc import Iterator, Mapping
+from enum import StrEnum
+from types import MappingProxyType
+from typing import NamedTuple
+
+from skill_tools.dialects.run import Run
+
+_SHORTEST = 256  # tokens; a shorter sequence trains nothing that anybody means
+_MOST_TIMES_THE_GPUS = 16
+
+
+class Kind(StrEnum):
+    """What a lever changes; `words` of the report say what that does to the training."""
+
+    MICRO_BATCH = "micro-batch"
+    FUSED_LOSS = "fused-loss"
+    SPREAD = "spread"
+    STATES = "small-states"
+    GPUS = "more-gpus"
+    HOST = "host-memory"
+    QUANTIZED = "quantized-base"
+    SEQUENCE = "shorter-sequence"
+    ADAPTERS = "adapters"
+
+
+class Lever(NamedTuple):
+    """One change: canonical `settings`, or `gpus` to launch on, or where no file says it what to do `by_hand`."""
+
+    kind: Kind
+    label: str
+    settings: Mapping[str, object] = MappingProxyType({})
+    gpus: int | None = None
+    by_hand: str = ""
+
+
+def micro_batches(run: Run, key: str, accumulation: str = "", *, by_hand: str = "") -> Iterator[Lever]:
+    """Yield half the micro-batch, a quarter and so on, with as much more accumulation where the framework has it."""
+    size = run.micro_batch // 2
+    while size:
+        settings: dict[str, object] = {key: size}
+        if accumulation:
+            settings[accumulation] = max(1, run.micro_batches * run.micro_batch // size)
+        yield Lever(
+            Kind.MICRO_BATCH, f"micro-batch {size}", settings, by_hand=by_hand and by_hand.format(size)
+        )
+        size //= 2
+
+
+def sequences(run: Run, key: str, *, by_hand: str = "") -> Iterator[Lever]:
+    """Yield half the sequence length, a quarter and so on."""
+    length = run.seq_length // 2
+    while length >= _SHORTEST:
+        words = by_hand and by_hand.format(length)
+        yield Lever(Kind.SEQUENCE, f"sequences of {length} tokens", {key: length}, by_hand=words)
+        length //= 2
+
+
+def more_gpus(run: Run, settings: Mapping[str, object] = MappingProxyType({})) -> Iterator[Lever]:
+    """Yield twice the GPUs, four times and so on; `settings` are what makes them share the model."""
+    gpus = 2 * run.layout.gpus
+    while gpus <= _MOST_TIMES_THE_GPUS * run.layout.gpus:
+        yield Lever(Kind.GPUS, f"{gpus} GPUs", settings, gpus, by_hand=f"launch on {gpus} GPUs")
+        gpus *= 2

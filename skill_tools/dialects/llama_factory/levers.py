@@ -1,0 +1,37 @@
+"""What LLaMA-Factory has beside offloading: its batch, Liger's kernels, 8-bit states, QLoRA, ZeRO-3's shards.
+
+Apart because only a plan that does not fit loads it.
+"""
+
+from collections.abc import Iterator
+
+from skill_tools.configs.config import Config
+from skill_tools.dialects import fields, levers
+from skill_tools.dialects.levers import Kind, Lever
+from skill_tools.dialects.run import Run
+
+_OWN = "llamafactory."
+_PRESET = "examples/deepspeed/ds_z3_config.json"
+
+
+def found(config: Config, run: Run) -> Iterator[Lever]:
+    """Yield LLaMA-Factory's levers."""
+    yield from levers.micro_batches(
+        run, f"{_OWN}per_device_train_batch_size", f"{_OWN}gradient_accumulation_steps"
+    )
+    if not fields.flag(config, f"{_OWN}enable_liger_kernel"):
+        yield Lever(
+            Kind.FUSED_LOSS, "Liger's kernels with its fused loss", {f"{_OWN}enable_liger_kernel": True}
+        )
+    quantized: dict[str, object] = {f"{_OWN}quantization_bit": 4}
+    if run.adapter is None:
+        if not run.shards_optimizer:
+            yield Lever(Kind.STATES, "8-bit Adam states", {f"{_OWN}optim": "adamw_bnb_8bit"})
+        yield Lever(Kind.ADAPTERS, "QLoRA", {f"{_OWN}finetuning_type": "lora", **quantized})
+    elif not fields.integer(config, f"{_OWN}quantization_bit"):
+        yield Lever(Kind.QUANTIZED, "QLoRA, the base in 4 bits", quantized)
+    yield from levers.sequences(run, f"{_OWN}cutoff_len")
+    if run.weight_shards > 1:
+        yield from levers.more_gpus(run)
+    elif not run.shards_optimizer and not fields.integer(config, f"{_OWN}quantization_bit"):
+        yield from levers.more_gpus(run, {f"{_OWN}deepspeed": _PRESET})

@@ -1,0 +1,35 @@
+"""What a plain loop may change beside offloading: all of it by hand, each with the override that plans it.
+
+Apart because only a plan that does not fit loads it.
+"""
+
+from collections.abc import Iterator
+
+from skill_tools.dialects import levers
+from skill_tools.dialects.levers import Kind, Lever
+from skill_tools.dialects.run import Run
+
+_LORA_RANK = 16
+HOW_TO_FUSE = (
+    "with torch 2.13 torch.nn.functional.linear_cross_entropy(hidden, lm_head.weight, labels) in the loop; "
+    "--overrides fused_loss=true"
+)
+
+
+def found(run: Run) -> Iterator[Lever]:
+    """Yield the levers of a loop."""
+    yield from levers.micro_batches(
+        run,
+        "micro_batch_size",
+        "gradient_accumulation_steps",
+        by_hand="in the loop: micro-batch {0}; --overrides micro_batch_size={0}",
+    )
+    if not run.fused_loss:
+        settings: dict[str, object] = {"fused_loss": True}
+        yield Lever(Kind.FUSED_LOSS, "a fused linear cross entropy", settings, by_hand=HOW_TO_FUSE)
+    yield from levers.sequences(
+        run, "seq_length", by_hand="in the loop: sequences of {0} tokens; --overrides seq_length={0}"
+    )
+    if run.adapter is None:
+        adapters = f"with PEFT in the loop: LoRA of rank {_LORA_RANK}; --overrides lora_rank={_LORA_RANK}"
+        yield Lever(Kind.ADAPTERS, "LoRA", {"lora_rank": _LORA_RANK}, by_hand=adapters)

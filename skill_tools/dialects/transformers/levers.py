@@ -1,0 +1,34 @@
+"""What a Trainer has beside offloading: its batch, Liger's kernels, 8-bit optimizers, a quantized base of adapters.
+
+Apart because only a plan that does not fit loads it.
+"""
+
+from collections.abc import Iterator
+
+from skill_tools.configs.config import Config
+from skill_tools.dialects import fields, levers
+from skill_tools.dialects.levers import Kind, Lever
+from skill_tools.dialects.run import Run
+from skill_tools.dialects.transformers.run import sharding_of
+
+_OWN_SCRIPT = "(arguments of TRL; a script of one's own calls peft.get_peft_model)"
+
+
+def found(config: Config, run: Run) -> Iterator[Lever]:
+    """Yield the Trainer's levers; adapters are TRL's."""
+    yield from levers.micro_batches(run, "micro_batch_size", "gradient_accumulation_steps")
+    if not fields.flag(config, "use_liger_kernel"):
+        yield Lever(Kind.FUSED_LOSS, "Liger's kernels with its fused loss", {"use_liger_kernel": True})
+    sharded = sharding_of(config).stage
+    if run.adapter is None and not sharded:
+        yield Lever(Kind.STATES, "8-bit Adam states", {"optimizer": "adamw_bnb_8bit"})
+    if run.adapter is None:
+        settings = {"use_peft": True, "load_in_4bit": True, "lora_target_modules": "all-linear"}
+        yield Lever(Kind.ADAPTERS, "QLoRA", settings, by_hand=_OWN_SCRIPT)
+    elif not (fields.flag(config, "load_in_4bit") or fields.flag(config, "load_in_8bit")):
+        yield Lever(Kind.QUANTIZED, "QLoRA, the base in 4 bits", {"load_in_4bit": True})
+    yield from levers.sequences(run, "sequence_len")
+    if sharded >= 3:
+        yield from levers.more_gpus(run)
+    elif not sharded and not fields.flag(config, "load_in_4bit"):
+        yield from levers.more_gpus(run, {"fsdp": ["full_shard", "auto_wrap"]})

@@ -1,0 +1,40 @@
+"""The one assumption of a plan that moves its answer most, with what removes it.
+
+What a plan is made for comes before how it is computed: a file that is not here, then the sizes of the run, then the
+machine, then the formulas. Within each, what moves more bytes comes first. Apart because reports of plans and of
+diagnoses would both say it.
+"""
+
+import re
+
+from skill_tools.planning.search.planner import Plan
+
+_COMPUTED = "memory of forward and backward: a formula"
+_ORDER = (
+    (r"no such file beside it", "give that file"),
+    (r"^sequence length \d", "--overrides with yours"),
+    (r"^micro-batch \d", "--overrides with yours"),
+    (r"^\d+ GPUs?\b", "--gpus with yours"),
+    (r"^(TP|PP)\b.*a recipe may set it", "give the recipe before this file, or --overrides with its sizes"),
+    (r"^no activation recompute: not set here", "give the recipe before this file"),
+    (r"^no gradient checkpointing in the script", ""),
+    (r"^every weight is trained", ""),
+    (r"^GPU: ", ""),
+    (r"^host memory: ", ""),
+    (rf"^{_COMPUTED}", ""),
+)
+_RATES = "rates of a {}, not measured here; `offload probe`, run once on the machine, or --step-time SECONDS"
+
+
+def assumption(plan: Plan) -> str:
+    """Return the assumption in words, with what to do about it behind a semicolon."""
+    takes_host = plan.recommendation is None or plan.recommendation.memory.host_bytes_per_node > 0
+    for pattern, remedy in _ORDER:
+        for text in plan.assumptions:
+            if not re.search(pattern, text) or (text.startswith("host memory") and not takes_host):
+                continue
+            says_how = "--" in text or "offload " in text or not remedy
+            return text if says_how else f"{text}; {remedy}"
+    if not plan.machine.measured:
+        return _RATES.format(plan.machine.name)
+    return f"shape: {plan.shape_source}; --trace measures a model that differs from it"

@@ -1,0 +1,178 @@
+"""A plan's answer in ten lines: does it fit, what to change, what that frees, takes and costs, and what it rests on.
+
+Where nothing fits, the answer is why, and the three cheapest ways that do. Everything else is `plans.details`.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+
+from skill_tools.dialects import parameters, registry
+from skill_tools.dialects.levers import Kind
+from skill_tools.dialects.patch import Patch
+from skill_tools.planning.search import decisive
+from skill_tools.planning.search.options import HOST_MEMORY, Option, Way, over
+from skill_tools.planning.search.planner import Plan
+from skill_tools.units import both, gib, seconds
+
+NOTHING = "nothing to change"
+MORE = "(--details shows the rest)"
+_TRAINING = {
+    Kind.MICRO_BATCH: "the same batch in more steps of accumulation",
+    Kind.FUSED_LOSS: "the same loss, its sums rounded otherwise",
+    Kind.SPREAD: "the same training with more communication, which is not counted",
+    Kind.STATES: "the optimizer keeps smaller states",
+    Kind.GPUS: "more hardware",
+    Kind.HOST: "more hardware",
+    Kind.QUANTIZED: "the frozen base in 4 bits",
+    Kind.SEQUENCE: "longer samples are cut",
+    Kind.ADAPTERS: "adapters are trained instead of all weights",
+}
+Code = Callable[[str], str]
+
+
+def lines(plan: Plan, *, code: Code) -> list[str]:
+    """Return the answer; `code` sets the lines that are to be copied."""
+    if plan.recommendation is None:
+        return [headline(plan), *_unfit(plan, code)]
+    return [headline(plan), *_fit(plan, plan.recommendation, code)]
+
+
+def headline(plan: Plan) -> str:
+    """Return what is planned: the model, the GPUs and how it is spread over them, the tokens of a micro-batch."""
+    run, layout = plan.run, plan.run.layout
+    sizes = [("TP", layout.tensor), ("PP", layout.pipeline), ("CP", layout.context), ("EP", layout.expert)]
+    spread = ", ".join(f"{name} {size}" for name, size in sizes if size > 1)
+    billions = parameters.model(run.shape).total / 1e9
+    return (
+        f"{run.shape.name} ({billions:.1f}e9 parameters) on {layout.gpus} x {plan.machine.name}"
+        f"{f' ({spread})' if spread else ''} of {both(plan.budget.gpu_bytes)}, "
+        f"{run.seq_length} tokens x micro-batch {run.micro_batch}"
+    )
+
+
+def change(patch: Patch) -> str:
+    """Return the lines that a patch changes, as its framework writes them."""
+    return registry.named(patch.dialect).change(patch)
+
+
+def _fit(plan: Plan, best: Option, code: Code) -> Iterator[str]:
+    written = change(plan.patch) if plan.patch else ""
+    by_hand = registry.named(plan.run.dialect).carry_out if best.candidate.mechanisms else ""
+    if not written and not by_hand:
+        yield f"fits as it is: {NOTHING}"
+    else:
+        yield _as_it_is(plan)
+        yield f"fits with {best.candidate.label}:"
+        yield code(written) if written else by_hand
+    yield _gpu(plan, best)
+    yield _host(plan, best)
+    yield _step(plan, best)
+    yield f"rests most on: {decisive.assumption(plan)} {MORE}"
+
+
+def _as_it_is(plan: Plan) -> str:
+    as_it_is = plan.as_it_is
+    broken = [each.rule for each in as_it_is.legality.ruled_out]
+    if broken:
+        more = f" and {len(broken) - 1} more" if len(broken) > 1 else ""
+        return f"as it is, it breaks {broken[0]}{more}"
+    if as_it_is.limit:
+        return f"does not fit as it is: {_needs(as_it_is)}, {over(as_it_is, plan.budget)}"
+    return f"fits as it is: {_needs(as_it_is)}, {time_range(plan, as_it_is)} a step; another way is faster"
+
+
+def _needs(option: Option) -> str:
+    host = option.memory.host_bytes_per_node
+    return f"{gib(option.memory.device_bytes)} a GPU{f', {gib(host)} of host memory a node' if host else ''}"
+
+
+def _gpu(plan: Plan, best: Option) -> str:
+    taken, whole = best.memory.device_bytes, plan.budget.gpu_bytes
+    freed = plan.as_it_is.memory.device_bytes - taken
+    less = (
+        ""
+        if abs(freed) < 1e8
+        else f"; {'frees' if freed > 0 else 'takes'} {both(abs(freed))} "
+        + ("of what it takes as it is" if freed > 0 else "more than as it is")
+    )
+    return f"GPU: {both(taken)} of each, {1 - taken / whole:.0%} free{less}"
+
+
+def _host(plan: Plan, best: Option) -> str:
+    taken, there = best.memory.host_bytes_per_node, plan.budget.host_bytes
+    if not taken:
+        return "host: no memory taken"
+    of = f" of {gib(there)}" if there else ""
+    before = plan.as_it_is.memory.host_bytes_per_node
+    as_it_is = f"; as it is {both(before)}" if before else ""
+    return f"host: {both(taken)}{of} a node{as_it_is}"
+
+
+def _step(plan: Plan, best: Option) -> str:
+    ratio = best.time.total_s / plan.without_offload.time.total_s
+    ratio_text = f", {ratio:.2f}x of the step without offload" if best.candidate.mechanisms else ""
+    return f"step: {time_range(plan, best)}{ratio_text}; {source_of_times(plan)}"
+
+
+def time_range(plan: Plan, option: Option) -> str:
+    """Return between which seconds a step lies."""
+    least_s, most_s = plan.time_range(option)
+    return f"{seconds(least_s)} to {seconds(most_s)}"
+
+
+def source_of_times(plan: Plan) -> str:
+    """Return what the range comes from."""
+    if plan.measured_step_s is not None:
+        return "from --step-time and the rates of " + (
+            "this machine" if plan.machine.measured else plan.machine.name
+        )
+    return "probed here" if plan.machine.measured else f"an estimate from the rates of a {plan.machine.name}"
+
+
+def _unfit(plan: Plan, code: Code) -> Iterator[str]:
+    yield f"nothing fits: {why_nothing_fits(plan)}"
+    if not plan.ways:
+        framework = registry.named(plan.run.dialect).label
+        yield f"neither does anything else that this tool knows of {framework}: a smaller model, or more memory"
+    for number, way in enumerate(plan.ways, start=1):
+        yield from _way(plan, number, way, code)
+    yield f"rests most on: {decisive.assumption(plan)}"
+
+
+def why_nothing_fits(plan: Plan) -> str:
+    """Return what the least takes, and what may be taken."""
+    floor = plan.floor
+    if floor.limit == HOST_MEMORY and plan.budget.most_host_bytes is not None:
+        there, taken = plan.budget.most_host_bytes, floor.memory.host_bytes_per_node
+        what = "of host memory a node"
+    else:
+        there, taken, what = plan.budget.most_gpu_bytes, floor.memory.device_bytes, "a GPU"
+    return (
+        f"the least takes {both(taken)} {what} ({floor.candidate.label}), and {both(there)} may be taken, "
+        f"{plan.budget.headroom:.0%} left free"
+    )
+
+
+def _way(plan: Plan, number: int, way: Way, code: Code) -> Iterator[str]:
+    option = way.option
+    names = [lever.label for lever in way.levers]
+    if way.needs_host_bytes:
+        names = [f"{both(way.needs_host_bytes)} of host memory a node (--host-memory)"]
+    offload = [option.candidate.label] if option.candidate.mechanisms else []
+    host = option.memory.host_bytes_per_node
+    costs = list(dict.fromkeys(_TRAINING[kind] for kind in way.kinds))
+    yield (
+        f"{number}. {' + '.join([*names, *offload])}: {both(option.memory.device_bytes)} a GPU"
+        f"{f', {both(host)} of host memory a node' if host else ''}, "
+        f"{_times_as_long(plan, way)}; {', '.join(costs)}"
+    )
+    yield from _lines_of(way, code)
+
+
+def _lines_of(way: Way, code: Code) -> Sequence[str]:
+    by_hand = [lever.by_hand for lever in way.levers if lever.by_hand]
+    written = change(way.patch)
+    return [*([code(written)] if written else []), *([code("\n".join(by_hand))] if by_hand else [])]
+
+
+def _times_as_long(plan: Plan, way: Way) -> str:
+    return f"about {seconds(way.option.time.total_s)} a step of {way.tokens_a_step} tokens"

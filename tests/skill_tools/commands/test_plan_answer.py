@@ -1,0 +1,169 @@
+"""The answer of `plan`: ten lines where something fits, and three ways that do where nothing does."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from skill_tools.__main__ import main
+from skill_tools.bundle import schema_path
+
+SCHEMA = json.loads(schema_path("plan").read_text(encoding="utf-8"))
+MEGATRON_LM = """\
+torchrun --nproc_per_node 8 pretrain_gpt.py --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 \\
+  --num-attention-heads 32 --group-query-attention --num-query-groups 8 --swiglu --disable-bias-linear \\
+  --normalization RMSNorm --position-embedding-type rope --untie-embeddings-and-output-weights --vocab-size 128256 \\
+  --seq-length 8192 --max-position-embeddings 8192 --micro-batch-size 2 --global-batch-size 64 --bf16 \\
+  --transformer-impl transformer_engine --use-distributed-optimizer
+"""
+BRIDGE = """\
+model: {tensor_model_parallel_size: 2, pipeline_model_parallel_size: 2, seq_length: 8192, sequence_parallel: true}
+train: {global_batch_size: 64, micro_batch_size: 4}
+"""
+AXOLOTL = """\
+base_model: NousResearch/Meta-Llama-3.1-8B
+adapter: lora
+lora_r: 32
+lora_target_linear: true
+sequence_len: 8192
+micro_batch_size: 8
+gradient_accumulation_steps: 2
+optimizer: adamw_torch_fused
+learning_rate: 0.0002
+bf16: true
+gradient_checkpointing: true
+datasets: [{path: tatsu-lab/alpaca, type: alpaca}]
+"""
+LLAMA_FACTORY = """\
+model_name_or_path: meta-llama/Llama-3.1-8B-Instruct
+stage: sft
+do_train: true
+finetuning_type: full
+dataset: identity
+template: llama3
+cutoff_len: 4096
+per_device_train_batch_size: 4
+gradient_accumulation_steps: 2
+learning_rate: 1.0e-5
+bf16: true
+output_dir: saves
+"""
+TRAINER = """\
+model_name_or_path: meta-llama/Llama-3.1-8B
+output_dir: out
+dataset_name: trl-lib/Capybara
+per_device_train_batch_size: 8
+gradient_accumulation_steps: 2
+learning_rate: 1.0e-5
+use_peft: true
+gradient_checkpointing: true
+max_length: 8192
+bf16: true
+"""
+UNFIT = {
+    "run.sh": (MEGATRON_LM, ("--gpu", "h100", "--gpu-memory", "24GB")),
+    "bridge.yaml": (
+        BRIDGE,
+        ("--model", "llama-3-8b", "--gpus", "8", "--gpu", "h100", "--gpu-memory", "24GB"),
+    ),
+    "axolotl.yaml": (AXOLOTL, ("--gpu", "rtx4090")),
+    "llama_factory.yaml": (LLAMA_FACTORY, ("--gpu", "l40s")),
+    "trainer.yaml": (TRAINER, ("--gpu", "rtx4090")),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "arguments"),
+    [
+        ("run.sh", MEGATRON_LM, ("--gpu", "h100")),
+        (
+            "bridge.yaml",
+            BRIDGE,
+            ("--model", "llama-3-8b", "--gpus", "8", "--gpu", "h100", "--gpu-memory", "48GB"),
+        ),
+        ("axolotl.yaml", AXOLOTL.replace("_size: 8", "_size: 1"), ("--gpu", "rtx4090")),
+        ("", "", ("--model", "llama-3-8b", "--gpu", "h100", "--gpu-memory", "40GB")),
+    ],
+)
+def test_the_answer_is_ten_lines_and_leaves_headroom(
+    name: str, text: str, arguments: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = []
+    if name:
+        (tmp_path / name).write_text(text, encoding="utf-8")
+        files = [str(tmp_path / name)]
+    assert main(["plan", *files, *arguments]) == 0
+    out = capsys.readouterr().out
+    assert len(out.splitlines()) <= 10
+    assert "does not fit as it is: " in out
+    assert "fits with " in out
+    gpu = next(line for line in out.splitlines() if line.startswith("GPU: "))
+    assert "GB)" in gpu
+    assert "frees" in gpu
+    assert "--details" in out.splitlines()[-1]
+    assert main(["plan", *files, *arguments, "--format", "json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    jsonschema.validate(plan, SCHEMA)
+    taken = plan["recommendation"]["option"]["memory"]["device_bytes"]
+    assert taken <= 0.95 * plan["budget"]["gpu_bytes"]
+
+
+def ways(name: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
+    text, arguments = UNFIT[name]
+    (folder / name).write_text(text, encoding="utf-8")
+    assert main(["plan", str(folder / name), *arguments, "--format", "json"]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.count("\n") == 1
+    plan = json.loads(captured.out)
+    jsonschema.validate(plan, SCHEMA)
+    assert plan["errors"][0]["kind"] == "nothing-fits"
+    found: list[dict[str, Any]] = plan["ways"]
+    return found
+
+
+@pytest.mark.parametrize("name", UNFIT)
+def test_where_nothing_fits_three_ways_do(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = ways(name, tmp_path, capsys)
+    assert len(found) == 3
+    for way in found:
+        assert way["option"]["fits"]
+        assert way["patch"]["text"] or way["patch"]["overrides"] or way["changes"][0]["gpus"]
+
+
+@pytest.mark.parametrize("name", ["axolotl.yaml", "llama_factory.yaml", "trainer.yaml"])
+def test_a_way_s_lines_make_the_run_fit_and_lint_clean(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text, arguments = UNFIT[name]
+    for way in ways(name, tmp_path, capsys):
+        changed = way["patch"]["text"]
+        keys = [line.split(":")[0] for line in changed.splitlines()]
+        kept = [line for line in text.splitlines() if line.split(":")[0] not in keys]
+        path = tmp_path / f"changed_{name}"
+        path.write_text("\n".join([*kept, changed]), encoding="utf-8")
+        gpus = [each["gpus"] for each in way["changes"] if each["gpus"]]
+        more = ["--gpus", str(gpus[0])] if gpus else []
+        assert main(["lint", str(path)]) == 0, capsys.readouterr().out
+        assert main(["plan", str(path), *arguments, *more]) == 0
+        assert "fits as it is" in capsys.readouterr().out
+
+
+def test_a_plain_loop_is_told_what_to_change_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        main(["plan", "--model", "llama-3-8b", "--gpu-memory", "20GiB", "--overrides", "micro_batch_size=8"])
+        == 2
+    )
+    out, err = capsys.readouterr()
+    assert "nothing fits: the least takes " in out
+    assert "in the loop: micro-batch " in out
+    assert "at least" in err
+
+
+def test_more_host_memory_is_a_way_where_it_is_what_lacks(capsys: pytest.CaptureFixture[str]) -> None:
+    budgets = ["--gpu", "h100", "--gpu-memory", "40GB", "--host-memory", "20GB"]
+    assert main(["plan", "--model", "llama-3-8b", *budgets]) == 2
+    assert "of host memory a node (--host-memory)" in capsys.readouterr().out
