@@ -83,6 +83,7 @@ def _parser(arguments: list[str]) -> argparse.ArgumentParser:
     )
     width = max(map(len, COMMANDS))
     parser.epilog = "commands:\n" + "\n".join(f"  {name:<{width}}  {does}" for name, does in COMMANDS.items())
+    parser.add_argument("--version", action="version", version=_version())
     parser.add_argument("command", choices=COMMANDS, metavar="command", help="one of the commands below")
     return parser
 
@@ -98,6 +99,12 @@ def _command_parser(name: str) -> argparse.ArgumentParser:
     module.add_arguments(parser)
     parser.set_defaults(run=module.run)
     return parser
+
+
+def _version() -> str:
+    from skill_tools import __version__
+
+    return f"offload {__version__} (Python {sys.version.split()[0]})"
 
 
 def _formatter(prog: str) -> argparse.HelpFormatter:

@@ -85,4 +85,4 @@ def test_the_picture_in_the_readme_is_the_plan_that_it_prints(tmp_path: Path) ->
     with contextlib.chdir(ROOT):
         assert main([*shlex.split(words), "--plot", str(drawn)]) == 0
     labels = [re.findall(r"<text[^>]*>([^<]+)</text>", path.read_text("utf-8")) for path in (drawn, shown)]
-    assert labels[0] == labels[1], f"draw it again: offload {words} --plot docs/figures/plan.svg"
+    assert labels[0] == labels[1], f"draw it again: offload {words} --plot docs/figures/plan.svg --force"

@@ -51,7 +51,7 @@ def test_the_demo_lints_plans_and_verifies(capsys, monkeypatch):
     assert demo["demo"]() == 0
     text = capsys.readouterr().out
     assert "la-pp" in text
-    assert "recommended:" in text
+    assert "fits with " in text
     assert len(verified) == 1
 
 

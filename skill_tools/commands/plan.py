@@ -12,10 +12,11 @@ unknown model it prints the card's decision table and exits with 2.
 """
 
 import argparse
+import os
 import sys
 
 from skill_tools.commands import plan_request, releases
-from skill_tools.errors import UnusableInput, printable_lines
+from skill_tools.errors import UnusableInput, printable, printable_lines
 from skill_tools.planning.model import known_models, shape_sources
 from skill_tools.planning.model.shape_sources import UnknownShapeError
 from skill_tools.planning.search.options import HOST_MEMORY
@@ -41,6 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="add the table, the memory and time line by line, all assumptions",
     )
     parser.add_argument("--plot", metavar="FILE", help="draw the plan to FILE.svg, FILE.png or FILE.html")
+    parser.add_argument("--force", action="store_true", help="let --plot overwrite a file without asking")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -58,12 +60,19 @@ def run(args: argparse.Namespace) -> int:
     if args.plot and plan.recommendation is not None:
         from skill_tools.reports import plots
 
-        plots.write(plan, args.plot)
+        plots.write(plan, args.plot, may_overwrite=args.force or _overwrites(args.plot))
     show(plan, args)
     if plan.recommendation is None:
         print(f"offload: {_nothing_fits(plan)}", file=sys.stderr)
         return 2
     return 0
+
+
+def _overwrites(path: str) -> bool:
+    """Ask whether the file at `path` may be overwritten, where there is one and somebody to ask."""
+    if not os.path.lexists(path) or not sys.stdin.isatty():
+        return False
+    return input(f"{printable(path)} exists; overwrite it? [y/N] ").strip().lower() in {"y", "yes"}
 
 
 def show(plan: Plan, args: argparse.Namespace) -> None:

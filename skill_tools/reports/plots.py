@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from skill_tools.errors import UnusableInput
-from skill_tools.planning.search.options import Budget
+from skill_tools.planning.search.options import HEADROOM, HOST_MEMORY, Budget, Option
 from skill_tools.planning.search.planner import Plan, shown
 from skill_tools.units import GIB
 
 _FRONTIER_STEPS = 16
+_LIMIT = "#e45756"
+_RATIO_COLUMN = 1.03
 SUFFIXES = (".svg", ".png", ".html")
 _INK = "#010203"  # stands for the page's text colour until the figure is written
 _PARTS = (  # name, lines that belong to it, colour (readable on light and dark grounds)
@@ -31,8 +33,12 @@ _PARTS = (  # name, lines that belong to it, colour (readable on light and dark 
 _THEME = "svg{color:#24292f}@media(prefers-color-scheme:dark){svg{color:#d0d7de}}"
 
 
-def write(plan: Plan, path: str) -> None:
-    """Draw `plan` into `path`; raises `UnusableInput` for another suffix, no matplotlib or no right to write."""
+def write(plan: Plan, path: str, *, may_overwrite: bool = False) -> None:
+    """Draw `plan` into `path`.
+
+    Raises `UnusableInput` for another suffix, no matplotlib, no right to write, and for a file or link that is there
+    already, unless it `may_overwrite` that.
+    """
     target = Path(path)
     if target.suffix not in SUFFIXES:
         raise UnusableInput(
@@ -51,7 +57,7 @@ def write(plan: Plan, path: str) -> None:
     matplotlib.use("Agg")
     ink = "#24292f" if target.suffix == ".png" else _INK
     with matplotlib.rc_context(_style(ink)):
-        _save(_figure(plan, ink), target)
+        _save(_figure(plan, ink), target, may_overwrite=may_overwrite)
 
 
 def _style(ink: str) -> Any:
@@ -59,12 +65,17 @@ def _style(ink: str) -> Any:
     return {**dict.fromkeys(coloured, ink), "svg.fonttype": "none", "svg.hashsalt": "plan", "font.size": 9}
 
 
-def _save(figure: Any, target: Path) -> None:
+def _save(figure: Any, target: Path, *, may_overwrite: bool) -> None:
+    drawn = _drawn(figure, target.suffix)
     try:
-        if target.suffix == ".png":
-            figure.savefig(target, dpi=160, facecolor="white")
-        else:
-            target.write_text(_themed(figure, page=target.suffix == ".html"), encoding="utf-8")
+        with open(target, "wb" if may_overwrite else "xb") as file:
+            file.write(drawn)
+    except FileExistsError:
+        raise UnusableInput(
+            f"--plot {str(target)!r}: a file of that name is there",
+            expected="a new name, or the word that it may be overwritten",
+            attempt="--force, or another name",
+        ) from None
     except OSError as error:
         raise UnusableInput(
             f"--plot {str(target)!r}: {error.strerror}",
@@ -73,19 +84,39 @@ def _save(figure: Any, target: Path) -> None:
         ) from None
 
 
+def _drawn(figure: Any, suffix: str) -> bytes:
+    if suffix != ".png":
+        return _themed(figure, page=suffix == ".html").encode()
+    import io
+
+    buffer = io.BytesIO()
+    figure.savefig(buffer, dpi=160, facecolor="white")
+    return buffer.getvalue()
+
+
 def _figure(plan: Plan, ink: str) -> Any:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, 4.6), layout="constrained")
+    compared = shown(plan)
+    lines = sum(_wrapped(option.candidate.label).count("\n") + 2 for option in compared)
+    figure = Figure(figsize=(11, max(4.6, 2.0 + 0.2 * lines)), layout="constrained")
     figure.patch.set_alpha(0)
+    figure.suptitle(_title(plan), color=ink, fontsize=11)
     bars, frontier_axes = figure.subplots(1, 2, width_ratios=(3, 2))
-    _bars(bars, plan, ink)
+    _bars(bars, plan, compared, ink)
     _frontier(frontier_axes, plan, ink)
     return figure
 
 
-def _bars(axes: Any, plan: Plan, ink: str) -> None:
-    compared = shown(plan)
+def _title(plan: Plan) -> str:
+    run = plan.run
+    return (
+        f"{run.shape.name} on {run.layout.gpus} x {plan.machine.name}, {run.seq_length} tokens x micro-batch "
+        f"{run.micro_batch}"
+    )
+
+
+def _bars(axes: Any, plan: Plan, compared: Sequence[Option], ink: str) -> None:
     labels = [_wrapped(option.candidate.label) for option in compared]
     left = [0.0] * len(compared)
     for name, lines, colour in _PARTS:
@@ -96,38 +127,55 @@ def _bars(axes: Any, plan: Plan, ink: str) -> None:
             axes.barh(labels, widths, left=left, color=colour, label=name, height=0.7)
             left = [start + width for start, width in zip(left, widths, strict=True)]
     budget = plan.budget.gpu_bytes / GIB
-    axes.axvline(budget, color="#e45756", linewidth=1.5)
+    _budget_lines(axes, plan)
     axes.annotate(
-        f"{budget:.0f} GiB",
+        f"{budget:.1f} GiB",
         (budget, 1.0),
         xycoords=("data", "axes fraction"),
         ha="center",
         va="bottom",
-        color="#e45756",
+        color=_LIMIT,
     )
+    # The ratios stand in a column right of every bar and of the budget's line, so that none collides.
+    column = _RATIO_COLUMN * max(*left, budget)
     for position, option in enumerate(compared):
         ratio = option.time.total_s / plan.without_offload.time.total_s
-        axes.annotate(f" {ratio:.2f}x", (left[position], position), va="center", color=ink)
+        axes.annotate(f"{ratio:.2f}x", (column, position), va="center", color=ink)
+    axes.set_xlim(0, 1.1 * column)
     axes.invert_yaxis()
-    axes.set_xlabel("GiB on the most loaded GPU (step time beside each bar)")
+    axes.set_xlabel("GiB on the most loaded GPU; on the right the step time, over that without offload")
     axes.legend(frameon=False, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.14), labelcolor=ink)
     _plain(axes)
 
 
 def _frontier(axes: Any, plan: Plan, ink: str) -> None:
-    evaluated = [option for budget in _budgets(plan) for option in plan.search.options(budget)]
-    points = [(option.memory.device_bytes / GIB, option.time.total_s) for option in evaluated]
-    axes.scatter(*zip(*points, strict=True), s=8, color="#9d9da1", label="legal combinations")
-    axes.plot(*zip(*frontier(points), strict=True), color="#4c78a8", linewidth=1.5, label="frontier")
+    evaluated = points(plan)
+    axes.scatter(*zip(*evaluated, strict=True), s=8, color="#9d9da1", label="legal combinations")
+    axes.plot(*zip(*frontier(evaluated), strict=True), color="#4c78a8", linewidth=1.5, label="frontier")
     if plan.recommendation is not None:
         best = (plan.recommendation.memory.device_bytes / GIB, plan.recommendation.time.total_s)
         axes.scatter([best[0]], [best[1]], s=90, marker="*", color="#f58518", label="recommended", zorder=3)
-    axes.axvline(plan.budget.gpu_bytes / GIB, color="#e45756", linewidth=1.5)
-    axes.set_xlabel("GiB a GPU")
+    _budget_lines(axes, plan)
+    axes.set_xlabel(f"GiB a GPU (solid: what it has, dashed: {HEADROOM:.0%} less)")
     axes.set_ylabel("seconds a step")
     axes.set_ylim(bottom=0)
     axes.legend(frameon=False, labelcolor=ink)
     _plain(axes)
+
+
+def points(plan: Plan) -> list[tuple[float, float]]:
+    """Return GiB a GPU and seconds a step of every legal combination that this host has the memory for."""
+    evaluated = (option for budget in _budgets(plan) for option in plan.search.options(budget))
+    return [
+        (option.memory.device_bytes / GIB, option.time.total_s)
+        for option in evaluated
+        if option.limit != HOST_MEMORY
+    ]
+
+
+def _budget_lines(axes: Any, plan: Plan) -> None:
+    axes.axvline(plan.budget.gpu_bytes / GIB, color=_LIMIT, linewidth=1.5)
+    axes.axvline(plan.budget.most_gpu_bytes / GIB, color=_LIMIT, linewidth=1, linestyle="--")
 
 
 def _budgets(plan: Plan) -> list[Budget]:
@@ -154,7 +202,7 @@ def _plain(axes: Any) -> None:
 def _wrapped(label: str) -> str:
     import textwrap
 
-    return "\n".join(textwrap.wrap(label, 38)[:3])
+    return "\n".join(textwrap.wrap(label, 38))
 
 
 def _themed(figure: Any, *, page: bool) -> str:

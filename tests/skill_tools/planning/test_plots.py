@@ -1,3 +1,4 @@
+import argparse
 from pathlib import Path
 
 import pytest
@@ -5,7 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skill_tools.__main__ import main
+from skill_tools.commands import plan_request
 from skill_tools.reports.plots import frontier
+from skill_tools.units import GIB
 
 
 @pytest.mark.parametrize(
@@ -21,6 +24,36 @@ def test_a_plan_is_drawn_the_same_each_time(suffix: str, tmp_path: Path) -> None
     if suffix != "png":
         assert b"prefers-color-scheme:dark" in one
         assert b"recommended" in one
+
+
+def test_what_is_there_is_overwritten_only_when_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib", reason="the extra `plot` is not installed")
+    kept, link = tmp_path / "kept.txt", tmp_path / "plan.svg"
+    kept.write_text("mine", encoding="utf-8")
+    link.symlink_to(kept)
+    arguments = ["plan", "--model", "llama-3-8b", "--gpu-memory", "80GiB", "--plot", str(link)]
+    assert main(arguments) == 2
+    assert "--force" in capsys.readouterr().err
+    assert kept.read_text("utf-8") == "mine"
+    assert main([*arguments, "--force"]) == 0
+    assert kept.read_text("utf-8") != "mine"
+
+
+def test_the_recommended_point_lies_on_the_frontier(tmp_path: Path) -> None:
+    """Also where host memory rules out what would be faster."""
+    from skill_tools.reports import plots
+
+    parser = argparse.ArgumentParser()
+    plan_request.add_arguments(parser)
+    for host in ("2TB", "60GiB"):
+        words = ["--model", "llama-3-8b", "--gpu", "h100", "--host-memory", host]
+        plan = plan_request.make_plan(parser.parse_args(words), [])
+        best = plan.recommendation
+        assert best is not None
+        points = plots.points(plan)
+        assert (best.memory.device_bytes / GIB, best.time.total_s) in frontier(points)
 
 
 def test_another_suffix_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
