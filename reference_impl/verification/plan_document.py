@@ -33,7 +33,7 @@ SECTIONS = frozenset(
             "layout",
             "machine",
         ),
-        *("budget", "decisions", "assumptions", "fitted"),
+        *("budget", "decisions", "assumptions", "fitted", "ways", "rests_most_on"),
     )
 )
 MODES = ("layers", "checkpoint", "recompute", "budget")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from skill_tools.errors import UnusableInput
-from skill_tools.planning.search.options import HEADROOM, HOST_MEMORY, Budget, Option
+from skill_tools.planning.search.options import HOST_MEMORY, Budget, Option
 from skill_tools.planning.search.planner import Plan, shown
 from skill_tools.units import GIB
 
@@ -156,7 +156,7 @@ def _frontier(axes: Any, plan: Plan, ink: str) -> None:
         best = (plan.recommendation.memory.device_bytes / GIB, plan.recommendation.time.total_s)
         axes.scatter([best[0]], [best[1]], s=90, marker="*", color="#f58518", label="recommended", zorder=3)
     _budget_lines(axes, plan)
-    axes.set_xlabel(f"GiB a GPU (solid: what it has, dashed: {HEADROOM:.0%} less)")
+    axes.set_xlabel(f"GiB a GPU (solid: what it has, dashed: {plan.budget.headroom:.0%} less)")
     axes.set_ylabel("seconds a step")
     axes.set_ylim(bottom=0)
     axes.legend(frameon=False, labelcolor=ink)
@@ -182,7 +182,7 @@ def _budgets(plan: Plan) -> list[Budget]:
     """Return budgets from the floor to what the run takes without offload, and the user's own."""
     low, high = plan.floor.memory.device_bytes, plan.without_offload.memory.device_bytes
     between = [low + (high - low) * step // _FRONTIER_STEPS for step in range(_FRONTIER_STEPS + 1)]
-    return [Budget(gpu_bytes, plan.budget.host_bytes) for gpu_bytes in (*between, plan.budget.gpu_bytes)]
+    return [plan.budget._replace(gpu_bytes=gpu_bytes) for gpu_bytes in (*between, plan.budget.gpu_bytes)]
 
 
 def frontier(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
