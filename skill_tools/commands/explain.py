@@ -1,16 +1,23 @@
-"""Explain a rule: what it means, why it holds, wrong and right examples, and what to do."""
+"""Explain rules: what each means, why it holds, wrong and right examples, and what to do."""
 
 import argparse
 import json
 
 from skill_tools.errors import UnusableInput
-from skill_tools.reports.rule_pages import page
+from skill_tools.reports.rule_pages import brief, page
 from skill_tools.rules.knowledge import Rule, load_rules
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the rule, or `--list`, and the format."""
-    parser.add_argument("rule", nargs="?", metavar="RULE", help="the id of a rule, such as la-pp")
+    """Add the rules, or `--list`, and the form."""
+    parser.add_argument(
+        "rules", nargs="*", metavar="RULE", help="the id of a rule, such as la-pp; repeatable"
+    )
+    parser.add_argument(
+        "--brief",
+        action="store_true",
+        help="a few lines a rule: consequence, the framework's text, why, change",
+    )
     parser.add_argument(
         "--list", action="store_true", help="list every rule: id, severity, frameworks, title"
     )
@@ -18,23 +25,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print one rule or the list; raises `UnusableInput` for a rule that does not exist."""
-    if args.list == bool(args.rule):
+    """Print the rules or the list; raises `UnusableInput` for a rule that does not exist."""
+    if args.list == bool(args.rules):
         raise UnusableInput(
-            "there is nothing to explain" if not args.rule else "a rule and --list are two things",
+            "there is nothing to explain" if not args.rules else "a rule and --list are two things",
             expected="RULE or --list",
             attempt="explain la-pp",
         )
-    rules = load_rules()
+    known = load_rules()
     if args.list:
-        print(_list_json(rules) if args.format == "json" else _list_text(rules))
-    else:
-        rule = _find(args.rule, rules)
+        print(_list_json(known) if args.format == "json" else _list_text(known))
+        return 0
+    rules = tuple(_find(rule_id, known) for rule_id in dict.fromkeys(args.rules))
+    if args.format == "json":
         print(
-            json.dumps(_data(rule), indent=2, ensure_ascii=False) if args.format == "json" else page(rule),
-            end="",
+            json.dumps(_data(rules[0]), indent=2, ensure_ascii=False)
+            if len(rules) == 1
+            else _list_json(rules)
         )
-        print(end="\n" if args.format == "json" else "")
+    else:
+        print("\n".join(map(brief if args.brief else page, rules)), end="")
     return 0
 
 

@@ -19,7 +19,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from skill_tools.commands import releases
 from skill_tools.configs.config import Config
@@ -33,7 +33,10 @@ from skill_tools.reports.findings import ReadAs, Report, report
 from skill_tools.rules import suppress
 from skill_tools.rules.finding import LintResult, Severity
 from skill_tools.rules.lint import lint
-from skill_tools.rules.repair import Repaired, repair
+from skill_tools.rules.remedies import with_remedies
+
+if TYPE_CHECKING:
+    from skill_tools.rules.repair import Repaired
 
 _SEVERITIES = tuple(Severity)
 
@@ -73,7 +76,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     versions.add_argument("--versions", metavar="FILE", help="output of pip list or pip freeze")
     output = parser.add_argument_group("output")
-    output.add_argument("--format", choices=("concise", "json", "github", "sarif"), default="concise")
+    output.add_argument(
+        "--format",
+        choices=("blocks", "concise", "json", "github", "sarif"),
+        default="blocks",
+        help="default: blocks; concise is one line a finding",
+    )
+    output.add_argument(
+        "--explain", action="store_true", help="say of each finding why it holds (blocks and json)"
+    )
     output.add_argument(
         "--fail-on", choices=[str(name) for name in Severity], default="warning", help="default: warning"
     )
@@ -122,6 +133,7 @@ class Linted:
         self._results: list[tuple[str, LintResult]] = []
         self._read: list[ReadAs] = []
         self._errors: list[UnusableInput] = []
+        self._texts: dict[str, str] = {}
         self._passed_over = 0
 
     def take(self, group: Group) -> None:
@@ -161,6 +173,7 @@ class Linted:
             limit=self._args.limit,
             read=self._read,
             passed_over=self._passed_over,
+            texts=self._texts,
         )
 
     def _fail(self, error: UnusableInput) -> None:
@@ -198,20 +211,26 @@ class Linted:
             result = self._repair(reading, result)
         for note in config.missing_file_notes():
             print(f"offload: {printable(note)}", file=sys.stderr)
+        if self._args.format in ("blocks", "json") and not reading.is_part:
+            result = with_remedies(result, config, versions=self._versions, edits=self._args.format == "json")
         title = reading.sources[0].title if reading.sources else "<overrides>"
         self._results.append((title, result))
+        self._texts |= {name: config.sources[name] for name in _files(result) if name in config.sources}
         self._read.append(ReadAs(title, reading.dialect.name, reading.dialect.label, reading.proof))
 
     def _linted(self, reading: Reading) -> tuple[Config, LintResult]:
-        """Compose, lint, and leave out what the user suppressed."""
+        """Compose and judge."""
         config = reading.compose(overrides=self._args.overrides)
-        with_diffs = self._args.format == "json" and not reading.is_part
-        result = lint(config, versions=self._versions, with_diffs=with_diffs)
-        return config, suppress.apply(result, config)
+        return config, self._judged(config)
+
+    def _judged(self, config: Config) -> LintResult:
+        """Lint, and leave out what the user suppressed."""
+        return suppress.apply(lint(config, versions=self._versions), config)
 
     def _repair(self, reading: Reading, found: LintResult) -> LintResult:
         """Fix the sources on disk and return what is left, or print the difference and return `found`."""
         from skill_tools.rules.fixes import unified_diff
+        from skill_tools.rules.repair import repair
 
         args = self._args
 
@@ -280,7 +299,7 @@ def _source(name: str, args: argparse.Namespace) -> Source:
     return load(name)
 
 
-def _say_what_stays(repaired: Repaired, sources: Sequence[Source], args: argparse.Namespace) -> None:
+def _say_what_stays(repaired: "Repaired", sources: Sequence[Source], args: argparse.Namespace) -> None:
     """Say on stderr how many errors and warnings the printed difference leaves; nothing where it leaves none."""
     counts = Counter(finding.severity for finding in repaired.result.findings)
     left = [
@@ -302,12 +321,17 @@ def _say_what_stays(repaired: Repaired, sources: Sequence[Source], args: argpars
     print(f"offload: {shown}; {', '.join(left)} {'remains' if one else 'remain'}: {where}", file=sys.stderr)
 
 
+def _files(result: LintResult) -> set[str]:
+    """Return the files that findings point at."""
+    return {finding.place.file for finding in result.findings}
+
+
 def _rendered(result: Report, args: argparse.Namespace) -> str:
     match args.format:
         case "json":
             from skill_tools.reports.findings import as_json
 
-            return as_json(result)
+            return as_json(result, show_undecided=args.show_undecided, explain=args.explain)
         case "github":
             from skill_tools.reports.ci_findings import as_github
 
@@ -316,9 +340,13 @@ def _rendered(result: Report, args: argparse.Namespace) -> str:
             from skill_tools.reports.ci_findings import as_sarif
 
             return as_sarif(result)
-    from skill_tools.reports.findings import as_concise
+        case "concise":
+            from skill_tools.reports.findings import as_concise
 
-    return as_concise(result, show_undecided=args.show_undecided)
+            return as_concise(result, show_undecided=args.show_undecided)
+    from skill_tools.reports.blocks import as_blocks
+
+    return as_blocks(result, show_undecided=args.show_undecided, explain=args.explain)
 
 
 def _fails(result: Report, fail_on: Severity) -> bool:

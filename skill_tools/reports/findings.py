@@ -1,31 +1,37 @@
-"""The report of one lint call, as lines of text and as JSON; `ci_findings` renders the same report for CI.
+"""The report of one lint call, a line a finding and as JSON; `blocks` renders it for people, `ci_findings` for CI.
 
-The lines are the default output, made for an agent's context and a terminal alike: everything that is needed to
-act, nothing twice, no colour. The JSON is described by `schema/findings.schema.json`; within one major
-`schema_version` fields are only added. Its field names are the contract, so they stand here and not in the
-records of `rules.finding`.
+The JSON has all that is needed to act in one call, and nothing twice. It is described by
+`schema/findings.schema.json`; within one major `schema_version` fields are only added. Its field names are the
+contract, so they stand here and not in the records of `rules.finding`.
 """
 
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from skill_tools.errors import UnusableInput, printable
-from skill_tools.rules.finding import Finding, LintResult, Severity, Undecided
+from skill_tools.rules.finding import CONSEQUENCES, Finding, LintResult, Severity, Undecided
 from skill_tools.rules.lint import in_order
+from skill_tools.rules.versions import Stated
 
-SCHEMA_VERSION = "1.0"
-_KEYS_NAMED = 4
+SCHEMA_VERSION = "2.0"
+_MOST_READ_LINES = 5
 
 
 class ReadAs(NamedTuple):
-    """What one input was read as: the dialect by name and in words, and what proved it, if the user did not say it."""
+    """What one input was read as: the dialect by name and in words, what proved it, and the releases it is held to.
+
+    `proof` is empty where the user said the framework. `releases` maps a distribution to its release and to where that
+    is stated.
+    """
 
     name: str
     framework: str
     label: str
     proof: str
+    releases: Mapping[str, Stated] = MappingProxyType({})
 
 
 class Report(NamedTuple):
@@ -33,7 +39,7 @@ class Report(NamedTuple):
 
     `inputs` counts the runs that were linted. `omitted` counts findings that `--limit` left out of
     `findings`; `counts` counts all of them. `read` says what each run was read as, `passed_over` how many files were
-    nobody's.
+    nobody's. `texts` has the text of each file that a finding points at.
     """
 
     inputs: int
@@ -44,6 +50,7 @@ class Report(NamedTuple):
     omitted: int
     read: tuple[ReadAs, ...] = ()
     passed_over: int = 0
+    texts: Mapping[str, str] = MappingProxyType({})
 
 
 def report(
@@ -53,6 +60,7 @@ def report(
     limit: int | None = None,
     read: Sequence[ReadAs] = (),
     passed_over: int = 0,
+    texts: Mapping[str, str] = MappingProxyType({}),
 ) -> Report:
     """Gather the results of all runs, each with its input's name, into one report."""
     findings = in_order([finding for _, result in results for finding in result.findings])
@@ -66,33 +74,43 @@ def report(
         omitted=len(findings) - len(shown),
         read=tuple(read),
         passed_over=passed_over,
+        texts=texts,
     )
 
 
 def as_concise(report: Report, *, show_undecided: bool = False) -> str:
-    """Return the lines of `report`; with `show_undecided`, also one line for each rule that stays open."""
-    lines = [_read_line(report)] if report.read else []
-    lines += [_finding_line(finding, others) for finding, others in _folded(report.findings)]
-    if show_undecided:
-        lines += [
-            f"{name} undecided {rule.rule} {rule.title} → state {', '.join(rule.missing)}"
-            for name, rule in report.undecided
-        ]
-    return "\n".join(map(printable, [*lines, _summary(report)]))
+    """Return a line for each finding; with `show_undecided`, also one for each rule that stays open."""
+    lines = read_lines(report)
+    lines += [_finding_line(finding, others) for finding, others in folded(report.findings)]
+    lines += undecided_lines(report) if show_undecided else []
+    return "\n".join(map(printable, [*lines, summary(report)]))
 
 
-def _read_line(report: Report) -> str:
-    """Say what the inputs were read as: of one also by what, of many how many each framework has."""
-    if len(report.read) == 1:
-        (only,) = report.read
-        return f"{only.name} is read as {only.label} ({only.proof or '--framework'})"
+def read_lines(report: Report) -> list[str]:
+    """Say what each input was read as, by what, and for which releases; of many inputs how many each framework has."""
+    passed_over = f"; {report.passed_over} passed over, of no known framework" if report.passed_over else ""
+    if len(report.read) <= _MOST_READ_LINES and not passed_over:
+        return [_read_line(each) for each in report.read]
     counts = Counter(each.label for each in report.read)
     named = ", ".join(f"{count} as {label}" for label, count in counts.most_common())
-    passed_over = f"; {report.passed_over} passed over, of no known framework" if report.passed_over else ""
-    return f"read {named} (--format json says by what){passed_over}"
+    return [f"read {named} (--format json says by what){passed_over}"]
 
 
-def _folded(findings: Sequence[Finding]) -> list[tuple[Finding, int]]:
+def _read_line(read: ReadAs) -> str:
+    line = f"{read.name} is read as {read.label} ({read.proof or '--framework'})"
+    stated = [f"{name} {each.version} ({each.where})" for name, each in read.releases.items()]
+    return f"{line}, for {', '.join(stated)}" if stated else line
+
+
+def undecided_lines(report: Report) -> list[str]:
+    """Return one line for each rule that stays open, with the keys that would decide it."""
+    return [
+        f"{name} undecided {rule.rule} {rule.title} → state {', '.join(rule.missing)}"
+        for name, rule in report.undecided
+    ]
+
+
+def folded(findings: Sequence[Finding]) -> list[tuple[Finding, int]]:
     """Return the findings to show, each with the number of those like it that it stands for.
 
     What depends on a release that nobody stated is said once for all inputs: stating the release settles all of them.
@@ -120,29 +138,17 @@ def _finding_line(finding: Finding, others: int) -> str:
     return f"{finding.place} {finding.severity} {finding.rule} {said} → {finding.next}"
 
 
-def _summary(report: Report) -> str:
-    """Return the last line: how many of what, what was left out, and what would decide the open rules."""
+def summary(report: Report) -> str:
+    """Return the last line: how many of what, what was left out, and how many rules stay open."""
     counts = [_counted(report.counts[severity], severity) for severity in Severity if report.counts[severity]]
     parts = [f"{', '.join(counts) or 'no findings'} in {_plural(report.inputs, 'input')}"]
     if report.omitted:
         parts.append(f"{report.omitted} not shown (--limit)")
     if report.undecided:
-        parts.append(f"{_plural(len(report.undecided), 'rule')} undecided: {_deciders(report)}")
+        parts.append(f"{len(report.undecided)} undecided (--show-undecided)")
     if report.errors:
         parts.append(f"{_plural(len(report.errors), 'input')} not usable")
     return "; ".join(parts)
-
-
-def _deciders(report: Report) -> str:
-    """Name the keys that would decide most of the open rules, most useful first."""
-    votes: dict[str, int] = {}
-    for _, rule in report.undecided:
-        for key in rule.missing:
-            votes[key] = votes.get(key, 0) + 1
-    keys = sorted(votes, key=lambda key: (-votes[key], key))
-    named = ", ".join(keys[:_KEYS_NAMED])
-    more = f" and {len(keys) - _KEYS_NAMED} more" if len(keys) > _KEYS_NAMED else ""
-    return f"state {named}{more} (--show-undecided)"
 
 
 def _counted(count: int, severity: Severity) -> str:
@@ -153,29 +159,32 @@ def _plural(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
-def as_json(report: Report) -> str:
-    """Return the report as one JSON document."""
-    return _dump(
-        {
-            "schema_version": SCHEMA_VERSION,
-            "summary": {
-                "inputs": report.inputs,
-                **{str(severity): count for severity, count in report.counts.items()},
-                "undecided": len(report.undecided),
-                "omitted": report.omitted,
-                "passed_over": report.passed_over,
-            },
-            "read": [
-                {"file": each.name, "framework": each.framework, "proof": each.proof} for each in report.read
-            ],
-            "findings": [finding_data(finding) for finding in report.findings],
-            "undecided": [
-                {"file": name, "rule": rule.rule, "title": rule.title, "missing": list(rule.missing)}
-                for name, rule in report.undecided
-            ],
-            "errors": [error_data("unusable-input", error) for error in report.errors],
-        }
-    )
+def as_json(report: Report, *, show_undecided: bool = False, explain: bool = False) -> str:
+    """Return the report as one JSON document, open rules and reasons only where they are asked for."""
+    document = {
+        "schema_version": SCHEMA_VERSION,
+        "summary": {
+            "inputs": report.inputs,
+            **{str(severity): count for severity, count in report.counts.items()},
+            "undecided": len(report.undecided),
+            "omitted": report.omitted,
+            "passed_over": report.passed_over,
+        },
+        "read": [_read_data(each) for each in report.read],
+        "findings": [finding_data(finding, explain=explain) for finding in report.findings],
+        "errors": [error_data("unusable-input", error) for error in report.errors],
+    }
+    if show_undecided:
+        document["undecided"] = [
+            {"file": name, "rule": rule.rule, "title": rule.title, "missing": list(rule.missing)}
+            for name, rule in report.undecided
+        ]
+    return _dump(document)
+
+
+def _read_data(read: ReadAs) -> dict[str, Any]:
+    releases = {name: each._asdict() for name, each in read.releases.items()}
+    return {"file": read.name, "framework": read.framework, "proof": read.proof, "releases": releases}
 
 
 def error_as_json(kind: str, error: Exception) -> str:
@@ -183,34 +192,31 @@ def error_as_json(kind: str, error: Exception) -> str:
     return _dump({"schema_version": SCHEMA_VERSION, "errors": [error_data(kind, error)]})
 
 
-def finding_data(finding: Finding) -> dict[str, Any]:
-    """Return one finding as plain data, in the field order of the schema."""
-    return {
+def finding_data(finding: Finding, *, explain: bool = False) -> dict[str, Any]:
+    """Return one finding as plain data, in the field order of the schema; what is empty is left out."""
+    place, fix = finding.place, finding.fix
+    data: dict[str, Any] = {
         "rule": finding.rule,
-        "title": finding.title,
         "severity": str(finding.severity),
+        "consequence": CONSEQUENCES[finding.effect],
         "message": finding.message,
-        "file": finding.place.file,
-        "line": finding.place.line,
-        "column": finding.place.column,
+        "file": place.file,
+        "line": place.line,
+        "column": place.column,
         "observed": dict(finding.observed),
+        "text": list(finding.text),
+        "remedy": finding.next,
+        "fix": {"applicability": fix.applicability, "options": list(fix.options), "diff": fix.diff},
+    }
+    further: dict[str, Any] = {
+        "after": [each._asdict() for each in finding.after],
         "depends_on": list(finding.depends_on),
         "unless": list(finding.unless),
-        "why": finding.why,
-        "evidence": {
-            "tag": finding.evidence.tag,
-            "ref": finding.evidence.ref,
-            "quote": finding.evidence.quote,
-        },
-        "next": finding.next,
-        "fix": {
-            "applicability": finding.fix.applicability,
-            "description": finding.fix.description,
-            "options": list(finding.fix.options),
-            "diff": finding.fix.diff,
-        },
-        "docs": finding.docs,
     }
+    data |= {name: value for name, value in further.items() if value}
+    if explain:
+        data |= {"why": finding.why, "evidence": finding.evidence._asdict()}
+    return data
 
 
 def error_data(kind: str, error: Exception) -> dict[str, str]:

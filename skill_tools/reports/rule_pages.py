@@ -13,7 +13,7 @@ from pathlib import Path
 
 from skill_tools.bundle import knowledge_path
 from skill_tools.knowledge import load_yaml
-from skill_tools.rules.finding import Evidence
+from skill_tools.rules.finding import CONSEQUENCES, Evidence
 from skill_tools.rules.knowledge import Example, Rule, load_rules_yaml
 
 FAMILIES: Mapping[str, str] = {
@@ -37,16 +37,6 @@ FAMILIES: Mapping[str, str] = {
     "hf": "Transformers Trainer, TRL and PEFT",
     "trl": "Transformers Trainer, TRL and PEFT",
     "peft": "Transformers Trainer, TRL and PEFT",
-}
-_EFFECT = {
-    "raises": "an error at startup",
-    "raises-at-build": "an error when the model or the optimizer is built",
-    "crashes-later": "a crash later: first step, save or resume",
-    "wrong-numerics": "wrong numerics, without an error",
-    "ignored": "silently ignored",
-    "slow": "slow, or more memory than expected",
-    "warns": "a warning only",
-    "fact": "works as stated here",
 }
 _TAG = {
     "msg": "the source raises exactly this",
@@ -91,7 +81,7 @@ def page(rule: Rule) -> str:
     """Return the Markdown page of one rule, without any front matter."""
     parts = [
         f"# {rule.id}: {rule.title}",
-        f"**{rule.severity}** · {_EFFECT[rule.effect]} · {', '.join(rule.dialects)} · {rule.mechanism}",
+        f"**{rule.severity}** · {CONSEQUENCES[rule.effect]} · {', '.join(rule.dialects)} · {rule.mechanism}",
         f"## What\n\n{_sentence(rule.message)}{_condition(rule)}",
         f"## Why\n\n{rule.why.strip()}{_framework_words(rule)}",
         *[_examples(framework, example) for framework, example in rule.examples.items()],
@@ -100,6 +90,18 @@ def page(rule: Rule) -> str:
         f"## Evidence\n\n{_evidence(rule.evidence)}",
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def brief(rule: Rule) -> str:
+    """Return a rule in a few lines: what happens, the framework's own text, why, and the change."""
+    lines = [
+        f"{rule.id}: {rule.title}",
+        f"  {rule.severity}, {CONSEQUENCES[rule.effect]}; {', '.join(rule.dialects)}; {_versions(rule).rstrip('.')}",
+        *(f"  the framework says: {text}" for text in rule.text),
+        f"  why: {' '.join(rule.why.split())}",
+        f"  change: {rule.next}",
+    ]
+    return "\n".join(lines) + "\n"
 
 
 def index_page(rules: Sequence[Rule]) -> str:

@@ -6,9 +6,25 @@ Plain frozen data with no behaviour but its order. `schema/findings.schema.json`
 
 from collections.abc import Mapping
 from enum import StrEnum
+from types import MappingProxyType
 from typing import NamedTuple
 
 from skill_tools.configs.config import Place
+
+# What each effect of a rule means for whoever starts the run; the schema of the rules lists the effects.
+CONSEQUENCES: Mapping[str, str] = MappingProxyType(
+    {
+        "raises": "refused at startup",
+        "raises-at-build": "refused when the model or the optimizer is built",
+        "crashes-later": "crashes later",
+        "wrong-numerics": "wrong numbers",
+        "ignored": "ignored",
+        "slow": "slow",
+        "out-of-memory": "out of memory",
+        "warns": "only a warning",
+        "fact": "good to know",
+    }
+)
 
 
 class Severity(StrEnum):
@@ -36,12 +52,22 @@ class Evidence(NamedTuple):
     quote: str
 
 
+class Next(NamedTuple):
+    """A finding that there will be once the remedy of another is in: its rule, its words and its own remedy."""
+
+    rule: str
+    severity: Severity
+    message: str
+    remedy: str
+
+
 class Finding(NamedTuple):
     """One rule that the configuration breaks.
 
-    `observed` maps each key that the condition read to the value it had (set or default). `depends_on` names
-    the releases that would make it hold when the version is not known, for example `megatron-core>=0.18`. `unless`
-    names keys that nobody set here and whose defaults decide it: a recipe that is not seen may set them.
+    `effect` is the rule's, a key of `CONSEQUENCES`, and `text` what the framework itself prints, with `…` for what
+    varies; empty where it prints nothing. `after` is what its remedy leads to. `observed` maps each key that the
+    condition read to the value it had (set or default). `depends_on` names the releases that would make it hold when
+    the version is not known, for example `megatron-core>=0.18`. `unless` names keys that nobody set here and whose defaults decide it: a recipe that is not seen may set them.
     """
 
     rule: str
@@ -57,6 +83,9 @@ class Finding(NamedTuple):
     docs: str
     depends_on: tuple[str, ...] = ()
     unless: tuple[str, ...] = ()
+    effect: str = "fact"
+    text: tuple[str, ...] = ()
+    after: tuple[Next, ...] = ()
 
     def depending_on(self, releases: tuple[str, ...]) -> "Finding":
         """Return the finding one step less severe if it depends on `releases` that nobody stated, else as it is."""

@@ -47,7 +47,7 @@ def diff(config: Config, fix: RuleFix, keys: Keys) -> str:
         return ""
     texts = repaired(config, fix, keys)
     if not texts:
-        return _suggestion(config, fix, keys)
+        return settings(config, fix, keys)
     return "".join(unified_diff(file, config.sources[file], text) for file, text in texts.items())
 
 
@@ -97,7 +97,7 @@ def _set_step(config: Config, key: str, value: object) -> _Step:
 
 def _add_step(config: Config, key: Key, value: object) -> _Step | None:
     """Add a key beside the last setting of its section, or at the end of the first YAML file."""
-    spelling = _spelling(config, key)
+    spelling = spelled(config, key)
     if spelling is None:
         return None
     section, _, name = spelling.rpartition(".")
@@ -115,7 +115,7 @@ def _add_step(config: Config, key: Key, value: object) -> _Step | None:
     return _Step(file, 10**9, partial(_append, path=tuple(spelling.split(".")), value=value))
 
 
-def _spelling(config: Config, key: Key) -> str | None:
+def spelled(config: Config, key: Key) -> str | None:
     """Return how the input spells `key`: an embedded dialect's as the file does that holds the rest of its section."""
     owner = config.owner(key.name)
     if owner not in config.embeds:
@@ -152,12 +152,12 @@ def _remove(text: str, *, setting: Setting) -> str | None:
     return None if pair is None else yaml_edit.remove(text, pair)
 
 
-def _suggestion(config: Config, fix: RuleFix, keys: Keys) -> str:
+def settings(config: Config, fix: RuleFix, keys: Keys) -> str:
     """Return the settings to take out and to put in, one a line, as the dialect writes them."""
     gone = [config.settings[key] for key in (*fix.set, *fix.remove) if key in config.settings]
     lines = [f"-{_spell(config.framework, setting.written, setting.value)}" for setting in gone]
     for key, value in fix.set.items():
-        spelling = _spelling(config, keys[key])
+        spelling = spelled(config, keys[key])
         if spelling is not None and not (spelling.startswith("--") and value is False):
             lines.append(f"+{_spell(config.framework, spelling, value)}")
     return "".join(f"{line}\n" for line in lines)

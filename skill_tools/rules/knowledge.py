@@ -15,7 +15,7 @@ from skill_tools.dialects import registry
 from skill_tools.rules.conditions import Condition, build
 from skill_tools.rules.finding import Evidence, Severity
 from skill_tools.rules.values import key_of, unset
-from skill_tools.rules.versions import conditional
+from skill_tools.rules.versions import conditional, holds_today
 
 
 class RuleFix(NamedTuple):
@@ -49,7 +49,8 @@ class Rule(NamedTuple):
     `tree` is `when` parsed (`grammar`); `guard` is a name that must be true for it to hold, if there is one.
     `keys` are those that it reads. `quiet` names the frameworks in which it cannot hold as long as nobody sets any of
     them, whatever the release: nearly all configurations set few keys of the many.
-    `conditional` is the part of `versions` that some known release does not satisfy. `spellings` are the
+    `conditional` is the part of `versions` that some known release does not satisfy; `holds_today` says whether the
+    newest ones do. `spellings` are the
     unknown keys that an `input` rule claims for itself.
     """
 
@@ -69,6 +70,7 @@ class Rule(NamedTuple):
     message: str
     versions: Mapping[str, str]
     conditional: Mapping[str, str]
+    holds_today: bool
     spellings: tuple[str, ...]
     why: str
     evidence: Evidence
@@ -88,6 +90,12 @@ class Rule(NamedTuple):
         if self.when not in _BUILT:
             _BUILT[self.when] = build(self.tree)
         return _BUILT[self.when]
+
+    @property
+    def text(self) -> tuple[str, ...]:
+        """What the framework itself prints, with `…` for what varies; empty where it prints nothing that is known."""
+        quoted = (self.evidence.quote,) if self.evidence.tag == "msg" else ()
+        return tuple(each.replace("{..}", "…") for each in self.raises or quoted)
 
     @property
     def docs(self) -> str:
@@ -144,12 +152,14 @@ def compiled(
     condition = build(tree) if tree else None
     needed = sorted(set(names_needed(tree)) & keys.keys()) if tree else []
     lives = [keys[name].exists for name in needed if keys[name].exists and not _true_by_default(keys[name])]
+    open_ends = conditional(entry.get("versions", {}), releases, lives=lives)
     return {
         "tree": tree,
         "guard": guard_of(tree) if tree else "",
         "keys": sorted({key_of(name) for name in condition.names}) if condition else [],
         "quiet": _quiet_in(condition, entry["dialects"], keys) if condition else [],
-        "conditional": conditional(entry.get("versions", {}), releases, lives=lives),
+        "conditional": open_ends,
+        "holds_today": holds_today(open_ends, releases),
     }
 
 
@@ -192,6 +202,7 @@ def _rule(entry: Mapping[str, Any]) -> Rule:
         message=entry["message"],
         versions=entry.get("versions", {}),
         conditional=derived["conditional"],
+        holds_today=derived["holds_today"],
         spellings=tuple(entry.get("spellings", ())),
         why=entry["why"],
         evidence=Evidence(**entry["evidence"]),

@@ -16,7 +16,7 @@ from skill_tools.rules.knowledge import Rule, rules_about
 from skill_tools.rules.messages import describe, from_rule, observed_keys, place_of
 from skill_tools.rules.operations import UNKNOWN
 from skill_tools.rules.values import Scope
-from skill_tools.rules.versions import Standing, holds_today, resolve, standing, unstated_branch
+from skill_tools.rules.versions import Standing, resolve, standing, unstated_branch
 
 _ORDER = {Severity.ERROR: 0, Severity.WARNING: 1, Severity.INFO: 2}
 _MOST_REMEMBERED = 100_000  # answers, some tens of megabytes
@@ -29,15 +29,13 @@ def lint(
     rules: Sequence[Rule] | None = None,
     versions: Mapping[str, str] | None = None,
     keys: Mapping[str, Key] | None = None,
-    with_diffs: bool = False,
 ) -> LintResult:
     """Hold `config` to `rules` (default: all that are known) and return what it breaks and what stays open.
 
     `versions` maps distribution names to the releases that the user states; they win over what the config
     itself says. Where a rule depends on a release that nobody stated, its finding is one step less severe and
     says so; it is only a note where today's releases are not among them. The same step where the default of one
-    key is the fault and a recipe that is not seen may set it. `with_diffs` also works out what each fix would
-    change, which costs more than the lint.
+    key is the fault and a recipe that is not seen may set it.
     """
     scope = Scope(config, load_keys() if keys is None else keys, resolve(config.versions, versions or {}))
     remembered = _remembered(scope) if rules is None and keys is None else {}
@@ -65,9 +63,6 @@ def lint(
             findings.append(_finding(rule, as_written if found.unless else scope, found))
     if config.shares:
         findings = list(_not_said_twice(findings, {rule.id for rule in conditions}))
-    if with_diffs:
-        by_id = {rule.id: rule for rule in rules}
-        findings = [_with_diff(finding, config, by_id, scope.known_keys) for finding in findings]
     return LintResult(in_order(findings), tuple(undecided))
 
 
@@ -131,7 +126,7 @@ def _shared(config: Config, rules: Sequence[Rule], keys: Mapping[str, Key]) -> I
         )
         if is_about_it and config.framework not in rule.dialects:
             has_way_out = all(config.framework in keys[key].spelling for key in rule.fix.set)
-            if has_way_out or rule.effect != "slow":
+            if has_way_out or rule.effect not in ("slow", "out-of-memory"):
                 yield rule
 
 
@@ -187,7 +182,7 @@ def _finding(rule: Rule, scope: Scope, holds: Holds) -> Finding:
     observed = {key: scope.versions.get(key, scope[key]) for key in keys}
     is_lower = depends_on or (unless and _is_doubted(rule, scope, unless))
     severity = _ONE_STEP_LOWER.get(rule.severity, Severity.INFO) if is_lower else rule.severity
-    if depends_on and not holds_today(rule.conditional):
+    if depends_on and not rule.holds_today:
         severity = Severity.INFO
     return finding._replace(observed=observed, severity=severity, depends_on=depends_on, unless=unless)
 
@@ -196,12 +191,3 @@ def _is_doubted(rule: Rule, scope: Scope, unless: tuple[str, ...]) -> bool:
     """Whether what may set the `unless` keys makes the finding less severe: an environment leaves a warning one."""
     only_outside = all(scope.config.framework in scope.known_keys[key].outside for key in unless)
     return rule.severity is Severity.ERROR or not only_outside
-
-
-def _with_diff(
-    finding: Finding, config: Config, rules: Mapping[str, Rule], keys: Mapping[str, Key]
-) -> Finding:
-    from skill_tools.rules import fixes
-
-    diff = fixes.diff(config, rules[finding.rule].fix, keys)
-    return finding._replace(fix=finding.fix._replace(diff=diff))

@@ -14,6 +14,7 @@ from skill_tools.rules.operations import UNKNOWN
 from skill_tools.rules.values import Scope, key_of
 
 _LONGEST_VALUE = 60
+CHANGED = Place("<change>", 1, 1)  # where a setting stands that a remedy would put in
 
 
 def from_rule(
@@ -33,6 +34,8 @@ def from_rule(
         next=rule.next,
         fix=fix,
         docs=rule.docs,
+        effect=rule.effect,
+        text=rule.text,
     )
 
 
@@ -75,6 +78,8 @@ def _as_written(key: str, config: Config) -> Setting | None:
 
 
 def _where(setting: Setting, place: Place) -> str:
+    if setting.place == CHANGED:
+        return "after the change"
     same_file = setting.place.file == place.file
     return f"line {setting.place.line}" if same_file else f"{setting.place.file} line {setting.place.line}"
 

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Mapping
 from enum import Enum
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from skill_tools import knowledge
 from skill_tools.errors import UnusableInput
@@ -17,6 +17,13 @@ from skill_tools.errors import UnusableInput
 Versions = Mapping[str, str]
 _COMPARISONS = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt, "==": operator.eq}
 _CLAUSE = re.compile(r"(>=|<=|==|<|>)\s*([^*=]+)")  # not the wildcards and the rarer operators of PEP 440
+
+
+class Stated(NamedTuple):
+    """A release, and where it is stated, in words."""
+
+    version: str
+    where: str
 
 
 class Standing(Enum):
@@ -118,9 +125,9 @@ def unstated_branch(wanted: Versions, versions: Versions) -> str | None:
     return next((package for package in wanted if package in branches and package not in versions), None)
 
 
-def holds_today(wanted: Versions) -> bool:
-    """Return whether the newest known releases are among those that a rule is about."""
-    known = _facts()["known"]
+def holds_today(wanted: Versions, facts: Mapping[str, Any] | None = None) -> bool:
+    """Return whether the newest known releases are among those that a rule is about; `facts` as in `conditional`."""
+    known = (facts or _facts())["known"]
     newest = {
         package: next((each for each in reversed(known.get(package, ())) if "dev" not in each), None)
         for package in wanted

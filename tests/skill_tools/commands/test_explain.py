@@ -29,6 +29,18 @@ def test_every_rule_can_be_explained_as_json(capsys: pytest.CaptureFixture[str])
     assert json.loads(capsys.readouterr().out) in listed
 
 
+def test_several_rules_are_explained_in_a_few_lines_each(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "la-pp", "oc-lora", "la-pp", "--brief"]) == 0
+    out = capsys.readouterr().out
+    assert [line.partition(":")[0] for line in out.splitlines() if line[:1].strip()] == ["la-pp", "oc-lora"]
+    assert "the framework says: Currently there is no support for Pipeline parallelism" in out
+    assert out.count("  change: ") == 2
+    assert len(out.splitlines()) <= 12
+    assert main(["explain", "la-pp", "oc-lora", "--format", "json"]) == 0
+    assert [rule["id"] for rule in json.loads(capsys.readouterr().out)] == ["la-pp", "oc-lora"]
+    assert main(["explain", "la-pp", "la-ppp"]) == 2
+
+
 def test_the_list_is_one_line_a_rule(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "--list"]) == 0
     lines = capsys.readouterr().out.splitlines()

@@ -50,7 +50,7 @@ def rules_in(capsys: pytest.CaptureFixture[str]) -> set[str]:
 
 
 def test_a_finding_is_one_line_and_exit_code_1(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["lint", "bad.yaml"]) == 1
+    assert main(["lint", "bad.yaml", "--format", "concise"]) == 1
     line = next(line for line in capsys.readouterr().out.splitlines() if " la-pp " in line)
     assert line.startswith("bad.yaml:3:3 error la-pp ")
     assert "model.cpu_offloading=true (line 3)" in line
@@ -220,8 +220,8 @@ def test_a_fault_of_ours_is_one_line_and_exit_code_3(
 
 
 def test_a_limit_shows_the_worst(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["lint", "bad.yaml", "fixable.yaml", "--limit", "1"]) == 1
-    _, first, summary = capsys.readouterr().out.splitlines()
+    assert main(["lint", "bad.yaml", "fixable.yaml", "--limit", "1", "--format", "concise"]) == 1
+    *_, first, summary = capsys.readouterr().out.splitlines()
     assert " error " in first
     assert "not shown (--limit)" in summary
 

@@ -63,8 +63,7 @@ def test_concise_is_one_line_a_finding_and_a_summary(full: Report) -> None:
     assert "[depends on megatron-core>=0.18]" in second
     assert third.startswith("dir/run.yaml:1:5 info fg-i")
     assert last == (
-        "1 error, 1 warning, 1 info in 1 input; "
-        "2 rules undecided: state fp8, num_layers (--show-undecided); 1 input not usable"
+        "1 error, 1 warning, 1 info in 1 input; 2 undecided (--show-undecided); 1 input not usable"
     )
 
 
@@ -82,6 +81,7 @@ def test_a_clean_call_says_so() -> None:
 def test_json_keeps_its_schema(full: Report) -> None:
     document = json.loads(as_json(full))
     check(document)
+    check(json.loads(as_json(full, show_undecided=True, explain=True)))
     assert document["findings"][0]["observed"] == {"a": True, "n": None, "mods": ["x"]}
     assert document["summary"] == {
         "inputs": 1, "error": 1, "warning": 1, "info": 1, "undecided": 2, "omitted": 0, "passed_over": 0

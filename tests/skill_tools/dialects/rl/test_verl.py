@@ -8,6 +8,7 @@ from skill_tools.dialects import registry
 from skill_tools.dialects.read import read_sources, read_text
 from skill_tools.errors import UnusableInput
 from skill_tools.rules.lint import lint
+from skill_tools.rules.remedies import with_remedies
 
 ACTOR = "actor_rollout_ref.actor"
 FSDP = f"{ACTOR}.fsdp_config"
@@ -113,7 +114,7 @@ def test_a_fix_writes_the_plus_that_hydra_asks_for() -> None:
     )
     (finding,) = (
         each
-        for each in lint(config, with_diffs=True).findings
+        for each in with_remedies(lint(config), config).findings
         if each.rule == "oc-precision-aware-missing-bridge"
     )
     added = [line[1:] for line in finding.fix.diff.splitlines() if line.startswith("+")]

@@ -1,0 +1,129 @@
+"""The findings of one lint call for people: a block each, with the source line, the consequence and the change.
+
+Apart because only this form looks at a terminal: it keeps to the terminal's width, and has colours where there is one
+(`NO_COLOR` and `TERM=dumb` turn them off). The colours are written here: rich, which other commands draw their progress
+with, takes longer to import than a file takes to lint.
+"""
+
+import os
+import re
+import sys
+from collections.abc import Iterator, Mapping
+
+from skill_tools.errors import printable
+from skill_tools.reports.findings import Report, folded, read_lines, summary, undecided_lines
+from skill_tools.rules.finding import CONSEQUENCES, Finding, Severity
+
+_WIDTH_OF_A_FILE = 100
+_NARROWEST, _WIDEST = 50, 140
+_COLOURS = {Severity.ERROR: "1;31", Severity.WARNING: "1;33", Severity.INFO: "1;36"}
+_FAINT, _MARKED = "2", "1"
+_INDENT = "  "
+
+
+def as_blocks(report: Report, *, show_undecided: bool = False, explain: bool = False) -> str:
+    """Return the whole report as text; `explain` adds to each finding why it holds, and whence that is known."""
+    paper = Paper.of_stdout()
+    parts = ["\n".join(paper.wrapped(line) for line in read_lines(report))] if report.read else []
+    parts += [
+        "\n".join(_block(finding, others, report.texts, paper, explain))
+        for finding, others in folded(report.findings)
+    ]
+    if show_undecided:
+        parts.append("\n".join(paper.wrapped(line) for line in undecided_lines(report)))
+    return "\n\n".join([*filter(None, parts), paper.wrapped(summary(report))])
+
+
+class Paper:
+    """What is written on: so many columns wide, with colours or without."""
+
+    def __init__(self, width: int, *, colours: bool) -> None:
+        self.width = max(_NARROWEST, min(width, _WIDEST))
+        self._colours = colours
+
+    @classmethod
+    def of_stdout(cls) -> "Paper":
+        """Return the terminal that standard output is, or a page of fixed width where it is none."""
+        if not sys.stdout.isatty():
+            return cls(_WIDTH_OF_A_FILE, colours=False)
+        plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+        try:
+            width = os.get_terminal_size(sys.stdout.fileno()).columns
+        except OSError:
+            width = 0
+        return cls(width or _WIDTH_OF_A_FILE, colours=not plain)
+
+    def coloured(self, text: str, colour: str) -> str:
+        """Return `text` in a colour, if there are any."""
+        return f"\x1b[{colour}m{text}\x1b[0m" if self._colours else text
+
+    def wrapped(self, text: str, first: str = "", rest: str = _INDENT) -> str:
+        """Return `text` on lines that fit the page, or hold one word: the first after `first`, others after `rest`."""
+        lines, line = [], first
+        for word in printable(text).split():
+            if len(line) + len(word) > self.width and line.strip():
+                lines.append(line.rstrip())
+                line = rest
+            line += f"{word} "
+        return "\n".join([*lines, line.rstrip()])
+
+
+def _block(
+    finding: Finding, others: int, texts: Mapping[str, str], paper: Paper, explain: bool
+) -> Iterator[str]:
+    where = paper.coloured(printable(str(finding.place)), _MARKED)
+    severity = paper.coloured(str(finding.severity), _COLOURS[finding.severity])
+    yield f"{where} {severity} {finding.rule}: {CONSEQUENCES[finding.effect]}"
+    yield from _source_line(finding, texts, paper)
+    yield paper.wrapped(finding.message, _INDENT)
+    for text in finding.text:
+        yield _part(paper, "the framework says", text)
+    for condition in _conditions(finding, others):
+        yield paper.wrapped(condition, _INDENT)
+    if explain:
+        yield _part(paper, "why", " ".join(finding.why.split()))
+        yield _part(paper, "source", finding.evidence.ref)
+    yield _part(paper, "change", finding.next)
+    for line in finding.fix.diff.splitlines():
+        if line.startswith(("+", "-")) and not line.startswith(("+++", "---")):
+            yield f"{_INDENT * 2}{printable(line)}"
+    for each in finding.after:
+        yield _part(paper, "after this", f"{each.severity} {each.rule}: {each.message} → {each.remedy}")
+
+
+def _part(paper: Paper, name: str, text: str) -> str:
+    return paper.wrapped(text, f"{_INDENT}{name}: ", _INDENT * 2)
+
+
+def _conditions(finding: Finding, others: int) -> Iterator[str]:
+    if finding.unless:
+        yield f"unless the recipe or its environment sets {', '.join(finding.unless)}"
+    if finding.depends_on:
+        more = f", and in {others} more input{'s' * (others > 1)}" if others else ""
+        yield f"only with {', '.join(finding.depends_on)} (state yours with --target){more}"
+
+
+def _source_line(finding: Finding, texts: Mapping[str, str], paper: Paper) -> Iterator[str]:
+    """Yield the line that the finding points at, cut to the page around the spot, and marks below the spot."""
+    lines = texts.get(finding.place.file, "").split("\n")
+    if finding.place.line > len(lines) or not lines[finding.place.line - 1].strip():
+        return
+    line, start = lines[finding.place.line - 1].rstrip("\r"), finding.place.column - 1
+    spot = re.match(r"[^\s:=,;#]*", line[start:])
+    before, marked = _shown(line[:start]), _shown(spot[0] if spot else "")
+    rest = _shown(line[start:])[len(marked) :]
+    number = str(finding.place.line)
+    room = paper.width - len(number) - 5
+    if len(before) > room // 2:
+        before = "…" + before[-room // 2 :]
+    marked = marked[: max(1, room - len(before))]
+    rest = rest[: max(0, room - len(before) - len(marked))]
+    gutter = paper.coloured(f"{_INDENT}{number} |", _FAINT)
+    below = paper.coloured(f"{_INDENT}{' ' * len(number)} |", _FAINT)
+    colour = _COLOURS[finding.severity]
+    yield f"{gutter} {before}{paper.coloured(marked, _MARKED)}{rest}".rstrip()
+    yield f"{below} {' ' * len(before)}{paper.coloured('^' * max(1, len(marked)), colour)}"
+
+
+def _shown(text: str) -> str:
+    return printable(text.replace("\t", "    "))
