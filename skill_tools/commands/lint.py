@@ -25,6 +25,7 @@ from skill_tools.commands import releases
 from skill_tools.configs.config import Config
 from skill_tools.configs.files import replace_text
 from skill_tools.configs.folder import files_below
+from skill_tools.configs.releases import Stated, stated_beside, stated_in
 from skill_tools.configs.source import MAX_BYTES, Source, decode, load
 from skill_tools.dialects import registry
 from skill_tools.dialects.read import Contradiction, Reading, readings
@@ -107,7 +108,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Lint every configuration that the arguments describe; return the exit code."""
     releases.check(args.target)
-    linted = Linted(args, releases.stated(args))
+    linted = Linted(args, releases.stated_by_user(args))
     for group in _groups(args):
         linted.take(group)
     linted.check_any()
@@ -127,13 +128,14 @@ class Group(NamedTuple):
 class Linted:
     """The results of one call, gathered input by input."""
 
-    def __init__(self, args: argparse.Namespace, versions: Mapping[str, str]) -> None:
+    def __init__(self, args: argparse.Namespace, stated: Mapping[str, Stated]) -> None:
         self._args = args
-        self._versions = versions
+        self._stated_by_user = stated
         self._results: list[tuple[str, LintResult]] = []
         self._read: list[ReadAs] = []
         self._errors: list[UnusableInput] = []
         self._texts: dict[str, str] = {}
+        self._beside: dict[str, dict[str, Stated]] = {}
         self._passed_over = 0
 
     def take(self, group: Group) -> None:
@@ -211,21 +213,32 @@ class Linted:
             result = self._repair(reading, result)
         for note in config.missing_file_notes():
             print(f"offload: {printable(note)}", file=sys.stderr)
+        stated = self._stated(config, reading)
         if self._args.format in ("blocks", "json") and not reading.is_part:
-            result = with_remedies(result, config, versions=self._versions, edits=self._args.format == "json")
+            edits = self._args.format == "json"
+            result = with_remedies(result, config, versions=_versions(stated), edits=edits)
         title = reading.sources[0].title if reading.sources else "<overrides>"
         self._results.append((title, result))
         self._texts |= {name: config.sources[name] for name in _files(result) if name in config.sources}
-        self._read.append(ReadAs(title, reading.dialect.name, reading.dialect.label, reading.proof))
+        named = releases.that_matter(stated, config)
+        self._read.append(ReadAs(title, reading.dialect.name, reading.dialect.label, reading.proof, named))
 
     def _linted(self, reading: Reading) -> tuple[Config, LintResult]:
-        """Compose and judge."""
+        """Compose, lint, and leave out what the user suppressed."""
         config = reading.compose(overrides=self._args.overrides)
-        return config, self._judged(config)
+        result = lint(config, versions=_versions(self._stated(config, reading)))
+        return config, suppress.apply(result, config)
 
-    def _judged(self, config: Config) -> LintResult:
-        """Lint, and leave out what the user suppressed."""
-        return suppress.apply(lint(config, versions=self._versions), config)
+    def _stated(self, config: Config, reading: Reading) -> dict[str, Stated]:
+        """Return the releases of this run: the user's word goes before the input's, that before its folder's."""
+        folder = next((str(source.folder) for source in reading.sources if source.folder is not None), None)
+        if folder is not None and folder not in self._beside:
+            self._beside[folder] = stated_beside(folder)
+        stated = dict(self._beside.get(folder or "", {}))
+        if config.versions:
+            for name, text in config.sources.items():
+                stated |= stated_in(text, "" if name == reading.sources[0].name else name)
+        return {**stated, **self._stated_by_user}
 
     def _repair(self, reading: Reading, found: LintResult) -> LintResult:
         """Fix the sources on disk and return what is left, or print the difference and return `found`."""
@@ -319,6 +332,10 @@ def _say_what_stays(repaired: "Repaired", sources: Sequence[Source], args: argpa
     names = " ".join(source.name for source in sources)
     where = f"offload lint {names}" if names and not args.stdin else "offload lint without --diff"
     print(f"offload: {shown}; {', '.join(left)} {'remains' if one else 'remain'}: {where}", file=sys.stderr)
+
+
+def _versions(stated: Mapping[str, Stated]) -> dict[str, str]:
+    return {name: each.version for name, each in stated.items()}
 
 
 def _files(result: LintResult) -> set[str]:

@@ -1,17 +1,25 @@
-"""Reads the releases on a command line, `--target` and `--versions`, for `lint`, `plan` and `diagnose`."""
+"""Reads the releases on a command line, `--target` and `--versions`, and says which of all stated ones count."""
 
 import argparse
 import sys
 from collections.abc import Iterable, Mapping
 
 from skill_tools import knowledge
+from skill_tools.configs.config import Config
+from skill_tools.configs.releases import Stated
 from skill_tools.configs.source import load
 from skill_tools.errors import UnusableInput
+from skill_tools.rules.knowledge import rules_about
 from skill_tools.rules.versions import read_targets, read_versions_text
 
 
 def stated(args: argparse.Namespace) -> dict[str, str]:
     """Return the stated releases, a distribution's name to its version; `--target` wins over `--versions`."""
+    return {name: each.version for name, each in stated_by_user(args).items()}
+
+
+def stated_by_user(args: argparse.Namespace) -> dict[str, Stated]:
+    """Return the same with the option that states each."""
     listed: dict[str, str] = {}
     if args.versions:
         listed = read_versions_text(load(args.versions).text)
@@ -21,7 +29,20 @@ def stated(args: argparse.Namespace) -> dict[str, str]:
                 expected="the output of pip list or pip freeze",
                 attempt="pip freeze",
             )
-    return listed | read_targets(args.target)
+    targets = read_targets(args.target)
+    return {
+        **{name: Stated(version, str(args.versions)) for name, version in listed.items()},
+        **{name: Stated(version, "--target") for name, version in targets.items()},
+    }
+
+
+def that_matter(found: Mapping[str, Stated], config: Config) -> dict[str, Stated]:
+    """Return those of the `found` releases that any rule about `config` asks for."""
+    if not found:
+        return {}
+    rules = rules_about(config.dialects().union(config.shares))
+    asked = {package for rule in rules for package in rule.versions}
+    return {name: each for name, each in found.items() if name in asked}
 
 
 def check(targets: Iterable[str]) -> None:

@@ -9,7 +9,8 @@ from types import MappingProxyType
 
 from skill_tools.configs.config import Config, Fault, Place, Setting, UnknownKey, WrongType
 from skill_tools.configs.keys import Key, load_key_table
-from skill_tools.configs.source import Source, stated_versions
+from skill_tools.configs.releases import stated_in
+from skill_tools.configs.source import Source
 from skill_tools.configs.values import UNREADABLE, is_template, typed
 from skill_tools.configs.vocabulary import load_vocabulary
 
@@ -51,7 +52,7 @@ class Draft:
     def take(self, source: Source) -> None:
         """Keep the text of an input that is read into the draft, and the releases that it states itself."""
         self.sources[source.name] = source.text
-        self.versions.update(stated_versions(source.text))
+        self.versions.update({name: each.version for name, each in stated_in(source.text).items()})
 
     def get(self, key: str) -> Setting | None:
         """Return the setting that holds so far for the canonical `key`."""

@@ -1,4 +1,4 @@
-"""Loads an input's text, and says what kind of text it is and which releases it states.
+"""Loads an input's text, and says what kind of text it is.
 
 Bounds and encodings are checked here, once: what comes after may trust that the text is short and Unicode.
 """
@@ -10,7 +10,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from skill_tools import knowledge
 from skill_tools.configs.files import read_bytes
 from skill_tools.errors import UnusableInput
 
@@ -142,23 +141,6 @@ def find(path: str, folders: Iterable[Path]) -> Source | None:
 def looks_like_configuration(path: str) -> bool:
     """Return whether `path`, by its suffix alone, names a configuration rather than a log or a setting."""
     return Path(path.partition("::")[0]).suffix.lower() in _SUFFIXES
-
-
-def stated_versions(text: str) -> dict[str, str]:
-    """Return the releases that a text states, in a comment or a `pip install` line: `megatron-core==0.16.1`.
-
-    The key is the distribution. Only an exact `==` states a release, and the last statement counts.
-    """
-    if "==" not in text:
-        return {}
-    stated = _stated().findall(text)
-    return {name.lower().replace("_", "-"): version.rstrip(".") for name, version in stated}
-
-
-@knowledge.derived
-def _stated() -> re.Pattern[str]:
-    names = "|".join(name.replace("-", "[-_]") for name in knowledge.index()["releases"]["known"])
-    return re.compile(rf"(?<![\w.-])({names})(?:\[[\w,-]*\])?==v?(\d[\w.+!]*)", re.IGNORECASE)
 
 
 def decode(data: bytes, name: str) -> str:

@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from skill_tools.configs.releases import Stated
 from skill_tools.errors import UnusableInput, printable
 from skill_tools.rules.finding import CONSEQUENCES, Finding, LintResult, Severity, Undecided
 from skill_tools.rules.lint import in_order
-from skill_tools.rules.versions import Stated
 
 SCHEMA_VERSION = "2.0"
 _MOST_READ_LINES = 5

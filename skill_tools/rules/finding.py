@@ -67,7 +67,8 @@ class Finding(NamedTuple):
     `effect` is the rule's, a key of `CONSEQUENCES`, and `text` what the framework itself prints, with `…` for what
     varies; empty where it prints nothing. `after` is what its remedy leads to. `observed` maps each key that the
     condition read to the value it had (set or default). `depends_on` names the releases that would make it hold when
-    the version is not known, for example `megatron-core>=0.18`. `unless` names keys that nobody set here and whose defaults decide it: a recipe that is not seen may set them.
+    the version is not known, for example `megatron-core>=0.18`. `unless` names keys that nobody set here and whose
+    defaults decide it: a recipe that is not seen may set them.
     """
 
     rule: str

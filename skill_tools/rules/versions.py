@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Mapping
 from enum import Enum
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 from skill_tools import knowledge
 from skill_tools.errors import UnusableInput
@@ -17,13 +17,6 @@ from skill_tools.errors import UnusableInput
 Versions = Mapping[str, str]
 _COMPARISONS = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt, "==": operator.eq}
 _CLAUSE = re.compile(r"(>=|<=|==|<|>)\s*([^*=]+)")  # not the wildcards and the rarer operators of PEP 440
-
-
-class Stated(NamedTuple):
-    """A release, and where it is stated, in words."""
-
-    version: str
-    where: str
 
 
 class Standing(Enum):

@@ -134,6 +134,32 @@ def test_standard_input_has_a_name(
     assert "dir/x.yaml:3:3 error la-pp" in capsys.readouterr().out
 
 
+def test_one_call_tells_an_agent_all_in_2000_tokens(capsys: pytest.CaptureFixture[str]) -> None:
+    """A token is four characters. Six faults: text, consequence and remedy of each, in both forms."""
+    for form in ("blocks", "json"):
+        assert main(["lint", str(root() / "examples/broken_bridge.yaml"), "--format", form]) == 1
+        out = capsys.readouterr().out
+        assert len(out) / 4 < 2000
+        assert "Currently there is no support for Pipeline parallelism with CPU offloading" in out
+        assert "refused at startup" in out
+        assert "Set pipeline_model_parallel_size to 1" in out
+    document = json.loads(out)
+    jsonschema.validate(document, json.loads(schema_path("findings").read_text("utf-8")))
+
+
+def test_releases_beside_a_file_are_used_and_said(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "graphs.yaml").write_text(GOOD + "  cuda_graph_impl: full_iteration\n")
+    (here / "Dockerfile").write_text("FROM nvcr.io/nvidia/nemo:26.02\n")
+    assert main(["lint", "graphs.yaml"]) == 1
+    out = capsys.readouterr().out.replace("\n  ", " ")
+    assert "megatron-core 0.16.0 (Dockerfile line 1)" in out
+    assert "error la-cuda-graph-any" in out
+    main(["lint", "graphs.yaml", "--target", "megatron-core==0.19.0"])
+    out = capsys.readouterr().out.replace("\n  ", " ")
+    assert "megatron-core 0.19.0 (--target)" in out
+    assert "la-cuda-graph-any" not in out
+
+
 def test_targets_decide_what_depends_on_a_release(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     graphs = GOOD + "  cuda_graph_impl: full_iteration\n"
     (here / "graphs.yaml").write_text(graphs)

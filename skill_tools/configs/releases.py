@@ -1,0 +1,120 @@
+"""Releases that texts state: a configuration's comments and install lines, and the files beside it that pin packages.
+
+Only an exact release counts, and only of a distribution that the rules know. A comment such as `# since axolotl 0.18`
+says nothing about what is installed.
+"""
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from skill_tools import knowledge
+from skill_tools.configs.files import read_bytes
+from skill_tools.errors import UnusableInput
+
+_MOST_BYTES = 4 * 1024 * 1024
+_MOST_FILES = 20
+_LOCKS = frozenset(["uv.lock", "poetry.lock", "pdm.lock", "pylock.toml"])
+_PREFIXES = ("requirements", "constraints", "dockerfile", "containerfile", "docker-compose", "compose.")
+# In a comment, these words before a release say that another one is installed, and only these may follow one.
+_NOT_AFTER = frozenset(
+    ["since", "from", "before", "until", "after", "below", "than", "least", "most", "to", "not", "needs"]
+)
+_MAY_FOLLOW = frozenset(
+    ["on", "with", "in", "image", "container", "release", "run", "build", "wheel", "(main)"]
+)
+
+
+class Stated(NamedTuple):
+    """A release, and where it is stated, in words."""
+
+    version: str
+    where: str
+
+
+def stated_in(text: str, file: str = "") -> dict[str, Stated]:
+    """Return the releases that `text` states, by distribution; of several statements of one file the last counts.
+
+    It is `NAME==1.2.3` anywhere, `NAME 1.2.3` in a comment, an entry of a lock file, or the tag of a known image.
+    """
+    found = {name: (version, at) for name, version, at in _statements(text)}
+    prefix = f"{file} line" if file else "line"
+    return {
+        name: Stated(version, f"{prefix} {text.count(chr(10), 0, at) + 1}")
+        for name, (version, at) in found.items()
+    }
+
+
+def stated_beside(folder: str) -> dict[str, Stated]:
+    """Return the releases that requirements, lock files, Dockerfiles and compose files in `folder` agree on."""
+    found: dict[str, Stated] = {}
+    torn: set[str] = set()
+    for name in _pinning_files(folder):
+        try:
+            data = read_bytes(os.path.join(folder, name), _MOST_BYTES, expected="a text file")
+        except UnusableInput:
+            continue
+        for package, each in stated_in(data.decode("utf-8", "replace"), name).items():
+            if found.setdefault(package, each).version != each.version:
+                torn.add(package)
+    return {name: each for name, each in found.items() if name not in torn}
+
+
+def _pinning_files(folder: str) -> list[str]:
+    try:
+        names = os.listdir(folder or ".")
+    except OSError:
+        return []
+    pinning = (name for name in names if name.lower().startswith(_PREFIXES) or name in _LOCKS)
+    return sorted(pinning)[:_MOST_FILES]
+
+
+def _statements(text: str) -> Iterator[tuple[str, str, int]]:
+    """Yield distribution, release and offset of each statement, form by form."""
+    if "#" in text:
+        yield from _in_comments(text)
+    if "==" in text:
+        yield from _found(_pattern(r"(?<![\w.-])NAME(?:\[[\w,-]*\])?==(?!=)NUMBER"), text)
+    if 'version = "' in text:
+        yield from _found(_pattern(r'name = "NAME"\s+version = "NUMBER"'), text)
+    for image, held in knowledge.index()["releases"]["images"].items():
+        if image in text:
+            for found in re.finditer(rf"\b{re.escape(image)}:(\S+)", text):
+                yield from ((name, version, found.start()) for name, version in _in_image(held, found[1]))
+
+
+def _found(pattern: re.Pattern[str], text: str) -> Iterator[tuple[str, str, int]]:
+    for found in pattern.finditer(text):
+        yield re.sub("[_ ]", "-", found["name"].lower()), found["version"].rstrip("."), found.start("name")
+
+
+def _in_comments(text: str) -> Iterator[tuple[str, str, int]]:
+    """Yield what comments state: `# axolotl 0.18`, but not `# since axolotl 0.18` or `# axolotl 0.18 or newer`."""
+    pattern = _pattern(r"(?<![\w./-])NAME[ :]+NUMBER")
+    for comment in re.finditer(r"#[^\n]*", text):
+        for name, version, at in _found(pattern, comment[0]):
+            before = comment[0][1:at].lower().split()[-1:]
+            rest = comment[0][at:].partition(version)[2]
+            ends = rest.lstrip()[:1] in ",;.)/" or _MAY_FOLLOW.issuperset(rest.lower().split()[:1])
+            if ends and _NOT_AFTER.isdisjoint(before):
+                yield name, version, comment.start() + at
+
+
+def _in_image(held: Mapping[str, Any], tag: str) -> Iterator[tuple[str, str]]:
+    """Yield what an image with this `tag` holds, as far as the tag says; `held` is what is known of the image."""
+    release = re.match(r"(?:main-)?v?(\d+\.\d+(?:\.\d+)*)", tag)
+    if release is None:
+        return
+    if "tag" in held:
+        yield held["tag"], release[1]
+    else:
+        yield from held.get(".".join(release[1].split(".")[:2]), {}).items()
+
+
+@knowledge.derived
+def _pattern(form: str) -> re.Pattern[str]:
+    """Return the pattern of a form of statement, in which NAME stands for a distribution and NUMBER for its release."""
+    names = "|".join(name.replace("-", "[-_ ]") for name in knowledge.index()["releases"]["known"])
+    number = r"v?(?P<version>\d+\.\d[\w.!]*(?:\+[\w.]+)?)"
+    return re.compile(form.replace("NAME", f"(?P<name>{names})").replace("NUMBER", number), re.IGNORECASE)

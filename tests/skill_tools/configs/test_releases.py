@@ -1,0 +1,51 @@
+"""Which releases a text states: exact ones, of known distributions, and nothing that only compares."""
+
+from pathlib import Path
+
+import pytest
+
+from skill_tools.configs.releases import Stated, stated_beside, stated_in
+
+
+def versions(text: str) -> dict[str, str]:
+    return {name: each.version for name, each in stated_in(text).items()}
+
+
+@pytest.mark.parametrize(
+    ("text", "stated"),
+    [
+        ("# axolotl 0.21.0\nbase_model: x\n", {"axolotl": "0.21.0"}),
+        ("a: 1  # runs with Megatron-Core v0.16.1, on H100\n", {"megatron-core": "0.16.1"}),
+        ("# megatron core 0.16.1 / Transformer Engine 2.9", {"megatron-core": "0.16.1", "transformer-engine": "2.9"}),
+        ("pip install 'megatron_core[mlm]==0.16.1'", {"megatron-core": "0.16.1"}),
+        ("pip install torch==2.8.0+cu128", {"torch": "2.8.0+cu128"}),
+        ('[[package]]\nname = "accelerate"\nversion = "1.14.0"\n', {"accelerate": "1.14.0"}),
+        ("image: nvcr.io/nvidia/nemo:26.08.x", {"megatron-bridge": "0.6.0"}),
+        ("#SBATCH --container-image=nvcr.io#nvidia/nemo:25.09",
+         {"megatron-core": "0.14.0", "transformer-engine": "2.7.0"}),
+        ("FROM axolotlai/axolotl:0.21.0-py3.11-cu126-2.7.1", {"axolotl": "0.21.0"}),
+        ("FROM axolotlai/axolotl:main-20250917-py3.11", {}),
+        ("FROM nvcr.io/nvidia/nemo:dev", {}),
+        ("# since axolotl 0.18\n# axolotl 0.18 or newer\n# before axolotl 0.18, no\n# axolotl 0.18 has it", {}),
+        ("axolotl>=0.18\ntorch!=2.8.0\ntorch===2.8.0\nlr: 0.1 # 0.2", {}),
+        ("transformers: 4.57.3", {}),
+    ],
+)  # fmt: skip
+def test_only_an_exact_release_is_stated(text: str, stated: dict[str, str]) -> None:
+    assert versions(text) == stated
+
+
+def test_a_statement_has_a_place() -> None:
+    assert stated_in("a\nb\n# axolotl 0.21.0\n", "run.yaml") == {
+        "axolotl": Stated("0.21.0", "run.yaml line 3")
+    }
+
+
+def test_files_beside_count_where_they_agree(tmp_path: Path) -> None:
+    (tmp_path / "requirements-gpu.txt").write_text("torch==2.8.0\naxolotl==0.20.0\n")
+    (tmp_path / "uv.lock").write_text('[[package]]\nname = "axolotl"\nversion = "0.21.0"\n')
+    (tmp_path / "Dockerfile").write_text("FROM pytorch/pytorch:2.8.0-cuda12.6\n")
+    (tmp_path / "notes.txt").write_text("accelerate==1.14.0\n")
+    found = stated_beside(str(tmp_path))
+    assert found == {"torch": Stated("2.8.0", "Dockerfile line 1")}
+    assert stated_beside(str(tmp_path / "gone")) == {}
