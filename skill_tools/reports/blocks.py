@@ -24,28 +24,28 @@ _INDENT = "  "
 def as_blocks(report: Report, *, show_undecided: bool = False, explain: bool = False) -> str:
     """Return the whole report as text; `explain` adds to each finding why it holds, and whence that is known."""
     paper = Paper.of_stdout()
-    parts = ["\n".join(paper.wrapped(line) for line in read_lines(report))] if report.read else []
+    parts = ["\n".join(map(paper.line, read_lines(report)))] if report.read else []
     parts += [
         "\n".join(_block(finding, others, report.texts, paper, explain))
         for finding, others in folded(report.findings)
     ]
     if show_undecided:
-        parts.append("\n".join(paper.wrapped(line) for line in undecided_lines(report)))
-    return "\n\n".join([*filter(None, parts), paper.wrapped(summary(report))])
+        parts.append("\n".join(map(paper.line, undecided_lines(report))))
+    return "\n\n".join([*filter(None, parts), paper.line(summary(report))])
 
 
 class Paper:
-    """What is written on: so many columns wide, with colours or without."""
+    """What is written on: so many columns wide, a terminal or a file, with colours or without."""
 
-    def __init__(self, width: int, *, colours: bool) -> None:
+    def __init__(self, width: int, *, colours: bool, is_file: bool = False) -> None:
         self.width = max(_NARROWEST, min(width, _WIDEST))
-        self._colours = colours
+        self._colours, self._is_file = colours, is_file
 
     @classmethod
     def of_stdout(cls) -> "Paper":
         """Return the terminal that standard output is, or a page of fixed width where it is none."""
         if not sys.stdout.isatty():
-            return cls(_WIDTH_OF_A_FILE, colours=False)
+            return cls(_WIDTH_OF_A_FILE, colours=False, is_file=True)
         plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
         try:
             width = os.get_terminal_size(sys.stdout.fileno()).columns
@@ -56,6 +56,10 @@ class Paper:
     def coloured(self, text: str, colour: str) -> str:
         """Return `text` in a colour, if there are any."""
         return f"\x1b[{colour}m{text}\x1b[0m" if self._colours else text
+
+    def line(self, text: str) -> str:
+        """Return `text` as one line of a file, which another program may look for; a terminal's is wrapped."""
+        return printable(text) if self._is_file else self.wrapped(text)
 
     def wrapped(self, text: str, first: str = "", rest: str = _INDENT) -> str:
         """Return `text` on lines that fit the page, or hold one word: the first after `first`, others after `rest`."""
