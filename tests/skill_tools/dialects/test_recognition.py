@@ -117,7 +117,13 @@ def test_the_first_line_says_what_a_file_was_read_as(
     )
     main(["lint", str(tmp_path)])
     out = capsys.readouterr().out
-    assert "1 as Axolotl" in out.splitlines()[0]
+    assert [" is read as " in line for line in out.splitlines()[:5]] == [True] * 4 + [False]
+    for number in range(2):
+        (tmp_path / f"more{number}.yml").write_text(PROVEN["axolotl"][1], encoding="utf-8")
+    main(["lint", str(tmp_path), "--format", "concise"])
+    assert "3 as Axolotl" in capsys.readouterr().out.splitlines()[0]
+    for number in range(2):
+        (tmp_path / f"more{number}.yml").unlink()
     assert out.splitlines()[-1].count(" in 4 inputs") == 1
     main(["lint", str(tmp_path), "--format", "json"])
     read = {
