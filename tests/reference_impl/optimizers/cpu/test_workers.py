@@ -65,6 +65,18 @@ def test_what_has_arrived_goes_before_what_has_not(workers):
     workers.wait_idle()
 
 
+def test_an_event_that_many_jobs_share_is_asked_once(workers):
+    """In Python's lock, which the training loop needs too."""
+    go_on, late, asked = block(workers), Pending(), []
+    late.query = lambda: asked.append(late) or Pending.query(late)
+    workers.submit([Job(deadline, late, late.reach) for deadline in range(50)])
+    go_on.set()
+    workers.run_job = lambda job: job.run()
+    workers.wait_idle()
+    # Before each job, by the only thread.
+    assert len(asked) <= 50
+
+
 def test_each_thread_computes_on_one_core_and_leaves_the_callers_setting_alone():
     before = torch.get_num_threads()
     torch.set_num_threads(2)
