@@ -6,6 +6,7 @@ from pathlib import Path
 
 import jsonschema
 import pytest
+import torch
 
 from skill_tools.bundle import root, schema_path
 from skill_tools.card.load import load_card
@@ -107,3 +108,59 @@ def test_trainers_are_compared_at_toy_size(tmp_path, monkeypatch):
     assert all(row["step_s"] > 0 for row in batch["rows"].values())
     assert batch["rows"]["ours: checkpoint"]["peak_gb"] < batch["rows"]["none"]["peak_gb"]
     assert [line["goal"] for line in batch["goals"]] == [1.02]
+
+
+@pytest.fixture
+def real_models(monkeypatch):
+    monkeypatch.syspath_prepend(str(root() / "benchmarks"))
+    return importlib.import_module("real_models")
+
+
+def test_every_case_of_a_real_model_has_a_config_and_a_batch(real_models):
+    cases = real_models.CASES
+    assert [case.number for case in cases] == list(range(1, 27))
+    assert len({case.name for case in cases}) == 26
+    for case in cases:
+        config = real_models.entries(case, tiny=True)
+        batch = real_models.make_batch(case, config, 64, torch.device("cpu"), seed=1)
+        assert batch["input_ids"].shape == (case.sequences, 64)
+        assert ("attention_mask" in batch) == case.is_padded
+        assert ("pixel_values" in batch) == case.has_image
+
+
+def test_a_case_that_missed_a_promise_says_which(real_models):
+    row = {
+        "execute": {"optimizer": {"offload_fraction": 0.5}},
+        "predicted_bytes": 100,
+        "peak_bytes": 108,
+        "budget_bytes": 125,
+        "step_s": 2.0,
+        "predicted_s": 1.0,
+        "least_s": 0.9,
+        "most_s": 1.5,
+        "fit_steps": 6,
+        "retries": 0,
+    }
+    found = real_models._judged(row, tiny=False)
+    assert found["why"] == [
+        "6 steps to fit",
+        "peak +8.0%",
+        "14% of the budget unused",
+        "the time is outside of its range",
+    ]
+    assert not found["passed"]
+    assert real_models.summary([row | found, {"failed": "no"}])["trained"] == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [1, 22, 23, 24])
+def test_a_real_model_is_fitted_at_toy_size(real_models, number):
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    pytest.importorskip("peft", reason="peft is not installed")
+    twin = real_models.Device.of("cpu")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(real_models.Device, "available", staticmethod(lambda name=None: twin))
+        row = real_models.run_case(real_models.CASES[number - 1], tiny=True, all_plans=number == 1)
+    assert row["passed"], row
+    assert abs(row["peak_error"]) < 0.05
+    assert number != 1 or len(row["tried"]) > 1

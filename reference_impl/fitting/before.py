@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -49,6 +50,23 @@ class Before:
         for param, devices in self._were_on.items():
             state = self._optimizer.state[param]
             state.update({name: value.to(devices[name]) for name, value in _tensors_of(state)})
+
+
+@contextmanager
+def without_caches(model: nn.Module) -> Iterator[None]:
+    """Have a Hugging Face model keep no keys and values for generating, which recomputation would append to twice."""
+    configs = {id(config): config for config in _configs(model) if getattr(config, "use_cache", False)}
+    for config in configs.values():
+        config.use_cache = False
+    try:
+        yield
+    finally:
+        for config in configs.values():
+            config.use_cache = True
+
+
+def _configs(model: nn.Module) -> Iterator[Any]:
+    return (config for module in model.modules() if (config := getattr(module, "config", None)) is not None)
 
 
 class _RandomState:

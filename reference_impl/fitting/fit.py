@@ -23,9 +23,9 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from reference_impl.device import Device
-from reference_impl.fitting.before import Before
+from reference_impl.fitting.before import Before, without_caches
 from reference_impl.fitting.planner import Plan, Planner, RefusedPlanError
-from reference_impl.fitting.search import Search, Settled
+from reference_impl.fitting.search import Search
 from reference_impl.fitting.trial import Loss, Task
 from reference_impl.memory.closing import ClosedAtExit
 from reference_impl.memory.host import available_bytes
@@ -111,37 +111,31 @@ def fit(
         device=device,
     )
     model.zero_grad(set_to_none=True)
-    described, error_share = _described(task)
-    sequences, tokens = _size(batch)
-    before = Before(model, optimizer, device)
-    try:
-        budget_bytes, host_bytes = _budgets(device, gpu_budget, host_budget)
-        planner = Planner(described, sequences=sequences, tokens=tokens, host_bytes=host_bytes)
-        search = Search(task, before, planner, budget_bytes, error_share=error_share)
+    with ExitStack() as stack:
+        stack.enter_context(without_caches(model))
+        described, error_share = _described(task)
+        before = Before(model, optimizer, device)
         try:
-            settled = search.settle()
-        except RefusedPlanError as error:
-            raise FitError(f"nothing fits {budget_bytes / 2**30:.2f} GiB: {error}") from None
-        fitted = _apply(task, settled, budget_bytes, is_fenced=gpu_budget != "auto")
-    except BaseException:
-        before.restore()
-        before.give_back()
-        raise
-    optimizer.state.clear()
+            budget_bytes, host_bytes = _budgets(device, gpu_budget, host_budget)
+            sequences, tokens = _size(batch)
+            planner = Planner(described, sequences=sequences, tokens=tokens, host_bytes=host_bytes)
+            settled = Search(task, before, planner, budget_bytes, error_share=error_share).settle()
+            if gpu_budget != "auto" and device.allocator is not None:
+                # What somebody has set is a fence until the end.
+                device.allocator.limit(budget_bytes)
+                stack.callback(device.allocator.limit, None)
+            applied = stack.enter_context(task.apply(settled.plan))
+        except BaseException as error:
+            before.restore()
+            before.give_back()
+            if isinstance(error, RefusedPlanError):
+                raise FitError(f"nothing fits {budget_bytes / 2**30:.2f} GiB: {error}") from None
+            raise
+        optimizer.state.clear()
+        plan = settled.plan | {"fitted": settled.measured(budget_bytes)}
+        fitted = Fitted(applied, plan, settled.summary(budget_bytes), stack.pop_all())
     _LOG.info(fitted.summary)
     return fitted
-
-
-def _apply(task: Task, settled: Settled, budget_bytes: int, *, is_fenced: bool) -> Fitted:
-    """Put what was settled on in force; a budget that somebody gave is a fence until the end."""
-    allocator = task.device.allocator
-    with ExitStack() as stack:
-        if is_fenced and allocator is not None:
-            allocator.limit(budget_bytes)
-            stack.callback(allocator.limit, None)
-        applied = stack.enter_context(task.apply(settled.plan))
-        plan = settled.plan | {"fitted": settled.measured(budget_bytes)}
-        return Fitted(applied, plan, settled.summary(budget_bytes), stack.pop_all())
 
 
 def _one_device(model: nn.Module) -> Device:

@@ -43,8 +43,10 @@ class _StorageWatch(TorchDispatchMode):
         return result
 
     def watch(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Start following the storages of `tensors` that are not followed yet."""
+        """Start following the storages of `tensors` that are not followed yet; on `meta` none has memory."""
         for tensor in tensors:
+            if tensor.is_meta:
+                continue
             storage = tensor.untyped_storage()
             key = storage._cdata
             known = self._watched.get(key)

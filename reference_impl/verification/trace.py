@@ -73,8 +73,9 @@ def trace(
 ) -> TracedStep:
     """Return what one forward and backward of `model` on `batch` takes.
 
-    `batch` is a mapping of keyword arguments, or one positional argument; its tensors may be on any device, of any
-    values. `loss(model, batch)` returns a scalar tensor; by default it is the `loss` of what the model returns.
+    `batch` is a mapping of keyword arguments, or one positional argument; its tensors may be on any device. Of their
+    values only one thing is asked: whether an `attention_mask` masks something.
+    `loss(model, batch)` returns a scalar tensor; by default it is the `loss` of what the model returns.
     `checkpointing` recomputes each block in backward. `attention` is CUDA's flash or memory-efficient kernel in place
     of `scaled_dot_product_attention`, which on meta would be the matrix products; "as written" leaves it alone.
 
@@ -83,11 +84,12 @@ def trace(
     hold.
     """
     loss = loss or own_loss
+    is_padded = _is_padded(batch)
     copied = _on_meta(model)
     batch = _batch_on_meta(batch)
     blocks = blocks_or_none(copied) or []
     trained = [param for param in _distinct(copied.parameters()) if param.requires_grad]
-    ledger = TraceLedger()
+    ledger = TraceLedger(answer=not is_padded)
     ledger.resident([*copied.parameters(), *copied.buffers(), *_tensors(batch)])
     watch = _BlockWatch(ledger, blocks)
     if checkpointing:
@@ -101,8 +103,9 @@ def trace(
         result = _scalar(loss(copied, batch))
         saved = _saved_by(ledger.alive())
         result.backward()
-    if ledger.assumed_true:
-        assumptions.append("no padding and no packing: each such question of the forward was answered so")
+    if ledger.assumed:
+        what = "padding" if is_padded else "no padding and no packing"
+        assumptions.append(f"{what}: each such question of the forward was answered so")
     return TracedStep(
         weights_bytes=sum(_size(param) for param in _distinct(copied.parameters())),
         weights_allocated_bytes=sum(
@@ -162,6 +165,12 @@ def _on_meta(model: nn.Module) -> nn.Module:
 
 def _batch_on_meta(batch: Any) -> Any:
     return tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf, batch)
+
+
+def _is_padded(batch: Any) -> bool:
+    """Whether the batch has an `attention_mask`, with values, that masks something."""
+    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+    return isinstance(mask, torch.Tensor) and not mask.is_meta and not bool(mask.all())
 
 
 def _tensors(batch: Any) -> Iterator[torch.Tensor]:

@@ -39,12 +39,13 @@ class TraceLedger(TorchDispatchMode):
     `live_bytes` counts what was born while the ledger was open and `gradient_bytes` what of it are finished gradients;
     `peaks` is the most of the first in each span, `peaks_without_gradients` the most without the second, as where each
     gradient leaves when it is finished. `flops` and `moved_bytes` say what kernels compute, read and write. Views make
-    no storage, and operations in place none either. A question for one bool is answered with True and counted in
-    `assumed_true`.
+    no storage, and operations in place none either. A question for one bool is answered with `answer` and counted in
+    `assumed`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, answer: bool = True) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._answered = answer
         self.span = "forward and loss"
         self.live_bytes = 0
         self.kernels: dict[str, int] = {}
@@ -53,7 +54,7 @@ class TraceLedger(TorchDispatchMode):
         self.gradient_bytes = 0
         self.peaks: dict[str, int] = {}
         self.peaks_without_gradients: dict[str, int] = {}
-        self.assumed_true = 0
+        self.assumed = 0
         self._alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], Birth]] = {}
         self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
@@ -97,8 +98,8 @@ class TraceLedger(TorchDispatchMode):
                 "does not have; expected a forward whose operations follow from shapes; try the formula "
                 "(`offload plan --model NAME`), or a trace of the parts that do not ask"
             )
-        self.assumed_true += 1
-        return True
+        self.assumed += 1
+        return self._answered
 
     def _count(self, func: Any, args: Any, kwargs: Any, result: Any, touched: list[torch.Tensor]) -> None:
         span = self.span

@@ -17,7 +17,8 @@ from skill_tools.units import gib
 FUSED_LOSS = "a fused linear cross entropy"
 HOW_TO_FUSE = (
     "in Transformers' Trainer use_liger_kernel=True, in a loop of torch 2.13 "
-    "torch.nn.functional.linear_cross_entropy(hidden, lm_head.weight, labels); its sums round otherwise"
+    "torch.nn.functional.linear_cross_entropy(hidden, lm_head.weight, labels, "
+    "options=torch.nn.LinearCrossEntropyOptions()); its sums round otherwise"
 )
 _LITTLE = 0.98
 
