@@ -29,6 +29,10 @@ class Streaming:
         hi_lo_masters: stream only the lower half of a bf16 parameter's master; the weight is the upper half. Exact.
         moments_dtype: `torch.bfloat16` halves the moments' bytes. Not bitwise: moments are rounded stochastically, the
             same way in every run.
+        compact_low_bits: instead of both, compact states: moments in 8 bits by blocks of 64, and so many low bits of a
+            bf16 parameter's master, 16 (exact masters) or 8 (masters of 24 bits). Not bitwise: what is cut off is
+            rounded stochastically, the same way in every run. Parameters of one dimension keep exact states, which stay
+            on the device.
         prefetch_bytes: how much may come in during an attached model's backward, into memory that this frees; under
             FSDP2, beside all that the step takes otherwise.
     """
@@ -36,6 +40,7 @@ class Streaming:
     chunk_bytes: int = CHUNK_BYTES
     hi_lo_masters: bool = False
     moments_dtype: torch.dtype = torch.float32
+    compact_low_bits: int | None = None
     prefetch_bytes: int = 0
 
 

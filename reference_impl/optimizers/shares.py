@@ -335,7 +335,9 @@ def _streamed_share(device: Device, algorithm: Algorithm, streaming: Streaming) 
         chunk_bytes=streaming.chunk_bytes,
         prefetch_bytes=streaming.prefetch_bytes,
         state_format=StateFormat(
-            hi_lo_masters=streaming.hi_lo_masters, moments_dtype=streaming.moments_dtype
+            hi_lo_masters=streaming.hi_lo_masters,
+            moments_dtype=streaming.moments_dtype,
+            compact_low_bits=streaming.compact_low_bits,
         ),
     )
 
@@ -360,6 +362,7 @@ def _state_bytes(sizes: Iterable[tuple[int, int]], algorithm: Algorithm, streami
         moments=len(algorithm.moments),
         moment_bytes=streaming.moments_dtype.itemsize,
         hi_lo_masters=streaming.hi_lo_masters,
+        compact_low_bits=streaming.compact_low_bits,
     )
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import combinations
 
 from reference_impl.memory.host import HostMemoryError
-from reference_impl.optimizers.layout import Split
+from reference_impl.optimizers.layout import ALIGNMENT, Split
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,16 +51,26 @@ class StateBytes:
 
 
 def state_bytes(
-    sizes: Iterable[tuple[int, int]], *, moments: int, moment_bytes: int = 4, hi_lo_masters: bool = False
+    sizes: Iterable[tuple[int, int]],
+    *,
+    moments: int,
+    moment_bytes: float = 4,
+    hi_lo_masters: bool = False,
+    compact_low_bits: int | None = None,
 ) -> StateBytes:
-    """Return the mean over parameters of (elements, bytes an element); an fp32 parameter is its own master."""
+    """Return the mean over parameters of (elements, bytes an element); an fp32 parameter is its own master.
+
+    `compact_low_bits` is for compact states, as in `Streaming`: a code of one byte, and a scale for 64 of them.
+    """
     listed = list(sizes)
     elements = max(sum(numel for numel, _ in listed), 1)
 
     def mean(of_parameter: dict[int, float]) -> float:
         return sum(numel * of_parameter[min(size, 4)] for numel, size in listed) / elements
 
-    low = 2 if hi_lo_masters else 4
+    low: float = 2 if hi_lo_masters else 4
+    if compact_low_bits is not None:
+        low, moment_bytes = compact_low_bits / 8, 1 + 2 / ALIGNMENT
     return StateBytes(
         resident=mean({2: 4 + 4 * moments, 4: 4 * moments}),
         streamed=mean({2: low + moment_bytes * moments, 4: moment_bytes * moments}),

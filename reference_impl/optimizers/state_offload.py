@@ -70,6 +70,10 @@ class OptimizerStateOffloader(SavedOptimizer):
             Exact. After writing a weight call `refresh_masters`. Loading states sets weights to their masters rounded.
         moments_dtype: `torch.bfloat16` stores moments in half the bytes. Not bitwise: they are rounded stochastically,
             the same way in every run.
+        compact_low_bits: instead of both, compact states: moments in 8 bits by blocks of 64, and so many low bits of a
+            bf16 parameter's master, 16 (exact masters) or 8 (masters of 24 bits), also of what stays on the device. Not
+            bitwise: what is cut off is rounded stochastically, the same way in every run. Parameters of one dimension
+            keep exact states, which stay on the device. Weights are as with `hi_lo_masters`.
         max_grad_norm: clip the global norm exactly; gradients are divided by `max(1, (norm + 1e-6) / max)`.
         reduce_norm_squared: given this rank's squared norm (0-dim fp32), returns that over all ranks. Not needed for
             DTensors of one mesh, whose norm is summed over it.
@@ -98,6 +102,7 @@ class OptimizerStateOffloader(SavedOptimizer):
         offload_masters: bool = True,
         hi_lo_masters: bool = False,
         moments_dtype: torch.dtype = torch.float32,
+        compact_low_bits: int | None = None,
         max_grad_norm: float | None = None,
         reduce_norm_squared: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
@@ -123,7 +128,10 @@ class OptimizerStateOffloader(SavedOptimizer):
             chunk_bytes=chunk_bytes,
             device_budget_bytes=device_budget_bytes,
             state_format=StateFormat(
-                offload_masters=offload_masters, hi_lo_masters=hi_lo_masters, moments_dtype=moments_dtype
+                offload_masters=offload_masters,
+                hi_lo_masters=hi_lo_masters,
+                moments_dtype=moments_dtype,
+                compact_low_bits=compact_low_bits,
             ),
         )
         self._open_share: StreamedShare | None = share

@@ -1,9 +1,9 @@
 """Chunks: the states of a few pieces side by side in one flat tensor, and how parameters are cut into them.
 
 A chunk belongs to one parameter group, so that one fused kernel call updates it. Its fields lie one after the other
-(master | exp_avg | exp_avg_sq, in fp32 or packed as in `packing`), so that one copy each way moves it. Cuts are
-multiples of `ALIGNMENT` elements and every piece starts at one, so the update gives the same bits as for whole
-parameters. A chunk that stays on the device has the same form. This module has geometry and views only.
+(master | exp_avg | exp_avg_sq, in fp32 or in fewer bits as in `packing` and `compact`), so that one copy each way moves
+it. Cuts are multiples of `ALIGNMENT` elements and every piece starts at one, so the update gives the same bits as for
+whole parameters. A chunk that stays on the device has the same form. This module has geometry and views only.
 
 Explained in docs/optimizer-state-offloading.md.
 """
@@ -18,10 +18,12 @@ from typing import NamedTuple
 import torch
 
 from reference_impl.device import REACHED, Event
-from reference_impl.optimizers.layout import ALIGNMENT, Member, Piece
+from reference_impl.optimizers.layout import ALIGNMENT, Member, Piece, aligned
 
-# The field that is no state: the lower halves of masters.
+# The field that is no state: the low bits of masters.
 LOW = "master_low"
+# Pieces in a compact chunk begin at multiples of so many elements, so that their scales begin at 16 bytes.
+COMPACT_ALIGNMENT = 8 * ALIGNMENT
 
 
 class Part(NamedTuple):
@@ -38,20 +40,36 @@ class Part(NamedTuple):
 
 
 class Field(NamedTuple):
-    """One state in a chunk, in the dtype that it is stored in."""
+    """One state in a chunk, in the dtype that it is stored in, with one number for each `block` elements."""
 
     name: str
     dtype: torch.dtype
+    block: int = 1
+
+
+def scale_of(moment: str) -> str:
+    """Return the name of the field that has the scales of a compact moment."""
+    return f"{moment}_scale"
+
+
+def is_compact(fields: tuple[Field, ...]) -> bool:
+    """Return whether `fields` have moments in 8 bits, with scales."""
+    return any(field.block > 1 for field in fields)
 
 
 def is_rounded(fields: tuple[Field, ...]) -> bool:
-    """Return whether any of `fields` is a moment in bf16."""
-    return any(field.dtype == torch.bfloat16 for field in fields)
+    """Return whether any of `fields` is a moment in fewer bits than fp32."""
+    return is_compact(fields) or any(field.dtype == torch.bfloat16 for field in fields)
 
 
-def bytes_an_element(fields: tuple[Field, ...]) -> int:
-    """Return the bytes of `fields` for one element."""
-    return sum(field.dtype.itemsize for field in fields)
+def bytes_of(fields: tuple[Field, ...], numel: int) -> int:
+    """Return the bytes of `fields` for `numel` elements, a multiple of `ALIGNMENT`."""
+    return sum(numel // field.block * field.dtype.itemsize for field in fields)
+
+
+def alignment_of(fields: tuple[Field, ...]) -> int:
+    """Return of how many elements the places of pieces in a chunk are multiples."""
+    return COMPACT_ALIGNMENT if is_compact(fields) else ALIGNMENT
 
 
 @dataclass(eq=False, slots=True)
@@ -60,8 +78,8 @@ class Chunk:
 
     `storage` is flat bytes, on the host or, if `resident`, on the device: `numel` elements of each of `fields`. Where
     masters are no field they stay on the device as `masters` (fp32); an fp32 parameter is its own master and has
-    none. `noise_offsets` is each piece's first element, numbered over all chunks (0-dim int64, on the device). The
-    storage on the host is whole after the event `stored`.
+    none. `noise_offsets` numbers each piece's first element (0-dim int64, on the device). The storage on the host is
+    whole after the event `stored`.
     """
 
     pieces: tuple[Piece, ...]
@@ -85,13 +103,18 @@ class Chunk:
 
     @property
     def rounded(self) -> bool:
-        """Whether moments are stored in bf16, so that the update is not bitwise torch's."""
+        """Whether moments are stored in fewer bits than fp32, so that the update is not bitwise torch's."""
         return is_rounded(self.fields)
 
     @property
+    def compact(self) -> bool:
+        """Whether moments are stored in 8 bits, with scales."""
+        return is_compact(self.fields)
+
+    @property
     def flagged(self) -> str | None:
-        """The field whose sign holds the flags of hi/lo masters; None where there are none."""
-        return self.fields[-1].name if self.has(LOW) else None
+        """The field whose sign holds the flags of hi/lo masters; None where there are none, as in compact chunks."""
+        return self.fields[-1].name if self.has(LOW) and not self.compact else None
 
     def has(self, name: str) -> bool:
         """Return whether the state `name` is among the fields."""
@@ -101,11 +124,17 @@ class Chunk:
         """Return the state `name` of all elements in `buffer`, which is laid out like `storage`."""
         start = 0
         for field in self.fields:
-            stop = start + self.numel * field.dtype.itemsize
+            stop = start + bytes_of((field,), self.numel)
             if field.name == name:
                 return buffer[start:stop].view(field.dtype)
             start = stop
         raise KeyError(name)
+
+    def blocks(self, name: str, buffer: torch.Tensor, piece: Piece) -> torch.Tensor:
+        """Return the state `name` of the whole blocks that `piece` has in `buffer`: its elements and what fills up."""
+        block = next(field.block for field in self.fields if field.name == name)
+        stop = piece.offset + aligned(piece.numel)
+        return self.field(name, buffer)[piece.offset // block : stop // block]
 
 
 class StreamedWeights:
@@ -149,12 +178,13 @@ def flat_weight(member: Member) -> torch.Tensor:
 
 
 def plan_chunks(
-    ranges: Mapping[Member, range], *, elements: Callable[[Member], int]
+    ranges: Mapping[Member, range], *, elements: Callable[[Member], int], alignment: int = ALIGNMENT
 ) -> list[tuple[tuple[Piece, ...], int]]:
     """Cut the elements `ranges` of members into chunks; return the pieces of each and its length with gaps.
 
     Each range begins at a multiple of `ALIGNMENT`. A chunk has elements of one group and dtype, and at most
-    `elements(member)` of them, which is a multiple of `ALIGNMENT` too. Pieces follow the order of the forward.
+    `elements(member)` of them. That and the places of pieces in a chunk are multiples of `alignment`, itself one of
+    `ALIGNMENT`. Pieces follow the order of the forward.
     """
     plans = []
     for _, alike in groupby(sorted(ranges, key=_kind), key=_kind):
@@ -170,7 +200,7 @@ def plan_chunks(
                 piece = Piece(member, start, min(start + free, stop), offset)
                 pieces.append(piece)
                 start = piece.stop
-                offset += -(-piece.numel // ALIGNMENT) * ALIGNMENT
+                offset += -(-piece.numel // alignment) * alignment
         if pieces:
             plans.append((tuple(pieces), offset))
     return plans

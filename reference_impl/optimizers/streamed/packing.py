@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from itertools import groupby
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch.nn.functional import pad
@@ -141,9 +141,14 @@ def noise(count: int, first: torch.Tensor, step: torch.Tensor) -> Tensors:
 
     `first` (0-dim int64) numbers the first element and `step` (0-dim) the step.
     """
-    place = torch.arange(count, dtype=torch.int32, device=first.device) + first.to(torch.int32)
-    bits = _mix(place ^ _mix(step.to(torch.int32) + 1))
+    bits = random_bits(count, first, step)
     return bits & 0xFFFF, _shifted(bits, 16)
+
+
+def random_bits(count: int, first: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
+    """Return 32 random bits (int32) for each of `count` elements; `first` and `step` are as in `noise`."""
+    place = torch.arange(count, dtype=torch.int32, device=first.device) + first.to(torch.int32)
+    return _mix(place ^ _mix(step.to(torch.int32) + 1))
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:
@@ -234,6 +239,23 @@ def blocks(numel: int) -> list[slice]:
     return [slice(start, min(start + _BLOCK, numel)) for start in range(0, numel, _BLOCK)]
 
 
+class PieceOperands(Protocol):
+    """The tensors of one piece, and their update."""
+
+    @property
+    def gradient(self) -> torch.Tensor:
+        """The gradient, flat."""
+
+    def part(self, elements: slice) -> PieceOperands:
+        """Return the operands of some elements, which begin at a multiple of `ALIGNMENT`."""
+
+    def run_kernel(self, formula: Formula, scalars: Scalars) -> None:
+        """Update them by the compiled kernel."""
+
+    def writes(self, formula: Formula, scalars: Scalars) -> Writes:
+        """Return what the update would write."""
+
+
 class Operands(NamedTuple):
     """The tensors of one piece, all of one length: weights and states, which are written, and the gradient.
 
@@ -252,6 +274,20 @@ class Operands(NamedTuple):
         """Return the operands with `change` applied to every tensor."""
         weight, low, master = (None if one is None else change(one) for one in self[:3])
         return Operands(weight, low, master, change(self.gradient), [change(one) for one in self.moments])
+
+    def part(self, elements: slice) -> Operands:
+        """Return the operands of some elements."""
+        return self.each(lambda tensor: tensor[elements])
+
+    def run_kernel(self, formula: Formula, scalars: Scalars) -> None:
+        """Update them by the compiled kernel."""
+        function = update_whole if self.low is None else update_halved
+        compiled(function)(formula, self.each(apart), scalars)
+
+    def writes(self, formula: Formula, scalars: Scalars) -> Writes:
+        """Return what the update would write."""
+        function = _updated_whole if self.low is None else _updated_halved
+        return function(formula, self, scalars)
 
 
 class Scalars(NamedTuple):
@@ -321,7 +357,7 @@ def _new_states(
 
 
 class RoundedUpdate:
-    """Runs the update of rounded moments on the live current stream."""
+    """Runs the update of rounded or compact moments on the live current stream."""
 
     def __init__(self, device: Device, algorithm: Algorithm) -> None:
         self._algorithm = algorithm
@@ -347,7 +383,7 @@ class RoundedUpdate:
 
     def update(
         self,
-        operands: Operands,
+        operands: PieceOperands,
         *,
         first: torch.Tensor,
         step: torch.Tensor,
@@ -355,10 +391,7 @@ class RoundedUpdate:
         grad_scale: torch.Tensor | None,
         found_inf: torch.Tensor | None,
     ) -> None:
-        """Update one piece; `Operands` and `Scalars` say what is what. After an error the same call goes on."""
-        function, values = (
-            (update_whole, _updated_whole) if operands.low is None else (update_halved, _updated_halved)
-        )
+        """Update one piece; its operands and `Scalars` say what is what. After an error the same call goes on."""
         scalars = Scalars(
             first,
             step,
@@ -369,12 +402,8 @@ class RoundedUpdate:
         formula = self._algorithm.formula
         self._kernel.run(
             operands.gradient.numel(),
-            lambda: compiled(function)(formula, operands.each(apart), scalars),
-            lambda part: values(
-                formula,
-                operands.each(lambda tensor: tensor[part]),
-                scalars._replace(first=first + part.start),
-            ),
+            lambda: operands.run_kernel(formula, scalars),
+            lambda part: operands.part(part).writes(formula, scalars._replace(first=first + part.start)),
         )
 
 

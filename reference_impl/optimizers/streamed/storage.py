@@ -20,18 +20,24 @@ from reference_impl.memory.arena import HostArena, HostBlock
 from reference_impl.optimizers.algorithms import Algorithm
 from reference_impl.optimizers.layout import ALIGNMENT, MASTER, Member, Piece
 from reference_impl.optimizers.options import CHUNK_BYTES
-from reference_impl.optimizers.streamed import packing
+from reference_impl.optimizers.streamed import compact, packing
 from reference_impl.optimizers.streamed.chunks import (
+    COMPACT_ALIGNMENT,
     LOW,
     Chunk,
     Field,
     Part,
     StreamedWeights,
-    bytes_an_element,
+    alignment_of,
+    bytes_of,
     flat_weight,
     plan_chunks,
+    scale_of,
 )
 from reference_impl.optimizers.streamed.update import scratch_bytes_an_element
+
+# How far apart the first elements of parameters are numbered, modulo 2**31: the golden section spreads them evenly.
+_NUMBERS_APART = 0x4F1BBCDD
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,12 +45,21 @@ class StateFormat:
     """The format of streamed states.
 
     `offload_masters`: fp32 masters are stored in chunks, not on the device. `hi_lo_masters`: only the lower halves of
-    the masters of bf16 weights are. `moments_dtype`: fp32, or bf16 for rounded moments.
+    the masters of bf16 weights are. `moments_dtype`: fp32, or bf16 for rounded moments. `compact_low_bits`: instead of
+    both, moments in 8 bits, and so many low bits of the masters of bf16 weights, 8 or 16; see `compact`.
     """
 
     offload_masters: bool = True
     hi_lo_masters: bool = False
     moments_dtype: torch.dtype = torch.float32
+    compact_low_bits: int | None = None
+
+    def keeps_exact(self, param: torch.Tensor) -> bool:
+        """Return whether the states of `param` stay on the device in fp32: of one dimension where others are compact.
+
+        Norms and biases have hardly any elements, and neighbours in them differ more than in a matrix.
+        """
+        return self.compact_low_bits is not None and param.dim() < 2
 
     def fields(self, dtype: torch.dtype, moments: tuple[str, ...]) -> tuple[Field, ...]:
         """Return the fields of a chunk whose parameters have `dtype`.
@@ -52,22 +67,39 @@ class StateFormat:
         fp32 parameters are their own masters. Masters of fp16 parameters, which do not begin with the bits of their
         weights, are stored whole.
         """
+        if self.compact_low_bits is not None:
+            return self._compact_fields(dtype, moments)
         states = tuple(Field(name, self.moments_dtype) for name in moments)
         if dtype == torch.float32 or not self.offload_masters:
             return states
         halved = self.hi_lo_masters and dtype == torch.bfloat16
         return (Field(LOW, torch.int16) if halved else Field(MASTER, torch.float32), *states)
 
+    def _compact_fields(self, dtype: torch.dtype, moments: tuple[str, ...]) -> tuple[Field, ...]:
+        """Return the fields of a compact chunk, longest numbers first and scales last: each begins aligned."""
+        low = Field(LOW, torch.int8 if self.compact_low_bits == 8 else torch.int16)
+        masters = {torch.bfloat16: (low,), torch.float32: ()}.get(dtype, (Field(MASTER, torch.float32),))
+        average, square = moments
+        scales = (Field(scale_of(name), torch.int16, compact.BLOCK) for name in moments)
+        return (*masters, Field(average, torch.int8), Field(square, torch.uint8), *scales)
+
     def unpacked_fields(self, dtype: torch.dtype, moments: tuple[str, ...]) -> tuple[Field, ...]:
         """Return the same states, all in fp32."""
         return StateFormat(offload_masters=self.offload_masters).fields(dtype, moments)
 
     def check(self, algorithm: Algorithm, device: Device, *, chunk_bytes: int) -> None:
-        """Raise ValueError for a format that is not possible, or for chunks below `ALIGNMENT` elements in fp32."""
+        """Raise ValueError for a format that is not possible, or for chunks below `ALIGNMENT` elements in fp32.
+
+        A compact chunk has `COMPACT_ALIGNMENT` elements at least, with masters of fp32.
+        """
+        self._check_compact(algorithm)
         state_bytes = 4 * (len(algorithm.moments) + self.offload_masters)
-        if chunk_bytes < ALIGNMENT * state_bytes:
+        numel = ALIGNMENT
+        if self.compact_low_bits is not None:
+            numel, state_bytes = COMPACT_ALIGNMENT, 7
+        if chunk_bytes < numel * state_bytes:
             raise ValueError(
-                f"chunk_bytes is {chunk_bytes}; expected {ALIGNMENT * state_bytes} or more, {ALIGNMENT} elements of "
+                f"chunk_bytes is {chunk_bytes}; expected {numel * state_bytes} or more, {numel} elements of "
                 f"{state_bytes} bytes; try {CHUNK_BYTES}"
             )
         if self.moments_dtype not in (torch.float32, torch.bfloat16):
@@ -84,11 +116,35 @@ class StateFormat:
                 f"hi_lo_masters is True for {type(algorithm).__name__}; expected Adam or AdamW, because the bit that "
                 "tells ties apart is stored in the sign of exp_avg_sq; try hi_lo_masters=False"
             )
-        packs = self.hi_lo_masters or self.moments_dtype != torch.float32
+        packs = self != StateFormat(offload_masters=self.offload_masters)
         if packs and device.compiles and find_spec("triton") is None:
             raise ValueError(
-                "hi_lo_masters and moments_dtype need triton, with which torch.compile builds their kernels; expected "
-                "it to be installed; try pip install triton, or leave both options out"
+                "hi_lo_masters, moments_dtype and compact_low_bits need triton, with which torch.compile builds their "
+                "kernels; expected it to be installed; try pip install triton, or leave these options out"
+            )
+
+    def _check_compact(self, algorithm: Algorithm) -> None:
+        if self.compact_low_bits is None:
+            return
+        if self.compact_low_bits not in (8, 16):
+            raise ValueError(
+                f"compact_low_bits is {self.compact_low_bits}; expected 8 or 16 low bits of each master beside its "
+                "weight; try 16, which keeps masters exact"
+            )
+        for name, value, expected in (
+            ("hi_lo_masters", self.hi_lo_masters, False),
+            ("moments_dtype", self.moments_dtype, torch.float32),
+            ("offload_masters", self.offload_masters, True),
+        ):
+            if value != expected:
+                raise ValueError(
+                    f"compact_low_bits is {self.compact_low_bits} with {name} {value}; expected compact states alone, "
+                    f"whose masters and moments have a format of their own; try {name}={expected}"
+                )
+        if algorithm.moments != ("exp_avg", "exp_avg_sq"):
+            raise ValueError(
+                f"compact_low_bits is {self.compact_low_bits} for {type(algorithm).__name__}; expected Adam or AdamW, "
+                "for whose two moments the 8 bits are made; try compact_low_bits=None"
             )
 
 
@@ -117,7 +173,6 @@ class StateStorage:
         self._chunk_bytes = chunk_bytes
         self._format = state_format
         self._arena = HostArena(device, remedy=remedy)
-        self._numbered = 0
         # What the last `make` has taken, and what was reserved for chunks that were discarded.
         self._blocks: list[HostBlock] = []
         self._used_bytes = 0
@@ -125,11 +180,13 @@ class StateStorage:
 
     def chunk_elements(self, dtype: torch.dtype) -> int:
         """Return the most elements that a chunk of parameters of `dtype` has."""
-        return self._chunk_bytes // bytes_an_element(self._fields(dtype)) // ALIGNMENT * ALIGNMENT
+        fields = self._fields(dtype)
+        alignment = alignment_of(fields)
+        return self._chunk_bytes // bytes_of(fields, alignment) * alignment
 
     def slot_bytes(self, dtype: torch.dtype) -> int:
         """Return the most bytes of a chunk of parameters of `dtype`, as stored."""
-        return self.chunk_elements(dtype) * bytes_an_element(self._fields(dtype))
+        return bytes_of(self._fields(dtype), self.chunk_elements(dtype))
 
     def scratch_bytes(self, dtype: torch.dtype) -> int:
         """Return the device bytes that the update of one such chunk needs beside its slot."""
@@ -143,9 +200,13 @@ class StateStorage:
         self._blocks, self._used_bytes = [], 0
         chunks: list[Chunk] = []
         try:
-            for resident in (True, False):
-                ranges = {m: part.resident if resident else part.streamed for m, part in parts.items()}
-                chunks.extend(self._make(ranges, resident=resident))
+            for exact in (True, False):
+                members = [member for member in parts if self._format.keeps_exact(member.param) == exact]
+                chunks += self._make(
+                    {each: parts[each].resident for each in members}, resident=True, exact=exact
+                )
+                streamed = {each: parts[each].streamed for each in members}
+                chunks += self._make(streamed, resident=exact, exact=exact)
         except BaseException:
             self.discard()
             raise
@@ -164,26 +225,31 @@ class StateStorage:
         """Wait for all copies and unlock the host memory."""
         self._arena.close()
 
-    def _fields(self, dtype: torch.dtype, *, resident: bool = False) -> tuple[Field, ...]:
-        # Packing saves copies, and a resident chunk has none.
-        fields_of = self._format.unpacked_fields if resident else self._format.fields
+    def _fields(self, dtype: torch.dtype, *, packed: bool = True) -> tuple[Field, ...]:
+        fields_of = self._format.fields if packed else self._format.unpacked_fields
         return fields_of(dtype, self._moments)
 
-    def _make(self, ranges: Mapping[Member, range], *, resident: bool) -> Iterator[Chunk]:
-        plans = plan_chunks(ranges, elements=lambda member: self.chunk_elements(member.param.dtype))
+    def _make(self, ranges: Mapping[Member, range], *, resident: bool, exact: bool) -> Iterator[Chunk]:
+        # Packing saves copies, and a resident chunk has none. The compact format saves memory too.
+        packed = not exact and not (resident and self._format.compact_low_bits is None)
+        plans = plan_chunks(
+            ranges,
+            elements=lambda member: self.chunk_elements(member.param.dtype),
+            alignment=alignment_of(self._fields(torch.float32, packed=packed)),
+        )
         listed = [
-            (pieces, numel, self._fields(pieces[0].member.param.dtype, resident=resident))
+            (pieces, numel, self._fields(pieces[0].member.param.dtype, packed=packed))
             for pieces, numel in plans
         ]
         if listed and not resident:
-            needed_bytes = sum(numel * bytes_an_element(fields) for _, numel, fields in listed)
+            needed_bytes = sum(bytes_of(fields, numel) for _, numel, fields in listed)
             if needed_bytes > self._spare_bytes:
                 self._arena.reserve(needed_bytes - self._spare_bytes)
                 self._spare_bytes = needed_bytes
             self._spare_bytes -= needed_bytes
             self._used_bytes = needed_bytes
         for pieces, numel, fields in listed:
-            size_bytes = numel * bytes_an_element(fields)
+            size_bytes = bytes_of(fields, numel)
             is_own_master = pieces[0].member.param.dtype == torch.float32
             has_masters = any(field.name in (MASTER, LOW) for field in fields)
             yield Chunk(
@@ -197,11 +263,10 @@ class StateStorage:
                 resident=resident,
                 noise_offsets=self._noise_offsets(pieces),
             )
-            self._numbered += numel
 
     def _noise_offsets(self, pieces: Sequence[Piece]) -> dict[Piece, torch.Tensor]:
-        """Number the first elements of the next chunk's pieces."""
-        numbers = [[self._numbered + piece.offset] for piece in pieces]
+        """Number the first elements of pieces, by parameter and place in it alone: however these are cut."""
+        numbers = [[(piece.member.order * _NUMBERS_APART + piece.start) % 2**31] for piece in pieces]
         rows = packing.aligned_rows(torch.tensor(numbers, device=self._device.torch_device))
         return {piece: row[0] for piece, row in zip(pieces, rows, strict=True)}
 
@@ -258,6 +323,8 @@ class StreamedStates:
                 self._write(piece, chunk, MASTER, weight[piece.start : piece.stop])
 
     def _read(self, piece: Piece, chunk: Chunk, name: str) -> torch.Tensor:
+        if chunk.compact and (name != MASTER or chunk.has(LOW)):
+            return self._read_compact(piece, chunk, name)
         if name == MASTER and chunk.has(LOW):
             high = self._weights.of(piece).cpu().view(torch.int16)
             flag = self._flagged(piece, chunk) < 0
@@ -268,13 +335,50 @@ class StreamedStates:
             return stored
         return packing.widen(packing.integers(stored), flagged=flagged).view(torch.float32)
 
+    def _read_compact(self, piece: Piece, chunk: Chunk, name: str) -> torch.Tensor:
+        if name == MASTER:
+            low = self._stored(piece, chunk, LOW)
+            high = self._weights.of(piece).to(low.device).view(torch.int16)
+            return compact.join(high, low).view(torch.float32)
+        codes, scales = self._codes(piece, chunk, name)
+        return compact.MOMENTS[name].unpack(codes, scales).view(-1)[: piece.numel]
+
+    def _write_compact(self, piece: Piece, chunk: Chunk, name: str, value: torch.Tensor) -> None:
+        value = value.to(chunk.storage.device, torch.float32)
+        if name == MASTER:
+            stored = self._stored(piece, chunk, LOW)
+            bits = value.view(torch.int32)
+            exact = bits if stored.dtype == torch.int16 else compact.rounded(bits, compact.TO_NEAREST)
+            high, low = compact.split(exact, stored.dtype)
+            self._set_weights(piece, high)
+            stored.copy_(low)
+        else:
+            codes, scales = self._codes(piece, chunk, name)
+            new_codes, new_scales = compact.MOMENTS[name].pack(compact.rows(value))
+            codes.copy_(new_codes)
+            scales.copy_(new_scales)
+
+    def _codes(self, piece: Piece, chunk: Chunk, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the codes of a moment as rows of whole blocks, and their scales as a column."""
+        codes, scales = (
+            chunk.blocks(each, chunk.storage, piece).view(-1, width)
+            for each, width in ((name, compact.BLOCK), (scale_of(name), 1))
+        )
+        return codes, scales
+
+    def _set_weights(self, piece: Piece, high: torch.Tensor) -> None:
+        """Set the weights of `piece` to the upper halves of its masters (int16)."""
+        for weights in (self._weights.of(piece), flat_weight(piece.member)[piece.start : piece.stop]):
+            # A weight that is right already may be part of a graph.
+            if not torch.equal(weights.cpu().view(torch.int16), high.cpu()):
+                weights.copy_(high.view(torch.bfloat16))
+
     def _write(self, piece: Piece, chunk: Chunk, name: str, value: torch.Tensor) -> None:
-        if name == MASTER and chunk.has(LOW):
+        if chunk.compact and (name != MASTER or chunk.has(LOW)):
+            self._write_compact(piece, chunk, name, value)
+        elif name == MASTER and chunk.has(LOW):
             high, low, flag = packing.split(value.float().view(torch.int32))
-            for weights in (self._weights.of(piece), flat_weight(piece.member)[piece.start : piece.stop]):
-                # A weight that is right already may be part of a graph.
-                if not torch.equal(weights.cpu().view(torch.int16), high.cpu()):
-                    weights.copy_(high.view(torch.bfloat16))
+            self._set_weights(piece, high)
             self._stored(piece, chunk, LOW).copy_(low)
             signed = self._flagged(piece, chunk)
             signed.copy_(packing.with_flag(signed, flag.cpu()))

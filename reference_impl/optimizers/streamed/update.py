@@ -1,8 +1,8 @@
 """The update of one chunk on the device: which kernels run, on which views, with which numbers.
 
 Where all states are fp32 while they are updated, torch's own fused kernel runs, between kernels that unpack hi/lo
-masters before it and pack them after it. Where moments are bf16 one kernel does all of it; see `packing`. Updates run
-one after the other, so one set of scratch buffers, allocated once, serves all chunks.
+masters before it and pack them after it. Where moments have fewer bits one kernel does all of it; see `packing` and
+`compact`. Updates run one after the other, so one set of scratch buffers, allocated once, serves all chunks.
 
 A chunk's update is a few operations, and any of them may raise before it has had an effect. `ChunkUpdate` counts those
 that are done, so that the same call, made again, goes on with the one that has failed: the fused kernel must not run
@@ -30,7 +30,9 @@ from reference_impl.optimizers.streamed.chunks import (
     Field,
     StreamedWeights,
     is_rounded,
+    scale_of,
 )
+from reference_impl.optimizers.streamed.compact import CompactOperands
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,21 +142,9 @@ class ChunkUpdate:
         self, chunk: Chunk, buffer: torch.Tensor, pieces: Sequence[Piece], step: StreamedStep
     ) -> None:
         """Run the one kernel that does everything, once a piece."""
-        whole = {field.name: chunk.field(field.name, buffer) for field in chunk.fields}
-        if chunk.masters is not None:
-            whole[MASTER] = chunk.masters
-        is_own_master = MASTER not in whole and LOW not in whole
         for piece in pieces[self._done :]:
-            states = {name: _part(state, piece) for name, state in whole.items()}
-            weight = step.weights.of(piece)
             self._rounded.update(
-                packing.Operands(
-                    weight=None if is_own_master else weight.view(torch.int16) if LOW in states else weight,
-                    low=states.get(LOW),
-                    master=weight if is_own_master else states.get(MASTER),
-                    gradient=step.gradient(piece),
-                    moments=[packing.integers(states[name]) for name in self._algorithm.moments],
-                ),
+                self._operands(chunk, buffer, piece, step),
                 first=chunk.noise_offsets[piece],
                 step=step.steps[piece.member],
                 numbers=self._numbers[piece.member],
@@ -162,6 +152,32 @@ class ChunkUpdate:
                 found_inf=step.found_inf,
             )
             self._done += 1
+
+    def _operands(
+        self, chunk: Chunk, buffer: torch.Tensor, piece: Piece, step: StreamedStep
+    ) -> packing.PieceOperands:
+        """Return what the kernel updates of `piece`."""
+        weight, moments = step.weights.of(piece), self._algorithm.moments
+        master = chunk.field(MASTER, buffer) if chunk.has(MASTER) else chunk.masters
+        is_own_master = master is None and not chunk.has(LOW)
+        whole = weight if is_own_master else None if master is None else _part(master, piece)
+        written = None if is_own_master else weight.view(torch.int16) if chunk.has(LOW) else weight
+        if chunk.compact:
+            return CompactOperands(
+                weight=written,
+                low=chunk.blocks(LOW, buffer, piece) if chunk.has(LOW) else None,
+                master=whole,
+                gradient=step.gradient(piece),
+                codes=[chunk.blocks(name, buffer, piece) for name in moments],
+                scales=[chunk.blocks(scale_of(name), buffer, piece) for name in moments],
+            )
+        return packing.Operands(
+            weight=written,
+            low=_part(chunk.field(LOW, buffer), piece) if chunk.has(LOW) else None,
+            master=whole,
+            gradient=step.gradient(piece),
+            moments=[packing.integers(_part(chunk.field(name, buffer), piece)) for name in moments],
+        )
 
 
 def scratch_bytes_an_element(fields: tuple[Field, ...]) -> int:

@@ -1,0 +1,346 @@
+"""The compact format: moments in 8 bits by blocks of 64, and masters as the bf16 weight and 8 or 16 of its low bits.
+
+A block is `BLOCK` elements that share one scale for each moment, in bf16 and rounded up, so that no code is too large.
+
+- `exp_avg` is signed. Its code c, of at most 127, stands for scale * c / (254 - c): softsign's inverse, whose steps are
+  1/254 of the scale near 0 and 2/127 at the top.
+- The root of `exp_avg_sq` is linear: its code c, of at most 255, stands for (c * scale) ** 2. A value that is not 0 has
+  a code of 1 or more: a 0 would leave an update without its denominator. Scales are 2**-62 or more, so that no such
+  value underflows.
+- A master is the weight, which is its upper half rounded to nearest with ties away from zero, and the signed rest: its
+  lower 16 bits exactly, or the upper 8 of them, which makes it a master of 24 bits.
+
+Codes and masters of 24 bits are rounded stochastically, since most changes are smaller than a step: rounded to nearest
+they would be lost for good. An infinite moment or a NaN spreads to its block; a master that is NaN stays NaN.
+
+Codes are made of integers, products with powers of two, and roots, which are rounded correctly everywhere, so that
+every device makes the same bytes of the same numbers. Products that the compiler could join with a sum are kept from it
+by a conversion to integers.
+
+Explained in docs/optimizer-state-offloading.md, "Compact states".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch.nn.functional import pad
+
+from reference_impl.optimizers.algorithms import Formula
+from reference_impl.optimizers.streamed import packing
+from reference_impl.optimizers.streamed.packing import Scalars, Writes
+
+BLOCK = 64
+# The noise by which `rounded` rounds a master to nearest.
+TO_NEAREST = 0x80
+
+_INFINITY = 0x7F800000
+_LARGEST = 0x7F7FFFFF
+_MAGNITUDE = 0x7FFFFFFF
+_SIGN = -(2**31)
+_LARGEST_BF16 = 0x7F7F
+_QUIET_BF16 = 0x40
+_BIAS = 127
+
+# Codes, and the random bits by which each is rounded.
+_SIGNED_TOP, _SIGNED_NOISE_BITS = 127, 6
+_ROOT_TOP, _ROOT_NOISE_BITS = 255, 14
+# The bits of the least scales, 2**-100 and 2**-62, and of the largest whose top code stands for a finite square.
+_LEAST_SIGNED_SCALE = (_BIAS - 100) << 7
+_LEAST_ROOT_SCALE = (_BIAS - 62) << 7
+_LARGEST_ROOT_SCALE = 0x5B80
+# A little more than 1/255, so that its product is not rounded below the true one.
+_ROOT_SHARE = 0.003921569
+# Top codes that a block's largest value may have been rounded to, which its scale can be told from.
+_SIGNED_TOPS, _ROOT_TOPS = (127, 126), (255, 254, 253)
+
+
+def random_parts(random: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the noise (int32) of the master, of `exp_avg` and of `exp_avg_sq` from 32 random bits each."""
+    return random & 0xFF, (random >> 8) & 0x3F, (random >> 18) & 0x3FFF
+
+
+def join(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
+    """Return the bits (int32) of masters from bf16 weights (int16) and low bits (int16, or int8 for masters of 24)."""
+    return (high.to(torch.int32) << 16) + (low.to(torch.int32) << (8 if low.dtype == torch.int8 else 0))
+
+
+def split(bits: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return bf16 weights (int16) and low bits of `dtype` of masters (int32), rounded before; `join` undoes it."""
+    is_nan = (bits & _MAGNITUDE) > _INFINITY
+    low = torch.where(is_nan, 0, ((bits & 0xFFFF) ^ 0x8000) - 0x8000)
+    high = torch.where(is_nan, (bits >> 16) | _QUIET_BF16, (bits - low) >> 16)
+    return high.to(torch.int16), (low >> (8 if dtype == torch.int8 else 0)).to(dtype)
+
+
+def rounded(bits: torch.Tensor, noise: torch.Tensor | int) -> torch.Tensor:
+    """Return masters (int32) rounded to 24 bits, up with the probability of what is cut off.
+
+    `noise` is uniform in [0, 2**8), or `TO_NEAREST`. A finite master stays finite.
+    """
+    magnitude = bits & _MAGNITUDE
+    finite = magnitude < _INFINITY
+    larger = torch.where(finite, torch.clamp(magnitude + noise, max=_LARGEST), magnitude) & -256
+    # A NaN keeps a bit that says so, whatever else is cut off.
+    larger = torch.where(magnitude > _INFINITY, larger | (_QUIET_BF16 << 16), larger)
+    return torch.where(bits < 0, larger | _SIGN, larger)
+
+
+def signed_values(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Return `exp_avg` (fp32, rows of `BLOCK`) of codes (int8) and the bits of scales (int16, a column)."""
+    wide = codes.to(torch.int32)
+    magnitude = wide.abs()
+    share = torch.div(magnitude << 22, 254 - magnitude, rounding_mode="trunc").to(torch.float32)
+    value = share * (_scale(scales) * 2.0**-22)
+    return torch.where(wide < 0, -value, value)
+
+
+def signed_scales(bits: torch.Tensor) -> torch.Tensor:
+    """Return the scales (int32, a column) that rows of `exp_avg`, given by their bits (int32), are to have."""
+    largest = (bits & _MAGNITUDE).amax(1, keepdim=True)
+    return _special(
+        largest,
+        torch.clamp(_upper(largest), min=_LEAST_SIGNED_SCALE, max=_LARGEST_BF16),
+    )
+
+
+def signed_codes(bits: torch.Tensor, scales: torch.Tensor, noise: torch.Tensor | int) -> torch.Tensor:
+    """Return the codes (int8) of `exp_avg` (int32); `noise` is uniform in [0, 64), or 32 for to nearest."""
+    finite = scales < _INFINITY >> 16
+    usable = torch.clamp(scales, min=_LEAST_SIGNED_SCALE, max=_LARGEST_BF16)
+    significand = (usable & 0x7F) | 0x80
+    # The value in units that give the scale sixteen bits: 2**(15 - exponent of the scale).
+    value = torch.clamp(bits & _MAGNITUDE, max=_LARGEST).view(torch.float32)
+    units = (value * _power(15 + 2 * _BIAS - (usable >> 7))).to(torch.int32)
+    total = units + (significand << 8)
+    share = torch.div((254 << _SIGNED_NOISE_BITS) * units + (total >> 1), total, rounding_mode="trunc")
+    code = torch.clamp((share + noise) >> _SIGNED_NOISE_BITS, max=_SIGNED_TOP)
+    code = torch.where(finite, code, _SIGNED_TOP)
+    return torch.where(bits < 0, -code, code).to(torch.int8)
+
+
+def root_values(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Return `exp_avg_sq` (fp32, rows of `BLOCK`) of codes (uint8) and the bits of scales (int16, a column)."""
+    root = codes.to(torch.float32) * _scale(scales)
+    return root * root
+
+
+def root_scales(bits: torch.Tensor) -> torch.Tensor:
+    """Return the scales (int32, a column) that rows of `exp_avg_sq`, given by their bits (int32), are to have."""
+    largest = (bits & _MAGNITUDE).amax(1, keepdim=True)
+    step = torch.clamp(largest, max=_LARGEST).view(torch.float32).sqrt() * _ROOT_SHARE
+    return _special(
+        largest,
+        torch.clamp(_upper(step.view(torch.int32)), min=_LEAST_ROOT_SCALE, max=_LARGEST_ROOT_SCALE),
+    )
+
+
+def root_codes(bits: torch.Tensor, scales: torch.Tensor, noise: torch.Tensor | int) -> torch.Tensor:
+    """Return the codes (uint8) of `exp_avg_sq` (int32); `noise` is uniform in [0, 2**14), or 2**13 for to nearest."""
+    finite = scales < _INFINITY >> 16
+    usable = torch.clamp(scales, min=_LEAST_ROOT_SCALE, max=_LARGEST_ROOT_SCALE)
+    significand = (usable & 0x7F) | 0x80
+    magnitude = torch.clamp(bits & _MAGNITUDE, max=_LARGEST)
+    # 2**14 over the scale: the significand's reciprocal has 23 bits.
+    reciprocal = torch.div(torch.full_like(significand, 2**30), significand, rounding_mode="trunc")
+    factor = reciprocal.to(torch.float32) * _power(118 + _BIAS - (usable >> 7))
+    share = (magnitude.view(torch.float32).sqrt() * factor).to(torch.int32)
+    code = torch.clamp((share + noise) >> _ROOT_NOISE_BITS, max=_ROOT_TOP)
+    code = torch.maximum(code, (magnitude != 0).to(torch.int32))
+    return torch.where(finite, code, _ROOT_TOP).to(torch.uint8)
+
+
+def _upper(bits: torch.Tensor) -> torch.Tensor:
+    """Return the upper halves (int32) of positive numbers (int32), rounded up."""
+    return (bits + 0xFFFF) >> 16
+
+
+def _special(largest: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Return `scales`, but 0 where the largest value (int32) is 0, and that value where it is not finite."""
+    upper = largest >> 16
+    odd = torch.where(largest > _INFINITY, upper | _QUIET_BF16, upper)
+    return torch.where(largest == 0, 0, torch.where(largest < _INFINITY, scales, odd))
+
+
+def _scale(scales: torch.Tensor) -> torch.Tensor:
+    """Return scales in fp32 from their bits."""
+    return (scales.to(torch.int32) << 16).view(torch.float32)
+
+
+def _power(biased: torch.Tensor) -> torch.Tensor:
+    """Return the powers of two (fp32) that have these biased exponents (int32, 1 to 254)."""
+    return (biased << 23).view(torch.float32)
+
+
+def pack_signed(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return codes and scales (int16, a column) of `exp_avg` (fp32, rows of `BLOCK`), to nearest.
+
+    Values that were unpacked from any codes come back to the bit.
+    """
+    largest = values.abs().amax(1, keepdim=True)
+    guesses = [largest / (top / (254 - top)) for top in _SIGNED_TOPS]
+    half = 1 << (_SIGNED_NOISE_BITS - 1)
+    return _packed(
+        values,
+        [*guesses, signed_scales(values.view(torch.int32))],
+        lambda bits, scales: signed_codes(bits, scales, half),
+        signed_values,
+    )
+
+
+def pack_root(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return codes and scales (int16, a column) of `exp_avg_sq` (fp32, rows of `BLOCK`), to nearest.
+
+    Values that were unpacked from any codes come back to the bit.
+    """
+    largest = values.abs().amax(1, keepdim=True).sqrt()
+    half = 1 << (_ROOT_NOISE_BITS - 1)
+    return _packed(
+        values,
+        [*(largest / top for top in _ROOT_TOPS), root_scales(values.view(torch.int32))],
+        lambda bits, scales: root_codes(bits, scales, half),
+        root_values,
+    )
+
+
+def _packed(
+    values: torch.Tensor,
+    scales: Sequence[torch.Tensor],
+    encode: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    decode: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Encode each row with the first of `scales` that loses nothing, else with the last.
+
+    A scale is rounded up, so the largest value of a row may have a code below the top one. Of the few that it can have,
+    the right one restores all values.
+    """
+    *guesses, usual = scales
+    chosen, codes = usual, encode(values.view(torch.int32), usual)
+    for guess in reversed(guesses):
+        tried = guess.to(torch.bfloat16).view(torch.int16).to(torch.int32)
+        other = encode(values.view(torch.int32), tried)
+        exact = (decode(other, tried) == values).all(1, keepdim=True)
+        chosen, codes = torch.where(exact, tried, chosen), torch.where(exact, other, codes)
+    return codes, chosen.to(torch.int16)
+
+
+class Moment(NamedTuple):
+    """How a moment becomes codes and scales, to nearest, and comes back."""
+
+    pack: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+    unpack: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+MOMENTS = {
+    "exp_avg": Moment(pack_signed, signed_values),
+    "exp_avg_sq": Moment(pack_root, root_values),
+}
+
+
+def rows(flat: torch.Tensor) -> torch.Tensor:
+    """Return `flat` as rows of `BLOCK`, the last one filled up with zeros."""
+    missing = -flat.numel() % BLOCK
+    return (pad(flat, (0, missing)) if missing else flat).view(-1, BLOCK)
+
+
+class CompactOperands(NamedTuple):
+    """The tensors of one piece, flat; weights and states are written.
+
+    `weight`, `low`, `master` and `gradient` are as in `packing.Operands`; `low` is int8 or int16. `codes` and `scales`
+    are those of `exp_avg` and `exp_avg_sq`. `low` and `codes` are of whole blocks, however long the piece is; `scales`
+    (int16) have one number a block.
+    """
+
+    weight: torch.Tensor | None
+    low: torch.Tensor | None
+    master: torch.Tensor | None
+    gradient: torch.Tensor
+    codes: Sequence[torch.Tensor]
+    scales: Sequence[torch.Tensor]
+
+    def part(self, elements: slice) -> CompactOperands:
+        """Return the operands of some elements, which begin with a block."""
+        first, last = elements.start // BLOCK, -(-elements.stop // BLOCK)
+        padded = slice(first * BLOCK, last * BLOCK)
+        weight, master = (None if one is None else one[elements] for one in (self.weight, self.master))
+        return CompactOperands(
+            weight,
+            None if self.low is None else self.low[padded],
+            master,
+            self.gradient[elements],
+            [one[padded] for one in self.codes],
+            [one[first:last] for one in self.scales],
+        )
+
+    def tables(self, change: Callable[[torch.Tensor], torch.Tensor]) -> CompactOperands:
+        """Return what `change` makes of every tensor, with a row for each block: views where all blocks are full."""
+        weight, low, master = (None if one is None else rows(change(one)) for one in self[:3])
+        return CompactOperands(
+            weight,
+            low,
+            master,
+            rows(change(self.gradient)),
+            [rows(change(one)) for one in self.codes],
+            [change(one).view(-1, 1) for one in self.scales],
+        )
+
+    def run_kernel(self, formula: Formula, scalars: Scalars) -> None:
+        """Update the full blocks by the compiled kernel, and one that is not full by the same operators one by one."""
+        full = self.gradient.numel() // BLOCK * BLOCK
+        rest: Writes = []
+        if full < self.gradient.numel():
+            beyond = scalars._replace(first=scalars.first + full)
+            rest = self.part(slice(full, self.gradient.numel())).writes(formula, beyond)
+        if full:
+            tables = self.part(slice(0, full)).tables(packing.apart)
+            packing.compiled(update_tables)(formula, tables, scalars)
+        packing.write(rest)
+
+    def writes(self, formula: Formula, scalars: Scalars) -> Writes:
+        """Return what the update would write."""
+        found = new_tables(formula, self.tables(lambda tensor: tensor), scalars)
+        return [
+            (state, new.view(-1)[: state.numel()]) for state, new in zip(self.written, found, strict=True)
+        ]
+
+    @property
+    def written(self) -> list[torch.Tensor]:
+        """The tensors that an update writes, in the order of `new_tables`."""
+        found = (*self.codes, *self.scales, self.low, self.master, self.weight)
+        return [each for each in found if each is not None]
+
+
+def update_tables(formula: Formula, tables: CompactOperands, scalars: Scalars) -> None:
+    """Update compact moments, and a master of either kind or an fp32 weight; all tensors have a row for each block."""
+    packing.write(list(zip(tables.written, new_tables(formula, tables, scalars), strict=True)))
+
+
+def new_tables(formula: Formula, tables: CompactOperands, scalars: Scalars) -> list[torch.Tensor]:
+    """Return what `update_tables` writes."""
+    weight, low, whole, gradient, codes, scales = tables
+    old = whole if low is None or weight is None else join(weight, low).view(torch.float32)
+    assert old is not None
+    moments = [signed_values(codes[0], scales[0]), root_values(codes[1], scales[1])]
+    master, average, square = formula(old, gradient.float() / scalars.grad_scale, moments, scalars.numbers)
+    random = packing.random_bits(old.numel(), scalars.first, scalars.step).view(-1, BLOCK)
+    of_master, of_average, of_square = random_parts(random)
+    bits = [average.view(torch.int32), square.view(torch.int32)]
+    new_scales = [signed_scales(bits[0]), root_scales(bits[1])]
+    found = [
+        signed_codes(bits[0], new_scales[0], of_average),
+        root_codes(bits[1], new_scales[1], of_square),
+        *(scale.to(torch.int16) for scale in new_scales),
+    ]
+    if low is None:
+        found.append(master)
+    else:
+        exact = master.view(torch.int32)
+        high, lower = split(exact if low.dtype == torch.int16 else rounded(exact, of_master), low.dtype)
+        found += [lower, high]
+    # Codes stand for rounded values, which would be rounded again: what is skipped keeps its bytes.
+    skipped = scalars.found_inf != 0
+    kept = [torch.where(skipped, was, now) for was, now in zip(tables.written, found, strict=False)]
+    # An fp32 master beside the weight is rounded to it as it is written.
+    return kept if low is not None or weight is None else [*kept, kept[-1]]
