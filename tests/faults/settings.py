@@ -96,6 +96,7 @@ def _hybrid() -> Iterator[Setting]:
         ({"split": (0.0, 1.0, 0.0), "prefetch_bytes": 12_000}, (half,)),
         ({"split": (0.2, 0.5, 0.3), "hi_lo_masters": True}, (half,)),
         ({"split": (0.2, 0.5, 0.3), "moments_dtype": half}, (half, single)),
+        ({"split": (0.2, 0.5, 0.3), "compact_low_bits": 8}, (half, single)),
     ]
     for share, dtypes in shares:
         for dtype in dtypes:
@@ -121,6 +122,8 @@ def _states() -> Iterator[Setting]:
         ({"fraction": 1.0, "hi_lo_masters": True}, (half,)),
         ({"fraction": 0.5, "moments_dtype": half}, (half, single)),
         ({"fraction": 1.0, "moments_dtype": half, "hi_lo_masters": True}, (half,)),
+        ({"fraction": 1.0, "compact_low_bits": 8}, (half, single)),
+        ({"fraction": 0.5, "compact_low_bits": 16, "device_budget_bytes": 60_000}, (half,)),
         ({"fraction": 1.0, "offload_masters": False}, (half,)),
         ({"fraction": 1.0, "device_budget_bytes": 60_000}, (half, single)),
     ]
@@ -192,7 +195,7 @@ class Trainee:
         if options.get("max_grad_norm") is not None:
             options["reduce_norm_squared"] = self._reduced
         if self.setting.kind == "hybrid":
-            names = {"hi_lo_masters", "moments_dtype", "prefetch_bytes"} & options.keys()
+            names = {"hi_lo_masters", "moments_dtype", "compact_low_bits", "prefetch_bytes"} & options.keys()
             streaming = Streaming(chunk_bytes=6000, **{name: options.pop(name) for name in names})
             cpu = CpuUpdate(threads=options.pop("threads"), bucket_elements=1024)
             return HybridDeviceOptimizer(

@@ -4,18 +4,17 @@ A block is `BLOCK` elements that share one scale for each moment, in bf16 and ro
 
 - `exp_avg` is signed. Its code c, of at most 127, stands for scale * c / (254 - c): softsign's inverse, whose steps are
   1/254 of the scale near 0 and 2/127 at the top.
-- The root of `exp_avg_sq` is linear: its code c, of at most 255, stands for (c * scale) ** 2. A value that is not 0 has
-  a code of 1 or more: a 0 would leave an update without its denominator. Scales are 2**-62 or more, so that no such
-  value underflows.
+- The root of `exp_avg_sq` is linear: its code c, of at most 255, stands for scale * (c / 255) ** 2. A value that is not
+  0 has a code of 1 or more: a 0 would leave an update without its denominator. Scales are 2**-108 or more, so that no
+  such value underflows.
 - A master is the weight, which is its upper half rounded to nearest with ties away from zero, and the signed rest: its
   lower 16 bits exactly, or the upper 8 of them, which makes it a master of 24 bits.
 
 Codes and masters of 24 bits are rounded stochastically, since most changes are smaller than a step: rounded to nearest
 they would be lost for good. An infinite moment or a NaN spreads to its block; a master that is NaN stays NaN.
 
-Codes are made of integers, products with powers of two, and roots, which are rounded correctly everywhere, so that
-every device makes the same bytes of the same numbers. Products that the compiler could join with a sum are kept from it
-by a conversion to integers.
+Codes are made of integers, of roots that are corrected in integers, and of products, which are rounded correctly
+everywhere where no sum follows. So every device makes the same bytes of the same numbers.
 
 Explained in docs/optimizer-state-offloading.md, "Compact states".
 """
@@ -47,14 +46,11 @@ _BIAS = 127
 # Codes, and the random bits by which each is rounded.
 _SIGNED_TOP, _SIGNED_NOISE_BITS = 127, 6
 _ROOT_TOP, _ROOT_NOISE_BITS = 255, 14
-# The bits of the least scales, 2**-100 and 2**-62, and of the largest whose top code stands for a finite square.
+# The bits of the least scales, 2**-100 and 2**-108.
 _LEAST_SIGNED_SCALE = (_BIAS - 100) << 7
-_LEAST_ROOT_SCALE = (_BIAS - 62) << 7
-_LARGEST_ROOT_SCALE = 0x5B80
-# A little more than 1/255, so that its product is not rounded below the true one.
-_ROOT_SHARE = 0.003921569
+_LEAST_ROOT_SCALE = (_BIAS - 108) << 7
 # Top codes that a block's largest value may have been rounded to, which its scale can be told from.
-_SIGNED_TOPS, _ROOT_TOPS = (127, 126), (255, 254, 253)
+_SIGNED_TOPS, _ROOT_TOPS = (127, 126), (255, 254)
 
 
 def random_parts(random: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -99,11 +95,7 @@ def signed_values(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 def signed_scales(bits: torch.Tensor) -> torch.Tensor:
     """Return the scales (int32, a column) that rows of `exp_avg`, given by their bits (int32), are to have."""
-    largest = (bits & _MAGNITUDE).amax(1, keepdim=True)
-    return _special(
-        largest,
-        torch.clamp(_upper(largest), min=_LEAST_SIGNED_SCALE, max=_LARGEST_BF16),
-    )
+    return _scales(bits, _LEAST_SIGNED_SCALE)
 
 
 def signed_codes(bits: torch.Tensor, scales: torch.Tensor, noise: torch.Tensor | int) -> torch.Tensor:
@@ -123,45 +115,50 @@ def signed_codes(bits: torch.Tensor, scales: torch.Tensor, noise: torch.Tensor |
 
 def root_values(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Return `exp_avg_sq` (fp32, rows of `BLOCK`) of codes (uint8) and the bits of scales (int16, a column)."""
-    root = codes.to(torch.float32) * _scale(scales)
-    return root * root
+    wide = codes.to(torch.int32)
+    return (wide * wide).to(torch.float32) * (_scale(scales) * (1 / _ROOT_TOP**2))
 
 
 def root_scales(bits: torch.Tensor) -> torch.Tensor:
     """Return the scales (int32, a column) that rows of `exp_avg_sq`, given by their bits (int32), are to have."""
-    largest = (bits & _MAGNITUDE).amax(1, keepdim=True)
-    step = torch.clamp(largest, max=_LARGEST).view(torch.float32).sqrt() * _ROOT_SHARE
-    return _special(
-        largest,
-        torch.clamp(_upper(step.view(torch.int32)), min=_LEAST_ROOT_SCALE, max=_LARGEST_ROOT_SCALE),
-    )
+    return _scales(bits, _LEAST_ROOT_SCALE)
 
 
 def root_codes(bits: torch.Tensor, scales: torch.Tensor, noise: torch.Tensor | int) -> torch.Tensor:
     """Return the codes (uint8) of `exp_avg_sq` (int32); `noise` is uniform in [0, 2**14), or 2**13 for to nearest."""
     finite = scales < _INFINITY >> 16
-    usable = torch.clamp(scales, min=_LEAST_ROOT_SCALE, max=_LARGEST_ROOT_SCALE)
+    usable = torch.clamp(scales, min=_LEAST_ROOT_SCALE, max=_LARGEST_BF16)
     significand = (usable & 0x7F) | 0x80
     magnitude = torch.clamp(bits & _MAGNITUDE, max=_LARGEST)
-    # 2**14 over the scale: the significand's reciprocal has 23 bits.
-    reciprocal = torch.div(torch.full_like(significand, 2**30), significand, rounding_mode="trunc")
-    factor = reciprocal.to(torch.float32) * _power(118 + _BIAS - (usable >> 7))
-    share = (magnitude.view(torch.float32).sqrt() * factor).to(torch.int32)
+    # (255 * 2**14)**2 times the value's share of the scale, whose reciprocal has 23 bits.
+    reciprocal = torch.div(
+        torch.full_like(significand, _ROOT_TOP**2 << 14), significand, rounding_mode="trunc"
+    ).to(torch.float32)
+    value = magnitude.view(torch.float32) * _power(3 + 2 * _BIAS - (usable >> 7))
+    squared = value * (reciprocal * 2.0**18)
+    share = _root(squared)
     code = torch.clamp((share + noise) >> _ROOT_NOISE_BITS, max=_ROOT_TOP)
     code = torch.maximum(code, (magnitude != 0).to(torch.int32))
     return torch.where(finite, code, _ROOT_TOP).to(torch.uint8)
 
 
-def _upper(bits: torch.Tensor) -> torch.Tensor:
-    """Return the upper halves (int32) of positive numbers (int32), rounded up."""
-    return (bits + 0xFFFF) >> 16
+def _root(squared: torch.Tensor) -> torch.Tensor:
+    """Return the integer part (int32) of the root of numbers (fp32) below 2**44.
+
+    What a device takes for the root is nearly right, and not the same on all of them.
+    """
+    whole, near = squared.to(torch.int64), squared.sqrt().to(torch.int64)
+    near = near - (near * near > whole).to(torch.int64)
+    return (near + ((near + 1) * (near + 1) <= whole).to(torch.int64)).to(torch.int32)
 
 
-def _special(largest: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Return `scales`, but 0 where the largest value (int32) is 0, and that value where it is not finite."""
+def _scales(bits: torch.Tensor, least: int) -> torch.Tensor:
+    """Return the largest magnitudes of rows, as bf16 rounded up and `least` or more; 0, infinity and NaN stay."""
+    largest = (bits & _MAGNITUDE).amax(1, keepdim=True)
+    usual = torch.clamp((largest + 0xFFFF) >> 16, min=least, max=_LARGEST_BF16)
     upper = largest >> 16
     odd = torch.where(largest > _INFINITY, upper | _QUIET_BF16, upper)
-    return torch.where(largest == 0, 0, torch.where(largest < _INFINITY, scales, odd))
+    return torch.where(largest == 0, 0, torch.where(largest < _INFINITY, usual, odd))
 
 
 def _scale(scales: torch.Tensor) -> torch.Tensor:
@@ -195,11 +192,11 @@ def pack_root(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
     Values that were unpacked from any codes come back to the bit.
     """
-    largest = values.abs().amax(1, keepdim=True).sqrt()
+    largest = values.abs().amax(1, keepdim=True)
     half = 1 << (_ROOT_NOISE_BITS - 1)
     return _packed(
         values,
-        [*(largest / top for top in _ROOT_TOPS), root_scales(values.view(torch.int32))],
+        [*(largest / (top / _ROOT_TOP) ** 2 for top in _ROOT_TOPS), root_scales(values.view(torch.int32))],
         lambda bits, scales: root_codes(bits, scales, half),
         root_values,
     )

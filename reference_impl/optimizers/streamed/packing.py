@@ -43,6 +43,8 @@ _MAGNITUDE = 0x7FFFFFFF
 _SIGN = -(2**31)
 _LARGEST_BF16 = 0x7F7F
 _QUIET_BF16 = 0x40
+# How far apart the first elements of parameters are numbered: the golden section spreads them evenly.
+_NUMBERS_APART = 0x4F1BBCDD
 # Eager temporaries are of this many elements at most.
 _BLOCK = 2**16
 
@@ -143,6 +145,11 @@ def noise(count: int, first: torch.Tensor, step: torch.Tensor) -> Tensors:
     """
     bits = random_bits(count, first, step)
     return bits & 0xFFFF, _shifted(bits, 16)
+
+
+def number(order: int, element: int) -> int:
+    """Number an element of the parameter that has the place `order`: the same however the parameter is cut."""
+    return (order * _NUMBERS_APART + element) % 2**31
 
 
 def random_bits(count: int, first: torch.Tensor, step: torch.Tensor) -> torch.Tensor:

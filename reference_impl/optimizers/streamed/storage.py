@@ -18,11 +18,10 @@ import torch
 from reference_impl.device import Device
 from reference_impl.memory.arena import HostArena, HostBlock
 from reference_impl.optimizers.algorithms import Algorithm
-from reference_impl.optimizers.layout import ALIGNMENT, MASTER, Member, Piece
+from reference_impl.optimizers.layout import MASTER, Member, Piece
 from reference_impl.optimizers.options import CHUNK_BYTES
 from reference_impl.optimizers.streamed import compact, packing
 from reference_impl.optimizers.streamed.chunks import (
-    COMPACT_ALIGNMENT,
     LOW,
     Chunk,
     Field,
@@ -35,9 +34,6 @@ from reference_impl.optimizers.streamed.chunks import (
     scale_of,
 )
 from reference_impl.optimizers.streamed.update import scratch_bytes_an_element
-
-# How far apart the first elements of parameters are numbered, modulo 2**31: the golden section spreads them evenly.
-_NUMBERS_APART = 0x4F1BBCDD
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,19 +84,19 @@ class StateFormat:
         return StateFormat(offload_masters=self.offload_masters).fields(dtype, moments)
 
     def check(self, algorithm: Algorithm, device: Device, *, chunk_bytes: int) -> None:
-        """Raise ValueError for a format that is not possible, or for chunks below `ALIGNMENT` elements in fp32.
+        """Raise ValueError for a format that is not possible, or for chunks of fewer elements than a piece begins at.
 
-        A compact chunk has `COMPACT_ALIGNMENT` elements at least, with masters of fp32.
+        Those are `ALIGNMENT` in fp32, or `COMPACT_ALIGNMENT` in the compact format with masters in fp32.
         """
         self._check_compact(algorithm)
-        state_bytes = 4 * (len(algorithm.moments) + self.offload_masters)
-        numel = ALIGNMENT
-        if self.compact_low_bits is not None:
-            numel, state_bytes = COMPACT_ALIGNMENT, 7
-        if chunk_bytes < numel * state_bytes:
+        fields = self.fields if self.compact_low_bits is not None else self.unpacked_fields
+        largest = fields(torch.float16, algorithm.moments)
+        numel = alignment_of(largest)
+        least_bytes = bytes_of(largest, numel)
+        if chunk_bytes < least_bytes:
             raise ValueError(
-                f"chunk_bytes is {chunk_bytes}; expected {numel * state_bytes} or more, {numel} elements of "
-                f"{state_bytes} bytes; try {CHUNK_BYTES}"
+                f"chunk_bytes is {chunk_bytes}; expected {least_bytes} or more, {numel} elements of "
+                f"{least_bytes / numel:g} bytes; try {CHUNK_BYTES}"
             )
         if self.moments_dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(
@@ -266,7 +262,7 @@ class StateStorage:
 
     def _noise_offsets(self, pieces: Sequence[Piece]) -> dict[Piece, torch.Tensor]:
         """Number the first elements of pieces, by parameter and place in it alone: however these are cut."""
-        numbers = [[(piece.member.order * _NUMBERS_APART + piece.start) % 2**31] for piece in pieces]
+        numbers = [[packing.number(piece.member.order, piece.start)] for piece in pieces]
         rows = packing.aligned_rows(torch.tensor(numbers, device=self._device.torch_device))
         return {piece: row[0] for piece, row in zip(pieces, rows, strict=True)}
 

@@ -72,6 +72,9 @@ def test_bytes_of_adam_by_dtype():
     assert state_bytes([(5, 4)], moments=2) == StateBytes(resident=8, streamed=8, cpu_host=16, staging=4)
     assert state_bytes([(1, 2), (1, 4)], moments=2).streamed == 10
     assert state_bytes([(1, 2)], moments=2, moment_bytes=2, hi_lo_masters=True).streamed == 6
+    for low_bits, wanted in ((8, 3.0625), (16, 4.0625)):
+        assert state_bytes([(1, 2)], moments=2, compact_low_bits=low_bits).streamed == wanted
+    assert state_bytes([(1, 4)], moments=2, compact_low_bits=8).streamed == 2.0625
 
 
 rates_ = st.builds(machine, st.floats(1e9, 9e11), st.floats(1e9, 9e11), st.floats(1e8, 9e10))

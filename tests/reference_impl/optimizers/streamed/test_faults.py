@@ -32,6 +32,8 @@ FORMS = {
     "halved masters": {"hi_lo_masters": True},
     "rounded moments": {"moments_dtype": torch.bfloat16, "fraction": 0.7},
     "all packed": {"moments_dtype": torch.bfloat16, "hi_lo_masters": True},
+    "compact, exact masters": {"compact_low_bits": 16, "chunk_bytes": 3200},
+    "compact": {"compact_low_bits": 8, "fraction": 0.5, "chunk_bytes": 3200},
     "extra slots": {"device_budget_bytes": 12 * 128 * 20},
     "clipped": {"max_grad_norm": 0.05},
 }

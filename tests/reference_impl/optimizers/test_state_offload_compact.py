@@ -1,0 +1,244 @@
+"""Compact states in the optimizers: the bytes of the simple way, however they are cut, moved, saved and split."""
+
+import copy
+import gc
+
+import pytest
+import torch
+from compact_reference import CompactAdamW
+from optimizer_reference import batches
+from optimizer_training import OPTIONS, assert_same_weights, fresh, hybrid, train, twins
+from optimizer_training import streaming as build
+
+from reference_impl import CpuUpdate, OptimizerStateOffloader, Streaming
+from reference_impl.device import Device
+from reference_impl.memory.host import host_book
+from reference_impl.memory.ledger import Ledger
+
+COMPACT = Streaming(chunk_bytes=6000, compact_low_bits=8)
+
+
+def accumulated(model, optimizer, data):
+    """Train with two backwards a step."""
+    for one, other in zip(data[::2], data[1::2], strict=True):
+        model(one).backward()
+        model(other).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(
+    ("low_bits", "dtype"), [(8, torch.bfloat16), (16, torch.bfloat16), (8, torch.float16), (8, torch.float32)]
+)
+@pytest.mark.parametrize("fraction", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("attached", [False, True])
+def test_training_is_that_of_the_simple_way(low_bits, dtype, fraction, attached):
+    """At any cut: what stays on the device is compact too, with the same noise."""
+    device = Device.of("cpu")
+    model, plain = twins(device, dtype)
+    simple = CompactAdamW(plain, low_bits=low_bits, max_grad_norm=0.5, **OPTIONS)
+    data = batches(device.torch_device, 6)
+    options = {"chunk_bytes": 6000, "device_budget_bytes": 60_000 if attached else None}
+    with build(
+        model, compact_low_bits=low_bits, fraction=fraction, max_grad_norm=0.5, **options
+    ) as optimizer:
+        if attached:
+            optimizer.attach(model)
+        accumulated(model, optimizer, data)
+        accumulated(plain, simple, data)
+        assert_same_weights(model, plain)
+        states = optimizer.state_dict()["state"]
+        for index, (param, twin) in enumerate(zip(model.parameters(), plain.parameters(), strict=True)):
+            if twin not in simple.compact or index not in states:
+                continue
+            wanted = [*simple.compact[twin].moments(), simple.compact[twin].master]
+            for name, value in zip(("exp_avg", "exp_avg_sq", "master_param"), wanted, strict=True):
+                if name in states[index]:
+                    ours = states[index][name].flatten()
+                    assert torch.equal(ours, torch.from_numpy(value).flatten()[: param.numel()]), name
+
+
+@pytest.mark.parametrize("low_bits", [8, 16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_checkpoint_continues_to_the_bit_at_any_cut(device, low_bits, dtype, tmp_path):
+    data = batches(device.torch_device, 5)
+    whole, resumed = fresh(device, dtype), fresh(device, dtype)
+    other_cut = {"fraction": 0.4, "chunk_bytes": 4000}
+    with (
+        build(whole, compact_low_bits=low_bits) as one,
+        build(resumed, compact_low_bits=low_bits, **other_cut) as other,
+    ):
+        one.attach(whole)
+        train(whole, one, data[:3])
+        torch.save({"optimizer": one.state_dict(), "model": whole.state_dict()}, tmp_path / "saved.pt")
+        train(whole, one, data[3:])
+        train(resumed, other, data[:1])
+        saved = torch.load(tmp_path / "saved.pt", weights_only=True)
+        resumed.load_state_dict(saved["model"])
+        other.load_state_dict(saved["optimizer"])
+        torch.testing.assert_close(other.state_dict(), saved["optimizer"], rtol=0, atol=0)
+        train(resumed, other, data[3:])
+        assert_same_weights(whole, resumed)
+        torch.testing.assert_close(one.state_dict(), other.state_dict(), rtol=0, atol=0)
+
+
+def test_an_exact_checkpoint_is_packed_and_a_compact_one_loads_anywhere(device):
+    data = batches(device.torch_device, 6)
+    exact, compact = fresh(device), fresh(device)
+    with build(exact) as plain, build(compact, compact_low_bits=8) as optimizer:
+        train(exact, plain, data[:3])
+        saved = plain.state_dict()
+        compact.load_state_dict(exact.state_dict())
+        optimizer.load_state_dict(saved)
+        packed = optimizer.state_dict()
+        for index, states in saved["state"].items():
+            for name, value in states.items():
+                ours = packed["state"][index][name]
+                if name == "step" or value.dim() < 2:
+                    assert torch.equal(ours, value), name
+                elif name == "master_param":
+                    torch.testing.assert_close(ours, value, rtol=2**-16, atol=0)
+                else:
+                    # Half a step of the top code, of the largest of all blocks at most.
+                    assert (ours - value).abs().max() <= value.abs().max() / 100
+                    assert not ((ours == 0) & (value > 0)).any() or name == "exp_avg"
+        # And back: nothing is lost where there is room for everything.
+        plain.load_state_dict(packed)
+        torch.testing.assert_close(plain.state_dict(), packed, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("low_bits", [8, 16])
+def test_a_step_that_is_not_finite_changes_nothing(device, low_bits):
+    model = fresh(device)
+    data = batches(device.torch_device, 3)
+    with build(model, compact_low_bits=low_bits) as optimizer:
+        optimizer.attach(model)
+        train(model, optimizer, data[:2])
+        weights, states = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+        (model(data[2]) * float("nan")).backward()
+        optimizer.step()
+        for name, value in model.state_dict().items():
+            assert torch.equal(value, weights[name]), name
+        torch.testing.assert_close(optimizer.state_dict(), states, rtol=0, atol=0)
+
+
+def test_weights_that_somebody_else_wrote_are_the_new_masters(device):
+    model, plain = fresh(device), fresh(device)
+    with build(model, compact_low_bits=8) as optimizer:
+        optimizer.attach(model)
+        train(model, optimizer, batches(device.torch_device, 2))
+        with torch.no_grad():
+            for param, other in zip(model.parameters(), plain.parameters(), strict=True):
+                param.copy_(other)
+        optimizer.refresh_masters()
+        states = optimizer.state_dict()["state"]
+        for index, param in enumerate(model.parameters()):
+            if index in states:
+                assert torch.equal(states[index]["master_param"].cpu(), param.detach().float().cpu())
+        assert_same_weights(model, plain)
+
+
+@pytest.mark.parametrize(
+    ("low_bits", "dtype", "bytes_each"),
+    [
+        (8, torch.bfloat16, 3.0625),
+        (16, torch.bfloat16, 4.0625),
+        (8, torch.float32, 2.0625),
+        (8, torch.float16, 6.0625),
+    ],
+)
+def test_as_many_bytes_travel_as_promised(device, low_bits, dtype, bytes_each):
+    place = device.torch_device
+    weight = torch.nn.Parameter(torch.zeros(512, 100, dtype=dtype, device=place))
+    bias = torch.nn.Parameter(torch.zeros(512, dtype=dtype, device=place))
+    before = host_book.live_bytes
+    inner = torch.optim.AdamW([weight, bias], fused=True)
+    with OptimizerStateOffloader(inner, chunk_bytes=12 * 6400, compact_low_bits=low_bits) as optimizer:
+        sent = [chunk.storage.nbytes for chunk in optimizer.streamed.chunks if not chunk.resident]
+        assert sum(sent) == bytes_each * weight.numel()
+        assert host_book.live_bytes - before == pytest.approx(sum(sent), abs=256 * len(sent))
+
+
+@pytest.mark.parametrize("fraction", [0.5, 1.0])
+def test_device_bytes_between_steps_are_the_ring_and_what_stays(device, fraction):
+    model = torch.nn.Sequential(*(torch.nn.Linear(256, 256, dtype=torch.bfloat16) for _ in range(8)))
+    model.to(device.torch_device)
+    matrices, vectors = 8 * 256 * 256, 8 * 256
+    chunk_elements = 2**14
+
+    def steps(count):
+        for _ in range(count):
+            model(torch.randn(4, 256, device=device.torch_device, dtype=torch.bfloat16)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.synchronize()
+        gc.collect()
+
+    with Ledger(device, track=model.parameters()) as ledger:
+        base = ledger.device_bytes
+        optimizer = OptimizerStateOffloader(
+            torch.optim.AdamW(model.parameters(), fused=True),
+            fraction=fraction,
+            chunk_bytes=49 * 1024,
+            compact_low_bits=8,
+        )
+        steps(2)
+        # Exact states of vectors, and the fp32 gradients of a chunk of them.
+        stays = 3.0625 * (1 - fraction) * matrices + 16 * vectors
+        extra = ledger.device_bytes - base
+        assert extra == pytest.approx(stays + 3 * 3.0625 * chunk_elements, rel=0.01, abs=8 * 2**10)
+        optimizer.close()
+
+
+@pytest.mark.parametrize("backward_overlap", ["nothing", "gradients", "update"])
+def test_three_shares_with_a_compact_one_resume_to_the_bit(device, backward_overlap, tmp_path):
+    data = batches(device.torch_device, 5)
+    whole, resumed = twins(device)
+    options = {
+        "split": (0.2, 0.5, 0.3),
+        "streaming": COMPACT,
+        "cpu": CpuUpdate(threads=2, bucket_elements=1024),
+        "backward_overlap": backward_overlap,
+    }
+    with hybrid(whole, **options) as one, hybrid(resumed, **options) as other:
+        one.attach(whole)
+        other.attach(resumed)
+        train(whole, one, data[:2])
+        torch.save({"optimizer": one.state_dict(), "model": whole.state_dict()}, tmp_path / "saved.pt")
+        losses = train(whole, one, data[2:])
+        saved = torch.load(tmp_path / "saved.pt", weights_only=True)
+        resumed.load_state_dict(saved["model"])
+        other.load_state_dict(saved["optimizer"])
+        assert train(resumed, other, data[2:]) == losses
+        one.synchronize()
+        other.synchronize()
+        assert_same_weights(whole, resumed)
+        torch.testing.assert_close(one.state_dict(), other.state_dict(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"compact_low_bits": 12}, "compact_low_bits is 12; expected 8 or 16 low bits"),
+        ({"compact_low_bits": 8, "hi_lo_masters": True}, "compact_low_bits is 8 with hi_lo_masters True"),
+        (
+            {"compact_low_bits": 8, "moments_dtype": torch.bfloat16},
+            "compact_low_bits is 8 with moments_dtype",
+        ),
+        (
+            {"compact_low_bits": 8, "offload_masters": False},
+            "compact_low_bits is 8 with offload_masters False",
+        ),
+        (
+            {"compact_low_bits": 8, "chunk_bytes": 3000},
+            "chunk_bytes is 3000; expected 3104 or more, 512 elements",
+        ),
+        (
+            {"compact_low_bits": 8, "wraps": torch.optim.SGD, "hyper": {"lr": 0.1, "momentum": 0.9}},
+            "8 for SGD; expected Adam",
+        ),
+    ],
+)
+def test_bad_options_are_named(device, options, words):
+    with pytest.raises(ValueError, match=words):
+        build(fresh(device), **options)
