@@ -34,6 +34,7 @@ from reference_impl import HybridDeviceOptimizer, OptimizerStateOffloader, Strea
 from reference_impl.device import Device
 from reference_impl.memory.ledger import Ledger, device_bytes
 from reference_impl.optimizers.auto_split import machine_rates
+from reference_impl.optimizers.options import CHUNK_BYTES
 from reference_impl.optimizers.split import state_bytes, whole_update_seconds
 from reference_impl.verification.model import Decoder, DecoderShape, decoder_loss
 
@@ -42,6 +43,7 @@ TINY = DecoderShape(hidden=64, ffn=176, layers=3, heads=4, vocab=256)
 OPTIONS: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}
 WARM_UP, MEASURED = 2, 4
 GB = 10**9
+BORROWED = 5 * GB // 2
 
 Build = Callable[[nn.Module], Any]
 
@@ -120,6 +122,14 @@ def rows() -> dict[str, Build]:
         streaming = Streaming(prefetch_bytes=8 * GB, **form)
         table[f"auto split exact clipping{name}"] = ours(
             1.0, split="auto", streaming=streaming, max_grad_norm=1.0
+        )
+    for low_bits in (8, 16):
+        compact = {"max_grad_norm": 1.0, "compact_low_bits": low_bits}
+        name = f"streamed 100% exact clipping, compact with {low_bits} low bits"
+        table[name] = streamed(**compact)
+        # The budget has the three slots too, which are no loan.
+        table[f"{name}, 2.5 GB borrowed"] = streamed(
+            device_budget_bytes=BORROWED + 3 * CHUNK_BYTES, **compact
         )
     # What auto chooses between: is it the best?
     for cpu in (0.1, 0.3, 0.4):

@@ -1,7 +1,7 @@
 """The streamed share: optimizer states that live on the host and visit the GPU for their update.
 
 Explained in docs/optimizer-state-offloading.md. The modules, from the bottom up: `chunks` (geometry), `packing` (states
-in fewer bits), `slots` (device buffers), `update` (the kernels of one chunk), `storage` (where chunks are between
+in fewer bits), `compact` (moments in 8 bits), `slots` (device buffers), `update` (the kernels of one chunk), `storage` (where chunks are between
 steps), `pipeline` (copies and kernels in order) and `share` (what an optimizer uses). Terms:
 
 - state: one fp32 number an element: a moment (`exp_avg`, ...), or the master weight of a parameter that is not fp32.
@@ -13,6 +13,8 @@ steps), `pipeline` (copies and kernels in order) and `share` (what an optimizer 
 - hi/lo master: a bf16 weight is the upper half of its fp32 master (hi), so only the lower half (lo) is stored and
   copied. A flag, in the sign of `exp_avg_sq`, says which way a tie was rounded.
 - rounded moments: moments in bf16, rounded stochastically after each update; not bitwise torch's.
+- compact states: moments in 8 bits with a scale for each 64 elements, and masters as the bf16 weight and 8 or 16 low
+  bits; not bitwise torch's.
 - storage: the pinned host memory (or device memory, for chunks that stay) that holds a chunk between steps.
 - slot: a device buffer of one chunk. Three are permanent: one each for the copy in, the update and the copy out.
 - extra slot: a temporary one, allocated during backward in memory that backward has freed (the page calls this
