@@ -257,6 +257,7 @@ class Linted:
             elif before.text != after.text:
                 replace_text(before.name, after.text)
         if args.diff:
+            _say_what_comes(repaired, found)
             _say_what_stays(repaired, reading.sources, args)
             return found
         if repaired.applied:
@@ -310,6 +311,15 @@ def _source(name: str, args: argparse.Namespace) -> Source:
             )
         return Source(name, decode(sys.stdin.buffer.read(MAX_BYTES + 1), name))
     return load(name)
+
+
+def _say_what_comes(repaired: "Repaired", before: LintResult) -> None:
+    """Say on stderr which errors and warnings the fixes bring about; the printed difference has none of their own."""
+    there = {finding.rule for finding in before.findings}
+    for finding in repaired.result.findings:
+        if finding.rule not in there and finding.severity is not Severity.INFO:
+            said = f"after this: {finding.severity} {finding.rule}: {finding.message} → {finding.next}"
+            print(f"offload: {printable(said)}", file=sys.stderr)
 
 
 def _say_what_stays(repaired: "Repaired", sources: Sequence[Source], args: argparse.Namespace) -> None:

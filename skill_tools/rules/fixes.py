@@ -1,6 +1,6 @@
 """Turns a rule's fix into new text for the user's file, or into words where the text cannot be edited.
 
-YAML files are edited in place (`yaml_edit`); overrides, scripts, JSON and Python get a suggestion in the
+YAML and JSON files are edited in place (`yaml_edit`); overrides, scripts, TOML and Python get a suggestion in the
 dialect's own spelling. Choices are never made here: a manual fix has no edit.
 """
 
@@ -29,7 +29,7 @@ class _Step(NamedTuple):
 def repaired(config: Config, fix: RuleFix, keys: Keys) -> dict[str, str]:
     """Return the new text of each file that `fix` changes; empty when it cannot be done by editing text."""
     steps = _steps(config, fix, keys)
-    if not steps or not all(_is_yaml(step.file) and step.file in config.sources for step in steps):
+    if not steps or not all(_is_editable(step.file) and step.file in config.sources for step in steps):
         return {}
     texts = {step.file: config.sources[step.file] for step in steps}
     # From the bottom up, so that the lines of the edits still to come stay where they are.
@@ -62,6 +62,10 @@ def unified_diff(file: str, before: str, after: str) -> str:
     return "".join(
         line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines
     )
+
+
+def _is_editable(file: str) -> bool:
+    return _is_yaml(file) or PurePath(file).suffix == ".json"
 
 
 def _is_yaml(file: str) -> bool:
@@ -104,7 +108,7 @@ def _add_step(config: Config, key: Key, value: object) -> _Step | None:
     siblings = [
         setting
         for setting in config.settings.values()
-        if _is_yaml(setting.place.file) and setting.written.rpartition(".")[0] == section
+        if _is_editable(setting.place.file) and setting.written.rpartition(".")[0] == section
     ]
     if siblings:
         last = max(siblings, key=lambda setting: setting.place.line)

@@ -51,7 +51,7 @@ class Rule(NamedTuple):
     them, whatever the release: nearly all configurations set few keys of the many.
     `conditional` is the part of `versions` that some known release does not satisfy; `holds_today` says whether the
     newest ones do. `spellings` are the
-    unknown keys that an `input` rule claims for itself.
+    unknown keys that an `input` rule claims for itself. `yields_to` are rules that say the same more exactly.
     """
 
     id: str
@@ -72,6 +72,7 @@ class Rule(NamedTuple):
     conditional: Mapping[str, str]
     holds_today: bool
     spellings: tuple[str, ...]
+    yields_to: tuple[str, ...]
     why: str
     evidence: Evidence
     next: str
@@ -204,6 +205,7 @@ def _rule(entry: Mapping[str, Any]) -> Rule:
         conditional=derived["conditional"],
         holds_today=derived["holds_today"],
         spellings=tuple(entry.get("spellings", ())),
+        yields_to=tuple(entry.get("yields_to", ())),
         why=entry["why"],
         evidence=Evidence(**entry["evidence"]),
         next=entry["next"],

@@ -63,7 +63,7 @@ def lint(
             findings.append(_finding(rule, as_written if found.unless else scope, found))
     if config.shares:
         findings = list(_not_said_twice(findings, {rule.id for rule in conditions}))
-    return LintResult(in_order(findings), tuple(undecided))
+    return LintResult(in_order(_without_repeats(findings, rules)), tuple(undecided))
 
 
 class Holds(NamedTuple):
@@ -128,6 +128,21 @@ def _shared(config: Config, rules: Sequence[Rule], keys: Mapping[str, Key]) -> I
             has_way_out = all(config.framework in keys[key].spelling for key in rule.fix.set)
             if has_way_out or rule.effect not in ("slow", "out-of-memory"):
                 yield rule
+
+
+def _without_repeats(findings: list[Finding], rules: Sequence[Rule]) -> list[Finding]:
+    """Return the findings without those of rules that yield to another one which is found and as severe."""
+    if len(findings) < 2:
+        return findings
+    worst = {each.rule: _ORDER[each.severity] for each in findings}
+    repeated = {
+        rule.id
+        for rule in rules
+        if rule.yields_to
+        and rule.id in worst
+        and any(worst.get(other, len(_ORDER)) <= worst[rule.id] for other in rule.yields_to)
+    }
+    return [each for each in findings if each.rule not in repeated] if repeated else findings
 
 
 def _not_said_twice(findings: Sequence[Finding], own: set[str]) -> Iterator[Finding]:

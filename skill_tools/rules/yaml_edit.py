@@ -1,10 +1,11 @@
-"""Edits one key in the text of a YAML file and leaves every other character alone.
+"""Edits one key in the text of a YAML or JSON file and leaves every other character alone.
 
 The places come from libyaml's own node marks, so that block and flow style, quotes and comments are kept.
 An edit that would change anything but the one key (through an anchor, say) is refused: the result is None,
 and the caller says in words what to change. Nothing here knows rules or frameworks.
 """
 
+import json
 import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -25,6 +26,11 @@ class Pair(NamedTuple):
     value: yaml.Node
     mapping: yaml.MappingNode
 
+    @property
+    def is_json(self) -> bool:
+        """Whether the pair is written as JSON has it: what is put there has to be JSON too."""
+        return bool(self.mapping.flow_style) and self.key.style == '"'
+
 
 def find_pair(text: str, *, line: int, name: str) -> Pair | None:
     """Return the pair on `line` (from 1) whose key is `name` or its last part."""
@@ -38,7 +44,7 @@ def find_pair(text: str, *, line: int, name: str) -> Pair | None:
 def set_value(text: str, pair: Pair, value: object) -> str | None:
     """Return `text` with `pair`'s value replaced."""
     start, end = _offset(text, pair.value.start_mark), _end(text, pair.value)
-    written = _written(value, pair.value)
+    written = json.dumps(value) if pair.is_json else _written(value, pair.value)
     if isinstance(pair.value, yaml.ScalarNode) and end > start:
         edited = text[:start] + written + text[end:]
     else:
@@ -52,7 +58,12 @@ def set_value(text: str, pair: Pair, value: object) -> str | None:
 def add_sibling(text: str, pair: Pair, key: str, value: object) -> str | None:
     """Return `text` with `key: value` added after `pair`, in the same mapping."""
     end = _end(text, pair.value)
-    if pair.mapping.flow_style:
+    if pair.is_json:
+        key_start = _offset(text, pair.key.start_mark)
+        indent = text[key_start - pair.key.start_mark.column : key_start]
+        comma = f",{_newline(text)}{indent}" if indent.isspace() else ", "
+        edited = f"{text[:end]}{comma}{json.dumps(key)}: {json.dumps(value)}{text[end:]}"
+    elif pair.mapping.flow_style:
         edited = f"{text[:end]}, {key}: {_written(value)}{text[end:]}"
     else:
         line_end, _ = _line_end(text, end)

@@ -306,6 +306,22 @@ def test_a_diff_counts_what_it_leaves(here: Path, capsys: pytest.CaptureFixture[
     assert err.startswith("offload: 1 safe fix shown; ")
 
 
+def test_a_diff_says_what_comes_after_it(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "fp8.yaml").write_text(
+        "model: {fp8_recipe: blockwise}\nddp: {fp8_param_gather: true}\noptimizer:\n  optimizer_cpu_offload: true\n"
+        "  optimizer_offload_fraction: 1.0\n  fp8_recipe: blockwise\n  use_precision_aware_optimizer: false\n"
+    )
+    main(["lint", "fp8.yaml", "--format", "json"])
+    (finding,) = [
+        each
+        for each in json.loads(capsys.readouterr().out)["findings"]
+        if each["rule"] == "oc-precision-aware-missing-bridge"
+    ]
+    assert [each["rule"] for each in finding["after"]] == ["oc-fp8-param-gather-bridge"]
+    assert main(["lint", "fp8.yaml", "--diff", "--unsafe-fixes"]) == 1
+    assert "after this: error oc-fp8-param-gather-bridge: " in capsys.readouterr().err
+
+
 def test_choices_are_never_made(here: Path) -> None:
     main(["lint", "bad.yaml", "--fix", "--unsafe-fixes"])
     assert "pipeline_model_parallel_size: 2" in (here / "bad.yaml").read_text()

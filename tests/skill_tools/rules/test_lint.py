@@ -4,6 +4,7 @@ from types import MappingProxyType
 from skill_tools.configs.config import Config, Place, Setting, UnknownKey, WrongType
 from skill_tools.configs.keys import Key
 from skill_tools.dialects import registry
+from skill_tools.dialects.read import read_text
 from skill_tools.rules.finding import Severity
 from skill_tools.rules.knowledge import Rule
 from skill_tools.rules.lint import in_order, lint
@@ -223,3 +224,12 @@ def test_a_rule_about_a_development_branch_stays_open_until_the_branch_is_stated
     assert len(stated.findings) == 1
     released = lint(config, rules=[rule], keys=KEYS, versions={"megatron-core": "0.18.2"})
     assert (released.findings, released.undecided) == ((), ())
+
+
+def test_a_rule_yields_to_the_one_that_says_the_same_more_exactly() -> None:
+    text = "model: {cpu_offloading_retain_pinned_cpu_buffers: true}\n"
+    found = {
+        each.rule for each in lint(read_text(text, "x.yaml"), versions={"megatron-core": "0.16.1"}).findings
+    }
+    assert "la-key-retain-missing" in found
+    assert "br-field-version" not in found

@@ -18,6 +18,7 @@ from skill_tools.rules.knowledge import Rule, rules_from_data
 from skill_tools.rules.lint import lint
 from skill_tools.rules.remedies import with_remedies
 
+EDITED = (".yaml", ".yml", ".json")
 KEYS = {key.name: key for key in load_keys_yaml()}
 
 
@@ -103,7 +104,7 @@ def test_the_remedy_of_a_rule_trips_no_other(rule: Rule, framework: str) -> None
     before = serious(judge(bad, rule, framework))
     good = judge(config_of(example.good, rule, framework), rule, framework)
     assert not serious(good) - before, "the good example"
-    if rule.fix.applicability != "manual" and example.filename.endswith((".yaml", ".yml")):
+    if rule.fix.applicability != "manual" and example.filename.endswith(EDITED):
         sources = [Source(name, text) for name, text in repaired(bad, rule.fix, KEYS).items()]
         fixed = judge(read_sources(sources, framework=framework), rule, framework)
         assert not serious(fixed) - before, "the fix"
@@ -118,10 +119,10 @@ def test_a_fix_makes_its_finding_vanish(rule: Rule, framework: str) -> None:
     (finding, *_) = of_rule(shown, rule)
     assert finding.fix.diff, "a safe or unsafe fix shows what it changes"
     texts = repaired(config, rule.fix, KEYS)
-    if not rule.examples[framework].filename.endswith((".yaml", ".yml")):
-        assert not texts, "only YAML is edited"
+    if not rule.examples[framework].filename.endswith(EDITED):
+        assert not texts, "only YAML and JSON are edited"
         return
     sources = [Source(name, texts[name]) for name in texts]
-    assert sources, "the fix of a YAML file can be applied"
+    assert sources, "the fix of a YAML or JSON file can be applied"
     fixed = read_sources(sources, framework=framework)
     assert not of_rule(judge(fixed, rule, framework), rule)

@@ -1,12 +1,16 @@
 import copy
+import json
+from collections.abc import Callable
 from typing import Any
 
+import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
 from skill_tools.rules import yaml_edit
 
+JSON = '{\n  "a": {\n    "b": false\n  }\n}\n'
 TEXT = """\
 # top
 model:
@@ -158,3 +162,21 @@ def test_removing_takes_the_one_key_and_nothing_else(
         ancestors = {chosen.path[:depth] for depth in range(1, len(chosen.path))}
         below = {path for path in before if path[: len(chosen.path)] == chosen.path}
         assert before - left <= below | ancestors
+
+
+@pytest.mark.parametrize(
+    ("edit", "after"),
+    [
+        (lambda pair: yaml_edit.set_value(JSON, pair, "cpu"), '{\n  "a": {\n    "b": "cpu"\n  }\n}\n'),
+        (lambda pair: yaml_edit.add_sibling(JSON, pair, "c", "x"),
+         '{\n  "a": {\n    "b": false,\n    "c": "x"\n  }\n}\n'),
+        (lambda pair: yaml_edit.remove(JSON, pair), None),
+    ],
+)  # fmt: skip
+def test_json_stays_json(edit: Callable[[yaml_edit.Pair], str | None], after: str | None) -> None:
+    pair = yaml_edit.find_pair(JSON, line=3, name="a.b")
+    assert pair is not None
+    edited = edit(pair)
+    assert edited is not None
+    json.loads(edited)
+    assert after is None or edited == after
