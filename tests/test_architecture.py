@@ -187,15 +187,20 @@ NAMED_ALL_THE_SAME = {
     "diagnosis/memory.py": {"PyTorch"},  # the library's own words in a log
     "diagnosis/diagnosis.py": {"PYTORCH"},  # the environment variable PYTORCH_CUDA_ALLOC_CONF
     "commands/verify.py": {"PYTORCH", "pytorch"},  # the same variable, and a command to copy in the help
-    "card/configuration.py": {"Megatron Bridge"},  # the rendered page's introduction
-    "reports/rule_pages.py": {
-        "Megatron-LM",
-        "Megatron Bridge",
-        "Axolotl",
-    },  # titles of the families of constraints
+    # The rendered page's introduction and its distributions.
+    "card/configuration.py": {"Megatron Bridge", "Megatron", "megatron"},
+    "commands/lint.py": {"megatron"},  # a distribution, as an example of --target in the help
+    "commands/plan_request.py": {"megatron"},  # the same
+    "rules/versions.py": {"megatron"},  # the same, in an error
+    "commands/trace.py": {"transformers"},  # the library that a trace imports
+    "planning/model/traces.py": {"transformers"},  # the library that a trace was made with
     "reports/checkout.py": {"pytorch"},  # the card's column of our own classes
 }
-FRAMEWORK = re.compile(r"megatron.?bridge|megatron.?lm|axolotl|pytorch", re.IGNORECASE)
+FRAMEWORK = re.compile(
+    r"megatron(?:.?bridge|.?lm)?|axolotl|pytorch|deepspeed|accelerate|transformers|\btrl\b|torchtune|torchtitan"
+    r"|llama.?factory|ms.?swift|nemo.?rl|\bverl\b|prime.?rl",
+    re.IGNORECASE,
+)
 
 
 def named_frameworks(path: Path) -> set[str]:

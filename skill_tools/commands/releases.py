@@ -57,7 +57,7 @@ def _unknown(name: str) -> UnusableInput:
     """Return what to say of a name that, as a typo, would weaken findings silently."""
     from difflib import get_close_matches
 
-    nearest = get_close_matches(name, _known(), n=1, cutoff=0.6) or ["megatron-core"]
+    nearest = get_close_matches(name, _known(), n=1, cutoff=0.6) or list(_known())
     return UnusableInput(
         f"--target {name}: no rule knows this distribution",
         expected=f"one of {', '.join(_known())}",

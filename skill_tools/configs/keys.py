@@ -18,7 +18,8 @@ class Key(NamedTuple):
 
     `default` maps a framework to a value, or to a list of `{versions, value}` where it changed. `negatives` are
     flags that set the key to false. Inputs of the frameworks in `outside` never show the key: it is set elsewhere.
-    `implies` maps a value of the key to the fields that it stands for.
+    `implies` maps a value of the key to the fields that it stands for. `planned` names a plan's mechanism that the key
+    carries out.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Key(NamedTuple):
     exists: Mapping[str, str] = _EMPTY
     implies: Mapping[str, Mapping[str, object]] = _EMPTY
     note: str = ""
+    planned: str = ""
 
     def type_in(self, framework: str) -> str:
         """Return the key's type in one dialect: bool, int, float, str, dtype, list, dict or any."""
@@ -108,4 +110,5 @@ def _key(entry: Mapping[str, Any]) -> Key:
         get("exists", _EMPTY),
         get("implies", _EMPTY),
         get("note", ""),
+        get("planned", ""),
     )

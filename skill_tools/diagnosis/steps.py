@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from skill_tools.diagnosis.log import Log
 
-_MEGATRON = re.compile(r"elapsed time per iteration \(ms\): ([0-9.]+)")
+_ITERATION = re.compile(r"elapsed time per iteration \(ms\): ([0-9.]+)")
 _PROGRESS = re.compile(r"[ ,]([0-9.]+)s/it\b")
 _STARVED = re.compile(r"Setting OMP_NUM_THREADS environment variable for each process to be 1")
 _SLOW_FIRST, _RISING, _LEAST_STEPS = 4.0, 1.2, 6
@@ -28,8 +28,8 @@ class StepPattern:
 
 def times_s(log: Log) -> tuple[float, ...]:
     """Return the step times of the log in seconds, in order."""
-    megatron = [float(value) / 1000 for value in _MEGATRON.findall(log.text)]
-    return tuple(megatron or (float(value) for value in _PROGRESS.findall(log.text)))
+    iterations = [float(value) / 1000 for value in _ITERATION.findall(log.text)]
+    return tuple(iterations or (float(value) for value in _PROGRESS.findall(log.text)))
 
 
 def patterns(log: Log) -> tuple[StepPattern, ...]:
@@ -65,5 +65,5 @@ def patterns(log: Log) -> tuple[StepPattern, ...]:
 
 
 def _line_of_first_step(log: Log) -> int:
-    match = _MEGATRON.search(log.text) or _PROGRESS.search(log.text)
+    match = _ITERATION.search(log.text) or _PROGRESS.search(log.text)
     return log.line_at(match.start()) if match else 1

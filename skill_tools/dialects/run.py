@@ -93,10 +93,13 @@ class Run(NamedTuple):
 
 
 class OptimizerEngine(StrEnum):
-    """Who updates the parameters whose state left the GPU."""
+    """Who updates the parameters whose state left the GPU.
 
-    MEGATRON = "megatron-hybrid"
-    DEEPSPEED = "deepspeed-cpu-adam"
+    `HYBRID_DEVICE` is Megatron-Core's HybridDeviceOptimizer, `CPU_ADAM` DeepSpeed's DeepSpeedCPUAdam.
+    """
+
+    HYBRID_DEVICE = "megatron-hybrid"
+    CPU_ADAM = "deepspeed-cpu-adam"
     TORCHAO = "torchao"
     TORCHAO_GRADIENTS = "torchao-offload-gradients"
     REFERENCE = "reference"
@@ -105,14 +108,15 @@ class OptimizerEngine(StrEnum):
 class ActivationEngine(StrEnum):
     """Who moves activations: whole layers, named modules, checkpointed layer inputs, or every saved tensor.
 
-    `OWN` engines are `reference_impl`'s: layers, checkpointed inputs that come back ahead of their use, and a budget.
+    `ON_DEMAND` is TRL's OffloadActivations, which fetches a tensor when backward asks for it. `OWN` engines are
+    `reference_impl`'s: layers, checkpointed inputs that come back ahead of their use, and a budget.
     """
 
     NONE = "none"
     LAYERS = "layers"
     MODULES = "modules"
     INPUTS = "inputs"
-    TRL = "trl"
+    ON_DEMAND = "trl"
     SAVE_ON_CPU = "save-on-cpu"
     OWN_LAYERS = "reference-layers"
     OWN_INPUTS = "reference-inputs"
@@ -141,7 +145,7 @@ class Mode(NamedTuple):
 
     optimizer_fraction: float = 0.0
     streamed_fraction: float = 0.0
-    optimizer_engine: OptimizerEngine = OptimizerEngine.MEGATRON
+    optimizer_engine: OptimizerEngine = OptimizerEngine.HYBRID_DEVICE
     updates_in_backward: bool = False
     overlap: bool = True
     moves_masters: bool = False

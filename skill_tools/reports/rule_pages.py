@@ -9,6 +9,7 @@ to each other.
 """
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 
 from skill_tools.bundle import knowledge_path
@@ -16,28 +17,6 @@ from skill_tools.knowledge import load_yaml
 from skill_tools.rules.finding import CONSEQUENCES, Evidence
 from skill_tools.rules.knowledge import Example, Rule, load_rules_yaml
 
-FAMILIES: Mapping[str, str] = {
-    "la": "Layer-level activation offload",
-    "fg": "Fine-grained activation offload",
-    "oc": "Optimizer CPU offload",
-    "os": "Optimizer-state offload",
-    "mlm": "Megatron-LM command line",
-    "br": "Megatron Bridge",
-    "ax": "Axolotl",
-    "ds": "DeepSpeed",
-    "fsdp": "FSDP from Axolotl",
-    "tt": "torchtune",
-    "titan": "torchtitan",
-    "lf": "LLaMA-Factory",
-    "acc": "Accelerate",
-    "sw": "ms-swift",
-    "verl": "verl",
-    "nr": "NeMo-RL",
-    "pr": "prime-rl",
-    "hf": "Transformers Trainer, TRL and PEFT",
-    "trl": "Transformers Trainer, TRL and PEFT",
-    "peft": "Transformers Trainer, TRL and PEFT",
-}
 _TAG = {
     "msg": "the source raises exactly this",
     "src": "read in the source",
@@ -185,9 +164,16 @@ def _fence(text: str, language: str) -> str:
     return f"{ticks}{language}\n{text.strip(chr(10))}\n{ticks}"
 
 
+@cache
+def families() -> Mapping[str, str]:
+    """Return the title of every family of constraints, by the first part of its ids."""
+    titles: dict[str, str] = load_yaml("families.yaml")
+    return titles
+
+
 def family(identifier: str) -> str:
-    """Return the name of the family that an id belongs to, by its first part."""
-    return FAMILIES[identifier.partition("-")[0]]
+    """Return the title of the family that an id belongs to."""
+    return families()[identifier.partition("-")[0]]
 
 
 def load_inventory() -> tuple[str, ...]:
@@ -217,7 +203,7 @@ def coverage_page(rules: Sequence[Rule], coverage: Mapping[str, str]) -> str:
         f"{len(inventory)} constraints on offloading were found in the frameworks' sources, documents and issue"
         " threads. Each is a rule, or stands here with the reason why no rule can report it.",
         _coverage_counts(inventory, by_id, coverage),
-        *(_family_table(name, inventory, by_id, coverage) for name in dict.fromkeys(FAMILIES.values())),
+        *(_family_table(name, inventory, by_id, coverage) for name in dict.fromkeys(families().values())),
         "## Rules beyond the inventory\n\nFound later, or about the input itself: "
         + (", ".join(f"[{identifier}]({identifier}.md)" for identifier in beyond) or "none")
         + ".",
@@ -230,7 +216,7 @@ def _coverage_counts(inventory: Sequence[str], by_id: Mapping[str, Rule], covera
         "| family | constraints | from a configuration | from a log | no rule |",
         "|---|--:|--:|--:|--:|",
     ]
-    for name in [*dict.fromkeys(FAMILIES.values()), "all"]:
+    for name in [*dict.fromkeys(families().values()), "all"]:
         ids = [one for one in inventory if name in ("all", family(one))]
         from_log = sum(one in by_id and by_id[one].check == "log" for one in ids)
         from_config = sum(one in by_id for one in ids) - from_log

@@ -63,7 +63,7 @@ def _deepspeed_weights(config: Config) -> Iterator[Part]:
     optimizer, parameters = _DEVICE.format("offload_optimizer"), _DEVICE.format("offload_param")
     none: dict[str, object] = {optimizer: "none", parameters: "none"}
     yield Part({}, settings={key: value for key, value in none.items() if config.value(key) is not None})
-    cpu = {"optimizer_fraction": 1.0, "optimizer_engine": OptimizerEngine.DEEPSPEED}
+    cpu = {"optimizer_fraction": 1.0, "optimizer_engine": OptimizerEngine.CPU_ADAM}
     kept = {parameters: "none"} if config.value(parameters) is not None else {}
     yield Part(cpu, f"{OPTIMIZER_LABEL} 100%", (OPTIMIZER,), {optimizer: "cpu", **kept})
     if sharding_of(config).stage == 3:

@@ -31,7 +31,7 @@ def _activations(run: Run) -> Iterator[Part]:
     )
     if run.adapter is not None:
         yield Part(
-            {"recompute": _NONE, "activation_engine": ActivationEngine.TRL},
+            {"recompute": _NONE, "activation_engine": ActivationEngine.ON_DEMAND},
             "all activations offloaded",
             (INPUTS,),
             on | {"activation_offloading": True},

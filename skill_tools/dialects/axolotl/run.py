@@ -89,7 +89,7 @@ def current(config: Config, run: Run) -> Mode:
     if offload == "hidden_states" or (offload and run.adapter is None):
         engine = ActivationEngine.INPUTS
     elif offload:
-        engine, recompute = ActivationEngine.TRL, Recompute()
+        engine, recompute = ActivationEngine.ON_DEMAND, Recompute()
     sharded = _of_sharding(config, run)
     layers = run.shape.num_layers if fields.flag(config, "layer_offloading") and run.adapter else 0
     return Mode(
@@ -106,7 +106,7 @@ def current(config: Config, run: Run) -> Mode:
 def _of_sharding(config: Config, run: Run) -> Mode:
     """Return what FSDP or DeepSpeed offloads."""
     if fields.flag(config, "fsdp_config.offload_params"):
-        return Mode(optimizer_engine=OptimizerEngine.DEEPSPEED, offload_parameters=True)
+        return Mode(optimizer_engine=OptimizerEngine.CPU_ADAM, offload_parameters=True)
     return zero.mode(config, run)
 
 

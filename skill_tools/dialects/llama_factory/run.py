@@ -109,7 +109,7 @@ def _states(config: Config) -> Mode:
     updates = fields.text(config, f"{zero}.offload_optimizer.device") == "cpu"
     return Mode(
         optimizer_fraction=1.0 if updates and not whole else 0.0,
-        optimizer_engine=OptimizerEngine.DEEPSPEED,
+        optimizer_engine=OptimizerEngine.CPU_ADAM,
         offload_parameters=whole,
     )
 

@@ -69,7 +69,7 @@ def current(config: Config, run: Run) -> Mode:
         offloads |= any(fields.flag(config, f"{kwargs}.offload") for kwargs in KWARGS)
         engine = ActivationEngine.INPUTS if offloads else ActivationEngine.NONE
     elif offloads:
-        engine, recompute = ActivationEngine.TRL, Recompute()
+        engine, recompute = ActivationEngine.ON_DEMAND, Recompute()
     if config.value("fsdp"):
         held = Mode(offload_parameters=_fsdp_offloads(config))
     else:

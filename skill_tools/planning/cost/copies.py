@@ -24,7 +24,7 @@ def activations(run: Run, mode: Mode, memory: Memory, machine: Machine, speed: P
     match mode.activation_engine:
         case ActivationEngine.SAVE_ON_CPU:
             return _blocking(run, mode, memory, machine)
-        case ActivationEngine.TRL:
+        case ActivationEngine.ON_DEMAND:
             return _on_demand(run, memory, machine, speed)
         case ActivationEngine.INPUTS:
             back = memory.moved_bytes / machine.h2d_copy

@@ -42,14 +42,14 @@ def offloaded_update(mode: Mode, shard: int, machine: Machine, beside: Compute) 
             seconds = moved / (2 * machine.cpu_adam_per_tensor) + 2 * moved / machine.h2d_copy
             formula = "bf16 AdamW tensor by tensor at half the bytes, then 2 B up; gradients are offloaded in backward"
             return Update(Cost("optimizer on the CPU", seconds, seconds, formula), machine.measured)
-        case OptimizerEngine.DEEPSPEED:
+        case OptimizerEngine.CPU_ADAM:
             seconds = moved / machine.cpu_adam + 2 * moved / machine.h2d_copy
             formula = "CPU AdamW, then 2 B up; gradients are offloaded in backward"
             return Update(Cost("optimizer on the CPU", seconds, seconds, formula), calibrated=False)
-    return _megatron(mode, moved, machine)
+    return _hybrid_device(mode, moved, machine)
 
 
-def _megatron(mode: Mode, moved: float, machine: Machine) -> Update:
+def _hybrid_device(mode: Mode, moved: float, machine: Machine) -> Update:
     """Return the cost of Megatron's HybridDeviceOptimizer: fp32 both ways, nothing hidden behind compute.
 
     With overlap every tensor is an optimizer of its own: its calls are slower and hide the copies. Without, one call

@@ -204,7 +204,11 @@ def kept_by_stage(run: Run, mode: Mode, stage: Stage) -> Kept:
     stays += waiting
     tokens = run.tokens
     engine = mode.activation_engine
-    everything = engine in {ActivationEngine.TRL, ActivationEngine.SAVE_ON_CPU, ActivationEngine.OWN_INPUTS}
+    everything = engine in {
+        ActivationEngine.ON_DEMAND,
+        ActivationEngine.SAVE_ON_CPU,
+        ActivationEngine.OWN_INPUTS,
+    }
     again = recompute.granularity == "full" or (everything and not mode.layers) or bool(mode.removed)
     if mode.activation_engine is ActivationEngine.SAVE_ON_CPU:
         largest = max(_one_module(layer) for layer in parts.values())
@@ -215,7 +219,7 @@ def kept_by_stage(run: Run, mode: Mode, stage: Stage) -> Kept:
         layer=largest * tokens,
         layer_when="recompute" if again else "backward",
         final_token_bytes=0.0 if everything and not mode.layers else 2 * input_bytes(run),
-        logits_bytes=2.0 if mode.activation_engine is ActivationEngine.TRL else 0.0,
+        logits_bytes=2.0 if mode.activation_engine is ActivationEngine.ON_DEMAND else 0.0,
         components=_components(run, mode, recompute, tuple(parts.values())),
         waiting=waiting * tokens,
     )
@@ -254,7 +258,7 @@ def _layer(
             return stay * (1 - mode.removed), stay * (mode.removed - mode.recomputed), 0.0
         case ActivationEngine.SAVE_ON_CPU:
             return (0.0, stay, _saved_twice(parts)) if _covers(mode, position) else (stay, moved, 0.0)
-        case ActivationEngine.TRL:
+        case ActivationEngine.ON_DEMAND:
             twice = _saved_twice(parts) if recompute.granularity != "full" else 0.0
             return twice, stay - twice, twice
     return stay, moved, 0.0

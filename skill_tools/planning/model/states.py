@@ -88,7 +88,7 @@ def _optimizer(run: Run, mode: Mode, shard: int) -> tuple[list[Line], list[Line]
     resident = round(shard * (1 - fraction))
     owned = "of the optimizer shard"
     masters_move = fraction > 0 and (
-        mode.moves_masters or mode.optimizer_engine is not OptimizerEngine.MEGATRON
+        mode.moves_masters or mode.optimizer_engine is not OptimizerEngine.HYBRID_DEVICE
     )
     master_bytes = _own_master_bytes(run) if masters_move else precision.master_bytes
     moments_bytes = 8.0 if fraction else precision.moments_bytes
@@ -129,7 +129,7 @@ def _own_master_bytes(run: Run) -> float:
 
 
 def _copies_gradients(run: Run, mode: Mode, masters_move: bool) -> bool:
-    hybrid = mode.optimizer_engine is OptimizerEngine.MEGATRON and mode.optimizer_fraction > 0
+    hybrid = mode.optimizer_engine is OptimizerEngine.HYBRID_DEVICE and mode.optimizer_fraction > 0
     return hybrid and masters_move and run.precision.gradient_bytes < 4
 
 

@@ -10,46 +10,12 @@ from typing import NamedTuple
 
 from skill_tools import knowledge
 from skill_tools.configs.config import Config, Place, Setting
-from skill_tools.dialects.candidates import (
-    FINE_GRAINED,
-    LAYERS,
-    OPTIMIZER,
-    SHARDED,
-    STATES,
-    WEIGHTS,
-    Candidate,
-)
-from skill_tools.dialects.candidates import INPUTS as CHECKPOINT
+from skill_tools.configs.keys import load_keys
+from skill_tools.dialects.candidates import Candidate
 from skill_tools.rules.finding import Finding, Severity
 from skill_tools.rules.knowledge import Rule, load_rules
 from skill_tools.rules.lint import lint
 
-_OWN_KEYS: Mapping[str, tuple[str, ...]] = {
-    OPTIMIZER: (
-        "optimizer_cpu_offload",
-        "optimizer_offload_fraction",
-        "overlap_cpu_optimizer_d2h_h2d",
-        "accelerate.deepspeed_config.offload_optimizer_device",
-    ),
-    LAYERS: ("cpu_offloading", "cpu_offloading_num_layers", "cpu_offloading_activations"),
-    FINE_GRAINED: ("fine_grained_activation_offloading", "offload_modules"),
-    STATES: (
-        "chunked_optimizer_state_offload",
-        "offload_optimizer_states",
-        "optimizer_state_offload_fraction",
-    ),
-    CHECKPOINT: (
-        "activation_offloading",
-        "gradient_checkpointing",
-        "accelerate.fsdp_config.fsdp_activation_checkpointing_offload",
-    ),
-    WEIGHTS: ("layer_offloading",),
-    SHARDED: (
-        "fsdp_config.offload_params",
-        "accelerate.fsdp_config.fsdp_offload_params",
-        "accelerate.deepspeed_config.offload_param_device",
-    ),
-}
 _PLAN = Place("<plan>", 1, 1)
 
 
@@ -116,7 +82,7 @@ class Judge:
         return own._replace(ruled_out=tuple(dict.fromkeys((*own.ruled_out, *errors))))
 
     def _ask(self, candidate: Candidate) -> Legality:
-        own = frozenset(key for mechanism in candidate.mechanisms for key in _OWN_KEYS.get(mechanism, ()))
+        own = frozenset[str]().union(*map(_carrying_out, candidate.mechanisms))
         if not own:
             return LEGAL
         laid = with_settings(self._config, candidate.settings)
@@ -131,6 +97,12 @@ class Judge:
                 if each.rule in _serious()
             ),
         )
+
+
+@knowledge.derived
+def _carrying_out(mechanism: str) -> frozenset[str]:
+    """Return the keys that carry out a plan's `mechanism`."""
+    return frozenset(key.name for key in load_keys().values() if key.planned == mechanism)
 
 
 @knowledge.derived

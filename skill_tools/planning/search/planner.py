@@ -21,6 +21,7 @@ from skill_tools.dialects.candidates import (
     Candidate,
     changed,
 )
+from skill_tools.dialects.levers import Kind
 from skill_tools.dialects.patch import Patch
 from skill_tools.dialects.run import ActivationEngine, Mode, Run
 from skill_tools.planning.cost import compute
@@ -122,7 +123,11 @@ def make_plan(
         alternatives=_alternatives(options, best),
         ruled_out=_named(search.ruled_out),
         considered=search.considered,
-        sensitivity=sensitivity.answers(run, machine, search, budget, options) if best else (),
+        sensitivity=sensitivity.answers(
+            run, machine, search, budget, options, lambda: _how_to_fuse(dialect, config, run)
+        )
+        if best
+        else (),
         assumptions=(
             *_memory_from(run),
             *run.assumptions,
@@ -139,6 +144,15 @@ def _patch(option: Option | None, dialect: Dialect, config: Config) -> Patch | N
     if option is None:
         return None
     return dialect.patch(changed(config, option.candidate.settings), config, dead=dead_keys(config))
+
+
+def _how_to_fuse(dialect: Dialect, config: Config, run: Run) -> str:
+    """Return what fuses head and loss in the run's framework; nothing where it has no such switch."""
+    for lever in dialect.levers(config, run):
+        if lever.kind is Kind.FUSED_LOSS:
+            spelled = (f"{dialect.spelling(key)}={value}" for key, value in lever.settings.items())
+            return lever.by_hand or ", ".join(spelled)
+    return ""
 
 
 def _floor(options: Sequence[Option]) -> Option:
@@ -186,7 +200,7 @@ def _as_it_is(mode: Mode) -> Candidate:
         LAYERS: mode.layers,
         STATES: mode.state_offload,
         FINE_GRAINED: mode.modules,
-        INPUTS: mode.activation_engine in {ActivationEngine.INPUTS, ActivationEngine.TRL},
+        INPUTS: mode.activation_engine in {ActivationEngine.INPUTS, ActivationEngine.ON_DEMAND},
         WEIGHTS: mode.weight_layers,
         SHARDED: mode.offload_parameters,
     }

@@ -4,7 +4,7 @@ Another budget is searched again. For a longer sequence and a larger micro-batch
 evaluated again; for the link, the fitting options are timed again.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from skill_tools.dialects.run import Run
 from skill_tools.planning.cost import step_time
@@ -15,18 +15,21 @@ from skill_tools.planning.search.options import Budget, Option, limit_of
 from skill_tools.units import gib
 
 FUSED_LOSS = "a fused linear cross entropy"
-HOW_TO_FUSE = (
-    "in Transformers' Trainer use_liger_kernel=True, in a loop of torch 2.13 "
-    "torch.nn.functional.linear_cross_entropy(hidden, lm_head.weight, labels, "
-    "options=torch.nn.LinearCrossEntropyOptions()); its sums round otherwise"
-)
 _LITTLE = 0.98
 
 
 def answers(
-    run: Run, machine: Machine, search: Search, budget: Budget, options: Sequence[Option]
+    run: Run,
+    machine: Machine,
+    search: Search,
+    budget: Budget,
+    options: Sequence[Option],
+    how_to_fuse: Callable[[], str],
 ) -> tuple[tuple[str, str], ...]:
-    """Return pairs of a change and what it does to the recommendation, the first of `options`."""
+    """Return pairs of a change and what it does to the recommendation, the first of `options`.
+
+    `how_to_fuse` says what fuses head and loss in the run's framework.
+    """
     best = options[0]
     found = [_other_budget(search, budget, factor, best) for factor in (0.9, 1.25)]
     found += [
@@ -34,7 +37,8 @@ def answers(
         _larger("twice the micro-batch", run._replace(micro_batch=2 * run.micro_batch), budget, best),
     ]
     if fused := with_fused_loss(run, best):
-        found.append((FUSED_LOSS, f"about {gib(fused)} a GPU in the recommended mode; {HOW_TO_FUSE}"))
+        effect = f"about {gib(fused)} a GPU in the recommended mode; its sums round otherwise"
+        found.append((FUSED_LOSS, "; ".join(filter(None, (effect, how_to_fuse())))))
     if best.candidate.mechanisms:
         found.append(_slower_link(run, machine, search, [option for option in options if option.fits]))
     return tuple(found)
