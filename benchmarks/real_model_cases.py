@@ -16,6 +16,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from reference_impl.verification.hugging_face import add_adapters, model_from
+
 GIB = 2**30
 _TRACES = Path(__file__).resolve().parents[1] / "skill_tools" / "knowledge" / "traces"
 _IMAGE_TOKEN = 32000
@@ -139,17 +141,9 @@ def _shrunk(config: dict[str, Any]) -> dict[str, Any]:
 
 def make_model(case: Case, config: dict[str, Any], device: torch.device) -> nn.Module:
     """Return the model on `device` in bf16, with adapters where the case has them."""
-    from reference_impl.verification.hugging_face import model_from
-
     torch.manual_seed(0)
     model = model_from(config, "bfloat16", device)
-    if not case.lora_rank:
-        return model
-    import peft
-
-    rank = case.lora_rank
-    adapted: nn.Module = peft.get_peft_model(model, peft.LoraConfig(r=rank, target_modules="all-linear"))
-    return adapted
+    return add_adapters(model, case.lora_rank) if case.lora_rank else model
 
 
 def make_batch(case: Case, config: dict[str, Any], tokens: int, device: torch.device, seed: int) -> Any:

@@ -69,6 +69,17 @@ def model_from(
     return model.train()
 
 
+def add_adapters(model: nn.Module, rank: int) -> nn.Module:
+    """Return `model` frozen, with peft's LoRA of `rank` beside every linear layer but the head.
+
+    Peft keeps adapters of bf16 models in fp32. Raises ImportError without peft.
+    """
+    import peft
+
+    adapted: nn.Module = peft.get_peft_model(model, peft.LoraConfig(r=rank, target_modules="all-linear"))
+    return adapted.train()
+
+
 def text_batch(sequences: int, length: int) -> dict[str, torch.Tensor]:
     """Return text with labels: int64 (sequences, length) on `meta`, without padding or images."""
     ids = torch.zeros(sequences, length, dtype=torch.int64, device="meta")

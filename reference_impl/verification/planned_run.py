@@ -130,20 +130,33 @@ def _planned_run(document: Mapping[str, Any], steps: int) -> PlannedRun:
 
 def _workload(model: Mapping[str, Any], **batch: Any) -> Workload:
     """Return the model that the plan was traced from, where it says so, else the small decoder of its shape."""
-    config = model.get("traced", {}).get("config")
-    if config is None:
+    if "traced" not in model:
         return Workload(shape=_shape(model), **batch)
-    if importlib.util.find_spec("transformers") is None:
+    config = model["traced"].get("config")
+    if config is None:
         raise PlanError(
-            f"the plan is for {model['name']}, whose code transformers has, and transformers is not installed",
+            f"the plan is for {model['name']}, which no config.json describes",
+            expected="a model that can be made again",
+            attempt="reference_impl.fit, which tries plans on the model itself",
+        )
+    missing = [
+        name for name in ("transformers", *(("peft",) if batch["lora_rank"] else ())) if not _has(name)
+    ]
+    if missing:
+        raise PlanError(
+            f"the plan is for {model['name']}, whose code {missing[0]} has, and {missing[0]} is not installed",
             expected="the library that has the model's code",
-            attempt="pip install transformers",
+            attempt=f"pip install {missing[0]}",
         )
     real = importlib.import_module("reference_impl.verification.real_workload")
     layers, hidden, ffn, heads, kv_heads, vocab = (model["shape"][name] for name in _SIZES)
     shape = DecoderShape(hidden=hidden, ffn=ffn, layers=layers, heads=heads, kv_heads=kv_heads, vocab=vocab)
     found: Workload = real.RealWorkload(shape=shape, config=config, **batch)
     return found
+
+
+def _has(name: str) -> bool:
+    return importlib.util.find_spec(name) is not None
 
 
 def _shape(model: Mapping[str, Any]) -> DecoderShape:

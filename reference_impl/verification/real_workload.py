@@ -18,7 +18,10 @@ from reference_impl.verification.workload import Workload
 
 @dataclass(frozen=True, kw_only=True)
 class RealWorkload(Workload):
-    """The model of a `config.json`'s entries; its `shape` says the sizes alone. Its loss is its own."""
+    """The model of a `config.json`'s entries; its `shape` says the sizes alone.
+
+    Its loss is its own, its LoRA peft's.
+    """
 
     config: Mapping[str, Any]
 
@@ -28,7 +31,7 @@ class RealWorkload(Workload):
         model = hugging_face.model_from(self.config, dtype, torch.get_default_device())
         # A cache of keys and values is for generating, and would keep what is to be recomputed.
         model.config.use_cache = False  # type: ignore[union-attr]
-        return model
+        return hugging_face.add_adapters(model, self.lora_rank) if self.lora_rank else model
 
     def loss(self, model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
         """Return the loss that the model computes where it is given labels."""

@@ -2,6 +2,7 @@
 
   offload trace config.json                     the folder of a model does as well, or a profile of it
   offload trace config.json --sequences 4 --tokens 4096 --out profile.json
+  offload trace config.json --lora-rank 16      the frozen model with peft's adapters
 
 It prints the peak beyond the weights with and without checkpointing, and what is saved for backward. Optimizer states
 are not in it: `offload plan` adds them. Exit codes: 0 traced, 2 unusable input, or no torch or transformers, 3 a fault
@@ -33,16 +34,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype", choices=_DTYPES, default="bfloat16", help="of the weights; default: bfloat16"
     )
+    parser.add_argument(
+        "--lora-rank", type=int, metavar="R", help="freeze the model, and train peft's LoRA of this rank"
+    )
     parser.add_argument("--out", metavar="FILE", help="write the model profile as JSON")
     parser.add_argument("--format", choices=("concise", "json"), default="concise", help="default: concise")
 
 
 def run(args: argparse.Namespace) -> int:
     """Trace, print and write; raises `UnusableInput` for what cannot be traced."""
-    for option, value in (("--sequences", args.sequences), ("--tokens", args.tokens)):
+    given = {"--sequences": args.sequences, "--tokens": args.tokens, "--lora-rank": args.lora_rank or 1}
+    for option, value in given.items():
         if not 1 <= value <= 2**20:
             raise UnusableInput(f"{option} {value}", expected="1 to 1048576", attempt=f"{option} 2048")
-    profile = _profile(args.config, args.dtype)
+    profile = _profile(args.config, args.dtype, args.lora_rank)
     if args.out:
         try:
             Path(args.out).write_text(as_text(profile), encoding="utf-8")
@@ -77,12 +82,15 @@ def _object(entries: Mapping[str, Any]) -> str:
     return "{\n" + ",\n".join(lines) + "\n}"
 
 
-def _profile(config: str, dtype: str) -> dict[str, Any]:
+def _profile(config: str, dtype: str, lora_rank: int | None) -> dict[str, Any]:
     hugging_face = reference("reference_impl.verification.hugging_face")
     trace_profile = reference("reference_impl.verification.trace_profile")
     try:
         entries = hugging_face.read_config(config)
         model = hugging_face.model_from(entries, dtype)
+        name = type(model).__name__
+        if lora_rank:
+            model = hugging_face.add_adapters(model, lora_rank)
     except ImportError as error:
         raise UnusableInput(
             f"{error.name or 'transformers'} is not installed",
@@ -102,6 +110,8 @@ def _profile(config: str, dtype: str) -> dict[str, Any]:
         if implementation:
             document["attention_implementation"] = implementation
         document["config"] = entries
+        if lora_rank:
+            document |= trace_profile.counted(model) | {"model": f"{name} with LoRA"}
     except Exception as error:  # the model's own code runs: it may raise anything
         raise UnusableInput(
             f"{config} cannot be traced: {_first_line(error)}",

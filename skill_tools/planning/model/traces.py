@@ -56,6 +56,12 @@ def run_of(path: str, run: Run, *, names_the_model: bool) -> Run:
     if not names_the_model:
         _check_model(path, str(data["model"]), found, run.shape)
     _check_run(path, run, is_adapted=is_adapted)
+    if is_adapted and run.adapter is not None and run.adapter.rank != found.adapter_rank:
+        raise UnusableInput(
+            f"{path} is of adapters of rank {found.adapter_rank}, and lora_rank is {run.adapter.rank}",
+            expected="the rank that is trained",
+            attempt=f"offload trace config.json --lora-rank {run.adapter.rank}",
+        )
     if is_adapted:
         return run._replace(traced=found, adapter=_adapter(found))
     if not found.is_counted:

@@ -390,6 +390,12 @@ def test_a_plan_by_a_trace_needs_the_library_of_its_model(written, monkeypatch):
         read_plan(path)
 
 
+def test_a_plan_for_a_model_that_no_config_describes_is_not_verified_on_another(written):
+    path = written(model__traced={"source": "Model traced, torch 2.13"})
+    with pytest.raises(PlanError, match=r"no config.json describes; .*; try reference_impl.fit"):
+        read_plan(path)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "execute", [{}, {"optimizer": {"offload_fraction": 1.0}, "activations": {"mode": "recompute"}}]
@@ -403,6 +409,30 @@ def test_a_plan_by_a_trace_is_verified_on_the_model_that_was_traced(execute, tmp
     words = ["--trace", str(profile), "--gpu", "h100", "--gpu-memory", "2GiB", "--format", "json"]
     assert main(["plan", str(config), *words, "--overrides", "seq_length=64"]) == 0
     document = json.loads(capsys.readouterr().out)
+    path.write_text(json.dumps({**document, "execute": execute}))
+    found = verify_plan(Device.of("cpu"), read_plan(path, steps=6))
+    assert found.runs["without offload"][0].error == pytest.approx(0, abs=0.03)
+    assert found.trained.losses == found.without_offload.losses
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "execute", [{}, {"activations": {"mode": "checkpoint"}, "weights": {"resident_layers": 1}}]
+)
+def test_a_plan_for_adapters_is_verified_on_the_frozen_model_with_them(execute, tmp_path, capsys):
+    for library in ("transformers.modeling_utils", "peft"):
+        pytest.importorskip(library, reason=f"{library.partition('.')[0]} is not installed")
+    config, profile, path = (tmp_path / name for name in ("config.json", "profile.json", "plan.json"))
+    config.write_text(json.dumps(QWEN3))
+    assert main(["trace", str(config), "--lora-rank", "4", "--out", str(profile)]) == 0
+    jsonschema.validate(json.loads(profile.read_text()), json.loads(schema_path("model-profile").read_text()))
+    capsys.readouterr()
+    words = ["--gpu", "h100", "--gpu-memory", "2GiB", "--format", "json", "--overrides", "seq_length=64"]
+    assert main(["plan", "--trace", str(profile), *words, "lora_rank=8"]) == 2
+    assert "of rank 4, and lora_rank is 8" in capsys.readouterr().err
+    assert main(["plan", "--trace", str(profile), *words]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["model"]["adapter"]["rank"] == 4
     path.write_text(json.dumps({**document, "execute": execute}))
     found = verify_plan(Device.of("cpu"), read_plan(path, steps=6))
     assert found.runs["without offload"][0].error == pytest.approx(0, abs=0.03)
