@@ -16,6 +16,7 @@ import json
 import logging
 from collections.abc import Mapping
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any, Literal, Self
 
 import torch
@@ -24,12 +25,13 @@ from torch.utils._pytree import tree_leaves
 
 from reference_impl.device import Device
 from reference_impl.fitting.before import Before, without_caches
-from reference_impl.fitting.planner import Plan, Planner, RefusedPlanError
+from reference_impl.fitting.planner import Plan, Planner, RefusedPlanError, complete
 from reference_impl.fitting.search import Search
 from reference_impl.fitting.trial import Loss, Task
 from reference_impl.memory.closing import ClosedAtExit
 from reference_impl.memory.host import available_bytes
 from reference_impl.verification.apply import AppliedPlan
+from reference_impl.verification.plan_document import execute_section, read_document
 from reference_impl.verification.trace import own_loss
 from reference_impl.verification.trace_profile import profile_batch
 
@@ -77,6 +79,7 @@ def fit(
     gpu_budget: Budget = "auto",
     host_budget: Budget = "auto",
     max_grad_norm: float | None = None,
+    plan: Plan | str | Path | None = None,
 ) -> Fitted:
     """Find the plan that trains `model` here and apply it; weights and random state stay what they are.
 
@@ -91,12 +94,14 @@ def fit(
         gpu_budget: bytes that torch's allocator may reserve; by default all that the device has free.
         host_budget: bytes of host memory for what is offloaded; by default nine tenths of what is available.
         max_grad_norm: clip the global norm exactly, in the optimizer.
+        plan: the plan to try first, a document of `offload plan --format json` or its path.
 
     Raises FitError where nothing fits, or where the model cannot be traced and no config describes it; ValueError for
     another optimizer and several ranks. The model and the optimizer are then as they were.
     """
     device = _one_device(model)
     _check(optimizer)
+    first = None if plan is None else complete(_planned(plan))
     if loss is None and not isinstance(batch, Mapping | torch.Tensor):
         raise ValueError(
             f"the batch is {type(batch).__name__}; expected a mapping of keyword arguments, or one tensor; try "
@@ -119,7 +124,8 @@ def fit(
             budget_bytes, host_bytes = _budgets(device, gpu_budget, host_budget)
             sequences, tokens = _size(batch)
             planner = Planner(described, sequences=sequences, tokens=tokens, host_bytes=host_bytes)
-            settled = Search(task, before, planner, budget_bytes, error_share=error_share).settle()
+            search = Search(task, before, planner, budget_bytes, error_share=error_share, first=first)
+            settled = search.settle()
             if gpu_budget != "auto" and device.allocator is not None:
                 # What somebody has set is a fence until the end.
                 device.allocator.limit(budget_bytes)
@@ -132,10 +138,20 @@ def fit(
                 raise FitError(f"nothing fits {budget_bytes / 2**30:.2f} GiB: {error}") from None
             raise
         optimizer.state.clear()
-        plan = settled.plan | {"fitted": settled.measured(budget_bytes)}
-        fitted = Fitted(applied, plan, settled.summary(budget_bytes), stack.pop_all())
+        document = settled.plan | {"fitted": settled.measured(budget_bytes)}
+        fitted = Fitted(applied, document, settled.summary(budget_bytes), stack.pop_all())
     _LOG.info(fitted.summary)
     return fitted
+
+
+def _planned(plan: Plan | str | Path) -> Plan:
+    execute_section(plan)
+    document = dict(read_document(plan))
+    if "recommendation" not in document:
+        raise ValueError(
+            "the plan predicts nothing; expected one of `offload plan --format json`; try no plan"
+        )
+    return document
 
 
 def _one_device(model: nn.Module) -> Device:

@@ -69,7 +69,9 @@ def _ask(words: list[str]) -> Plan:
     if done.returncode != 0:
         said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
         raise RefusedPlanError(said[-1].removeprefix("offload: "))
-    found: Plan = json.loads(done.stdout)
-    # The masters are fp32 whatever leaves, so that no plan trains to other weights than another.
-    found["execute"].setdefault("optimizer", {"offload_fraction": 0.0})
-    return found
+    return complete(json.loads(done.stdout))
+
+
+def complete(plan: Plan) -> Plan:
+    """Return `plan` with masters in fp32 whatever leaves, so that no plan trains to other weights than another."""
+    return plan | {"execute": {"optimizer": {"offload_fraction": 0.0}} | plan["execute"]}

@@ -56,10 +56,20 @@ class Settled:
 
 
 class Search:
-    """Tries plans for `task` until one is good; `error_share` of the budget is what the planner may be wrong by."""
+    """Tries plans for `task` until one is good, `first` before others, if there is one.
+
+    `error_share` of the budget is what the planner may be wrong by.
+    """
 
     def __init__(
-        self, task: Task, before: Before, planner: Planner, budget_bytes: int, *, error_share: float
+        self,
+        task: Task,
+        before: Before,
+        planner: Planner,
+        budget_bytes: int,
+        *,
+        error_share: float,
+        first: Plan | None = None,
     ) -> None:
         self._task, self._before, self._planner = task, before, planner
         self._budget_bytes = budget_bytes
@@ -68,6 +78,7 @@ class Search:
         # On the twin its engine needs an open ledger, which a user's training does not have.
         counts = task.device.allocator is not None
         self._without = frozenset(() if counts else (_BUDGET_ENGINE,))
+        self._first = first
         self._good: list[tuple[Plan, Trial]] = []
 
     def settle(self) -> Settled:
@@ -75,7 +86,7 @@ class Search:
         steps = plans = 0
         for _ in range(_MOST_PLANS):
             try:
-                plan = self._planner.plan(self._asked, without=self._without)
+                plan, self._first = self._first or self._next(), None
             except RefusedPlanError:
                 if not self._good:
                     raise
@@ -98,6 +109,9 @@ class Search:
             )
         plan, found = min(self._good, key=self._preference)
         return Settled(plan=plan, trial=found, steps=steps, plans=plans)
+
+    def _next(self) -> Plan:
+        return self._planner.plan(self._asked, without=self._without)
 
     def _try(self, plan: Plan) -> Trial:
         try:

@@ -18,9 +18,11 @@ from torch import nn
 from reference_impl.activations import ActivationOffloader, CheckpointOffloader
 from reference_impl.activations.attach import first_blocks
 from reference_impl.activations.offloader import Offloader
+from reference_impl.device import Device
 from reference_impl.memory.closing import ClosedAtExit, close_behind
 from reference_impl.optimizers import HybridDeviceOptimizer
-from reference_impl.verification.plan_document import SHARES, execute_section
+from reference_impl.verification.plan_document import SHARES, execute_section, read_document
+from reference_impl.verification.watch import StepWatch
 from reference_impl.weights import FrozenLayerStreamer
 
 _EVERYTHING = 2**62  # bytes that stay on the device: recompute without offload
@@ -29,11 +31,13 @@ _EVERYTHING = 2**62  # bytes that stay on the device: recompute without offload
 class AppliedPlan(ClosedAtExit):
     """The mechanisms of a plan on one model, until `close()`; a context manager.
 
-    `optimizer` is the one to step: the user's own, or the offloading one that took its place.
+    `optimizer` is the one to step: the user's own, or the offloading one that took its place. `watch` compares the
+    first steps with what the plan has predicted, and says it in one line.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, stack: ExitStack) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, stack: ExitStack, watch: StepWatch) -> None:
         self.optimizer = optimizer
+        self.watch = watch
         self._stack = stack
 
     def close(self) -> None:
@@ -71,7 +75,8 @@ def apply_plan(
         ValueError: a document without an `execute` section, or with an entry that the schema does not allow, which the
             message names; a plan for another model or optimizer. The model is left as it was.
     """
-    execute = execute_section(plan)
+    document = read_document(plan)
+    execute = execute_section(document)
     wanted = execute.get("optimizer")
     if wanted is not None and type(optimizer) is not torch.optim.AdamW:
         raise ValueError(
@@ -88,12 +93,14 @@ def apply_plan(
             stack.enter_context(FrozenLayerStreamer(model, **weights))
         if activations:
             stack.enter_context(activation_offloader(model, **activation_options(activations)))
-        if wanted is None:
-            return AppliedPlan(optimizer, stack)
-        offloading = _optimizer(optimizer, wanted, max_grad_norm)
-        stack.callback(offloading.close)
-        offloading.attach(model)
-        return AppliedPlan(offloading, stack)
+        stepped = optimizer
+        if wanted is not None:
+            stepped = offloading = _optimizer(optimizer, wanted, max_grad_norm)
+            stack.callback(offloading.close)
+            offloading.attach(model)
+        watch = StepWatch(stepped, Device.of(next(model.parameters()).device), document)
+        stack.callback(watch.close)
+        return AppliedPlan(stepped, stack, watch)
     except BaseException as error:
         close_behind(error, stack.close)
         raise

@@ -51,9 +51,7 @@ def execute_section(plan: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
     Raises ValueError that names the entry for anything but a plan for PyTorch as the schema describes it, and OSError
     for a file that cannot be read.
     """
-    document = plan if isinstance(plan, Mapping) else _read(plan)
-    if not isinstance(document, Mapping):
-        raise _wrong("plan", document, "an object", "offload plan --framework pytorch --format json")
+    document = read_document(plan)
     _known("plan", document, SECTIONS)
     version = document.get("schema_version", "1.0")
     if not isinstance(version, str) or not version.startswith("1."):
@@ -67,6 +65,14 @@ def execute_section(plan: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
     _object({"optimizer": _optimizer, "activations": _activations, "weights": _weights})("execute", execute)
     assert isinstance(execute, Mapping)
     return execute
+
+
+def read_document(plan: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
+    """Return `plan`, a document or its path, as a document. Raises ValueError for what is none, and OSError."""
+    document = plan if isinstance(plan, Mapping) else _read(plan)
+    if not isinstance(document, Mapping):
+        raise _wrong("plan", document, "an object", "offload plan --framework pytorch --format json")
+    return document
 
 
 def _read(path: str | Path) -> Any:

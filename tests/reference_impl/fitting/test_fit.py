@@ -129,6 +129,25 @@ def test_states_that_the_optimizer_has_go_on():
         assert all(same(*each) for each in zip(expected, train(model, fitted.optimizer), strict=True))
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("in_process")
+def test_a_plan_for_more_memory_is_tried_first_and_corrected(tmp_path):
+    model, optimizer = make()
+    with fit(model, optimizer, IDS, loss_of) as fitted:
+        (tmp_path / "plan.json").write_text(json.dumps(fitted.plan))
+    whole = fitted.plan["fitted"]["peak_device_bytes"]
+    model, optimizer = make()
+    plan = tmp_path / "plan.json"
+    with fit(model, optimizer, IDS, loss_of, plan=plan, gpu_budget=whole + 2**20) as again:
+        assert again.plan["execute"] == fitted.plan["execute"]
+        assert again.plan["fitted"]["plans"] == 1
+    with fit(model, optimizer, IDS, loss_of, plan=plan, gpu_budget=round(0.8 * whole)) as smaller:
+        assert smaller.plan["fitted"]["plans"] > 1
+        assert smaller.plan["fitted"]["peak_device_bytes"] <= 0.8 * whole
+    with pytest.raises(ValueError, match="predicts nothing"):
+        fit(model, optimizer, IDS, loss_of, plan={"execute": {}})
+
+
 class Failing(TorchDispatchMode):
     """The n-th operation of a trial finds no memory."""
 

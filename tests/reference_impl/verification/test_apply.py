@@ -155,3 +155,33 @@ def test_the_example_trains_under_a_plan(
     monkeypatch.setattr("sys.argv", [str(example), str(plan)])
     runpy.run_path(str(example))
     assert capsys.readouterr().out.count("loss") == 10
+
+
+@pytest.mark.parametrize(("factor", "level"), [(1.0, "INFO"), (0.5, "WARNING")])
+def test_the_first_steps_are_watched_and_said_in_a_line(
+    factor: float, level: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, device = decoder(), Device.of("cpu")
+    with Ledger(device, track=model.parameters()) as ledger:
+        losses(model, adamw(model))
+        peak_bytes = ledger.peak_device_bytes
+    option = {
+        "label": "as it is",
+        "memory": {"allocated_bytes": round(factor * peak_bytes)},
+        "time": {"step_s": 1.0, "least_s": 0.5, "most_s": 2.0},
+    }
+    plan = {"recommendation": {"patch": {}, "option": option}, "execute": {}}
+    model = decoder()
+    with (
+        caplog.at_level("INFO"),
+        Ledger(device, track=model.parameters()),
+        apply_plan(model, adamw(model), plan) as applied,
+    ):
+        losses(model, applied.optimizer, steps=3)
+        assert applied.watch.summary is None
+        losses(model, applied.optimizer, steps=2)
+    (record,) = [each for each in caplog.records if "at the peak" in each.message]
+    assert record.levelname == level
+    assert ("fit(model" in record.message) == (level == "WARNING")
+    assert applied.watch.summary is not None
+    assert "0.5 to 2 s predicted" in applied.watch.summary

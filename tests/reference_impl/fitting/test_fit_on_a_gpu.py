@@ -1,0 +1,58 @@
+"""`fit` where an allocator keeps the budget: no step after it runs out of memory, and nothing of a trial is left."""
+
+import pytest
+import torch
+
+from reference_impl import fit
+from reference_impl.fitting import FitError
+from reference_impl.verification.model import Decoder, DecoderShape, decoder_loss
+
+SHAPE = DecoderShape(hidden=1024, ffn=2816, layers=8, heads=16, vocab=32000)
+MIB = 2**20
+
+
+def loss_of(model, ids):
+    return decoder_loss(model(ids), ids)
+
+
+def make():
+    torch.manual_seed(0)
+    model = Decoder(SHAPE).to("cuda", torch.bfloat16)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-4)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("budget_mib", [6000, 3500, 2500, 1500, 1000])
+def test_a_budget_is_kept_in_the_trials_and_after_them(budget_mib):
+    model, optimizer = make()
+    ids = torch.randint(SHAPE.vocab, (4, 1024), device="cuda")
+    before = [param.clone().cpu() for param in model.parameters()]
+    state = torch.cuda.get_rng_state()
+    torch.cuda.reset_peak_memory_stats()
+    with fit(model, optimizer, ids, loss_of, gpu_budget=budget_mib * MIB) as fitted:
+        assert all(torch.equal(a, b.cpu()) for a, b in zip(before, model.parameters(), strict=True))
+        assert torch.equal(state, torch.cuda.get_rng_state())
+        torch.cuda.reset_peak_memory_stats()
+        retries = torch.cuda.memory_stats()["num_alloc_retries"]
+        for _ in range(6):
+            loss_of(model, ids).backward()
+            fitted.optimizer.step()
+            fitted.optimizer.zero_grad()
+        fitted.optimizer.synchronize()
+        assert torch.cuda.max_memory_reserved() <= budget_mib * MIB
+        assert torch.cuda.memory_stats()["num_alloc_retries"] == retries
+        assert torch.cuda.max_memory_allocated() == pytest.approx(
+            fitted.plan["fitted"]["peak_device_bytes"], rel=0.02
+        )
+    assert all(param.isfinite().all() for param in model.parameters())
+
+
+@pytest.mark.cuda
+def test_what_fits_nowhere_is_refused_and_the_card_is_free_again():
+    model, optimizer = make()
+    ids = torch.randint(SHAPE.vocab, (4, 1024), device="cuda")
+    weights = torch.cuda.memory_allocated()
+    with pytest.raises(FitError, match="nothing fits"):
+        fit(model, optimizer, ids, loss_of, gpu_budget=400 * MIB)
+    assert torch.cuda.memory_allocated() <= weights + 64 * MIB
+    loss_of(model, ids).backward()
