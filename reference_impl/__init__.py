@@ -14,6 +14,7 @@ from reference_impl.weights import FrozenLayerStreamer
 if TYPE_CHECKING:
     from reference_impl.fitting import fit
     from reference_impl.optimizers import OptimizerStateOffloader
+    from reference_impl.trained_layers import TrainableLayerStreamer
     from reference_impl.verification.apply import apply_plan
     from reference_impl.verification.probe import probe
     from reference_impl.verification.trace import trace
@@ -27,6 +28,7 @@ __all__ = [
     "HybridDeviceOptimizer",
     "OptimizerStateOffloader",
     "Streaming",
+    "TrainableLayerStreamer",
     "apply_plan",
     "fit",
     "probe",
@@ -35,6 +37,7 @@ __all__ = [
 
 _LATER = {
     "OptimizerStateOffloader": "reference_impl.optimizers.state_offload",
+    "TrainableLayerStreamer": "reference_impl.trained_layers",
     "apply_plan": "reference_impl.verification.apply",
     "fit": "reference_impl.fitting.fit",
     "probe": "reference_impl.verification.probe",

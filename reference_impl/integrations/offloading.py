@@ -20,8 +20,7 @@ from reference_impl.memory.closing import ClosedAtExit, close_behind
 from reference_impl.optimizers import HybridDeviceOptimizer
 from reference_impl.optimizers.layout import Split
 from reference_impl.verification.apply import activation_offloader
-from reference_impl.weights import FrozenLayerStreamer
-from reference_impl.weights.streamer import StreamReport
+from reference_impl.weights import FrozenLayerStreamer, StreamReport
 
 # Which handle is attached to a model.
 _in_force: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Offloading]] = weakref.WeakKeyDictionary()

@@ -22,19 +22,24 @@ _DESCRIBING_METHODS = {
     *("size", "stride", "dim", "ndimension", "numel", "nelement", "element_size", "storage_offset"),
     *("is_contiguous", "is_floating_point", "is_complex", "is_signed", "is_inference", "get_device"),
     *("data_ptr", "untyped_storage", "is_set_to", "is_shared", "type", "__len__", "__hash__"),
-    *("requires_grad_", "register_hook", "register_post_accumulate_grad_hook"),
+    *("requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "empty_like", "zeros_like"),
 }
 
 
 def mark_absent(tensor: torch.Tensor, name: str, remedy: str) -> None:
     """Make `tensor`, which is `name` in its model, refuse to be computed with; `remedy` ends the message."""
-    if not hasattr(type(tensor), "_present_class"):
+    if not is_absent(tensor):
         tensor.__class__ = _absent_class(type(tensor), name, remedy)
 
 
 def mark_present(tensor: torch.Tensor) -> None:
     """Give `tensor` its own class back."""
     tensor.__class__ = getattr(type(tensor), "_present_class", type(tensor))
+
+
+def is_absent(tensor: torch.Tensor) -> bool:
+    """Return whether `tensor` was marked absent."""
+    return hasattr(type(tensor), "_present_class")
 
 
 @functools.cache

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from reference_impl.device import Device
+from reference_impl.memory.absent import is_absent
 from reference_impl.optimizers.algorithms import Algorithm, group_defaults
 from reference_impl.optimizers.layout import Member
 from reference_impl.optimizers.options import Budgets
@@ -94,6 +95,9 @@ def check_param(param: torch.Tensor) -> None:
         raise ValueError(f"{what} is not supported; expected bfloat16, float16 or float32; try casting it")
     if param.is_meta:
         raise ValueError(f"{what} has no storage; expected one on a device; try model.to_empty(device=...)")
+    if is_absent(param):
+        # Its bytes live elsewhere; who took them has had it checked before.
+        return
     local = param.to_local() if isinstance(param, DTensor) else param
     if local.numel() and local.untyped_storage().nbytes() == 0:
         raise ValueError(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from typing import Protocol
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -15,8 +16,27 @@ from torch.distributed.tensor import DTensor
 from reference_impl.device import Event
 from reference_impl.optimizers import checks
 from reference_impl.optimizers.layout import Member, gradient_of
-from reference_impl.optimizers.shares import Shares
 from reference_impl.optimizers.stand_in import GradientStandIn
+
+
+class HostGradients(Protocol):
+    """Where gradients are sent: those of members with pieces on the host."""
+
+    @property
+    def norms(self) -> Mapping[Member, torch.Tensor]:
+        """The fp32 norms (0-dim, on the device) of the gradients sent off, as they were then."""
+
+    def offload(self, member: Member, *, measure: bool) -> torch.Tensor:
+        """Start the copy of a gradient, with `measure` its norm too; return it, laid out like the parameter.
+
+        Changes nothing when it raises.
+        """
+
+    def bring_back(self, member: Member, target: torch.Tensor) -> None:
+        """Start the copy of a gradient that was sent off and has not been used into `target`, one-dimensional."""
+
+    def discard(self, members: Iterable[Member]) -> None:
+        """Forget gradients of `members` that were sent off but will not be used."""
 
 
 class Gradients:
@@ -24,12 +44,22 @@ class Gradients:
 
     Args:
         shares: where they go.
-        leave_in_backward: gradients of members with a part on the CPU leave before `step()`.
+        leave_in_backward: gradients of members with a part on the host leave before `step()`.
         sharded_too: those of DTensors, too; no stand-in can take their place.
+        sums_stay: once a second backward has added to gradients that had left, they stay until `step()`. Without it
+            each sum leaves again.
     """
 
-    def __init__(self, shares: Shares, *, leave_in_backward: bool, sharded_too: bool) -> None:
+    def __init__(
+        self,
+        shares: HostGradients,
+        *,
+        leave_in_backward: bool,
+        sharded_too: bool,
+        sums_stay: bool = True,
+    ) -> None:
         self._shares = shares
+        self._sums_stay = sums_stay
         self._leave_in_backward = leave_in_backward
         self._sharded_too = sharded_too
         self._are_accumulated = False
@@ -109,7 +139,7 @@ class Gradients:
         if stand_in.kept_part is not None:
             flat[: member.on_device].copy_(stand_in.kept_part)
         self._shares.discard([member])
-        if not self._are_accumulated:
+        if self._sums_stay and not self._are_accumulated:
             self._are_accumulated = True
             checks.warn_accumulated()
         return gradient

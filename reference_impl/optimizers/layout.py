@@ -20,6 +20,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from reference_impl.device import REACHED, Event
+from reference_impl.memory.weight_home import WeightHome
 
 # 64 elements are 256 bytes in fp32: cuts at multiples of it leave the SIMD body of the fused kernels, and so
 # every bit of the result, as they are for the whole tensor.
@@ -48,7 +49,8 @@ class Member:
 
     `order` is its place in the forward. The rest is its state between steps: of a gradient that has been sent off for
     the next step the event of its copy (`arrival`) and what stands on the parameter for it (`placeholder`); of a new
-    weight the event of its copy back (`published`, `pending` until someone has waited for it).
+    weight the event of its copy back (`published`, `pending` until someone has waited for it). `home` is where
+    the weight lives that only visits the device.
     """
 
     param: torch.Tensor
@@ -64,6 +66,7 @@ class Member:
     placeholder: torch.Tensor | None = None
     published: Event = REACHED
     pending: bool = False
+    home: WeightHome | None = None
 
     def __post_init__(self) -> None:
         """Remember the layout that masters and moments are in, and the dtype that says who is its own master."""
@@ -91,6 +94,13 @@ class Member:
         """This rank's own tensor: the parameter, or a DTensor's local shard."""
         param = self.param
         return param.to_local() if isinstance(param, DTensor) else param
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """This rank's weight as it is, in the parameter's shape: on the host where it lives there."""
+        if self.home is None:
+            return self.param_local.detach()
+        return self.home.host.as_strided(self.param.shape, self.stride)
 
     def flat(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the memory of `tensor`, laid out like the parameter, as one dimension."""

@@ -259,9 +259,9 @@ class OptimizerState(Mapping[torch.Tensor, ParameterState]):
             target[MASTER] = values[MASTER]
         elif param.dtype == torch.float32:
             # It is its own master, and only the copy on the host has to follow it.
-            target.write_in_place(MASTER, self.members[param].param_local.detach())
+            target.write_in_place(MASTER, self.members[param].weight)
         else:
-            target[MASTER] = param.detach()
+            target[MASTER] = self.members[param].weight
 
     def packed(self, param: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return copies of a parameter's states."""

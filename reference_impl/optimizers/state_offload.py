@@ -29,7 +29,7 @@ from torch.utils.hooks import RemovableHandle
 from reference_impl.distributed.mesh import norm_reduction
 from reference_impl.memory.interrupts import deferred_interrupts
 from reference_impl.optimizers import checks
-from reference_impl.optimizers.clip_decision import decide
+from reference_impl.optimizers.clip_decision import ClipDecision, decide
 from reference_impl.optimizers.forward_waits import forgetful
 from reference_impl.optimizers.layout import Member, gradient_of, members_of
 from reference_impl.optimizers.options import CHUNK_BYTES
@@ -38,6 +38,8 @@ from reference_impl.optimizers.state_offload_wrapped import (
     StreamedParts,
     algorithm_of,
     check_group,
+    standing,
+    version_of,
 )
 from reference_impl.optimizers.step import Failures, Status
 from reference_impl.optimizers.streamed.chunks import Part
@@ -92,6 +94,8 @@ class OptimizerStateOffloader(SavedOptimizer):
     the host has too little memory: all before anything is changed.
     """
 
+    _gradients_leave = False  # in `trained_layers.optimizer` they do, in backward
+
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
@@ -133,6 +137,7 @@ class OptimizerStateOffloader(SavedOptimizer):
                 moments_dtype=moments_dtype,
                 compact_low_bits=compact_low_bits,
             ),
+            host_gradients=self._gradients_leave,
         )
         self._open_share: StreamedShare | None = share
         self.grad_norm: torch.Tensor | None = None
@@ -235,7 +240,7 @@ class OptimizerStateOffloader(SavedOptimizer):
             if param.requires_grad
         ]
         self._check_unshared(param for param, _ in params)
-        members = members_of(params, first_order=len(self._members), fraction=self._fraction, offload=None)
+        members = self._lay_out(params)
         parts = {
             member: Part(
                 streamed=range(member.resident, member.param_local.numel()),
@@ -245,6 +250,14 @@ class OptimizerStateOffloader(SavedOptimizer):
         }
         self.streamed.add(parts)
         self._members.update({member.param: member for member in members})
+        self._admitted(members)
+
+    def _lay_out(self, params: Sequence[tuple[torch.Tensor, int]]) -> list[Member]:
+        """Say which elements of `params`, each with its group, stay and which stream."""
+        return members_of(params, first_order=len(self._members), fraction=self._fraction, offload=None)
+
+    def _admitted(self, members: Sequence[Member]) -> None:
+        """Do what new members need beside their states."""
 
     @property
     def streamed(self) -> StreamedShare:
@@ -276,7 +289,7 @@ class OptimizerStateOffloader(SavedOptimizer):
                     self._step()
         except BaseException:
             if self._is_begun:
-                self._taken = self._standing()
+                self._taken = standing(self._members.values())
             raise
         self._is_begun = False
         return loss
@@ -286,16 +299,14 @@ class OptimizerStateOffloader(SavedOptimizer):
         if self._is_taken():
             return
         self._check_replaced()
-        gradients = {
-            member: gradient_of(member) for member in self._members.values() if member.param.grad is not None
-        }
+        gradients = self._to_use()
         if self._waits is not None:
             checks.check_used_in_time(gradients)
         self._wait_for_all()
         if self._waits is not None:
             self._waits.on_step(gradients)
         decision = decide(
-            [torch.linalg.vector_norm(each, dtype=torch.float32) for each in gradients.values()],
+            self._norms(gradients),
             self._device,
             reduce_norm_squared=self._reduce_norm_squared,
             max_norm=self._max_grad_norm,
@@ -306,29 +317,42 @@ class OptimizerStateOffloader(SavedOptimizer):
         if decision is None:
             self.grad_norm = None
             return
-        self.streamed.prepare(gradients, decision, self.param_groups)
-        read = {member: (gradient, _version(gradient)) for member, gradient in gradients.items()}
+        read = self._prepare(gradients, decision)
         with deferred_interrupts():
             self._is_begun = True
             self.grad_norm, self._read = decision.norm, read
             self.streamed.begin()
             for member in gradients:
                 member.pending = True
+            self._began(gradients)
             self.streamed.advance()
         if not self._model_waits:
             self._wait_for_all()
 
-    def _standing(self) -> dict[Member, tuple[torch.Tensor, int]]:
-        """Return the gradients that are on the parameters, with their versions."""
-        grads = ((member, member.param.grad) for member in self._members.values())
-        return {member: (grad, _version(grad)) for member, grad in grads if grad is not None}
+    def _to_use(self) -> dict[Member, torch.Tensor]:
+        """Return the gradients of this step."""
+        return {member: gradient_of(member) for member in standing(self._members.values())}
+
+    def _norms(self, gradients: Mapping[Member, torch.Tensor]) -> list[torch.Tensor]:
+        """Return the fp32 norms of `gradients`, in their order."""
+        return [torch.linalg.vector_norm(each, dtype=torch.float32) for each in gradients.values()]
+
+    def _prepare(
+        self, gradients: Mapping[Member, torch.Tensor], decision: ClipDecision
+    ) -> dict[Member, tuple[torch.Tensor, int]]:
+        """Prepare the step; return the gradients that the update reads where they stand, with their versions."""
+        self.streamed.prepare(gradients, decision, self.param_groups)
+        return {member: (gradient, version_of(gradient)) for member, gradient in gradients.items()}
+
+    def _began(self, gradients: Mapping[Member, torch.Tensor]) -> None:
+        """Take note that the step has begun; does not raise."""
 
     def _is_taken(self) -> bool:
         """Whether all gradients that are on the parameters are those of a step that has failed after it began."""
-        standing = self._standing() if self._taken else {}
-        return bool(standing) and all(
+        found = standing(self._members.values()) if self._taken else {}
+        return bool(found) and all(
             self._taken.get(member, (None, 0))[0] is grad and self._taken[member][1] == version
-            for member, (grad, version) in standing.items()
+            for member, (grad, version) in found.items()
         )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -388,7 +412,7 @@ class OptimizerStateOffloader(SavedOptimizer):
         """Note that the updates of `members` are waited for. Raises RuntimeError when a gradient was written before."""
         for member in members:
             gradient, version = self._read.get(member, (None, 0))
-            if gradient is not None and _version(gradient) != version:
+            if gradient is not None and version_of(gradient) != version:
                 self._failures.first = RuntimeError(
                     f"a gradient of shape {tuple(gradient.shape)} was written after step(), while the update still "
                     "read it; expected it to stay until the next forward; try optimizer.synchronize() before "
@@ -474,8 +498,3 @@ class OptimizerStateOffloader(SavedOptimizer):
         super()._check_usable()
         self._failures.check()
         self._device.refuse_capture("optimizer state offload")
-
-
-def _version(gradient: torch.Tensor) -> int:
-    """Return a number that changes when a gradient is written in place."""
-    return 0 if gradient.is_inference() else gradient._version

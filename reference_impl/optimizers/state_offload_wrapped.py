@@ -5,7 +5,7 @@ Explained in docs/optimizer-state-offloading.md.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -40,6 +40,17 @@ def check_group(algorithm: Algorithm, group: Mapping[str, Any]) -> None:
     checks.check_group(algorithm, group)
     if group.get("momentum") == 0:
         raise ValueError("momentum is 0; expected a positive one, without which SGD has no state to offload")
+
+
+def standing(members: Iterable[Member]) -> dict[Member, tuple[torch.Tensor, int]]:
+    """Return the gradients that are on the parameters of `members`, with their versions."""
+    grads = ((member, member.param.grad) for member in members)
+    return {member: (grad, version_of(grad)) for member, grad in grads if grad is not None}
+
+
+def version_of(gradient: torch.Tensor) -> int:
+    """Return a number that changes when a gradient is written in place."""
+    return 0 if gradient.is_inference() else gradient._version
 
 
 class StreamedParts:

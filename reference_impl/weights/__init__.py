@@ -1,7 +1,8 @@
-"""Frozen weights that visit the device block by block.
+"""Weights that visit the device block by block.
 
-- block: one of a model's repeated modules; its frozen storages stream, its trained ones stay.
-- frozen storage: one storage of a block and every tensor that views it.
+- block: one of a model's repeated modules. `FrozenLayerStreamer` streams its frozen storages, `TrainedWeights` all.
+- block storage: one storage of a block and every tensor that views it.
+- home: the host memory of a trained weight, to which an update on the device sends it back.
 - flat storage: the one device storage that a block's streamed tensors are views of; it is resized to nothing and back.
 - host copy: a block's bytes on the host, pinned, or in ordinary memory (mapped files) behind pinned staging buffers.
 - absent: said of a tensor whose bytes are not on the device; it refuses to be computed with.
@@ -9,9 +10,10 @@
 - window: the blocks on the device: those in use and the next few.
 - resident: frozen bytes that stay on the device for good.
 
-Explained in docs/layer-streaming.md.
+Explained in docs/layer-streaming.md and docs/larger-than-gpu.md.
 """
 
-from reference_impl.weights.streamer import FrozenLayerStreamer, StreamReport
+from reference_impl.weights.layers import StreamReport
+from reference_impl.weights.streamer import FrozenLayerStreamer
 
 __all__ = ["FrozenLayerStreamer", "StreamReport"]

@@ -1,9 +1,9 @@
-"""One block's frozen weights: their bytes on the host, and a device storage that is filled and freed.
+"""One block's weights: their bytes on the host, and a device storage that is filled and freed.
 
 All streamed tensors of a block are views of one flat device storage. Freeing it resizes it to nothing under
 them, and filling it allocates it again and copies from the host, so that the views that autograd saved for
-backward are valid whenever the block is loaded. Nothing is ever copied back: what is frozen does not change,
-and a tensor that did change is an error.
+backward are valid whenever the block is loaded. Nobody but an optimizer that knows the block's homes changes a weight,
+through views of its own (`at`), and sends it home; any other tensor that did change is an error.
 
 Explained in docs/layer-streaming.md.
 """
@@ -18,15 +18,15 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from reference_impl.device import REACHED, Device
+from reference_impl.device import REACHED, Device, Event
 from reference_impl.memory.absent import mark_absent, mark_present
 from reference_impl.memory.interrupts import deferred_interrupts
 from reference_impl.memory.ledger import resize_storage
-from reference_impl.weights.frozen import FrozenStorage, bytes_of, layout, placed, unpacked
-from reference_impl.weights.host_memory import HostCopy, HostMemory, Started
+from reference_impl.weights.host_memory import Host, HostCopy, Started
+from reference_impl.weights.storages import BlockStorage, bytes_of, layout, placed, unpacked
 
 _BROUGHT_BY_ITS_BLOCK = (
-    "expected its use inside the forward or backward of its own block, for which FrozenLayerStreamer brings it; "
+    "expected its use inside the forward or backward of its own block, for which it is brought; "
     "try `with streamer.gathered():` around this"
 )
 
@@ -38,7 +38,7 @@ class Place:
     offset: int
     host: torch.Tensor
     origin: torch.device
-    storage: FrozenStorage
+    storage: BlockStorage
 
 
 @dataclass(frozen=True)
@@ -48,25 +48,30 @@ class Watched:
     name: str
     tensor: torch.Tensor
     version: int
+    requires_grad: bool
     offset: int
 
     def has_changed(self, base_address: int) -> bool:
-        """Whether it was written, unfrozen, or given other memory than that at `base_address`."""
+        """Whether it was written, frozen or unfrozen, or given other memory than that at `base_address`."""
         tensor = self.tensor
         return (
             tensor._version != self.version
-            or tensor.requires_grad
+            or tensor.requires_grad != self.requires_grad
             or tensor.data_ptr() - base_address != self.offset
         )
 
 
 class StreamedBlock:
-    """The frozen weights of `module`, streamed from `take` to `restore`."""
+    """The weights of `module`, streamed from `take` to `restore`.
 
-    def __init__(self, device: Device, host_memory: HostMemory, module: nn.Module, index: int) -> None:
+    `is_held` says that an update has begun to write them and has not sent all of them home: they must not be freed.
+    """
+
+    def __init__(self, device: Device, host_memory: Host, module: nn.Module, index: int) -> None:
         self.module = module
         self.index = index
         self.is_loaded = False
+        self.is_held = False
         self.size_bytes = 0
         self._device = device
         self._host_memory = host_memory
@@ -75,6 +80,7 @@ class StreamedBlock:
         self._host: HostCopy | None = None
         self._flat = torch.empty(0, dtype=torch.uint8)
         self._started: Started = lambda: REACHED
+        self._stored: Event = REACHED
         self._stream_id = 0
 
     @property
@@ -82,7 +88,7 @@ class StreamedBlock:
         """Whether the weights come and go; if not, they are ordinary device tensors."""
         return self._host is not None
 
-    def take(self, storages: Sequence[FrozenStorage], slot_bytes: int) -> None:
+    def take(self, storages: Sequence[BlockStorage], slot_bytes: int) -> None:
         """Have the host keep `storages`, and give their tensors a device storage, which is freed.
 
         Every block's device storage is at least `slot_bytes` long, so that the allocator swaps equals. Raises
@@ -99,7 +105,13 @@ class StreamedBlock:
                 for name, tensor in zip(storage.names, storage.tensors, strict=True):
                     tensor.data = placed(flat, tensor, offset)
                     self._watched.append(
-                        Watched(name, tensor, tensor._version, tensor.data_ptr() - flat.data_ptr())
+                        Watched(
+                            name,
+                            tensor,
+                            tensor._version,
+                            tensor.requires_grad,
+                            tensor.data_ptr() - flat.data_ptr(),
+                        )
                     )
             self._free()
 
@@ -109,11 +121,28 @@ class StreamedBlock:
         Raises RuntimeError while a CUDA graph is being captured.
         """
         assert self._host is not None
-        self._device.refuse_capture("FrozenLayerStreamer")
+        self._device.refuse_capture("layer streaming")
         resize_storage(self._flat.untyped_storage(), self._flat.numel())
         self._stream_id = self._device.current_stream_id()
-        self._started = self._host.load(self._flat[: self.size_bytes])
+        self._started = self._host.load(self._flat[: self.size_bytes], after=self._stored)
         self.is_loaded = True
+
+    def hold(self) -> Event:
+        """Keep the weights, which are loaded, on the device until `stored`; return the event of their arrival."""
+        self.is_held = True
+        return self._started()
+
+    def stored(self, event: Event) -> None:
+        """Take note that all that was written goes home until `event`."""
+        self._stored, self.is_held = event, False
+
+    def wait_stored(self) -> None:
+        """Block until all that was written is home."""
+        self._stored.synchronize()
+
+    def at(self, offset: int, size_bytes: int) -> torch.Tensor:
+        """Return the bytes from `offset` in the device storage, for whoever writes them while the block is held."""
+        return self._flat[offset : offset + size_bytes]
 
     def wait(self) -> None:
         """Make the live current stream wait for the copy, and let the weights be used.
@@ -134,8 +163,9 @@ class StreamedBlock:
         Raises RuntimeError when a tensor has changed: its new value would be lost.
         """
         self._refuse_changes()
-        # A copy that nobody waited for may still be writing.
+        # A copy that nobody waited for may still be writing, or new weights may be on their way home.
         self.wait()
+        self._device.wait(self._stored)
         if self._stream_id != self._device.current_stream_id():
             # The memory belongs to another stream, which does not know of this one's kernels.
             self._device.synchronize()
@@ -155,6 +185,7 @@ class StreamedBlock:
         if not self.is_loaded:
             self.load()
             self.wait()
+        self.wait_stored()
         # All memory first: running out of it half way would leave some tensors here and some there.
         own = [self._own_bytes(self._host, place, to_origin) for place in self._places]
         empty = torch.empty(0, dtype=torch.uint8)
@@ -163,6 +194,7 @@ class StreamedBlock:
                 for tensor in place.storage.tensors:
                     tensor.data = placed(bytes_, tensor, -place.offset)
             self._host.release(after=self._started())
+            self._stored = REACHED
             self._host, self._places, self._watched = None, [], []
             self._flat, self.is_loaded, self.size_bytes = empty, False, 0
 
@@ -205,6 +237,6 @@ class StreamedBlock:
         for watched in self._watched:
             if watched.has_changed(base_address):
                 raise RuntimeError(
-                    f"{watched.name} has changed or been unfrozen since FrozenLayerStreamer took it over; "
-                    "expected frozen weights to stay as they are; try changing them inside streamer.gathered()"
+                    f"{watched.name} has changed, or been frozen or unfrozen, since it was taken over; expected "
+                    "streamed weights to be as they were; try changing them inside streamer.gathered()"
                 )

@@ -19,8 +19,8 @@ from reference_impl.device import REACHED, Device, Event
 from reference_impl.memory.arena import HostArena
 from reference_impl.memory.host import HostMemoryError, available_bytes
 from reference_impl.memory.worker import Worker
-from reference_impl.weights.frozen import FrozenStorage, layout
 from reference_impl.weights.residency import pinned_within
+from reference_impl.weights.storages import BlockStorage, layout
 
 _DEADLINE_S = 600.0
 _STAGING_SLOTS = 2
@@ -38,14 +38,30 @@ class HostCopy(Protocol):
 
     parts: list[torch.Tensor]
 
-    def load(self, target: torch.Tensor) -> Started:
-        """Start filling `target` behind the live current stream."""
+    def load(self, target: torch.Tensor, *, after: Event) -> Started:
+        """Start filling `target` behind the live current stream, once `after` is reached."""
 
     def own(self, part: torch.Tensor) -> torch.Tensor:
         """Return `part` in memory that stays after `release`."""
 
     def release(self, *, after: Event) -> None:
         """Give the memory back once `after` is reached."""
+
+
+class Host(Protocol):
+    """Keeps the bytes of blocks."""
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Bytes of pinned memory in use."""
+
+    def keep(
+        self, index: int, sources: Sequence[torch.Tensor], offsets: Sequence[int], size_bytes: int
+    ) -> HostCopy:
+        """Return the host's copy of `sources`, of block `index`."""
+
+    def close(self) -> None:
+        """Give everything back. Calling it again does nothing."""
 
 
 class PinnedCopy:
@@ -64,15 +80,15 @@ class PinnedCopy:
         self._arena = arena
         self._block = arena.allocate(size_bytes)
         self._block.ready.synchronize()
-        self._bytes = self._block.view(torch.uint8, (size_bytes,))
+        self.whole = self._block.view(torch.uint8, (size_bytes,))
         self.parts = [
-            self._bytes[offset : offset + source.numel()].copy_(source)
+            self.whole[offset : offset + source.numel()].copy_(source)
             for source, offset in zip(sources, offsets, strict=True)
         ]
 
-    def load(self, target: torch.Tensor) -> Started:
+    def load(self, target: torch.Tensor, *, after: Event) -> Started:
         """Start one H2D copy."""
-        event = self._device.copy_in(target, self._bytes, after=(self._device.record(),))
+        event = self._device.copy_in(target, self.whole, after=(self._device.record(), after))
         return lambda: event
 
     def own(self, part: torch.Tensor) -> torch.Tensor:
@@ -128,8 +144,8 @@ class PageableCopy:
         self._offsets = offsets
         self.parts = [source.cpu() for source in sources]
 
-    def load(self, target: torch.Tensor) -> Started:
-        """Queue the way through the staging memory."""
+    def load(self, target: torch.Tensor, *, after: Event) -> Started:
+        """Queue the way through the staging memory; nobody writes such weights, so there is no `after` to wait for."""
         return self._staging.load(target, self.parts, self._offsets, self._staging.device.record())
 
     def own(self, part: torch.Tensor) -> torch.Tensor:
@@ -145,7 +161,7 @@ class HostMemory:
     """Keeps the storages of `blocks` on the host, at most `limit_bytes` of them pinned."""
 
     def __init__(
-        self, device: Device, blocks: Sequence[Sequence[FrozenStorage]], limit_bytes: int | None
+        self, device: Device, blocks: Sequence[Sequence[BlockStorage]], limit_bytes: int | None
     ) -> None:
         """Pin the staging buffers if there will be unpinned blocks. Raises HostMemoryError."""
         sizes = [layout(block)[1] for block in blocks]
@@ -184,7 +200,7 @@ class HostMemory:
             self._staging.close()
         self._arena.close()
 
-    def _require(self, blocks: Sequence[Sequence[FrozenStorage]]) -> None:
+    def _require(self, blocks: Sequence[Sequence[BlockStorage]]) -> None:
         """Raise HostMemoryError unless the host can hold what is not on it yet."""
         needed_bytes = sum(s.size_bytes for block in blocks for s in block if s.device.type != "cpu")
         if needed_bytes > available_bytes():

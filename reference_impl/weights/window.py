@@ -58,7 +58,7 @@ class Window:
             return
         if torch.is_grad_enabled():
             raise RuntimeError(
-                "backward with create_graph=True has reached a block whose frozen weights stream; expected "
+                "backward with create_graph=True has reached a block whose weights stream; expected "
                 "create_graph=False, because a second backward would not bring the weights; try "
                 "`with streamer.gathered():` around both"
             )
@@ -72,10 +72,34 @@ class Window:
 
     def advance(self) -> None:
         """Free what is not needed soon and start loading what is."""
-        wanted = self._wanted()
+        self._hold(self._wanted())
+
+    def bring(self, block: StreamedBlock) -> None:
+        """Have `block` on the device or on its way, in the place of what is needed last."""
+        if not block.is_loaded:
+            self._hold(list(dict.fromkeys([*self._in_use, block])))
+
+    def reload(self) -> None:
+        """Bring the blocks anew that are on the device, because the host's copies have been written."""
+        for block in self.loaded:
+            block.evict()
+        self.advance()
+
+    @property
+    def loaded(self) -> list[StreamedBlock]:
+        """The blocks on the device or on their way."""
+        return [block for block in self._blocks if block.is_loaded]
+
+    def _hold(self, wanted: list[StreamedBlock]) -> None:
+        """Have `wanted` on the device, and of the others as many as fit, those that are needed first."""
         missing = [block for block in wanted if not block.is_loaded]
-        stale = [block for block in self._blocks if block.is_loaded and block not in wanted]
-        excess = len(stale) + len(wanted) - max(self.capacity, len(wanted))
+        stale = [block for block in self.loaded if block not in wanted and not block.is_held]
+        upcoming = self._order.upcoming()
+        # Those that are not needed at all come first.
+        stale.sort(
+            key=lambda block: -upcoming.index(block.index) if block.index in upcoming else -len(upcoming)
+        )
+        excess = len(self.loaded) + len(missing) - max(self.capacity, len(wanted))
         for block in stale[: max(excess, 0)]:
             block.evict()
         for block in missing:
@@ -83,11 +107,15 @@ class Window:
             self.loads += 1
             self.loaded_bytes += block.size_bytes
 
-    def _wanted(self) -> list[StreamedBlock]:
-        """Return the blocks in use, then the next ones that fit beside them."""
-        wanted = list(
+    @property
+    def _in_use(self) -> list[StreamedBlock]:
+        return list(
             dict.fromkeys(block for block in (self._in_forward, self._in_backward) if block is not None)
         )
+
+    def _wanted(self) -> list[StreamedBlock]:
+        """Return the blocks in use, then the next ones that fit beside them."""
+        wanted = self._in_use
         for index in self._order.upcoming():
             if len(wanted) >= self.capacity:
                 break

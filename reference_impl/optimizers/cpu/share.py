@@ -19,11 +19,11 @@ from reference_impl.memory.arena import HostArena
 from reference_impl.optimizers.algorithms import Algorithm
 from reference_impl.optimizers.clip_decision import ClipDecision
 from reference_impl.optimizers.cpu.buckets import Bucket, BucketMemory, plan_buckets
-from reference_impl.optimizers.cpu.gradients import GradientMover
 from reference_impl.optimizers.cpu.publish import Publisher
 from reference_impl.optimizers.cpu.step import BucketUpdate, CpuStep
 from reference_impl.optimizers.cpu.update import BLOCK_ELEMENTS, CpuKernel, Task, cut_tasks, present_part
 from reference_impl.optimizers.cpu.workers import DeadlineWorkers, Job, cpu_budget
+from reference_impl.optimizers.gradient_mover import GradientMover
 from reference_impl.optimizers.layout import MASTER, Member, NewWeights, Piece
 from reference_impl.optimizers.options import CpuUpdate
 from reference_impl.optimizers.step import WorkLostError
@@ -67,7 +67,8 @@ class CpuShare:
         for bucket in buckets:
             self._tasks[bucket] = cut_tasks(bucket)
             self._buckets.update(dict.fromkeys(bucket.pieces, bucket))
-        self._gradients.add(buckets)
+        for bucket in buckets:
+            self._gradients.add({p: bucket.staging[p.offset : p.offset + p.numel] for p in bucket.pieces})
         self._publisher.add(buckets)
         if buckets:
             # A worker that waits for a gradient, or a forward for a weight, is idle meanwhile.

@@ -18,12 +18,14 @@ from typing import NamedTuple
 import torch
 
 from reference_impl.device import REACHED, Event
+from reference_impl.memory.weight_home import WeightHome
 from reference_impl.optimizers.layout import ALIGNMENT, Member, Piece, aligned
 
 # The field that is no state: the low bits of masters.
 LOW = "master_low"
 # Pieces in a compact chunk begin at multiples of so many elements, so that their scales begin at 16 bytes.
 COMPACT_ALIGNMENT = 8 * ALIGNMENT
+_SECTION_BYTES = 256
 
 
 class Part(NamedTuple):
@@ -79,7 +81,8 @@ class Chunk:
     `storage` is flat bytes, on the host or, if `resident`, on the device: `numel` elements of each of `fields`. Where
     masters are no field they stay on the device as `masters` (fp32); an fp32 parameter is its own master and has
     none. `noise_offsets` numbers each piece's first element (0-dim int64, on the device). The storage on the host is
-    whole after the event `stored`.
+    whole after the event `stored`. `gradients` is where the gradients of all elements are left on the host, flat in the
+    parameters' dtype, if they are not on the device; they come in behind the states.
     """
 
     pieces: tuple[Piece, ...]
@@ -89,7 +92,24 @@ class Chunk:
     masters: torch.Tensor | None
     resident: bool
     noise_offsets: Mapping[Piece, torch.Tensor]
+    gradients: torch.Tensor | None = None
     stored: Event = REACHED
+
+    @property
+    def home(self) -> WeightHome | None:
+        """Where the weights of the pieces visit from, all of them together; None if they stay on the device."""
+        return self.pieces[0].member.home
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes on the device while it is updated."""
+        return slot_bytes(self.storage.nbytes, 0 if self.gradients is None else self.gradients.nbytes)
+
+    def gradients_in(self, slot: torch.Tensor) -> torch.Tensor | None:
+        """Return where the gradients come in, behind the states in `slot` (flat bytes)."""
+        if self.gradients is None:
+            return None
+        return slot[self.slot_bytes - self.gradients.nbytes : self.slot_bytes].view(self.gradients.dtype)
 
     @property
     def group(self) -> int:
@@ -162,10 +182,20 @@ class StreamedWeights:
             apart.copy_(flat_weight(member)[first : first + apart.numel()])
 
     def of(self, piece: Piece) -> torch.Tensor:
-        """Return the weights of `piece`, flat."""
+        """Return the weights of `piece`, flat, on the device: of one with a home, while it visits."""
+        if piece.member.home is not None:
+            return piece.member.home.device[piece.start : piece.stop]
         first, apart = self._apart.get(piece.member, (0, None))
         whole = flat_weight(piece.member) if apart is None else apart
         return whole[piece.start - first : piece.stop - first]
+
+    def between_steps(self, piece: Piece) -> torch.Tensor:
+        """Return the weights of `piece`, flat, where they are when no update runs: at home, if they have one."""
+        return (
+            self.of(piece)
+            if piece.member.home is None
+            else flat_weight(piece.member)[piece.start : piece.stop]
+        )
 
     def clear(self) -> None:
         """Drop all separate tensors."""
@@ -173,8 +203,15 @@ class StreamedWeights:
 
 
 def flat_weight(member: Member) -> torch.Tensor:
-    """Return the parameter's own weight, flat."""
-    return member.flat(member.param_local.detach())
+    """Return the parameter's own weight, flat, or that at home."""
+    return member.flat(member.weight)
+
+
+def slot_bytes(state_bytes: int, gradient_bytes: int) -> int:
+    """Return the bytes of a slot that holds states, and gradients behind them where any view of them is aligned."""
+    if gradient_bytes == 0:
+        return state_bytes
+    return -(-state_bytes // _SECTION_BYTES) * _SECTION_BYTES + gradient_bytes
 
 
 def plan_chunks(
@@ -182,9 +219,9 @@ def plan_chunks(
 ) -> list[tuple[tuple[Piece, ...], int]]:
     """Cut the elements `ranges` of members into chunks; return the pieces of each and its length with gaps.
 
-    Each range begins at a multiple of `ALIGNMENT`. A chunk has elements of one group and dtype, and at most
-    `elements(member)` of them. That and the places of pieces in a chunk are multiples of `alignment`, itself one of
-    `ALIGNMENT`. Pieces follow the order of the forward.
+    Each range begins at a multiple of `ALIGNMENT`. A chunk has elements of one group and dtype, of weights that visit
+    the device together or all stay there, and at most `elements(member)` of them. That and the places of pieces in a
+    chunk are multiples of `alignment`, itself one of `ALIGNMENT`. Pieces follow the order of the forward.
     """
     plans = []
     for _, alike in groupby(sorted(ranges, key=_kind), key=_kind):
@@ -206,5 +243,5 @@ def plan_chunks(
     return plans
 
 
-def _kind(member: Member) -> tuple[int, str]:
-    return member.group, str(member.param.dtype)
+def _kind(member: Member) -> tuple[int, str, int]:
+    return member.group, str(member.param.dtype), -1 if member.home is None else member.home.visitors

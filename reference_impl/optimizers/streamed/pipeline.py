@@ -61,8 +61,10 @@ class StreamedPipeline:
     has been queued.
     """
 
-    def __init__(self, device: Device, algorithm: Algorithm) -> None:
+    def __init__(self, device: Device, algorithm: Algorithm, *, ahead: int | None = None) -> None:
+        """Queue at most `ahead` chunks beyond what somebody waits for, by default `_QUEUED_AHEAD`."""
         self._device = device
+        self._ahead = _QUEUED_AHEAD if ahead is None else ahead
         self._update = ChunkUpdate(device, algorithm)
         self._slots = Slots(device)
         # Chunks on the device or on their way in, not updated yet, in the order of their copies.
@@ -119,7 +121,7 @@ class StreamedPipeline:
         self.finish()
         self.drop_prefetched()
         self._update.allocate(chunks)
-        sizes = [chunk.storage.nbytes for chunk in chunks if not chunk.resident]
+        sizes = [chunk.slot_bytes for chunk in chunks if not chunk.resident]
         self._slots.allocate(
             max(sizes, default=0), permanent=min(LEAST_SLOTS, len(sizes)), most=min(slots, len(sizes))
         )
@@ -127,7 +129,7 @@ class StreamedPipeline:
     def plan(self, chunks: Sequence[Chunk], step: StreamedStep, *, at_once: int) -> ChunkQueue:
         """Plan to update `chunks` in this order, and to queue `at_once` or more of them at once; changes nothing."""
         until = {piece.member: count for count, chunk in enumerate(chunks, start=1) for piece in chunk.pieces}
-        return ChunkQueue(list(chunks), until, step, max(at_once, _QUEUED_AHEAD))
+        return ChunkQueue(list(chunks), until, step, max(at_once, self._ahead))
 
     def begin(self, queue: ChunkQueue) -> None:
         """Begin a step that was planned, once the last one is finished; `advance` carries it out. Does not raise.
@@ -143,11 +145,11 @@ class StreamedPipeline:
         self._queue_until(self._queue.at_once)
 
     def queue_for(self, members: Iterable[Member], *, ahead: bool = True) -> None:
-        """Queue the update of `members`, and where something is `ahead`, of `_QUEUED_AHEAD` chunks that follow."""
+        """Queue the update of `members`, and unless told not to, of as many chunks that follow as are queued ahead."""
         until = self._queue.chunks_until
         wanted = max((until.get(member, 0) for member in members), default=0)
         if wanted:
-            self._queue_until(wanted + _QUEUED_AHEAD if ahead else wanted)
+            self._queue_until(wanted + self._ahead if ahead else wanted)
         self._slots.free_retired()
 
     def finish(self) -> None:
@@ -242,7 +244,8 @@ class StreamedPipeline:
             for chunk in self._queue.chunks:
                 if not self._slots.idle:
                     return
-                if not chunk.resident and chunk not in self._loaded:
+                # Gradients on the host are those of the last step yet.
+                if not chunk.resident and chunk not in self._loaded and chunk.gradients is None:
                     self._load(chunk)
         except (torch.OutOfMemoryError, MemoryError):
             # They come in with the step instead.
@@ -256,9 +259,15 @@ class StreamedPipeline:
             self._pop_head(chunk, updated)
             return
         slot, arrived = self._slot_of(chunk)
-        buffer = _buffer(chunk, slot)
-        updated = self._update_head(chunk, buffer, step, arrived)
+        buffer, home = _buffer(chunk, slot), chunk.home
+        # Before anything else is allocated, and on the live current stream, whose memory the weights take.
+        visits = () if home is None else (home.visit(),)
+        updated = self._update_head(
+            chunk, buffer, step, arrived, *visits, came_in=chunk.gradients_in(slot.bytes)
+        )
         stored = self._device.copy_out(chunk.storage, buffer, after=(updated,))
+        if home is not None:
+            home.leave(self._send_home(chunk, step, updated))
         chunk.stored = stored
         del self._loaded[chunk]
         self._pop_head(chunk, updated)
@@ -273,7 +282,24 @@ class StreamedPipeline:
         self._head_updated = None
         self._update.end()
 
-    def _update_head(self, chunk: Chunk, buffer: torch.Tensor, step: StreamedStep, *after: Event) -> Event:
+    def _send_home(self, chunk: Chunk, step: StreamedStep, updated: Event) -> Event:
+        """Copy the new weights of `chunk` to where they live, and return the event after which they are there."""
+        stored = updated
+        for piece in chunk.pieces:
+            home = piece.member.home
+            if home is not None and piece.member in step.gradients:
+                part = slice(piece.start, piece.stop)
+                stored = self._device.copy_out(home.host[part], home.device[part], after=(updated,))
+        return stored
+
+    def _update_head(
+        self,
+        chunk: Chunk,
+        buffer: torch.Tensor,
+        step: StreamedStep,
+        *after: Event,
+        came_in: torch.Tensor | None = None,
+    ) -> Event:
         """Run the kernels of `chunk` on the update stream, unless they have run; return the event of their end."""
         if self._head_updated is None:
             assert self._begun is not None
@@ -281,7 +307,7 @@ class StreamedPipeline:
                 self._device.wait(self._begun)
                 for event in after:
                     self._device.wait(event)
-                self._update.run(chunk, buffer, step)
+                self._update.run(chunk, buffer, step, came_in)
                 self._head_updated = self._device.record()
         return self._head_updated
 
@@ -316,6 +342,9 @@ class StreamedPipeline:
         """Copy `chunk` into an idle slot, behind the slot's last use and the chunk's last copy out."""
         slot = self._slots.idle[0]
         arrived = self._device.copy_in(_buffer(chunk, slot), chunk.storage, after=(slot.free, chunk.stored))
+        gradients, step = chunk.gradients_in(slot.bytes), self._queue.step
+        if chunk.gradients is not None and gradients is not None and step is not None:
+            arrived = self._device.copy_in(gradients, chunk.gradients, after=(slot.free, step.arrived))
         self._loaded[chunk] = self._slots.take(), arrived
 
 

@@ -22,7 +22,7 @@ from reference_impl.device import REACHED, Device, Event
 from reference_impl.memory.interrupts import deferred_interrupts
 from reference_impl.optimizers.algorithms import Algorithm
 from reference_impl.optimizers.clip_decision import ClipDecision
-from reference_impl.optimizers.layout import Member
+from reference_impl.optimizers.layout import Member, Piece
 from reference_impl.optimizers.step import snapshot
 from reference_impl.optimizers.streamed.chunks import Chunk, Part, StreamedWeights
 from reference_impl.optimizers.streamed.pipeline import ChunkQueue, StreamedPipeline
@@ -43,6 +43,8 @@ class StreamedShare:
         prefetch_bytes: without a budget, how much extra slots may take.
         state_format: which states are in chunks, and in which dtypes; by default masters and moments in fp32.
         remedy: ends the message when the host has too little memory.
+        host_gradients: gradients are left on the host, where `gradient_places` says, and come in with the states. Then
+            nothing is queued ahead of what somebody waits for but by `queue`, because weights may have homes.
 
     Raises ValueError for a format or `chunk_bytes` that is not possible.
     """
@@ -57,6 +59,7 @@ class StreamedShare:
         prefetch_bytes: int = 0,
         state_format: StateFormat | None = None,
         remedy: str = "try a smaller fraction",
+        host_gradients: bool = False,
     ) -> None:
         self._device = device
         self._budget_bytes = device_budget_bytes
@@ -69,10 +72,11 @@ class StreamedShare:
             chunk_bytes=chunk_bytes,
             state_format=state_format,
             remedy=remedy,
+            host_gradients=host_gradients,
         )
         self._weights = StreamedWeights()
         self._states = StreamedStates(self._weights)
-        self._pipeline = StreamedPipeline(device, algorithm)
+        self._pipeline = StreamedPipeline(device, algorithm, ahead=0 if host_gradients else None)
         self._chunks: list[Chunk] = []
         self._gradients: dict[Member, torch.Tensor] = {}
         self._prepared: ChunkQueue | None = None
@@ -119,6 +123,16 @@ class StreamedShare:
             self._most_slots = most_slots
             self._chunks.extend(chunks)
             self.steps.update(steps)
+
+    def gradient_places(self, members: Iterable[Member]) -> dict[Piece, torch.Tensor]:
+        """Return where on the host the gradients of `members` are left, for each piece of theirs."""
+        wanted = set(members)
+        return {
+            piece: chunk.gradients[piece.offset : piece.offset + piece.numel]
+            for chunk in self._chunks
+            for piece in chunk.pieces
+            if chunk.gradients is not None and piece.member in wanted
+        }
 
     def _slots_in_budget(self, params: Sequence[torch.Tensor]) -> int:
         """Return how many slots the budget allows, given all parameters."""
@@ -206,13 +220,17 @@ class StreamedShare:
         gradients: Mapping[Member, torch.Tensor],
         decision: ClipDecision | None,
         groups: Sequence[Mapping[str, Any]],
+        *,
+        arrived: Event = REACHED,
+        factors: Mapping[Member, Sequence[torch.Tensor | float]] | None = None,
     ) -> None:
         """Prepare the update of members here, once the last step is finished; it may raise, and changes nothing.
 
         Chunks go in the order of `chunks`: the first at once, others as `wait_for` asks for them, then the copies of
         the next step's first chunks. `gradients` of other members are passed over; each has the shape of its (local)
         parameter and is kept until `wait_for`. Each step copies every chunk that it touches in and out, so one step of
-        all members is best. Without a decision gradients are used as they are.
+        all members is best. Without a decision gradients are used as they are. `arrived` and `factors` are those of
+        gradients on the host, see `StreamedStep`.
         """
         self._prepared = None
         self.wait_for(self._gradients)
@@ -221,7 +239,9 @@ class StreamedShare:
         if not ours:
             return
         due = [chunk for chunk in self.chunks if any(piece.member in ours for piece in chunk.pieces)]
-        step = StreamedStep(ours, self.steps, decision, snapshot(groups), self._weights)
+        step = StreamedStep(
+            ours, self.steps, decision, snapshot(groups), self._weights, arrived, dict(factors or {})
+        )
         # A CPU worker waits for the chunks of split members.
         self._prepared = self._pipeline.plan(due, step, at_once=sum(map(self._has_split_member, due)))
 
@@ -256,6 +276,10 @@ class StreamedShare:
             sharded = isinstance(member.param, DTensor)
             limit_bytes = None if sharded else self._freed.limit_bytes(self._pipeline.extra_bytes)
             self._pipeline.prefetch(self._prefetchable, limit_bytes=limit_bytes)
+
+    def queue(self, members: Iterable[Member]) -> None:
+        """Queue the updates of `members`, and of what comes before them; nobody waits for them yet."""
+        self._pipeline.queue_for([member for member in members if member in self._gradients], ahead=False)
 
     def wait_for(self, members: Iterable[Member]) -> None:
         """Make the live current stream wait for the updates of `members`, and drop their gradients."""

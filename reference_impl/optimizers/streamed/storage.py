@@ -16,7 +16,7 @@ from importlib.util import find_spec
 import torch
 
 from reference_impl.device import Device
-from reference_impl.memory.arena import HostArena, HostBlock
+from reference_impl.memory.arena import ALIGNMENT_BYTES, HostArena, HostBlock
 from reference_impl.optimizers.algorithms import Algorithm
 from reference_impl.optimizers.layout import MASTER, Member, Piece
 from reference_impl.optimizers.options import CHUNK_BYTES
@@ -32,6 +32,7 @@ from reference_impl.optimizers.streamed.chunks import (
     flat_weight,
     plan_chunks,
     scale_of,
+    slot_bytes,
 )
 from reference_impl.optimizers.streamed.update import scratch_bytes_an_element
 
@@ -153,6 +154,7 @@ class StateStorage:
         chunk_bytes: most bytes of one chunk.
         state_format: the states of a chunk and their dtypes.
         remedy: ends the message of the HostMemoryError.
+        host_gradients: chunks have room for gradients on the host.
     """
 
     def __init__(
@@ -163,11 +165,13 @@ class StateStorage:
         chunk_bytes: int,
         state_format: StateFormat,
         remedy: str,
+        host_gradients: bool = False,
     ) -> None:
         self._device = device
         self._moments = moments
         self._chunk_bytes = chunk_bytes
         self._format = state_format
+        self._host_gradients = host_gradients
         self._arena = HostArena(device, remedy=remedy)
         # What the last `make` has taken, and what was reserved for chunks that were discarded.
         self._blocks: list[HostBlock] = []
@@ -181,8 +185,9 @@ class StateStorage:
         return self._chunk_bytes // bytes_of(fields, alignment) * alignment
 
     def slot_bytes(self, dtype: torch.dtype) -> int:
-        """Return the most bytes of a chunk of parameters of `dtype`, as stored."""
-        return bytes_of(self._fields(dtype), self.chunk_elements(dtype))
+        """Return the most bytes of a chunk of parameters of `dtype` on the device."""
+        elements = self.chunk_elements(dtype)
+        return slot_bytes(bytes_of(self._fields(dtype), elements), elements * self._gradient_bytes(dtype))
 
     def scratch_bytes(self, dtype: torch.dtype) -> int:
         """Return the device bytes that the update of one such chunk needs beside its slot."""
@@ -202,7 +207,8 @@ class StateStorage:
                     {each: parts[each].resident for each in members}, resident=True, exact=exact
                 )
                 streamed = {each: parts[each].streamed for each in members}
-                chunks += self._make(streamed, resident=exact, exact=exact)
+                # Small ones would stay, but what their update reads comes in.
+                chunks += self._make(streamed, resident=exact and not self._host_gradients, exact=exact)
         except BaseException:
             self.discard()
             raise
@@ -238,12 +244,16 @@ class StateStorage:
             for pieces, numel in plans
         ]
         if listed and not resident:
-            needed_bytes = sum(bytes_of(fields, numel) for _, numel, fields in listed)
+            needed_bytes = sum(
+                _reserved(bytes_of(fields, numel))
+                + _reserved(numel * self._gradient_bytes(pieces[0].member.param.dtype))
+                for pieces, numel, fields in listed
+            )
             if needed_bytes > self._spare_bytes:
                 self._arena.reserve(needed_bytes - self._spare_bytes)
                 self._spare_bytes = needed_bytes
             self._spare_bytes -= needed_bytes
-            self._used_bytes = needed_bytes
+            self._used_bytes += needed_bytes
         for pieces, numel, fields in listed:
             size_bytes = bytes_of(fields, numel)
             is_own_master = pieces[0].member.param.dtype == torch.float32
@@ -258,7 +268,14 @@ class StateStorage:
                 else self._on_device(4 * numel).view(torch.float32),
                 resident=resident,
                 noise_offsets=self._noise_offsets(pieces),
+                gradients=None if resident else self._gradients(numel, pieces[0].member.param.dtype),
             )
+
+    def _gradient_bytes(self, dtype: torch.dtype) -> int:
+        return dtype.itemsize if self._host_gradients else 0
+
+    def _gradients(self, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
+        return self._on_host(numel * dtype.itemsize).view(dtype) if self._host_gradients else None
 
     def _noise_offsets(self, pieces: Sequence[Piece]) -> dict[Piece, torch.Tensor]:
         """Number the first elements of pieces, by parameter and place in it alone: however these are cut."""
@@ -322,7 +339,7 @@ class StreamedStates:
         if chunk.compact and (name != MASTER or chunk.has(LOW)):
             return self._read_compact(piece, chunk, name)
         if name == MASTER and chunk.has(LOW):
-            high = self._weights.of(piece).cpu().view(torch.int16)
+            high = self._weights.between_steps(piece).cpu().view(torch.int16)
             flag = self._flagged(piece, chunk) < 0
             return packing.join(high, self._stored(piece, chunk, LOW), flag).view(torch.float32)
         stored = self._stored(piece, chunk, name)
@@ -334,7 +351,7 @@ class StreamedStates:
     def _read_compact(self, piece: Piece, chunk: Chunk, name: str) -> torch.Tensor:
         if name == MASTER:
             low = self._stored(piece, chunk, LOW)
-            high = self._weights.of(piece).to(low.device).view(torch.int16)
+            high = self._weights.between_steps(piece).to(low.device).view(torch.int16)
             return compact.join(high, low).view(torch.float32)
         codes, scales = self._codes(piece, chunk, name)
         return compact.MOMENTS[name].unpack(codes, scales).view(-1)[: piece.numel]
@@ -364,7 +381,10 @@ class StreamedStates:
 
     def _set_weights(self, piece: Piece, high: torch.Tensor) -> None:
         """Set the weights of `piece` to the upper halves of its masters (int16)."""
-        for weights in (self._weights.of(piece), flat_weight(piece.member)[piece.start : piece.stop]):
+        for weights in (
+            self._weights.between_steps(piece),
+            flat_weight(piece.member)[piece.start : piece.stop],
+        ):
             # A weight that is right already may be part of a graph.
             if not torch.equal(weights.cpu().view(torch.int16), high.cpu()):
                 weights.copy_(high.view(torch.bfloat16))
@@ -393,10 +413,15 @@ class StreamedStates:
         elif chunk.masters is not None:
             whole = chunk.masters
         else:
-            return self._weights.of(piece)
+            return self._weights.between_steps(piece)
         return whole[piece.offset : piece.offset + piece.numel]
 
     def _flagged(self, piece: Piece, chunk: Chunk) -> torch.Tensor:
         """Return the bits of the state whose sign says how masters were rounded."""
         assert chunk.flagged is not None
         return packing.integers(self._stored(piece, chunk, chunk.flagged))
+
+
+def _reserved(size_bytes: int) -> int:
+    """Return what a block of `size_bytes` takes of the arena."""
+    return -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

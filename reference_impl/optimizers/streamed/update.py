@@ -14,12 +14,12 @@ Explained in docs/optimizer-state-offloading.md.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from reference_impl.device import Device
+from reference_impl.device import REACHED, Device, Event
 from reference_impl.optimizers.algorithms import Algorithm
 from reference_impl.optimizers.clip_decision import ClipDecision
 from reference_impl.optimizers.layout import MASTER, Member, Piece
@@ -41,6 +41,8 @@ class StreamedStep:
 
     `gradients` have the shape of their parameters. `steps` are the step counters, 0-dim fp32 on the device, and count
     this step already. `groups` are the hyper-parameters by group. Without a `decision` gradients are used as they are.
+    Of chunks whose gradients are on the host `gradients` only names the members; those on the host are whole after
+    `arrived`, and are multiplied by each of their member's `factors`, in their own dtype.
     """
 
     gradients: Mapping[Member, torch.Tensor]
@@ -48,6 +50,8 @@ class StreamedStep:
     decision: ClipDecision | None
     groups: Sequence[Mapping[str, Any]]
     weights: StreamedWeights
+    arrived: Event = REACHED
+    factors: Mapping[Member, Sequence[torch.Tensor | float]] = field(default_factory=dict)
 
     def gradient(self, piece: Piece) -> torch.Tensor:
         """Return the gradient of `piece`, flat."""
@@ -72,8 +76,9 @@ class ChunkUpdate:
         self._scratch = Scratch(device)
         self._rounded = packing.RoundedUpdate(device, algorithm)
         self._numbers: Mapping[Member, torch.Tensor] = {}
-        # How many operations of the chunk that is being updated are done.
+        # How many operations of the chunk that is being updated are done, and how many products before them.
         self._done = 0
+        self._scaled = 0
 
     def allocate(self, chunks: Sequence[Chunk]) -> None:
         """Allocate the scratch of `chunks`, all there are, on the live current stream. No update may be running."""
@@ -86,35 +91,52 @@ class ChunkUpdate:
         # They are kept until the next step, which begins behind all updates of this one.
         self._numbers = self._rounded.numbers(members, step.steps, step.groups)
 
-    def run(self, chunk: Chunk, buffer: torch.Tensor, step: StreamedStep) -> None:
+    def run(
+        self, chunk: Chunk, buffer: torch.Tensor, step: StreamedStep, came_in: torch.Tensor | None = None
+    ) -> None:
         """Update the states in `buffer`, which is laid out like the chunk's storage, and the weights of its pieces.
 
-        Pieces of members without a gradient stay as they are. Called again before `end`, with the same arguments, it
-        does what it has not done yet.
+        Pieces of members without a gradient stay as they are. `came_in` are the gradients of all elements where they
+        come from the host, flat. Called again before `end`, with the same arguments, it does what it has not done yet.
         """
         pieces = [piece for piece in chunk.pieces if piece.member in step.gradients]
-        if chunk.rounded:
-            self._run_rounded(chunk, buffer, pieces, step)
+        if came_in is None:
+            gradients = {piece: step.gradient(piece) for piece in pieces}
         else:
-            self._run_exact(chunk, buffer, pieces, step)
+            gradients = {piece: _part(came_in, piece) for piece in pieces}
+            self._scale(gradients, step)
+        if chunk.rounded:
+            self._run_rounded(chunk, buffer, gradients, step)
+        else:
+            self._run_exact(chunk, buffer, gradients, step)
+
+    def _scale(self, gradients: Mapping[Piece, torch.Tensor], step: StreamedStep) -> None:
+        """Multiply gradients by the factors of their members."""
+        products = [
+            (each, by) for piece, each in gradients.items() for by in step.factors.get(piece.member, ())
+        ]
+        for gradient, factor in products[self._scaled :]:
+            gradient.mul_(factor)
+            self._scaled += 1
 
     def end(self) -> None:
         """Forget how far the chunk has come: the next `run` is of another."""
-        self._done = 0
+        self._done = self._scaled = 0
 
     def close(self) -> None:
         """Drop the scratch. No update may be running."""
         self._scratch.close()
 
     def _run_exact(
-        self, chunk: Chunk, buffer: torch.Tensor, pieces: Sequence[Piece], step: StreamedStep
+        self, chunk: Chunk, buffer: torch.Tensor, gradients: Mapping[Piece, torch.Tensor], step: StreamedStep
     ) -> None:
         """Unpack, run the fused kernel, round masters to weights, pack."""
+        pieces = list(gradients)
         weights = [step.weights.of(piece) for piece in pieces]
         widened = [self._scratch.gradient(piece) for piece in pieces]
         if self._done == 0:
             # The kernel writes the scaled gradient back, so an fp32 gradient is copied too.
-            torch._foreach_copy_(widened, [step.gradient(piece) for piece in pieces])
+            torch._foreach_copy_(widened, list(gradients.values()))
             self._scratch.unpack(chunk, buffer, step.weights)
             self._done = 1
         states = self._scratch.states(chunk, buffer)
@@ -139,12 +161,12 @@ class ChunkUpdate:
             self._done = 3
 
     def _run_rounded(
-        self, chunk: Chunk, buffer: torch.Tensor, pieces: Sequence[Piece], step: StreamedStep
+        self, chunk: Chunk, buffer: torch.Tensor, gradients: Mapping[Piece, torch.Tensor], step: StreamedStep
     ) -> None:
         """Run the one kernel that does everything, once a piece."""
-        for piece in pieces[self._done :]:
+        for piece, gradient in list(gradients.items())[self._done :]:
             self._rounded.update(
-                self._operands(chunk, buffer, piece, step),
+                self._operands(chunk, buffer, piece, gradient, step),
                 first=chunk.noise_offsets[piece],
                 step=step.steps[piece.member],
                 numbers=self._numbers[piece.member],
@@ -154,7 +176,7 @@ class ChunkUpdate:
             self._done += 1
 
     def _operands(
-        self, chunk: Chunk, buffer: torch.Tensor, piece: Piece, step: StreamedStep
+        self, chunk: Chunk, buffer: torch.Tensor, piece: Piece, gradient: torch.Tensor, step: StreamedStep
     ) -> packing.PieceOperands:
         """Return what the kernel updates of `piece`."""
         weight, moments = step.weights.of(piece), self._algorithm.moments
@@ -167,7 +189,7 @@ class ChunkUpdate:
                 weight=written,
                 low=chunk.blocks(LOW, buffer, piece) if chunk.has(LOW) else None,
                 master=whole,
-                gradient=step.gradient(piece),
+                gradient=gradient,
                 codes=[chunk.blocks(name, buffer, piece) for name in moments],
                 scales=[chunk.blocks(scale_of(name), buffer, piece) for name in moments],
             )
@@ -175,7 +197,7 @@ class ChunkUpdate:
             weight=written,
             low=_part(chunk.field(LOW, buffer), piece) if chunk.has(LOW) else None,
             master=whole,
-            gradient=step.gradient(piece),
+            gradient=gradient,
             moments=[packing.integers(_part(chunk.field(name, buffer), piece)) for name in moments],
         )
 

@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("error:a second backw
 
 @pytest.fixture(autouse=True)
 def small_weights_stream(monkeypatch):
-    monkeypatch.setattr("reference_impl.weights.frozen.MIN_BYTES", 1)
+    monkeypatch.setattr("reference_impl.weights.storages.MIN_BYTES", 1)
 
 
 def adapted(base, **options):

@@ -84,7 +84,7 @@ def test_a_run_is_that_of_adamw(tmp_path, build, wanted):
 @pytest.mark.parametrize("build", [sft, dpo, grpo])
 def test_adapters_on_a_base_that_streams(tmp_path, build, wanted, monkeypatch):
     """DPO's and GRPO's reference is the base without the adapter."""
-    monkeypatch.setattr("reference_impl.weights.frozen.MIN_BYTES", 1)
+    monkeypatch.setattr("reference_impl.weights.storages.MIN_BYTES", 1)
     changes = {"beta": 0.1} if build is grpo else {}
     expected = course(build(tmp_path, adapter=adapter(), **changes))
     course(build(tmp_path, adapter=adapter(), **changes), **wanted).assert_is(expected)

@@ -8,36 +8,34 @@ Explained in docs/optimizer-offloading.md.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 import torch
 
 from reference_impl.device import Device, Event
 from reference_impl.memory.in_flight import InFlight
 from reference_impl.optimizers.checks import check_used_in_time
-from reference_impl.optimizers.cpu.buckets import Bucket
 from reference_impl.optimizers.layout import Member, Piece, gradient_of
 
 _IN_FLIGHT_BYTES = 2 * 2**30
 
 
 class GradientMover:
-    """Copies gradients of offloaded members into their buckets' staging buffers.
+    """Copies gradients of members to where each of their pieces is left on the host.
 
-    `norms` are those of the gradients sent off for the next step, fp32, 0-dim, on the device.
+    At most `in_flight_bytes` of them are on their way before compute waits. `norms` are those of the gradients sent off
+    for the next step, fp32, 0-dim, on the device.
     """
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device, *, in_flight_bytes: int = _IN_FLIGHT_BYTES) -> None:
         self._device = device
-        self._in_flight = InFlight(device, limit_bytes=_IN_FLIGHT_BYTES)
+        self._in_flight = InFlight(device, limit_bytes=in_flight_bytes)
         self._targets: dict[Piece, torch.Tensor] = {}
         self.norms: dict[Member, torch.Tensor] = {}
 
-    def add(self, buckets: Sequence[Bucket]) -> None:
-        """Learn where the gradients of new buckets go."""
-        for bucket in buckets:
-            for piece in bucket.pieces:
-                self._targets[piece] = bucket.staging[piece.offset : piece.offset + piece.numel]
+    def add(self, targets: Mapping[Piece, torch.Tensor]) -> None:
+        """Learn where the gradients of new pieces go: flat, on the host."""
+        self._targets.update(targets)
 
     def forget(self, piece: Piece) -> None:
         """Forget where the gradient of `piece` goes."""
@@ -60,7 +58,7 @@ class GradientMover:
     def bring_back(self, member: Member, target: torch.Tensor) -> None:
         """Start the copy of a gradient that was sent off into `target`, its memory on the device in one dimension.
 
-        What of the member no bucket holds is left as it is in `target`.
+        What of the member no piece holds is left as it is in `target`.
         """
         assert member.arrival is not None
         self._device.wait(member.arrival)

@@ -1,8 +1,8 @@
-"""What of a model can stream: its repeated blocks, and the frozen storages that only one block uses.
+"""What of a model can stream: its repeated blocks, and the storages that only one block uses.
 
 Storages count, not parameters: tied and shared tensors are one storage, and a packed quantised weight is as
-many plain tensors as it holds. Trainable tensors, small ones, and storages that somebody outside the block uses
-too stay where they are.
+many plain tensors as it holds. Small frozen tensors, storages that somebody outside the block uses too, and trained
+tensors unless they are asked for, stay where they are.
 
 Explained in docs/layer-streaming.md.
 """
@@ -26,7 +26,7 @@ ALIGNMENT_BYTES = 512
 
 
 @dataclass(frozen=True)
-class FrozenStorage:
+class BlockStorage:
     """One storage of a block and every tensor that views it, with their names in the model."""
 
     names: tuple[str, ...]
@@ -64,45 +64,52 @@ def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
     return blocks
 
 
-def frozen_storages(model: nn.Module, blocks: Sequence[nn.Module]) -> list[list[FrozenStorage]]:
+def streamable_storages(
+    model: nn.Module, blocks: Sequence[nn.Module], *, with_trained: bool = False
+) -> list[list[BlockStorage]]:
     """Return, for each of `blocks`, the storages that may stream, in the order of its modules.
 
+    `with_trained` adds the storages of trained tensors, small ones included: all that a block trains stays together.
     Raises ValueError for a sharded (DTensor) parameter, which it names.
     """
     owner_of_module = _owners(blocks)
     tensors: defaultdict[int, list[tuple[str, torch.Tensor]]] = defaultdict(list)
     owners: defaultdict[int, set[int]] = defaultdict(set)
-    unfit: set[int] = set()
+    trained: set[int] = set()
+    small: set[int] = set()
     for module, name, tensor, is_trained in plain_tensors(model):
         storage = tensor.untyped_storage()
         tensors[storage._cdata].append((name, tensor))
         owners[storage._cdata].add(owner_of_module.get(id(module), -1))
-        if is_trained or storage.nbytes() < MIN_BYTES:
-            unfit.add(storage._cdata)
-    streamable: list[list[FrozenStorage]] = [[] for _ in blocks]
+        if is_trained:
+            trained.add(storage._cdata)
+        if storage.nbytes() < MIN_BYTES:
+            small.add(storage._cdata)
+    unfit = small - trained if with_trained else small | trained
+    streamable: list[list[BlockStorage]] = [[] for _ in blocks]
     for key, named in tensors.items():
         (owner, *others) = owners[key]
         if owner >= 0 and not others and key not in unfit:
             names, views = zip(*named, strict=True)
-            streamable[owner].append(FrozenStorage(names, views))
+            streamable[owner].append(BlockStorage(names, views))
     return streamable
 
 
-def weighted_modules(block: nn.Module) -> list[nn.Module]:
-    """Return the modules of `block` that hold a frozen tensor large enough to stream."""
+def weighted_modules(block: nn.Module, *, with_trained: bool = False) -> list[nn.Module]:
+    """Return the modules of `block` that hold a tensor large enough to stream: a frozen one, or any."""
     return [
         module
         for module in block.modules()
         if any(
             plain.nbytes >= MIN_BYTES
             for tensor in chain(module._parameters.values(), module._buffers.values())
-            if tensor is not None and not tensor.requires_grad
+            if tensor is not None and (with_trained or not tensor.requires_grad)
             for _, plain in unpacked("", tensor)
         )
     ]
 
 
-def layout(storages: Sequence[FrozenStorage]) -> tuple[list[int], int]:
+def layout(storages: Sequence[BlockStorage]) -> tuple[list[int], int]:
     """Return an aligned offset for each of a block's storages, and the bytes of all."""
     offsets, end = [], 0
     for storage in storages:

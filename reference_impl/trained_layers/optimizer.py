@@ -1,0 +1,196 @@
+"""The optimizer of trained layers that stream: gradients leave in backward, states pass with the weights.
+
+It is an `OptimizerStateOffloader` all of whose states are on the host. Three things differ: a gradient goes to the host
+as soon as it is final, it comes back in one chunk with its states, and a chunk of a block's states is updated while the
+block's weights visit the device for the next forward.
+
+Explained in docs/larger-than-gpu.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+
+from reference_impl.device import Device, Event
+from reference_impl.optimizers.clip_decision import ClipDecision
+from reference_impl.optimizers.forward_waits import forgetful
+from reference_impl.optimizers.gradient_mover import GradientMover
+from reference_impl.optimizers.gradients import Gradients, put_in_place
+from reference_impl.optimizers.layout import Member, Piece
+from reference_impl.optimizers.options import Streaming
+from reference_impl.optimizers.stand_in import GradientStandIn
+from reference_impl.optimizers.state_offload import OptimizerStateOffloader
+from reference_impl.weights.trained import TrainedWeights
+
+
+class ChunkGradients:
+    """Where gradients go that come back with their chunk, as `gradients.HostGradients`."""
+
+    def __init__(self, device: Device, *, in_flight_bytes: int) -> None:
+        self._device = device
+        self._mover = GradientMover(device, in_flight_bytes=in_flight_bytes)
+
+    @property
+    def norms(self) -> dict[Member, torch.Tensor]:
+        """The fp32 norms (0-dim, on the device) of the gradients sent off, as they were then."""
+        return self._mover.norms
+
+    def add(self, places: Mapping[Piece, torch.Tensor]) -> None:
+        """Learn where the gradients of new pieces go."""
+        self._mover.add(places)
+
+    def offload(self, member: Member, *, measure: bool) -> torch.Tensor:
+        """Start the copy of a gradient, with `measure` its norm too; return it, laid out like the parameter."""
+        return self._mover.offload(member, measure=measure)
+
+    def bring_back(self, member: Member, target: torch.Tensor) -> None:
+        """Start the copy of a gradient that has not been used into `target`, one-dimensional."""
+        self._mover.bring_back(member, target)
+
+    def discard(self, members: Iterable[Member]) -> None:
+        """Forget gradients of `members` that will not be used."""
+        for member in members:
+            if member.arrival is not None:
+                self._device.wait(member.arrival)
+                self.take([member])
+
+    def take(self, members: Iterable[Member]) -> None:
+        """Let a step own the gradients of `members`."""
+        for member in members:
+            member.arrival = member.placeholder = None
+            self._mover.norms.pop(member, None)
+
+    def arrived(self) -> Event:
+        """Return the event after which all gradients sent off so far are on the host."""
+        return self._mover.arrived()
+
+
+class TrainedLayersOptimizer(OptimizerStateOffloader):
+    """What `TrainableLayerStreamer` has made of a torch optimizer: use it in its place.
+
+    Its groups stay those of the wrapped optimizer. `step()` returns when the update is prepared; the next forward
+    carries it out, block by block, with the global norm of all gradients. Gradients are on the host from backward on: a
+    stand-in on `param.grad` answers `clip_grad_norm_` and GradScaler, is dropped by `zero_grad`, and a second backward
+    adds to what it stands for. What is promised for a step that raises is in docs/reliability.md.
+
+    Args:
+        optimizer: see `OptimizerStateOffloader`.
+        weights: the weights that visit.
+        device: where they do.
+        streaming: how states cross the link.
+        max_grad_norm: clip the global norm exactly.
+        in_flight_bytes: gradients on their way to the host before compute waits for them.
+    """
+
+    _gradients_leave = True
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        weights: TrainedWeights,
+        device: Device,
+        *,
+        streaming: Streaming,
+        max_grad_norm: float | None,
+        in_flight_bytes: int,
+    ) -> None:
+        self._weights = weights
+        self._store = ChunkGradients(device, in_flight_bytes=in_flight_bytes)
+        self._leaving = Gradients(self._store, leave_in_backward=True, sharded_too=False, sums_stay=False)
+        self._stand_ins: dict[Member, GradientStandIn] = {}
+        super().__init__(
+            optimizer,
+            chunk_bytes=streaming.chunk_bytes,
+            hi_lo_masters=streaming.hi_lo_masters,
+            moments_dtype=streaming.moments_dtype,
+            compact_low_bits=streaming.compact_low_bits,
+            max_grad_norm=max_grad_norm,
+        )
+
+    def settle(self, params: Iterable[torch.Tensor], ahead: Iterable[torch.Tensor]) -> None:
+        """Make the live current stream see new weights of `params`; queue the updates of those that come `ahead`."""
+        members = [self._members[param] for param in params if self._members[param].pending]
+        if not members:
+            return
+        with self._working():
+            self._resume()
+            self.streamed.queue(members)
+            self.streamed.queue(self._members[param] for param in ahead)
+            self._wait_for(members)
+
+    def changed(self, params: Iterable[torch.Tensor]) -> None:
+        """Make new masters of weights that the user has written."""
+        super()._refresh([self._members[param] for param in params])
+
+    def _lay_out(self, params: Sequence[tuple[torch.Tensor, int]]) -> list[Member]:
+        members = super()._lay_out(params)
+        for member in members:
+            member.home = self._weights.home_of.get(member.param)
+        return members
+
+    def _admitted(self, members: Sequence[Member]) -> None:
+        places = self.streamed.gradient_places(members)
+        self._store.add(places)
+        for piece in places:
+            piece.member.pieces.append(piece)
+        hook = forgetful(self._on_final)
+        self._hooks += [member.param.register_post_accumulate_grad_hook(hook) for member in members]
+
+    @torch.no_grad()
+    def _on_final(self, param: torch.Tensor) -> None:
+        """Send a gradient that is final to the host."""
+        with self._working():
+            self._resume()
+            self._leaving.send(self._members[param], measure=True)
+
+    def _to_use(self) -> dict[Member, torch.Tensor]:
+        used: dict[Member, torch.Tensor] = {}
+        for member in self._members.values():
+            self._leaving.to_use(member, measure=True)
+            if member.arrival is not None and member.placeholder is not None:
+                used[member] = member.placeholder
+        return used
+
+    def _norms(self, gradients: Mapping[Member, torch.Tensor]) -> list[torch.Tensor]:
+        # In the order of the members, whatever the order of backward: the sum of squares depends on it.
+        return [
+            gradient.scaled_norm() if isinstance(gradient, GradientStandIn) else self._store.norms[member]
+            for member, gradient in gradients.items()
+        ]
+
+    def _prepare(
+        self, gradients: Mapping[Member, torch.Tensor], decision: ClipDecision
+    ) -> dict[Member, tuple[torch.Tensor, int]]:
+        arrivals = {member: member.arrival for member in gradients if member.arrival is not None}
+        self._stand_ins = self._leaving.stand_ins(arrivals, {}, returns_early=True)
+        self.streamed.prepare(
+            gradients,
+            decision,
+            self.param_groups,
+            arrived=self._store.arrived(),
+            factors={member: list(each.factors) for member, each in self._stand_ins.items() if each.factors},
+        )
+        # Nothing that stands on a parameter is read: the host has it all.
+        return {}
+
+    def _began(self, gradients: Mapping[Member, torch.Tensor]) -> None:
+        put_in_place(self._stand_ins)
+        self._stand_ins = {}
+        self._store.take(gradients)
+
+    def _step(self) -> None:
+        super()._step()
+        # What the window holds for the next forward can begin at once.
+        self.streamed.queue(self._members[param] for param in self._weights.ahead if param in self._members)
+
+    def _refresh(self, members: Sequence[Member]) -> None:
+        # Weights with a home change where they are lent, which `changed` is told.
+        super()._refresh([member for member in members if member.home is None])
+
+    def _load(
+        self, groups: list[dict[str, object]], states: Mapping[torch.Tensor, Mapping[str, object]]
+    ) -> None:
+        super()._load(groups, states)
+        self._weights.reload()

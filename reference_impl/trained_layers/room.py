@@ -1,0 +1,80 @@
+"""What a host has to hold for trained layers that stream, item by item, before anything is moved."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from reference_impl.memory.host import HostMemoryError, available_bytes
+from reference_impl.optimizers.algorithms import Algorithm
+from reference_impl.optimizers.options import Streaming
+from reference_impl.optimizers.split import state_bytes
+from reference_impl.weights.storages import BlockStorage, layout
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostBytes:
+    """Bytes on the host: `weights` of the blocks, `gradients` and `states` of all trained parameters."""
+
+    weights: int
+    gradients: int
+    states: int
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.weights + self.gradients + self.states
+
+
+def host_bytes(
+    storages: Sequence[Sequence[BlockStorage]],
+    params: Iterable[torch.Tensor],
+    algorithm: Algorithm,
+    streaming: Streaming,
+) -> HostBytes:
+    """Return what `storages` of blocks and trained `params` take."""
+    sizes = [(param.numel(), param.element_size()) for param in params]
+    each = state_bytes(
+        sizes,
+        moments=len(algorithm.moments),
+        moment_bytes=streaming.moments_dtype.itemsize,
+        hi_lo_masters=streaming.hi_lo_masters,
+        compact_low_bits=streaming.compact_low_bits,
+    )
+    return HostBytes(
+        weights=sum(layout(block)[1] for block in storages),
+        gradients=sum(numel * size for numel, size in sizes),
+        states=round(each.streamed * sum(numel for numel, _ in sizes)),
+    )
+
+
+def check_room(needed: HostBytes, storages: Sequence[Sequence[BlockStorage]], streaming: Streaming) -> None:
+    """Raise HostMemoryError, which names each item, unless the host can hold what is `needed`.
+
+    The weights of blocks that are on the host already are let go of one by one.
+    """
+    freed = sum(s.size_bytes for block in storages for s in block if s.device.type == "cpu")
+    there = available_bytes() + freed
+    if needed.total <= there:
+        return
+    choices = []
+    if streaming.compact_low_bits is None:
+        if not streaming.hi_lo_masters:
+            choices.append("Streaming(hi_lo_masters=True), exact with 2 bytes less a bf16 parameter")
+        if streaming.moments_dtype == torch.float32:
+            choices.append("moments_dtype=torch.bfloat16, 4 bytes less")
+        choices.append("Streaming(compact_low_bits=8), 3.1 bytes in place of 12")
+    choices.append("freezing some layers")
+    items = ", ".join(
+        f"{name} {size / 1e9:.1f} GB"
+        for name, size in (
+            ("weights of blocks", needed.weights),
+            ("gradients", needed.gradients),
+            ("masters and moments", needed.states),
+        )
+    )
+    raise HostMemoryError(
+        needed_bytes=needed.total, available_bytes=there, remedy=f"{items}; try {', or '.join(choices)}"
+    )

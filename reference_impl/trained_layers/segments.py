@@ -1,0 +1,92 @@
+"""A block's forward as segments: micro-batches one after the other, each computed again in backward.
+
+One visit of a block's weights then serves all micro-batches of a batch. Each is a non-reentrant checkpoint of its own,
+and all are one graph, so that a parameter's gradient is final once: after the last of them.
+
+Explained in docs/larger-than-gpu.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils.checkpoint import checkpoint
+
+from reference_impl.activations.attach import Forward, wrap_forward
+
+
+def recompute_in_slices(block: nn.Module, slices: int, *, recomputes: bool = True) -> Callable[[], None]:
+    """Run `block` in `slices` of the batch, each computed again in backward; return what undoes it.
+
+    Tensors of two or more dimensions whose first is the batch are cut along it; others go whole to every slice.
+    `recomputes=False` leaves recomputation to somebody inside. Evaluation runs the block as it is. While training the
+    block raises ValueError for a batch of fewer sequences than slices, an output that cannot be joined, or a cache of
+    keys and values, which would be written twice.
+    """
+
+    def around(forward: Forward, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        _refuse_caches(module, (*args, *kwargs.values()))
+        leaves, structure = tree_flatten((args, kwargs))
+
+        def run(*inputs: Any) -> Any:
+            args, kwargs = tree_unflatten(list(inputs), structure)
+            return forward(*args, **kwargs)
+
+        def segment(inputs: Sequence[Any]) -> Any:
+            return checkpoint(run, *inputs, use_reentrant=False) if recomputes else run(*inputs)
+
+        if slices == 1:
+            return segment(leaves)
+        return _joined(module, [segment(inputs) for inputs in _cut(module, leaves, slices)])
+
+    return wrap_forward(block, around)
+
+
+def _cut(module: nn.Module, leaves: Sequence[Any], slices: int) -> list[list[Any]]:
+    """Return the inputs of each slice."""
+    batch = next((leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim() > 1), 0)
+    if batch < slices:
+        raise ValueError(
+            f"{type(module).__name__} got a batch of {batch} sequences with slices={slices}; expected at least as many "
+            f"sequences as slices; try slices={max(batch, 1)}, or a larger batch"
+        )
+    parts: list[list[Any]] = [[] for _ in range(slices)]
+    for leaf in leaves:
+        is_cut = isinstance(leaf, torch.Tensor) and leaf.dim() > 1 and leaf.shape[0] == batch
+        each = leaf.tensor_split(slices) if is_cut else [leaf] * slices
+        for part, value in zip(parts, each, strict=True):
+            part.append(value)
+    return parts
+
+
+def _joined(module: nn.Module, outputs: Sequence[Any]) -> Any:
+    """Return one output for the whole batch."""
+    flat: list[tuple[list[Any], TreeSpec]] = [tree_flatten(output) for output in outputs]
+    joined = []
+    for leaves in zip(*(leaves for leaves, _ in flat), strict=True):
+        if isinstance(leaves[0], torch.Tensor):
+            if leaves[0].dim() < 2:
+                raise ValueError(
+                    f"{type(module).__name__} returned a tensor of shape {tuple(leaves[0].shape)}, which has no batch "
+                    "to be joined along; expected tensors whose first dimension is the batch; try slices=1"
+                )
+            joined.append(torch.cat(leaves))
+        else:
+            joined.append(leaves[0])
+    return tree_unflatten(joined, flat[0][1])
+
+
+def _refuse_caches(module: nn.Module, values: Sequence[Any]) -> None:
+    """Raise ValueError where a cache of keys and values is passed: recomputation would add to it again."""
+    for value in values:
+        if callable(getattr(value, "get_seq_length", None)):
+            raise ValueError(
+                f"{type(module).__name__} got a {type(value).__name__} while training; expected none, because a layer "
+                "that is computed twice would add its keys twice; try model.config.use_cache = False"
+            )

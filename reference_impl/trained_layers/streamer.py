@@ -1,0 +1,210 @@
+"""`TrainableLayerStreamer`: full training of a model larger than the GPU.
+
+The weights, gradients and optimizer states of all blocks live on the host. A block's weights come in a layer ahead for
+forward, where its states pass too and are updated, and again for backward, where it is computed again and its
+gradients leave. It does not shard, and it does not change the arithmetic: with exact states all weights, masters,
+moments and losses are bitwise those of the same model without offload, recomputed alike.
+
+Explained in docs/larger-than-gpu.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Literal, Self
+
+import torch
+from torch import nn
+
+from reference_impl.activations.checkpoint import CheckpointOffloader
+from reference_impl.memory.closing import ClosedAtExit, undo_all
+from reference_impl.optimizers import checks
+from reference_impl.optimizers.options import Streaming
+from reference_impl.optimizers.state_offload_wrapped import algorithm_of, check_group
+from reference_impl.trained_layers.optimizer import TrainedLayersOptimizer
+from reference_impl.trained_layers.room import HostBytes, check_room, host_bytes
+from reference_impl.trained_layers.segments import recompute_in_slices
+from reference_impl.weights.layers import StreamReport, device_of
+from reference_impl.weights.storages import (
+    BlockStorage,
+    layout,
+    plain_tensors,
+    repeated_blocks,
+    streamable_storages,
+)
+from reference_impl.weights.trained import Homes, TrainedWeights
+
+_REMEDY = "try Streaming(hi_lo_masters=True) or Streaming(compact_low_bits=8), or freezing some layers"
+
+
+@dataclass(frozen=True)
+class TrainedLayersReport:
+    """What is on the host, in bytes by kind, and what has been copied of the weights since the start."""
+
+    host: HostBytes
+    weights: StreamReport
+
+
+class TrainableLayerStreamer(ClosedAtExit):
+    """Attached to `model` from its construction to `close()`; train with its `optimizer`.
+
+    >>> wrapped = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    >>> with TrainableLayerStreamer(model, wrapped, max_grad_norm=1.0) as streamer:
+    ...     for batch in batches:
+    ...         model(batch).loss.backward()
+    ...         streamer.optimizer.step()
+    ...         streamer.optimizer.zero_grad()
+
+    Args:
+        model: any module made of repeated blocks (an `nn.ModuleList`, or an `nn.Sequential` of one class). What stands
+            outside the blocks, such as embeddings and the head, stays on the device; its states and gradients do not.
+        optimizer: `torch.optim.AdamW`, `Adam` or `SGD` with `fused=True`, with or without states.
+        max_grad_norm: clip the global norm exactly; gradients are divided by `max(1, (norm + 1e-6) / max)`.
+        streaming: how states cross the link, see `Streaming`; `prefetch_bytes` is not used here.
+        prefetch: how many blocks may wait on the device, or be on their way, beside the one in use.
+        slices: micro-batches that each block takes one after the other, of one batch: its weights travel once for all.
+        inputs: where the layers' inputs wait for backward: `device` or `host`.
+        layers: the blocks, where they cannot be found by structure.
+        device: where `model` runs, when its weights are still on the CPU.
+
+    Bitwise contract: with exact states (the default, hi/lo masters too) as `OptimizerStateOffloader`; bf16 moments are
+    rounded.
+
+    Raises, before anything is moved: ValueError for a model without blocks, a block whose trained weights are used
+    outside it too, a trained parameter without a group, sharded parameters or an option out of range; TypeError for an
+    optimizer that is none of the three; HostMemoryError, item by item, for a host that has not the room.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        max_grad_norm: float | None = None,
+        streaming: Streaming | None = None,
+        prefetch: int = 2,
+        slices: int = 1,
+        inputs: Literal["device", "host"] = "device",
+        layers: Iterable[nn.Module] | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        streaming = streaming or Streaming()
+        _check_options(prefetch=prefetch, slices=slices, inputs=inputs)
+        checks.check_model(model, moves_in_backward=True)
+        checks.check_clipping(max_grad_norm=max_grad_norm, updates_in_backward=False)
+        algorithm = algorithm_of(optimizer)
+        for group in optimizer.param_groups:
+            check_group(algorithm, group)
+        modules = list(dict.fromkeys(repeated_blocks(model).values() if layers is None else layers))
+        storages = streamable_storages(model, modules, with_trained=True)
+        _check_params(model, optimizer)
+        _check_blocks(model, modules, storages)
+        on = device_of(model, device)
+        trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        self._host = host_bytes(storages, trained, algorithm, streaming)
+        check_room(self._host, storages, streaming)
+        self._undo: list[Callable[[], None]] = []
+        try:
+            self._weights = TrainedWeights(
+                model,
+                modules,
+                storages,
+                device=on,
+                homes=Homes(on, storages, remedy=_REMEDY),
+                prefetch=prefetch,
+                settle=lambda params, ahead: self.optimizer.settle(params, ahead),
+                changed=lambda params: self.optimizer.changed(params),
+            )
+            self._undo.append(self._weights.close)
+            self.optimizer = TrainedLayersOptimizer(
+                optimizer,
+                self._weights,
+                on,
+                streaming=streaming,
+                max_grad_norm=max_grad_norm,
+                # One block's gradients may leave while those of the next one are made.
+                in_flight_bytes=max(layout(block)[1] for block in storages),
+            )
+            self._undo.append(self.optimizer.close)
+            self.optimizer.attach(model)
+            if inputs == "host":
+                self._undo.append(CheckpointOffloader(model, layers=modules).close)
+            for module in modules:
+                self._undo.append(recompute_in_slices(module, slices, recomputes=inputs == "device"))
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def report(self) -> TrainedLayersReport:
+        """What is where, and what has moved."""
+        return TrainedLayersReport(self._host, self._weights.report)
+
+    def gathered(self, layer: nn.Module | None = None) -> AbstractContextManager[None]:
+        """Have the weights of `layer`, or of all blocks, as ordinary device tensors, to read or change them.
+
+        Masters of weights that were changed are made anew from them afterwards.
+        """
+        return self._weights.gathered(layer)
+
+    def close(self) -> None:
+        """Finish the last step, give every weight its own memory where it came from, and the host memory back.
+
+        Idempotent. After an error, such as a device that lacks the memory for a block, it may be called again.
+        """
+        undo_all(self._undo)
+
+    def __enter__(self) -> Self:
+        """Return the streamer, which is attached already."""
+        return self
+
+
+def _check_options(*, prefetch: int, slices: int, inputs: str) -> None:
+    """Raise ValueError for an option out of range."""
+    if prefetch < 0:
+        raise ValueError(f"prefetch={prefetch}; expected at least 0; try 2")
+    if slices < 1:
+        raise ValueError(f"slices={slices}; expected at least 1; try 1")
+    if inputs not in ("device", "host"):
+        raise ValueError(f"inputs={inputs!r}; expected 'device' or 'host'; try 'device'")
+
+
+def _check_params(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Raise ValueError unless the optimizer trains what the model trains."""
+    grouped = {param for group in optimizer.param_groups for param in group["params"]}
+    for name, param in model.named_parameters():
+        if param.requires_grad and param not in grouped:
+            raise ValueError(
+                f"{name} requires a gradient and is in no group of the optimizer; expected every trained parameter "
+                f"there; try adding it, or {name}.requires_grad_(False)"
+            )
+    held = set(model.parameters())
+    for param in grouped:
+        if param not in held:
+            raise ValueError(
+                f"the optimizer has a parameter of shape {tuple(param.shape)} that the model has not; expected the "
+                "model's own; try making the optimizer from model.parameters()"
+            )
+
+
+def _check_blocks(model: nn.Module, modules: list[nn.Module], storages: list[list[BlockStorage]]) -> None:
+    """Raise ValueError for a block whose trained weights are not its own, or blocks that train nothing."""
+    own = {id(tensor) for block in storages for storage in block for tensor in storage.tensors}
+    inside = {id(module) for block in modules for module in block.modules()}
+    trains = False
+    for module, name, tensor, is_trained in plain_tensors(model):
+        if not is_trained or id(module) not in inside:
+            continue
+        trains = True
+        if id(tensor) not in own:
+            raise ValueError(
+                f"{name} is used by another block or outside its block too; expected blocks with weights of their own; "
+                "try layers=[...] without that block"
+            )
+    if not trains:
+        raise ValueError(
+            f"the blocks of {type(model).__name__} train nothing; expected parameters with requires_grad=True; try "
+            "FrozenLayerStreamer for adapters outside the blocks"
+        )

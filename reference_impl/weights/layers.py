@@ -1,0 +1,246 @@
+"""Blocks whose weights visit the device: the part that frozen and trained layers have in common.
+
+It puts hooks on the blocks, lends weights to whoever reads or changes them, and gives them back at the end. Which
+storages stream, and what happens beside a visit, say the classes that are made of it.
+
+Explained in docs/layer-streaming.md.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from reference_impl.device import Device
+from reference_impl.memory.closing import ClosedAtExit, past_a_lost_device, undo_all
+from reference_impl.weights import hooks
+from reference_impl.weights.block import StreamedBlock
+from reference_impl.weights.host_memory import Host
+from reference_impl.weights.residency import kept
+from reference_impl.weights.storages import (
+    BlockStorage,
+    layout,
+    move,
+    plain_tensors,
+    streamable_storages,
+    weighted_modules,
+)
+from reference_impl.weights.window import Window
+
+
+@dataclass(frozen=True)
+class StreamReport:
+    """Where the blocks' frozen weights are, and what has been copied to the device since the start.
+
+    `late_loads` counts the visits whose block had not been asked for ahead: 0 once the order is known.
+    """
+
+    streamed_bytes: int
+    resident_bytes: int
+    window_bytes: int
+    pinned_bytes: int
+    loads: int
+    loaded_bytes: int
+    late_loads: int
+
+
+class LayerStreamer(ClosedAtExit):
+    """Takes the weights of `modules`, blocks of `model`, over and brings each block's when it runs.
+
+    Args:
+        model: whose other tensors are moved to the device.
+        modules: the blocks, in the order of the forward.
+        storages: for each block what may stream; of these it keeps `allowances` bytes on the device.
+        host: keeps the bytes; closed with this.
+        prefetch: how many blocks may wait on the device, or be on their way, beside the one in use.
+
+    Raises HostMemoryError; the model is left as it was.
+    """
+
+    _with_trained = False
+
+    def __init__(
+        self,
+        model: nn.Module,
+        modules: Sequence[nn.Module],
+        storages: Sequence[Sequence[BlockStorage]],
+        *,
+        device: Device,
+        host: Host,
+        allowances: Sequence[int],
+        prefetch: int,
+    ) -> None:
+        self._model = model
+        self._device = device
+        self._host = host
+        self._allowances = allowances
+        streamed = [beyond(block, allowance) for block, allowance in zip(storages, allowances, strict=True)]
+        self._resident_bytes = sum(s.size_bytes for block in storages for s in block) - sum(
+            s.size_bytes for block in streamed for s in block
+        )
+        self._slot_bytes = max(layout(block)[1] for block in streamed)
+        self._blocks = [StreamedBlock(device, host, module, index) for index, module in enumerate(modules)]
+        self._gathered: set[int] = set()
+        self._is_closed = False
+        self._undo: dict[int, ExitStack] = {}
+        try:
+            self._attach(streamed, min(prefetch + 1, len(modules)))
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def report(self) -> StreamReport:
+        """What is where, and what has moved."""
+        return StreamReport(
+            streamed_bytes=sum(block.size_bytes for block in self._blocks),
+            resident_bytes=self._resident_bytes,
+            window_bytes=self._slot_bytes * self._window.capacity,
+            pinned_bytes=self._host.pinned_bytes,
+            loads=self._window.loads,
+            loaded_bytes=self._window.loaded_bytes,
+            late_loads=self._window.late_loads,
+        )
+
+    @contextmanager
+    def gathered(self, layer: nn.Module | None = None) -> Iterator[None]:
+        """Have the weights of `layer`, or of all blocks, as ordinary device tensors, to read or change them.
+
+        Afterwards they are taken over again as they are then, except those that were moved off the device.
+        """
+        # Somebody may have kept a method that gathers first.
+        blocks = [
+            block
+            for block in ([] if self._is_closed else self._blocks)
+            if (layer is None or block.module is layer) and block.index not in self._gathered
+        ]
+        self._gathered.update(block.index for block in blocks)
+        try:
+            for block in blocks:
+                self._lend(block)
+            yield
+        finally:
+            self._take_again(blocks)
+            self._gathered.difference_update(block.index for block in blocks)
+            self._window.advance()
+
+    def close(self) -> None:
+        """Give every weight its own memory where it came from, and the host memory back. Idempotent.
+
+        Graphs that are still alive keep the weights that they saved, and run backward as before. After an error, such
+        as a device that lacks the memory for a block, it may be called again.
+        """
+        self._is_closed = True
+        with past_a_lost_device():
+            undo_all(
+                [
+                    *(functools.partial(block.restore, to_origin=True) for block in self._blocks),
+                    *(undo.close for undo in self._undo.values()),
+                ]
+            )
+        with past_a_lost_device():
+            self._host.close()
+
+    def __enter__(self) -> Self:
+        """Return the streamer, which is attached already."""
+        return self
+
+    def _before_forward(self, block: StreamedBlock) -> None:
+        """Have the weights of `block` there for the kernels that follow."""
+        self._window.before_forward(block)
+
+    def _take(self, block: StreamedBlock, storages: Sequence[BlockStorage]) -> None:
+        """Take the weights of `block` over."""
+        block.take(storages, self._slot_bytes)
+
+    def _lend(self, block: StreamedBlock) -> None:
+        """Make the weights of `block` ordinary device tensors."""
+        self._window.forget(block)
+        block.restore(to_origin=False)
+
+    def _on_host(self, block: StreamedBlock, tensor: torch.Tensor) -> torch.Tensor:
+        """Return what `tensor`, which `block` owns, holds."""
+        return block.on_host(tensor)
+
+    def _attach(self, streamed: Sequence[Sequence[BlockStorage]], capacity: int) -> None:
+        for block, storages in zip(self._blocks, streamed, strict=True):
+            if storages:
+                self._take(block, storages)
+        self._move_the_rest()
+        self._window = Window(self._blocks, capacity)
+        for block in self._blocks:
+            if block.is_streamed:
+                self._follow(block)
+
+    def _follow(self, block: StreamedBlock) -> None:
+        undo = self._undo[block.index] = ExitStack()
+        visits = hooks.follow(
+            block.module,
+            weighted_modules(block.module, with_trained=self._with_trained),
+            before_forward=functools.partial(self._before_forward, block),
+            after_forward=functools.partial(self._window.after_forward, block),
+            before_backward=functools.partial(self._window.before_backward, block),
+        )
+        undo.callback(visits)
+        undo.callback(hooks.gather_around(block.module, functools.partial(self.gathered, block.module)))
+        undo.callback(
+            hooks.replace_in_state_dict(block.module, block.owns, functools.partial(self._on_host, block))
+        )
+        undo.callback(
+            hooks.replace_copies(
+                block.module,
+                functools.partial(self._copy, block),
+                lambda protocol: self._copy(block, {}).__reduce_ex__(protocol),
+            )
+        )
+
+    def _copy(self, block: StreamedBlock, memo: dict[int, Any]) -> nn.Module:
+        """Return a deep copy of `block`'s module, whose weights are its own and do not stream."""
+        with self.gathered(block.module):
+            self._undo[block.index].close()
+            try:
+                return copy.deepcopy(block.module, memo)
+            finally:
+                self._follow(block)
+
+    def _move_the_rest(self) -> None:
+        target = self._device.torch_device
+        move((tensor for _, _, tensor, _ in plain_tensors(self._model) if tensor.device != target), target)
+
+    def _take_again(self, blocks: Sequence[StreamedBlock]) -> None:
+        """Stream `blocks` from what their modules hold now, as far as that is on the device."""
+        modules = [block.module for block in self._blocks]
+        storages = streamable_storages(self._model, modules, with_trained=self._with_trained)
+        for block in blocks:
+            if block.is_streamed:
+                continue
+            here = [s for s in storages[block.index] if s.device == self._device.torch_device]
+            if streamed := beyond(here, self._allowances[block.index]):
+                self._take(block, streamed)
+
+
+def beyond(storages: Sequence[BlockStorage], allowance_bytes: int) -> list[BlockStorage]:
+    """Return those of a block's storages that do not stay on the device."""
+    keep = kept([storage.size_bytes for storage in storages], allowance_bytes)
+    return [storage for storage, is_kept in zip(storages, keep, strict=True) if not is_kept]
+
+
+def device_of(model: nn.Module, device: torch.device | str | None) -> Device:
+    """Return where `model` runs. Raises ValueError where its tensors are on several devices."""
+    if device is not None:
+        return Device.of(device)
+    devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
+    devices = {found for found in devices if found.type not in ("cpu", "meta")}
+    if len(devices) > 1:
+        raise ValueError(
+            f"{type(model).__name__} is on devices {', '.join(sorted(map(str, devices)))}; expected one; "
+            "try one streamer for each part"
+        )
+    return Device.of(devices.pop() if devices else "cpu")

@@ -1,0 +1,222 @@
+"""Trained weights that visit the device block by block, and go home when an update has changed them.
+
+Each parameter of a block has a `Home`: its optimizer writes it through that, while the block visits. The host memory of
+a home stays the same from construction to `close()`, also while the weights are lent as ordinary tensors.
+
+Explained in docs/larger-than-gpu.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import nn
+
+from reference_impl.device import Device, Event
+from reference_impl.memory.arena import HostArena
+from reference_impl.weights.block import StreamedBlock
+from reference_impl.weights.host_memory import PinnedCopy
+from reference_impl.weights.layers import LayerStreamer
+from reference_impl.weights.storages import BlockStorage, layout
+
+_SLAB_BYTES = 2**28
+
+
+class Home:
+    """A parameter's `memory.weight_home.WeightHome`: `numel` elements of `dtype` at `offset` of its block."""
+
+    def __init__(self, owner: TrainedWeights, block: StreamedBlock, offset: int, param: torch.Tensor) -> None:
+        self._owner = owner
+        self._block = block
+        self._offset = offset
+        self._size_bytes = param.nbytes
+        self._dtype = param.dtype
+
+    @property
+    def host(self) -> torch.Tensor:
+        """The weight on the host, flat."""
+        whole = self._owner.homes.bytes_of(self._block.index)
+        return whole[self._offset : self._offset + self._size_bytes].view(self._dtype)
+
+    @property
+    def device(self) -> torch.Tensor:
+        """The same elements on the device, flat, while the block visits."""
+        return self._block.at(self._offset, self._size_bytes).view(self._dtype)
+
+    @property
+    def visitors(self) -> int:
+        """The block's number."""
+        return self._block.index
+
+    def visit(self) -> Event:
+        """Have the block on the device until `leave`. Raises RuntimeError while it is lent."""
+        return self._owner.visit(self._block)
+
+    def leave(self, stored: Event) -> None:
+        """Let the block go once `stored` is reached."""
+        self._block.stored(stored)
+
+
+class HomeCopy(PinnedCopy):
+    """A block's pinned bytes that new weights come home to; they stay until all homes close."""
+
+    def renew(self, sources: Sequence[torch.Tensor]) -> list[bool]:
+        """Take over what `sources` hold now; return which of them differ from what was here."""
+        changed = [
+            not torch.equal(part, source.cpu()) for part, source in zip(self.parts, sources, strict=True)
+        ]
+        for part, source, differs in zip(self.parts, sources, changed, strict=True):
+            if differs:
+                part.copy_(source)
+        return changed
+
+    def release(self, *, after: Event) -> None:
+        """Do nothing: the home stays."""
+
+
+class Homes:
+    """The pinned memory of all blocks' weights, as `host_memory.Host`."""
+
+    def __init__(self, device: Device, blocks: Sequence[Sequence[BlockStorage]], *, remedy: str) -> None:
+        total_bytes = sum(layout(block)[1] for block in blocks)
+        self._device = device
+        self._arena = HostArena(device, slab_bytes=max(min(total_bytes, _SLAB_BYTES), 1), remedy=remedy)
+        self._copies: dict[int, HomeCopy] = {}
+        self._shapes: dict[int, tuple[list[int], int]] = {}
+        # For each block, which of its storages the last `keep` has found changed.
+        self.changed: dict[int, list[bool]] = {}
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Bytes of pinned memory in use."""
+        return self._arena.live_bytes
+
+    def bytes_of(self, index: int) -> torch.Tensor:
+        """Return the bytes of block `index`, laid out as on the device."""
+        return self._copies[index].whole
+
+    def keep(
+        self, index: int, sources: Sequence[torch.Tensor], offsets: Sequence[int], size_bytes: int
+    ) -> HomeCopy:
+        """Return the home of block `index`, with what `sources` hold. Raises HostMemoryError, RuntimeError.
+
+        RuntimeError: the block's weights are not those that were lent.
+        """
+        shape = list(offsets), size_bytes
+        if index not in self._copies:
+            self._copies[index] = HomeCopy(self._device, self._arena, sources, offsets, size_bytes)
+            self._shapes[index] = shape
+            self.changed[index] = [False] * len(sources)
+        elif self._shapes[index] != shape:
+            raise RuntimeError(
+                f"block {index} has come back with {len(sources)} weights of {size_bytes} bytes; expected the "
+                f"{len(self._shapes[index][0])} of {self._shapes[index][1]} that were lent, on their device and in "
+                "their dtype; try changing dtype or device before the streamer is made"
+            )
+        else:
+            self.changed[index] = self._copies[index].renew(sources)
+        return self._copies[index]
+
+    def close(self) -> None:
+        """Wait for copies and give everything back. Calling it again does nothing."""
+        self._copies.clear()
+        self._arena.close()
+
+
+class TrainedWeights(LayerStreamer):
+    """Streams all weights of blocks, trained ones too, for an optimizer that updates them during their visits.
+
+    Args:
+        model, modules, storages, device, prefetch: see `LayerStreamer`.
+        homes: the host memory of the weights.
+        settle: makes the weights of trained parameters new, on the device and at home, as far as the optimizer has
+            begun to change them; called with those of one block before anybody reads them. Where the block is on the
+            device for its forward, those of blocks that come next are passed too, as `ahead`.
+        changed: is told which parameters the user has changed while they were lent.
+    """
+
+    _with_trained = True
+
+    def __init__(
+        self,
+        model: nn.Module,
+        modules: Sequence[nn.Module],
+        storages: Sequence[Sequence[BlockStorage]],
+        *,
+        device: Device,
+        homes: Homes,
+        prefetch: int,
+        settle: Callable[[list[torch.Tensor], list[torch.Tensor]], None],
+        changed: Callable[[list[torch.Tensor]], None],
+    ) -> None:
+        self.homes = homes
+        self.home_of: dict[torch.Tensor, Home] = {}
+        self._settle = settle
+        self._changed = changed
+        self._params: dict[int, list[torch.Tensor]] = {}
+        super().__init__(
+            model,
+            modules,
+            storages,
+            device=device,
+            host=homes,
+            allowances=[0] * len(modules),
+            prefetch=prefetch,
+        )
+
+    @property
+    def ahead(self) -> list[torch.Tensor]:
+        """The trained parameters that are on the device or on their way, in the order of the model."""
+        return [param for block in self._window.loaded for param in self._params[block.index]]
+
+    def reload(self) -> None:
+        """Bring the weights anew that are on the device: somebody has written their homes."""
+        self._window.reload()
+
+    def visit(self, block: StreamedBlock) -> Event:
+        """Have `block` on the device, held until it is told what has gone home; return the event of its arrival."""
+        if not block.is_streamed:
+            raise RuntimeError(
+                f"an update reached block {block.index} while its weights are lent; expected them back; try leaving "
+                "gathered() before step() or the next forward"
+            )
+        self._window.bring(block)
+        return block.hold()
+
+    def _before_forward(self, block: StreamedBlock) -> None:
+        super()._before_forward(block)
+        if block.is_streamed:
+            self._settle(self._params[block.index], self.ahead)
+
+    def _take(self, block: StreamedBlock, storages: Sequence[BlockStorage]) -> None:
+        super()._take(block, storages)
+        if block.index not in self._params:
+            tensors = dict.fromkeys(tensor for storage in storages for tensor in storage.tensors)
+            trained: list[torch.Tensor] = [
+                each for each in tensors if each.requires_grad and isinstance(each, nn.Parameter)
+            ]
+            self._params[block.index] = trained
+            for param in trained:
+                self.home_of[param] = Home(self, block, int(param.storage_offset()) * param.itemsize, param)
+            return
+        changed = self.homes.changed[block.index]
+        written = [s.tensors for s, differs in zip(storages, changed, strict=True) if differs]
+        params = [tensor for tensors in written for tensor in tensors if tensor in self.home_of]
+        if params:
+            self._changed(params)
+
+    def _lend(self, block: StreamedBlock) -> None:
+        if block.is_streamed:
+            self._settle_at_home([block])
+        super()._lend(block)
+
+    def _on_host(self, block: StreamedBlock, tensor: torch.Tensor) -> torch.Tensor:
+        self._settle_at_home([block])
+        return super()._on_host(block, tensor)
+
+    def _settle_at_home(self, blocks: Iterable[StreamedBlock]) -> None:
+        """Wait on the host until the weights of `blocks` are new at home."""
+        for block in blocks:
+            self._settle(self._params[block.index], [])
+            block.wait_stored()

@@ -1,0 +1,88 @@
+"""Where the bytes are: on the device a window, a ring and what stands outside the blocks, however many blocks."""
+
+import gc
+
+import pytest
+import torch
+from layers_trainee import batches, decoder, streamed, train
+
+from reference_impl.memory.host import host_book
+from reference_impl.memory.ledger import Ledger
+from reference_impl.optimizers.options import Streaming
+
+pytestmark = pytest.mark.usefixtures("host_memory_comes_back")
+# So that weights and states are large beside activations.
+WIDE = {"hidden": 128, "ffn": 512, "heads": 4}
+CHUNK_BYTES = 2**16
+# Step counters, places of noise and norms, 0-dim tensors each: a few for each parameter, and random states a segment.
+NOTES_BYTES_A_LAYER = 9 * 400
+
+
+def peaks(device, layers):
+    gc.collect()
+    model = decoder(device, layers=layers, **WIDE)
+    layer_bytes = sum(param.nbytes for param in model.layers[0].parameters())
+    outside_bytes = sum(param.nbytes for param in model.parameters()) - layers * layer_bytes
+    ids = batches(device, 3, sequences=1)
+    with (
+        Ledger(device, track=list(model.parameters())) as ledger,
+        streamed(model, inputs="host", streaming=Streaming(chunk_bytes=CHUNK_BYTES)) as streamer,
+    ):
+        train(model, streamer.optimizer, ids[:2])
+        ledger.reset_peak()
+        train(model, streamer.optimizer, ids[2:])
+        return ledger.peak_device_bytes, layer_bytes, outside_bytes, streamer.report, ledger.host_bytes
+
+
+def test_the_device_holds_the_same_however_many_layers_there_are(device):
+    few, layer_bytes, outside_bytes, report, _ = peaks(device, 4)
+    many, *_ = peaks(device, 12)
+    assert many - few <= 8 * NOTES_BYTES_A_LAYER
+    # Three layers in the window, the gradients and temporaries of one, three chunks with their gradients and scratch.
+    chunks = 3 * CHUNK_BYTES * 14 // 12 + CHUNK_BYTES * 4 // 12
+    activations = 12 * 8 * 512 * 4
+    assert (
+        few
+        <= outside_bytes * 2 + 3 * layer_bytes + layer_bytes + chunks + activations + 4 * NOTES_BYTES_A_LAYER
+    )
+    assert report.weights.window_bytes <= 3 * (layer_bytes + 9 * 512)
+
+
+def test_the_host_holds_what_was_said(device):
+    *_, report, host_bytes = peaks(device, 4)
+    # Blocks are aligned, and the layers' inputs stand beside them.
+    assert report.host.total <= host_bytes <= report.host.total * 1.02
+    # bf16 weights and gradients, fp32 masters and two moments.
+    params = report.host.gradients // 2
+    assert report.host.states == 12 * params
+
+
+def test_closing_gives_everything_back(device):
+    before = host_book.live_bytes, host_book.reserved_bytes
+    model = decoder(device)
+    classes = [type(param) for param in model.parameters()]
+    streamer = streamed(model, inputs="host")
+    train(model, streamer.optimizer, batches(device, 2))
+    decoded = model.state_dict()
+    kept = {name: value.clone() for name, value in decoded.items()}
+    del decoded
+    streamer.close()
+    streamer.close()
+    assert (host_book.live_bytes, host_book.reserved_bytes) == before
+    assert [type(param) for param in model.parameters()] == classes
+    assert all(torch.equal(param.cpu(), kept[name].cpu()) for name, param in model.named_parameters())
+    assert all(param.device == device.torch_device for param in model.parameters())
+    # No hook is left: the model trains alone.
+    train(model, torch.optim.SGD(model.parameters(), lr=1e-3), batches(device, 1))
+
+
+def test_each_layer_travels_twice_a_step_less_what_the_window_keeps(device):
+    model = decoder(device, layers=6)
+    ids = batches(device, 3)
+    with streamed(model, prefetch=1) as streamer:
+        train(model, streamer.optimizer, ids[:2])
+        before = streamer.report.weights.loads
+        train(model, streamer.optimizer, ids[2:])
+        # Six in forward and six in backward; the window of two keeps the last at the turn and the first for next time.
+        assert streamer.report.weights.loads - before == 2 * (6 - 2)
+        assert streamer.report.weights.late_loads == 0

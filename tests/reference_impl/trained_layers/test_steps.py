@@ -1,0 +1,212 @@
+"""Training from the host changes no bit: losses, weights, masters and moments are those of the model on the device."""
+
+import math
+
+import pytest
+import torch
+from layers_trainee import CLIP, assert_same, batches, decoder, resident, streamed, train
+from torch import nn
+
+from reference_impl import OptimizerStateOffloader, TrainableLayerStreamer
+from reference_impl.optimizers.options import Streaming
+from reference_impl.trained_layers.segments import recompute_in_slices
+from reference_impl.verification.model import decoder_loss
+
+BOTH = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+pytestmark = pytest.mark.usefixtures("host_memory_comes_back")
+
+
+def compare(
+    device, *, dtype=torch.bfloat16, steps=4, backwards=1, tied=False, slices=1, factors=None, **options
+):
+    ids = batches(device, steps)
+    other = decoder(device, dtype=dtype, tied=tied)
+    reference = resident(other, slices=slices)
+    expected = train(other, reference, ids, backwards=backwards, factors=factors)
+    model = decoder(device, dtype=dtype, tied=tied)
+    with streamed(model, slices=slices, **options) as streamer:
+        assert train(model, streamer.optimizer, ids, backwards=backwards, factors=factors) == expected
+        assert_same(model, streamer.optimizer, other, reference)
+        report = streamer.report
+    for (name, param), expected_param in zip(model.named_parameters(), other.parameters(), strict=True):
+        assert torch.equal(param, expected_param), name
+    return report
+
+
+@BOTH
+@pytest.mark.parametrize("prefetch", [0, 2, 7])
+def test_at_any_window(device, dtype, prefetch):
+    report = compare(device, dtype=dtype, prefetch=prefetch)
+    assert report.weights.late_loads == 0 or prefetch == 0
+
+
+@BOTH
+@pytest.mark.parametrize("chunk_elements", [64 * 5, 64 * 50])
+def test_in_chunks_of_any_size(device, dtype, chunk_elements):
+    compare(device, dtype=dtype, streaming=Streaming(chunk_bytes=12 * chunk_elements))
+
+
+def test_with_the_lower_halves_of_masters_alone(device):
+    compare(device, streaming=Streaming(hi_lo_masters=True, chunk_bytes=12 * 640))
+
+
+@BOTH
+def test_with_inputs_on_the_host(device, dtype):
+    compare(device, dtype=dtype, inputs="host")
+
+
+@pytest.mark.parametrize("inputs", ["device", "host"])
+def test_in_slices_of_the_batch(device, inputs):
+    compare(device, slices=2, inputs=inputs)
+
+
+@BOTH
+def test_with_tied_embeddings(device, dtype):
+    compare(device, dtype=dtype, tied=True)
+
+
+@BOTH
+@pytest.mark.parametrize("backwards", [2, 3])
+def test_gradients_of_several_backwards_add_up(device, dtype, backwards):
+    compare(device, dtype=dtype, backwards=backwards)
+
+
+def test_a_step_whose_gradients_are_not_finite_changes_nothing(device):
+    compare(device, factors=[1.0, math.inf, 64.0, math.inf, 0.02], steps=5, tied=True)
+
+
+def test_without_clipping(device):
+    ids = batches(device, 3)
+    other, model = decoder(device), decoder(device)
+    reference = resident(other, max_grad_norm=None)
+    expected = train(other, reference, ids)
+    with streamed(model, max_grad_norm=None) as streamer:
+        assert train(model, streamer.optimizer, ids) == expected
+        assert_same(model, streamer.optimizer, other, reference)
+
+
+def groups(model):
+    """Two, whose parameters are in every layer."""
+    named = list(model.named_parameters())
+    norms = [param for name, param in named if "norm" in name]
+    return [
+        {"params": norms, "weight_decay": 0.0},
+        {"params": [param for name, param in named if "norm" not in name], "weight_decay": 0.3},
+    ]
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {},
+        {"moments_dtype": torch.bfloat16},
+        {"moments_dtype": torch.bfloat16, "hi_lo_masters": True},
+        {"compact_low_bits": 8},
+        {"compact_low_bits": 16},
+    ],
+    ids=str,
+)
+def test_in_every_form_of_states_it_is_as_if_states_alone_streamed(device, form):
+    ids = batches(device, 4)
+    other, model = decoder(device), decoder(device)
+    for layer in other.layers:
+        recompute_in_slices(layer, 1)
+    with OptimizerStateOffloader(
+        torch.optim.AdamW(groups(other), fused=True), max_grad_norm=CLIP, chunk_bytes=2**14, **form
+    ) as optimizer:
+        expected = train(other, optimizer, ids)
+        states = optimizer.state_dict()["state"]
+    wrapped = torch.optim.AdamW(groups(model), fused=True)
+    streaming = Streaming(chunk_bytes=2**15, **form)
+    with TrainableLayerStreamer(model, wrapped, max_grad_norm=CLIP, streaming=streaming) as streamer:
+        assert train(model, streamer.optimizer, ids) == expected
+        for key, state in streamer.optimizer.state_dict()["state"].items():
+            for name, value in state.items():
+                assert torch.equal(value, states[key][name]), (key, name)
+    for param, expected_param in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(param, expected_param)
+
+
+class Skipping(nn.Module):
+    """Blocks of which a batch skips one or takes one twice, one frozen, one with an unused parameter."""
+
+    def __init__(self, dtype=torch.bfloat16):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(32, 32, dtype=dtype) for _ in range(5))
+        self.layers[1].requires_grad_(False)
+        self.layers[2].unused = nn.Parameter(torch.ones(40, dtype=dtype))
+        self.head = nn.Linear(32, 8, dtype=dtype)
+
+    def forward(self, x, visits):
+        for index in visits:
+            x = torch.tanh(self.layers[index](x)) + x
+        return self.head(x).float().square().mean()
+
+
+def test_with_layers_skipped_run_twice_and_out_of_order(device):
+    orders = [(0, 1, 2, 3, 4), (0, 2, 4), (3, 1, 3), (4, 3, 2, 1, 0), (0, 1, 2, 3, 4), (2,)]
+    inputs = [torch.randn(2, 4, 32, dtype=torch.bfloat16, device=device.torch_device) for _ in orders]
+
+    def run(model, optimizer):
+        losses = []
+        for visits, x in zip(orders, inputs, strict=True):
+            loss = model(x, visits)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    other, model = (Skipping().to(device.torch_device) for _ in range(2))
+    reference = resident(other)
+    expected = run(other, reference)
+    with streamed(model) as streamer:
+        assert run(model, streamer.optimizer) == expected
+        for name, param in other.state_dict().items():
+            assert torch.equal(model.state_dict()[name].cpu(), param.cpu()), name
+
+
+def test_evaluation_in_between_sees_the_new_weights(device):
+    ids = batches(device, 4)
+    other, model = decoder(device), decoder(device)
+    reference = resident(other)
+    with streamed(model) as streamer:
+        for batch in ids:
+            train(other, reference, [batch])
+            train(model, streamer.optimizer, [batch])
+            with torch.no_grad():
+                assert torch.equal(model(batch), other(batch))
+            with torch.inference_mode():
+                assert torch.equal(model(batch), other(batch))
+
+
+def test_clipping_by_the_users_own_hand(device):
+    """`clip_grad_norm_` finds the norm, and the factor is applied to gradients that have left."""
+    ids = batches(device, 3)
+    other, model = decoder(device), decoder(device)
+    reference = resident(other, max_grad_norm=None)
+    with streamed(model, max_grad_norm=None) as streamer:
+        for batch in ids:
+            losses = []
+            for each, optimizer in ((other, reference), (model, streamer.optimizer)):
+                loss = decoder_loss(each(batch), batch)
+                loss.backward()
+                norm = nn.utils.clip_grad_norm_(each.parameters(), 0.3)
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append((loss.item(), norm.item()))
+            assert losses[0] == losses[1]
+        assert_same(model, streamer.optimizer, other, reference)
+
+
+def test_gradients_that_are_dropped_are_not_used(device):
+    ids = batches(device, 3)
+    other, model = decoder(device), decoder(device)
+    reference = resident(other)
+    expected = train(other, reference, ids[1:])
+    with streamed(model) as streamer:
+        decoder_loss(model(ids[0]), ids[0]).backward()
+        model.zero_grad()
+        assert train(model, streamer.optimizer, ids[1:]) == expected
+        assert_same(model, streamer.optimizer, other, reference)
