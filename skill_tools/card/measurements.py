@@ -50,10 +50,11 @@ def measured_range(card: Card, claim: str, unit: str) -> tuple[float, float] | N
 
 
 def measured_tables(card: Card) -> dict[str, str]:
-    """Return `measured` (all rows), `measured-MECHANISM`, `comparison` (chosen rows) and `verified-plans`, by name."""
+    """Return `measured` (all rows), `measured-MECHANISM`, `comparison`, `peers` and `verified-plans`, by name."""
     tables = {
         "measured": _by_setting(card, card["measured_results"]),
         "comparison": _comparison(card),
+        "peers": _peers(card),
         "verified-plans": _verified_plans(card),
     }
     for mechanism in card["mechanisms"]:
@@ -133,6 +134,24 @@ def _comparison(card: Card) -> str:
         date = f"{settings[name]['origin']}, recorded {settings[name]['recorded_on']}"
         legend.append(f"- **{letter}** {settings[name]['workload']}; {on}; {date}")
     return "\n".join([*lines, "", *legend])
+
+
+def _peers(card: Card) -> str:
+    """Return one line a peer: its row, and this project's for the same workload."""
+    rows = rows_by_id(card)
+    lines = [
+        "| Offload | Step, ratio to none | GPU memory saved, GB | Ours, for the same workload | Step | Saved, GB |",
+        "|---|---|---|---|---|---|",
+    ]
+    for pair in card["comparison"]["peers"]:
+        cells = []
+        for row in (rows[pair["peer"]], rows[pair["own"]]):
+            ratio, saved = slowdown(card, row), saved_gb(card, row)
+            if ratio is None or saved is None:
+                raise ValueError(f"the row {row['id']} has no ratio or no saving; a pair needs both")
+            cells += [row["what"].replace(" (this project)", ""), f"{ratio:.2f}", f"{saved:.1f}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def _line(card: Card, row: Row) -> str:

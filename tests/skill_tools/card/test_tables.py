@@ -63,6 +63,13 @@ def test_the_comparison_shows_the_chosen_rows_with_their_settings() -> None:
         assert f"- **{letter}** " in text
 
 
+def test_a_peer_has_one_line_beside_ours() -> None:
+    rows = cells(bodies(CARD)["peers"])[1:]
+    assert len(rows) == len(CARD["comparison"]["peers"])
+    assert ["torch save_on_cpu, pinned", "2.89", "47.8"] in [row[:3] for row in rows]
+    assert all(float(row[1]) > 1 and float(row[4]) > 0 for row in rows)
+
+
 def test_a_mechanism_without_rows_says_so() -> None:
     assert bodies(CARD)["measured-disk-offload"] == "Not measured yet."
 
