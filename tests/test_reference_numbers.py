@@ -15,6 +15,7 @@ from reference_impl.optimizers import resident  # noqa: E402
 from reference_impl.optimizers.options import CpuUpdate, Streaming  # noqa: E402
 from reference_impl.optimizers.split import StateBytes, state_bytes  # noqa: E402
 from reference_impl.optimizers.streamed.slots import LEAST_SLOTS  # noqa: E402
+from reference_impl.verification.plan_document import STREAMED_STATES  # noqa: E402
 
 
 def default(made: type, option: str) -> Any:
@@ -33,6 +34,17 @@ def gradient_bytes() -> int:
     return torch.float32.itemsize
 
 
+def streamed_states() -> dict[str, tuple[float, float]]:
+    """Bytes of master and moments of a bf16 parameter, by the name that a plan has for the options of `Streaming`."""
+    found = {}
+    for name, options in STREAMED_STATES.items():
+        form = {**options, "moment_bytes": options.get("moments_dtype", torch.float32).itemsize}
+        form.pop("moments_dtype", None)
+        both, moments = (state_bytes([(1, size)], moments=2, **form).streamed for size in (2, 4))
+        found[name] = (both - moments, moments)
+    return found
+
+
 NUMBERS: dict[str, Callable[[], Any]] = {
     "BUCKET_ELEMENTS": lambda: CpuUpdate().bucket_elements,
     "CHUNK_BYTES": lambda: Streaming().chunk_bytes,
@@ -41,6 +53,7 @@ NUMBERS: dict[str, Callable[[], Any]] = {
     "IN_FLIGHT_BYTES": lambda: default(reference_impl.ActivationOffloader, "in_flight_bytes"),
     "WINDOW_LAYERS": lambda: 1 + default(reference_impl.FrozenLayerStreamer, "prefetch"),
     "STATE_BYTES": lambda: bf16_adam().streamed,
+    "STREAMED_STATES": streamed_states,
     "GRADIENT_BYTES": gradient_bytes,
     "CPU_LINK_BYTES": lambda: bf16_adam().staging,
     "STREAMED_LINK_BYTES": lambda: bf16_adam().streamed,

@@ -20,8 +20,13 @@ from reference_impl.activations.attach import first_blocks
 from reference_impl.activations.offloader import Offloader
 from reference_impl.device import Device
 from reference_impl.memory.closing import ClosedAtExit, close_behind
-from reference_impl.optimizers import HybridDeviceOptimizer
-from reference_impl.verification.plan_document import SHARES, execute_section, read_document
+from reference_impl.optimizers import HybridDeviceOptimizer, Streaming
+from reference_impl.verification.plan_document import (
+    SHARES,
+    STREAMED_STATES,
+    execute_section,
+    read_document,
+)
 from reference_impl.verification.watch import StepWatch
 from reference_impl.weights import FrozenLayerStreamer
 
@@ -137,6 +142,8 @@ def _optimizer(
 def optimizer_options(section: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of `HybridDeviceOptimizer` that the plan's section on the optimizer stands for."""
     options: dict[str, Any] = {"backward_overlap": section.get("backward_overlap", "gradients")}
+    if states := STREAMED_STATES[section.get("streamed_states", "exact")]:
+        options["streaming"] = Streaming(**states)
     split = section.get("split")
     if split is None:
         return options | {"offload_fraction": section["offload_fraction"]}

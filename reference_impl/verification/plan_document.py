@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 SECTIONS = frozenset(
     (
         *(
@@ -38,6 +40,13 @@ SECTIONS = frozenset(
 )
 MODES = ("layers", "checkpoint", "recompute", "budget")
 SHARES = ("resident", "streamed", "cpu")
+# The forms of streamed states, each with the options of `Streaming`.
+STREAMED_STATES: Mapping[str, Mapping[str, Any]] = {
+    "exact": {},
+    "packed": {"hi_lo_masters": True, "moments_dtype": torch.bfloat16},
+    "compact-16": {"compact_low_bits": 16},
+    "compact-8": {"compact_low_bits": 8},
+}
 _OVERLAPS = ("gradients", "update")
 _MOST_BYTES = 2**63 - 1
 _SUM_TOLERANCE = 1e-6
@@ -89,7 +98,12 @@ def _read(path: str | Path) -> Any:
 
 def _optimizer(entry: str, found: Any) -> None:
     _object(
-        {"offload_fraction": _share, "split": _split, "backward_overlap": _one_of(_OVERLAPS)},
+        {
+            "offload_fraction": _share,
+            "split": _split,
+            "backward_overlap": _one_of(_OVERLAPS),
+            "streamed_states": _one_of(tuple(STREAMED_STATES)),
+        },
         required=("offload_fraction",),
     )(entry, found)
 

@@ -83,6 +83,12 @@ class PlannedRun:
     with_plan: Predicted
     without_offload: Predicted
 
+    @property
+    def has_other_numerics(self) -> bool:
+        """Whether states are in a form that is not AdamW's to the bit, as the user has asked for."""
+        optimizer = self.document["execute"].get("optimizer") or {}
+        return bool(optimizer.get("streamed_states", "exact") != "exact")
+
 
 def read_plan(path: str | Path, *, steps: int = 12) -> PlannedRun:
     """Read the output of `offload plan --format json`.

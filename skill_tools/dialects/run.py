@@ -47,6 +47,19 @@ class Adapter(NamedTuple):
     weight_bytes: float = 2
 
 
+class StreamedStates(StrEnum):
+    """The numbers that `reference_impl` streams: all but `EXACT` are other numerics than AdamW's, so only by request.
+
+    `PACKED` is moments in bf16 and half masters; `COMPACT_16` and `COMPACT_8` are moments in 8 bits and so many low
+    bits of masters.
+    """
+
+    EXACT = "exact"
+    PACKED = "packed"
+    COMPACT_16 = "compact-16"
+    COMPACT_8 = "compact-8"
+
+
 class Run(NamedTuple):
     """One training run. `micro_batches` are those one data-parallel rank does in a step.
 
@@ -58,7 +71,7 @@ class Run(NamedTuple):
     `norm_bytes` are what an eager norm keeps of an element beyond its input and output. Where `traced` is
     there, bytes of forward and backward and the time of both come from it, and not from the shape. `fused_loss` says
     that head and loss are one kernel, which makes the logits in chunks. `reserves` False counts tensors alone: nothing
-    is set aside for CUDA's context, its libraries and fragmentation.
+    is set aside for CUDA's context, its libraries and fragmentation. `streamed_states` are what the user asks for.
     """
 
     dialect: str
@@ -84,6 +97,7 @@ class Run(NamedTuple):
     traced: TracedModel | None = None
     fused_loss: bool = False
     reserves: bool = True
+    streamed_states: StreamedStates = StreamedStates.EXACT
     assumptions: tuple[str, ...] = ()
 
     @property
@@ -134,7 +148,7 @@ class Mode(NamedTuple):
     """What is moved off the GPU, and what is recomputed instead of kept.
 
     `optimizer_fraction` is a share of the optimizer shard's parameters, `streamed_fraction` the part of it
-    that is updated on the GPU while its state passes through; `updates_in_backward` says that the
+    that is updated on the GPU while its state passes through, as `streamed_states`; `updates_in_backward` says that the
     reference implementation's CPU starts there, which excludes clipping. `moves_masters` says that fp32
     masters go with the moments. `layers` are the first decoder layers whose activations leave, `modules`
     those of fine-grained offload. Under a budget `removed` is the share of the saved bytes that does not
@@ -146,6 +160,7 @@ class Mode(NamedTuple):
     optimizer_fraction: float = 0.0
     streamed_fraction: float = 0.0
     optimizer_engine: OptimizerEngine = OptimizerEngine.HYBRID_DEVICE
+    streamed_states: StreamedStates = StreamedStates.EXACT
     updates_in_backward: bool = False
     overlap: bool = True
     moves_masters: bool = False

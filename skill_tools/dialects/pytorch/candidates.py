@@ -15,7 +15,16 @@ from skill_tools.dialects.candidates import (
     Candidate,
     layer_counts,
 )
-from skill_tools.dialects.run import ActivationEngine, Mode, OptimizerEngine, Recompute, Run
+from skill_tools.dialects.run import (
+    ActivationEngine,
+    Mode,
+    OptimizerEngine,
+    Recompute,
+    Run,
+    StreamedStates,
+)
+
+_OTHER_NUMERICS = frozenset(StreamedStates) - {StreamedStates.EXACT}
 
 _Part = tuple[dict[str, object], str, tuple[str, ...]]
 
@@ -84,9 +93,12 @@ def _optimizers(run: Run, advice: Advice) -> Iterator[_Part]:
             "optimizer_fraction": 1.0,
             "streamed_fraction": share,
             "optimizer_engine": OptimizerEngine.REFERENCE,
+            "streamed_states": run.streamed_states if share else StreamedStates.EXACT,
             "updates_in_backward": not run.clips and share < 1,
         }
         how = "" if not share else " (streamed)" if share == 1 else f" ({share:.0%} of it streamed)"
+        if share and run.streamed_states in _OTHER_NUMERICS:
+            how = how.replace("streamed", f"streamed as {run.streamed_states} states")
         yield arguments, f"{OPTIMIZER_LABEL} 100%{how}", (OPTIMIZER,)
 
 
@@ -103,6 +115,9 @@ def execute(mode: Mode, run: Run, peak_bytes: int) -> dict[str, object]:
     """
     mechanisms: dict[str, object] = {}
     if mode.optimizer_fraction:
+        states = (
+            {"streamed_states": str(mode.streamed_states)} if mode.streamed_states in _OTHER_NUMERICS else {}
+        )
         mechanisms["optimizer"] = {
             "offload_fraction": mode.optimizer_fraction,
             "split": {
@@ -111,6 +126,7 @@ def execute(mode: Mode, run: Run, peak_bytes: int) -> dict[str, object]:
                 "cpu": mode.optimizer_fraction - mode.streamed_fraction,
             },
             "backward_overlap": "update" if mode.updates_in_backward else "gradients",
+            **states,
         }
     if mode.layers:
         mechanisms["activations"] = {"mode": "layers", "num_layers": mode.layers}

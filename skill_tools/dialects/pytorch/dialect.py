@@ -26,6 +26,7 @@ SETTINGS = (
     "lora_rank",
     "max_grad_norm",
     "fused_loss",
+    "streamed_states",
 )
 _PLACE = Place("<overrides>", 1, 1)
 

@@ -10,7 +10,7 @@ from skill_tools.dialects import fields
 from skill_tools.dialects.layout import Layout
 from skill_tools.dialects.parameters import lora
 from skill_tools.dialects.pytorch import PYTORCH
-from skill_tools.dialects.run import Adapter, Precision, Recompute, Run
+from skill_tools.dialects.run import Adapter, Precision, Recompute, Run, StreamedStates
 from skill_tools.dialects.shapes import ModelShape
 from skill_tools.errors import UnusableInput
 
@@ -52,6 +52,11 @@ def build(config: Config, shape: ModelShape, *, gpus: int | None) -> Run:
             attempt="recompute_granularity=full",
         )
     rank = fields.count(config, "lora_rank")
+    states = _streamed_states(config)
+    if states is not StreamedStates.EXACT:
+        assumptions.append(
+            f"streamed states are {states}: not AdamW's numbers to the bit, as streamed_states says"
+        )
     return Run(
         dialect=PYTORCH,
         shape=shape,
@@ -70,5 +75,20 @@ def build(config: Config, shape: ModelShape, *, gpus: int | None) -> Run:
         is_eager=True,
         widens_gradients=True,
         fused_loss=bool(fields.flag(config, "fused_loss")),
+        streamed_states=states,
         assumptions=tuple(assumptions),
     )
+
+
+def _streamed_states(config: Config) -> StreamedStates:
+    """Return the form of states that the user asks for; exact unless it is said."""
+    written = fields.text(config, "streamed_states")
+    if written is None:
+        return StreamedStates.EXACT
+    if written not in set(StreamedStates):
+        raise UnusableInput(
+            f"streamed_states={written}",
+            expected=f"one of {', '.join(StreamedStates)}",
+            attempt=f"streamed_states={StreamedStates.COMPACT_16}",
+        )
+    return StreamedStates(written)

@@ -11,10 +11,11 @@ nothing is clipped the CPU starts in backward already. Explained in docs/optimiz
 
 from typing import NamedTuple
 
-from skill_tools.dialects.run import Mode, OptimizerEngine
+from skill_tools.dialects.run import Mode, OptimizerEngine, StreamedStates
 from skill_tools.planning.accounts import Cost
 from skill_tools.planning.cost.machine import Machine
 from skill_tools.planning.model import reference_numbers as reference
+from skill_tools.planning.model.states import chunk_elements, streamed_bytes
 
 
 class Update(NamedTuple):
@@ -74,21 +75,30 @@ def _hybrid_device(mode: Mode, moved: float, machine: Machine) -> Update:
     )
 
 
-def update_seconds(cpu: float, streamed: float, machine: Machine) -> float:
+def update_seconds(
+    cpu: float, streamed: float, machine: Machine, states: StreamedStates = StreamedStates.EXACT
+) -> float:
     """Return the seconds in which `cpu` and `streamed` elements can be updated side by side, nothing hidden."""
-    link = (reference.CPU_LINK_BYTES * cpu + reference.STREAMED_LINK_BYTES * streamed) / machine.update_link
-    memory = (reference.CPU_DRAM_BYTES * cpu + reference.STREAMED_DRAM_BYTES * streamed) / machine.update_dram
+    each = streamed_bytes(states)
+    link = (reference.CPU_LINK_BYTES * cpu + each * streamed) / machine.update_link
+    memory = (reference.CPU_DRAM_BYTES * cpu + _dram_bytes(each) * streamed) / machine.update_dram
     return max(link, memory, cpu / machine.update_cpu)
 
 
-def best_streamed_share(machine: Machine) -> float:
+def _dram_bytes(streamed: float) -> float:
+    """Return the bytes of host memory that reading and writing `streamed` bytes of states takes."""
+    return streamed * reference.STREAMED_DRAM_BYTES / reference.STREAMED_LINK_BYTES
+
+
+def best_streamed_share(machine: Machine, states: StreamedStates = StreamedStates.EXACT) -> float:
     """Return which share of the offloaded states should be streamed, so that link and host memory finish together.
 
     The optimum of a linear program in one variable lies where two of its bounds cross, or at an end.
     """
+    each = streamed_bytes(states)
     bounds = (
-        (reference.CPU_LINK_BYTES / machine.update_link, reference.STREAMED_LINK_BYTES / machine.update_link),
-        (reference.CPU_DRAM_BYTES / machine.update_dram, reference.STREAMED_DRAM_BYTES / machine.update_dram),
+        (reference.CPU_LINK_BYTES / machine.update_link, each / machine.update_link),
+        (reference.CPU_DRAM_BYTES / machine.update_dram, _dram_bytes(each) / machine.update_dram),
         (1 / machine.update_cpu, 0.0),
     )
     crossings = [0.0, 1.0]
@@ -97,7 +107,7 @@ def best_streamed_share(machine: Machine) -> float:
             slope = (stream_a - cpu_a) - (stream_b - cpu_b)
             if slope:
                 crossings.append(min(max((cpu_b - cpu_a) / slope, 0.0), 1.0))
-    return min(crossings, key=lambda share: update_seconds(1 - share, share, machine))
+    return min(crossings, key=lambda share: update_seconds(1 - share, share, machine, states))
 
 
 def _reference(mode: Mode, shard: int, machine: Machine, beside: Compute) -> Cost:
@@ -111,13 +121,14 @@ def _reference(mode: Mode, shard: int, machine: Machine, beside: Compute) -> Cos
     done = 0.0
     if mode.updates_in_backward and cpu:
         done = min(cpu, beside.backward_s * cpu / update_seconds(cpu, 0.0, machine))
-    waiting = min(streamed, reference.SLOTS * reference.CHUNK_ELEMENTS)
-    rest = update_seconds(cpu - done, streamed - waiting, machine)
+    states = mode.streamed_states
+    waiting = min(streamed, reference.SLOTS * chunk_elements(states))
+    rest = update_seconds(cpu - done, streamed - waiting, machine, states)
     on_gpu = beside.gpu_update_s * (1 - cpu / shard)
     exposed = max(_latency(cpu, machine), rest - beside.forward_s - on_gpu)
     hides = "backward and the next forward" if mode.updates_in_backward else "the next forward"
     formula = f"{cpu / 1e9:.3f}e9 parameters on the CPU, {streamed / 1e9:.3f}e9 streamed, less {hides}"
-    return Cost("offloaded optimizer", update_seconds(cpu, streamed, machine), exposed, formula)
+    return Cost("offloaded optimizer", update_seconds(cpu, streamed, machine, states), exposed, formula)
 
 
 def _latency(cpu: float, machine: Machine) -> float:

@@ -15,6 +15,13 @@ WINDOW_LAYERS = 3  # prefetch + 1: the frozen layer in use, and two that come in
 
 # Bytes an element, held on the host.
 STATE_BYTES = 12  # fp32 master and two moments; the CPU share's staging buffer adds the weight's bytes
+# Bytes of a bf16 parameter's master and of its two moments as the streamed share moves them, by `StreamedStates`.
+STREAMED_STATES = {
+    "exact": (4.0, 8.0),
+    "packed": (2.0, 4.0),
+    "compact-16": (2.0, 2.0625),
+    "compact-8": (1.0, 2.0625),
+}
 GRADIENT_BYTES = 4  # a streamed chunk's gradient on the device, in fp32
 
 # Bytes an element that one update moves: over the link one way, and through host memory (reads and writes).

@@ -10,7 +10,15 @@ from functools import lru_cache
 
 from skill_tools.dialects import parameters
 from skill_tools.dialects.layout import LocalParameters
-from skill_tools.dialects.run import STATE_CHUNK_BYTES, Adapter, Mode, OptimizerEngine, Run, WeightEngine
+from skill_tools.dialects.run import (
+    STATE_CHUNK_BYTES,
+    Adapter,
+    Mode,
+    OptimizerEngine,
+    Run,
+    StreamedStates,
+    WeightEngine,
+)
 from skill_tools.planning.accounts import Line, each
 from skill_tools.planning.model import reference_numbers as reference
 from skill_tools.units import gib
@@ -110,17 +118,32 @@ def _optimizer(run: Run, mode: Mode, shard: int) -> tuple[list[Line], list[Line]
         return gpu, []
     streamed = round(shard * mode.streamed_fraction)
     if streamed:
-        chunk = f"{reference.CHUNK_BYTES >> 20} MiB"
-        slots = f"{reference.SLOTS} slots of {chunk}, and a chunk's gradients in fp32"
-        gpu.append(Line("streaming slots", ring_bytes(streamed), slots))
+        slots = f"{reference.SLOTS} slots of {reference.CHUNK_BYTES >> 20} MiB"
+        if mode.streamed_states is StreamedStates.EXACT:
+            slots += ", and a chunk's gradients in fp32"
+        gpu.append(Line("streaming slots", ring_bytes(streamed, mode.streamed_states), slots))
     return gpu, _hosted(run, mode, shard - resident - streamed, streamed)
 
 
-def ring_bytes(streamed: int) -> int:
-    """Return the GPU bytes that streaming needs: slots of one chunk's states, and a chunk's gradients in fp32."""
-    slots = min(reference.SLOTS, -(-streamed // reference.CHUNK_ELEMENTS))
-    chunk = min(streamed, reference.CHUNK_ELEMENTS)
-    return (reference.STATE_BYTES * slots + reference.GRADIENT_BYTES) * chunk
+def ring_bytes(streamed: int, states: StreamedStates = StreamedStates.EXACT) -> int:
+    """Return the GPU bytes that streaming needs: slots of one chunk's states, and where these are exact its gradients.
+
+    Those are in fp32, for torch's own kernel; the kernels of other states widen them on the way.
+    """
+    gradient_bytes = reference.GRADIENT_BYTES if states is StreamedStates.EXACT else 0
+    slots = min(reference.SLOTS, -(-streamed // chunk_elements(states)))
+    return round((streamed_bytes(states) * slots + gradient_bytes) * min(streamed, chunk_elements(states)))
+
+
+def chunk_elements(states: StreamedStates) -> int:
+    """Return how many elements one chunk of streamed states has."""
+    return int(reference.CHUNK_BYTES // streamed_bytes(states))
+
+
+def streamed_bytes(states: StreamedStates, *, own_master: bool = False) -> float:
+    """Return the bytes of an element's streamed states; an fp32 weight is its own master."""
+    master_bytes, moments_bytes = reference.STREAMED_STATES[states]
+    return moments_bytes if own_master else master_bytes + moments_bytes
 
 
 def _own_master_bytes(run: Run) -> float:
@@ -146,9 +169,9 @@ def _hosted(run: Run, mode: Mode, cpu: int, streamed: int) -> list[Line]:
             Line("optimizer state", round(cpu_bytes * cpu), each(cpu_bytes, cpu, "updated on the CPU"))
         )
     if streamed:
-        streamed_bytes = reference.STATE_BYTES - 4 + _own_master_bytes(run)
-        amount = round(streamed_bytes * streamed)
-        formula = each(streamed_bytes, streamed, "streamed")
+        kept_bytes = streamed_bytes(mode.streamed_states, own_master=not _own_master_bytes(run))
+        amount = round(kept_bytes * streamed)
+        formula = each(kept_bytes, streamed, "streamed")
         lines.append(Line("streamed optimizer state", amount, formula))
     return lines
 

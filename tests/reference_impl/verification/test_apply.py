@@ -119,6 +119,7 @@ def test_a_budget_is_kept_under_a_plan() -> None:
         ({"execute": {"weights": {"resident_layers": 2}}}, "frozen"),
         ({"execute": {"disk": {}}}, "disk"),
         ({"execute": {"activations": {"mode": "teleport"}}}, "teleport"),
+        ({"execute": {"optimizer": {"offload_fraction": 1.0, "streamed_states": "tiny"}}}, "tiny"),
         ({"execute": {"activations": {"mode": "layers", "num_layers": 99}}}, "99"),
         ({"execute": {"optimizer": {"offload_fraction": 1.0, "split": {"cpu": 0.7}}}}, "sum to 1"),
     ],
@@ -136,6 +137,17 @@ def test_the_shares_of_a_plan_are_those_of_the_optimizer() -> None:
     with apply_plan(model, adamw(model), plan) as applied:
         assert isinstance(applied.optimizer, HybridDeviceOptimizer)
         assert applied.optimizer.split == (0.25, 0.5, 0.25)
+
+
+@pytest.mark.parametrize("states", ["packed", "compact-16", "compact-8"])
+def test_states_in_fewer_bits_train_nearly_alike(states: str) -> None:
+    reference, model = decoder(), decoder()
+    expected = torch.stack(losses(reference, adamw(reference)))
+    section = {"offload_fraction": 1.0, "split": {"streamed": 1.0}, "streamed_states": states}
+    with apply_plan(model, adamw(model), {"execute": {"optimizer": section}}) as applied:
+        found = torch.stack(losses(model, applied.optimizer))
+    assert not found.equal(expected)
+    assert (found - expected).abs().max() < 0.02
 
 
 def test_another_optimizer_is_refused_by_name() -> None:

@@ -145,6 +145,15 @@ def test_a_split_plan_takes_what_it_says(written):
     assert found.trained.losses == found.without_offload.losses
 
 
+def test_states_in_fewer_bits_take_what_they_promise_and_may_round_losses(written):
+    compact = {"offload_fraction": 1.0, "split": {"streamed": 1.0}, "streamed_states": "compact-8"}
+    found = verify_plan(Device.of("cpu"), read_plan(written(execute={"optimizer": compact}), steps=6))
+    host = next(iter(found.runs.values()))[2]
+    assert host.measured == pytest.approx(3.0625 * found.planned.workload.parameters, rel=0.01)
+    assert 0 < found.max_loss_delta < 0.05
+    assert not any("loss" in problem for problem in found.problems)
+
+
 @pytest.mark.slow
 def test_adapters_are_trained_over_layers_that_stream(made, tmp_path):
     sizes = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 8, "vocab_size": 2048}

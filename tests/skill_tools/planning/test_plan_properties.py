@@ -1,13 +1,22 @@
 """What must hold for any run: budgets are respected, more budget is never slower, units never mix."""
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skill_tools.configs.config import Config, Place, Setting
 from skill_tools.dialects import layout
 from skill_tools.dialects.megatron import run as megatron_run
+from skill_tools.dialects.pytorch import candidates
 from skill_tools.dialects.pytorch import run as pytorch_run
-from skill_tools.dialects.run import ActivationEngine, Mode, OptimizerEngine, Recompute, WeightEngine
+from skill_tools.dialects.run import (
+    ActivationEngine,
+    Mode,
+    OptimizerEngine,
+    Recompute,
+    StreamedStates,
+    WeightEngine,
+)
 from skill_tools.planning.cost import machine, optimizer
 from skill_tools.planning.model import activations, known_models, states
 from skill_tools.planning.model.memory import estimate
@@ -167,12 +176,39 @@ def test_units_never_mix(amount: float, unit: str) -> None:
 rates = st.floats(1e9, 1e12)
 
 
-@given(rates, rates, rates, st.floats(0, 1))
-def test_the_streamed_share_is_the_best_there_is(link: float, dram: float, cpu: float, share: float) -> None:
+@given(rates, rates, rates, st.floats(0, 1), st.sampled_from(StreamedStates))
+def test_the_streamed_share_is_the_best_there_is(
+    link: float, dram: float, cpu: float, share: float, states: StreamedStates
+) -> None:
     host = machine.known("h100")._replace(update_link=link, update_dram=dram, update_cpu=cpu / 28)
-    best = optimizer.best_streamed_share(host)
-    least = optimizer.update_seconds(1 - best, best, host)
-    assert least <= optimizer.update_seconds(1 - share, share, host) * (1 + 1e-9)
+    best = optimizer.best_streamed_share(host, states)
+    least = optimizer.update_seconds(1 - best, best, host, states)
+    assert least <= optimizer.update_seconds(1 - share, share, host, states) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("states", "bytes_each"), [("exact", 12), ("packed", 6), ("compact-16", 4.0625), ("compact-8", 3.0625)]
+)
+def test_states_in_fewer_bits_are_planned_where_they_are_asked_for(states: str, bytes_each: float) -> None:
+    given_config = config(seq_length=2048, micro_batch_size=1, streamed_states=states)
+    run = pytorch_run.build(given_config, known_models.shape("llama-3.2-1b"), gpus=None)
+    arguments = {"streamed_fraction": 1.0, "optimizer_engine": OptimizerEngine.REFERENCE}
+    mode = Mode(optimizer_fraction=1.0, streamed_states=run.streamed_states, **arguments)  # type: ignore[arg-type]
+    found = estimate(run, mode)
+    (line,) = found.host
+    assert line.bytes == pytest.approx(bytes_each * found.parameters.shard, abs=1)
+    slots = next(line for line in found.gpu if line.name == "streaming slots")
+    gradients = 4 * (96 * 2**20 // 12) if states == "exact" else 0
+    assert slots.bytes == pytest.approx(3 * 96 * 2**20 + gradients, rel=1e-6)
+    plan = planner.make_plan(
+        given_config, run, machine.known("h100"), Budget(16 * GIB, None), shape_source="", versions={}
+    )
+    assert plan.recommendation is not None
+    chosen = plan.recommendation.candidate.mode
+    assert chosen.streamed_states == states
+    section = candidates.execute(chosen, run, 0)["optimizer"]
+    assert isinstance(section, dict)
+    assert section.get("streamed_states", "exact") == states
 
 
 def test_a_host_with_little_memory_streams_what_the_cpu_would_need_more_for() -> None:
