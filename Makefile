@@ -7,7 +7,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses $(WORKERS) --dist works
 AXOLOTL_RELEASES := 0.12.2 0.13.2 0.14.0 0.15.0 0.16.1 0.17.0 0.18.0 0.19.0 0.20.0 0.21.0
 TRANSFORMERS_RELEASES := 4.57.3 5.0.0 5.8.0 5.10.4 5.14.1 5.17.0 5.23.0
 
-.PHONY: setup demo test test-all test-faults check lint-code render clean
+.PHONY: setup demo test test-all test-faults check lint-code render docs clean
 .PHONY: test-trainers test-trainers-axolotl test-axolotl test-megatron test-transformers test-deepspeed test-accelerate test-torchtune test-llama-factory test-rl
 .PHONY: test-mutations traces
 
@@ -126,6 +126,12 @@ traces: setup
 render: setup
 	$(BIN)/offload card render
 	$(BIN)/offload card pages
+
+# The documentation as a site in build/site, rules included; a broken link is an error.
+docs: setup
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	$(BIN)/offload card pages
+	$(BIN)/mkdocs build --strict
 
 clean:
 	rm -rf .venv .venv-trainers build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
