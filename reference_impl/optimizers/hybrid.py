@@ -105,7 +105,7 @@ class HybridDeviceOptimizer(SavedOptimizer):
         self._hooks: list[Any] = []
         self._idle: list[torch.Tensor] = []
         self._accumulating = False
-        self._asks_whether_accumulating: Callable[[], bool] = _never
+        self._asks_whether_accumulating: Callable[[], bool] = lambda: False
         # The step that has begun and is not finished; the update that backward has begun and step() goes on with; and
         # what a step that has failed was taken from, once it is finished.
         self._begun: BegunStep | None = None
@@ -284,7 +284,7 @@ class HybridDeviceOptimizer(SavedOptimizer):
             self._check_usable()
             self._device.refuse_capture("optimizer offload")
             self._has_stepped = False
-            if was_asked or self._begun is not None:
+            if was_asked or self._begun is not None or self._unwritten:
                 self._finish_begun()
             self._failures.forget_forward()
             loss = None
@@ -315,17 +315,15 @@ class HybridDeviceOptimizer(SavedOptimizer):
             self._wait()
 
     def _finish_begun(self) -> None:
-        """Finish the step that has begun, if an error has left one."""
-        if self._begun is None and not self._is_asked:
-            self._failures.forget_forward()
-            return
-        with torch.no_grad():
-            if self._begun is not None:
-                with deferred_interrupts():
-                    self._begun.advance()
-                if not self._returns_early:
-                    self._wait()
-            elif self._is_asked:
+        """Finish the load or the step that has begun, if an error has left one."""
+        self._write_rest()
+        if self._begun is not None:
+            with torch.no_grad(), deferred_interrupts():
+                self._begun.advance()
+            if not self._returns_early:
+                self._wait()
+        elif self._is_asked:
+            with torch.no_grad():
                 self._take()
         if self._begun is not None:
             # What it was taken from may still stand on the parameters.
@@ -406,7 +404,7 @@ class HybridDeviceOptimizer(SavedOptimizer):
         if self._failures.first is not None:
             return "broken"
         begun = self._begun is not None or self._in_backward is not None or self._has_stepped
-        return "begun" if begun or self._shares.is_unfinished else "untouched"
+        return "begun" if begun or self._unwritten or self._shares.is_unfinished else "untouched"
 
     def _wait_for(self, members: Iterable[Member]) -> None:
         with self._failures.told():
@@ -446,6 +444,10 @@ class HybridDeviceOptimizer(SavedOptimizer):
         with self._failures.told():
             self._check_between_steps(checks.saved_in_between)
         self.synchronize()
+
+    def _load(self, groups: list[dict[str, Any]], states: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
+        with self._failures.told():
+            super()._load(groups, states)
 
     def close(self) -> None:
         """Finish, take all hooks off and give the host memory back. Calling it again does nothing.
@@ -494,7 +496,3 @@ class HybridDeviceOptimizer(SavedOptimizer):
         super()._check_usable()
         self._failures.check()
         self._open.check()
-
-
-def _never() -> bool:
-    return False

@@ -10,11 +10,13 @@ import copy
 import threading
 import weakref
 from abc import abstractmethod
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
+from reference_impl.memory.interrupts import deferred_interrupts
 from reference_impl.optimizers.algorithms import Algorithm, group_defaults
 from reference_impl.optimizers.checks import check_thread
 from reference_impl.optimizers.hosted import HostedOptimizer
@@ -49,6 +51,8 @@ class SavedOptimizer(HostedOptimizer):
         passes_over_unknown: bool = False,
     ) -> None:
         self._algorithm = algorithm
+        # Loaded states that an error has kept from being written.
+        self._unwritten: deque[tuple[torch.Tensor, Mapping[str, Any]]] = deque()
         super().__init__(params, defaults)
         # The states must not keep their owner alive.
         owner = weakref.proxy(self)
@@ -77,9 +81,24 @@ class SavedOptimizer(HostedOptimizer):
     def _load(self, groups: list[dict[str, Any]], states: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
         """Take over groups and states that have been checked."""
         self._finish_for_saving()
-        self.__setstate__({"param_groups": groups})
-        for param, values in states.items():
-            self.state.write(param, values)
+        with deferred_interrupts():
+            self.__setstate__({"param_groups": groups})
+            self._unwritten = deque(states.items())
+            self._write_rest()
+
+    def _write_rest(self) -> None:
+        """Write the states that a load has taken over; after an error the next call goes on."""
+        if not self._unwritten:
+            return
+        with deferred_interrupts():
+            # Writing waits for updates, and whoever waits comes here too.
+            left, self._unwritten = self._unwritten, deque()
+            try:
+                while left:
+                    self.state.write(*left[0])
+                    left.popleft()
+            finally:
+                self._unwritten = left
 
     @property  # type: ignore[override]
     def state(self) -> OptimizerState:

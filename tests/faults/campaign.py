@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 # The status of a child in which the campaign itself has failed.
 _OUR_FAULT = 3
 HERE = Path(__file__).resolve().parent
-CAMPAIGNS = ("optimizers", "memory", "signals")
+CAMPAIGNS = ("optimizers", "memory", "signals", "memory-signals")
 
 
 class Result(NamedTuple):
@@ -87,8 +87,9 @@ def _case(campaign: str, seed: int) -> tuple[object, Any]:
     import judge
     import memory_cases
 
-    if campaign == "memory":
-        held = memory_cases.case_of(seed)
+    if campaign.startswith("memory"):
+        make = memory_cases.case_of if campaign == "memory" else memory_cases.interrupted_case_of
+        held = make(seed)
         return held, lambda: memory_cases.judge(held)
     case = judge.case_of(seed) if campaign == "optimizers" else judge.interrupted_case_of(seed)
     return case, lambda: judge.judge(case)

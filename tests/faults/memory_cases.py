@@ -1,7 +1,7 @@
 """Faults under the offloaders of activations, checkpoints and frozen weights.
 
-They hold nothing between steps, so a fault in forward or backward costs that batch at most: the program leaves it out,
-or does it again, and from then on everything equals, bit for bit, the plain model that did the same.
+They hold nothing between steps, so a fault or a signal in forward or backward costs that batch at most: the program
+leaves it out, or does it again, and from then on everything equals, bit for bit, the plain model that did the same.
 """
 
 from __future__ import annotations
@@ -9,13 +9,14 @@ from __future__ import annotations
 import gc
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
 from injector import WORKER, Fault, Injector, Moment, some_kind, undisturbed
+from interrupts import Interrupt, counted
 from judge import Outcome, Verdict, told_of
 from settings import differing, shuffled
 
@@ -87,7 +88,7 @@ class Case:
     """One run of the campaign."""
 
     way: Way
-    fault: Fault
+    fault: Fault | Interrupt
     action: str
 
     def __str__(self) -> str:
@@ -111,9 +112,9 @@ class Trainee:
         layer.register_forward_pre_hook(lambda *_: injector.visit("hook"))
         next(p for p in layer.parameters() if p.requires_grad).register_hook(lambda _: injector.visit("hook"))
 
-    def train(self, first: int, left_out: int | None = None) -> None:
+    def train(self, first: int, left_out: int | None = None, *, stop: int = STEPS) -> None:
         """Train with the batches from `first`."""
-        for index in range(first, STEPS):
+        for index in range(first, stop):
             if index == left_out:
                 continue
             self.injector.enter(index, "forward")
@@ -164,27 +165,48 @@ def case_of(seed: int) -> Case:
     """Return the case of a seed."""
     random = shuffled(seed)
     way = WAYS[seed % len(WAYS)]
-    counted = visits(way)
+    found = visits(way)
     phases = ("forward", "backward")
-    moments = [
-        m for m in counted if m.seam.endswith(WORKER) or (m.step in FAULTY_STEPS and m.phase in phases)
-    ]
+    moments = [m for m in found if m.seam.endswith(WORKER) or (m.step in FAULTY_STEPS and m.phase in phases)]
     seams = sorted({(m.phase, m.seam) for m in moments})
     weights = [0.3 if seam == "order" else 1.0 for _, seam in seams]
     phase, seam = random.choices(seams, weights)[0]
     moment = random.choice(sorted(m for m in moments if (m.phase, m.seam) == (phase, seam)))
-    count = counted[moment]
+    count = found[moment]
     # In other threads not in the last step.
     nth = random.randint(1, max(count - count // STEPS, 1) if seam.endswith(WORKER) else count)
     return Case(way, Fault(moment, nth, some_kind(random, seam)), random.choice(ACTIONS))
 
 
+@cache
+def bytecodes(way: Way) -> tuple[int, int]:
+    """Return how many bytecodes of the package run before the second step, and until the last begins."""
+    trainee = Trainee(way, Injector())
+    with _directory(way) as directory:
+        offloader = way.wrap(trainee.model, directory)
+        with counted(None, lambda: None) as count:
+            trainee.train(0, stop=1)
+            before = count[0]
+            trainee.train(1, stop=STEPS - 1)
+        offloader.close()
+    return before, count[0]
+
+
+def interrupted_case_of(seed: int) -> Case:
+    """Return the case of a seed in which SIGINT comes before a bytecode, which is always in forward or backward."""
+    random = shuffled(seed)
+    way = WAYS[seed % len(WAYS)]
+    before, until = bytecodes(way)
+    return Case(way, Interrupt(random.randint(before + 1, until)), random.choice(ACTIONS))
+
+
 def judge(case: Case) -> Outcome:
     """Run a case."""
     before = (host_book.live_bytes, host_book.reserved_bytes)
-    injector = Injector(case.fault)
+    fault = case.fault if isinstance(case.fault, Fault) else None
+    injector = Injector(fault)
     trainee = Trainee(case.way, injector)
-    with injector.installed(Device.of("cpu")), _directory(case.way) as directory:
+    with injector.installed(Device.of("cpu")) if fault else nullcontext(), _directory(case.way) as directory:
         with injector.quietly():
             offloader = case.way.wrap(trainee.model, directory)
         outcome = _outcome(case, trainee, offloader, injector)
@@ -205,8 +227,9 @@ def judge(case: Case) -> Outcome:
 
 def _outcome(case: Case, trainee: Trainee, offloader: Any, injector: Injector) -> Outcome:
     try:
-        trainee.train(0)
-    except Exception as error:
+        with case.fault.comes(injector) if isinstance(case.fault, Interrupt) else nullcontext():
+            trainee.train(0)
+    except (Exception, KeyboardInterrupt) as error:
         if injector.error is None:
             return Outcome(Verdict.CRASH, told_of(error))
         if not injector.names(error):
@@ -228,9 +251,7 @@ def _outcome(case: Case, trainee: Trainee, offloader: Any, injector: Injector) -
         trainee.train(step if again else step + 1)
     except Exception as later:
         # Weights that a lost device could not take back stay on the host, and their use says so.
-        lost = case.fault.kind == "device_lost" and (
-            injector.names(later) or "is not on the device" in str(later)
-        )
+        lost = case.fault.may_break and (injector.names(later) or "is not on the device" in str(later))
         return Outcome(Verdict.BROKEN if lost else Verdict.STUCK, f"{told}; later {told_of(later)}")
     with injector.quietly():
         different = differing(trainee.snapshot(), plain(case.way, None if again else step))

@@ -9,10 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 import campaign
 import pytest
 
-FAST = {"optimizers": 200, "signals": 10, "memory": 30}
+FAST = {"optimizers": 200, "signals": 10, "memory": 30, "memory-signals": 6}
 # `make test-faults` runs twenty times as many, which takes longer than the slow tier may.
 TIMES = int(os.environ.get("FAULT_SEEDS_TIMES", "1"))
-SLOW = {"optimizers": 250 * TIMES, "signals": 15 * TIMES, "memory": 50 * TIMES}
+SLOW = {"optimizers": 250 * TIMES, "signals": 15 * TIMES, "memory": 50 * TIMES, "memory-signals": 15 * TIMES}
 
 
 def in_halves(first, count):

@@ -1,5 +1,6 @@
 """A step that fails: it happened or it did not, and the optimizer says which."""
 
+import copy
 import gc
 import threading
 import time
@@ -15,6 +16,7 @@ from reference_impl import CpuUpdate
 from reference_impl.memory.host import HostMemoryError, host_book
 from reference_impl.optimizers import Adam
 from reference_impl.optimizers.cpu.update import CpuKernel
+from reference_impl.optimizers.parameter_state import OptimizerState
 
 
 def fail_once(monkeypatch, owner, name, error, *, at=1):
@@ -42,6 +44,34 @@ def states(optimizer):
 def assert_same_states(one, other):
     for left, right in zip(states(one), states(other), strict=True):
         assert torch.equal(left.cpu(), right.cpu())
+
+
+@pytest.mark.parametrize("split", [(1, 0, 0), (0, 0.5, 0.5)])
+@pytest.mark.parametrize("following", ["state_dict", "step", "load_state_dict"])
+def test_a_load_that_an_error_has_cut_short_is_finished_by_the_next_call(
+    device, make, monkeypatch, split, following
+):
+    model, plain = twins(device)
+    optimizer, other = (make(net, split=split) for net in (model, plain))
+    data = batches(device.torch_device, 4)
+    train(model, optimizer, data[:1])
+    train(plain, other, data[:1])
+    saved = copy.deepcopy(other.state_dict())
+    train(model, optimizer, data[1:3])
+    model.load_state_dict(plain.state_dict())
+    fail_once(monkeypatch, OptimizerState, "write", out_of_memory(), at=3)
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        optimizer.load_state_dict(saved)
+    assert optimizer.status == "begun"
+    assert "'begun'" in "".join(raised.value.__notes__)
+    if following == "load_state_dict":
+        optimizer.load_state_dict(saved)
+    if following == "step":
+        train(model, optimizer, data[3:])
+        train(plain, other, data[3:])
+    assert_same_states(optimizer, other)
+    assert_same_weights(model, plain)
+    assert optimizer.status == "untouched"
 
 
 @pytest.mark.parametrize("attached", [False, True])
