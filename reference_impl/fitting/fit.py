@@ -80,6 +80,7 @@ def fit(
     host_budget: Budget = "auto",
     max_grad_norm: float | None = None,
     plan: Plan | str | Path | None = None,
+    allow_other_numerics: bool = False,
 ) -> Fitted:
     """Find the plan that trains `model` here and apply it; weights and random state stay what they are.
 
@@ -95,6 +96,7 @@ def fit(
         host_budget: bytes of host memory for what is offloaded; by default nine tenths of what is available.
         max_grad_norm: clip the global norm exactly, in the optimizer.
         plan: the plan to try first, a document of `offload plan --format json` or its path.
+        allow_other_numerics: let a plan round optimizer states, which `fitted.plan` then says.
 
     Raises FitError where nothing fits, or where the model cannot be traced and no config describes it; ValueError for
     another optimizer and several ranks. The model and the optimizer are then as they were.
@@ -123,7 +125,13 @@ def fit(
         try:
             budget_bytes, host_bytes = _budgets(device, gpu_budget, host_budget)
             sequences, tokens = _size(batch)
-            planner = Planner(described, sequences=sequences, tokens=tokens, host_bytes=host_bytes)
+            planner = Planner(
+                described,
+                sequences=sequences,
+                tokens=tokens,
+                host_bytes=host_bytes,
+                allow_other_numerics=allow_other_numerics,
+            )
             search = Search(task, before, planner, budget_bytes, error_share=error_share, first=first)
             settled = search.settle()
             if gpu_budget != "auto" and device.allocator is not None:

@@ -32,11 +32,21 @@ class Planner:
         described: what `trace_profile.profile_batch` returns, or the entries of a config.json.
         sequences, tokens: of the batch.
         host_bytes: what mechanisms may take of the host.
+        allow_other_numerics: whether a plan may round optimizer states.
     """
 
-    def __init__(self, described: Mapping[str, Any], *, sequences: int, tokens: int, host_bytes: int) -> None:
+    def __init__(
+        self,
+        described: Mapping[str, Any],
+        *,
+        sequences: int,
+        tokens: int,
+        host_bytes: int,
+        allow_other_numerics: bool = False,
+    ) -> None:
         self.host_bytes = host_bytes
         self._batch = [f"seq_length={tokens}", f"micro_batch_size={sequences}"]
+        self._flags = ["--allow-other-numerics"] if allow_other_numerics else []
         self._is_traced = "steps" in described
         self._text = json.dumps(described)
 
@@ -49,7 +59,7 @@ class Planner:
             path = Path(folder) / "config.json"
             path.write_text(self._text, encoding="utf-8")
             words = ["--trace", str(path)] if self._is_traced else [str(path)]
-            words += ["--framework", "pytorch", "--format", "json"]
+            words += ["--framework", "pytorch", "--format", "json", *self._flags]
             words += ["--tensor-memory", f"{tensor_bytes}bytes", "--host-memory", f"{self.host_bytes}bytes"]
             for mechanism in sorted(without):
                 words += ["--without", mechanism]

@@ -64,6 +64,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="MECHANISM",
         help=f"leave a mechanism out of the search; repeatable; one of {', '.join(MECHANISMS)}",
     )
+    run.add_argument(
+        "--allow-other-numerics",
+        action="store_true",
+        help="also plans that round optimizer states, named as such; without it every plan is exact",
+    )
     run.add_argument("--framework", choices=registry.names(), help="needed if the input does not show it")
     run.add_argument(
         "--overrides",
@@ -145,7 +150,9 @@ def _plan(args: argparse.Namespace, inputs: Sequence[str], *, what_if: Sequence[
     def prepare(config: Config, gpus: int | None) -> tuple[Prepared, tuple[str, ...]]:
         asked = _run(args, files, config, shape, gpus=gpus or args.gpus)
         built = _traced(args, asked, names_the_model=by_trace)
-        built = built._replace(reserves=args.tensor_memory is None)
+        built = built._replace(
+            reserves=args.tensor_memory is None, allows_other_numerics=args.allow_other_numerics
+        )
         where = _machine(args, built)
         budget, notes = _budget(args, where)
         return Prepared(built, where, budget), notes

@@ -39,12 +39,16 @@ class Advice(Protocol):
 
 
 class Candidate(NamedTuple):
-    """One way to run: its mode, the mechanisms it uses, and the settings that differ from the user's."""
+    """One way to run: its mode, the mechanisms it uses, and the settings that differ from the user's.
+
+    `rounds` counts the steps by which it rounds states more than the user has asked for.
+    """
 
     mode: Mode
     label: str
     mechanisms: tuple[str, ...]
     settings: Mapping[str, object]
+    rounds: int = 0
 
     @property
     def structure(self) -> tuple[object, ...]:
@@ -68,13 +72,12 @@ def at_fraction(candidate: Candidate, fraction: float) -> Candidate:
     settings = dict(candidate.settings)
     if "optimizer_offload_fraction" in settings:
         settings["optimizer_offload_fraction"] = fraction
-    return Candidate(
-        candidate.mode._replace(optimizer_fraction=fraction, streamed_fraction=streamed),
-        candidate.label.replace(
+    return candidate._replace(
+        mode=candidate.mode._replace(optimizer_fraction=fraction, streamed_fraction=streamed),
+        label=candidate.label.replace(
             f"{OPTIMIZER_LABEL} {candidate.mode.optimizer_fraction:.0%}", f"{OPTIMIZER_LABEL} {fraction:.0%}"
         ),
-        candidate.mechanisms,
-        settings,
+        settings=settings,
     )
 
 

@@ -71,7 +71,8 @@ class Run(NamedTuple):
     `norm_bytes` are what an eager norm keeps of an element beyond its input and output. Where `traced` is
     there, bytes of forward and backward and the time of both come from it, and not from the shape. `fused_loss` says
     that head and loss are one kernel, which makes the logits in chunks. `reserves` False counts tensors alone: nothing
-    is set aside for CUDA's context, its libraries and fragmentation. `streamed_states` are what the user asks for.
+    is set aside for CUDA's context, its libraries and fragmentation. `streamed_states` are what the user asks for;
+    `allows_other_numerics` lets a plan choose among all of them.
     """
 
     dialect: str
@@ -98,6 +99,7 @@ class Run(NamedTuple):
     fused_loss: bool = False
     reserves: bool = True
     streamed_states: StreamedStates = StreamedStates.EXACT
+    allows_other_numerics: bool = False
     assumptions: tuple[str, ...] = ()
 
     @property

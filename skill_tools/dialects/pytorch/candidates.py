@@ -39,7 +39,15 @@ def candidates(run: Run, advice: Advice) -> Iterator[Candidate]:
             " + ".join(labels) or "as it is, without offload",
             (*activations[2], *kept[2]),
             {},
+            rounds=_rounds(run, kept[0]),
         )
+
+
+def _rounds(run: Run, arguments: dict[str, object]) -> int:
+    """Return how much more the states are rounded than the user has asked for."""
+    ranks = list(StreamedStates)
+    states = arguments.get("streamed_states", StreamedStates.EXACT)
+    return max(ranks.index(StreamedStates(str(states))) - ranks.index(run.streamed_states), 0)
 
 
 def _activations(run: Run, advice: Advice) -> Iterator[_Part]:
@@ -85,21 +93,31 @@ def _budgets(run: Run, advice: Advice) -> Iterator[_Part]:
 def _optimizers(run: Run, advice: Advice) -> Iterator[_Part]:
     """Yield what may leave: to the CPU alone, in the split that is updated fastest, or streamed alone.
 
-    The first needs no room on the GPU, the last the least on the host; how much leaves, the search decides.
+    The first needs no room on the GPU, the last the least on the host; how much leaves, the search decides. Where any
+    numerics are allowed, states stream alone as each of them too.
     """
     yield {}, "", ()
     for share in sorted({0.0, round(advice.best_streamed_share, 4), 1.0}):
-        arguments: dict[str, object] = {
-            "optimizer_fraction": 1.0,
-            "streamed_fraction": share,
-            "optimizer_engine": OptimizerEngine.REFERENCE,
-            "streamed_states": run.streamed_states if share else StreamedStates.EXACT,
-            "updates_in_backward": not run.clips and share < 1,
-        }
-        how = "" if not share else " (streamed)" if share == 1 else f" ({share:.0%} of it streamed)"
-        if share and run.streamed_states in _OTHER_NUMERICS:
-            how = how.replace("streamed", f"streamed as {run.streamed_states} states")
-        yield arguments, f"{OPTIMIZER_LABEL} 100%{how}", (OPTIMIZER,)
+        yield _optimizer(run, share, run.streamed_states)
+    if run.allows_other_numerics and run.precision.weight_bytes == 2:
+        yield from (
+            _optimizer(run, 1.0, states) for states in StreamedStates if states != run.streamed_states
+        )
+
+
+def _optimizer(run: Run, share: float, states: StreamedStates) -> _Part:
+    """Return the offload of all states, of which `share` streams as `states`."""
+    arguments: dict[str, object] = {
+        "optimizer_fraction": 1.0,
+        "streamed_fraction": share,
+        "optimizer_engine": OptimizerEngine.REFERENCE,
+        "streamed_states": states if share else StreamedStates.EXACT,
+        "updates_in_backward": not run.clips and share < 1,
+    }
+    how = "" if not share else " (streamed)" if share == 1 else f" ({share:.0%} of it streamed)"
+    if share and states in _OTHER_NUMERICS:
+        how = how.replace("streamed", f"streamed as {states} states")
+    return arguments, f"{OPTIMIZER_LABEL} 100%{how}", (OPTIMIZER,)
 
 
 def _weights(run: Run) -> Iterator[_Part]:

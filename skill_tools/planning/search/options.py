@@ -13,6 +13,9 @@ from skill_tools.planning.search.legality import Legality
 
 GPU_MEMORY, HOST_MEMORY = "GPU memory", "host memory"
 HEADROOM = 0.05  # of a budget that a plan leaves free: for fragmentation, and for what no estimate sees
+WORTH_ROUNDING = (
+    1.05  # what has to be gained for each step from exact states to packed ones, and on to compact ones
+)
 
 
 class Budget(NamedTuple):
@@ -113,9 +116,12 @@ def over(option: Option, budget: Budget) -> str:
 
 
 def preference(option: Option) -> tuple[float, int, int, int]:
-    """Order by step time, then by host memory, by how little changes, and by GPU memory."""
+    """Order by step time, then by host memory, by how little changes, and by GPU memory.
+
+    What rounds states more than the user has asked for has to be faster by `WORTH_ROUNDING` for each step.
+    """
     return (
-        round(option.time.total_s, 6),
+        round(option.time.total_s * WORTH_ROUNDING**option.candidate.rounds, 6),
         option.memory.host_bytes_per_node,
         len(option.candidate.settings),
         option.memory.device_bytes,

@@ -240,6 +240,22 @@ def test_adapters_are_fitted_with_their_frozen_base():
         assert fitted.plan["fitted"]["peak_device_bytes"] == pytest.approx(predicted, rel=0.05)
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("in_process")
+def test_states_are_rounded_only_with_the_users_word():
+    model, optimizer = make(hidden=128, layers=4, dtype=torch.bfloat16)
+    elements = sum(param.numel() for param in model.parameters())
+    # Exact states have no room on the host, compact ones have.
+    budgets = {"gpu_budget": 14 * elements, "host_budget": 4 * elements}
+    with pytest.raises(FitError, match="nothing fits"):
+        fit(model, optimizer, IDS, loss_of, **budgets)
+    with fit(model, optimizer, IDS, loss_of, allow_other_numerics=True, **budgets) as fitted:
+        assert fitted.plan["execute"]["optimizer"]["streamed_states"].startswith("compact")
+        assert "streamed as compact" in fitted.summary
+        losses, _ = train(model, fitted.optimizer)
+        assert losses.isfinite().all()
+
+
 class Questions(Model):
     def forward(self, ids):
         out = super().forward(ids)

@@ -210,3 +210,22 @@ def test_a_mechanism_can_be_left_out(capsys: pytest.CaptureFixture[str]) -> None
     left_out = planned(capsys, *words, "--without", "recompute")["recommendation"]["option"]["mechanisms"]
     assert "recompute" in used
     assert "recompute" not in left_out
+
+
+def test_states_are_rounded_only_where_that_is_allowed_and_then_it_is_named(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["--model", "llama-3-8b", "--gpu-memory", "48GiB"]
+    exact = planned(capsys, *words)
+    rounded = planned(capsys, *words, "--allow-other-numerics")
+    assert "streamed_states" not in exact["execute"]["optimizer"]
+    states = rounded["execute"]["optimizer"]["streamed_states"]
+    option = rounded["recommendation"]["option"]
+    assert f"streamed as {states} states" in option["label"]
+    assert option["time"]["step_s"] < 0.95 * exact["recommendation"]["option"]["time"]["step_s"]
+    jsonschema.validate(rounded, json.loads(schema_path("plan").read_text()))
+
+
+def test_exact_states_are_kept_where_rounding_gains_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = planned(capsys, "--model", "llama-3.2-1b", "--gpu-memory", "70GiB", "--allow-other-numerics")
+    assert "optimizer" not in plan["execute"]
