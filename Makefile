@@ -9,7 +9,7 @@ TRANSFORMERS_RELEASES := 4.57.3 5.0.0 5.8.0 5.10.4 5.14.1 5.17.0 5.23.0
 
 .PHONY: setup demo test test-all test-faults check lint-code render docs clean
 .PHONY: test-trainers test-trainers-axolotl test-axolotl test-megatron test-transformers test-deepspeed test-accelerate test-torchtune test-llama-factory test-rl
-.PHONY: test-mutations traces
+.PHONY: test-mutations test-damage traces
 
 setup: .venv/.ready
 
@@ -126,6 +126,10 @@ traces: setup
 render: setup
 	$(BIN)/offload card render
 	$(BIN)/offload card pages
+
+# Damaged inputs for each of six readers, 51,000 in all: exit code 0, 1 or 2, each within 2 s, and nothing but read.
+test-damage: setup
+	$(BIN)/python tests/support/damage.py --inputs 8500
 
 # The documentation as a site in build/site, rules included; a broken link is an error.
 docs: setup

@@ -27,6 +27,15 @@ def printable(text: str) -> str:
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
 
 
+def printable_json(text: str) -> str:
+    """Return a JSON document with the same escaped as JSON does; what it means stays the same."""
+    if text.replace("\n", "").isprintable():
+        return text
+    import json
+
+    return "".join(each if each.isprintable() or each == "\n" else json.dumps(each)[1:-1] for each in text)
+
+
 def printable_lines(text: str) -> str:
     """Return a text of several lines, each of them `printable`."""
     return "\n".join(map(printable, text.split("\n")))

@@ -29,7 +29,7 @@ from skill_tools.configs.releases import Stated, stated_beside, stated_in
 from skill_tools.configs.source import MAX_BYTES, Source, decode, load
 from skill_tools.dialects import registry
 from skill_tools.dialects.read import Contradiction, Reading, readings
-from skill_tools.errors import Unrecognised, UnusableInput, printable
+from skill_tools.errors import Unrecognised, UnusableInput, printable, printable_lines
 from skill_tools.reports.findings import ReadAs, Report, report
 from skill_tools.rules import suppress
 from skill_tools.rules.finding import LintResult, Severity
@@ -253,7 +253,8 @@ class Linted:
         repaired = repair(reading.sources, again, unsafe=args.unsafe_fixes)
         for before, after in zip(reading.sources, repaired.sources, strict=True):
             if before.text != after.text and args.diff:
-                print(unified_diff(before.name, before.text, after.text), end="")
+                diff = unified_diff(before.name, before.text, after.text)
+                print(printable_lines(diff) if sys.stdout.isatty() else diff, end="")
             elif before.text != after.text:
                 replace_text(before.name, after.text)
         if args.diff:

@@ -57,6 +57,8 @@ def replace_text(path: str | Path, text: str) -> None:
     temporary = ""
     try:
         before = os.stat(target)
+        if before.st_nlink > 1:  # another name would go on holding the old text
+            raise OSError(errno.EMLINK, "it has a second name, a hard link")
         if not os.access(target, os.W_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
         descriptor, temporary = tempfile.mkstemp(dir=os.path.dirname(target), prefix=".offload-")

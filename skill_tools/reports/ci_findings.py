@@ -12,7 +12,7 @@ from typing import Any
 from urllib.parse import quote
 
 from skill_tools import __version__
-from skill_tools.errors import UnusableInput
+from skill_tools.errors import UnusableInput, printable, printable_json
 from skill_tools.reports.findings import Report
 from skill_tools.rules.finding import Finding, Severity
 
@@ -25,7 +25,7 @@ def as_github(report: Report) -> str:
     """Return one workflow command a finding, and one for each input that could not be used."""
     lines = [_command(finding) for finding in report.findings]
     lines += [f"::error title=unusable input::{_data(str(error))}" for error in report.errors]
-    return "\n".join(lines)
+    return "\n".join(map(printable, lines))
 
 
 def _command(finding: Finding) -> str:
@@ -70,9 +70,8 @@ def as_sarif(report: Report) -> str:
         ],
         "results": [_result(finding, ids.index(finding.rule)) for finding in report.findings],
     }
-    return json.dumps(
-        {"$schema": _SARIF_SCHEMA, "version": "2.1.0", "runs": [run]}, indent=2, ensure_ascii=False
-    )
+    log = {"$schema": _SARIF_SCHEMA, "version": "2.1.0", "runs": [run]}
+    return printable_json(json.dumps(log, indent=2, ensure_ascii=False))
 
 
 def _rule(finding: Finding) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from skill_tools.configs.releases import Stated
-from skill_tools.errors import UnusableInput, printable
+from skill_tools.errors import UnusableInput, printable, printable_json
 from skill_tools.rules.finding import CONSEQUENCES, Finding, LintResult, Severity, Undecided
 from skill_tools.rules.lint import in_order
 
@@ -227,4 +227,4 @@ def error_data(kind: str, error: Exception) -> dict[str, str]:
 
 
 def _dump(document: Mapping[str, Any]) -> str:
-    return json.dumps(document, indent=2, ensure_ascii=False, default=str)
+    return printable_json(json.dumps(document, indent=2, ensure_ascii=False, default=str))

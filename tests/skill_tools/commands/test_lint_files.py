@@ -1,5 +1,6 @@
 """Fixes are written whole or not at all; what is no file, or beyond all bounds, is refused in one line and at once."""
 
+import json
 import os
 import stat
 import time
@@ -33,6 +34,14 @@ def test_a_fix_keeps_mode_link_and_line_ends(fixable: Path, tmp_path: Path) -> N
     assert stat.S_IMODE(fixable.stat().st_mode) == 0o640
     assert link.is_symlink()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["link.yaml", "run.yaml"]
+
+
+def test_a_file_with_two_names_keeps_both(fixable: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = fixable.with_name("other.yaml")
+    os.link(fixable, other)
+    assert main(["lint", "--fix", "--unsafe-fixes", str(fixable)]) == 2
+    assert "hard link" in capsys.readouterr().err
+    assert fixable.read_bytes() == other.read_bytes() == FIXABLE.replace("\n", "\r\n").encode()
 
 
 def test_a_disk_that_is_full_leaves_the_file_as_it_was(
@@ -111,9 +120,25 @@ def test_what_a_terminal_would_obey_is_shown(tmp_path: Path, capsys: pytest.Capt
     (tmp_path / "x.yaml").write_text(
         'base_model: a/b\nadapter: x\n"\\e]0;title\\a\\u202ekey": 1\n', encoding="utf-8"
     )
-    main(["lint", str(tmp_path / "x.yaml")])
+    for form in ("blocks", "concise"):
+        main(["lint", str(tmp_path / "x.yaml"), "--format", form])
     main(["lint", "\x1b[31mno.yaml"])
     out, err = capsys.readouterr()
     assert "\\x1b]0;title\\x07\\u202ekey" in out
     assert printable(out.replace("\n", "")) == out.replace("\n", "")
     assert "\x1b" not in err
+
+
+@pytest.mark.parametrize("form", ["json", "github", "sarif"])
+def test_what_programs_read_is_printable_too(
+    tmp_path: Path, form: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "x.yaml").write_text(
+        'base_model: a/b\nadapter: x\n"\\x9b31m\\u202ekey": 1\n', encoding="utf-8"
+    )
+    main(["lint", str(tmp_path / "x.yaml"), "--format", form])
+    out = capsys.readouterr().out
+    assert "\\u202ekey" in out
+    assert out.replace("\n", "").isprintable()
+    if form == "json":
+        assert any("\x9b31m\u202ekey" in each["message"] for each in json.loads(out)["findings"])
