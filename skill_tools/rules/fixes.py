@@ -1,7 +1,7 @@
 """Turns a rule's fix into new text for the user's file, or into words where the text cannot be edited.
 
-YAML and JSON files are edited in place (`yaml_edit`); overrides, scripts, TOML and Python get a suggestion in the
-dialect's own spelling. Choices are never made here: a manual fix has no edit.
+YAML and JSON files (`yaml_edit`) and launch scripts (`script_edit`) are edited in place; overrides, TOML and Python
+get a suggestion in the dialect's own spelling. Choices are never made here: a manual fix has no edit.
 """
 
 import json
@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import PurePath
 from typing import NamedTuple
 
-from skill_tools.configs.config import Config, Setting
+from skill_tools.configs.config import Config, Place, Setting
 from skill_tools.configs.keys import Key
 from skill_tools.dialects import registry
 from skill_tools.rules.knowledge import RuleFix
@@ -19,25 +19,25 @@ Keys = Mapping[str, Key]
 
 
 class _Step(NamedTuple):
-    """One edit of one file, near `line` of its present text; `edit` answers None when it cannot be done."""
+    """One edit of one file, at `place` of its present text; `edit` answers None when it cannot be done."""
 
-    file: str
-    line: int
+    place: Place
     edit: Callable[[str], str | None]
 
 
 def repaired(config: Config, fix: RuleFix, keys: Keys) -> dict[str, str]:
     """Return the new text of each file that `fix` changes; empty when it cannot be done by editing text."""
     steps = _steps(config, fix, keys)
-    if not steps or not all(_is_editable(step.file) and step.file in config.sources for step in steps):
+    files = {step.place.file for step in steps}
+    if not steps or not all(_is_editable(file) and file in config.sources for file in files):
         return {}
-    texts = {step.file: config.sources[step.file] for step in steps}
-    # From the bottom up, so that the lines of the edits still to come stay where they are.
-    for step in sorted(steps, key=lambda step: step.line, reverse=True):
-        edited = step.edit(texts[step.file])
+    texts = {file: config.sources[file] for file in files}
+    # From the end to the beginning, so that the places of the edits still to come stay where they are.
+    for step in sorted(steps, key=lambda step: (step.place.line, step.place.column), reverse=True):
+        edited = step.edit(texts[step.place.file])
         if edited is None:
             return {}
-        texts[step.file] = edited
+        texts[step.place.file] = edited
     return texts
 
 
@@ -65,7 +65,11 @@ def unified_diff(file: str, before: str, after: str) -> str:
 
 
 def _is_editable(file: str) -> bool:
-    return _is_yaml(file) or PurePath(file).suffix == ".json"
+    return _is_yaml(file) or _is_script(file) or PurePath(file).suffix == ".json"
+
+
+def _is_script(file: str) -> bool:
+    return PurePath(file).suffix in {".sh", ".bash", ".slurm", ".sbatch"}
 
 
 def _is_yaml(file: str) -> bool:
@@ -83,7 +87,7 @@ def _steps(config: Config, fix: RuleFix, keys: Keys) -> list[_Step]:
             return []
         steps.append(step)
     for setting in _to_remove(config, fix):
-        steps.append(_Step(setting.place.file, setting.place.line, partial(_remove, setting=setting)))
+        steps.append(_Step(setting.place, partial(_remove, setting=setting)))
     return steps
 
 
@@ -96,7 +100,7 @@ def _to_remove(config: Config, fix: RuleFix) -> list[Setting]:
 
 def _set_step(config: Config, key: str, value: object) -> _Step:
     setting = config.settings[key]
-    return _Step(setting.place.file, setting.place.line, partial(_set, setting=setting, value=value))
+    return _Step(setting.place, partial(_set, setting=setting, value=value))
 
 
 def _add_step(config: Config, key: Key, value: object) -> _Step | None:
@@ -108,15 +112,17 @@ def _add_step(config: Config, key: Key, value: object) -> _Step | None:
     siblings = [
         setting
         for setting in config.settings.values()
-        if _is_editable(setting.place.file) and setting.written.rpartition(".")[0] == section
+        if _is_editable(setting.place.file)
+        and setting.written.rpartition(".")[0] == section
+        and setting.written.startswith("--") is name.startswith("--")
     ]
     if siblings:
-        last = max(siblings, key=lambda setting: setting.place.line)
-        return _Step(last.place.file, last.place.line, partial(_add, sibling=last, name=name, value=value))
+        last = max(siblings, key=lambda setting: (setting.place.line, setting.place.column))
+        return _Step(last.place, partial(_add, sibling=last, name=name, value=value))
     file = next((file for file in config.sources if _is_yaml(file)), None)
     if file is None or not registry.named(config.framework).takes_new_keys:
         return None
-    return _Step(file, 10**9, partial(_append, path=tuple(spelling.split(".")), value=value))
+    return _Step(Place(file, 10**9, 1), partial(_append, path=tuple(spelling.split(".")), value=value))
 
 
 def spelled(config: Config, key: Key) -> str | None:
@@ -130,14 +136,21 @@ def spelled(config: Config, key: Key) -> str | None:
 
 
 def _set(text: str, *, setting: Setting, value: object) -> str | None:
-    from skill_tools.rules import yaml_edit
+    from skill_tools.rules import script_edit, yaml_edit
+
+    if _is_script(setting.place.file):
+        switched_on = value is True and setting.value is False  # by a flag of another name, such as --no-x
+        return None if switched_on else script_edit.set_flag(text, setting.place, setting.written, value)
 
     pair = yaml_edit.find_pair(text, line=setting.place.line, name=setting.written)
     return None if pair is None else yaml_edit.set_value(text, pair, value)
 
 
 def _add(text: str, *, sibling: Setting, name: str, value: object) -> str | None:
-    from skill_tools.rules import yaml_edit
+    from skill_tools.rules import script_edit, yaml_edit
+
+    if _is_script(sibling.place.file):
+        return script_edit.add_flag(text, sibling.place, sibling.written, name, value)
 
     pair = yaml_edit.find_pair(text, line=sibling.place.line, name=sibling.written)
     return None if pair is None else yaml_edit.add_sibling(text, pair, name, value)
@@ -150,7 +163,10 @@ def _append(text: str, *, path: tuple[str, ...], value: object) -> str | None:
 
 
 def _remove(text: str, *, setting: Setting) -> str | None:
-    from skill_tools.rules import yaml_edit
+    from skill_tools.rules import script_edit, yaml_edit
+
+    if _is_script(setting.place.file):
+        return script_edit.remove_flag(text, setting.place, setting.written)
 
     pair = yaml_edit.find_pair(text, line=setting.place.line, name=setting.written)
     return None if pair is None else yaml_edit.remove(text, pair)

@@ -12,7 +12,7 @@ from skill_tools.configs.keys import load_keys
 from skill_tools.configs.source import Source
 from skill_tools.rules import fixes
 from skill_tools.rules.finding import Finding, LintResult, Severity
-from skill_tools.rules.knowledge import load_rules
+from skill_tools.rules.knowledge import RuleFix, load_rules
 
 Lint = Callable[[Sequence[Source]], tuple[Config, LintResult]]
 
@@ -39,7 +39,8 @@ def repair(sources: Sequence[Source], lint: Lint, *, unsafe: bool = False) -> Re
         texts = fixes.repaired(config, rules[finding.rule].fix, load_keys())
         edited = [source.with_text(texts.get(source.name, source.text)) for source in sources]
         new_config, new_result = lint(edited) if texts else (config, result)
-        if _is_better(new_result, result, finding):
+        changed = rules[finding.rule].fix
+        if _is_better(new_result, result, finding) and _same_beside(new_config, config, changed):
             sources, config, result = edited, new_config, new_result
             applied += 1
     return Repaired(tuple(sources), result, applied)
@@ -53,6 +54,18 @@ def _may_fix(finding: Finding, unsafe: bool, tried: set[str]) -> bool:
 def _identity(finding: Finding) -> str:
     """Return what stays the same of a finding while lines move."""
     return f"{finding.rule} {finding.place.file} {sorted(finding.observed.items(), key=str)}"
+
+
+def _same_beside(after: Config, before: Config, fix: RuleFix) -> bool:
+    """Return whether nothing but what `fix` names has changed; what follows from a value may."""
+    named = {*fix.set, *fix.remove}
+    origins = {(each.written, each.place) for key, each in before.settings.items() if key in named}
+    kept = {
+        key: each.value
+        for key, each in before.settings.items()
+        if key not in named and (each.written, each.place) not in origins
+    }
+    return all(key in after.settings and after.settings[key].value == value for key, value in kept.items())
 
 
 def _is_better(after: LintResult, before: LintResult, fixed: Finding) -> bool:

@@ -18,7 +18,7 @@ from skill_tools.rules.knowledge import Rule, rules_from_data
 from skill_tools.rules.lint import lint
 from skill_tools.rules.remedies import with_remedies
 
-EDITED = (".yaml", ".yml", ".json")
+EDITED = (".yaml", ".yml", ".json", ".sh")
 KEYS = {key.name: key for key in load_keys_yaml()}
 
 
@@ -119,10 +119,11 @@ def test_a_fix_makes_its_finding_vanish(rule: Rule, framework: str) -> None:
     (finding, *_) = of_rule(shown, rule)
     assert finding.fix.diff, "a safe or unsafe fix shows what it changes"
     texts = repaired(config, rule.fix, KEYS)
-    if not rule.examples[framework].filename.endswith(EDITED):
-        assert not texts, "only YAML and JSON are edited"
+    name = rule.examples[framework].filename
+    if not texts:
+        assert not name.endswith((".yaml", ".yml", ".json")), "the fix of a YAML or JSON file can be applied"
         return
+    assert name.endswith(EDITED), "nothing else is edited"
     sources = [Source(name, texts[name]) for name in texts]
-    assert sources, "the fix of a YAML or JSON file can be applied"
     fixed = read_sources(sources, framework=framework)
     assert not of_rule(judge(fixed, rule, framework), rule)
