@@ -73,16 +73,18 @@ class _RandomState:
     """Torch's generators of host and device, Python's, and NumPy's where somebody has imported it."""
 
     def __init__(self, device: Device) -> None:
-        self._devices = [device.torch_device.index] if device.is_accelerator else []
         self._host = torch.get_rng_state()
-        self._device_states = [torch.cuda.get_rng_state(index) for index in self._devices]
+        self._torch_device = device.torch_device
+        self._of_device = torch.get_device_module(device.torch_device) if device.is_accelerator else None
+        if self._of_device is not None:
+            self._device_state = self._of_device.get_rng_state(self._torch_device)
         self._python = random.getstate()
         self._numpy = _numpy_random().get_state() if _numpy_random() is not None else None
 
     def restore(self) -> None:
         torch.set_rng_state(self._host)
-        for index, state in zip(self._devices, self._device_states, strict=True):
-            torch.cuda.set_rng_state(state, index)
+        if self._of_device is not None:
+            self._of_device.set_rng_state(self._device_state, self._torch_device)
         random.setstate(self._python)
         if self._numpy is not None:
             _numpy_random().set_state(self._numpy)

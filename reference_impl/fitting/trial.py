@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +19,7 @@ from reference_impl.memory.ledger import Ledger
 from reference_impl.verification.apply import AppliedPlan, apply_plan
 
 STEPS = 2
+_SHORT = (RuntimeError, MemoryError, BudgetError)
 Loss = Callable[[nn.Module, Any], torch.Tensor]
 
 
@@ -78,8 +81,7 @@ def run(task: Task, plan: dict[str, Any], *, limit_bytes: int) -> Trial:
     steps, step_s, retried, short_of = 0, 0.0, False, ""
     ledger = Ledger(device, track=task.tensors(), limit_bytes=limit_bytes)
     try:
-        with ledger:
-            applied = task.apply(plan)
+        with ledger, _closed_behind(task.apply(plan)) as applied:
             try:
                 for _ in range(STEPS):
                     retries, start = _retries(device), time.perf_counter()
@@ -87,9 +89,13 @@ def run(task: Task, plan: dict[str, Any], *, limit_bytes: int) -> Trial:
                     device.record().synchronize()
                     step_s, retried = time.perf_counter() - start, _retries(device) > retries
                     steps += 1
-            finally:
-                _close(applied)
-    except (RuntimeError, MemoryError, BudgetError) as error:
+            except _SHORT as error:
+                short_of = _short_of(error)
+                if not short_of:
+                    raise
+                # What the step's frames hold has to go before the plan can be taken off: weights may come back.
+                traceback.clear_frames(error.__traceback__)
+    except _SHORT as error:
         short_of = _short_of(error)
         if not short_of:
             raise
@@ -103,13 +109,17 @@ def run(task: Task, plan: dict[str, Any], *, limit_bytes: int) -> Trial:
     )
 
 
-def _close(applied: AppliedPlan) -> None:
-    """Take the plan off; what a step that had no room has left unfinished is not wanted."""
+@contextmanager
+def _closed_behind(applied: AppliedPlan) -> Iterator[AppliedPlan]:
+    """Take the plan off at the end; what a step that had no room has left unfinished is not wanted."""
     try:
-        applied.close()
-    except (RuntimeError, MemoryError) as error:
-        if not _short_of(error):
-            raise
+        yield applied
+    finally:
+        try:
+            applied.close()
+        except _SHORT as error:
+            if not _short_of(error):
+                raise
 
 
 def _short_of(error: BaseException) -> str:

@@ -8,6 +8,7 @@ assumed stands in `assumptions`, in words.
 from enum import StrEnum
 from typing import NamedTuple
 
+from skill_tools.dialects import parameters
 from skill_tools.dialects.layout import Layout
 from skill_tools.dialects.shapes import ModelShape
 from skill_tools.dialects.traced import TracedModel
@@ -101,6 +102,13 @@ class Run(NamedTuple):
     streamed_states: StreamedStates = StreamedStates.EXACT
     allows_other_numerics: bool = False
     assumptions: tuple[str, ...] = ()
+
+    @property
+    def parameters(self) -> int:
+        """Elements of the model without adapters: as a trace has counted them, else as the shape says."""
+        if self.traced is None or not self.traced.is_counted:
+            return parameters.model(self.shape).total
+        return self.traced.parameters - (self.adapter.parameters if self.adapter else 0)
 
     @property
     def tokens(self) -> int:

@@ -5,7 +5,7 @@ Where nothing fits, the answer is why, and the three cheapest ways that do. Ever
 
 from collections.abc import Callable, Iterator, Sequence
 
-from skill_tools.dialects import parameters, registry
+from skill_tools.dialects import registry
 from skill_tools.dialects.levers import Kind
 from skill_tools.dialects.patch import Patch
 from skill_tools.planning.search import decisive
@@ -41,7 +41,7 @@ def headline(plan: Plan) -> str:
     run, layout = plan.run, plan.run.layout
     sizes = [("TP", layout.tensor), ("PP", layout.pipeline), ("CP", layout.context), ("EP", layout.expert)]
     spread = ", ".join(f"{name} {size}" for name, size in sizes if size > 1)
-    billions = parameters.model(run.shape).total / 1e9
+    billions = run.parameters / 1e9
     return (
         f"{run.shape.name} ({billions:.1f}e9 parameters) on {layout.gpus} x {plan.machine.name}"
         f"{f' ({spread})' if spread else ''} of {both(plan.budget.gpu_bytes)}, "

@@ -66,8 +66,8 @@ def document(plan: Plan) -> dict[str, Any]:
         "model": {
             "name": run.shape.name,
             "source": plan.shape_source,
-            "parameters": parameters.model(run.shape).total,
-            "active_parameters": parameters.active(run.shape),
+            "parameters": run.parameters,
+            "active_parameters": parameters.active(run.shape) if run.shape.experts else run.parameters,
             "shape": shape,
             **_adapter(plan.run),
             **_traced(plan.run),

@@ -99,8 +99,7 @@ def _counted(run: Run) -> LocalParameters | None:
     """Return the parameters that a trace has counted, where it counted them: of a base, without adapters."""
     if run.traced is None or not run.traced.is_counted:
         return None
-    held = run.traced.parameters - (run.adapter.parameters if run.adapter else 0)
-    return LocalParameters(held, 0, held, 0)
+    return LocalParameters(run.parameters, 0, run.parameters, 0)
 
 
 def _alive(run: Run, mode: Mode, lines: Sequence[Line], found: "_Activations") -> list[Line]:

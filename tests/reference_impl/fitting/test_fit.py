@@ -110,6 +110,7 @@ def test_a_plan_is_settled_on_that_holds_and_is_applied():
         assert "\n" not in fitted.summary
         found = train(model, fitted.optimizer)
     jsonschema.validate(fitted.plan, json.loads(schema_path("plan").read_text()))
+    assert fitted.plan["model"]["parameters"] == sum(param.numel() for param in model.parameters())
     assert peak_of(json.loads(json.dumps(fitted.plan))) <= budget
     model, optimizer = make()
     with apply_plan(model, optimizer, fitted.plan) as applied:
