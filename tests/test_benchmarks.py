@@ -164,3 +164,18 @@ def test_a_real_model_is_fitted_at_toy_size(real_models, number):
     assert row["passed"], row
     assert abs(row["peak_error"]) < 0.05
     assert number != 1 or len(row["tried"]) > 1
+
+
+def test_a_model_larger_than_the_gpu_is_measured_at_toy_size(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(root() / "benchmarks"))
+    module = importlib.import_module("larger_than_gpu")
+    out = tmp_path / "larger.json"
+    arguments = ["--model", "tiny", "--rows", "resident,exact,lo8", "--sequences", "2", "--steps", "1"]
+    monkeypatch.setattr("sys.argv", ["larger_than_gpu.py", *arguments, "--out", str(out)])
+    monkeypatch.setattr(module.Device, "available", staticmethod(lambda name=None: module.Device.of("cpu")))
+    module.main()
+    resident, exact, compact = json.loads(out.read_text())["rows"]
+    assert exact["losses"] == resident["losses"]
+    assert compact["losses"] == pytest.approx(resident["losses"], abs=0.01)
+    assert max(exact["gpu_gb"], compact["gpu_gb"]) < resident["gpu_gb"]
+    assert exact["late_loads"] == 0

@@ -360,7 +360,7 @@ class OptimizerStateOffloader(SavedOptimizer):
         if self._open_share is not None:
             with self._working():
                 self._resume()
-                if not set_to_none:
+                if not set_to_none and self._read:
                     # The update still reads them.
                     self._wait_for_all()
                 self._taken = {}

@@ -44,6 +44,9 @@ def chunked_cross_entropy(
         )
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens={chunk_tokens}; expected at least 1; try 1024")
+    with torch.no_grad():
+        # Of no token: whoever has hooked the head hears that its weight is read now.
+        head(hidden.detach().flatten(0, -2)[:0])
     loss: torch.Tensor = _ChunkedCrossEntropy.apply(
         hidden.flatten(0, -2), head.weight, labels.flatten(), chunk_tokens
     )

@@ -25,6 +25,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import takewhile
 
 import torch
 
@@ -151,6 +152,11 @@ class StreamedPipeline:
         if wanted:
             self._queue_until(wanted + self._ahead if ahead else wanted)
         self._slots.free_retired()
+
+    def queue_what_stays(self) -> None:
+        """Queue the chunks at the head whose weights are on the device for good: nothing has to be brought for them."""
+        count = sum(1 for _ in takewhile(lambda chunk: chunk.home is None, self._unqueued))
+        self._queue_until(len(self._queue.chunks) - len(self._unqueued) + count)
 
     def finish(self) -> None:
         """Queue all that is left of the step, and the copies of the next step's first chunks."""

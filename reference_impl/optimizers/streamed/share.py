@@ -278,8 +278,9 @@ class StreamedShare:
             self._pipeline.prefetch(self._prefetchable, limit_bytes=limit_bytes)
 
     def queue(self, members: Iterable[Member]) -> None:
-        """Queue the updates of `members`, and of what comes before them; nobody waits for them yet."""
+        """Queue the updates of `members`, of what comes before them, and of weights behind them that have no home."""
         self._pipeline.queue_for([member for member in members if member in self._gradients], ahead=False)
+        self._pipeline.queue_what_stays()
 
     def wait_for(self, members: Iterable[Member]) -> None:
         """Make the live current stream wait for the updates of `members`, and drop their gradients."""
