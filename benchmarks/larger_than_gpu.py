@@ -4,12 +4,13 @@
     python benchmarks/larger_than_gpu.py --model qwen3-4b --rows resident,exact,lo8  # one after another
     python benchmarks/larger_than_gpu.py --model tiny  # any machine
 
-A row is full training in bf16 with AdamW, random weights, and exact clipping unless `--no-clip`: forward, backward with
-each layer recomputed, step, zero_grad. Each sequence of `--tokens` is a micro-batch inside the layers. The loss
-is chunked in every row. `resident` keeps everything on the GPU (`HybridDeviceOptimizer(offload_fraction=0)`), recomputed
-and sliced alike; it has no memory limit. A step's update runs behind the next forward, so the time is the mean of
-`--steps` steps in a row. GPU memory is the allocator's peak, reserved included; host memory is what is pinned, and the
-process's own peak. Models are Hugging Face's classes where transformers is installed, else decoders of like shape.
+A row is full training in bf16 with AdamW, random weights, and exact clipping unless `--no-clip`: forward, backward
+with each layer recomputed, step, zero_grad. Each sequence of `--tokens` is a micro-batch inside the layers. The loss
+is chunked in every row. `resident` keeps everything on the GPU (`HybridDeviceOptimizer(offload_fraction=0)`),
+recomputed and sliced alike; it has no memory limit. A step's update runs behind the next forward, so the time is the
+mean of `--steps` steps in a row. GPU memory is the allocator's peak, reserved included; host memory is what is
+pinned, and the process's own peak. Models are Hugging Face's classes where transformers is installed, else decoders
+of like shape.
 """
 
 from __future__ import annotations

@@ -166,6 +166,7 @@ def test_a_real_model_is_fitted_at_toy_size(real_models, number):
     assert number != 1 or len(row["tried"]) > 1
 
 
+@pytest.mark.slow
 def test_a_model_larger_than_the_gpu_is_measured_at_toy_size(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(root() / "benchmarks"))
     module = importlib.import_module("larger_than_gpu")

@@ -10,6 +10,7 @@ Explained in docs/larger-than-gpu.md.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 
@@ -112,13 +113,17 @@ class TrainedLayersOptimizer(OptimizerStateOffloader):
     def settle(self, params: Iterable[torch.Tensor], ahead: Iterable[torch.Tensor]) -> None:
         """Make the live current stream see new weights of `params`; queue the updates of those that come `ahead`."""
         members = [self._members[param] for param in params if self._members[param].pending]
-        if not members:
+        if not members and not self.streamed.unqueued:
             return
         with self._working():
             self._resume()
             self.streamed.queue(members)
             self.streamed.queue(self._members[param] for param in ahead)
             self._wait_for(members)
+
+    def told(self) -> AbstractContextManager[None]:
+        """Return a context that notes on an error what became of the step, and remembers that a device is lost."""
+        return self._failures.told()
 
     def changed(self, params: Iterable[torch.Tensor]) -> None:
         """Make new masters of weights that the user has written."""

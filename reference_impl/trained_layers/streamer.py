@@ -19,10 +19,13 @@ import torch
 from torch import nn
 
 from reference_impl.activations.checkpoint import CheckpointOffloader
+from reference_impl.device import Device
 from reference_impl.memory.closing import ClosedAtExit, undo_all
 from reference_impl.optimizers import checks
+from reference_impl.optimizers.algorithms import Algorithm
 from reference_impl.optimizers.options import Streaming
 from reference_impl.optimizers.state_offload_wrapped import algorithm_of, check_group
+from reference_impl.optimizers.streamed.storage import StateFormat
 from reference_impl.trained_layers.optimizer import TrainedLayersOptimizer
 from reference_impl.trained_layers.room import HostBytes, check_room, host_bytes
 from reference_impl.trained_layers.segments import recompute_in_slices
@@ -99,9 +102,10 @@ class TrainableLayerStreamer(ClosedAtExit):
             check_group(algorithm, group)
         modules = list(dict.fromkeys(repeated_blocks(model).values() if layers is None else layers))
         storages = streamable_storages(model, modules, with_trained=True)
+        on = device_of(model, device)
+        _check_streaming(streaming, algorithm, on)
         _check_params(model, optimizer)
         _check_blocks(model, modules, storages)
-        on = device_of(model, device)
         trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
         self._host = host_bytes(storages, trained, algorithm, streaming)
         check_room(self._host, storages, streaming)
@@ -116,6 +120,7 @@ class TrainableLayerStreamer(ClosedAtExit):
                 prefetch=prefetch,
                 settle=lambda params, ahead: self.optimizer.settle(params, ahead),
                 changed=lambda params: self.optimizer.changed(params),
+                told=lambda: self.optimizer.told(),
             )
             self._undo.append(self._weights.close)
             self.optimizer = TrainedLayersOptimizer(
@@ -169,6 +174,20 @@ def _check_options(*, prefetch: int, slices: int, inputs: str) -> None:
         raise ValueError(f"slices={slices}; expected at least 1; try 1")
     if inputs not in ("device", "host"):
         raise ValueError(f"inputs={inputs!r}; expected 'device' or 'host'; try 'device'")
+
+
+def _check_streaming(streaming: Streaming, algorithm: Algorithm, device: Device) -> None:
+    """Raise ValueError for a form of states that is not possible."""
+    if streaming.prefetch_bytes:
+        raise ValueError(
+            f"prefetch_bytes is {streaming.prefetch_bytes}; expected 0, because states come in with their gradients, "
+            "after backward; try leaving it out"
+        )
+    StateFormat(
+        hi_lo_masters=streaming.hi_lo_masters,
+        moments_dtype=streaming.moments_dtype,
+        compact_low_bits=streaming.compact_low_bits,
+    ).check(algorithm, device, chunk_bytes=streaming.chunk_bytes)
 
 
 def _check_params(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -156,6 +156,14 @@ class LayerStreamer(ClosedAtExit):
         """Have the weights of `block` there for the kernels that follow."""
         self._window.before_forward(block)
 
+    def _after_forward(self, block: StreamedBlock) -> None:
+        """Let `block` go, unless it is needed again soon."""
+        self._window.after_forward(block)
+
+    def _before_backward(self, block: StreamedBlock) -> None:
+        """Have the weights of `block` there for its backward."""
+        self._window.before_backward(block)
+
     def _take(self, block: StreamedBlock, storages: Sequence[BlockStorage]) -> None:
         """Take the weights of `block` over."""
         block.take(storages, self._slot_bytes)
@@ -185,8 +193,8 @@ class LayerStreamer(ClosedAtExit):
             block.module,
             weighted_modules(block.module, with_trained=self._with_trained),
             before_forward=functools.partial(self._before_forward, block),
-            after_forward=functools.partial(self._window.after_forward, block),
-            before_backward=functools.partial(self._window.before_backward, block),
+            after_forward=functools.partial(self._after_forward, block),
+            before_backward=functools.partial(self._before_backward, block),
         )
         undo.callback(visits)
         undo.callback(hooks.gather_around(block.module, functools.partial(self.gathered, block.module)))

@@ -9,6 +9,7 @@ Explained in docs/larger-than-gpu.md.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 from torch import nn
@@ -134,6 +135,7 @@ class TrainedWeights(LayerStreamer):
             begun to change them; called with those of one block before anybody reads them. Where the block is on the
             device for its forward, those of blocks that come next are passed too, as `ahead`.
         changed: is told which parameters the user has changed while they were lent.
+        told: what runs while weights come and go is inside it, so that the optimizer hears of a device that is lost.
     """
 
     _with_trained = True
@@ -149,11 +151,13 @@ class TrainedWeights(LayerStreamer):
         prefetch: int,
         settle: Callable[[list[torch.Tensor], list[torch.Tensor]], None],
         changed: Callable[[list[torch.Tensor]], None],
+        told: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self.homes = homes
         self.home_of: dict[torch.Tensor, Home] = {}
         self._settle = settle
         self._changed = changed
+        self._told = told
         self._params: dict[int, list[torch.Tensor]] = {}
         super().__init__(
             model,
@@ -185,9 +189,18 @@ class TrainedWeights(LayerStreamer):
         return block.hold()
 
     def _before_forward(self, block: StreamedBlock) -> None:
-        super()._before_forward(block)
-        if block.is_streamed:
-            self._settle(self._params[block.index], self.ahead)
+        with self._told():
+            super()._before_forward(block)
+            if block.is_streamed:
+                self._settle(self._params[block.index], self.ahead)
+
+    def _after_forward(self, block: StreamedBlock) -> None:
+        with self._told():
+            super()._after_forward(block)
+
+    def _before_backward(self, block: StreamedBlock) -> None:
+        with self._told():
+            super()._before_backward(block)
 
     def _take(self, block: StreamedBlock, storages: Sequence[BlockStorage]) -> None:
         super()._take(block, storages)

@@ -339,7 +339,12 @@ class _Run:
 
     def _weights_after_close(self, step: int, phase: str) -> Outcome:
         with self._injector.quietly():
-            seen = self._trainee.weights()
+            try:
+                seen = self._trainee.weights()
+            except RuntimeError as error:
+                if self._case.fault.may_break:
+                    return Outcome(Verdict.BROKEN, f"a lost device keeps weights after close(): {error}")
+                raise
             runs = {Verdict.SKIPPED: step, Verdict.TAKEN: step + 1}
             for verdict, stop in runs.items():
                 if self._is_after(stop, seen):

@@ -19,7 +19,13 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from reference_impl import CpuUpdate, HybridDeviceOptimizer, OptimizerStateOffloader, Streaming
+from reference_impl import (
+    CpuUpdate,
+    HybridDeviceOptimizer,
+    OptimizerStateOffloader,
+    Streaming,
+    TrainableLayerStreamer,
+)
 from reference_impl.device import Device
 
 STEPS = 5
@@ -58,6 +64,42 @@ class Small(nn.Module):
             hidden = hidden + self.sometimes(hidden)
         hidden = hidden + torch.tanh(self.third(hidden))
         return nn.functional.cross_entropy(self.head(hidden).float().flatten(0, 1), ids.flatten())
+
+
+class Layered(nn.Module):
+    """The same in blocks, of which every other step skips one: tied and frozen weights, hooks of the user's."""
+
+    def __init__(self, dtype: torch.dtype, visit: Visit) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(19, WIDTH, dtype=dtype)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, dtype=dtype) for _ in range(4))
+        self.head = nn.Linear(WIDTH, 19, bias=False, dtype=dtype)
+        self.head.weight = self.embed.weight
+        nn.init.normal_(self.embed.weight, std=0.1)
+        self.layers[1].frozen = nn.Parameter(torch.ones(5, dtype=dtype), requires_grad=False)
+        self.layers[2].register_forward_pre_hook(lambda *_: visit("hook"))
+        self.layers[2].weight.register_hook(lambda _: visit("hook"))
+
+    def forward(self, ids: torch.Tensor, *, everything: bool) -> torch.Tensor:
+        hidden = self.embed(ids)
+        for index, layer in enumerate(self.layers):
+            if everything or index != 1:
+                hidden = hidden + torch.tanh(layer(hidden))
+        return nn.functional.cross_entropy(self.head(hidden).float().flatten(0, 1), ids.flatten())
+
+
+class LayersOptimizer:
+    """The optimizer of a `TrainableLayerStreamer`, closed with it."""
+
+    def __init__(self, streamer: TrainableLayerStreamer) -> None:
+        self._streamer = streamer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._streamer.optimizer, name)
+
+    def close(self) -> None:
+        """Close both."""
+        self._streamer.close()
 
 
 @dataclass(frozen=True)
@@ -160,6 +202,29 @@ def _loops() -> Iterator[Setting]:
                 yield _make("states", dtype, attached, loop=loop, max_grad_norm=0.5, fraction=fraction)
 
 
+def layers_settings() -> list[Setting]:
+    """Return the matrix of trained layers that stream."""
+    half, single = torch.bfloat16, torch.float32
+    forms: list[tuple[dict[str, Any], tuple[torch.dtype, ...]]] = [
+        ({}, (half, single)),
+        ({"hi_lo_masters": True}, (half,)),
+        ({"moments_dtype": half, "hi_lo_masters": True}, (half,)),
+        ({"compact_low_bits": 8}, (half, single)),
+    ]
+    return [
+        _make("layers", dtype, False, loop=loop, prefetch=prefetch, inputs=inputs, max_grad_norm=norm, **form)
+        for form, dtypes in forms
+        for dtype in dtypes
+        for loop, norm, prefetch, inputs in (
+            ("plain", 0.5, 1, "device"),
+            ("plain", None, 0, "host"),
+            ("scaled", 0.5, 2, "device"),
+            ("accumulated", None, 1, "device"),
+            ("infinite", 0.5, 0, "device"),
+        )
+    ]
+
+
 def settings() -> list[Setting]:
     """Return the matrix of optimizers."""
     return [*_hybrid(), *_states(), *_loops()]
@@ -175,7 +240,8 @@ class Trainee:
 
     def __post_init__(self) -> None:
         torch.manual_seed(3)
-        self.model = Small(self.setting.dtype, self.visit).to(self.device.torch_device)
+        model = Layered if self.setting.kind == "layers" else Small
+        self.model = model(self.setting.dtype, self.visit).to(self.device.torch_device)
         generator = torch.Generator().manual_seed(1)
         ids = [torch.randint(0, 19, (2, 5), generator=generator) for _ in range(STEPS)]
         self.batches = [each.to(self.device.torch_device) for each in ids]
@@ -192,6 +258,13 @@ class Trainee:
 
     def _optimizer(self) -> Any:
         options = dict(self.setting.options)
+        if self.setting.kind == "layers":
+            names = {"hi_lo_masters", "moments_dtype", "compact_low_bits"} & options.keys()
+            streaming = Streaming(chunk_bytes=6200, **{name: options.pop(name) for name in names})
+            wrapped = torch.optim.AdamW(self.model.parameters(), fused=True, **OPTIONS)
+            return LayersOptimizer(
+                TrainableLayerStreamer(self.model, wrapped, streaming=streaming, **options)
+            )
         if options.get("max_grad_norm") is not None:
             options["reduce_norm_squared"] = self._reduced
         if self.setting.kind == "hybrid":
@@ -263,6 +336,8 @@ class Trainee:
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Return copies of the weights as they are."""
+        if self.setting.kind == "layers":
+            return {name: value.clone() for name, value in self.model.state_dict().items()}
         return {name: each.detach().clone() for name, each in self.model.named_parameters()}
 
 

@@ -12,8 +12,8 @@ from reference_impl.optimizers.options import Streaming
 
 pytestmark = pytest.mark.usefixtures("host_memory_comes_back")
 # So that weights and states are large beside activations.
-WIDE = {"hidden": 128, "ffn": 512, "heads": 4}
-CHUNK_BYTES = 2**16
+WIDE = {"hidden": 64, "ffn": 512, "heads": 4}
+CHUNK_BYTES = 2**15
 # Step counters, places of noise and norms, 0-dim tensors each: a few for each parameter, and random states a segment.
 NOTES_BYTES_A_LAYER = 9 * 400
 

@@ -41,13 +41,13 @@ def test_at_any_window(device, dtype, prefetch):
 
 
 @BOTH
-@pytest.mark.parametrize("chunk_elements", [64 * 5, 64 * 50])
+@pytest.mark.parametrize("chunk_elements", [pytest.param(64 * 5, marks=pytest.mark.slow), 64 * 50])
 def test_in_chunks_of_any_size(device, dtype, chunk_elements):
     compare(device, dtype=dtype, streaming=Streaming(chunk_bytes=12 * chunk_elements))
 
 
 def test_with_the_lower_halves_of_masters_alone(device):
-    compare(device, streaming=Streaming(hi_lo_masters=True, chunk_bytes=12 * 640))
+    compare(device, steps=2, streaming=Streaming(hi_lo_masters=True))
 
 
 @BOTH
@@ -66,7 +66,7 @@ def test_with_tied_embeddings(device, dtype):
 
 
 @BOTH
-@pytest.mark.parametrize("backwards", [2, 3])
+@pytest.mark.parametrize("backwards", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_gradients_of_several_backwards_add_up(device, dtype, backwards):
     compare(device, dtype=dtype, backwards=backwards)
 
@@ -95,6 +95,7 @@ def groups(model):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "form",
     [

@@ -1,0 +1,157 @@
+"""What cannot be served is refused by name, with what to try, before anything is moved."""
+
+import pytest
+import torch
+from layers_trainee import assert_same, batches, decoder, resident, streamed, train, wrapped
+from torch import nn
+
+from reference_impl import TrainableLayerStreamer
+from reference_impl.memory.host import HostMemoryError
+from reference_impl.optimizers.options import Streaming
+from reference_impl.trained_layers import room
+
+pytestmark = pytest.mark.usefixtures("host_memory_comes_back")
+
+
+def untouched(model):
+    return [(param.data_ptr(), type(param), param._version) for param in model.parameters()]
+
+
+def refused(model, error, match, *, optimizer=None, **options):
+    before = untouched(model)
+    with pytest.raises(error, match=match):
+        TrainableLayerStreamer(model, optimizer or wrapped(model), **options)
+    assert untouched(model) == before
+    assert not any(module._forward_pre_hooks or "forward" in module.__dict__ for module in model.modules())
+
+
+def test_a_host_without_the_room_is_told_item_by_item(device, monkeypatch):
+    model = decoder(device)
+    match = (
+        r"GiB needed.*weights of blocks 0\.\d GB, gradients 0\.\d GB, masters and moments 0\.\d GB; "
+        r"try Streaming\(hi_lo_masters=True\).*freezing"
+    )
+    monkeypatch.setattr(room, "available_bytes", lambda: -(2**30))
+    refused(model, HostMemoryError, match)
+
+
+def test_the_room_that_compact_states_need_is_counted(device):
+    with streamed(decoder(device), streaming=Streaming(compact_low_bits=8)) as streamer:
+        needed = streamer.report.host
+    # But for norms, whose states are exact.
+    assert needed.states == pytest.approx(needed.gradients // 2 * 3.0625, rel=1e-3)
+
+
+def test_a_model_without_blocks(device):
+    refused(nn.Linear(4, 4).to(device.torch_device), ValueError, "no repeated blocks")
+
+
+def test_a_block_that_is_not_self_contained(device):
+    model = decoder(device)
+    model.layers[2].up.weight = model.layers[1].up.weight
+    refused(model, ValueError, r"layers\.\d\.up\.weight is used by another block")
+
+
+def test_blocks_that_train_nothing(device):
+    model = decoder(device)
+    model.layers.requires_grad_(False)
+    refused(model, ValueError, "train nothing.*FrozenLayerStreamer")
+
+
+def test_parameters_that_the_optimizer_does_not_know(device):
+    model = decoder(device)
+    some = torch.optim.AdamW(model.layers.parameters(), fused=True)
+    refused(model, ValueError, "embedding.weight requires a gradient and is in no group", optimizer=some)
+    foreign = torch.optim.AdamW([*model.parameters(), nn.Parameter(torch.ones(3))], fused=True)
+    refused(model, ValueError, "a parameter of shape .3,. that the model has not", optimizer=foreign)
+
+
+class Whole(torch.optim.Optimizer):
+    """An update that needs whole matrices."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 1e-3})
+
+
+def test_an_optimizer_whose_update_needs_whole_matrices(device):
+    model = decoder(device)
+    refused(model, TypeError, "Whole cannot be updated in chunks.*AdamW", optimizer=Whole(model.parameters()))
+    refused(model, ValueError, "fused is None", optimizer=torch.optim.AdamW(model.parameters()))
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"prefetch": -1}, "prefetch=-1"),
+        ({"slices": 0}, "slices=0"),
+        ({"inputs": "disk"}, "inputs='disk'"),
+        ({"max_grad_norm": 0.0}, "max_grad_norm is 0.0"),
+        ({"streaming": Streaming(prefetch_bytes=5)}, "prefetch_bytes is 5"),
+        ({"streaming": Streaming(chunk_bytes=1)}, "chunk_bytes is 1"),
+        ({"streaming": Streaming(moments_dtype=torch.float16)}, "moments_dtype is torch.float16"),
+    ],
+    ids=str,
+)
+def test_options_out_of_range(device, options, match):
+    refused(decoder(device), ValueError, match, **options)
+
+
+def test_a_batch_that_cannot_be_cut(device):
+    model = decoder(device)
+    with streamed(model, slices=3) as streamer:
+        with pytest.raises(ValueError, match="batch of 2 sequences with slices=3"):
+            train(model, streamer.optimizer, batches(device, 1))
+        # The next batch is as if nothing had happened.
+        train(model, streamer.optimizer, batches(device, 1, sequences=3))
+
+
+class Cache:
+    """What transformers passes to every layer where it keeps keys and values."""
+
+    def get_seq_length(self):
+        return 0
+
+
+class Cached(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Caching() for _ in range(2))
+
+    def forward(self, x, cache=None):
+        for layer in self.layers:
+            x = layer(x, past_key_values=cache)
+        return x.sum()
+
+
+class Caching(nn.Linear):
+    def __init__(self):
+        super().__init__(64, 64)
+
+    def forward(self, x, past_key_values=None):
+        return super().forward(x)
+
+
+def test_a_cache_of_keys_while_training(device):
+    model = Cached().to(device.torch_device)
+    x = torch.ones(2, 64, device=device.torch_device)
+    with TrainableLayerStreamer(model, wrapped(model)):
+        with pytest.raises(ValueError, match="use_cache = False"):
+            model(x, Cache())
+        with torch.no_grad():
+            model(x, Cache())
+
+
+def test_an_update_while_weights_are_lent(device):
+    """The step is taken, and carried out once they are back."""
+    ids = batches(device, 3)
+    other, model = decoder(device), decoder(device)
+    reference = resident(other)
+    train(other, reference, ids)
+    with streamed(model) as streamer:
+        train(model, streamer.optimizer, ids[:1])
+        with streamer.gathered():
+            train(model, streamer.optimizer, ids[1:2])
+            with pytest.raises(RuntimeError, match="while its weights are lent"):
+                streamer.optimizer.synchronize()
+        train(model, streamer.optimizer, ids[2:])
+        assert_same(model, streamer.optimizer, other, reference)

@@ -1,0 +1,263 @@
+"""When everything happens, on a device that counts time, and whether anybody is ever too early.
+
+Each stream has a clock, a copy takes as long as its bytes do at the link's rate, and each byte range remembers when it
+was last read and written. Whoever reads before the last write has ended, writes before the last read has, or frees
+before both, would be wrong on a GPU: here it is found, though every copy is made at once.
+"""
+
+from contextlib import contextmanager
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+
+from reference_impl import TrainableLayerStreamer
+from reference_impl.device import REACHED, CpuTwin, Device
+from reference_impl.optimizers.options import Streaming
+from reference_impl.optimizers.streamed.update import ChunkUpdate
+from reference_impl.weights import block as streamed_block
+
+WIDTH, LAYERS = 32, 8
+LAYER_BYTES = 2 * WIDTH * WIDTH
+# Of a layer's bf16 weights over the link.
+LAYER_MS = 4.0
+
+
+class Moment:
+    """An event: a time of the device."""
+
+    def __init__(self, device, time):
+        self.device, self.time = device, time
+
+    def query(self):
+        return self.time <= self.device.host
+
+    def synchronize(self):
+        self.device.host = max(self.device.host, self.time)
+        self.device.issued = max(self.device.issued, self.time)
+
+
+class Ranges:
+    """Byte ranges of memory, each with the end of its last write and of its last read."""
+
+    def __init__(self):
+        self._known = []
+        self.hazards = []
+
+    def use(self, what, begin, end, *, reads=(), writes=()):
+        for tensor in reads:
+            self._check(what, tensor, begin, end, writes=False)
+        for tensor in writes:
+            self._check(what, tensor, begin, end, writes=True)
+
+    def free(self, what, storage, now):
+        start, stop = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+        kept = []
+        for known in self._known:
+            if known[0] < stop and start < known[1]:
+                if max(known[2], known[3]) > now + 1e-9:
+                    self.hazards.append(f"{what} at {now}, in use until {max(known[2], known[3])}")
+            else:
+                kept.append(known)
+        self._known = kept
+
+    def _check(self, what, tensor, begin, end, *, writes):
+        start, stop = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+        for known in self._known:
+            if known[0] < stop and start < known[1]:
+                until = max(known[2], known[3]) if writes else known[2]
+                if begin < until - 1e-9:
+                    kind = "writes" if writes else "reads"
+                    self.hazards.append(f"{what} {kind} at {begin}, in use until {until}")
+        if writes:
+            self._known.append([start, stop, end, 0.0])
+        else:
+            self._known.append([start, stop, 0.0, end])
+        if len(self._known) > 4000:
+            horizon = begin - 10_000
+            self._known = [known for known in self._known if max(known[2], known[3]) > horizon]
+
+
+class Clocks(CpuTwin):
+    """Streams as clocks, in milliseconds."""
+
+    def __init__(self):
+        super().__init__(torch.device("cpu"))
+        self.now = dict.fromkeys(("compute", "update", "h2d", "d2h"), 0.0)
+        self.stream = "compute"
+        # How far the host knows the compute stream to be, and when it last stopped waiting: nothing begins before.
+        self.host = self.issued = 0.0
+        self.ranges = Ranges()
+        self.copied = {"h2d": 0, "d2h": 0}
+
+    @contextmanager
+    def on(self, stream):
+        before, self.stream = self.stream, stream
+        try:
+            yield
+        finally:
+            self.stream = before
+
+    def run(self, what, duration, *, reads=(), writes=()):
+        begin = max(self.now[self.stream], self.issued)
+        self.now[self.stream] = begin + duration
+        self.ranges.use(f"{what} on {self.stream}", begin, self.now[self.stream], reads=reads, writes=writes)
+
+    def record(self, *, for_threads=False):
+        return Moment(self, self.now[self.stream])
+
+    def wait(self, event):
+        if event is not REACHED:
+            self.now[self.stream] = max(self.now[self.stream], event.time)
+
+    def on_d2h(self, size_bytes=0):
+        return self.on("d2h")
+
+    def on_d2h_for_threads(self):
+        return self.on("d2h")
+
+    def on_h2d(self, size_bytes=0):
+        return self.on("h2d")
+
+    def on_update_stream(self):
+        return self.on("update")
+
+    def copy(self, target, source):
+        target.copy_(source)
+        self.run("a copy", LAYER_MS * source.nbytes / LAYER_BYTES, reads=[source], writes=[target])
+        self.copied[self.stream] = self.copied.get(self.stream, 0) + source.nbytes
+
+    def copy_out(self, host, source, *, after, for_threads=False):
+        return self._copy("d2h", host, source, after)
+
+    def copy_in(self, target, host, *, after):
+        return self._copy("h2d", target, host, after)
+
+    def _copy(self, stream, target, source, after):
+        with self.on(stream):
+            for event in after:
+                self.wait(event)
+            self.copy(target, source)
+            return self.record()
+
+
+@pytest.fixture
+def clocks(monkeypatch):
+    device = Clocks()
+    monkeypatch.setattr(Device, "of", staticmethod(lambda _: device))
+    run, resize = ChunkUpdate.run, streamed_block.resize_storage
+
+    def timed(self, chunk, buffer, step, came_in=None):
+        run(self, chunk, buffer, step, came_in)
+        written = [step.weights.of(piece) for piece in chunk.pieces]
+        device.run("an update", 0.01, reads=[came_in], writes=[buffer, *written])
+
+    def resized(storage, size_bytes):
+        if size_bytes == 0 and storage.nbytes():
+            device.ranges.free("freed", storage, device.now["compute"])
+        resize(storage, size_bytes)
+
+    monkeypatch.setattr(ChunkUpdate, "run", timed)
+    monkeypatch.setattr(streamed_block, "resize_storage", resized)
+    return device
+
+
+class Timed(torch.autograd.Function):
+    """A product that takes its time: once in forward, twice in backward."""
+
+    @staticmethod
+    def forward(ctx, x, weight, device, duration):
+        ctx.save_for_backward(x, weight)
+        ctx.device, ctx.duration = device, duration
+        device.run("forward", duration, reads=[weight])
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, weight = ctx.saved_tensors
+        ctx.device.run("backward", 2 * ctx.duration, reads=[weight])
+        return gradient @ weight, gradient.flatten(0, -2).T @ x.flatten(0, -2), None, None
+
+
+class Layer(nn.Module):
+    def __init__(self, device, duration):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=torch.bfloat16) / 8)
+        self.device, self.duration = device, duration
+
+    def forward(self, x):
+        return x + torch.tanh(Timed.apply(x, self.weight, self.device, self.duration))
+
+
+class Stack(nn.Module):
+    def __init__(self, device, duration):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(Layer(device, duration) for _ in range(LAYERS))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def steady_step_ms(device, *, forward_ms, prefetch=2, slices=1, **form):
+    """Return the time of a step once steps are alike, and the bytes that it copied in and out."""
+    model = Stack(device, forward_ms / slices)
+    wrapped = torch.optim.AdamW(model.parameters(), fused=True)
+    streaming = Streaming(chunk_bytes=12 * 128, **form)
+    ends, copied = [], []
+    with TrainableLayerStreamer(
+        model, wrapped, max_grad_norm=1.0, streaming=streaming, prefetch=prefetch, slices=slices
+    ) as streamer:
+        for _ in range(6):
+            model(torch.ones(2, 4, WIDTH, dtype=torch.bfloat16)).float().square().mean().backward()
+            streamer.optimizer.step()
+            streamer.optimizer.zero_grad()
+            device.host = device.now["compute"]
+            ends.append(device.now["compute"])
+            copied.append(dict(device.copied))
+        assert streamer.report.weights.late_loads == 0 or prefetch == 0
+    assert not device.ranges.hazards, device.ranges.hazards[:5]
+    steps = [end - begin for begin, end in pairwise(ends)]
+    assert steps[-1] == pytest.approx(steps[-2], rel=0.01)
+    return steps[-1], {way: copied[-1][way] - copied[-2][way] for way in ("h2d", "d2h")}
+
+
+# In bytes a parameter: what comes in and goes out beside the weights in forward, for states of so many bytes.
+@pytest.mark.parametrize("forward_ms", [2.0, 40.0], ids=["short", "long"])
+@pytest.mark.parametrize(
+    ("state_bytes", "form"),
+    [(12, {}), pytest.param(10, {"hi_lo_masters": True}, marks=pytest.mark.slow)],
+    ids=["exact", "halves"],
+)
+def test_the_update_hides_behind_forward_and_weights_behind_backward(clocks, forward_ms, state_bytes, form):
+    step_ms, copied = steady_step_ms(clocks, forward_ms=forward_ms, **form)
+    params = LAYERS * WIDTH * WIDTH
+    # Weights come twice a step less what the window keeps at both turns; states and gradients once.
+    assert copied["h2d"] == (2 * (LAYERS - 3) * 2 + LAYERS * (state_bytes + 2)) * WIDTH * WIDTH
+    assert copied["d2h"] == params * (state_bytes + 2 + 2)
+    layer_ms = LAYER_MS / 2
+    forward = max(LAYERS * forward_ms, layer_ms * (LAYERS * (state_bytes + 2) + (LAYERS - 3) * 2))
+    backward = max(3 * LAYERS * forward_ms, layer_ms * LAYERS * 2)
+    # The first chunk and the last gradient have nothing to hide behind.
+    exposed = layer_ms * (state_bytes + 2)
+    assert forward + backward <= step_ms <= 1.03 * (forward + backward) + exposed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("prefetch", [0, 1, 4])
+@pytest.mark.parametrize("slices", [1, 2])
+def test_nobody_is_early_at_any_window(clocks, prefetch, slices):
+    steady_step_ms(clocks, forward_ms=7.0, prefetch=prefetch, slices=slices)
+
+
+@pytest.mark.slow
+def test_a_copy_home_that_nobody_waits_for_is_found(clocks, monkeypatch):
+    """The detector detects: without the wait at eviction the block's memory would go too early."""
+    monkeypatch.setattr(
+        streamed_block.StreamedBlock, "stored", lambda block, event: setattr(block, "is_held", False)
+    )
+    with pytest.raises(AssertionError, match="in use until"):
+        steady_step_ms(clocks, forward_ms=2.0)
