@@ -38,6 +38,15 @@ class _UsageError(Exception):
     """The command line itself is wrong."""
 
 
+class _Formatter(argparse.HelpFormatter):
+    """Fills each paragraph of a description to the width; one with indented lines, an example, stays as it is."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        fill = super()._fill_text
+        parts = (each if "\n " in f"\n{each}" else fill(each, width, indent) for each in text.split("\n\n"))
+        return "\n\n".join(parts)
+
+
 class _Parser(argparse.ArgumentParser):
     """An argument parser whose errors are one line, like every other error here."""
 
@@ -108,8 +117,12 @@ def _version() -> str:
 
 
 def _formatter(prog: str) -> argparse.HelpFormatter:
-    """Return a formatter of fixed width; asking the terminal for its width costs more than the parsing."""
-    return argparse.RawDescriptionHelpFormatter(prog, width=110)
+    """Return a formatter as wide as the terminal; what asks for it by itself takes longer than the parsing."""
+    try:
+        columns = os.get_terminal_size(sys.stdout.fileno()).columns
+    except (OSError, ValueError):
+        columns = 0
+    return _Formatter(prog, width=min(columns or 110, 110))
 
 
 def _report(error: Exception, arguments: Sequence[str]) -> int:

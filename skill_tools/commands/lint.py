@@ -9,6 +9,9 @@ are one, composed in the framework's own precedence:
   offload lint recipe.py --overrides "model.cpu_offloading=true" overrides.yaml
   offload lint run.sh --target megatron-core==0.16.1 --target transformer-engine==2.12
 
+Releases come from --target and --versions, else from the input's comments and installs, else from requirements, lock
+files, Dockerfiles and compose files beside it; the first line says which, and where they are stated.
+
 Exit codes: 0 no finding at or above --fail-on, 1 findings, 2 unusable input, 3 a fault of this tool. With --diff they
 describe the files before the fixes, with --fix the files after them.
 A comment `# offload: ignore[RULE] reason` on a finding's line, or above it, suppresses it.

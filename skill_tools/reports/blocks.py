@@ -25,10 +25,13 @@ def as_blocks(report: Report, *, show_undecided: bool = False, explain: bool = F
     """Return the whole report as text; `explain` adds to each finding why it holds, and whence that is known."""
     paper = Paper.of_stdout()
     parts = ["\n".join(map(paper.line, read_lines(report)))] if report.read else []
-    parts += [
-        "\n".join(_block(finding, others, report.texts, paper, explain))
-        for finding, others in folded(report.findings)
-    ]
+    above: Finding | None = None
+    for finding, others in folded(report.findings):
+        texts = (
+            {} if above and above.place == finding.place else report.texts
+        )  # a line is shown once in a row
+        parts.append("\n".join(_block(finding, others, texts, paper, explain)))
+        above = finding
     if show_undecided:
         parts.append("\n".join(map(paper.line, undecided_lines(report))))
     return "\n\n".join([*filter(None, parts), paper.line(summary(report))])

@@ -227,4 +227,16 @@ def error_data(kind: str, error: Exception) -> dict[str, str]:
 
 
 def _dump(document: Mapping[str, Any]) -> str:
-    return printable_json(json.dumps(document, indent=2, ensure_ascii=False, default=str))
+    """Write a document with each entry of its lists on a line of its own: short, and a finding can be cut out."""
+    parts = [f"  {_json(name)}: {_entries(value)}" for name, value in document.items()]
+    return printable_json("{\n" + ",\n".join(parts) + "\n}")
+
+
+def _entries(value: object) -> str:
+    if isinstance(value, list) and value:
+        return "[\n" + ",\n".join(f"    {_json(each)}" for each in value) + "\n  ]"
+    return _json(value)
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False, default=str)

@@ -1,5 +1,6 @@
 """The door itself: what is said before any command is loaded."""
 
+import os
 import sys
 
 import pytest
@@ -15,3 +16,15 @@ def test_an_older_python_is_told_which_one_is_needed(
     assert main(["lint", "run.yaml"]) == 2
     out, err = capsys.readouterr()
     assert (out, err) == ("", "offload: needs Python 3.11 or later, this is 3.10.13\n")
+
+
+def test_help_keeps_to_the_width_of_the_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("os.get_terminal_size", lambda *_: os.terminal_size((72, 30)))
+    monkeypatch.setattr(sys.stdout, "fileno", lambda: 1, raising=False)
+    with pytest.raises(SystemExit):
+        main(["lint", "--help"])
+    description = capsys.readouterr().out.partition("Find settings")[2].partition("\noptions:")[0]
+    assert max(len(line) for line in description.splitlines() if line[:1].strip()) <= 72
+    assert "  offload lint run.yaml other.yaml configs/\n" in description

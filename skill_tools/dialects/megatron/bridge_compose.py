@@ -15,7 +15,6 @@ from collections.abc import Sequence
 
 from skill_tools.configs.config import Config, Place, Setting
 from skill_tools.configs.draft import Draft
-from skill_tools.configs.shell.launch import command_line, training_command, write_environment
 from skill_tools.configs.source import Kind, Source
 from skill_tools.configs.tree import single_document
 from skill_tools.dialects.megatron import BRIDGE
@@ -40,6 +39,7 @@ def compose(sources: Sequence[Source], overrides: Sequence[str]) -> Config:
 
                 write_recipe(draft, source)
             case Kind.SHELL:
+                from skill_tools.configs.shell.launch import training_command
                 from skill_tools.dialects.megatron.run_recipe import write_arguments
 
                 command = training_command(source.text, source.name, draft.accepts, source.folder)
@@ -49,8 +49,11 @@ def compose(sources: Sequence[Source], overrides: Sequence[str]) -> Config:
                 write_file(draft, single_document(source, omegaconf=True), source.name)
     for number, text in enumerate(overrides, start=1):
         _write_overrides(draft, text, Place(_OVERRIDES, number, 1))
-    for command, name in scripts:
-        write_environment(draft, command, name)
+    if scripts:
+        from skill_tools.configs.shell.launch import write_environment
+
+        for command, name in scripts:
+            write_environment(draft, command, name)
     _settle(draft)
     return draft.finish()
 
@@ -58,6 +61,7 @@ def compose(sources: Sequence[Source], overrides: Sequence[str]) -> Config:
 def _write_overrides(draft: Draft, text: str, place: Place) -> None:
     """Write one override, or a command line that holds several."""
     if len(re.findall(_OVERRIDE_STARTS, text)) > 1 or text.lstrip().startswith("-"):
+        from skill_tools.configs.shell.launch import command_line
         from skill_tools.dialects.megatron.run_recipe import write_arguments
 
         write_arguments(draft, command_line(text, _OVERRIDES), _OVERRIDES, None)

@@ -70,6 +70,12 @@ def test_a_block_says_where_what_happens_the_frameworks_text_and_the_change() ->
     assert lines[-1] == "1 error in 1 input"
 
 
+def test_a_line_is_shown_once_in_a_row() -> None:
+    text = shown(finding(), finding(message="another"), finding(line=2, column=3))
+    assert text.count("  3 | ") == 1
+    assert text.count("  2 |   num_layers: 4\n    |   ^^^^^^^^^^\n") == 1
+
+
 @pytest.mark.parametrize("columns", [50, 72, 120])
 def test_the_width_of_the_terminal_is_kept(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     terminal(monkeypatch, columns, NO_COLOR="1")
