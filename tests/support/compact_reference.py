@@ -18,19 +18,18 @@ def as_bits(values):
 
 
 def scale_above(largest, least, most):
-    """The least bf16 that is not below `largest`, and 0 for 0."""
+    """The least bf16 that is not below `largest`, within bounds."""
     upper = (as_bits(largest) + 0xFFFF) >> 16
     bounded = numpy.clip(upper, as_bits(least) >> 16, as_bits(most) >> 16)
-    return numpy.where(largest == 0, 0.0, as_float(bounded << 16).astype(numpy.float64))
+    return as_float(bounded << 16).astype(numpy.float64)
 
 
 def signed_codes(values, noise):
     """Codes and scales of `exp_avg`, rows of 64."""
     magnitude = numpy.abs(values.astype(numpy.float64))
     scale = scale_above(numpy.abs(values).max(1, keepdims=True), 2.0**-100, 2.0**127 * (2 - 2**-7))
-    used = numpy.maximum(scale, 2.0**-100)
-    unit = 2.0 ** (numpy.floor(numpy.log2(used)) - 15)
-    units, whole = numpy.floor(magnitude / unit).astype(numpy.int64), (used / unit).astype(numpy.int64)
+    unit = 2.0 ** (numpy.floor(numpy.log2(scale)) - 15)
+    units, whole = numpy.floor(magnitude / unit).astype(numpy.int64), (scale / unit).astype(numpy.int64)
     share = (254 * 64 * units + (units + whole) // 2) // (units + whole)
     codes = numpy.minimum((share + noise) // 64, 127)
     return numpy.where(numpy.signbit(values), -codes, codes), scale
@@ -39,19 +38,18 @@ def signed_codes(values, noise):
 def root_codes(values, noise):
     """Codes and scales of `exp_avg_sq`, rows of 64."""
     scale = scale_above(values.max(1, keepdims=True), 2.0**-108, 2.0**127 * (2 - 2**-7))
-    used = numpy.maximum(scale, 2.0**-108)
-    exponent = numpy.floor(numpy.log2(used))
-    significand = (used / 2.0 ** (exponent - 7)).astype(numpy.int64)
-    reciprocal = (255**2 * 2**14 // significand).astype(numpy.float32)
+    exponent = numpy.floor(numpy.log2(scale))
+    significand = (scale / 2.0 ** (exponent - 7)).astype(numpy.int64)
+    reciprocal = (255**2 * 2**12 // significand).astype(numpy.float32)
     value = (values * 2.0 ** (3 - exponent)).astype(numpy.float32)
-    squared = (value * (reciprocal * numpy.float32(2**18))).astype(numpy.int64)
+    squared = (value * (reciprocal * numpy.float32(2**20))).astype(numpy.int64)
     share = numpy.floor(numpy.sqrt(squared.astype(numpy.float64))).astype(numpy.int64)
     return numpy.maximum(numpy.minimum((share + noise) // 2**14, 255), values != 0), scale
 
 
 def signed_values(codes, scale):
     size = numpy.abs(codes)
-    value = ((size << 22) // (254 - size)).astype(numpy.float32) * (scale * 2.0**-22).astype(numpy.float32)
+    value = ((size << 20) // (254 - size)).astype(numpy.float32) * (scale * 2.0**-20).astype(numpy.float32)
     return numpy.where(codes < 0, -value, value)
 
 
@@ -135,7 +133,7 @@ class CompactState:
         ]
         master, *moments = Adam().formula(
             rows[0],
-            rows[1] / grad_scale,
+            rows[1] * (1 / grad_scale),
             [torch.from_numpy(each) for each in self.moments()],
             Adam().numbers_by_step(group, step[None])[0],
         )

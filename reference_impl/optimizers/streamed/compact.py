@@ -13,8 +13,8 @@ A block is `BLOCK` elements that share one scale for each moment, in bf16 and ro
 Codes and masters of 24 bits are rounded stochastically, since most changes are smaller than a step: rounded to nearest
 they would be lost for good. An infinite moment or a NaN spreads to its block; a master that is NaN stays NaN.
 
-Codes are made of integers, of roots that are corrected in integers, and of products, which are rounded correctly
-everywhere where no sum follows. So every device makes the same bytes of the same numbers.
+Codes are made of integers, of quotients and roots that are corrected in integers, and of products, which are rounded
+correctly everywhere where no sum follows. So every device makes the same bytes of the same numbers.
 
 Explained in docs/optimizer-state-offloading.md, "Compact states".
 """
@@ -41,6 +41,7 @@ _MAGNITUDE = 0x7FFFFFFF
 _SIGN = -(2**31)
 _LARGEST_BF16 = 0x7F7F
 _QUIET_BF16 = 0x40
+_NAN = 0x7FC00000
 _BIAS = 127
 
 # Codes, and the random bits by which each is rounded.
@@ -77,19 +78,16 @@ def rounded(bits: torch.Tensor, noise: torch.Tensor | int) -> torch.Tensor:
     `noise` is uniform in [0, 2**8), or `TO_NEAREST`. A finite master stays finite.
     """
     magnitude = bits & _MAGNITUDE
-    finite = magnitude < _INFINITY
-    larger = torch.where(finite, torch.clamp(magnitude + noise, max=_LARGEST), magnitude) & -256
-    # A NaN keeps a bit that says so, whatever else is cut off.
-    larger = torch.where(magnitude > _INFINITY, larger | (_QUIET_BF16 << 16), larger)
-    return torch.where(bits < 0, larger | _SIGN, larger)
+    larger = torch.clamp(magnitude + noise, max=_LARGEST) & -256
+    return (bits & _SIGN) | torch.where(magnitude < _INFINITY, larger, magnitude)
 
 
 def signed_values(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Return `exp_avg` (fp32, rows of `BLOCK`) of codes (int8) and the bits of scales (int16, a column)."""
     wide = codes.to(torch.int32)
     magnitude = wide.abs()
-    share = torch.div(magnitude << 22, 254 - magnitude, rounding_mode="trunc").to(torch.float32)
-    value = share * (_scale(scales) * 2.0**-22)
+    share = _quotient(magnitude << 20, 254 - magnitude).to(torch.float32)
+    value = share * (_scale(scales) * 2.0**-20)
     return torch.where(wide < 0, -value, value)
 
 
@@ -100,16 +98,13 @@ def signed_scales(bits: torch.Tensor) -> torch.Tensor:
 
 def signed_codes(bits: torch.Tensor, scales: torch.Tensor, noise: torch.Tensor | int) -> torch.Tensor:
     """Return the codes (int8) of `exp_avg` (int32); `noise` is uniform in [0, 64), or 32 for to nearest."""
-    finite = scales < _INFINITY >> 16
-    usable = torch.clamp(scales, min=_LEAST_SIGNED_SCALE, max=_LARGEST_BF16)
-    significand = (usable & 0x7F) | 0x80
     # The value in units that give the scale sixteen bits: 2**(15 - exponent of the scale).
-    value = torch.clamp(bits & _MAGNITUDE, max=_LARGEST).view(torch.float32)
-    units = (value * _power(15 + 2 * _BIAS - (usable >> 7))).to(torch.int32)
-    total = units + (significand << 8)
-    share = torch.div((254 << _SIGNED_NOISE_BITS) * units + (total >> 1), total, rounding_mode="trunc")
+    value = (bits & _MAGNITUDE).view(torch.float32)
+    units = (value * _power(15 + 2 * _BIAS - (scales >> 7))).to(torch.int32)
+    total = units + (_significand(scales) << 8)
+    share = _quotient((254 << _SIGNED_NOISE_BITS) * units + (total >> 1), total)
     code = torch.clamp((share + noise) >> _SIGNED_NOISE_BITS, max=_SIGNED_TOP)
-    code = torch.where(finite, code, _SIGNED_TOP)
+    code = torch.where(scales < _INFINITY >> 16, code, _SIGNED_TOP)
     return torch.where(bits < 0, -code, code).to(torch.int8)
 
 
@@ -126,44 +121,54 @@ def root_scales(bits: torch.Tensor) -> torch.Tensor:
 
 def root_codes(bits: torch.Tensor, scales: torch.Tensor, noise: torch.Tensor | int) -> torch.Tensor:
     """Return the codes (uint8) of `exp_avg_sq` (int32); `noise` is uniform in [0, 2**14), or 2**13 for to nearest."""
-    finite = scales < _INFINITY >> 16
-    usable = torch.clamp(scales, min=_LEAST_ROOT_SCALE, max=_LARGEST_BF16)
-    significand = (usable & 0x7F) | 0x80
-    magnitude = torch.clamp(bits & _MAGNITUDE, max=_LARGEST)
-    # (255 * 2**14)**2 times the value's share of the scale, whose reciprocal has 23 bits.
-    reciprocal = torch.div(
-        torch.full_like(significand, _ROOT_TOP**2 << 14), significand, rounding_mode="trunc"
-    ).to(torch.float32)
-    value = magnitude.view(torch.float32) * _power(3 + 2 * _BIAS - (usable >> 7))
-    squared = value * (reciprocal * 2.0**18)
-    share = _root(squared)
+    magnitude = bits & _MAGNITUDE
+    # (255 * 2**14)**2 times the value's share of the scale, whose reciprocal has 21 bits.
+    significand = _significand(scales)
+    reciprocal = _quotient(torch.full_like(significand, _ROOT_TOP**2 << 12), significand)
+    value = magnitude.view(torch.float32) * _power(3 + 2 * _BIAS - (scales >> 7))
+    share = _root(value * (reciprocal.to(torch.float32) * 2.0**20))
     code = torch.clamp((share + noise) >> _ROOT_NOISE_BITS, max=_ROOT_TOP)
     code = torch.maximum(code, (magnitude != 0).to(torch.int32))
-    return torch.where(finite, code, _ROOT_TOP).to(torch.uint8)
+    return torch.where(scales < _INFINITY >> 16, code, _ROOT_TOP).to(torch.uint8)
+
+
+def _quotient(dividend: torch.Tensor, divisor: torch.Tensor) -> torch.Tensor:
+    """Return the integer part (int32) of a quotient of at most 2**21 of positive numbers (int32).
+
+    As `_root`: what a device takes for the quotient is one off at most. Its own division of integers takes longer.
+    """
+    near = (dividend.to(torch.float32) * divisor.to(torch.float32).reciprocal()).to(torch.int32)
+    rest = dividend - near * divisor
+    return near - (rest < 0).to(torch.int32) + (rest >= divisor).to(torch.int32)
 
 
 def _root(squared: torch.Tensor) -> torch.Tensor:
     """Return the integer part (int32) of the root of numbers (fp32) below 2**44.
 
-    What a device takes for the root is nearly right, and not the same on all of them.
+    What a device takes for the root is one off at most, and not the same on all of them. The rest that says so is
+    small: its lower 32 bits are enough.
     """
-    whole, near = squared.to(torch.int64), squared.sqrt().to(torch.int64)
-    near = near - (near * near > whole).to(torch.int64)
-    return (near + ((near + 1) * (near + 1) <= whole).to(torch.int64)).to(torch.int32)
+    near = (squared * torch.clamp(squared, min=1.0).rsqrt()).to(torch.int32)
+    rest = squared.to(torch.int64).to(torch.int32) - near * near
+    return near - (rest < 0).to(torch.int32) + (rest > 2 * near).to(torch.int32)
 
 
 def _scales(bits: torch.Tensor, least: int) -> torch.Tensor:
-    """Return the largest magnitudes of rows, as bf16 rounded up and `least` or more; 0, infinity and NaN stay."""
-    largest = (bits & _MAGNITUDE).amax(1, keepdim=True)
-    usual = torch.clamp((largest + 0xFFFF) >> 16, min=least, max=_LARGEST_BF16)
-    upper = largest >> 16
-    odd = torch.where(largest > _INFINITY, upper | _QUIET_BF16, upper)
-    return torch.where(largest == 0, 0, torch.where(largest < _INFINITY, usual, odd))
+    """Return the largest magnitudes of rows, as bf16 rounded up and `least` or more; infinity and NaN stay."""
+    # All NaN may be the same one, so that none becomes too large.
+    largest = torch.clamp((bits & _MAGNITUDE).amax(1, keepdim=True), max=_NAN)
+    upper = torch.clamp((largest + 0xFFFF) >> 16, min=least)
+    return torch.where(largest < _INFINITY, torch.clamp(upper, max=_LARGEST_BF16), upper)
 
 
 def _scale(scales: torch.Tensor) -> torch.Tensor:
     """Return scales in fp32 from their bits."""
     return (scales.to(torch.int32) << 16).view(torch.float32)
+
+
+def _significand(scales: torch.Tensor) -> torch.Tensor:
+    """Return the significands of scales (int32) as whole numbers, 128 to 255."""
+    return (scales & 0x7F) | 0x80
 
 
 def _power(biased: torch.Tensor) -> torch.Tensor:
@@ -184,6 +189,7 @@ def pack_signed(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         [*guesses, signed_scales(values.view(torch.int32))],
         lambda bits, scales: signed_codes(bits, scales, half),
         signed_values,
+        _LEAST_SIGNED_SCALE,
     )
 
 
@@ -199,6 +205,7 @@ def pack_root(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         [*(largest / (top / _ROOT_TOP) ** 2 for top in _ROOT_TOPS), root_scales(values.view(torch.int32))],
         lambda bits, scales: root_codes(bits, scales, half),
         root_values,
+        _LEAST_ROOT_SCALE,
     )
 
 
@@ -207,8 +214,9 @@ def _packed(
     scales: Sequence[torch.Tensor],
     encode: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     decode: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    least: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Encode each row with the first of `scales` that loses nothing, else with the last.
+    """Encode each row with the first of `scales` that loses nothing, else with the last, which is in bits.
 
     A scale is rounded up, so the largest value of a row may have a code below the top one. Of the few that it can have,
     the right one restores all values.
@@ -216,7 +224,10 @@ def _packed(
     *guesses, usual = scales
     chosen, codes = usual, encode(values.view(torch.int32), usual)
     for guess in reversed(guesses):
-        tried = guess.to(torch.bfloat16).view(torch.int16).to(torch.int32)
+        # Any number will do where the guess is no scale: it restores nothing.
+        tried = torch.clamp(
+            guess.to(torch.bfloat16).view(torch.int16).to(torch.int32), min=least, max=_LARGEST_BF16
+        )
         other = encode(values.view(torch.int32), tried)
         exact = (decode(other, tried) == values).all(1, keepdim=True)
         chosen, codes = torch.where(exact, tried, chosen), torch.where(exact, other, codes)
@@ -320,7 +331,8 @@ def new_tables(formula: Formula, tables: CompactOperands, scalars: Scalars) -> l
     old = whole if low is None or weight is None else join(weight, low).view(torch.float32)
     assert old is not None
     moments = [signed_values(codes[0], scales[0]), root_values(codes[1], scales[1])]
-    master, average, square = formula(old, gradient.float() / scalars.grad_scale, moments, scalars.numbers)
+    scaled = gradient.float() * (1 / scalars.grad_scale)
+    master, average, square = formula(old, scaled, moments, scalars.numbers)
     random = packing.random_bits(old.numel(), scalars.first, scalars.step).view(-1, BLOCK)
     of_master, of_average, of_square = random_parts(random)
     bits = [average.view(torch.int32), square.view(torch.int32)]
