@@ -180,3 +180,32 @@ def test_a_model_larger_than_the_gpu_is_measured_at_toy_size(tmp_path, monkeypat
     assert compact["losses"] == pytest.approx(resident["losses"], abs=0.01)
     assert max(exact["gpu_gb"], compact["gpu_gb"]) < resident["gpu_gb"]
     assert exact["late_loads"] == 0
+
+
+@pytest.fixture
+def convergence(monkeypatch):
+    monkeypatch.syspath_prepend(str(root() / "benchmarks"))
+    return importlib.import_module("convergence")
+
+
+@pytest.mark.slow
+def test_states_in_fewer_bits_learn_as_well(convergence, tmp_path, monkeypatch, capsys):
+    """On real text, from two seeds. Where second moments may become 0 the largest update is 50."""
+    monkeypatch.setattr(
+        convergence, "TINY", convergence.DecoderShape(hidden=64, ffn=128, layers=2, heads=2, vocab=256)
+    )
+    monkeypatch.setattr(convergence, "TINY_BATCH", (2, 64))
+    out = tmp_path / "losses.json"
+    forms = "exact,bf16,8 low bits"
+    monkeypatch.setattr(
+        "sys.argv",
+        ["convergence.py", "--tiny", "--steps", "90", "--seeds", "0,1", "--forms", forms, "--out", str(out)],
+    )
+    convergence.main()
+    runs = json.loads(out.read_text())["runs"]
+    exact = {run["seed"]: run["validation"] for run in runs if run["form"] == "exact"}
+    assert len(runs) == 6
+    for run in runs:
+        assert run["losses"][-1] < 0.8 * run["losses"][0]
+        assert run["validation"] == pytest.approx(exact[run["seed"]], rel=0.005)
+        assert run["largest_update"] < 10
