@@ -78,6 +78,7 @@ def fit(
     *,
     gpu_budget: Budget = "auto",
     host_budget: Budget = "auto",
+    pinned_budget: Budget = "auto",
     max_grad_norm: float | None = None,
     plan: Plan | str | Path | None = None,
     allow_other_numerics: bool = False,
@@ -94,6 +95,7 @@ def fit(
         loss: `loss(model, batch)` returns a scalar tensor; by default it is the `loss` of what the model returns.
         gpu_budget: bytes that torch's allocator may reserve; by default all that the device has free.
         host_budget: bytes of host memory for what is offloaded; by default nine tenths of what is available.
+        pinned_budget: bytes of it that may be page-locked; by default as much as the machine has been found to take.
         max_grad_norm: clip the global norm exactly, in the optimizer.
         plan: the plan to try first, a document of `offload plan --format json` or its path.
         allow_other_numerics: let a plan round optimizer states, which `fitted.plan` then says.
@@ -103,6 +105,7 @@ def fit(
     """
     device = _one_device(model)
     _check(optimizer)
+    _check_budgets(gpu_budget=gpu_budget, host_budget=host_budget, pinned_budget=pinned_budget)
     first = None if plan is None else complete(_planned(plan))
     if loss is None and not isinstance(batch, Mapping | torch.Tensor):
         raise ValueError(
@@ -130,6 +133,7 @@ def fit(
                 sequences=sequences,
                 tokens=tokens,
                 host_bytes=host_bytes,
+                pinned_bytes=None if pinned_budget == "auto" else pinned_budget,
                 allow_other_numerics=allow_other_numerics,
             )
             search = Search(task, before, planner, budget_bytes, error_share=error_share, first=first)
@@ -253,12 +257,15 @@ def _size(batch: Any) -> tuple[int, int]:
     return shape[0], shape[1] if len(shape) > 1 else 1
 
 
-def _budgets(device: Device, gpu_budget: Budget, host_budget: Budget) -> tuple[int, int]:
-    """Return the bytes that may be used on the device, weights included, and on the host."""
-    for name, given in (("gpu_budget", gpu_budget), ("host_budget", host_budget)):
+def _check_budgets(**budgets: Budget) -> None:
+    for name, given in budgets.items():
         is_bytes = isinstance(given, int) and not isinstance(given, bool) and given > 0
         if given != "auto" and not is_bytes:
             raise ValueError(f"{name} is {given!r}; expected bytes above zero, or 'auto'; try 'auto'")
+
+
+def _budgets(device: Device, gpu_budget: Budget, host_budget: Budget) -> tuple[int, int]:
+    """Return the bytes that may be used on the device, weights included, and on the host."""
     there = available_bytes()
     if device.allocator is None:
         # The twin's two tiers are one memory.

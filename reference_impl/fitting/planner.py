@@ -32,6 +32,7 @@ class Planner:
         described: what `trace_profile.profile_batch` returns, or the entries of a config.json.
         sequences, tokens: of the batch.
         host_bytes: what mechanisms may take of the host.
+        pinned_bytes: what of it may be page-locked; None is what `offload probe` has found here.
         allow_other_numerics: whether a plan may round optimizer states.
     """
 
@@ -42,10 +43,12 @@ class Planner:
         sequences: int,
         tokens: int,
         host_bytes: int,
+        pinned_bytes: int | None = None,
         allow_other_numerics: bool = False,
     ) -> None:
         self.host_bytes = host_bytes
         self._batch = [f"seq_length={tokens}", f"micro_batch_size={sequences}"]
+        self.pinned_bytes = pinned_bytes
         self._flags = ["--allow-other-numerics"] if allow_other_numerics else []
         self._is_traced = "steps" in described
         self._text = json.dumps(described)
@@ -61,6 +64,8 @@ class Planner:
             words = ["--trace", str(path)] if self._is_traced else [str(path)]
             words += ["--framework", "pytorch", "--format", "json", *self._flags]
             words += ["--tensor-memory", f"{tensor_bytes}bytes", "--host-memory", f"{self.host_bytes}bytes"]
+            if self.pinned_bytes is not None:
+                words += ["--pinned-memory", f"{self.pinned_bytes}bytes"]
             for mechanism in sorted(without):
                 words += ["--without", mechanism]
             return _ask([*words, "--overrides", *self._batch])

@@ -125,6 +125,9 @@ class Search:
             case "host":
                 hosted = plan["recommendation"]["option"]["memory"]["host_bytes_per_node"]
                 self._planner.host_bytes = round((1 - _LESS) * min(hosted, self._planner.host_bytes))
+            case "pinned":
+                pinned = plan["recommendation"]["option"]["memory"]["pinned_bytes_per_node"]
+                self._planner.pinned_bytes = pinned // 2
             case _ if (plan["execute"].get("activations") or {}).get("mode") == "budget":
                 # How far its engine comes, no plan knows before it has learnt the step; others are counted.
                 self._without |= {_BUDGET_ENGINE}

@@ -25,7 +25,7 @@ Loss = Callable[[nn.Module, Any], torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """What steps under a plan took. `short_of` is empty, or what had too little room: device or host.
+    """What steps under a plan took. `short_of` is empty, or what had too little room: device, host or pinned.
 
     `step_s` is the last step's, whose update hides behind nothing that follows; `retried` says that the allocator had
     to give its cache back in it.
@@ -126,6 +126,8 @@ def _short_of(error: BaseException) -> str:
     """Return what had no room, or nothing for another error."""
     if isinstance(error, BudgetError) or device_is_full(error):
         return "device"
+    if "cudaHostRegister" in str(error):
+        return "pinned"
     return "host" if isinstance(error, MemoryError) else ""
 
 

@@ -176,6 +176,28 @@ def pin_rate(device: Device, size_bytes: int) -> float:
     return size_bytes / best_seconds(run, tries=1)
 
 
+def most_pinned_bytes(device: Device, most_bytes: int, *, least_bytes: int = 2**25) -> int | None:
+    """Return how much host memory can be page-locked at once, to `least_bytes`; None where all of `most_bytes` can.
+
+    A limit is the driver's or the container's (`ulimit -l`), or WSL2's. All is unlocked again.
+    """
+    held: list[Slab] = []
+    step_bytes = most_bytes // 8
+    try:
+        while (pinned_bytes := sum(slab.size_bytes for slab in held)) < most_bytes:
+            try:
+                held.append(Slab(device, step_bytes, remedy="try a smaller probe", most_bytes=step_bytes))
+            except RuntimeError:
+                # The driver has refused; what of this step it takes is between here and there.
+                step_bytes //= 2
+                if step_bytes < least_bytes:
+                    return pinned_bytes
+        return None
+    finally:
+        for slab in held:
+            slab.close()
+
+
 def disk_rates(folder: str | Path, size_bytes: int) -> tuple[float, float]:
     """Return bytes/s written to and read from a file in `folder`, past the page cache where it allows that.
 

@@ -43,16 +43,29 @@ class ProbeSizes:
     copy_bytes: int
     triad_bytes: int
     pin_bytes: int
+    most_pinned_bytes: int
     disk_bytes: int
     matmul_size: int
     parameters: int
 
 
 ACCELERATOR = ProbeSizes(
-    copy_bytes=2**29, triad_bytes=2**28, pin_bytes=2**30, disk_bytes=2**28, matmul_size=8192, parameters=2**28
+    copy_bytes=2**29,
+    triad_bytes=2**28,
+    pin_bytes=2**30,
+    most_pinned_bytes=2**33,
+    disk_bytes=2**28,
+    matmul_size=8192,
+    parameters=2**28,
 )
 TWIN = ProbeSizes(
-    copy_bytes=2**26, triad_bytes=2**25, pin_bytes=2**26, disk_bytes=2**25, matmul_size=512, parameters=2**24
+    copy_bytes=2**26,
+    triad_bytes=2**25,
+    pin_bytes=2**26,
+    most_pinned_bytes=2**28,
+    disk_bytes=2**25,
+    matmul_size=512,
+    parameters=2**24,
 )
 
 
@@ -90,7 +103,14 @@ def _copies(device: Device, sizes: ProbeSizes) -> dict[str, Any]:
         "h2d_pinned_GBs": copies.h2d / 1e9,
         "duplex_total_GBs": copies.duplex / 1e9,
         "pin_GBs": rates.pin_rate(device, sizes.pin_bytes) / 1e9,
+        **_pinned_limit(device, sizes),
     }
+
+
+def _pinned_limit(device: Device, sizes: ProbeSizes) -> dict[str, int]:
+    """Return where the machine refuses to pin more, if that is within what is tried."""
+    found = rates.most_pinned_bytes(device, min(sizes.most_pinned_bytes, available_bytes() // 4))
+    return {} if found is None else {"pinned_memory_bytes": max(found, 1)}
 
 
 def _memory(device: Device, sizes: ProbeSizes) -> dict[str, Any]:

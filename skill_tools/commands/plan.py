@@ -19,7 +19,7 @@ from skill_tools.commands import plan_request, releases
 from skill_tools.errors import UnusableInput, printable, printable_lines
 from skill_tools.planning.model import known_models, shape_sources
 from skill_tools.planning.model.shape_sources import UnknownShapeError
-from skill_tools.planning.search.options import HOST_MEMORY
+from skill_tools.planning.search.options import HOST_MEMORY, PINNED_MEMORY
 from skill_tools.planning.search.planner import Plan
 from skill_tools.units import gib
 
@@ -111,6 +111,9 @@ def _nothing_fits(plan: Plan) -> UnusableInput:
     if plan.floor.limit == HOST_MEMORY and plan.budget.host_bytes is not None:
         problem += f" and {gib(plan.budget.host_bytes)} of host memory a node"
         needs += f" and {gib(floor.host_bytes_per_node / (1 - plan.budget.headroom))} of host memory a node"
+    if plan.floor.limit == PINNED_MEMORY and plan.budget.pinned_bytes is not None:
+        problem += f" and {gib(plan.budget.pinned_bytes)} of pinned memory a node"
+        needs += f" and {gib(floor.pinned_bytes_per_node)} of pinned memory a node"
     return UnusableInput(
         problem,
         expected=f"at least {needs} ({plan.floor.candidate.label})",

@@ -35,6 +35,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="what tensors may take of a GPU, in place of --gpu-memory: nothing is set aside for CUDA and headroom",
     )
     budgets.add_argument("--host-memory", metavar="AMOUNT", help="host memory budget per node")
+    budgets.add_argument(
+        "--pinned-memory",
+        metavar="AMOUNT",
+        help="how much of a node's host memory may be page-locked; as `offload probe` found it, else all",
+    )
     budgets.add_argument("--gpus", type=int, metavar="N", help="GPUs in the whole run")
     budgets.add_argument(
         "--gpu",
@@ -294,8 +299,13 @@ def _budget(args: argparse.Namespace, where: Machine) -> tuple[Budget, tuple[str
             f"host memory: {gib(host_bytes)} a node, what this run's GPUs have of a {where.name} machine's; "
             "--host-memory with yours"
         )
+    pinned_bytes = where.pinned_memory_bytes or None
+    if args.pinned_memory is not None:
+        pinned_bytes = parse_bytes(args.pinned_memory, option="--pinned-memory")
+    elif pinned_bytes:
+        notes.append(f"pinned memory: {gib(pinned_bytes)}, where this machine refused more; --pinned-memory")
     headroom = HEADROOM if args.tensor_memory is None else 0.0
-    return Budget(gpu_bytes, host_bytes, headroom), tuple(notes)
+    return Budget(gpu_bytes, host_bytes, headroom, pinned_bytes), tuple(notes)
 
 
 def _positive_time(measured_s: float | None) -> float | None:

@@ -9,7 +9,7 @@ from skill_tools.dialects import registry
 from skill_tools.dialects.levers import Kind
 from skill_tools.dialects.patch import Patch
 from skill_tools.planning.search import decisive
-from skill_tools.planning.search.options import HOST_MEMORY, Option, Way, over
+from skill_tools.planning.search.options import HOST_MEMORY, PINNED_MEMORY, Option, Way, over
 from skill_tools.planning.search.planner import Plan
 from skill_tools.units import both, gib, seconds
 
@@ -141,6 +141,11 @@ def _unfit(plan: Plan, code: Code) -> Iterator[str]:
 def why_nothing_fits(plan: Plan) -> str:
     """Return what the least takes, and what may be taken."""
     floor = plan.floor
+    if floor.limit == PINNED_MEMORY and plan.budget.pinned_bytes is not None:
+        return (
+            f"the least pins {both(floor.memory.pinned_bytes_per_node)} of host memory a node "
+            f"({floor.candidate.label}), and {both(plan.budget.pinned_bytes)} may be pinned"
+        )
     if floor.limit == HOST_MEMORY and plan.budget.most_host_bytes is not None:
         there, taken = plan.budget.most_host_bytes, floor.memory.host_bytes_per_node
         what = "of host memory a node"

@@ -9,7 +9,7 @@ from skill_tools.dialects.run import Run
 from skill_tools.planning.model.memory import Memory
 from skill_tools.planning.search import decisive
 from skill_tools.planning.search.legality import RuledOut
-from skill_tools.planning.search.options import Option, Way
+from skill_tools.planning.search.options import Budget, Option, Way
 from skill_tools.planning.search.planner import Plan
 from skill_tools.planning.search.situations import Situation
 from skill_tools.reports.plan_answer import why_nothing_fits
@@ -90,7 +90,11 @@ def document(plan: Plan) -> dict[str, Any]:
             "source": plan.machine.source,
             "measured": plan.machine.measured,
         },
-        "budget": {"gpu_bytes": plan.budget.gpu_bytes, "host_bytes_per_node": plan.budget.host_bytes},
+        "budget": {
+            "gpu_bytes": plan.budget.gpu_bytes,
+            "host_bytes_per_node": plan.budget.host_bytes,
+            **_pinned(plan.budget),
+        },
         "assumptions": list(plan.assumptions),
     }
 
@@ -106,6 +110,10 @@ def _way(way: Way, plan: Plan) -> dict[str, Any]:
         "tokens_a_step": way.tokens_a_step,
         "needs_host_bytes_per_node": way.needs_host_bytes,
     }
+
+
+def _pinned(budget: Budget) -> dict[str, int]:
+    return {} if budget.pinned_bytes is None else {"pinned_bytes_per_node": budget.pinned_bytes}
 
 
 def _adapter(run: Run) -> dict[str, Any]:
@@ -154,6 +162,7 @@ def _memory(memory: Memory) -> dict[str, Any]:
         "allocated_bytes": memory.allocated_bytes,
         "between_steps_bytes": memory.between_steps_bytes,
         "host_bytes_per_node": memory.host_bytes_per_node,
+        "pinned_bytes_per_node": memory.pinned_bytes_per_node,
         "gpu": [line._asdict() for line in memory.gpu],
         "host_per_rank": [line._asdict() for line in memory.host],
     }

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from skill_tools.errors import UnusableInput
-from skill_tools.planning.search.options import HOST_MEMORY, Budget, Option
+from skill_tools.planning.search.options import HOST_MEMORY, PINNED_MEMORY, Budget, Option
 from skill_tools.planning.search.planner import Plan, shown
 from skill_tools.units import GIB
 
@@ -169,7 +169,7 @@ def points(plan: Plan) -> list[tuple[float, float]]:
     return [
         (option.memory.device_bytes / GIB, option.time.total_s)
         for option in evaluated
-        if option.limit != HOST_MEMORY
+        if option.limit not in {HOST_MEMORY, PINNED_MEMORY}
     ]
 
 

@@ -12,7 +12,8 @@ from skill_tools.dialects.run import Run
 _LORA_RANK = 16
 HOW_TO_FUSE = (
     "in Transformers' Trainer use_liger_kernel=True, in a loop of torch 2.13 "
-    "torch.nn.functional.linear_cross_entropy(hidden, lm_head.weight, labels); --overrides fused_loss=true"
+    "torch.nn.functional.linear_cross_entropy(hidden, lm_head.weight, labels, "
+    "options=torch.nn.LinearCrossEntropyOptions()); --overrides fused_loss=true"
 )
 
 

@@ -29,7 +29,7 @@ _RATES = (
 )
 _UPDATE_RATES = ("cpu_with_copies_Gparam_s", "streamed_Gparam_s", "both_Gparam_s", "both_cpu_share")
 _PROFILE_BYTES = 1 << 20
-_SIZES = ("hbm_GBs", "gpu_memory_bytes", "host_memory_bytes", "gpus_per_node")
+_SIZES = ("hbm_GBs", "gpu_memory_bytes", "host_memory_bytes", "pinned_memory_bytes", "gpus_per_node")
 _NUMBERS = ("tflops", "link_GBs", "dram_GBs", "hbm_GBs")
 
 
@@ -63,6 +63,7 @@ class Machine(NamedTuple):
     hybrid: float | None = None
     hybrid_overlap: float | None = None
     measured: bool = False
+    pinned_memory_bytes: int = 0
 
 
 def model_constants() -> Mapping[str, float]:
@@ -161,6 +162,7 @@ def from_profile(data: Mapping[str, Any], *, name: str, source: str) -> Machine:
         source=source,
         gpu_memory_bytes=round(data.get("gpu_memory_bytes", 0)),
         host_memory_bytes=round(data.get("host_memory_bytes", 0)),
+        pinned_memory_bytes=round(data.get("pinned_memory_bytes", 0)),
         gpus_per_node=round(data.get("gpus_per_node", 1)),
         gemm=data["bf16_matmul_TFLOPs"] * 1e12,
         hbm=data.get("hbm_GBs", 4800) * 1e9,

@@ -34,7 +34,7 @@ class Memory(NamedTuple):
     """The answer for one mode: GPU lines of the most loaded stage, host lines of one rank.
 
     `moved_bytes` are the activations that one micro-batch sends to the host, `copied_bytes` what that copies
-    including duplicates, `in_flight` the micro-batches alive at once.
+    including duplicates, `in_flight` the micro-batches alive at once, `pinned_bytes` what of `host` is page-locked.
     """
 
     stage: int
@@ -45,6 +45,7 @@ class Memory(NamedTuple):
     in_flight: float
     moved_bytes: float
     copied_bytes: float
+    pinned_bytes: int = 0
 
     @property
     def between_steps_bytes(self) -> int:
@@ -63,8 +64,13 @@ class Memory(NamedTuple):
 
     @property
     def host_bytes_per_node(self) -> int:
-        """Host bytes that the ranks of one node pin together."""
+        """Host bytes that the ranks of one node hold together."""
         return sum(line.bytes for line in self.host) * self.ranks_on_node
+
+    @property
+    def pinned_bytes_per_node(self) -> int:
+        """What of them is page-locked."""
+        return self.pinned_bytes * self.ranks_on_node
 
 
 def estimate(run: Run, mode: Mode | None = None) -> Memory:
@@ -73,7 +79,7 @@ def estimate(run: Run, mode: Mode | None = None) -> Memory:
     answers = [_of_stage(run, chosen, stage) for stage in layout.stages(run.shape, run.layout)]
     worst = max(answers, key=lambda answer: answer.device_bytes)
     host = max(answers, key=lambda answer: answer.host_bytes_per_node)
-    return worst if host is worst else worst._replace(host=host.host)
+    return worst if host is worst else worst._replace(host=host.host, pinned_bytes=host.pinned_bytes)
 
 
 def _of_stage(run: Run, mode: Mode, stage: Stage) -> Memory:
@@ -92,6 +98,7 @@ def _of_stage(run: Run, mode: Mode, stage: Stage) -> Memory:
         in_flight=found.in_flight,
         moved_bytes=found.kept.offloaded,
         copied_bytes=found.kept.copied,
+        pinned_bytes=states.pinned_bytes(run, mode, (*host, *found.host)),
     )
 
 

@@ -6,6 +6,7 @@ reference implementation moves all state and frees the gradients of the share th
 Explained in docs/optimizer-offloading.md and docs/layer-streaming.md.
 """
 
+from collections.abc import Iterable
 from functools import lru_cache
 
 from skill_tools.dialects import parameters
@@ -123,6 +124,19 @@ def _optimizer(run: Run, mode: Mode, shard: int) -> tuple[list[Line], list[Line]
             slots += ", and a chunk's gradients in fp32"
         gpu.append(Line("streaming slots", ring_bytes(streamed, mode.streamed_states), slots))
     return gpu, _hosted(run, mode, shard - resident - streamed, streamed)
+
+
+def pinned_bytes(run: Run, mode: Mode, host: Iterable[Line]) -> int:
+    """Return what of the `host` lines is page-locked for copies: all but the states that our own CPU share keeps.
+
+    Of those only the staging is, which carries a gradient down and a weight up.
+    """
+    pinned = {line.name: line.bytes for line in host}
+    if mode.optimizer_engine is OptimizerEngine.REFERENCE and "optimizer state" in pinned:
+        staging_bytes = run.precision.weight_bytes
+        whole = reference.STATE_BYTES + staging_bytes
+        pinned["optimizer state"] = round(pinned["optimizer state"] * staging_bytes / whole)
+    return sum(pinned.values())
 
 
 def ring_bytes(streamed: int, states: StreamedStates = StreamedStates.EXACT) -> int:

@@ -11,7 +11,7 @@ from skill_tools.planning.cost.step_time import StepTime
 from skill_tools.planning.model.memory import Memory
 from skill_tools.planning.search.legality import Legality
 
-GPU_MEMORY, HOST_MEMORY = "GPU memory", "host memory"
+GPU_MEMORY, HOST_MEMORY, PINNED_MEMORY = "GPU memory", "host memory", "pinned memory"
 HEADROOM = 0.05  # of a budget that a plan leaves free: for fragmentation, and for what no estimate sees
 WORTH_ROUNDING = (
     1.05  # what has to be gained for each step from exact states to packed ones, and on to compact ones
@@ -21,12 +21,13 @@ WORTH_ROUNDING = (
 class Budget(NamedTuple):
     """What has to hold: bytes of one GPU, and of one node's host memory (None: not known, not held).
 
-    A plan leaves the share `headroom` of both free.
+    A plan leaves the share `headroom` of both free. Of the host's `pinned_bytes` may be page-locked; None is all.
     """
 
     gpu_bytes: int
     host_bytes: int | None
     headroom: float = HEADROOM
+    pinned_bytes: int | None = None
 
     @property
     def most_gpu_bytes(self) -> int:
@@ -97,6 +98,8 @@ def limit_of(found: Memory, budget: Budget) -> str:
         return GPU_MEMORY
     if budget.most_host_bytes is not None and found.host_bytes_per_node > budget.most_host_bytes:
         return HOST_MEMORY
+    if budget.pinned_bytes is not None and found.pinned_bytes_per_node > budget.pinned_bytes:
+        return PINNED_MEMORY
     return ""
 
 
@@ -106,6 +109,8 @@ def over(option: Option, budget: Budget) -> str:
         return ""
     if option.limit == GPU_MEMORY:
         exceeds = option.memory.device_bytes > budget.gpu_bytes
+    elif option.limit == PINNED_MEMORY:
+        exceeds = True
     else:
         exceeds = budget.host_bytes is not None and option.memory.host_bytes_per_node > budget.host_bytes
     return (

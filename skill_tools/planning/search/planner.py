@@ -31,7 +31,7 @@ from skill_tools.planning.model import memory
 from skill_tools.planning.search import sensitivity
 from skill_tools.planning.search.candidates import Forbidden, Search
 from skill_tools.planning.search.legality import LEGAL, RuledOut
-from skill_tools.planning.search.options import HOST_MEMORY, Budget, Option, Way
+from skill_tools.planning.search.options import HOST_MEMORY, PINNED_MEMORY, Budget, Option, Way
 from skill_tools.rules.input_checks import dead_keys
 
 _ALTERNATIVES = 8
@@ -156,7 +156,10 @@ def _how_to_fuse(dialect: Dialect, config: Config, run: Run) -> str:
 
 
 def _floor(options: Sequence[Option]) -> Option:
-    """Return the option that comes nearest to fitting: by host memory where the GPU would do, else by the GPU."""
+    """Return the option that comes nearest to fitting: by pinned or host memory where the GPU would do, else by it."""
+    short_of_pinned = [option for option in options if option.limit == PINNED_MEMORY]
+    if short_of_pinned:
+        return min(short_of_pinned, key=lambda option: option.memory.pinned_bytes_per_node)
     short_of_host = [option for option in options if option.limit == HOST_MEMORY]
     if short_of_host:
         return min(short_of_host, key=lambda option: option.memory.host_bytes_per_node)

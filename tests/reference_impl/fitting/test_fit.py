@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from reference_impl import apply_plan, fit
 from reference_impl.device import Device
+from reference_impl.device.cpu_twin import CpuTwin
 from reference_impl.fitting import FitError, planner, trial
 from reference_impl.memory.host import host_book
 from reference_impl.memory.ledger import Ledger
@@ -203,7 +204,7 @@ def test_an_attempt_without_memory_is_repeated_as_if_it_had_not_been(share, monk
 
 
 @pytest.mark.slow
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     layers=st.integers(2, 5),
     hidden=st.sampled_from([32, 64, 96]),
@@ -257,6 +258,25 @@ def test_states_are_rounded_only_with_the_users_word():
         assert losses.isfinite().all()
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("in_process")
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_machine_that_refuses_to_pin_gets_a_plan_that_pins_less(is_known, monkeypatch):
+    def refuse(device, memory):
+        raise RuntimeError("cudaHostRegister of 0.01 GiB failed with code 2; expected 0")
+
+    options = {"hidden": 96, "layers": 8, "dtype": torch.bfloat16}
+    budget = round(0.8 * whole_peak(**options))
+    monkeypatch.setattr(CpuTwin, "pin", refuse)
+    model, optimizer = make(**options)
+    words = {"pinned_budget": 4096} if is_known else {}
+    with fit(model, optimizer, IDS, loss_of, gpu_budget=budget, **words) as fitted:
+        assert fitted.plan["fitted"]["plans"] == (1 if is_known else 2)
+        assert fitted.plan["fitted"]["peak_device_bytes"] <= budget
+        losses, _ = train(model, fitted.optimizer)
+        assert losses.isfinite().all()
+
+
 class Questions(Model):
     def forward(self, ids):
         out = super().forward(ids)
@@ -280,6 +300,7 @@ class Shared(Model):
         (lambda kept: kept.update(batch={}), "holds no tensor"),
         (lambda kept: kept.update(gpu_budget=-1), "gpu_budget is -1"),
         (lambda kept: kept.update(host_budget="much"), "host_budget is 'much'"),
+        (lambda kept: kept.update(pinned_budget=0), "pinned_budget is 0"),
         (lambda kept: kept.update(gpu_budget=1000), "nothing fits"),
         (lambda kept: kept.update(kind=torch.optim.SGD), "SGD"),
     ],

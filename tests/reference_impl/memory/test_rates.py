@@ -1,5 +1,7 @@
 import pytest
+import torch
 
+from reference_impl.device.cpu_twin import CpuTwin
 from reference_impl.memory import rates
 
 pytestmark = pytest.mark.usefixtures("host_memory_comes_back")
@@ -19,3 +21,30 @@ def test_rates_are_finite_and_what_they_took_is_given_back(device, tmp_path):
     found += rates.disk_rates(tmp_path, 2**20)
     assert all(0 < rate < 1e17 for rate in found)
     assert list(tmp_path.iterdir()) == []
+
+
+class Stingy(CpuTwin):
+    """Refuses to pin more than `limit_bytes` at once, as a driver under `ulimit -l` does."""
+
+    limit_bytes = 200 * 2**20
+
+    def __init__(self):
+        super().__init__(torch.device("cpu"))
+        self.pinned = {}
+
+    def pin(self, memory):
+        if sum(self.pinned.values()) + memory.numel() > self.limit_bytes:
+            raise RuntimeError("cudaHostRegister failed with code 2 (injected)")
+        self.pinned[memory.data_ptr()] = memory.numel()
+
+    def unpin(self, address):
+        del self.pinned[address]
+
+
+def test_the_limit_of_pinned_memory_is_found_and_all_is_unlocked_again():
+    device = Stingy()
+    found = rates.most_pinned_bytes(device, 2**28)
+    assert device.limit_bytes - 2**25 <= found <= device.limit_bytes
+    assert not device.pinned
+    assert rates.most_pinned_bytes(device, 2**26) is None
+    assert not device.pinned

@@ -229,3 +229,37 @@ def test_states_are_rounded_only_where_that_is_allowed_and_then_it_is_named(
 def test_exact_states_are_kept_where_rounding_gains_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     plan = planned(capsys, "--model", "llama-3.2-1b", "--gpu-memory", "70GiB", "--allow-other-numerics")
     assert "optimizer" not in plan["execute"]
+
+
+def test_pinned_memory_is_a_budget_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--model", "qwen3-4b", "--gpu-memory", "60GiB"]
+    free = planned(capsys, *words)["recommendation"]["option"]
+    capped = planned(capsys, *words, "--pinned-memory", "1GiB")
+    option = capped["recommendation"]["option"]
+    assert option["memory"]["pinned_bytes_per_node"] <= 2**30 < free["memory"]["pinned_bytes_per_node"]
+    assert capped["budget"]["pinned_bytes_per_node"] == 2**30
+    # The CPU's own states are not pinned; what carries its gradients and weights is.
+    cpu = next(line for line in option["memory"]["host_per_rank"] if line["name"] == "optimizer state")
+    assert option["memory"]["pinned_bytes_per_node"] == pytest.approx(cpu["bytes"] / 7)
+    assert {each["limit"] for each in capped["alternatives"]} >= {"pinned memory"}
+    jsonschema.validate(capped, json.loads(schema_path("plan").read_text()))
+    assert main(["plan", "--model", "llama-3-8b", "--gpu-memory", "48GiB", "--pinned-memory", "1GiB"]) == 2
+    said = capsys.readouterr()
+    assert "the least pins" in said.out
+    assert "of pinned memory a node" in said.err
+
+
+def test_a_probe_that_met_the_limit_says_it_to_the_plan(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rates = {
+        "gpu_memory_bytes": 60 << 30, "host_memory_bytes": 200 << 30, "pinned_memory_bytes": 1 << 30,
+        "bf16_matmul_TFLOPs": 700, "h2d_pinned_GBs": 55, "d2h_pinned_GBs": 55, "duplex_total_GBs": 100,
+        "host_triad_GBs": 100, "cpu_adam_fused_Gparam_s": 4, "cpu_adam_perparam_fused_Gparam_s": 2,
+    }  # fmt: skip
+    (tmp_path / "machine.json").write_text(json.dumps(rates))
+    words = ["plan", "--model", "qwen3-4b", "--profile", str(tmp_path / "machine.json"), "--format", "json"]
+    assert main(words) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["budget"]["pinned_bytes_per_node"] == 2**30
+    assert any("where this machine refused more" in line for line in plan["assumptions"])
