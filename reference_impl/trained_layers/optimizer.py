@@ -63,6 +63,10 @@ class ChunkGradients:
             member.arrival = member.placeholder = None
             self._mover.norms.pop(member, None)
 
+    def drain(self) -> None:
+        """Let go of gradients that are on the host; waits for nothing."""
+        self._mover.drain()
+
     def arrived(self) -> Event:
         """Return the event after which all gradients sent off so far are on the host."""
         return self._mover.arrived()
@@ -117,6 +121,7 @@ class TrainedLayersOptimizer(OptimizerStateOffloader):
             return
         with self._working():
             self._resume()
+            self._store.drain()
             self.streamed.queue(members)
             self.streamed.queue(self._members[param] for param in ahead)
             self._wait_for(members)

@@ -29,7 +29,8 @@ from reference_impl.optimizers.streamed.storage import StateFormat
 from reference_impl.trained_layers.optimizer import TrainedLayersOptimizer
 from reference_impl.trained_layers.room import HostBytes, check_room, host_bytes
 from reference_impl.trained_layers.segments import recompute_in_slices
-from reference_impl.weights.layers import StreamReport, device_of
+from reference_impl.weights.layers import StreamReport, beyond, device_of
+from reference_impl.weights.residency import allowances, fraction_of_layers
 from reference_impl.weights.storages import (
     BlockStorage,
     layout,
@@ -67,6 +68,8 @@ class TrainableLayerStreamer(ClosedAtExit):
         max_grad_norm: clip the global norm exactly; gradients are divided by `max(1, (norm + 1e-6) / max)`.
         streaming: how states cross the link, see `Streaming`; `prefetch_bytes` is not used here.
         prefetch: how many blocks may wait on the device, or be on their way, beside the one in use.
+        resident_layers: keep so many layers' worth of weights on the device, spread evenly: every block keeps the same
+            share. Their states and gradients stay on the host.
         slices: micro-batches that each block takes one after the other, of one batch: its weights travel once for all.
         inputs: where the layers' inputs wait for backward: `device` or `host`.
         layers: the blocks, where they cannot be found by structure.
@@ -88,6 +91,7 @@ class TrainableLayerStreamer(ClosedAtExit):
         max_grad_norm: float | None = None,
         streaming: Streaming | None = None,
         prefetch: int = 2,
+        resident_layers: int = 0,
         slices: int = 1,
         inputs: Literal["device", "host"] = "device",
         layers: Iterable[nn.Module] | None = None,
@@ -106,9 +110,12 @@ class TrainableLayerStreamer(ClosedAtExit):
         _check_streaming(streaming, algorithm, on)
         _check_params(model, optimizer)
         _check_blocks(model, modules, storages)
+        sizes = [[storage.size_bytes for storage in block] for block in storages]
+        kept_bytes = allowances(sizes, fraction_of_layers(resident_layers, len(modules)))
+        streamed = [beyond(block, allowance) for block, allowance in zip(storages, kept_bytes, strict=True)]
         trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-        self._host = host_bytes(storages, trained, algorithm, streaming)
-        check_room(self._host, storages, streaming)
+        self._host = host_bytes(streamed, trained, algorithm, streaming)
+        check_room(self._host, streamed, streaming)
         self._undo: list[Callable[[], None]] = []
         try:
             self._weights = TrainedWeights(
@@ -116,7 +123,8 @@ class TrainableLayerStreamer(ClosedAtExit):
                 modules,
                 storages,
                 device=on,
-                homes=Homes(on, storages, remedy=_REMEDY),
+                homes=Homes(on, streamed, remedy=_REMEDY),
+                allowances=kept_bytes,
                 prefetch=prefetch,
                 settle=lambda params, ahead: self.optimizer.settle(params, ahead),
                 changed=lambda params: self.optimizer.changed(params),
@@ -129,8 +137,8 @@ class TrainableLayerStreamer(ClosedAtExit):
                 on,
                 streaming=streaming,
                 max_grad_norm=max_grad_norm,
-                # One block's gradients may leave while those of the next one are made.
-                in_flight_bytes=max(layout(block)[1] for block in storages),
+                # One block's gradients, or a head's, may leave while the next ones are made.
+                in_flight_bytes=max([layout(block)[1] for block in storages] + [p.nbytes for p in trained]),
             )
             self._undo.append(self.optimizer.close)
             self.optimizer.attach(model)

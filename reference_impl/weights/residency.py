@@ -24,6 +24,16 @@ def kept(sizes: Sequence[int], allowance_bytes: int) -> list[bool]:
     return keep
 
 
+def fraction_of_layers(resident_layers: int, layers: int) -> float:
+    """Return which share of all bytes so many layers' worth is. Raises ValueError for more layers than there are."""
+    if not 0 <= resident_layers <= layers:
+        raise ValueError(
+            f"resident_layers={resident_layers}; expected 0 to {layers}, the blocks of the model; "
+            f"try {min(max(resident_layers, 0), layers)}"
+        )
+    return resident_layers / layers
+
+
 def allowances(blocks: Sequence[Sequence[int]], fraction: float) -> list[int]:
     """Return the bytes that each block may keep, so that at most `fraction` of all bytes stay.
 

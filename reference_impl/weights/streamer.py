@@ -16,7 +16,7 @@ from torch import nn
 
 from reference_impl.weights.host_memory import HostMemory
 from reference_impl.weights.layers import LayerStreamer, beyond, device_of
-from reference_impl.weights.residency import allowances, fraction_within
+from reference_impl.weights.residency import allowances, fraction_of_layers, fraction_within
 from reference_impl.weights.storages import BlockStorage, repeated_blocks, streamable_storages
 
 
@@ -88,13 +88,7 @@ def _fraction(
                 "expected one of them; try budget_bytes alone"
             )
         return fraction_within(sizes, budget_bytes, window_blocks)
-    resident_layers = resident_layers or 0
-    if not 0 <= resident_layers <= len(sizes):
-        raise ValueError(
-            f"resident_layers={resident_layers}; expected 0 to {len(sizes)}, the blocks of the model; "
-            f"try {min(max(resident_layers, 0), len(sizes))}"
-        )
-    return resident_layers / len(sizes)
+    return fraction_of_layers(resident_layers or 0, len(sizes))
 
 
 def _with_something_frozen(model: nn.Module, storages: list[list[BlockStorage]]) -> list[list[BlockStorage]]:

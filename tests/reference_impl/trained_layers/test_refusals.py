@@ -84,6 +84,7 @@ def test_an_optimizer_whose_update_needs_whole_matrices(device):
     [
         ({"prefetch": -1}, "prefetch=-1"),
         ({"slices": 0}, "slices=0"),
+        ({"resident_layers": 5}, "resident_layers=5; expected 0 to 4"),
         ({"inputs": "disk"}, "inputs='disk'"),
         ({"max_grad_norm": 0.0}, "max_grad_norm is 0.0"),
         ({"streaming": Streaming(prefetch_bytes=5)}, "prefetch_bytes is 5"),

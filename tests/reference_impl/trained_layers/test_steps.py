@@ -50,6 +50,16 @@ def test_with_the_lower_halves_of_masters_alone(device):
     compare(device, steps=2, streaming=Streaming(hi_lo_masters=True))
 
 
+@pytest.mark.parametrize("resident_layers", [1, 4])
+def test_with_some_weights_on_the_device(device, resident_layers):
+    report = compare(device, resident_layers=resident_layers)
+    # Whole weights, spread over the layers.
+    assert report.weights.resident_bytes <= resident_layers / 4 * (
+        report.weights.resident_bytes + report.host.weights
+    )
+    assert report.weights.resident_bytes > 0
+
+
 @BOTH
 def test_with_inputs_on_the_host(device, dtype):
     compare(device, dtype=dtype, inputs="host")
