@@ -70,3 +70,17 @@ def test_a_good_example_has_no_finding(name):
 @pytest.mark.parametrize("name", sorted(path.name for path in EXAMPLES.glob("broken_*")))
 def test_a_broken_example_has_findings(name):
     assert main(["lint", str(EXAMPLES / name)]) == 1
+
+
+@pytest.mark.slow
+def test_a_model_larger_than_the_gpu_learns(capsys, monkeypatch):
+    torch = pytest.importorskip("torch", reason="needs torch: pip install -c constraints.txt '.[reference]'")
+    dtype = torch.get_default_dtype()
+    try:
+        lines = printed("train_larger_than_gpu.py", ["--tiny"], capsys, monkeypatch)
+    finally:
+        torch.set_default_dtype(dtype)
+    losses = [float(line.rpartition(" ")[2]) for line in lines if line.startswith("step")]
+    assert losses == sorted(losses, reverse=True)
+    assert len(losses) == 5
+    assert len((EXAMPLES / "train_larger_than_gpu.py").read_text().splitlines()) < 40
