@@ -128,7 +128,7 @@ class Search:
             case "pinned":
                 pinned = plan["recommendation"]["option"]["memory"]["pinned_bytes_per_node"]
                 self._planner.pinned_bytes = pinned // 2
-            case _ if (plan["execute"].get("activations") or {}).get("mode") == "budget":
+            case _ if trial.learns(plan):
                 # How far its engine comes, no plan knows before it has learnt the step; others are counted.
                 self._without |= {_BUDGET_ENGINE}
             case _:
@@ -154,7 +154,7 @@ class Search:
     def _rival(self, plan: Plan, found: Trial) -> frozenset[str]:
         """Return what to leave out for the next best plan that may be faster here; nothing where time is not judged."""
         mechanisms = frozenset(plan["recommendation"]["option"]["mechanisms"])
-        if not self._task.device.is_accelerator:
+        if not self._task.device.is_accelerator or not _moves_anything(plan):
             return frozenset()
         for option in plan["alternatives"]:
             if option["fits"] and option["time"]["least_s"] < found.step_s:

@@ -19,6 +19,8 @@ from reference_impl.memory.ledger import Ledger
 from reference_impl.verification.apply import AppliedPlan, apply_plan
 
 STEPS = 2
+# The budget engine offloads everything in its first step, and decides by what that has shown.
+_LEARNING_STEPS = 1
 _SHORT = (RuntimeError, MemoryError, BudgetError)
 Loss = Callable[[nn.Module, Any], torch.Tensor]
 
@@ -70,8 +72,13 @@ class Task:
         ]
 
 
+def learns(plan: dict[str, Any]) -> bool:
+    """Whether the plan has a budget of activations, whose engine decides by what the first steps show."""
+    return (plan["execute"].get("activations") or {}).get("mode") == "budget"
+
+
 def run(task: Task, plan: dict[str, Any], *, limit_bytes: int) -> Trial:
-    """Train `STEPS` steps under `plan` in at most `limit_bytes` of the device.
+    """Train `STEPS` steps under `plan` in at most `limit_bytes` of the device; one more where a budget learns.
 
     Weights, states and random generators are other ones afterwards.
     """
@@ -83,7 +90,7 @@ def run(task: Task, plan: dict[str, Any], *, limit_bytes: int) -> Trial:
     try:
         with ledger, _closed_behind(task.apply(plan)) as applied:
             try:
-                for _ in range(STEPS):
+                for _ in range(STEPS + (_LEARNING_STEPS if learns(plan) else 0)):
                     retries, start = _retries(device), time.perf_counter()
                     task.step(applied)
                     device.record().synchronize()

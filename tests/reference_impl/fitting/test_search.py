@@ -1,0 +1,154 @@
+"""What is asked next, by what a trial has shown: on a GPU too, whose trials are played here."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from reference_impl.fitting import trial
+from reference_impl.fitting.planner import RefusedPlanError
+from reference_impl.fitting.search import Search
+from reference_impl.fitting.trial import Trial
+
+BUDGET = 1000
+
+
+def plan(allocated, *, mode="recompute", mechanisms=("recompute",), rivals=()):
+    alternatives = [
+        {"fits": True, "mechanisms": list(other), "time": {"least_s": least_s}} for other, least_s in rivals
+    ]
+    memory = {"allocated_bytes": allocated, "host_bytes_per_node": 500, "pinned_bytes_per_node": 400}
+    option = {
+        "label": mode,
+        "mechanisms": list(mechanisms),
+        "memory": memory,
+        "time": {"step_s": allocated / 100},
+    }
+    return {
+        "recommendation": {"option": option},
+        "alternatives": alternatives,
+        "execute": {
+            "optimizer": {"offload_fraction": 0.5},
+            "activations": {"mode": mode, "bytes": allocated},
+        },
+    }
+
+
+class Planner:
+    """Answers with what it is asked for, less what a plan leaves; `plans` answer first."""
+
+    host_bytes = 600
+    pinned_bytes = None
+
+    def __init__(self, *plans):
+        self.plans, self.asked = list(plans), []
+
+    def plan(self, tensor_bytes, *, without=frozenset()):
+        self.asked.append((tensor_bytes, without))
+        if tensor_bytes < 300:
+            raise RefusedPlanError("nothing legal fits")
+        return self.plans.pop(0) if self.plans else plan(tensor_bytes - 5)
+
+
+@pytest.fixture
+def played(monkeypatch):
+    """Settle where each trial is what `answers` gives for its plan."""
+
+    def settle(planner, *answers, on_gpu=True):
+        left, limits = list(answers), []
+
+        def run(task, tried, *, limit_bytes):
+            limits.append(limit_bytes)
+            answer = left.pop(0)
+            return answer(tried) if callable(answer) else answer
+
+        monkeypatch.setattr(trial, "run", run)
+        device = SimpleNamespace(is_accelerator=on_gpu, allocator=object())
+        before = SimpleNamespace(restore=lambda: None)
+        search = Search(SimpleNamespace(device=device), before, planner, BUDGET, error_share=0.0)
+        settled = search.settle()
+        assert set(limits) == {BUDGET}
+        assert not left
+        return settled
+
+    return settle
+
+
+def took(peak, step_s=1.0, **others):
+    return Trial(**{"steps": 2, "peak_device_bytes": peak, "peak_host_bytes": 0, "step_s": step_s, **others})
+
+
+def test_the_first_question_leaves_headroom_and_a_good_plan_is_the_last(played):
+    planner = Planner()
+    settled = played(planner, took(940))
+    assert planner.asked == [(950, frozenset())]
+    assert (settled.steps, settled.plans) == (2, 1)
+
+
+def test_a_peak_above_the_headroom_is_corrected_by_what_the_plan_was_wrong_by(played):
+    planner = Planner(plan(945))
+    settled = played(planner, took(985), took(948))
+    assert planner.asked[1][0] == 950 - (985 - 945)
+    assert settled.trial.peak_device_bytes == 948
+    assert (settled.steps, settled.plans) == (4, 2)
+
+
+def test_room_that_is_left_is_asked_for(played):
+    planner = Planner(plan(945))
+    settled = played(planner, took(800), took(945, step_s=0.9))
+    assert planner.asked[1][0] == 950 + (945 - 800)
+    assert settled.trial.peak_device_bytes == 945
+
+
+def test_a_correction_that_finds_no_memory_leaves_the_plan_before(played):
+    settled = played(Planner(plan(945)), took(800), took(1000, short_of="device", steps=1))
+    assert settled.trial.peak_device_bytes == 800
+
+
+@pytest.mark.parametrize(
+    ("short_of", "check"),
+    [
+        ("device", lambda planner: planner.asked[1][0] < planner.asked[0][0] - 70),
+        ("host", lambda planner: planner.host_bytes == 460),
+        ("pinned", lambda planner: planner.pinned_bytes == 200),
+    ],
+)
+def test_what_lacked_is_asked_for_less(played, short_of, check):
+    planner = Planner()
+    settled = played(planner, took(1000, short_of=short_of, steps=0), took(860))
+    assert check(planner)
+    assert (settled.steps, settled.plans) == (3, 2)
+
+
+def test_a_budget_of_activations_that_is_not_kept_is_left_out(played):
+    planner = Planner(plan(945, mode="budget"))
+    played(planner, took(1000, short_of="device", steps=1), took(930))
+    assert planner.asked[1] == (950, frozenset({"activation-budget"}))
+
+
+def test_where_the_cache_had_to_be_given_back_less_is_asked_for_and_kept(played):
+    planner = Planner(plan(940))
+    settled = played(planner, took(940, retried=True, step_s=0.5), took(860, step_s=0.8))
+    assert planner.asked[1][0] == 950 - 80
+    assert settled.trial.peak_device_bytes == 860
+
+
+@pytest.mark.parametrize(("rival_s", "chosen_s"), [(0.7, 0.7), (1.4, 1.0)])
+def test_a_rival_that_may_be_faster_is_tried_and_the_faster_one_is_kept(played, rival_s, chosen_s):
+    first = plan(945, rivals=[(("optimizer-offload",), 0.8)])
+    planner = Planner(first, plan(930, mode="layers", mechanisms=("optimizer-offload",)))
+    settled = played(planner, took(940, step_s=1.0), took(930, step_s=rival_s))
+    assert planner.asked[1] == (950, frozenset({"recompute"}))
+    assert settled.trial.step_s == chosen_s
+    assert settled.steps == 4
+
+
+def test_no_rival_is_tried_that_cannot_be_faster_nor_on_the_twin(played):
+    for on_gpu, least_s in ((True, 1.2), (False, 0.1)):
+        planner = Planner(plan(945, rivals=[(("optimizer-offload",), least_s)]))
+        assert played(planner, took(940), on_gpu=on_gpu).plans == 1
+
+
+def test_where_no_attempt_has_room_the_planner_has_the_last_word(played):
+    none = [lambda tried: took(1000, short_of="device", steps=0)] * 8
+    with pytest.raises(RefusedPlanError, match="nothing legal fits"):
+        played(Planner(), *none)
