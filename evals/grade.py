@@ -60,7 +60,9 @@ def grade_faults(check: Check, answer: Answer) -> Result:
     A reported fault matches a planted one when it names every key of it. Facts under `also_true` are right and
     not planted: they count neither way.
     """
-    reported = [_named_in(fault) for fault in answer.get("faults", [])]
+    if not isinstance(answer.get("faults"), list):
+        return {"score": 0.0, "problem": "the answer holds no list of faults"}
+    reported = [_named_in(fault) for fault in answer["faults"]]
     planted = {fault["rule"]: set(fault["keys"]) for fault in check["planted"]}
     also_true = [set(keys) for keys in check.get("also_true", [])]
     found = _matching(planted, reported)
@@ -106,9 +108,15 @@ def _matching(planted: Mapping[str, set[str]], reported: Sequence[set[str]]) -> 
     return {rule: index for index, rule in owner.items()}
 
 
+def _section(answer: Answer, name: str) -> Mapping[str, Any]:
+    """Return a section of the answer; one that is no object holds nothing."""
+    section = answer.get(name)
+    return section if isinstance(section, dict) else {}
+
+
 def grade_number(check: Check, answer: Answer) -> Result:
     """Whether one number lies within the relative tolerance."""
-    given = answer.get("numbers", {}).get(check["name"])
+    given = _section(answer, "numbers").get(check["name"])
     if isinstance(given, bool) or not isinstance(given, int | float):
         return {"score": 0.0, "given": given, "expected": check["value"]}
     error = abs(given - check["value"]) / abs(check["value"])
@@ -117,14 +125,14 @@ def grade_number(check: Check, answer: Answer) -> Result:
 
 def grade_choice(check: Check, answer: Answer) -> Result:
     """Whether one named choice is among the accepted ones, whatever its case."""
-    given = answer.get("choices", {}).get(check["name"])
+    given = _section(answer, "choices").get(check["name"])
     accepted = [str(one).lower() for one in check["any_of"]]
     return {"score": float(str(given).lower() in accepted), "given": given, "accepted": check["any_of"]}
 
 
 def grade_patch(check: Check, answer: Answer) -> Result:
     """Whether a patched file lints clean, keeps what it must keep and holds what it must hold."""
-    text = answer.get("files", {}).get(check["file"])
+    text = _section(answer, "files").get(check["file"])
     if not isinstance(text, str):
         return {"score": 0.0, "problem": f"the answer holds no file {check['file']}"}
     missing = [pattern for pattern in check.get("holds", []) if not re.search(pattern, text)]

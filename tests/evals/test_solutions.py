@@ -62,9 +62,49 @@ def test_the_launch_script_can_be_repaired(grader: Any) -> None:
     assert grader.grade("patch-launch-script", answer)["passed"], grader.grade("patch-launch-script", answer)
 
 
-@pytest.mark.parametrize("task", ["patch-saved-config", "patch-launch-script"])
-def test_the_file_as_it_is_does_not_pass(task: str, grader: Any) -> None:
-    file = "launch_70b.sh" if "launch" in task else "run_config_moe.yaml"
+REPAIRS = {
+    "patch-torchtune": (
+        "torchtune_full_8b.yaml",
+        {
+            r"enable_activation_checkpointing: False": "enable_activation_checkpointing: True",
+            r"offload_gradients: True": "offload_gradients: False",
+            r"fsdp_cpu_offload: True\n": "",
+        },
+    ),
+    "patch-prime-rl": (
+        "prime_rl.toml",
+        {r"fsdp_cpu_offload = true\n": "", r"\[trainer\.model\.full_offload\]\n": ""},
+    ),
+    "patch-trainer": (
+        "trainer_sft.yaml",
+        {
+            r"\ngradient_checkpointing: true\n": "\ngradient_checkpointing: false\n",
+            r"gradient_checkpointing_kwargs:\n  use_reentrant: false\n": "",
+            r"  offload_params: true": "  cpu_offload: true",
+            r"  backward_prefetch: backward_pre\n": "",
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("task", REPAIRS)
+def test_a_recipe_can_be_repaired(task: str, grader: Any) -> None:
+    file, changes = REPAIRS[task]
+    text = replaced((FILES / file).read_text(encoding="utf-8"), changes)
+    result = grader.grade(task, {"files": {file: text}})
+    assert result["passed"], result
+
+
+PATCHED = {
+    "patch-saved-config": "run_config_moe.yaml",
+    "patch-launch-script": "launch_70b.sh",
+    "patch-pytorch-loop": "pytorch_loop.py",
+    **{task: file for task, (file, _) in REPAIRS.items()},
+}
+
+
+@pytest.mark.parametrize(("task", "file"), PATCHED.items())
+def test_the_file_as_it_is_does_not_pass(task: str, file: str, grader: Any) -> None:
     answer = {"files": {file: (FILES / file).read_text(encoding="utf-8")}}
     assert not grader.grade(task, answer)["passed"]
 
@@ -198,10 +238,60 @@ def test_the_loop_can_be_repaired_and_trains(grader: Any, monkeypatch: pytest.Mo
     trained["optimizer"].close()
 
 
-@pytest.mark.parametrize("task", ["neg-kv-cache", "neg-parallel-sizing"])
-def test_a_near_miss_is_answered_without_the_skill(task: str, grader: Any) -> None:
-    assert grader.grade(task, {"choices": {"skill_loaded": "no"}})["passed"]
-    assert not grader.grade(task, {"choices": {"skill_loaded": "yes"}})["passed"]
+def words_of(name: str) -> dict[str, str]:
+    """The values of a launch script's flags."""
+    text = (FILES / name).read_text(encoding="utf-8")
+    return dict(re.findall(r"--([a-z-]+) ([^\s-][^\s]*)", text))
+
+
+def test_the_neighbours_numbers_follow_from_their_files(grader: Any) -> None:
+    """Sources: a token's keys and values a layer, 1F1B's (p - 1) / (m + p - 1), bytes a parameter."""
+    assert words_of("serve_70b.sh")["kv-cache-dtype"] == "fp8"
+    token = 2 * 80 * 8 * 128
+    numbers: dict[str, float] = {"bytes_per_token": token, "tokens": 40 * 2**30 / token}
+    assert grader.grade("neg-kv-cache", {"numbers": numbers})["passed"]
+
+    flags = {name: int(value) for name, value in words_of("pretrain_405b.sh").items() if value.isdigit()}
+    stages = flags["pipeline-model-parallel-size"]
+    replicas = flags["nnodes"] * flags["nproc-per-node"] // (flags["tensor-model-parallel-size"] * stages)
+    batches = flags["global-batch-size"] // (replicas * flags["micro-batch-size"])
+    numbers = {"data_parallel_size": replicas, "micro_batches": batches}
+    numbers["idle_share"] = (stages - 1) / (batches + stages - 1)
+    assert grader.grade("neg-parallel-sizing", {"numbers": numbers})["passed"]
+
+    step = flags["global-batch-size"] * flags["seq-length"]
+    numbers = {"all_tokens": step * flags["train-iters"], "warmup_tokens": step * flags["lr-warmup-iters"]}
+    assert grader.grade("neg-token-budget", {"numbers": numbers})["passed"]
+
+
+def test_the_bytes_of_the_killed_run_and_of_one_card_follow_from_their_parameters(grader: Any) -> None:
+    """Source: 16 bytes an offloaded parameter (`oc-host-memory`); AdamW's two moments in fp32 are 8."""
+    found = diagnosed("train_killed.log")
+    assert "killed the process" in json.dumps(found)
+    log = (FILES / "train_killed.log").read_text(encoding="utf-8")
+    parameters = int(re.findall(r"model: ([\d,]+) parameters", log)[0].replace(",", ""))
+    limit = int(re.findall(r"limit (\d+)kB", log)[0]) / 2**20
+    needed = 16 * parameters / 2**30
+    choices = {"memory": "host", "fits": "yes" if needed < limit else "no"}
+    answer = {"choices": choices, "numbers": {"limit_gib": limit, "needed_gib": needed}}
+    assert grader.grade("log-killed", answer)["passed"]
+
+    together, left = (each * 8.03 for each in (2 + 2 + 8, 2 + 2))
+    choices = {"leaves_10_gb": "yes" if 40 - left >= 10 else "no"}
+    numbers = {"all_gb": together, "left_on_gpu_gb": left}
+    assert grader.grade("bytes-8b-one-card", {"numbers": numbers, "choices": choices})["passed"]
+
+
+@pytest.mark.parametrize(
+    ("log", "rule"),
+    [("train_torchtune.log", "tt-ao-needs-ac"), ("train_backend.log", "hf-fsdp2-offload-clip")],
+)
+def test_diagnose_knows_the_rule_of_the_log(log: str, rule: str) -> None:
+    assert rule in {one["rule"] for one in diagnosed(log)["errors"][0]["rules"]}
+
+
+def test_diagnose_stays_out_of_a_run_that_waits_for_its_data() -> None:
+    assert main(["diagnose", str(FILES / "train_hang.log")]) == 0
 
 
 def test_the_composition_is_answered_from_one_lint(grader: Any) -> None:

@@ -18,8 +18,9 @@ TRIGGERS: list[dict[str, Any]] = json.loads((EVALS / "triggers.json").read_text(
 
 
 def test_there_are_enough_tasks_and_queries() -> None:
-    assert len([task for task in TASKS if task["expected_skill"]]) >= 12
-    assert len(TRIGGERS) >= 24
+    assert len(TASKS) >= 40
+    assert len([task for task in TASKS if task["id"].startswith(("neg-", "sound-"))]) >= 14
+    assert len(TRIGGERS) >= 40
     negative = [one for one in TRIGGERS if not one["should_trigger"]]
     assert len(negative) >= 0.4 * len(TRIGGERS)
     assert len({one["query"] for one in TRIGGERS}) == len(TRIGGERS)
@@ -57,6 +58,26 @@ def test_every_planted_fault_is_a_rule() -> None:
     assert planted - known == set()
 
 
+def full_answer(checks: list[dict[str, Any]]) -> dict[str, Any]:
+    """Every expected fact, written down as an agent would."""
+    planted = [fault for check in checks for fault in check.get("planted", [])]
+    facts = {kind: [check for check in checks if check["kind"] == kind] for kind in ("number", "choice")}
+    return {
+        "faults": [{"keys": fault["keys"], "reason": "as planted"} for fault in planted],
+        "numbers": {check["name"]: check["value"] for check in facts["number"]},
+        "choices": {check["name"]: check["any_of"][-1].upper() for check in facts["choice"]},
+    }
+
+
+@pytest.mark.parametrize("task", sorted(CHECKS))
+def test_a_full_answer_is_graded_in_full_and_an_empty_one_not_at_all(task: str, grader: Any) -> None:
+    """Patches are solved by `test_solutions.py`."""
+    if all(check["kind"] != "patch" for check in CHECKS[task]):
+        assert grader.grade(task, full_answer(CHECKS[task]))["passed"]
+    for empty in ({}, {"faults": {}, "numbers": [], "choices": None, "files": "none"}):
+        assert grader.grade(task, empty)["score"] == 0
+
+
 FAULT_TASKS = [
     (task, check)
     for task in TASKS
@@ -84,6 +105,13 @@ def test_lint_finds_every_planted_fault_and_invents_none(
     result = grader.grade_faults(check, {"faults": faults})
     assert (result["missed"], result["invented"]) == ([], [])
     assert {fault["rule"] for fault in check["planted"]} <= {finding["rule"] for finding in findings}
+
+
+@pytest.mark.parametrize("task", [one["id"] for one, _ in FAULT_TASKS if one["id"].startswith("sound-")])
+def test_a_sound_file_lints_clean(task: str) -> None:
+    (files,) = (one["files"] for one in TASKS if one["id"] == task)
+    with contextlib.redirect_stdout(io.StringIO()):
+        assert main(["lint", *(str(EVALS / name) for name in files)]) == 0
 
 
 @pytest.mark.parametrize("task", TASKS, ids=lambda task: task["id"])
