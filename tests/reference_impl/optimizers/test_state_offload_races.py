@@ -33,6 +33,7 @@ def slowly(call, stream):
         {"chunk_bytes": 768},
         {"device_budget_bytes": 12 * 448 * 20},
         {"hi_lo_masters": True, "device_budget_bytes": 12 * 448 * 20},
+        {"compact_low_bits": 8, "chunk_bytes": 3200, "device_budget_bytes": 60_000},
     ],
     ids=str,
 )
@@ -43,6 +44,10 @@ def test_a_slow_stream_changes_no_bit(monkeypatch, slow, options):
     plain = copy.deepcopy(model)
     inner = torch.optim.AdamW(model.parameters(), fused=True, **OPTIONS)
     reference = MasterAdamW(plain, on_cpu=False, **OPTIONS)
+    if "compact_low_bits" in options:
+        # Not attached, it waits for every step.
+        waiting = torch.optim.AdamW(plain.parameters(), fused=True, **OPTIONS)
+        reference = OptimizerStateOffloader(waiting, **options)
     with OptimizerStateOffloader(inner, **{"chunk_bytes": 12 * 448, **options}) as optimizer:
         optimizer.attach(model)
         if slow == "update":
@@ -75,3 +80,5 @@ def test_a_slow_stream_changes_no_bit(monkeypatch, slow, options):
             reference.zero_grad()
         for (name, left), right in zip(model.state_dict().items(), plain.state_dict().values(), strict=True):
             assert torch.equal(left, right), name
+        if isinstance(reference, OptimizerStateOffloader):
+            reference.close()
