@@ -14,6 +14,7 @@ from reference_impl import CpuUpdate, OptimizerStateOffloader, Streaming
 from reference_impl.device import Device
 from reference_impl.memory.host import host_book
 from reference_impl.memory.ledger import Ledger
+from reference_impl.optimizers.streamed import packing
 
 COMPACT = Streaming(chunk_bytes=6000, compact_low_bits=8)
 
@@ -242,3 +243,26 @@ def test_three_shares_with_a_compact_one_resume_to_the_bit(device, backward_over
 def test_bad_options_are_named(device, options, words):
     with pytest.raises(ValueError, match=words):
         build(fresh(device), **options)
+
+
+@pytest.mark.cuda
+def test_the_kernel_has_nothing_to_copy_first(monkeypatch):
+    """The compiler's code does that, and at every call, for what does not begin at a multiple of 16 bytes."""
+    device = Device.of("cuda")
+    offsets = []
+    compiled = packing.compiled
+
+    def watched(function):
+        def run(formula, tables, scalars):
+            offsets.extend(each.data_ptr() % 16 for each in (*tables.written, tables.gradient, *scalars))
+            compiled(function)(formula, tables, scalars)
+
+        return run
+
+    monkeypatch.setattr(packing, "compiled", watched)
+    model = fresh(device)
+    with build(model, compact_low_bits=8, fraction=0.6, chunk_bytes=6000, max_grad_norm=1.0) as optimizer:
+        optimizer.attach(model)
+        train(model, optimizer, batches(device.torch_device, 2))
+    assert offsets
+    assert not any(offsets)
