@@ -125,5 +125,8 @@ def test_a_fix_makes_its_finding_vanish(rule: Rule, framework: str) -> None:
         return
     assert name.endswith(EDITED), "nothing else is edited"
     sources = [Source(name, texts[name]) for name in texts]
-    fixed = read_sources(sources, framework=framework)
-    assert not of_rule(judge(fixed, rule, framework), rule)
+    fixed = judge(read_sources(sources, framework=framework), rule, framework)
+    assert not of_rule(fixed, rule)
+    there = {each.rule for each in verdict.findings}
+    new = {each.rule for each in fixed.findings if each.severity is not Severity.INFO} - there
+    assert new == {each.rule for each in finding.after}, "what comes after it is said with it"
