@@ -99,7 +99,8 @@ def _block(
 
 
 def _part(paper: Paper, name: str, text: str) -> str:
-    return paper.wrapped(text, f"{_INDENT}{name}: ", _INDENT * 2)
+    lines = paper.wrapped(text, f"{_INDENT}{name}: ", _INDENT * 2)
+    return lines.replace(f"{name}:", paper.coloured(f"{name}:", _MARKED), 1)
 
 
 def _conditions(finding: Finding, others: int) -> Iterator[str]:
