@@ -220,11 +220,12 @@ class Linted:
         if self._args.format in ("blocks", "json") and not reading.is_part:
             edits = self._args.format == "json"
             result = with_remedies(result, config, versions=_versions(stated), edits=edits)
-        title = reading.sources[0].title if reading.sources else "<overrides>"
-        self._results.append((title, result))
+        titles = [source.title for source in reading.sources] or ["<overrides>"]
+        self._results.append((titles[0], result))
         self._texts |= {name: config.sources[name] for name in _files(result) if name in config.sources}
         named = releases.that_matter(stated, config)
-        self._read.append(ReadAs(title, reading.dialect.name, reading.dialect.label, reading.proof, named))
+        dialect = reading.dialect
+        self._read.append(ReadAs(" + ".join(titles), dialect.name, dialect.label, reading.proof, named))
 
     def _linted(self, reading: Reading) -> tuple[Config, LintResult]:
         """Compose, lint, and leave out what the user suppressed."""

@@ -104,6 +104,8 @@ def test_compose_makes_one_configuration_of_files(here: Path, capsys: pytest.Cap
     assert "la-pp" not in rules_in(capsys)
     assert main(["lint", "good.yaml", "pp.yaml", "--compose", "--format", "json"]) == 1
     assert "la-pp" in rules_in(capsys)
+    main(["lint", "good.yaml", "pp.yaml", "--compose"])
+    assert capsys.readouterr().out.startswith("good.yaml + pp.yaml is read as Megatron Bridge (")
 
 
 def test_overrides_alone_are_a_configuration(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
