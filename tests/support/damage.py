@@ -11,6 +11,7 @@ import contextlib
 import io
 import os
 import random
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -32,6 +33,11 @@ SPLICES = [
     "source x.sh\n", "<<EOF\n", "`# c`", "[[", '"""', "1979-05-27", "**{", "lambda: ", "\x1b]0;x\a", "if [ 1 ]; then\n",
     "\x9b31m", "\u202e", "\x7f",
     "$(touch /tmp/never)", "__import__('os').system('x')", "//", "/*", ",", "1:1:1:1", "sys.argv = [", "@x\n", "${",
+]  # fmt: skip
+VALUES = [
+    "0", "-1", "1.5", "1e308", "9" * 5000, "0x10", "true", "False", "null", "~", ".nan", "[]", "{}", "''",
+    "[[1], {a: b}]", "cpu", "nvme", "auto", "disk", "hidden_states", "full", "selective", "x y", "$X", "${X:-1}", "é",
+    "1:1:1", "2026-01-01",
 ]  # fmt: skip
 FORMS = ("blocks", "concise", "json", "sarif", "github")
 
@@ -62,20 +68,27 @@ OWN = {
 }  # fmt: skip
 
 
-def examples() -> dict[str, list[str]]:
-    """Return texts to damage, by the suffix of their reader; "" is overrides on the command line."""
-    texts: dict[str, list[str]] = {suffix: list(own) for suffix, own in OWN.items()}
+def examples() -> dict[str, list[tuple[str, str]]]:
+    """Return texts to damage, each after its framework or "", by the suffix of their reader; "" is overrides."""
+    texts = {suffix: [("", text) for text in own] for suffix, own in OWN.items()}
     for rule in load_rules():
-        for example in rule.examples.values():
+        for name, example in rule.examples.items():
             suffix = "" if example.filename == "<overrides>" else os.path.splitext(example.filename)[1]
-            texts.setdefault({".yml": ".yaml"}.get(suffix, suffix), []).extend([example.bad, example.good])
+            held = texts.setdefault({".yml": ".yaml"}.get(suffix, suffix), [])
+            held += [(name, example.bad), (name, example.good)]
     return texts
 
 
 def damaged(text: str, seed: int) -> str:
-    """Return `text` with a few pieces cut, doubled, swapped or spliced in."""
+    """Return `text` with a few pieces cut, doubled, swapped or spliced in, or only with a few other values."""
     chance = random.Random(seed)
-    for _ in range(chance.randint(1, 6)):
+    if chance.random() < 0.4:
+        for _ in range(chance.randint(1, 4)):
+            found = chance.choice(list(re.finditer(r"(?<=[:= ])[\w.-]+", text)) or [None])
+            if found:
+                text = text[: found.start()] + chance.choice(VALUES) + text[found.end() :]
+        return text
+    for _ in range(chance.choice([1, 1, 2, 3, 6])):  # one wound often leaves a text that is read to the end
         start = chance.randint(0, len(text))
         end = min(len(text), start + chance.randint(0, 30))
         piece = chance.choice(
@@ -104,11 +117,14 @@ def lint_text(filename: str, data: bytes, *more: str) -> tuple[int, str]:
     return code, err.getvalue()
 
 
-def lint_damaged(suffix: str, text: str, seed: int) -> tuple[int, str]:
-    """Damage `text` and lint it, with or without a stated framework."""
+def lint_damaged(suffix: str, example: tuple[str, str], seed: int) -> tuple[int, str]:
+    """Damage an example and lint it, as its own framework's, as any, or without a stated one."""
+    framework, text = example
     chance = random.Random(seed)
-    stated = chance.choice(registry.with_files()).name
-    more = ["--format", chance.choice(FORMS), *(["--framework", stated] if chance.random() < 0.3 else [])]
+    stated = chance.choice(
+        [framework or "axolotl", framework or "axolotl", chance.choice(registry.with_files()).name]
+    )
+    more = ["--format", chance.choice(FORMS), *(["--framework", stated] if chance.random() < 0.7 else [])]
     more += ["--diff", "--unsafe-fixes"] if chance.random() < 0.1 else []
     hurt = damaged(text, seed)
     if suffix:

@@ -41,7 +41,7 @@ class LlamaFactory(Dialect):
         stage, method = (
             entries[name].value if name in entries else None for name in ("stage", "finetuning_type")
         )
-        if stage in _STAGES and isinstance(method, str):
+        if isinstance(stage, str) and stage in _STAGES and isinstance(method, str):
             return Evidence(1, certain=True, proof=f"stage: {stage}, finetuning_type: {method}")
         distributed = entries["dist_config"].value if "dist_config" in entries else None
         if isinstance(distributed, dict) and "name" in distributed and "train_dataset" in entries:

@@ -10,7 +10,7 @@ EXAMPLES = [(suffix, text) for suffix, texts in sorted(examples().items()) for t
 
 @settings(max_examples=300, suppress_health_check=[HealthCheck.too_slow])
 @given(st.sampled_from(EXAMPLES), st.integers(0, 2**32))
-def test_damaged_examples(example: tuple[str, str], seed: int) -> None:
+def test_damaged_examples(example: tuple[str, tuple[str, str]], seed: int) -> None:
     code, err = lint_damaged(*example, seed)
     assert code in (0, 1, 2), err
 

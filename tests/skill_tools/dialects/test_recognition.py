@@ -8,7 +8,7 @@ import pytest
 from skill_tools.__main__ import main
 from skill_tools.configs.source import Source
 from skill_tools.dialects.read import Contradiction, readings
-from skill_tools.errors import Unrecognised
+from skill_tools.errors import Unrecognised, UnusableInput
 
 # One small file of our own of each kind that looks close to a training configuration, or shares a weak key with one.
 LOOK_ALIKES = {
@@ -276,3 +276,8 @@ def test_the_command_line_that_a_program_hands_on_is_linted(text: str) -> None:
     assert config.settings["bf16"].value is True
     assert "swiglu" not in config.settings
     assert "hidden_size" in (config.unresolved if "size()" in text else {"hidden_size"})
+
+
+def test_a_key_that_decides_may_hold_anything() -> None:
+    with pytest.raises(UnusableInput):
+        readings([Source("x.yaml", "stage: [[1], {a: b}]\nfinetuning_type: {a: [1]}\n")])
