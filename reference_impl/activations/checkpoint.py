@@ -117,24 +117,8 @@ class CheckpointOffloader(Offloader):
             finally:
                 self._results.pop()
 
-        failed: list[BaseException] = []
-
-        def first_or_again(*inputs: Any) -> Any:
-            if results.has_passed:
-                return body(*inputs)
-            try:
-                return body(*inputs)
-            except BaseException as error:
-                # Before torch 2.13 checkpoint leaves its own hooks in place where this raises, until the traceback
-                # goes; those of `saving` would be taken for them.
-                failed.append(error)
-                return None
-
         with self.engine.saving(layer, self._share):
-            result = checkpoint(first_or_again, *leaves, use_reentrant=False)
-        if failed:
-            raise failed.pop()
-        return result
+            return recomputed(body, *leaves)
 
     def _around_kept(
         self, forward: Forward, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -143,6 +127,32 @@ class CheckpointOffloader(Offloader):
             return forward(*args, **kwargs)
         with self._results[-1]:
             return forward(*args, **kwargs)
+
+
+def recomputed(function: Callable[..., Any], *inputs: Any) -> Any:
+    """Return `function(*inputs)`, computed again in backward: torch's non-reentrant checkpoint.
+
+    Before torch 2.13 that leaves its own hooks in place where `function` raises, until the traceback goes, and other
+    hooks would be taken for them. So what the first pass raises is raised here, once checkpoint has returned.
+    """
+    failed: list[BaseException] = []
+    has_passed = False
+
+    def first_or_again(*inputs: Any) -> Any:
+        nonlocal has_passed
+        if has_passed:
+            return function(*inputs)
+        has_passed = True
+        try:
+            return function(*inputs)
+        except BaseException as error:
+            failed.append(error)
+            return None
+
+    result = checkpoint(first_or_again, *inputs, use_reentrant=False)
+    if failed:
+        raise failed.pop()
+    return result
 
 
 class LegacyCheckpointOffloader(Offloader):
@@ -200,11 +210,6 @@ class ExpensiveResults(TorchDispatchMode):
         self._results: list[Any] = []
         self._passes = 0
         self._next = 0
-
-    @property
-    def has_passed(self) -> bool:
-        """Whether the layer's forward has begun."""
-        return self._passes > 0
 
     def start_pass(self) -> None:
         """Begin the layer's forward, or a recomputation of it."""

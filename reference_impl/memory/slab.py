@@ -29,7 +29,8 @@ from reference_impl.memory.interrupts import deferred_interrupts
 from reference_impl.memory.worker import result_of
 
 _HUGE_PAGE_BYTES = 2 * 2**20
-_RESERVE_BYTES = 2**30
+# What slabs leave to everybody else.
+RESERVE_BYTES = 2**30
 # The threads that launch kernels need cores too.
 TOUCHING_THREADS = max(1, min(8, len(os.sched_getaffinity(0)) // 2))
 # A call that makes pages present holds the lock of the whole address space, and registering waits for that lock with
@@ -51,7 +52,7 @@ class _Promises:
 
     def make(self, size_bytes: int, remedy: str) -> None:
         with self._lock:
-            available = available_bytes() - self._size_bytes - _RESERVE_BYTES
+            available = available_bytes() - self._size_bytes - RESERVE_BYTES
             if size_bytes > available:
                 raise HostMemoryError(needed_bytes=size_bytes, available_bytes=available, remedy=remedy)
             self._size_bytes += size_bytes

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from reference_impl.memory.host import HostMemoryError, available_bytes
+from reference_impl.memory.slab import RESERVE_BYTES
 from reference_impl.optimizers.algorithms import Algorithm
 from reference_impl.optimizers.options import Streaming
 from reference_impl.optimizers.split import state_bytes
@@ -56,7 +57,7 @@ def check_room(needed: HostBytes, storages: Sequence[Sequence[BlockStorage]], st
     The weights of blocks that are on the host already are let go of one by one.
     """
     freed = sum(s.size_bytes for block in storages for s in block if s.device.type == "cpu")
-    there = available_bytes() + freed
+    there = available_bytes() + freed - RESERVE_BYTES
     if needed.total <= there:
         return
     choices = []

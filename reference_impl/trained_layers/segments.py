@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
-from torch.utils.checkpoint import checkpoint
 
 from reference_impl.activations.attach import Forward, wrap_forward
+from reference_impl.activations.checkpoint import recomputed
 
 
 def recompute_in_slices(block: nn.Module, slices: int, *, recomputes: bool = True) -> Callable[[], None]:
@@ -39,7 +39,7 @@ def recompute_in_slices(block: nn.Module, slices: int, *, recomputes: bool = Tru
             return forward(*args, **kwargs)
 
         def segment(inputs: Sequence[Any]) -> Any:
-            return checkpoint(run, *inputs, use_reentrant=False) if recomputes else run(*inputs)
+            return recomputed(run, *inputs) if recomputes else run(*inputs)
 
         if slices == 1:
             return segment(leaves)
