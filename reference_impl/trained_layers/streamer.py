@@ -32,6 +32,7 @@ from reference_impl.trained_layers.segments import recompute_in_slices
 from reference_impl.weights.layers import StreamReport, beyond, device_of
 from reference_impl.weights.residency import allowances, fraction_of_layers
 from reference_impl.weights.storages import (
+    MIN_BYTES,
     BlockStorage,
     layout,
     plain_tensors,
@@ -79,8 +80,9 @@ class TrainableLayerStreamer(ClosedAtExit):
     rounded.
 
     Raises, before anything is moved: ValueError for a model without blocks, a block whose trained weights are used
-    outside it too, a trained parameter without a group, sharded parameters or an option out of range; TypeError for an
-    optimizer that is none of the three; HostMemoryError, item by item, for a host that has not the room.
+    outside it too, a trained parameter without a group, sharded parameters, gradient checkpointing that is on already
+    or an option out of range; TypeError for an optimizer that is none of the three; HostMemoryError, item by item, for
+    a host that has not the room.
     """
 
     def __init__(
@@ -101,6 +103,7 @@ class TrainableLayerStreamer(ClosedAtExit):
         _check_options(prefetch=prefetch, slices=slices, inputs=inputs)
         checks.check_model(model, moves_in_backward=True)
         checks.check_clipping(max_grad_norm=max_grad_norm, updates_in_backward=False)
+        _check_computed_once(model)
         algorithm = algorithm_of(optimizer)
         for group in optimizer.param_groups:
             check_group(algorithm, group)
@@ -143,7 +146,7 @@ class TrainableLayerStreamer(ClosedAtExit):
             self._undo.append(self.optimizer.close)
             self.optimizer.attach(model)
             if inputs == "host":
-                self._undo.append(CheckpointOffloader(model, layers=modules).close)
+                self._undo.append(CheckpointOffloader(model, layers=modules, min_bytes=MIN_BYTES).close)
             for module in modules:
                 self._undo.append(recompute_in_slices(module, slices, recomputes=inputs == "device"))
         except BaseException:
@@ -182,6 +185,16 @@ def _check_options(*, prefetch: int, slices: int, inputs: str) -> None:
         raise ValueError(f"slices={slices}; expected at least 1; try 1")
     if inputs not in ("device", "host"):
         raise ValueError(f"inputs={inputs!r}; expected 'device' or 'host'; try 'device'")
+
+
+def _check_computed_once(model: nn.Module) -> None:
+    """Raise ValueError where the model's layers are computed again in backward already."""
+    for name, module in model.named_modules():
+        if getattr(module, "gradient_checkpointing", False) is True:
+            raise ValueError(
+                f"{name or type(model).__name__} has gradient_checkpointing switched on; expected it off, because "
+                "every block is computed again here; try model.gradient_checkpointing_disable()"
+            )
 
 
 def _check_streaming(streaming: Streaming, algorithm: Algorithm, device: Device) -> None:

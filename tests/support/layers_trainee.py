@@ -20,10 +20,11 @@ def decoder(device, *, dtype=torch.bfloat16, layers=4, tied=False, **sizes):
     return model
 
 
-def batches(device, count, *, sequences=2, seed=1):
+def batches(device, count, *, sequences=2, tokens=8, seed=1):
     generator = torch.Generator().manual_seed(seed)
     return [
-        torch.randint(64, (sequences, 8), generator=generator).to(device.torch_device) for _ in range(count)
+        torch.randint(64, (sequences, tokens), generator=generator).to(device.torch_device)
+        for _ in range(count)
     ]
 
 

@@ -9,6 +9,7 @@ from layers_trainee import batches, decoder, streamed, train
 from reference_impl.memory.host import host_book
 from reference_impl.memory.ledger import Ledger
 from reference_impl.optimizers.options import Streaming
+from reference_impl.verification.model import decoder_loss
 
 pytestmark = pytest.mark.usefixtures("host_memory_comes_back")
 # So that weights and states are large beside activations.
@@ -57,6 +58,27 @@ def test_the_host_holds_what_was_said(device):
     # bf16 weights and gradients, fp32 masters and two moments.
     params = report.host.gradients // 2
     assert report.host.states == 12 * params
+
+
+def test_inputs_of_layers_wait_on_the_host(device):
+    layers, tokens = 6, 256
+    after_forward = {}
+    for inputs in ("device", "host"):
+        gc.collect()
+        model = decoder(device, layers=layers)
+        first, last = batches(device, 2, tokens=tokens)
+        with (
+            Ledger(device, track=list(model.parameters())) as ledger,
+            streamed(model, inputs=inputs) as streamer,
+        ):
+            train(model, streamer.optimizer, [first])
+            loss = decoder_loss(model(last), last)
+            device.synchronize()
+            after_forward[inputs] = ledger.device_bytes
+            loss.backward()
+            streamer.optimizer.zero_grad()
+    input_bytes = 2 * tokens * 64 * 2
+    assert after_forward["device"] - after_forward["host"] >= (layers - 1) * input_bytes
 
 
 def test_closing_gives_everything_back(device):

@@ -52,6 +52,12 @@ def test_a_block_that_is_not_self_contained(device):
     refused(model, ValueError, r"layers\.\d\.up\.weight is used by another block")
 
 
+def test_layers_that_are_computed_again_already(device):
+    model = decoder(device)
+    model.layers.gradient_checkpointing = True
+    refused(model, ValueError, "layers has gradient_checkpointing switched on")
+
+
 def test_blocks_that_train_nothing(device):
     model = decoder(device)
     model.layers.requires_grad_(False)
