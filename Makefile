@@ -38,7 +38,7 @@ test-all: check
 	$(BIN)/python tests/megatron/fetch.py 0.16.1
 	$(PYTEST)
 
-# Every call of a training run may fail: 5,000 faults in optimizers, 300 signals, 1,000 faults elsewhere. Half an hour.
+# Every call of a training run may fail: 5,000 faults in optimizers, 1,000 elsewhere, 600 signals. Half an hour.
 test-faults: setup
 	FAULT_SEEDS_TIMES=20 $(PYTEST) tests/faults -o faulthandler_timeout=3600
 

@@ -206,7 +206,8 @@ class HybridDeviceOptimizer(SavedOptimizer):
         """A gradient is final: send it off, and in mode `update` start what it completes."""
         member = self._members[param]
         if self._waits is not None and self._open.prefetches:
-            self._open.gradient_is_final(member)
+            with self._failures.told():
+                self._open.gradient_is_final(member)
         if self._is_accumulating or not member.pieces or not self._gradients.leave_in_backward(member):
             self._gradients.put_arrived(member)
             return

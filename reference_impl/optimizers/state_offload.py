@@ -379,7 +379,7 @@ class OptimizerStateOffloader(SavedOptimizer):
             self._hooks = [param.register_post_accumulate_grad_hook(hook) for param in self._members]
 
     def _on_gradient(self, param: torch.Tensor) -> None:
-        with self._lock:
+        with self._lock, self._failures.told():
             if self._open_share is not None and self._failures.first is None:
                 self._open_share.on_gradient(self._members[param])
 
