@@ -17,7 +17,7 @@ KEYS = load_keys_yaml()
 TABLE = key_table(KEYS)
 FIELDS = {
     "key", "mechanism", "type", "unit", "choices", "spelling", "aliases", "default", "recipe_sets", "exists", "implies",
-    "note", "outside",
+    "note", "outside", "planned",
 }  # fmt: skip
 TYPES = {"bool", "int", "float", "str", "dtype", "list", "dict", "any"}
 OFFLOAD_KEYS = {
