@@ -75,6 +75,7 @@ class Setting:
     device: Device
     max_grad_norm: float | None
     prefetch: int
+    resident_layers: int
     inputs: Any
     own: bool
     chunk_tokens: int
@@ -157,6 +158,7 @@ def attached(
         streaming=STATES[row],
         slices=setting.sequences,
         prefetch=setting.prefetch,
+        resident_layers=setting.resident_layers,
         inputs=setting.inputs,
         layers=layers_of(model),
         device=setting.device.torch_device,
@@ -246,6 +248,7 @@ def main() -> None:
     parser.add_argument("--memory-gb", type=float, help="the most GPU memory of all rows but resident")
     parser.add_argument("--no-clip", action="store_true", help="without clipping")
     parser.add_argument("--prefetch", type=int, default=2)
+    parser.add_argument("--resident-layers", type=int, default=0, help="layers' worth of weights that stay")
     parser.add_argument("--inputs", choices=("device", "host"), default="device")
     parser.add_argument("--chunk-tokens", type=int, default=1024, help="tokens whose logits exist at once")
     parser.add_argument("--out", type=Path, help="write all numbers as JSON")
@@ -263,6 +266,7 @@ def main() -> None:
         device,
         None if args.no_clip else 1.0,
         args.prefetch,
+        args.resident_layers,
         args.inputs,
         args.own,
         args.chunk_tokens,
