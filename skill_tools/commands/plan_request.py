@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     budgets.add_argument(
         "--gpu",
         metavar="NAME",
-        help="a100, h100, h200, b200, gb200, rtx4090, l40s; four numbers; or auto: as probed here",
+        help="a GPU as you or nvidia-smi call it: 4090, A100-40GB, MI300X; four numbers; or auto: as probed here",
     )
     budgets.add_argument("--profile", metavar="FILE", help="rates that `offload probe` measured, as JSON")
     budgets.add_argument(

@@ -4,7 +4,9 @@ Either a known GPU out of `knowledge/hardware.yaml`, the four numbers of an unkn
 was measured on the machine itself. Rates are per GPU; what a node's ranks share is divided here, once.
 """
 
+import difflib
 import json
+import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -29,6 +31,7 @@ _RATES = (
 )
 _UPDATE_RATES = ("cpu_with_copies_Gparam_s", "streamed_Gparam_s", "both_Gparam_s", "both_cpu_share")
 _PROFILE_BYTES = 1 << 20
+_SHOWN = 60
 _SIZES = ("hbm_GBs", "gpu_memory_bytes", "host_memory_bytes", "pinned_memory_bytes", "gpus_per_node")
 _NUMBERS = ("tflops", "link_GBs", "dram_GBs", "hbm_GBs")
 
@@ -80,15 +83,22 @@ def known(name: str, *, ranks_on_node: int | None = None) -> Machine:
     data = knowledge.index()["hardware"]
     if "=" in name:
         return _of_numbers(name, data["model"])
-    wanted = name.lower().replace("_", "-").replace(" ", "-").removeprefix("nvidia-")
+    wanted = plain_name(name)
     for key, gpu in data["gpus"].items():
-        if wanted in gpu["names"]:
+        if wanted == plain_name(key) or wanted in map(plain_name, gpu["names"]):
             return _machine(key, gpu, data["hosts"][gpu["host"]], data["model"], ranks_on_node)
+    near = difflib.get_close_matches(wanted, data["gpus"], n=3, cutoff=0.4) or list(data["gpus"])[:6]
     raise UnusableInput(
-        f"GPU {name!r} is not known",
-        expected=f"one of {', '.join(data['gpus'])}, or its four numbers",
+        f"GPU {name[:_SHOWN]!r} is not known",
+        expected=f"one of {len(data['gpus'])} names, such as {', '.join(near)}, or its four numbers",
         attempt="--gpu tflops=989,link_GBs=55,dram_GBs=57,hbm_GBs=3350 (dense bf16; one way, pinned; a GPU's share)",
     )
+
+
+def plain_name(name: object) -> str:
+    """Return a GPU's name without maker, family, blanks and dashes: `NVIDIA GeForce RTX 4090` is `rtx4090`."""
+    letters = re.sub(r"[^a-z0-9]", "", str(name).lower())
+    return re.sub(r"^(?:nvidia|amd)?(?:geforce|tesla|instinct|quadro)?", "", letters)
 
 
 def _machine(

@@ -84,3 +84,39 @@ def test_updates_that_were_measured_whole_win_over_what_the_machine_could_do() -
     assert found.update_cpu == 4e9
     assert found.update_dram == 28 * 5e9
     assert machine.from_profile(RATES, name="x", source="profile.json").update_link == 50e9
+
+
+@pytest.mark.parametrize(
+    ("typed", "known"),
+    [
+        ("4090", "rtx4090"),
+        ("RTX 3090", "rtx3090"),
+        ("A100-40GB", "a100-40gb"),
+        ("MI300X", "mi300x"),
+        ("NVIDIA GeForce RTX 5090", "rtx5090"),
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA A100 80GB PCIe", "a100-pcie"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA RTX 6000 Ada Generation", "rtx6000-ada"),
+        ("Tesla V100-SXM2-32GB", "v100"),
+        ("AMD Instinct MI300X", "mi300x"),
+    ],
+)
+def test_a_gpu_is_found_by_the_name_that_people_and_nvidia_smi_give_it(typed: str, known: str) -> None:
+    assert machine.known(typed).name == known
+
+
+def test_at_least_thirty_gpus_are_known_each_with_a_source_and_names_of_its_own() -> None:
+    gpus = knowledge.index()["hardware"]["gpus"]
+    assert len(gpus) >= 30
+    owners: dict[str, str] = {}
+    for name, gpu in gpus.items():
+        assert "memory" in gpu["source"] or name in {"h200", "b200", "gb200"}, name
+        for each in {machine.plain_name(other) for other in (name, *gpu["names"])}:
+            assert owners.setdefault(each, name) == name
+
+
+def test_an_unknown_gpu_gets_the_nearest_names_not_all_of_them() -> None:
+    with pytest.raises(UnusableInput, match="rtx4090") as refused:
+        machine.known("rtx 4091")
+    assert len(str(refused.value)) < 300
