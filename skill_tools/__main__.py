@@ -32,6 +32,7 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
 )
 
 PYTHON = (3, 11)
+_LONGEST = 400  # characters of a complaint; a value can be as long as anybody likes
 
 
 class _UsageError(Exception):
@@ -51,7 +52,8 @@ class _Parser(argparse.ArgumentParser):
     """An argument parser whose errors are one line, like every other error here."""
 
     def error(self, message: str) -> NoReturn:
-        raise _UsageError(f"{message}; see {self.prog} --help")
+        short = message if len(message) <= _LONGEST else f"{message[:_LONGEST]}…"
+        raise _UsageError(f"{short}; see {self.prog} --help")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -16,6 +16,13 @@ _FACTORS |= {"gb": GB, "g": GB, "mb": 10**6, "tb": 10**12, "b": 1, "bytes": 1}
 _AMOUNT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?|\.[0-9]+)\s*([A-Za-z]*)\s*")
 
 
+_LONGEST = 40  # characters of an amount that anybody means
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
+
+
 def parse_bytes(text: str, *, option: str) -> int:
     """Return the bytes that `text` says, for example `80GiB`, `80GB` (decimal) or `80` (GiB).
 
@@ -23,9 +30,9 @@ def parse_bytes(text: str, *, option: str) -> int:
     """
     match = _AMOUNT.fullmatch(text)
     factor = _FACTORS.get(match.group(2).lower()) if match else None
-    if match is None or factor is None:
+    if match is None or factor is None or len(text) > _LONGEST:
         raise UnusableInput(
-            f"{option} {text!r} is not an amount of memory",
+            f"{option} {_short(text)!r} is not an amount of memory",
             expected="a number with GiB, GB, MiB or TiB",
             attempt=f"{option} 80GiB",
         )

@@ -1,4 +1,4 @@
-"""Find the rule behind the error in a log, read its memory and step times, and plan from them.
+"""Find the cause of a failed or slow run in its log: the rule behind it, the lines to change, and a plan.
 
   offload diagnose train.log
   offload diagnose train.log run.yaml --gpus 16
@@ -22,8 +22,11 @@ from skill_tools.diagnosis.log import Log, read_log
 from skill_tools.errors import UnusableInput, printable_lines
 from skill_tools.planning.search.planner import Plan
 from skill_tools.reports import diagnoses
+from skill_tools.rules.finding import Finding
+from skill_tools.units import gib
 
 _SAMPLE = 1 << 16
+_LESS = 0.9  # of what a run that the host killed needs by prediction
 _IN_LOGS = "\t\n\v\f\r\a\b\x1b"  # blanks, bells, progress bars and colours
 
 
@@ -38,24 +41,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     plan_request.add_arguments(parser)
     parser.add_argument("--format", choices=FORMATS, default="concise", help="default: concise")
+    parser.add_argument("--details", action="store_true", help="show the plan with all its lines")
 
 
 def run(args: argparse.Namespace) -> int:
     """Print what the log says; return 1 when something was recognised, else 0."""
     plan_request.check(args)
-    found = diagnosis.diagnose(_log(args), broken=_broken(args))
-    plan, budget = _plan(args, found)
+    found = diagnosis.diagnose(_log(args), findings=_findings(args))
+    plan, note = _plan(args, found)
     if args.format == "json":
         print(diagnoses.as_json(found, _plan_data(plan)))
         return 1 if found.recognised else 0
-    planned = plan is not None and plan.recommendation is not None
     render = diagnoses.markdown if args.format == "markdown" else diagnoses.concise
-    print(printable_lines(render(found, planned=planned)))
-    if plan is not None and planned:
+    print(printable_lines(render(found, planned=plan is not None)))
+    if plan is not None:
         from skill_tools.reports import plans
 
-        shown = plans.markdown(plan) if args.format == "markdown" else plans.concise(plan)
-        print(printable_lines(f"\n{budget}{shown}"))
+        shown = plans.markdown if args.format == "markdown" else plans.concise
+        print(printable_lines(f"\n{note}{shown(plan, details=args.details)}"))
     return 1 if found.recognised else 0
 
 
@@ -91,30 +94,50 @@ def _is_binary(sample: str) -> bool:
     return control > len(sample) // 50 or sample.count("\N{REPLACEMENT CHARACTER}") > len(sample) // 3
 
 
-def _broken(args: argparse.Namespace) -> tuple[str, ...]:
+def _findings(args: argparse.Namespace) -> tuple[Finding, ...]:
     if not args.inputs:
         return ()
     from skill_tools.rules.lint import lint
 
     config = plan_request.read_config(args, args.inputs)
-    return tuple(finding.rule for finding in lint(config, versions=releases.stated(args)).findings)
+    return lint(config, versions=releases.stated(args)).findings
 
 
 def _plan(args: argparse.Namespace, found: Diagnosis) -> tuple[Plan | None, str]:
-    """Plan for the GPU that the log names, or that the user does; say on stderr why there is no plan.
+    """Plan for the machine that the log names, or that the user does; say on stderr why there is no plan.
 
-    The second value is a line on a budget that comes from the log.
+    The second value is a line on what comes from the log.
     """
-    wanted = found.out_of_memory is not None or args.gpu_memory or args.gpu
+    host = found.host
+    short_of_host = host is not None and host.message.kind == "host-memory"
+    wanted = found.out_of_memory is not None or short_of_host or args.gpu_memory or args.gpu
     if not wanted or not (args.inputs or args.model or args.overrides):
         return None, ""
     try:
+        note = _machine_of_the_log(args, found)
+        plan = plan_request.make_plan(args, args.inputs)
         if args.gpu_memory is None and found.gpu_bytes is not None:
-            return _plan_within(args, found, found.gpu_bytes)
-        return plan_request.make_plan(args, args.inputs), ""
+            plan, about = _plan_within(args, found, found.gpu_bytes)
+            return plan, f"{note}{about}"
+        if short_of_host and found.out_of_memory is None:
+            plan, about = _plan_with_less_of_the_host(args, plan)
+            return plan, f"{note}{about}"
+        return plan, note
     except UnusableInput as problem:
         print(f"offload: no plan: {problem}", file=sys.stderr)
         return None, ""
+
+
+def _machine_of_the_log(args: argparse.Namespace, found: Diagnosis) -> str:
+    """Take the GPU and the host's memory from the log where the user names none; return a line that says so."""
+    taken = []
+    if args.gpu is None and not args.profile and found.gpu is not None:
+        args.gpu = found.gpu
+        taken.append(f"GPU {found.gpu}")
+    if args.host_memory is None and found.host_bytes is not None:
+        args.host_memory = f"{found.host_bytes}bytes"
+        taken.append(f"host memory {gib(found.host_bytes)}")
+    return f"from the log: {', '.join(taken)}\n" if taken else ""
 
 
 def _plan_within(args: argparse.Namespace, found: Diagnosis, gpu_bytes: int) -> tuple[Plan, str]:
@@ -128,8 +151,20 @@ def _plan_within(args: argparse.Namespace, found: Diagnosis, gpu_bytes: int) -> 
     return plan._replace(assumptions=(note, *plan.assumptions)), f"{note}\n"
 
 
+def _plan_with_less_of_the_host(args: argparse.Namespace, plan: Plan) -> tuple[Plan, str]:
+    """Plan for less host memory than the run needs as it is, because that was too much."""
+    needed = plan.as_it_is.memory.host_bytes_per_node
+    there = plan.budget.host_bytes
+    if not needed or (there is not None and there < needed):
+        return plan, ""
+    less = round(needed * _LESS)
+    args.host_memory = f"{less}bytes"
+    note = f"host memory: {gib(needed)} a node by prediction were too much, so the plan takes less than {gib(less)}\n"
+    return plan_request.make_plan(args, args.inputs), note
+
+
 def _plan_data(plan: Plan | None) -> dict[str, Any] | None:
-    if plan is None or plan.recommendation is None:
+    if plan is None:
         return None
     from skill_tools.reports.plans_json import document
 

@@ -22,6 +22,7 @@ from skill_tools.planning.search.planner import Plan
 from skill_tools.units import gib, is_bare_number, parse_bytes, seconds
 
 _MOST_GPUS = 1_000_000
+_LONGEST_STEP_S = 86_400.0
 AUTO = "auto"
 
 
@@ -309,8 +310,10 @@ def _budget(args: argparse.Namespace, where: Machine) -> tuple[Budget, tuple[str
 
 
 def _positive_time(measured_s: float | None) -> float | None:
-    if measured_s is not None and not 0 < measured_s < float("inf"):
+    if measured_s is not None and not 0 < measured_s < _LONGEST_STEP_S:
         raise UnusableInput(
-            f"--step-time {measured_s}", expected="seconds above zero", attempt="--step-time 0.996"
+            f"--step-time {measured_s:g}",
+            expected="seconds above zero, and less than a day",
+            attempt="--step-time 0.996",
         )
     return measured_s

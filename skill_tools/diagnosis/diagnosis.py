@@ -1,38 +1,52 @@
-"""The diagnosis of a failed or slow run's log: errors with their rules, memory, steps, and what to do next.
+"""The diagnosis of a failed or slow run's log: what is known of it, its cause, memory, steps, and what to do next.
 
-Where the log gives a number that a plan can use (a GPU's capacity, the bytes that were allocated), the diagnosis
-hands it over: the plan's budget is lowered by what the run needed beyond its prediction.
+Where the log gives a number that a plan can use (the GPU and its capacity, the bytes that were allocated, the host's
+memory), the diagnosis hands it over: the plan's budget is lowered by what the run needed beyond its prediction.
 """
 
 import statistics
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from skill_tools.diagnosis import known_errors, memory, steps
+from skill_tools.diagnosis import known_errors, machine_in_log, memory, messages, steps
+from skill_tools.diagnosis.conclusion import Conclusion, conclude
 from skill_tools.diagnosis.known_errors import KnownError
 from skill_tools.diagnosis.log import Log
-from skill_tools.diagnosis.memory import HostOutOfMemory, OutOfMemory
+from skill_tools.diagnosis.memory import OutOfMemory
+from skill_tools.diagnosis.messages import OF_THE_HOST, Seen
 from skill_tools.diagnosis.steps import StepPattern
 from skill_tools.dialects import registry
+from skill_tools.rules.finding import Finding
 from skill_tools.units import gib
 
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """Everything recognised in one log. `reported` is Megatron's (allocated, max allocated) in bytes."""
+    """Everything recognised in one log. `reported` is Megatron's (allocated, max allocated) in bytes.
+
+    `gpu` is the GPU that the log names, `host_bytes` what it says the host has.
+    """
 
     name: str
     errors: tuple[KnownError, ...]
+    messages: tuple[Seen, ...]
     out_of_memory: OutOfMemory | None
-    host: HostOutOfMemory | None
     reported: tuple[int, int] | None
     steps: tuple[float, ...]
     patterns: tuple[StepPattern, ...]
+    conclusion: Conclusion | None
+    gpu: str | None
+    host_bytes: int | None
 
     @property
     def recognised(self) -> bool:
         """Whether anything in the log is a problem that this tool knows."""
-        return bool(self.errors or self.out_of_memory or self.host or self.patterns)
+        return self.conclusion is not None
+
+    @property
+    def host(self) -> Seen | None:
+        """The first sign that the host's memory, or what may be locked or shared of it, ran out."""
+        return next((seen for seen in self.messages if seen.message.kind in OF_THE_HOST), None)
 
     @property
     def usual_step_s(self) -> float | None:
@@ -45,16 +59,23 @@ class Diagnosis:
         return self.out_of_memory.total_bytes if self.out_of_memory else None
 
 
-def diagnose(log: Log, *, broken: Iterable[str] = ()) -> Diagnosis:
-    """Read `log`; `broken` are the rules that the run's configuration breaks."""
+def diagnose(log: Log, *, findings: Sequence[Finding] = ()) -> Diagnosis:
+    """Read `log`; `findings` are what lint says of the run's configuration."""
+    errors = known_errors.find(log, broken=[finding.rule for finding in findings])
+    times = steps.times_s(log)
+    seen, patterns = messages.find(log), steps.patterns(log, times)
+    out_of_memory = memory.out_of_memory(log)
     return Diagnosis(
         name=log.name,
-        errors=known_errors.find(log, broken=broken),
-        out_of_memory=memory.out_of_memory(log),
-        host=memory.host_out_of_memory(log),
+        errors=errors,
+        messages=seen,
+        out_of_memory=out_of_memory,
         reported=memory.reported_bytes(log),
-        steps=steps.times_s(log),
-        patterns=steps.patterns(log),
+        steps=times,
+        patterns=patterns,
+        conclusion=conclude(errors, seen, patterns, out_of_memory, findings),
+        gpu=machine_in_log.gpu_name(log),
+        host_bytes=machine_in_log.host_bytes(log),
     )
 
 
@@ -74,27 +95,16 @@ def budget_note(gpu_bytes: int, predicted_bytes: int, beyond: int) -> str:
 
 
 def advice(found: Diagnosis, *, planned: bool = False) -> tuple[str, ...]:
-    """Return what to do next, most urgent first; `planned` says that a plan follows, and needs no command."""
-    lines = [f"{error.rules[0].id}: {error.rules[0].next}" for error in found.errors]
-    oom = found.out_of_memory
-    if oom is not None and oom.is_fragmented:
-        lines.append(
-            f"{gib(oom.unallocated_bytes or 0)} was reserved and unused: export "
-            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
-        )
-    if oom is not None and not planned:
-        lines.append(_plan_command(oom))
-    if found.host is not None:
-        lines.append(
-            "plan with --host-memory: a smaller offload fraction needs less (16 bytes an offloaded parameter)"
-        )
-    lines += [f"{pattern.rule or pattern.seen}: {pattern.points_to}" for pattern in found.patterns]
-    return tuple(lines)
+    """Return the commands to go on with; `planned` says that a plan follows, and needs none."""
+    ran_out = found.out_of_memory is not None or (
+        found.host is not None and found.host.message.kind == "host-memory"
+    )
+    return (_plan_command(found),) if ran_out and not planned else ()
 
 
-def _plan_command(oom: OutOfMemory) -> str:
-    """Return the command that plans for the GPU of the log: from a configuration, or for a loop that has none."""
-    capacity = f"{oom.total_bytes / (1 << 30):.1f}GiB" if oom.total_bytes else "80GiB"
+def _plan_command(found: Diagnosis) -> str:
+    """Return the command that plans for the machine of the log: from a configuration, or for a loop that has none."""
+    capacity = f"{found.gpu_bytes / (1 << 30):.1f}GiB" if found.gpu_bytes else "80GiB"
     loop = registry.named(registry.WITHOUT_FILES)
     return (
         f"offload plan FILE --gpu-memory {capacity}; for {loop.label}, which has no FILE: "

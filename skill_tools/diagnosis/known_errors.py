@@ -1,6 +1,6 @@
 """Framework errors in a log that rules know: each rule's `raises` is matched with the text.
 
-A `raises` may have holes (`{..}`). Several rules can share one text; then the rules that the configuration breaks
+Several rules can share one text; then the rules that the configuration breaks
 are kept, or without one, those whose own keys stand on the matched line.
 """
 
@@ -9,10 +9,9 @@ from dataclasses import dataclass
 
 from skill_tools.configs.keys import load_keys
 from skill_tools.diagnosis.log import Log
+from skill_tools.diagnosis.texts import position
 from skill_tools.rules.knowledge import Rule, load_rules
 
-_HOLE = "{..}"
-_REACH = 1200  # characters after the first piece in which the rest of a message has to follow
 _SHARED = 3  # rules shown when nothing tells those with the same text apart
 
 
@@ -32,33 +31,16 @@ def find(log: Log, *, broken: Iterable[str] = ()) -> tuple[KnownError, ...]:
     at: dict[int, list[Rule]] = {}
     for rule in load_rules():
         for template in rule.raises:
-            position = _position(log.text, template)
-            if position >= 0 and rule not in at.setdefault(position, []):
-                at[position].append(rule)
+            place = position(log.text, template)
+            if place >= 0 and rule not in at.setdefault(place, []):
+                at[place].append(rule)
     errors = []
-    for position in sorted(at):
-        line = log.context(position)
-        confirmed = tuple(rule.id for rule in at[position] if rule.id in confirmed_ids)
-        rules = tuple(rule for rule in at[position] if rule.id in confirmed) or _nearest(at[position], line)
-        errors.append(KnownError(log.line_at(position), line, rules, confirmed))
+    for place in sorted(at):
+        line = log.context(place)
+        confirmed = tuple(rule.id for rule in at[place] if rule.id in confirmed_ids)
+        rules = tuple(rule for rule in at[place] if rule.id in confirmed) or _nearest(at[place], line)
+        errors.append(KnownError(log.line_at(place), line, rules, confirmed))
     return tuple(errors)
-
-
-def _position(text: str, template: str) -> int:
-    """Return where `template` first stands in `text`, or -1."""
-    pieces = [piece.strip() for piece in template.split(_HOLE) if piece.strip()]
-    start = text.find(pieces[0]) if pieces else -1
-    while start >= 0:
-        end = start
-        for piece in pieces:
-            end = text.find(piece, end, start + _REACH + len(template))
-            if end < 0:
-                break
-            end += len(piece)
-        else:
-            return start
-        start = text.find(pieces[0], start + 1)
-    return -1
 
 
 def _nearest(rules: Sequence[Rule], line: str) -> tuple[Rule, ...]:

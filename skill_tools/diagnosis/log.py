@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from skill_tools.configs.files import read_bytes
 from skill_tools.errors import UnusableInput
 
-MAX_BYTES = 8 << 20
+MAX_BYTES = 3 << 20
 _HEAD_BYTES = 1 << 20
 _LARGEST_BYTES = 4 << 30
+_MOST_PIPED_BYTES = 512 << 20  # a pipe may have no end
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +34,15 @@ class Log:
 
 
 def read_log(path: str) -> Log:
-    """Read `path` (`-` is standard input); of a log above 8 MiB, its first MiB and its end."""
+    """Read `path` (`-` is standard input); of a log above 3 MiB, its first MiB and its end."""
     if path == "-":
-        data = sys.stdin.buffer.read()
+        data = sys.stdin.buffer.read(_MOST_PIPED_BYTES + 1)
+        if len(data) > _MOST_PIPED_BYTES:
+            raise UnusableInput(
+                f"standard input holds more than {_MOST_PIPED_BYTES >> 20} MiB",
+                expected="a training log or traceback",
+                attempt="tail -c 100M train.log | offload diagnose -",
+            )
     else:
         expected, attempt = "a training log or traceback", "its path, or - for standard input"
         data = read_bytes(path, _LARGEST_BYTES, expected=expected, attempt=attempt)

@@ -1,4 +1,4 @@
-"""Reads what a log says about memory: CUDA out-of-memory messages, host out-of-memory, and memory reports.
+"""Reads the numbers in a log about the GPU's memory: out-of-memory messages, and memory reports.
 
 PyTorch writes GiB and MiB (binary); Megatron's report is in MiB although it says MB. Every rank writes its own
 out-of-memory message; the last one counts, because the failure is at the log's end.
@@ -12,7 +12,7 @@ from skill_tools.units import GIB
 
 _AMOUNT = r"([0-9.]+) ?(bytes|KiB|MiB|GiB|TiB)"
 _FACTORS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": GIB, "TiB": 1 << 40}
-_OOM = re.compile(r"CUDA out of memory\. Tried to allocate " + _AMOUNT)
+_OOM = re.compile(r"(?:CUDA|HIP) out of memory\. Tried to allocate " + _AMOUNT)
 _FIELDS = {
     "total_bytes": (rf"total capacity of {_AMOUNT}", rf"{_AMOUNT} total capacity"),
     "free_bytes": (rf"of which {_AMOUNT} is free", rf"{_AMOUNT} free"),
@@ -21,21 +21,8 @@ _FIELDS = {
     "unallocated_bytes": (rf"{_AMOUNT} is reserved by PyTorch but unallocated",),
     "reserved_bytes": (rf"{_AMOUNT} reserved in total by PyTorch",),
 }
-_HOST_OOM = (
-    (
-        "a host allocation failed",
-        re.compile(r"DefaultCPUAllocator: (?:can't|not enough) (?:allocate )?memory"),
-    ),
-    (
-        "pinning host memory failed",
-        re.compile(r"cudaHostAlloc|pin_memory.*(?:out of memory|invalid argument)"),
-    ),
-    (
-        "the kernel killed the process",
-        re.compile(r"oom-kill|Out of memory: Killed process|exitcode ?: ?-9\b|signal 9\b"),
-    ),
-)
-_REPORT = re.compile(r"memory \(MB\) \| allocated: ([0-9.]+) \| max allocated: ([0-9.]+)")
+_MOST_BYTES = 1 << 60
+_REPORT = re.compile(r"memory \(MB\) \| allocated: (\d{1,9}(?:\.\d*)?) \| max allocated: (\d{1,9}(?:\.\d*)?)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,15 +53,6 @@ class OutOfMemory:
         return None if self.allocated_bytes is None else self.allocated_bytes + self.tried_bytes
 
 
-@dataclass(frozen=True, slots=True)
-class HostOutOfMemory:
-    """A sign that host memory ran out."""
-
-    line: int
-    text: str
-    what: str
-
-
 def out_of_memory(log: Log) -> OutOfMemory | None:
     """Return the last CUDA out-of-memory message, and how many there are."""
     matches = list(_OOM.finditer(log.text))
@@ -103,15 +81,12 @@ def _first(patterns: tuple[str, ...], message: str) -> int | None:
 
 
 def _bytes(match: re.Match[str]) -> int:
-    return round(float(match.group(1).rstrip(".")) * _FACTORS[match.group(2)])
-
-
-def host_out_of_memory(log: Log) -> HostOutOfMemory | None:
-    """Return the first sign of host memory running out."""
-    for what, pattern in _HOST_OOM:
-        if match := pattern.search(log.text):
-            return HostOutOfMemory(log.line_at(match.start()), log.context(match.start()), what)
-    return None
+    """Return an amount; what is no number, or more than any machine has, counts as nothing."""
+    try:
+        amount = float(match.group(1).rstrip(".")) * _FACTORS[match.group(2)]
+    except ValueError:
+        return 0
+    return round(amount) if amount < _MOST_BYTES else 0
 
 
 def reported_bytes(log: Log) -> tuple[int, int] | None:

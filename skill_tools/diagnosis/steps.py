@@ -6,13 +6,17 @@ none: a slow first step suggests pinning or compilation, rising step times a lea
 
 import re
 import statistics
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from skill_tools.diagnosis.log import Log
 
-_ITERATION = re.compile(r"elapsed time per iteration \(ms\): ([0-9.]+)")
-_PROGRESS = re.compile(r"[ ,]([0-9.]+)s/it\b")
-_STARVED = re.compile(r"Setting OMP_NUM_THREADS environment variable for each process to be 1")
+_ITERATION = re.compile(r"elapsed time per iteration \(ms\): ([0-9]{1,12}(?:\.[0-9]+)?)")
+_PROGRESS = re.compile(r"[ ,]([0-9]{1,9}(?:\.[0-9]+)?)s/it\b")
+_OTHER_BARS = re.compile(
+    r"Loading|Fetching|Downloading|Map\b|Filter|Tokeniz|Generating|Saving|Evaluat|Prediction|Packing|Dropping"
+)
+_BAR = 400  # characters that a bar takes, in front of its step time
 _SLOW_FIRST, _RISING, _LEAST_STEPS = 4.0, 1.2, 6
 
 
@@ -29,22 +33,20 @@ class StepPattern:
 def times_s(log: Log) -> tuple[float, ...]:
     """Return the step times of the log in seconds, in order."""
     iterations = [float(value) / 1000 for value in _ITERATION.findall(log.text)]
-    return tuple(iterations or (float(value) for value in _PROGRESS.findall(log.text)))
+    return tuple(iterations or (float(match.group(1)) for match in _training_bars(log)))
 
 
-def patterns(log: Log) -> tuple[StepPattern, ...]:
-    """Return the patterns that stand out."""
-    found = []
-    if match := _STARVED.search(log.text):
-        found.append(
-            StepPattern(
-                log.line_at(match.start()),
-                "torchrun set OMP_NUM_THREADS to 1",
-                "a CPU optimizer that runs on one thread a rank: export OMP_NUM_THREADS = cores / ranks of a node",
-                "oc-cpu-threads",
-            )
-        )
-    steps = times_s(log)
+def _training_bars(log: Log) -> Iterator[re.Match[str]]:
+    """Yield the times of bars that count steps; those of loading and of data sets say what they count."""
+    for match in _PROGRESS.finditer(log.text):
+        before = log.text[max(0, match.start() - _BAR) : match.start()]
+        if not _OTHER_BARS.search(before, max(before.rfind("\n"), before.rfind("\r")) + 1):
+            yield match
+
+
+def patterns(log: Log, steps: Sequence[float]) -> tuple[StepPattern, ...]:
+    """Return the patterns that stand out in the step times of `log`."""
+    found: list[StepPattern] = []
     if len(steps) < _LEAST_STEPS:
         return tuple(found)
     usual = statistics.median(steps[1:])
@@ -65,5 +67,5 @@ def patterns(log: Log) -> tuple[StepPattern, ...]:
 
 
 def _line_of_first_step(log: Log) -> int:
-    match = _ITERATION.search(log.text) or _PROGRESS.search(log.text)
+    match = _ITERATION.search(log.text) or next(_training_bars(log), None)
     return log.line_at(match.start()) if match else 1

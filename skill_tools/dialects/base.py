@@ -179,10 +179,11 @@ class Dialect(ABC):
 
         `dead` are unknown keys of the input that mean to offload, so that they should go.
         """
-        from skill_tools.dialects.patch import Patch, as_yaml, exports
+        from skill_tools.dialects.patch import Patch, as_yaml, exports, in_named_files
 
         line, own = exports(settings)
-        return Patch(self.name, settings, "", as_yaml(self.spelled(own, config)), line)
+        others, here = in_named_files(own, config)
+        return Patch(self.name, settings, "", as_yaml(self.spelled(here, config)) + others, line)
 
     def spelled(self, settings: Mapping[str, object], config: Config | None) -> dict[str, object]:
         """Return `settings` under the framework's spellings, or those that `config` uses."""

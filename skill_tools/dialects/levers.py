@@ -26,6 +26,7 @@ class Kind(StrEnum):
     HOST = "host-memory"
     QUANTIZED = "quantized-base"
     SEQUENCE = "shorter-sequence"
+    STREAMED = "streamed-layers"
     ADAPTERS = "adapters"
 
 

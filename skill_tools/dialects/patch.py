@@ -7,6 +7,8 @@ dialect says (`Dialect.patch`).
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from skill_tools.configs.config import Config
+
 
 class Patch(NamedTuple):
     """The change in the user's dialect: `overrides` for a command line, `text` for a file, or what to remove;
@@ -27,15 +29,34 @@ def exports(settings: Mapping[str, object]) -> tuple[str, dict[str, object]]:
     return f"export {assigned}" if assigned else "", rest
 
 
+def in_named_files(settings: Mapping[str, object], config: Config | None) -> tuple[str, Mapping[str, object]]:
+    """Split off what belongs into a JSON that the configuration names, such as `deepspeed: zero3.json`.
+
+    It is shown as the entries of that file, below a comment with its name, so that the whole is still YAML.
+    """
+    named: dict[str, dict[str, object]] = {}
+    rest: dict[str, object] = {}
+    for dotted, value in settings.items():
+        section, _, inside = dotted.partition(".")
+        file = config.value(section) if config is not None and inside else None
+        if isinstance(file, str) and file.endswith(".json"):
+            named.setdefault(file, {})[inside] = value
+        else:
+            rest[dotted] = value
+    if not named:
+        return "", settings
+    import json
+
+    lines = []
+    for file, entries in named.items():
+        lines.append(f"# in {file}:")
+        lines += [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in _nested(entries).items()]
+    return "".join(f"{line}\n" for line in lines), rest
+
+
 def as_yaml(spelled: Mapping[str, object]) -> str:
     """Return dotted keys and their values as YAML with sections; nothing for no keys."""
-    nested: dict[str, Any] = {}
-    for dotted, value in spelled.items():
-        *sections, name = dotted.split(".")
-        place = nested
-        for section in sections:
-            place = place.setdefault(section, {})
-        place[name] = value
+    nested = _nested(spelled)
     if not nested:
         return ""
     import yaml
@@ -47,3 +68,15 @@ def as_yaml(spelled: Mapping[str, object]) -> str:
         list, lambda dumper, items: dumper.represent_sequence("tag:yaml.org,2002:seq", items, flow_style=True)
     )
     return yaml.dump(nested, Dumper=Dumper, sort_keys=False, default_flow_style=False)
+
+
+def _nested(spelled: Mapping[str, object]) -> dict[str, Any]:
+    """Return dotted keys as sections in sections."""
+    nested: dict[str, Any] = {}
+    for dotted, value in spelled.items():
+        *sections, name = dotted.split(".")
+        place = nested
+        for section in sections:
+            place = place.setdefault(section, {})
+        place[name] = value
+    return nested

@@ -23,7 +23,15 @@ T = TypeVar("T")
 
 _added: list[Path] = []
 _kept: list[Callable[[], None]] = []
-SECTIONS = ("releases", "keys", "rules", "vocabulary", "models", "hardware")  # of the index, in this order
+SECTIONS = (
+    "releases",
+    "keys",
+    "rules",
+    "vocabulary",
+    "models",
+    "hardware",
+    "messages",
+)  # of the index, in this order
 _MERGED = ("spelling", "aliases", "default", "exists")  # what a key has for each framework
 
 
@@ -103,7 +111,7 @@ def _is_about(rule: Mapping[str, Any], dialects: Collection[str]) -> bool:
 
 @derived
 def index() -> Index:
-    """Return `index.json`: `keys`, `rules`, `vocabulary`, `releases`, `models`, `hardware`, as in their sources."""
+    """Return `index.json`, whose `SECTIONS` are as in their sources."""
     loaded = Index(knowledge_path("index.json").read_text(encoding="utf-8"))
     for folder in _added:
         loaded |= _joined(loaded, folder)

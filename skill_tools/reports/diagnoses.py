@@ -10,27 +10,50 @@ from skill_tools.diagnosis.memory import OutOfMemory
 from skill_tools.units import gib, seconds
 
 SCHEMA_VERSION = "1.0"
+_MOST_FACTS = 5
+_WIDTH = 160
 
 
 def concise(found: Diagnosis, *, planned: bool = False) -> str:
-    """Return one line a fact, then what to do next; `planned` says that a plan follows."""
-    lines = [_error(found.name, error) for error in found.errors]
-    if found.out_of_memory is not None:
-        lines.append(f"{found.name}:{found.out_of_memory.line}: {_memory(found.out_of_memory)}")
-    if found.host is not None:
-        lines.append(
-            f"{found.name}:{found.host.line}: host memory: {found.host.what}: {found.host.text[:160]}"
-        )
-    lines += [f"{found.name}:{each.line}: {each.seen}" for each in found.patterns]
+    """Return what was seen, then the cause, its rule and the lines to change; `planned` says that a plan follows."""
+    lines = _seen(found)
     if found.reported is not None:
         now, most = found.reported
         lines.append(f"reported by the most loaded rank: {gib(now)} allocated, {gib(most)} at most")
     if found.usual_step_s is not None:
         lines.append(f"{len(found.steps)} steps, the usual one {seconds(found.usual_step_s)}")
-    if not found.recognised:
+    conclusion = found.conclusion
+    if conclusion is None:
         return "\n".join([*lines, f"{found.name}: no problem that this tool knows"])
+    lines.append(f"cause: {conclusion.cause}")
+    if conclusion.rule:
+        lines.append(f"rule: {conclusion.rule} (offload explain {conclusion.rule})")
+    if conclusion.change:
+        lines += ["change:", *(f"  {line}" for line in conclusion.change)]
     following = [f"  {line}" for line in advice(found, planned=planned)]
     return "\n".join([*lines, *(["next:", *following] if following else [])])
+
+
+def _seen(found: Diagnosis) -> list[str]:
+    """Return one line a fact, in the order of the log; a line that a rule and a message know is said once."""
+    facts: dict[int, str] = {error.line: _error(found.name, error) for error in found.errors}
+    for seen in found.messages:
+        facts.setdefault(seen.line, f"{found.name}:{seen.line}: {_cut(seen.text)}")
+    for pattern in found.patterns:
+        facts.setdefault(pattern.line, f"{found.name}:{pattern.line}: {pattern.seen}")
+    memory = found.out_of_memory
+    if memory is not None:
+        facts[memory.line] = f"{found.name}:{memory.line}: {_cut(memory.text)}\n  {_memory(memory)}"
+    ordered = [facts[line] for line in sorted(facts)]
+    more = len(ordered) - _MOST_FACTS
+    return [
+        *ordered[:_MOST_FACTS],
+        *([f"{more} more known lines (--format json lists them)"] if more > 0 else []),
+    ]
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _WIDTH else f"{text[:_WIDTH]}…"
 
 
 def markdown(found: Diagnosis, *, planned: bool = False) -> str:
@@ -63,7 +86,33 @@ def document(found: Diagnosis, *, planned: bool = False) -> dict[str, Any]:
             for error in found.errors
         ],
         "out_of_memory": _memory_data(found.out_of_memory),
-        "host_out_of_memory": dataclasses.asdict(found.host) if found.host else None,
+        "host_out_of_memory": {
+            "line": found.host.line,
+            "text": found.host.text,
+            "what": found.host.message.cause,
+        }
+        if found.host
+        else None,
+        "messages": [
+            {
+                "id": seen.message.id,
+                "kind": seen.message.kind,
+                "line": seen.line,
+                "text": seen.text,
+                "cause": seen.message.cause,
+                "change": list(seen.message.change),
+                "rule": seen.message.rule,
+                "source": seen.message.source,
+            }
+            for seen in found.messages
+        ],
+        "conclusion": found.conclusion
+        and {
+            "cause": found.conclusion.cause,
+            "rule": found.conclusion.rule,
+            "change": list(found.conclusion.change),
+        },
+        "machine": {"gpu": found.gpu, "host_bytes": found.host_bytes},
         "reported_bytes": {"allocated": found.reported[0], "max_allocated": found.reported[1]}
         if found.reported
         else None,
@@ -86,7 +135,7 @@ def as_json(found: Diagnosis, plan: dict[str, Any] | None) -> str:
 def _error(name: str, error: KnownError) -> str:
     rules = ", ".join(f"{rule.id} ({rule.title})" for rule in error.rules)
     sure = "your configuration breaks" if error.confirmed else "known as"
-    return f"{name}:{error.line}: {error.text[:160]}\n  {sure} {rules}"
+    return f"{name}:{error.line}: {_cut(error.text)}\n  {sure} {rules}"
 
 
 def _memory(memory: OutOfMemory) -> str:

@@ -24,6 +24,7 @@ _TRAINING = {
     Kind.HOST: "more hardware",
     Kind.QUANTIZED: "the frozen base in 4 bits",
     Kind.SEQUENCE: "longer samples are cut",
+    Kind.STREAMED: "slow, and two measured runs saved next to nothing by it: watch the peak",
     Kind.ADAPTERS: "adapters are trained instead of all weights",
 }
 Code = Callable[[str], str]

@@ -1,9 +1,9 @@
 """Compiles the YAML that people write into `index.json`, which the commands load, and `examples.json`.
 
-Keys and rules are a lint's, models and hardware a plan's. Compiling also parses each rule's condition, and answers
-which of its version ranges are no condition at all and where it cannot hold unless somebody sets one of its keys, so
-that a lint parses no text, asks few of the rules and, without stated versions, compares none. `offload card render`
-writes the index; a test fails when it is stale.
+Keys and rules are a lint's, models and hardware a plan's, messages a diagnosis's. Compiling also parses each rule's
+condition, and answers which of its version ranges are no condition at all and where it cannot hold unless somebody
+sets one of its keys, so that a lint parses no text, asks few of the rules and, without stated versions, compares none.
+`offload card render` writes the index; a test fails when it is stale.
 """
 
 import json
@@ -29,12 +29,18 @@ def build() -> dict[str, Any]:
         "vocabulary": {path.stem: knowledge.words(path.read_text(encoding="utf-8")) for path in vocabulary},
         "models": knowledge.load_yaml("models.yaml")["models"],
         "hardware": knowledge.load_yaml("hardware.yaml"),
+        "messages": [_without_example(entry) for entry in knowledge.load_yaml("messages.yaml")],
     }
 
 
 def _indexed(entry: Mapping[str, Any], derived: Mapping[str, Any]) -> dict[str, Any]:
     """Return a rule as a lint reads it; its examples are in a file of their own, which no lint loads."""
     return {**{name: value for name, value in entry.items() if name != "examples"}, "compiled": derived}
+
+
+def _without_example(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message as `diagnose` reads it; its example is for people and tests."""
+    return {name: value for name, value in entry.items() if name != "example"}
 
 
 def rendered() -> dict[str, str]:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from skill_tools.configs.config import Config
 from skill_tools.dialects.axolotl.run import current
 from skill_tools.dialects.candidates import INPUTS, RECOMPUTE, SHARDED, WEIGHTS, Candidate
+from skill_tools.dialects.deepspeed import candidates as deepspeed
 from skill_tools.dialects.run import ActivationEngine, Recompute, Run, WeightEngine
 from skill_tools.dialects.sharding import Part, combined
 
@@ -39,26 +40,23 @@ def _activations(run: Run) -> Iterator[Part]:
 
 
 def _weights(config: Config, run: Run) -> Iterator[Part]:
-    """Yield the ways to keep weights; what DeepSpeed's own JSON decides stays as it is.
+    """Yield the ways to keep weights; under DeepSpeed, those of its own JSON.
 
-    Each says whether layers are streamed, so that "nothing to change" is said of the run as it is.
+    Layers are streamed where the configuration does so already: two measured runs saved next to nothing by it, so that
+    a plan tries everything else first (`levers`). Each says whether layers are streamed, so that "nothing to change"
+    is said of the run as it is.
     """
     held: dict[str, object] = {"layer_offloading": False}
     if config.value("deepspeed"):
-        mode = current(config, run)
-        arguments: dict[str, object] = {
-            "offload_parameters": mode.offload_parameters,
-            "optimizer_fraction": mode.optimizer_fraction,
-            "optimizer_engine": mode.optimizer_engine,
-        }
-        yield Part(arguments, settings=held)
+        for part in deepspeed.weights(config, current(config, run)):
+            yield part._replace(settings={**held, **part.settings})
     elif config.value("fsdp") or config.value("fsdp_config"):
         key = "fsdp_config.offload_params"
         yield Part({}, settings={**held, key: False})
         yield Part({"offload_parameters": True}, "FSDP parameter offload", (SHARDED,), {**held, key: True})
     else:
         yield Part({}, settings=held)
-        if run.adapter is not None:
+        if run.adapter is not None and config.value("layer_offloading"):
             layers: dict[str, object] = {
                 "weight_layers": run.shape.num_layers,
                 "weight_engine": WeightEngine.SWAPPED,

@@ -34,6 +34,8 @@ def found(config: Config, run: Run) -> Iterator[Lever]:
             four["load_in_8bit"] = False
         yield Lever(Kind.QUANTIZED, "QLoRA, the base in 4 bits", four)
     yield from levers.sequences(run, "sequence_len")
+    if run.adapter is not None and not sharded and not fields.flag(config, "layer_offloading"):
+        yield Lever(Kind.STREAMED, "frozen layers streamed", {"layer_offloading": True})
     if sharded >= 3:
         yield from levers.more_gpus(run)
     elif not sharded and not fields.flag(config, "load_in_8bit"):

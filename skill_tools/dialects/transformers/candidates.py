@@ -1,12 +1,13 @@
 """The candidates of a Trainer: checkpointing, the offload of what it saves, FSDP's parameter offload.
 
-What DeepSpeed's own JSON decides stays as it is.
+Under DeepSpeed, what its JSON may keep on the CPU (`deepspeed.candidates`).
 """
 
 from collections.abc import Iterator
 
 from skill_tools.configs.config import Config
 from skill_tools.dialects.candidates import INPUTS, RECOMPUTE, SHARDED, Candidate
+from skill_tools.dialects.deepspeed import candidates as deepspeed
 from skill_tools.dialects.run import ActivationEngine, Recompute, Run
 from skill_tools.dialects.sharding import Part, combined
 from skill_tools.dialects.transformers.run import current
@@ -52,11 +53,4 @@ def _weights(config: Config, run: Run) -> Iterator[Part]:
         )
         yield Part({"offload_parameters": True}, "FSDP parameter offload", (SHARDED,), offloaded)
         return
-    mode = current(config, run)
-    yield Part(
-        {
-            "offload_parameters": mode.offload_parameters,
-            "optimizer_fraction": mode.optimizer_fraction,
-            "optimizer_engine": mode.optimizer_engine,
-        }
-    )
+    yield from deepspeed.weights(config, current(config, run))

@@ -16,7 +16,7 @@ from skill_tools.configs.vocabulary import load_vocabulary
 from skill_tools.configs.yaml_lines import Node, plain
 from skill_tools.dialects.deepspeed import section
 from skill_tools.dialects.transformers import CLASS, EMBEDDED, LAUNCHER, TRANSFORMERS, arguments
-from skill_tools.dialects.transformers.launch import Launch, holds_more, launches, options
+from skill_tools.dialects.transformers.launch import Launch, holds_more, launches, options, started_ranks
 from skill_tools.errors import UnusableInput
 
 _OVERRIDES = "<overrides>"
@@ -136,6 +136,9 @@ def _write_launcher(draft: Draft, launch: Launch, file: str) -> None:
         draft.set_key(LAUNCHER, launch.launcher, LAUNCHER, place)
     else:
         draft.leave_open(LAUNCHER)
+    ranks = started_ranks(launch)
+    if ranks is not None and "env.WORLD_SIZE" not in draft:
+        draft.set_key("env.WORLD_SIZE", str(ranks), "WORLD_SIZE", place)
 
 
 def _recipes(launch: Launch, folders: Sequence[Path]) -> list[Source]:

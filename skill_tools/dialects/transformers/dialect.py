@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from skill_tools.configs.yaml_lines import Node
     from skill_tools.dialects.candidates import Advice, Candidate
     from skill_tools.dialects.levers import Lever
+    from skill_tools.dialects.patch import Patch
     from skill_tools.dialects.run import Mode, Run
     from skill_tools.dialects.shapes import ModelShape
 
@@ -126,11 +127,35 @@ class Transformers(Dialect):
 
         return candidates(config, run)
 
+    def patch(
+        self, settings: Mapping[str, object], config: Config | None = None, *, dead: Sequence[str] = ()
+    ) -> "Patch":
+        """Return options for a script, and lines for a recipe."""
+        if config is None or not _is_on_a_command_line(config):
+            return super().patch(settings, config, dead=dead)
+        import json
+
+        sections = ("deepspeed.", "env.")
+        own = {key: value for key, value in settings.items() if not key.startswith(sections)}
+        patch = super().patch({key: value for key, value in settings.items() if key not in own}, config)
+        flags = " ".join(
+            f"--{key} {value if isinstance(value, str) else json.dumps(value)}"
+            for key, value in self.spelled(own, config).items()
+        )
+        return patch._replace(settings=settings, text=f"{flags}\n{patch.text}" if flags else patch.text)
+
     def levers(self, config: Config, run: "Run") -> "Iterator[Lever]":
         """Yield what a Trainer may change beside offloading."""
         from skill_tools.dialects.transformers.levers import found
 
         return found(config, run)
+
+
+def _is_on_a_command_line(config: Config) -> bool:
+    """Return whether a script's command says what is trained, and no recipe that it names."""
+    said = config.settings.get("output_dir") or config.settings.get("micro_batch_size")
+    text = config.sources.get(said.place.file) if said is not None else None
+    return said is not None and text is not None and Source(said.place.file, text).kind is Kind.SHELL
 
 
 DIALECT = Transformers()

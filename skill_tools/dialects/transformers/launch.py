@@ -4,6 +4,7 @@ The launcher's own options stand before the script: `torchrun --nproc_per_node 8
 `trl sft` starts a script of its own.
 """
 
+import re
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -26,6 +27,8 @@ _SPREADING = frozenset(
     {"srun", "mpirun", "mpiexec", "horovodrun", "ray"}
 )  # they start a process for each rank
 _LEAST_KNOWN = 3
+_A_NODE = ("nproc_per_node", "num_gpus")
+_NODES = ("nnodes", "num_nodes")
 
 
 class Launch(NamedTuple):
@@ -84,6 +87,17 @@ def options(words: Sequence[Argument], file: str) -> Iterator[Option]:
         stated: object = " ".join(texts) if texts else True
         place = Place(file, word.line, word.column)
         yield Option(name.lstrip("-").replace("-", "_"), stated if known else UNREADABLE, place)
+
+
+def started_ranks(launch: Launch) -> int | None:
+    """Return how many processes `torchrun` or `deepspeed` starts by their own options, on all nodes."""
+    said = {option.name: option.value for option in options(launch.before, "")}
+    a_node = next((said[name] for name in _A_NODE if name in said), None)
+    nodes = next((said[name] for name in _NODES if name in said), "1")
+    counts = [
+        int(each) for each in (a_node, nodes) if isinstance(each, str) and re.fullmatch(r"\d{1,4}", each)
+    ]
+    return counts[0] * counts[1] or None if len(counts) == 2 else None
 
 
 def holds_more(words: Sequence[Argument]) -> bool:

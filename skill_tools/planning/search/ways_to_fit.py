@@ -2,8 +2,8 @@
 
 A lever's settings are laid over the configuration, the dialect reads the run again, and its candidates are searched as
 for any plan; what the rules say of a candidate is known from the plan. Of each kind the smallest change that fits is
-kept. Where fewer than three kinds fit on their own, they are tried on top of those that leave the training as it is. A
-way that breaks a rule which the configuration does not break already is none.
+kept. Where fewer than three kinds fit on their own, they are tried on top of those that leave the training as it is
+and are not enough alone. A way that breaks a rule which the configuration does not break already is none.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -34,7 +34,8 @@ _COST = {
     Kind.QUANTIZED: 4,
     Kind.STATES: 4,
     Kind.SEQUENCE: 5,
-    Kind.ADAPTERS: 6,
+    Kind.STREAMED: 6,
+    Kind.ADAPTERS: 7,
 }
 
 
@@ -61,15 +62,18 @@ class Finder:
         levers = list(registry.named(run.dialect).levers(self._config, run))
         ways = [*self._by_host_memory(run), *self._by(levers, ())]
         if len(ways) < _SHOWN:
-            neutral = tuple(_strongest(levers, kind) for kind in _NEUTRAL)
+            alone = {kind for way in ways for kind in way.kinds}
+            neutral = tuple(_strongest(levers, kind) for kind in _NEUTRAL if kind not in alone)
             base = tuple(lever for lever in neutral if lever is not None)
             others = [lever for lever in levers if lever.kind not in {each.kind for each in base}]
             together = self._way(base) if len(base) > 1 else None
             ways += [together] if together else []
-            ways += self._by(others, base) if base else []
+            for under in [(each,) for each in base] if together else [base] if base else []:
+                ways += self._by(others, under)
         kept: dict[frozenset[Kind], Way] = {}
         for way in sorted(ways, key=_cost):
-            kept.setdefault(frozenset(way.kinds), way)
+            if not any(_labels(less) < _labels(way) for less in ways):
+                kept.setdefault(frozenset(way.kinds), way)
         return tuple(kept.values())[:_SHOWN]
 
     def _by(self, levers: Iterable[Lever], base: tuple[Lever, ...]) -> list[Way]:
@@ -138,6 +142,10 @@ class Finder:
 def _strongest(levers: Iterable[Lever], kind: Kind) -> Lever | None:
     """Return the last lever of a kind, which changes most."""
     return next((lever for lever in reversed(list(levers)) if lever.kind is kind), None)
+
+
+def _labels(way: Way) -> set[str]:
+    return {lever.label for lever in way.levers}
 
 
 def _cost(way: Way) -> tuple[int, float]:

@@ -139,7 +139,10 @@ def test_slow_first_steps_and_starved_threads_are_seen() -> None:
         f" iteration {i} | elapsed time per iteration (ms): {9000.0 if i == 0 else 500.0} |" for i in range(9)
     ]
     found = diagnose(log("\n".join(lines)))
-    assert [pattern.rule for pattern in found.patterns] == ["oc-cpu-threads", ""]
+    assert [seen.message.id for seen in found.messages] == ["omp-one-thread"]
+    assert [pattern.rule for pattern in found.patterns] == [""]
+    assert found.conclusion is not None
+    assert found.conclusion.rule == "oc-cpu-threads"
     assert found.steps[0] == 9.0
 
 

@@ -83,7 +83,11 @@ UNFIT = {
             BRIDGE,
             ("--model", "llama-3-8b", "--gpus", "8", "--gpu", "h100", "--gpu-memory", "48GB"),
         ),
-        ("axolotl.yaml", AXOLOTL.replace("_size: 8", "_size: 1"), ("--gpu", "rtx4090")),
+        (
+            "axolotl.yaml",
+            AXOLOTL.replace("_size: 8", "_size: 1"),
+            ("--gpu", "A100-40GB", "--gpu-memory", "34GB"),
+        ),
         ("", "", ("--model", "llama-3-8b", "--gpu", "h100", "--gpu-memory", "40GB")),
     ],
 )

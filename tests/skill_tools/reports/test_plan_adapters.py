@@ -19,7 +19,7 @@ LINE = (
 )
 
 
-@pytest.mark.parametrize(("memory", "named"), [("24", True), ("80", False)])
+@pytest.mark.parametrize(("memory", "named"), [("30", True), ("80", False)])
 def test_only_a_plan_that_offloads_names_it(
     memory: str, named: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,0 +1,27 @@
+"""Finds a text with holes in a log; what is between its pieces may differ, but not go on for ever.
+
+Apart because rules' texts and messages are found alike.
+"""
+
+HOLE = "{..}"
+_REACH = 1200  # characters after the first piece in which the rest of a message has to follow
+_TRIES = 10_000  # places of the first piece that are looked at; a log that repeats it more often is not more certain
+
+
+def position(text: str, template: str) -> int:
+    """Return where `template` first stands in `text`, or -1."""
+    pieces = [piece.strip() for piece in template.split(HOLE) if piece.strip()]
+    start = text.find(pieces[0]) if pieces else -1
+    for _ in range(_TRIES):
+        if start < 0:
+            return -1
+        end = start
+        for piece in pieces:
+            end = text.find(piece, end, start + _REACH + len(template))
+            if end < 0:
+                break
+            end += len(piece)
+        else:
+            return start
+        start = text.find(pieces[0], start + 1)
+    return -1

@@ -1,0 +1,48 @@
+"""What a DeepSpeed section may keep on the CPU at its stage, for every trainer whose plan reads one.
+
+Apart because a plan of a run without DeepSpeed needs none of it. A file that is not here stays as it is.
+"""
+
+from collections.abc import Iterator
+
+from skill_tools.configs.config import Config
+from skill_tools.dialects.candidates import OPTIMIZER, OPTIMIZER_LABEL, SHARDED
+from skill_tools.dialects.deepspeed import DEEPSPEED
+from skill_tools.dialects.deepspeed.mode import is_used, stage
+from skill_tools.dialects.run import Mode, OptimizerEngine
+from skill_tools.dialects.sharding import Part
+
+_DEVICE = f"{DEEPSPEED}.zero_optimization.offload_{{}}.device"
+
+
+def weights(config: Config, mode: Mode) -> Iterator[Part]:
+    """Yield the ways that the section has; `mode` is the run as it stands, the only one where nothing is known."""
+    by_deepspeed: dict[str, object] = {"optimizer_engine": OptimizerEngine.DEEPSPEED}
+    level = stage(config) if is_used(config) else None
+    if not level:
+        yield Part(
+            {
+                "offload_parameters": mode.offload_parameters,
+                "optimizer_fraction": mode.optimizer_fraction,
+                "optimizer_engine": mode.optimizer_engine,
+            }
+        )
+        return
+    optimizer, parameters = _DEVICE.format("optimizer"), _DEVICE.format("param")
+    off = {key: "none" for key in (optimizer, parameters) if config.value(key) is not None}
+    yield Part(by_deepspeed, settings=off)
+    share = mode.optimizer_fraction or 1.0  # `ratio` stays what it is
+    kept = {key: value for key, value in off.items() if key == parameters}
+    yield Part(
+        {**by_deepspeed, "optimizer_fraction": share},
+        f"{OPTIMIZER_LABEL} {share:.0%}",
+        (OPTIMIZER,),
+        {optimizer: "cpu", **kept},
+    )
+    if level == 3:
+        yield Part(
+            {**by_deepspeed, "offload_parameters": True},
+            "parameters and optimizer on the CPU",
+            (SHARDED,),
+            {optimizer: "cpu", parameters: "cpu"},
+        )
