@@ -185,7 +185,7 @@ def loaded_by(code: str) -> set[str]:
 # A framework that a file of texts may name all the same, with the reason.
 NAMED_ALL_THE_SAME = {
     "diagnosis/memory.py": {"PyTorch"},  # the library's own words in a log
-    "diagnosis/diagnosis.py": {"PYTORCH"},  # the environment variable PYTORCH_CUDA_ALLOC_CONF
+    "diagnosis/conclusion.py": {"PYTORCH"},  # the environment variable PYTORCH_CUDA_ALLOC_CONF
     "commands/verify.py": {"PYTORCH", "pytorch"},  # the same variable, and a command to copy in the help
     # The rendered page's introduction and its distributions.
     "card/configuration.py": {"Megatron Bridge", "Megatron", "megatron"},

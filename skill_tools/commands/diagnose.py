@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print what the log says; return 1 when something was recognised, else 0."""
     plan_request.check(args)
-    found = diagnosis.diagnose(_log(args), findings=_findings(args))
+    found = diagnosis.diagnose(_log(args), findings=_findings(args), known_gpu=_known_gpu)
     plan, note = _plan(args, found)
     if args.format == "json":
         print(diagnoses.as_json(found, _plan_data(plan)))
@@ -92,6 +92,16 @@ def _is_binary(sample: str) -> bool:
     """
     control = sum(character < " " and character not in _IN_LOGS for character in sample)
     return control > len(sample) // 50 or sample.count("\N{REPLACEMENT CHARACTER}") > len(sample) // 3
+
+
+def _known_gpu(name: str) -> str | None:
+    """Return the name under which plans know a GPU."""
+    from skill_tools.planning.cost import machine
+
+    try:
+        return machine.known(name).name
+    except UnusableInput:
+        return None
 
 
 def _findings(args: argparse.Namespace) -> tuple[Finding, ...]:

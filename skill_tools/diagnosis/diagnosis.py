@@ -5,7 +5,7 @@ memory), the diagnosis hands it over: the plan's budget is lowered by what the r
 """
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from skill_tools.diagnosis import known_errors, machine_in_log, memory, messages, steps
@@ -18,6 +18,10 @@ from skill_tools.diagnosis.steps import StepPattern
 from skill_tools.dialects import registry
 from skill_tools.rules.finding import Finding
 from skill_tools.units import gib
+
+
+def _none(_: str) -> None:
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +63,13 @@ class Diagnosis:
         return self.out_of_memory.total_bytes if self.out_of_memory else None
 
 
-def diagnose(log: Log, *, findings: Sequence[Finding] = ()) -> Diagnosis:
-    """Read `log`; `findings` are what lint says of the run's configuration."""
+def diagnose(
+    log: Log, *, findings: Sequence[Finding] = (), known_gpu: Callable[[str], str | None] = _none
+) -> Diagnosis:
+    """Read `log`; `findings` are what lint says of the run's configuration.
+
+    `known_gpu` returns the name that a plan has for a GPU, or None.
+    """
     errors = known_errors.find(log, broken=[finding.rule for finding in findings])
     times = steps.times_s(log)
     seen, patterns = messages.find(log), steps.patterns(log, times)
@@ -74,7 +83,7 @@ def diagnose(log: Log, *, findings: Sequence[Finding] = ()) -> Diagnosis:
         steps=times,
         patterns=patterns,
         conclusion=conclude(errors, seen, patterns, out_of_memory, findings),
-        gpu=machine_in_log.gpu_name(log),
+        gpu=machine_in_log.gpu_name(log, known_gpu),
         host_bytes=machine_in_log.host_bytes(log),
     )
 

@@ -4,10 +4,9 @@ Apart because a plan from a log would otherwise be made for somebody else's mach
 """
 
 import re
+from collections.abc import Callable
 
 from skill_tools.diagnosis.log import Log
-from skill_tools.errors import UnusableInput
-from skill_tools.planning.cost import machine
 from skill_tools.units import GIB
 
 _GPU = re.compile(r"\b(?:NVIDIA|Tesla|AMD Instinct|GeForce)[ -]([A-Za-z0-9][A-Za-z0-9 -]{1,40})")
@@ -17,17 +16,15 @@ _RAY = re.compile(r"was running was ([0-9.]+)\s*GB / ([0-9.]+)\s*GB")
 _LEAST_PERCENT = 1.0  # below it the two rounded numbers say little about their quotient
 
 
-def gpu_name(log: Log) -> str | None:
-    """Return the known GPU that the log names first, as `nvidia-smi` or a framework prints it."""
+def gpu_name(log: Log, known: Callable[[str], str | None]) -> str | None:
+    """Return the GPU that the log names first, as `nvidia-smi` or a framework prints it, by the name `known` has."""
     for count, match in enumerate(_GPU.finditer(log.text)):
         if count == _MOST_NAMES:
             break
         words = match.group(1).split()
         for end in range(len(words), 0, -1):
-            try:
-                return machine.known(" ".join(words[:end])).name
-            except UnusableInput:
-                continue
+            if name := known(" ".join(words[:end])):
+                return name
     return None
 
 

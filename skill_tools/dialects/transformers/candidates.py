@@ -1,6 +1,6 @@
 """The candidates of a Trainer: checkpointing, the offload of what it saves, FSDP's parameter offload.
 
-Under DeepSpeed, what its JSON may keep on the CPU (`deepspeed.candidates`).
+Under DeepSpeed, what its JSON may keep on the CPU (`deepspeed.candidates`). Apart because only a plan needs it.
 """
 
 from collections.abc import Iterator

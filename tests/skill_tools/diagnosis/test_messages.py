@@ -64,7 +64,8 @@ def test_a_bar_that_loads_is_no_step() -> None:
 
 
 def test_the_machine_is_read_from_the_log() -> None:
-    found = diagnose(log("NVIDIA GeForce RTX 4090\nCPU Virtual Memory:  used = 187.4 GB, percent = 74.6%\n"))
+    text = "NVIDIA GeForce RTX 4090 24GB\nCPU Virtual Memory:  used = 187.4 GB, percent = 74.6%\n"
+    found = diagnose(log(text), known_gpu={"GeForce RTX 4090": "rtx4090"}.get)
     assert found.gpu == "rtx4090"
     assert found.host_bytes is not None
     assert round(found.host_bytes / 2**30) == 251
