@@ -45,6 +45,7 @@ def _follows(draft: Draft, named: Setting, folders: Sequence[Path]) -> bool:
     source = Source(named.place.file, "\n" * (named.place.line - 1) + text)
     root = single_document(source)
     write_tree(draft, root, source.name, spell=lambda path: f"deepspeed.{path}")
+    section.settle(draft)
     return True
 
 

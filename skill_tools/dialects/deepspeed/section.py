@@ -71,6 +71,21 @@ def follow(draft: Draft, named: Setting, folders: Sequence[Path]) -> bool:
     return found is not None
 
 
+def follow_or_settle(draft: Draft, key: str, folders: Sequence[Path]) -> None:
+    """Follow the file that the canonical `key` names, or judge the mapping that stands there instead of a path.
+
+    For a Trainer's `deepspeed` argument, which takes either (`HfTrainerDeepSpeedConfig(config_file_or_dict)`).
+    """
+    named = draft.get(key)
+    if named is not None and isinstance(named.value, str) and named.value:
+        if not follow(draft, named, folders):
+            leave_open(draft, named)
+    elif draft.is_open(key):
+        draft.section_may_be_set(DEEPSPEED)
+    else:
+        settle(draft)
+
+
 def leave_open(draft: Draft, named: Setting) -> None:
     """Note that the file that `named` names is not here, so that nothing is known of what it sets."""
     draft.missing_files.append(named)

@@ -172,12 +172,7 @@ def _settle(draft: Draft, folders: Sequence[Path]) -> None:
     model = draft.get("llamafactory.model_name_or_path")
     if model is not None and isinstance(model.value, str):
         draft.model_name = model.value
-    named = draft.get(_FILE)
-    if named is not None and isinstance(named.value, str) and named.value:
-        if not section.follow(draft, named, _above(folders)):
-            section.leave_open(draft, named)
-    elif draft.is_open(_FILE):
-        draft.section_may_be_set(DEEPSPEED)
+    section.follow_or_settle(draft, _FILE, _above(folders))
 
 
 def _above(folders: Sequence[Path]) -> list[Path]:

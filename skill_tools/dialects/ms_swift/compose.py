@@ -243,6 +243,7 @@ def _write_inline(draft: Draft, named: Setting, value: dict[str, object]) -> Non
     root = _node(value, named.place)
     if named.key == "swift.deepspeed":
         write_tree(draft, root, named.place.file, spell=lambda path: f"deepspeed.{path}")
+        deepspeed.settle(draft)
     else:
         _write_fsdp(draft, root, named.place.file)
 

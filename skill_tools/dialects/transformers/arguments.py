@@ -71,12 +71,7 @@ def settle(draft: Draft, folders: Sequence[Path]) -> None:
     model = draft.get(_MODEL)
     if model is not None and isinstance(model.value, str):
         draft.model_name = model.value
-    named = draft.get(DEEPSPEED)
-    is_named = named is not None and isinstance(named.value, str) and named.value
-    if named is not None and is_named and not section.follow(draft, named, folders):
-        section.leave_open(draft, named)
-    if draft.is_open(DEEPSPEED):
-        draft.section_may_be_set(DEEPSPEED)
+    section.follow_or_settle(draft, DEEPSPEED, folders)
     named = draft.get(FSDP_CONFIG)
     if named is not None and isinstance(named.value, str) and named.value:
         _follow_fsdp_config(draft, named, folders)

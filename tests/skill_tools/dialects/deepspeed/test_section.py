@@ -37,6 +37,40 @@ def test_an_inline_section_breaks_the_same_rules() -> None:
     assert "ds-ratio" in rules(config)
 
 
+TRAINERS = {
+    "axolotl": "base_model: a/b\ndeepspeed: {}\n",
+    "transformers": "output_dir: o\nmax_steps: 9\nlearning_rate: 1e-5\nmodel_name_or_path: a/b\ndeepspeed: {}\n",
+    "llama-factory": "stage: sft\nfinetuning_type: full\ndeepspeed: {}\n",
+    "ms-swift": "swift sft --model a/b --dataset d --deepspeed '{}'\n",
+    "accelerate": "distributed_type: DEEPSPEED\ndeepspeed_config: {{deepspeed_config_file: '{}'}}\n",
+}
+
+
+@pytest.mark.parametrize("framework", TRAINERS)
+@pytest.mark.parametrize(
+    ("field", "value", "rule"),
+    [
+        ("reduce_bucket_size", "auto", None),
+        ("stage3_prefetch_bucket_size", "auto", None),
+        ("reduce_bucket_size", "many", "ds-value-type"),
+    ],
+)
+def test_what_an_inline_section_leaves_to_the_trainer_is_a_value(
+    framework: str, field: str, value: str, rule: str | None
+) -> None:
+    section = {
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_clipping": "auto",
+        "fp16": {"enabled": "auto", "loss_scale": "auto"},
+        "bf16": {"enabled": "auto"},
+        "zero_optimization": {"stage": 3, field: value},
+    }
+    text = TRAINERS[framework].format(json.dumps(section))
+    config = read_text(text, "run.sh" if text.startswith("swift") else "run.yaml")
+    assert (config.framework, config.value(STAGE)) == (framework, 3)
+    assert {each for each in rules(config) if each.startswith("ds-")} == ({rule} if rule else set())
+
+
 def test_a_named_file_is_found_fault_with_in_its_own_lines_and_words(tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text(json.dumps(SECTION, indent=1))
     run = tmp_path / "run.yaml"
