@@ -1,5 +1,6 @@
 """The wheel as a user installs it: complete, and working in an environment that has nothing else."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -15,7 +16,10 @@ pytestmark = pytest.mark.slow
 
 
 def call(*words: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([str(word) for word in words], cwd=cwd, capture_output=True, text=True, check=False)
+    """Run a command that finds no checkout: only what is installed counts."""
+    command, environment = [str(word) for word in words], {**os.environ}
+    environment.pop("PYTHONPATH", None)
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
 
 
 @pytest.fixture(scope="module")

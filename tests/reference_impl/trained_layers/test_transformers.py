@@ -3,13 +3,15 @@
 import pytest
 import torch
 
-transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+# The module and not the package: a folder of tests on the path has the package's name, without a module in it.
+pytest.importorskip("transformers.modeling_utils", reason="transformers is not installed")
 
-from layers_trainee import CLIP, wrapped  # noqa: E402
+import transformers
+from layers_trainee import CLIP, wrapped
 
-from reference_impl import OptimizerStateOffloader, TrainableLayerStreamer  # noqa: E402
-from reference_impl.trained_layers import chunked_cross_entropy  # noqa: E402
-from reference_impl.trained_layers.segments import recompute_in_slices  # noqa: E402
+from reference_impl import OptimizerStateOffloader, TrainableLayerStreamer
+from reference_impl.trained_layers import chunked_cross_entropy
+from reference_impl.trained_layers.segments import recompute_in_slices
 
 pytestmark = pytest.mark.usefixtures("host_memory_comes_back")
 SIZES = {
