@@ -1,7 +1,7 @@
 """Moves training memory between GPU and host: activations, optimizer state and frozen weights.
 
-Reads no configuration and imports no `skill_tools`: a plan is the only thing that passes between the two. What streams
-optimizer states, probes or verifies is imported when its name is first used.
+Reads no configuration and imports no `skill_tools`: a plan is the only thing that passes between the two packages.
+Streaming of optimizer states, the probe and the verifiers are imported when their names are first used.
 """
 
 from importlib import import_module

@@ -1,7 +1,7 @@
-"""The door: `python3 skill_tools ...` from any folder, uninstalled, or `offload ...` when installed.
+"""The entry point: `python3 skill_tools ...` from any folder, uninstalled, or `offload ...` when installed.
 
-It only finds the command and turns what goes wrong into one line and an exit code: 0 clean, 1 findings, 2 unusable
-input, 3 a fault of ours. A command's module is loaded when it is called, so that help stays fast.
+It only finds the command and turns every error into one line and an exit code: 0 clean, 1 findings, 2 unusable input,
+3 a fault of ours. A command's module is loaded when it is called, so that help stays fast.
 """
 
 from __future__ import annotations  # so that an older Python reads this file and can be told

@@ -1,8 +1,8 @@
 """Finds the files that travel with the tools: schemas, the card and SKILL.md.
 
-In a checkout they stand in the repository's root, in an installed wheel under `skill_tools/_bundle`. Nothing
-else in `skill_tools` needs to know which of the two it runs from. Knowledge files live inside the package and
-are found with `knowledge_path`.
+In a checkout they are in the repository's root, in an installed wheel under `skill_tools/_bundle`. No other module of
+`skill_tools` has to know which of the two it runs from. Knowledge files live inside the package and are found with
+`knowledge_path`.
 """
 
 from pathlib import Path

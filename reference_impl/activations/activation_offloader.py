@@ -1,7 +1,7 @@
-"""`ActivationOffloader`: saved activations wait on the host between forward and backward.
+"""`ActivationOffloader`: saved activations are kept on the host between forward and backward.
 
-Layer-level it moves what whole layers save; module-level the inputs of named modules. Either way the step is
-bitwise the same in less device memory. Recomputation is `CheckpointOffloader`'s part.
+Layer-level, it moves what whole layers save; module-level, the inputs of named modules. Either way the step is
+bitwise the same in less device memory. `CheckpointOffloader` recomputes layers; this one does not.
 
 Explained in docs/activation-offloading.md.
 """

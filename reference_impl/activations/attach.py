@@ -1,7 +1,7 @@
-"""Finding a model's blocks and putting code around their forward, and taking it away again.
+"""Finds a model's blocks, wraps code around their forward, and removes it again.
 
-Blocks are found by structure: the outermost `nn.ModuleList` that holds most of the parameters. Nothing here
-knows what is done around a forward.
+Blocks are found by structure: the outermost `nn.ModuleList` that holds most of the parameters. What that code does is
+up to the caller.
 
 Explained in docs/activation-offloading.md.
 """

@@ -1,8 +1,8 @@
-"""Choosing what to keep, offload and recompute: the least time under a budget of device memory.
+"""Chooses what to keep, offload and recompute: the least time under a budget of device memory.
 
-The link is free while it keeps up with the computation and dear once it does not; recomputing costs what the
-operation costs. So the cheapest results to recompute go first, the last ones saved stay where they are, and
-the rest crosses the link; how many go which way is found by simulating the step. This file is arithmetic on a
+A copy costs no time while the link keeps up with the computation, and its full time once it does not; recomputing
+costs what the operation costs. So the results that are cheapest to recompute are recomputed, the last ones saved stay
+on the device, and the rest is copied. Simulating the step finds how many of each. This file is arithmetic on a
 profile; it touches no tensor.
 
 Explained in docs/activation-offloading.md.

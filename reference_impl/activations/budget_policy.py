@@ -1,9 +1,9 @@
-"""The budget at work: profile a step, plan, carry the plan out, and look whether it kept its word.
+"""A budget in training: profile a step, plan, carry the plan out, and check that the peak stays within the budget.
 
-The first two steps offload everything, and the second is profiled: in the first host memory is being locked, and
-everything that is launched meanwhile waits behind that. The plan made from it is carried out from the third step on;
-the third is measured again for its headroom. Whenever a later step turns out above the budget, less
-comes early from then on, and when that is not enough the plan is made anew for that much less.
+The first two steps offload everything, and the second is profiled: during the first, host memory is being pinned, and
+launches wait behind that. The plan is carried out from the third step on; the third is measured again for its
+headroom. If a later step exceeds the budget, less is prefetched from then on. If that is not enough, a new plan is
+made for that much less memory.
 
 Explained in docs/activation-offloading.md.
 """

@@ -1,10 +1,10 @@
-"""`CheckpointOffloader`: recompute each layer in backward, and keep the layer inputs on the host meanwhile.
+"""`CheckpointOffloader`: recomputes each layer in backward, and keeps the layer inputs on the host meanwhile.
 
-Layer inputs are few bytes for much computation, so their copies always hide; each comes back while the layer
-above it is being recomputed. What the model saves outside its layers goes too, as far as it is no larger than
-a layer's input: the last norm's and the head's inputs, but not the logits, which backward needs at once.
-Results that are dear to recompute can be kept, on the host too, instead. Recomputation itself, with its random
-state, is `torch.utils.checkpoint`'s, non-reentrant.
+Layer inputs are few bytes for much computation, so their copies always hide; each is copied back while the layer
+above it is being recomputed. What the model saves outside its layers is offloaded too if it is no larger than a
+layer's input: the inputs of the last norm and of the head, but not the logits, which backward needs at once. Results
+that are expensive to recompute can be kept instead, also on the host. Non-reentrant `torch.utils.checkpoint` does the
+recomputation and restores the random state.
 
 Explained in docs/activation-offloading.md.
 """

@@ -1,10 +1,10 @@
 """The saved-tensor engine under every activation mechanism.
 
-While a module runs inside `saving()`, autograd hands each tensor that it saves to `pack` and gets a token back.
-A storage that a policy offloads starts its D2H copy at once, behind an event on the live current stream, and
-lives on the device only until the copy has read it. `unpack` brings it back. Parameters, buffers, their views
-and what is cast from them never move; neither do small tensors, tensor subclasses and whatever a recomputation
-inside backward saves, since that is used next.
+While a module runs inside `saving()`, autograd hands each tensor that it saves to `pack` and gets a token back. If
+the policy offloads a storage, its D2H copy starts at once, behind an event on the current stream, and the storage
+stays on the device only until the copy has read it. `unpack` brings it back. Parameters, buffers, their views and
+casts of them never move; neither do small tensors, tensor subclasses and what a recomputation inside backward saves,
+since that is used next.
 
 The engine does not know modules or layers; `attach` and the offloaders do.
 

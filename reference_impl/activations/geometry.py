@@ -1,8 +1,8 @@
 """Which bytes of which storage stand behind a saved tensor, and whether they are a weight's.
 
-A view moves its whole storage when it covers a good part of it, because its siblings are usually saved too (q,
-k and v of one projection). A small view moves its own span, and a sparse one a compact copy of its elements.
-Weights are told by their storages, because autograd saves views of weights, not the weights.
+A view moves its whole storage when it covers a good part of it, because its siblings are usually saved too (q, k and
+v of one projection). A small view moves its own span, and a sparse one a compact copy of its elements. Weights are
+recognised by their storages, because autograd saves views of weights, not the weights.
 
 Explained in docs/activation-offloading.md.
 """

@@ -1,12 +1,13 @@
-"""The headroom: how many bytes may wait on the device for their copy out, or lie there ahead of their use.
+"""The headroom: how many bytes may be on the device waiting for their copy out, or prefetched.
 
-Many raise the peak, few stall the compute stream. So the first step is measured, with as few as possible, in
-segments: from one saved storage or block to the next, the loss, from one restored storage to the next. What a
-segment leaves free below the step's peak costs nothing, and from then on copies may pile up, and come back
-early, as far as that goes: usually the loss needs gigabytes for an instant that are free during the rest.
+Too many raise the peak, too few stall the compute stream. So the first step, with as few as possible, is measured in
+segments: from one saved storage or block to the next, the loss, from one restored storage to the next. Memory that a
+segment leaves free below the step's peak costs nothing. From then on as many bytes may be in flight or prefetched:
+usually the loss needs gigabytes for an instant, which are free during the rest.
 
 On an accelerator the first step resets the allocator's peak statistics. On the CPU twin bytes are counted while a
-ledger is open; without one the fewest remain the rule. What a run of another length leaves free is not known.
+ledger is open; without one, as few bytes as possible stay in flight. What a forward of another length leaves free is
+not known.
 
 Explained in docs/activation-offloading.md.
 """

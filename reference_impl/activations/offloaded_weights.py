@@ -1,9 +1,9 @@
 """The weights of offloaded layers are held on the host too, from the end of a layer's forward until its backward.
 
-A layer's weights are copied out while it computes. Frozen ones are copied once, and again when something has written
-them in place; others in every forward, because an optimizer may write `.data`, which nothing counts. The device
-storage is resized to nothing under them and filled again before backward asks for it; views that autograd saved
-stay valid. After backward every weight is on the device for the optimizer.
+A layer's weights are copied out while it computes. Frozen ones are copied once, and again if they were written in
+place. Others are copied in every forward, because an optimizer may write `.data`, which autograd's version counter
+does not see. The device storage is resized to nothing under them and filled again before backward asks for it; views
+that autograd saved stay valid. After backward every weight is on the device for the optimizer.
 
 Between a forward and the end of its backward the weights of offloaded layers must not be read from outside,
 except through `state_dict()`.

@@ -1,6 +1,6 @@
 """What happens to a storage that may move: it stays, it moves, or it is computed again.
 
-A policy answers once for each storage of a run. It does not carry anything out; `engine` does.
+A policy decides once for each storage of a run; `engine` carries the decision out.
 
 Explained in docs/activation-offloading.md.
 """

@@ -1,7 +1,7 @@
-"""Profiles a step in which all is offloaded: when a storage is saved and needed, and what recomputing it costs.
+"""Profiles a step that offloads everything: when a storage is saved and needed, and what recomputing it costs.
 
-Each recipe is proved on the way: the result that it computes is compared, byte for byte, with what came back
-from the host. A recipe that fails is forgotten, so recomputation is as exact as a copy.
+Each recipe is verified: its result is compared, byte for byte, with the copy from the host. A recipe that fails is
+dropped, so recomputation is as exact as a copy.
 
 Explained in docs/activation-offloading.md.
 """

@@ -1,12 +1,12 @@
-"""One forward pass and the backward that answers it: what was saved, how it comes back, and what may come early.
+"""One forward pass and its backward: what was saved, how it comes back, and what is prefetched.
 
-A storage leaves once however many tensors view it. Everything belongs to the tokens that autograd holds: when the last
-one of a storage dies, with or without a backward, its host block and its device buffer return by themselves.
+A storage is offloaded once, however many tensors view it. Its memory belongs to the tokens that autograd holds: when
+the last token of a storage is freed, with or without a backward, its host block and its device buffer are returned.
 
-Storages are numbered as they are saved. The order in which backward needs them is learnt from the last run of
-the same length; until then it is the reverse. Each storage that backward asks for starts the copies of the
-next ones, as many as the headroom allows. A wrong guess costs a copy on demand, never a wrong value. Runs know
-nothing of each other, so several may be in flight. Nothing here decides what moves; `engine` does.
+Storages are numbered as they are saved. The order in which backward needs them is learnt from the last run of the
+same length; until then the reverse order is assumed. When backward asks for a storage, the next ones are prefetched,
+as many as the headroom allows. A wrong guess costs a copy on demand, never a wrong value. Runs are independent of
+each other, so several may be in flight. `engine` decides what moves, not this module.
 
 Explained in docs/activation-offloading.md.
 """

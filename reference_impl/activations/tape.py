@@ -1,11 +1,11 @@
-"""A tape of the operations of a forward, from which single results can be computed again.
+"""A tape of the operations of a forward, from which single results can be recomputed.
 
 Checkpointing recomputes whole layers. With the tape a single saved tensor is replaced by the operation that
 made it: a norm's output, an activation function, a product of two saved factors cost little more than reading
 their inputs. An operation is replayed below autograd with the same inputs, so the result has the same bits.
 
-What the tape cannot see stays a source: custom kernels, compiled code, random operations, writes in place. A
-kernel that writes a tensor behind PyTorch's back would make a recipe wrong; `profile` proves each one.
+Some results cannot be recomputed: those of custom kernels, compiled code, random operations and in-place writes. A
+kernel that writes a tensor unseen by PyTorch would make a recipe wrong; `profile` verifies each recipe.
 
 Explained in docs/activation-offloading.md.
 """

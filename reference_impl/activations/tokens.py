@@ -1,7 +1,7 @@
-"""What autograd holds in place of a saved tensor that stays on the device, and the check that nobody wrote it.
+"""What autograd holds in place of a saved tensor that stays on the device, and the check that it was not written.
 
-Autograd checks the in-place version of a tensor that it saves, but not of what a hook makes of it. So every token
-does. What has moved is a `MovedTensor`, in `run`.
+Autograd checks the version of a tensor that it saves, but not of what a hook returns for it. So every token checks
+it. A tensor that was moved has a `MovedTensor` as its token, in `run`.
 
 Explained in docs/activation-offloading.md.
 """

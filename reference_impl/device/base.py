@@ -1,13 +1,14 @@
 """What a device is to the mechanisms: streams, events, times, memory statistics and pinned host memory.
 
-A copy is asynchronous: it runs on a copy stream, one for each direction, after the events it is given, and returns the
-event that marks its end. Latency-sensitive copies, of new weights that a forward is about to need and of what threads
-of the host need, such as gradients, have streams of their own.
+A copy is asynchronous: it runs on a copy stream, one for each direction, after the events it is given, and returns
+the event that marks its end. Latency-sensitive copies have streams of their own: new weights that a forward is about
+to need, and what host threads wait for, such as gradients.
 
 Lifetime is references and events: nothing here calls `record_stream`, and nothing allocates inside a copy stream's
 context. Streams are made once a device and reused, because every new stream would keep an allocator pool of its own.
 
-Every copy, event, pin and change of stream of this package goes through a method of `Device`.
+Every copy, event, pin and change of stream of this package goes through a method of `Device`. Explained in
+docs/design.md.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""FSDP2 as seen from here: what it gathers together, on which stream, and what it has gathered already.
+"""What FSDP2 gathers together, on which stream, and what it has gathered already.
 
-FSDP2 gathers each module's parameters on streams of its own, ahead of the module. Whoever writes shards behind its back
-needs that stream, and torch has no public name for it. This is the only module that uses private names of
-`torch.distributed.fsdp`; `missing_name` says which one a release of torch does not have. They are the same in torch
-2.11, 2.12 and 2.13, but for the group or groups of a state.
+FSDP2 gathers each module's parameters on streams of its own, ahead of the module. An optimizer that writes shards
+asynchronously needs that stream, and torch has no public name for it. This is the only module that uses private names
+of `torch.distributed.fsdp`; `missing_name` says which one a release of torch does not have. They are the same in
+torch 2.11, 2.12 and 2.13, except that a state has either one group or several.
 
 Explained in docs/distributed.md.
 """

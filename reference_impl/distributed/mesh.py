@@ -1,4 +1,4 @@
-"""The norm of gradients that are sharded over a device mesh (FSDP2, HSDP), and with it one decision on all ranks.
+"""The norm of gradients that are sharded over a device mesh (FSDP2, HSDP), so that all ranks decide alike.
 
 Explained in docs/optimizer-offloading.md.
 """

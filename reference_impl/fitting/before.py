@@ -1,6 +1,6 @@
-"""What a model, its optimizer and all random generators were before a trial, and how they become so again.
+"""Saves a model, its optimizer and all random generators before a trial, and restores them after it.
 
-Copies are on the host, one of each weight that is trained; what is frozen nobody changes.
+The copies are on the host, one of each trained weight; frozen weights do not change. Explained in docs/fitting.md.
 """
 
 from __future__ import annotations

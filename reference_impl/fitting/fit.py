@@ -1,4 +1,4 @@
-"""`fit`: from a model, its optimizer and a batch to the offload that trains it here; the user writes no number.
+"""`fit`: from a model, its optimizer and a batch to the offload that trains it on this machine, without any setting.
 
 >>> with fit(model, torch.optim.AdamW(model.parameters(), lr=2e-5), batch) as fitted:
 ...     print(fitted.summary)

@@ -1,6 +1,7 @@
 """Asks the planner, `skill_tools`, which this package does not import: it runs as a process, and its answer is a plan.
 
-So there is one search and one model of time, and what passes between the packages is a JSON document.
+So there is one search and one model of step time, and a JSON document passes between the packages. Explained in
+docs/fitting.md, "Why the planner is a process".
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Which plan to try next: what a trial has measured corrects what the planner is asked for.
+"""Which plan to try next: a trial's measurement corrects the memory that the planner is asked for.
 
-The planner is asked for less memory than the budget by what it was wrong by, so whatever it then changes, split,
-activations' budget or recomputation, is the fastest that it knows. Two plans at most are tried to their end.
+The planner is asked for less memory than the budget, by as much as its prediction was too low. So whatever it then
+changes (split, activation budget or recomputation) is the fastest plan that it knows. At most two plans are tried to
+their end. Explained in docs/fitting.md.
 """
 
 from __future__ import annotations

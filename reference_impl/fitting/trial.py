@@ -1,4 +1,7 @@
-"""Some steps under one plan, measured; what does not fit is an answer, not an error."""
+"""Runs and measures some steps under one plan; running out of memory is a result, not an error.
+
+Explained in docs/fitting.md.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""One line in somebody's trainer: each module here knows one framework and imports it only when it is used.
+"""Offloading in a trainer by one line: each adapter here knows one framework and imports it only when it is used.
 
-- `wanted`: what a user asks for, by a plan or by word, checked before anything is touched.
+- `wanted`: what a user asks for, by a plan or by options, checked before anything is touched.
 - `offloading`: the handle that puts it on the model of a trainer and takes it off again; it knows no framework.
 - `transformers`: `offload(trainer, ...)` and `OffloadCallback`, for Transformers and TRL, with PEFT or without.
-- `accelerate`: `offload(accelerator, model, optimizer)`, for a loop of one's own, after `prepare`.
+- `accelerate`: `offload(accelerator, model, optimizer)`, for a loop of your own, after `prepare`.
 - `lightning`: `OffloadCallback`, for Lightning's Trainer; Fabric needs none.
 - `axolotl`: `OffloadPlugin`, with keys of its own in Axolotl's YAML.
 

@@ -1,4 +1,4 @@
-"""`Offloading`: what is offloaded in a trainer, whose adapter says when optimizer and model are made and training ends.
+"""`Offloading`: what is offloaded in a trainer. Its adapter calls it when the model is final and when training ends.
 
 It knows no framework. Explained in docs/trainers.md.
 """

@@ -1,6 +1,6 @@
-"""Others who offload or recompute on the same model: paused where ours takes their place, refused where it cannot.
+"""Other offloading or recomputation on the same model: paused if ours can replace it, else refused.
 
-Apart because adapters refuse by it, too, what they see earlier. Explained in docs/trainers.md.
+Apart because adapters also use it, to refuse earlier. Explained in docs/trainers.md.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A plan as it reaches a trainer: what it wants of each mechanism, and which model it is for.
+"""A plan that a trainer is given: the options of each mechanism, and the model that it was made for.
 
-Apart because words need none of this. `apply_plan` does not ask for whom a plan is; in a trainer the plan comes from a
-file that may be of another run. Explained in docs/trainers.md.
+Apart because options need none of this. `apply_plan` does not check which model a plan is for; in a trainer the plan
+comes from a file that may belong to another run. Explained in docs/trainers.md.
 """
 
 from __future__ import annotations

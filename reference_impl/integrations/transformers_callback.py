@@ -1,4 +1,4 @@
-"""The callback through which a `Trainer` of Transformers tells when its model is final, and when others read weights.
+"""The callback by which Transformers' `Trainer` says when its model is final and when other code reads weights.
 
 Explained in docs/trainers.md.
 """

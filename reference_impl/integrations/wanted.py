@@ -1,4 +1,4 @@
-"""What a user wants offloaded in a trainer: a plan, or a word for each mechanism; checked before anything is touched.
+"""What a user wants offloaded in a trainer: a plan, or an option per mechanism; checked before anything is touched.
 
 Explained in docs/trainers.md.
 """

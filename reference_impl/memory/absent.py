@@ -1,11 +1,11 @@
-"""A weight whose bytes are not on the device says so, by name, when somebody computes with it.
+"""Computing with a weight whose bytes are not on the device is an error that names the weight.
 
-Without their bytes, kernels read address 0 (the process dies) or memory that a copy is still filling (wrong values,
-silently). So an absent tensor has a class that answers questions about its shape, device and version and refuses
+Without this, kernels would read address 0 (the process dies) or memory that a copy is still filling (silently wrong
+values). So an absent tensor has a class that answers questions about its shape, device and version and refuses
 everything else. It stays the same object: changing an instance's class is how torch's own lazy parameters become
 real, and kernels and autograd, which do not look at Python classes, are not affected.
 
-Explained in docs/layer-streaming.md. A file of its own, because both rooms that take weights away use it.
+Explained in docs/layer-streaming.md. A file of its own, because both rooms that take weights off the device use it.
 """
 
 from __future__ import annotations

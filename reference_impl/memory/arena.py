@@ -1,10 +1,10 @@
-"""Hands out parts of pinned slabs, and takes them back while copies still read them.
+"""Hands out blocks of pinned slabs, and takes them back while copies still read them.
 
 One arena serves one mechanism. A block that comes back carries the event of the copy that last used it, and
 the next user orders its own copy behind that event on the device, so neither side waits on the host. Blocks
 of equal size are recycled first, which is what training does from its second step on.
 
-The bookkeeping is never cut in two by a signal. Slabs are made while nothing is held, because that takes long.
+No signal interrupts the bookkeeping half-way. Slabs are made while no lock is held, because that takes long.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Closing when something fails: everything is tried, and an exception that is on its way stays the one that is raised.
+"""Closing after a failure: every resource is closed, and an exception already raised stays the one that is reported.
 
 A file of its own, because the activation and the weight offloaders, which do not know each other, close alike.
+Explained in docs/reliability.md.
 """
 
 from __future__ import annotations

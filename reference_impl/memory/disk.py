@@ -1,9 +1,9 @@
-"""The disk tier: what pinned memory cannot hold goes on to a file, with threads of its own.
+"""The disk tier: its own threads write what pinned memory cannot hold to a file.
 
-The file has no name from the start, so a process that is killed leaves nothing behind. Copies run through
-pinned staging blocks: D2H, then a write; a read, then H2D. Writes never hold up training until the staging is
-full; reads are started ahead by `prepare`. A disk is slower than a link by a factor of ten or more, so this is
-a spill for the part that pinned memory cannot take, not a place for everything.
+The file never has a name, so a process that is killed leaves nothing behind. Copies run through pinned staging
+blocks: D2H, then a write; a read, then H2D. Writes never hold up training until the staging is full; reads are
+started ahead by `prepare`. A disk is slower than a link by a factor of ten or more, so only the part that pinned
+memory cannot hold is spilled.
 
 Explained in docs/activation-offloading.md.
 """

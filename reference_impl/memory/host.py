@@ -1,4 +1,4 @@
-"""The host tier's own book: how many bytes mechanisms hold on the host, and how many the host still has.
+"""Accounting of the host tier: how many bytes mechanisms hold on the host, and how many the host still has.
 
 `host_book` counts what arenas hand out (live) and what they have reserved (pinned slabs), with the peak since
 the last reset. `available_bytes` reads what the kernel and the container still grant, because running out of

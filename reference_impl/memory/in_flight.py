@@ -1,9 +1,9 @@
 """Keeps tensors alive while a copy uses them, and no longer.
 
-A copy stream reads a tensor that the compute stream owns. Dropping the last reference too early would let
-the allocator give its memory to the next kernel; dropping it late costs peak memory. Entries are let go when
-their event has been reached, or, beyond `limit_bytes`, after the compute stream has been told to wait for it. No method
-is cut in two by a signal.
+A copy stream reads a tensor that the compute stream owns. Dropping the last reference too early would let the
+allocator give its memory to the next kernel; dropping it late costs peak memory. An entry is released when its event
+has been reached or, beyond `limit_bytes`, after the compute stream has been made to wait for that event. No signal
+interrupts a method half-way.
 """
 
 from __future__ import annotations

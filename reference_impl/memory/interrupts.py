@@ -1,9 +1,9 @@
-"""Keeps what must happen together from being cut in two by a signal.
+"""Keeps signals from interrupting what must happen as a whole.
 
 Python runs signal handlers between two bytecodes of the main thread, and a handler may raise: Ctrl-C becomes
 KeyboardInterrupt anywhere. Inside `deferred_interrupts()` signals are noted, and their handlers run when the region
-ends. A region should be short, and wait for nothing: it cannot be interrupted. Other threads are never interrupted, so
-there it does nothing.
+ends. A region should be short and wait for nothing, because it cannot be interrupted. Python interrupts no other
+thread, so there a region does nothing.
 
 Explained in docs/reliability.md.
 """

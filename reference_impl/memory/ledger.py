@@ -1,9 +1,9 @@
-"""Counts live bytes a tier, on either device.
+"""Counts the live bytes of each tier, on CUDA and on the CPU twin.
 
-An accelerator's allocator keeps the book, and the ledger only reads it. On the CPU twin both tiers are
-ordinary memory, so the ledger watches every operation and follows each new storage until it dies; storages
-that belong to the host tier are told apart by their address. What it does not see: memory that is not a
-tensor (the driver's context, buffers of collectives).
+An accelerator's allocator counts its own bytes, and the ledger only reads the numbers. On the CPU twin both tiers are
+ordinary memory, so the ledger watches every operation and follows each new storage until it is freed; it recognises
+storages of the host tier by their address. What it does not see: memory that is not a tensor (the driver's context,
+buffers of collectives).
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@
 It is unlinked as soon as it is open, so nothing is left behind however the process ends. Reads and writes go
 past the page cache where the file system allows it: a second copy in host memory is what spilling avoids.
 
-Every extent has a checksum, which reading verifies: a disk that gives back other bytes would make a wrong gradient. It
-is the sum of each page's 64-bit words, and the CRC-32 of these sums in order: that finds every flipped bit, and pages
-that are old or in another's place, at 10 GB/s on one core, where the CRC-32 of all bytes takes 1.6 GB/s (measured:
-one AMD EPYC core).
+Every extent has a checksum, which reading verifies: changed bytes on the disk would make a wrong gradient. It is the
+sum of each page's 64-bit words, and the CRC-32 of these sums in order: that finds every flipped bit, and pages that
+are old or in another's place, at 10 GB/s on one core, where the CRC-32 of all bytes takes 1.6 GB/s (measured: one AMD
+EPYC core).
 """
 
 from __future__ import annotations

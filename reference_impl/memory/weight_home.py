@@ -1,7 +1,7 @@
-"""A weight that lives on the host, visits the device, and is written there: what its streamer and its optimizer share.
+"""The protocol of a weight that is kept on the host and updated on the device: its streamer and its optimizer share it.
 
-The streamer brings a block's weights and takes their memory away again; the optimizer changes them while they are there
-and sends them home. Neither knows the other, only this.
+The streamer copies a block's weights to the device and frees their device memory again. The optimizer updates them
+while they are there and copies them back to their home, the host memory. Neither imports the other, only this.
 
 Explained in docs/larger-than-gpu.md.
 """

@@ -1,4 +1,4 @@
-"""One thread that carries out tasks in order, and whose death ends every wait for it.
+"""One thread that carries out tasks in order; if it dies, every wait for it ends with an error.
 
 A file of its own, because the disk tier and the streamed weights use it alike.
 """

@@ -2,12 +2,12 @@
 
 Explained in docs/optimizer-offloading.md and docs/optimizer-state-offloading.md. Two optimizers stand on top,
 `hybrid` (with Megatron's form in `megatron`) and `state_offload`; below them the shares `cpu/`, `streamed/` and
-`resident`, which do not know each other; below these plain data: `layout`, `options`,
-`algorithms/`, `step`, `clip_decision`. Terms:
+`resident`, which do not know each other; below these, plain data: `layout`, `options`, `algorithms/`, `step`,
+`clip_decision`. Terms:
 
 - states: the fp32 master weight and the algorithm's moments of each element.
-- share: the elements whose states are resident (stay on the device), streamed (live on the host, visit the device for
-  their update) or on the CPU (live on the host and are updated there); split: the three shares, which sum to 1.
+- share: the elements whose states are resident (on the device), streamed (on the host, copied to the device for their
+  update) or on the CPU (on the host and updated there); split: the three shares, which sum to 1.
 - member: one parameter as an optimizer knows it; piece: a contiguous part of one.
 - split member: one that several shares update; its new weights are published together.
 - forward wait: a pre-hook that makes a module's forward wait for the weights that this module owns.

@@ -1,8 +1,7 @@
-"""The fastest split on this machine: its rates from a profile, or from a short probe where there is none.
+"""The fastest split on this machine, from the rates of a profile or of a short probe.
 
-A profile is what `reference_impl.probe` returns and `offload probe` writes (`schema/profile.schema.json`). One of
-another machine is not used: a split that is best there may be the worst here. Explained in
-docs/optimizer-offloading.md.
+A profile is what `reference_impl.probe` returns and `offload probe` writes (`schema/profile.schema.json`). A profile
+of another machine is not used: the best split there may be the worst here. Explained in docs/optimizer-offloading.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What optimizers with state on the host refuse, with the messages that say what to try instead."""
+"""What optimizers with state on the host refuse, with messages that say what to try instead."""
 
 from __future__ import annotations
 

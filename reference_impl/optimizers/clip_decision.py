@@ -1,7 +1,7 @@
 """The clip and overflow decision: are the gradients finite, and by how much are they scaled?
 
 Made on the device, over all gradients and before any of them is used, so that the norm is exact. The training thread
-never waits for a number: what updates on the device reads it there, and the first CPU worker that needs it waits.
+never waits for it: updates on the device read it there, and the first CPU worker that needs it waits for its copy.
 Explained in docs/optimizer-offloading.md.
 """
 

@@ -1,8 +1,8 @@
-"""Forward waits: each module's forward waits for the weights that it reads, and under FSDP2 its gather does.
+"""Each module's forward waits for the weights that it reads; under FSDP2 its gather does.
 
 A module reads the parameters that it owns itself. FSDP2 reads those of a whole group before the group's forward, on a
-stream of its own: there the wait is a hook of the sharded module, before FSDP's hook, and it holds up that stream. So a
-gather waits for its own shards, and not for those of modules that come later.
+stream of its own: there the wait is a hook of the sharded module, before FSDP's hook, and it makes that stream wait.
+So a gather waits for its own shards, and not for those of later modules.
 
 Explained in docs/optimizer-offloading.md and docs/distributed.md.
 """

@@ -1,7 +1,7 @@
-"""Gradients go to the host, each as soon as it is final.
+"""Copies gradients to the host, each as soon as it is final.
 
-The norm is measured, the D2H copy starts behind the work that is on the live stream, and the gradient's device memory
-is freed as soon as the copy has read it. When the update may start is decided elsewhere.
+The norm is computed, the D2H copy starts behind the work on the current stream, and the gradient's device memory is
+freed as soon as the copy has read it. The CPU share decides when the update may start.
 
 Explained in docs/optimizer-offloading.md.
 """

@@ -1,7 +1,7 @@
-"""The gradients of an optimizer's members: which have been sent off, and which of them a step uses.
+"""The gradients of an optimizer's members: which have been offloaded, and which of them a step uses.
 
-A gradient that has left has a stand-in on its parameter. Before a step uses it, what stands there says whether it still
-counts: whoever has dropped or replaced the stand-in wants it no more. Explained in docs/optimizer-offloading.md.
+An offloaded gradient has a stand-in on its parameter's `.grad`. A step uses the gradient only if the stand-in is
+still there: a user who drops or replaces it drops the gradient. Explained in docs/optimizer-offloading.md.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""What optimizers with state on the host have in common: an attached model, one process, an end.
+"""What optimizers with state on the host have in common: attaching to a model, use in one process, closing.
 
-It knows no share and no update; `hybrid` and `state_offload` do. Explained in docs/optimizer-offloading.md and
-docs/optimizer-state-offloading.md.
+It knows no share and no update. Explained in docs/optimizer-offloading.md and docs/optimizer-state-offloading.md.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """AdamW whose state lives partly on the host, at nearly the speed of the GPU.
 
-`HybridDeviceOptimizer` is a real `torch.optim.Optimizer`. A share of the state (fp32 masters and moments) is
-kept and updated on the CPU, another may live on the host and stream through the GPU, the rest stays there. Gradients
-of the CPU's share go to the host during backward, and all is updated in the order of the next forward, behind its
-compute.
+`HybridDeviceOptimizer` is a real `torch.optim.Optimizer`. A share of the state (fp32 masters and moments) is kept and
+updated on the CPU. Another share may be kept on the host and stream through the GPU. The rest stays on the GPU.
+Gradients of the CPU share are offloaded during backward, and all shares are updated in the order of the next forward,
+behind its compute.
 
 It does not shard: each rank offloads what it is given. It does not offload activations or weights. Explained in
 docs/optimizer-offloading.md.

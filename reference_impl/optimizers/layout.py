@@ -1,13 +1,13 @@
-"""Which elements stay, stream or are updated on the CPU, and the plain data that all shares know a parameter by.
+"""Which elements are resident, streamed or updated on the CPU, and the plain data by which shares know a parameter.
 
 Explained in docs/optimizer-offloading.md.
 
 A share is a number of elements, exact to `ALIGNMENT`, because every element costs the same bytes: one parameter may
-stay on the device in part. What the forward uses last is offloaded first: its gradient is final first in backward, and
-its new weight is needed last in the next forward, so it has the most time to hide. Of the offloaded elements, those
-stream first that may come in before the update begins. Then parameters alternate between the stream and the CPU, so
-that each keeps the forward's pace. Pure arithmetic over shapes; the tensors behind it are `cpu.buckets` and
-`streamed.chunks`.
+stay on the device in part. What the forward uses last is offloaded first: its gradient is final first in backward,
+and its new weight is needed last in the next forward, so it has the most time to hide. Of the offloaded elements, as
+many as can be prefetched before the update begins are streamed first. Then parameters alternate between the streamed
+and the CPU share, so that both keep the forward's pace. Pure arithmetic over shapes; the tensors behind it are
+`cpu.buckets` and `streamed.chunks`.
 """
 
 from __future__ import annotations

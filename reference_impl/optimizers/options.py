@@ -1,6 +1,6 @@
 """The options of `HybridDeviceOptimizer` that belong together, as small frozen dataclasses.
 
-Explained in docs/optimizer-offloading.md. Options are only carried here; whoever uses one checks it.
+Explained in docs/optimizer-offloading.md. This module only holds options; the code that uses one checks it.
 """
 
 from __future__ import annotations

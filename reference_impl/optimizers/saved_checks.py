@@ -1,4 +1,4 @@
-"""What a saved optimizer must be like to be loaded exactly; everything else is refused before anything changes.
+"""Checks that a saved optimizer can be loaded exactly; any other is refused before anything changes.
 
 Explained in docs/optimizer-offloading.md. Every error is a ValueError that names the entry, as `state[3]["exp_avg"]`.
 """

@@ -1,8 +1,8 @@
 """The three shares of an optimizer's state side by side: resident, streamed and updated on the CPU.
 
-A member says which of its elements belong to which. This is where one step sets all three to work, where a reader
-waits for a whole parameter, and where the parts of a split parameter are published together. Streaming is imported
-only where something streams, and the automatic split only where it is asked for. Explained in
+A member says which of its elements belong to which share. This module starts all three shares in a step, lets a
+reader wait for a whole parameter, and publishes the parts of a split parameter together. The streamed share is
+imported only if something streams, and the automatic split only if it is asked for. Explained in
 docs/optimizer-offloading.md.
 """
 

@@ -1,10 +1,10 @@
-"""How much of the state stays, streams through the GPU, or is updated on the CPU: the least time under two budgets.
+"""How much of the state is resident, streamed or updated on the CPU: the least time under two budgets.
 
-The link, the host's memory and its cores each need a time that grows linearly with the shares, and all work at
-once, so the slowest of the three is the update's time. What stays costs nothing but device memory, so as much stays
-as fits; the rest is a search along one line, whose optimum lies where two of the three are equally slow or at an
-end. Pure arithmetic: what the machine reaches is `machine_rates`, which elements go where is `layout`. Explained in
-docs/optimizer-offloading.md.
+The link, the host's memory and its cores each need a time that grows linearly with the shares. They work at the same
+time, so the update takes as long as the slowest of the three. The resident share costs only device memory, so it is
+as large as fits. The rest is a search along one line, whose optimum lies at an end or where two of the three are
+equally slow. This is pure arithmetic: `auto_split.machine_rates` gives the rates, and `layout` decides which elements
+go where. Explained in docs/optimizer-offloading.md.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""What stands on `param.grad` once a gradient has been offloaded: its shape, dtype and device, no values.
+"""What `param.grad` holds once a gradient has been offloaded: its shape, dtype and device, no values.
 
-Code between backward and `step()` asks gradients for little: their norm, and to be scaled (`clip_grad_norm_`). A
-`GradientStandIn` answers both. The norm was measured when the gradient left; a scale is recorded, and the update
-applies it to the gradient in the gradient's own dtype, which is what scaling in place would have done. Everything else
-that would read or write values raises RuntimeError and names the operator: a stand-in never passes for a gradient of
-zeros. It stays after `step()`, as any gradient does, until `zero_grad()`.
+Code between backward and `step()` does two things with gradients: it takes their norm and scales them
+(`clip_grad_norm_`). A `GradientStandIn` supports both. The norm was computed when the gradient was offloaded; a scale
+is recorded, and the update applies it to the gradient in the gradient's own dtype, which is what scaling in place
+would have done. Everything else that would read or write values raises RuntimeError and names the operator: a
+stand-in is never mistaken for a gradient of zeros. It stays after `step()`, as any gradient does, until
+`zero_grad()`.
 
 Explained in docs/optimizer-offloading.md.
 """

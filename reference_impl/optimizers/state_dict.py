@@ -1,4 +1,4 @@
-"""States that read, save and load as those of `torch.optim.AdamW` do, both ways, at any split.
+"""Saves and loads states in the layout of `torch.optim.AdamW`, both ways, at any split.
 
 Parameters are known by a key: running numbers in `torch.optim`, names of parameters in distributed checkpoints.
 Explained in docs/optimizer-offloading.md.

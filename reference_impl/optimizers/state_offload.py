@@ -1,4 +1,4 @@
-"""Optimizer states that live on the host and visit the GPU for their update.
+"""Optimizer states that are kept on the host and copied to the GPU for their update.
 
 `OptimizerStateOffloader` wraps `torch.optim.AdamW(fused=True)`, Adam or SGD with momentum. Between steps moments
 and fp32 masters are in pinned host memory; `step()` streams them through a few device buffers, where the same fused
@@ -7,8 +7,8 @@ for their own weights.
 
 It does not compute on the CPU (`hybrid` does) and it does not shard: each rank offloads what it is given.
 
-A step that an error cuts short is either untouched or begun, see `status`. A begun one keeps its gradients and its clip
-decision, and the next call finishes it. A load or a refresh of masters that an error cuts short is finished likewise.
+A step that an error interrupts is either untouched or begun, see `status`. A begun one keeps its gradients and its
+clip decision, and the next call finishes it. The next call also finishes an interrupted load or refresh of masters.
 
 Explained in docs/optimizer-state-offloading.md.
 """

@@ -1,4 +1,4 @@
-"""The optimizers of torch that `OptimizerStateOffloader` wraps: which ones, and their states in both directions.
+"""The optimizers of torch that `OptimizerStateOffloader` can wrap, and how their states are taken over and given back.
 
 Explained in docs/optimizer-state-offloading.md.
 """

@@ -2,8 +2,8 @@
 
 A step is prepared, begins and is carried out. Preparing may fail and changes nothing. It begins with one assignment,
 and from there on owns its gradients, hyper-parameters and clip decision (`StepPlan`): every share works from the same
-plan, and nothing in it changes while the step runs. `BegunStep` is what is left to carry out: whoever finishes the step
-later has all that it needs here. `Failures` keeps what errors have left of an optimizer.
+plan, and nothing in it changes while the step runs. `BegunStep` holds what is left to carry out, so that a later call
+can finish the step. `Failures` records the state in which errors have left an optimizer.
 
 Explained in docs/optimizer-offloading.md, "When something fails".
 """

@@ -1,10 +1,11 @@
-"""Trained layers that stream: full training of a model larger than the GPU.
+"""Streamed trained layers: full training of a model larger than the GPU.
 
-This room puts the others together: `weights` brings the blocks, `optimizers` updates them, `activations` keeps what
+This room combines the others: `weights` copies the blocks in, `optimizers` updates them, `activations` keeps what
 backward needs. Terms:
 
-- home: the host memory of a block's weights; `memory.weight_home` is what brings and what updates them agree on.
-- to settle: to make a block's weights new, as far as a step has begun to change them.
+- home: the host memory of a block's weights; their streamer and their optimizer share the protocol
+  `memory.weight_home`.
+- to settle: to finish what a begun step has to update in a block's weights.
 - slice: a micro-batch inside a block's forward; segment: one slice's forward, computed again in backward.
 
 Explained in docs/larger-than-gpu.md.

@@ -1,7 +1,7 @@
-"""The loss of a large vocabulary, a few tokens at a time: logits never exist for a whole batch.
+"""Cross entropy over a large vocabulary, a few tokens at a time: logits never exist for a whole batch.
 
-The gradients of the hidden states and of the head's weight are made in the forward, chunk by chunk, while logits are
-there; backward only scales them. So the head runs three products in all, as without chunks.
+Forward computes the gradients of the hidden states and of the head's weight too, chunk by chunk, while the logits
+exist; backward only scales them. So the head runs three matrix products in all, as without chunks.
 
 Explained in docs/larger-than-gpu.md.
 """

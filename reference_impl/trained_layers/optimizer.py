@@ -1,8 +1,8 @@
-"""The optimizer of trained layers that stream: gradients leave in backward, states pass with the weights.
+"""The optimizer of streamed trained layers: gradients are offloaded in backward, states stream beside the weights.
 
-It is an `OptimizerStateOffloader` all of whose states are on the host. Three things differ: a gradient goes to the host
-as soon as it is final, it comes back in one chunk with its states, and a chunk of a block's states is updated while the
-block's weights visit the device for the next forward.
+It is an `OptimizerStateOffloader` with all states on the host. Three things differ: a gradient is offloaded as soon
+as it is final, it is copied back in one chunk with its states, and a block's chunks are updated while its weights are
+on the device for the next forward.
 
 Explained in docs/larger-than-gpu.md.
 """

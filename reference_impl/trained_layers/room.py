@@ -1,4 +1,7 @@
-"""What a host has to hold for trained layers that stream, item by item, before anything is moved."""
+"""The host memory that streamed trained layers need, item by item, checked before anything is moved.
+
+Explained in docs/larger-than-gpu.md, "Bytes".
+"""
 
 from __future__ import annotations
 

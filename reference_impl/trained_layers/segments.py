@@ -1,7 +1,7 @@
-"""A block's forward as segments: micro-batches one after the other, each computed again in backward.
+"""A block's forward as segments: micro-batches one after the other, each recomputed in backward.
 
-One visit of a block's weights then serves all micro-batches of a batch. Each is a non-reentrant checkpoint of its own,
-and all are one graph, so that a parameter's gradient is final once: after the last of them.
+A block's weights are then copied in once for all micro-batches of a batch. Each segment is a non-reentrant
+checkpoint, and all are one graph, so a parameter's gradient becomes final once: after the last of them.
 
 Explained in docs/larger-than-gpu.md.
 """

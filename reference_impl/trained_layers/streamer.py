@@ -1,9 +1,10 @@
 """`TrainableLayerStreamer`: full training of a model larger than the GPU.
 
-The weights, gradients and optimizer states of all blocks live on the host. A block's weights come in a layer ahead for
-forward, where its states pass too and are updated, and again for backward, where it is computed again and its
-gradients leave. It does not shard, and it does not change the arithmetic: with exact states all weights, masters,
-moments and losses are bitwise those of the same model without offload, recomputed alike.
+The weights, gradients and optimizer states of all blocks are kept on the host. A block's weights are prefetched one
+layer ahead of its forward; there its states stream through the device and are updated. They are copied in again for
+backward, where the block is recomputed and its gradients are offloaded. It does not shard, and it does not change the
+arithmetic: with exact states all weights, masters, moments and losses are bitwise those of the same model without
+offload, with the same recomputation.
 
 Explained in docs/larger-than-gpu.md.
 """

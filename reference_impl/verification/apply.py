@@ -1,8 +1,8 @@
-"""Executes a plan on a PyTorch model: the one door through which a plan reaches tensors.
+"""Executes a plan on a PyTorch model: the only place where a plan reaches tensors.
 
-A plan is the JSON document of `schema/plan.schema.json`; its `execute` section names mechanisms and their
-parameters. Everything is checked before anything is attached (`plan_document`). Whether the plan is a good one, this
-module does not judge.
+A plan is the JSON document of `schema/plan.schema.json`; its `execute` section names mechanisms and their parameters.
+Everything is checked before anything is attached (`plan_document`). This module does not judge whether the plan is
+good. Explained in docs/choosing.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Ways to attach a mechanism to the small decoder for one run; each takes everything off again afterwards."""
+"""Ways to attach a mechanism to the small decoder for one run; each detaches everything afterwards."""
 
 from __future__ import annotations
 

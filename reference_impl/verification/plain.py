@@ -1,7 +1,7 @@
 """Mixed-precision AdamW with everything on the device: the step that every mechanism is compared with.
 
-It is `torch.optim.AdamW(fused=True)` over fp32 masters and nothing else, so that a comparison with it does not
-rest on code of this package.
+It is `torch.optim.AdamW(fused=True)` over fp32 masters and nothing else, so that a comparison does not depend on code
+of this package.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Reads a plan and checks what is to be executed of it, entry by entry, before anything is touched.
+"""Reads a plan and checks its `execute` section, entry by entry, before anything is touched.
 
-The document is that of `schema/plan.schema.json`; of its sections only `execute` is looked into. Sizes that depend on
-the model, such as a number of layers, the mechanisms check themselves.
+The document is that of `schema/plan.schema.json`; its other sections are not read. Sizes that depend on the model,
+such as a number of layers, are checked by the mechanisms.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A plan as something that can be trained and measured: the model it is for, and the numbers it predicts.
+"""A plan as a run that can be trained and measured: the model that it is for, and the numbers that it predicts.
 
 A plan by a trace is for the model that was traced. The decoder here is dense, gated and untied, on one GPU; any other
 plan is refused by name, because a comparison with another model would prove nothing.

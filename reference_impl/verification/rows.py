@@ -1,6 +1,6 @@
-"""The rows of `verify`: how each mechanism is attached, what it promises, and what it should free.
+"""The rows of `verify`: how each mechanism is attached, whether its results are bitwise, and what it should free.
 
-A prediction is a formula over the model alone. It does not ask the mechanism what it has done.
+A prediction is a formula over the model alone, independent of what the mechanism reports.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Counts what autograd saves, so that a prediction does not rest on the engine that it is to judge.
+"""Counts what autograd saves, so that a prediction does not depend on the engine that it judges.
 
-One forward is run with hooks that note every storage saved for backward, once, and who saved it. A storage
-leaves the device only when all that saved it are offloaded, so what an outsider saved too does not count.
+One forward is run with hooks that record every storage saved for backward, once, and the modules that saved it. A
+storage leaves the device only if all modules that saved it are offloaded, so one that another module saved too does
+not count.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Runs a model's own step on `meta` tensors and says what memory and work it takes: no GPU, no weights, seconds.
+"""Runs a model's own step on `meta` tensors and reports its memory and work: in seconds, without GPU or weights.
 
 >>> profile = trace(model, {"input_ids": ids, "labels": ids}, lambda model, batch: model(**batch).loss)
 >>> profile.peak_bytes, profile.flops

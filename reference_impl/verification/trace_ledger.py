@@ -1,8 +1,8 @@
-"""Follows every storage of a step that runs on `meta` tensors: when it is born, when it dies, what made it.
+"""Follows every storage of a step that runs on `meta` tensors: when it is made and freed, and by which operation.
 
 No GPU and no weights are needed: a meta tensor has a size and no memory. The ledger is a `TorchDispatchMode`, as the
-twin's ledger is, and not `FakeTensorMode`. That one changes the model: `is_tracing` of
-`transformers.utils.import_utils` is true for fake tensors, so masks are kept, and keys and values expanded.
+twin's ledger is, and not `FakeTensorMode`. `FakeTensorMode` changes the model: `is_tracing` of
+`transformers.utils.import_utils` is true for fake tensors, so masks are kept, and keys and values are expanded.
 
 Explained in docs/tracing.md.
 """

@@ -1,7 +1,7 @@
 """Trains the small decoder for some steps and measures it: losses, parameters, bytes of both tiers, step time.
 
-One seed makes model and data the same for every run, and on CUDA kernels are chosen that add in a fixed order,
-so that two runs differ by what is attached to the model and by nothing else.
+One seed makes model and data the same for every run, and on CUDA, kernels that add in a fixed order are chosen. So
+two runs differ only by what is attached to the model.
 """
 
 from __future__ import annotations

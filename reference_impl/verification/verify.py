@@ -1,8 +1,8 @@
 """Does every mechanism compute what a run without it computes, and free the memory that it should?
 
-Trains a small decoder without offload and with each mechanism, from the same weights on the same data, and
-compares: losses, final parameters, peak device bytes against a prediction. It judges mechanisms on this machine;
-what a large model needs is `offload plan`'s part.
+Trains a small decoder without offload and with each mechanism, from the same weights on the same data, and compares:
+losses, final parameters, peak device bytes against a prediction. It judges mechanisms on this machine; `offload plan`
+says what a large model needs.
 
 The document is described by `schema/verify.schema.json`; within one major `schema_version` fields are only added.
 """

@@ -1,7 +1,7 @@
-"""Was the plan true? Trains its model with and without it, and puts what was measured beside what it predicted.
+"""Was the plan right? Trains its model with and without it, and puts measurements beside predictions.
 
 Peaks are judged; step times are shown, since they are predictions for the machine that the plan names. Losses are
-judged too: those of runs whose kernels add in a fixed order, since other kernels differ from run to run by themselves.
+judged too, in runs whose kernels add in a fixed order, because the results of other kernels differ from run to run.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Watches the first steps under a plan: their true peak and time beside what the plan has predicted.
 
-It changes nothing. `reference_impl.fit` tries a plan before training and corrects it.
+It changes nothing. `reference_impl.fit` tries a plan before training and corrects it. Explained in docs/fitting.md.
 """
 
 from __future__ import annotations

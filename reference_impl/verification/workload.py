@@ -1,6 +1,6 @@
 """What a measured run trains: the small decoder and its data, the same at every call.
 
-It does not train; `train` does, with whatever is attached to the model.
+`train` trains it, with whatever is attached to the model.
 """
 
 from __future__ import annotations

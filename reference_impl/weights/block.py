@@ -1,9 +1,9 @@
 """One block's weights: their bytes on the host, and a device storage that is filled and freed.
 
-All streamed tensors of a block are views of one flat device storage. Freeing it resizes it to nothing under
-them, and filling it allocates it again and copies from the host, so that the views that autograd saved for
-backward are valid whenever the block is loaded. Nobody but an optimizer that knows the block's homes changes a weight,
-through views of its own (`at`), and sends it home; any other tensor that did change is an error.
+All streamed tensors of a block are views of one flat device storage. Freeing it resizes it to nothing under them, and
+filling it allocates it again and copies from the host, so that the views that autograd saved for backward are valid
+whenever the block is loaded. Only an optimizer that holds the block's homes may change a weight, through views of its
+own (`at`), and copies it back to the host; a change to any other tensor is an error.
 
 Explained in docs/layer-streaming.md.
 """

@@ -1,7 +1,7 @@
-"""Puts a block's forward, backward and rare operations under a streamer's eyes, and takes everything off again.
+"""Hooks that tell a streamer of a block's forward, backward and rare operations, and their removal.
 
-Module hooks rather than a replaced forward: they run inside checkpointing's recomputation, outside compiled
-code, and come off in any order beside those of other mechanisms.
+Module hooks rather than a replaced forward: they run inside checkpointing's recomputation, outside compiled code, and
+can be removed in any order beside those of other mechanisms.
 
 Explained in docs/layer-streaming.md.
 """

@@ -1,7 +1,7 @@
-"""Blocks whose weights visit the device: the part that frozen and trained layers have in common.
+"""Blocks whose weights stream: the part that frozen and trained layers have in common.
 
-It puts hooks on the blocks, lends weights to whoever reads or changes them, and gives them back at the end. Which
-storages stream, and what happens beside a visit, say the classes that are made of it.
+It puts hooks on the blocks, gathers weights for code that reads or changes them, and restores them at the end.
+Subclasses decide which storages stream and what else happens in a visit.
 
 Explained in docs/layer-streaming.md.
 """

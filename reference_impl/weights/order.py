@@ -1,9 +1,9 @@
-"""What block comes next, learnt from what came last time.
+"""Which block comes next, learnt from the last pass.
 
-A pass is a sequence of visits: a block in forward, in backward, or in a forward without gradients. Training
-repeats itself, so the log of visits one period ago is the forecast; where reality leaves it, the place in the
-log that matches what has just happened takes over. Nothing is assumed about the model beyond its first pass,
-which starts from the order in which its blocks are listed.
+A pass is a sequence of visits: a block in forward, in backward, or in a forward without gradients. Training repeats
+itself, so the log of visits one period ago is the forecast. If a visit differs from it, the forecast continues from
+the place in the log that matches the latest visits. Nothing is assumed about the model beyond its first pass, which
+starts from the order in which its blocks are listed.
 
 Explained in docs/layer-streaming.md.
 """

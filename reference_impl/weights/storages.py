@@ -1,8 +1,8 @@
 """What of a model can stream: its repeated blocks, and the storages that only one block uses.
 
-Storages count, not parameters: tied and shared tensors are one storage, and a packed quantised weight is as
-many plain tensors as it holds. Small frozen tensors, storages that somebody outside the block uses too, and trained
-tensors unless they are asked for, stay where they are.
+Storages count, not parameters: tied and shared tensors are one storage, and a packed quantised weight is as many
+plain tensors as it holds. Small frozen tensors and storages that are used outside the block too stay where they are,
+and so do trained tensors unless they are asked for.
 
 Explained in docs/layer-streaming.md.
 """

@@ -1,4 +1,4 @@
-"""`FrozenLayerStreamer`: frozen weights are held on the host and visit the device block by block.
+"""`FrozenLayerStreamer`: frozen weights are kept on the host and copied to the device block by block.
 
 For LoRA and other training of a few parameters on a frozen base: a step is bitwise the same in less device
 memory. Trainable parameters stay on the device, and nothing is ever copied back. It does not shard, and it

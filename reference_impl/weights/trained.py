@@ -1,7 +1,8 @@
-"""Trained weights that visit the device block by block, and go home when an update has changed them.
+"""Trained weights that are copied to the device block by block, and back to the host after an update.
 
-Each parameter of a block has a `Home`: its optimizer writes it through that, while the block visits. The host memory of
-a home stays the same from construction to `close()`, also while the weights are lent as ordinary tensors.
+Each parameter of a block has a `Home`, through which its optimizer writes it while the block is on the device. The
+host memory of a home stays the same from construction to `close()`, also while the weights are gathered as ordinary
+tensors.
 
 Explained in docs/larger-than-gpu.md.
 """

@@ -1,7 +1,7 @@
 """Which blocks are on the device: those in use, and those that are needed next.
 
-Whenever a block begins or ends, the window becomes the next few distinct blocks of the learnt order. That alone
-keeps the last blocks at the turn from forward to backward and the first ones across the step, and starts the
+Whenever a block begins or ends, the window becomes the next few distinct blocks of the learnt order. This rule alone
+keeps the last blocks at the turn from forward to backward and the first ones from step to step, and it starts the
 next copy as soon as a block's memory is free.
 
 Explained in docs/layer-streaming.md.

@@ -2,7 +2,7 @@
 
 It parses with markdown-it, so that an example inside a fence is not taken for a link. Shell lines are split into
 words and not run. A word that starts with one of the repository's folders must exist; any other file name is the
-reader's own. Pages on the network are not looked up, and a test holds the output that a page shows.
+reader's own. Links to the network are not followed. A test checks the output that a page shows.
 """
 
 import re

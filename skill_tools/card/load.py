@@ -1,7 +1,7 @@
 """Reads `card.yaml` and holds it to `schema/card.schema.json`.
 
-The card stays plain data: its shape is the schema's business, and every other module here may rely on it once
-`schema_problems` has nothing to say.
+The card stays plain data: the schema defines its shape, and every other module here may rely on it once
+`schema_problems` finds nothing.
 """
 
 import json

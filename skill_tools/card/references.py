@@ -1,7 +1,6 @@
 """Holds the card to what it names: rules, keys, claims, measured rows, mechanisms and source files.
 
-A card that points at a rule that is gone, or repeats a framework's message in other words, is wrong in a way
-that no schema sees.
+A card may name a rule that no longer exists, or repeat a framework's message in other words; no schema finds that.
 """
 
 import re

@@ -1,9 +1,9 @@
 """Find settings in a training configuration that break it, contradict each other or do nothing.
 
 Reads the configurations that people train with: YAML, JSON, launch scripts, Python recipes (never run), command line
-overrides. Whose a file is, what it holds must prove; the first line says what it was read as. Each file is its own
-configuration, a folder is all that are in it, a Python file each recipe in it; with --overrides or --compose, all files
-are one, composed in the framework's own precedence:
+overrides. A file's content must prove which framework it belongs to; the first line says what it was read as. Each
+file is a configuration of its own. A folder stands for all files in it, a Python file for each recipe in it. With
+--overrides or --compose all files are one configuration, composed in the framework's own precedence:
 
   offload lint run.yaml other.yaml configs/
   offload lint recipe.py --overrides "model.cpu_offloading=true" overrides.yaml

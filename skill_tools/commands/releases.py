@@ -1,4 +1,4 @@
-"""Reads the releases on a command line, `--target` and `--versions`, and says which of all stated ones count."""
+"""Reads the releases on a command line, `--target` and `--versions`, and decides which of all stated ones apply."""
 
 import argparse
 import sys

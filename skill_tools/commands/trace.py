@@ -1,4 +1,4 @@
-"""Trace what a step of a Hugging Face model takes: its own code on tensors without memory, no GPU, no weights.
+"""Trace the memory of a step of a Hugging Face model: its own code on tensors without memory, no GPU, no weights.
 
   offload trace config.json                     the folder of a model does as well, or a profile of it
   offload trace config.json --sequences 4 --tokens 4096 --out profile.json

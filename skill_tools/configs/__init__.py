@@ -1,12 +1,13 @@
 """Readers: YAML, JSON, launch scripts and Python recipes become keys and values, each with its file, line and column.
 
-Which file a framework reads, and in which order, its dialect says; docs/design.md explains the way of one value.
+Its dialect decides which files a framework reads and in which order; docs/design.md follows one value through the
+readers.
 
-- source: one input, its text and what that is written in; it is parsed once
+- source: one input: its text and the language of the text; it is parsed once
 - spelling: a key as a framework's users write it (`model.num_layers`, `--num-layers`)
 - canonical key: its one name in `knowledge/keys.yaml` (`num_layers`), which rules and plans read
 - setting: a value of a canonical key, with the spelling and the place that gave it
 - draft: a configuration in the making, the last writer wins; `Config` is what it becomes
-- unresolved, `UNREADABLE`: set in the input, but to what only a running script or framework knows
+- unresolved, `UNREADABLE`: set in the input, but to a value that only the running script or framework knows
 - vocabulary: all names that a framework accepts, so that a misspelt one is seen
 """

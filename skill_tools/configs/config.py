@@ -1,8 +1,8 @@
-"""What a reader of any dialect hands over: one value per key, and the place that gave it.
+"""The result of a dialect's reader: one value per key, and the place that gave it.
 
-A `Config` is the user's configuration after composition: several inputs (recipe, files, overrides) merged in
-the framework's own precedence. Each `Setting` knows file, line and column, so that a finding can point at the
-line that won. It knows no rule and no default: what nobody set is simply absent here.
+A `Config` is the user's configuration after composition: several inputs (recipe, files, overrides) merged in the
+framework's own precedence. Each `Setting` knows file, line and column, so that a finding can point at the line that
+won. It knows no rule and no default: a key that no input sets is absent.
 """
 
 from collections.abc import Mapping

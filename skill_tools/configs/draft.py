@@ -1,7 +1,7 @@
 """A configuration in the making: readers write values into it in the framework's precedence, the last wins.
 
-It turns spellings into canonical keys, brings values to their types, and keeps what lost, what nobody knows and what
-cannot be read. It knows no file format.
+It turns spellings into canonical keys, brings values to their types, and keeps overridden values, unknown keys and
+what cannot be read. It knows no file format.
 """
 
 from collections.abc import Callable, Iterable, Mapping

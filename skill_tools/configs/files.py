@@ -1,6 +1,6 @@
 """Reads the bytes of a file that a user names: of a real file only, and never more than its reader can use.
 
-A device has no end and a pipe may have no writer: either would be waited for.
+Reading a device would never end, and a pipe may have no writer.
 """
 
 import errno

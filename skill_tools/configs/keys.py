@@ -1,7 +1,7 @@
 """The key table: which spellings name a key, what it can hold, and what it is when nobody sets it.
 
 The facts are in `knowledge/keys.yaml` and `knowledge/keys/`; commands load them from the compiled index. This module
-knows no rule. A spelling that no key has may still be accepted by the framework: that is what `vocabulary` answers.
+knows no rule. A spelling that no key has may still be accepted by the framework; `vocabulary` knows that.
 """
 
 from collections.abc import Iterable, Mapping

@@ -1,6 +1,6 @@
 """Loads an input's text, and says what kind of text it is.
 
-Bounds and encodings are checked here, once: what comes after may trust that the text is short and Unicode.
+Size limits and encodings are checked here, once, so later readers may assume short Unicode text.
 """
 
 import re

@@ -1,8 +1,8 @@
 """Parses TOML into plain values that know their line and column.
 
-The standard `tomllib` says what the values are; it keeps no places. `_Places` walks the same text and notes where each
-key and each element stands, without looking at values any further than to step over them. What it cannot read it
-leaves to `tomllib`, whose words a user gets.
+The standard `tomllib` says what the values are; it keeps no places. `_Places` walks the same text and notes where
+each key and each element stands, reading values only to skip them. Text that it cannot read is left to `tomllib`,
+whose error the user sees.
 """
 
 import re

@@ -1,7 +1,7 @@
-"""Writes a tree of sections, as YAML and JSON files have it, into a draft: one dotted key a value.
+"""Writes a tree of sections, as in YAML and JSON files, into a draft: one dotted key per value.
 
-A section is a value too where the key table says so (`peft`, `fsdp_config`), so that a rule can ask whether it
-is there. Below a key that nobody knows nothing is read: one finding is enough.
+A section is a value too where the key table says so (`peft`, `fsdp_config`), so that a rule can ask whether it is
+there. Nothing is read below an unknown key: one finding is enough.
 """
 
 from collections.abc import Callable

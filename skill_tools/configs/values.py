@@ -1,8 +1,7 @@
-"""Brings a written value to the type that its key has, the way each framework does.
+"""Converts a written value to the type of its key, as each framework does.
 
-Most parsers convert text (`"2e-5"`, `"4"`); some frameworks take what their loader made of the file and convert
-nothing but dtypes. A value that cannot be brought to the type is left as it is,
-and the caller learns what was expected.
+Most parsers convert text (`"2e-5"`, `"4"`); some frameworks take the values of their loader and convert only dtypes.
+A value that cannot be converted is left as it is, and the caller is told what was expected.
 """
 
 import re

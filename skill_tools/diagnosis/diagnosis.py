@@ -1,7 +1,7 @@
 """The diagnosis of a failed or slow run's log: what is known of it, its cause, memory, steps, and what to do next.
 
 Where the log gives a number that a plan can use (the GPU and its capacity, the bytes that were allocated, the host's
-memory), the diagnosis hands it over: the plan's budget is lowered by what the run needed beyond its prediction.
+memory), the diagnosis passes it on: the plan's budget is lowered by what the run needed beyond its prediction.
 """
 
 import statistics

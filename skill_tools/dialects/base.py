@@ -1,8 +1,8 @@
 """What a dialect is: everything that the tools need to know about one framework, as one object.
 
-A subclass says what differs from the defaults here; `compose` it has to write, for plans `run` and `candidates` too.
-The object's module is small and loads the mechanics when they are called, because every dialect is asked for evidence
-in each lint.
+A subclass overrides what differs from the defaults here; it must define `compose`, and for plans `run` and
+`candidates`. The object's module is small and loads the other modules of its dialect when they are needed, because
+each lint asks every dialect for evidence. Explained in docs/design.md.
 """
 
 from abc import ABC, abstractmethod

@@ -1,8 +1,8 @@
 """Ways to fit: what a plan can propose, in each dialect's own settings.
 
-A `Candidate` is a mode for the memory and time model together with the settings that switch it on (and
-others off) in the user's framework. This module knows which combinations exist; whether one is legal,
-`legality.py` asks the rules.
+A `Candidate` is a mode for the memory and time model together with the settings that switch it on (and others off) in
+the user's framework. This module knows which combinations exist; `planning/search/legality.py` asks the rules whether
+one is legal.
 """
 
 from collections.abc import Iterator, Mapping

@@ -1,6 +1,6 @@
 """Typed reading of a Config: "an integer under any of these names, if anybody set one".
 
-Values that a user wrote but that cannot be what the name means end as one clear line that points at them.
+A value that cannot be what its name means ends in one error line that points at it.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""Finds what a file of another kind holds for us: the command of a task, the DeepSpeed block of a GPT-NeoX file.
+"""Finds configurations in files of other kinds: the command of a task, the DeepSpeed block of a GPT-NeoX file.
 
 A Kubernetes manifest, a SkyPilot or a dstack task is no training configuration, but the command in it may start one.
 The command becomes a source of its own, a shell text in which each word stands at the line and column that it has in

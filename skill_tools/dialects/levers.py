@@ -1,7 +1,7 @@
 """What a run may change beside offloading, for a plan where no offload fits: each change with the settings for it.
 
-A dialect yields the levers that its framework has (`Dialect.levers`), of each kind the smallest first. Whether one
-helps, the planner works out: it reads the run again with the lever's settings and searches it again.
+A dialect yields the levers that its framework has (`Dialect.levers`), of each kind the smallest first. To see whether
+one helps, the planner reads the run again with the lever's settings and repeats the search.
 """
 
 from collections.abc import Iterator, Mapping

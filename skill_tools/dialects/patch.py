@@ -1,7 +1,7 @@
 """A plan's proposal as text: the change that a user makes, and how settings become YAML or exports.
 
-The text is a proposal; nothing is written to the user's files. How a framework spells and combines the parts its
-dialect says (`Dialect.patch`).
+The text is a proposal; nothing is written to the user's files. Its dialect decides how a framework spells and
+combines the parts (`Dialect.patch`).
 """
 
 from collections.abc import Mapping

@@ -1,7 +1,8 @@
-"""The one way from files, text and overrides to a `Config`: whose they are, then that dialect composes them.
+"""The one way from files, text and overrides to a `Config`: finds their dialect, which then composes them.
 
 Each dialect says what in an input proves that it is its own. One proof decides; none, or two that exclude each other,
-is an error: a guess would lint against the wrong rules. A proof of a dialect that the other embeds excludes nothing.
+is an error: a guess would lint against the wrong rules. Proofs of a dialect and of one that it embeds do not exclude
+each other.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""The dialects by name. One that is asked for is loaded; the others are not, unless an input has to be recognised."""
+"""The dialects by name. A dialect is loaded when it is asked for; all are only if an input has to be recognised."""
 
 import importlib
 from functools import cache

@@ -1,8 +1,7 @@
 """One training run as the planner sees it: a shape, a layout, precisions, and how activations are kept.
 
-It is where dialects and planner meet: each dialect builds it from what the user wrote, memory and time are computed
-from it alone. Whatever was not written and had to be
-assumed stands in `assumptions`, in words.
+Each dialect builds it from what the user wrote, and the planner computes memory and time from it alone. What was not
+written and had to be assumed is listed in `assumptions`, in words.
 """
 
 from enum import StrEnum

@@ -1,8 +1,8 @@
 """How the trainers of Hugging Face's models share a model's weights, gradients and states between GPUs, for a plan.
 
-FSDP and DeepSpeed come to them in several spellings; what a plan needs of either is here. Sharding is counted in ZeRO's
-stages: 0 nothing, 1 states, 2 and gradients, 3 and weights. How many bytes Hugging Face keeps a parameter is assumed in
-words.
+These trainers spell FSDP and DeepSpeed in several ways; what a plan needs of either is here. Sharding is counted in
+ZeRO's stages: 0 nothing, 1 states, 2 and gradients, 3 and weights. The bytes per parameter that Hugging Face keeps
+are an assumption, which the plan states in words.
 """
 
 from collections.abc import Iterable, Iterator, Mapping

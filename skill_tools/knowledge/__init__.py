@@ -1,8 +1,8 @@
-"""The facts, as data, and the one way to their compiled form.
+"""The facts, as data, and the loader of their compiled form.
 
 People write YAML; `index.json` is what the commands load, because parsing the YAML would cost more than the lint or
-the plan itself. `rules/index.py` writes it. A framework from elsewhere brings a folder of its own, which `add` joins.
-Nothing here interprets a fact.
+the plan itself. `rules/index.py` writes it. A framework that is not ours brings a folder of its own, which `add`
+registers. Nothing here interprets a fact.
 
 - key: a setting under its canonical name (`keys.yaml`, `keys/*.yaml`), with each framework's spelling, type and default
 - vocabulary: every name that a framework accepts (`vocabulary/NAME.txt`), so that a misspelt one is seen

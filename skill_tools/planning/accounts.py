@@ -1,4 +1,4 @@
-"""One line of a plan's two accounts, memory and time, each with the formula that made it."""
+"""One line of a plan's two accounts, memory and time, each with its formula."""
 
 from typing import NamedTuple
 

@@ -1,8 +1,8 @@
 """The findings of one lint call for people: a block each, with the source line, the consequence and the change.
 
 Apart because only this form looks at a terminal: it keeps to the terminal's width, and has colours where there is one
-(`NO_COLOR` and `TERM=dumb` turn them off). The colours are written here: rich, which other commands draw their progress
-with, takes longer to import than a file takes to lint.
+(`NO_COLOR` and `TERM=dumb` turn them off). The colours are written here, because importing rich, which other commands
+draw their progress with, takes longer than linting a file. Explained in docs/design.md (decision 14).
 """
 
 import os

@@ -1,8 +1,8 @@
-"""The documents of a checkout: which of them are rendered and with which text, and everything that is wrong with them.
+"""The documents of a checkout: which of them are rendered, with which text, and all problems in them.
 
-`offload card render` writes the rendered ones, `offload card check` compares them. Both first hold the data to its
-schemas: the card, the keys and the rules. The check also holds the card to the rules and keys it names, the pages to
-the tree and the commands, and the version to itself.
+`offload card render` writes the rendered ones, `offload card check` compares them. Both first check the data against
+its schemas: the card, the keys and the rules. The check also compares the card with the rules and keys that it names,
+the pages with the files and commands that they name, and the places that state the version with each other.
 """
 
 import json

@@ -1,8 +1,7 @@
 """Findings for code review in CI: GitHub workflow commands, and SARIF 2.1.0 for code scanning.
 
 GitHub shows workflow commands on the lines of a pull request. In SARIF, uris are relative where the user named the
-file so, and a finding's fingerprint leaves its line out, so that a file which grows does not turn every old finding
-into a new one.
+file so, and a finding's fingerprint does not contain its line, so that old findings stay old when the file grows.
 """
 
 import hashlib

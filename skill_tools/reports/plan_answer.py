@@ -1,6 +1,6 @@
-"""A plan's answer in ten lines: does it fit, what to change, what that frees, takes and costs, and what it rests on.
+"""A plan's answer in ten lines: whether it fits, what to change, what that frees, takes and costs, what it assumes.
 
-Where nothing fits, the answer is why, and the three cheapest ways that do. Everything else is `plans.details`.
+If nothing fits, the answer says why and gives the three cheapest ways to fit. Everything else is `plans.details`.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -1,11 +1,11 @@
 """The rules as Markdown: a page for each, which `explain` prints too, an index, and the coverage of known constraints.
 
 A rule is described in one way everywhere: what, why (in the framework's own words), wrong, right, versions, fix,
-evidence. The folder of all pages is built (`offload card pages`, and by the wheel) and not kept.
+evidence. The folder of all pages is built (by `offload card pages`, and for the wheel) and not kept in git.
 
 The known constraints are `knowledge/coverage/inventory*.txt`, found in the sources of the frameworks before any rule
-was written. Each is a rule or has a reason in `knowledge/coverage/*.yaml`; a test holds inventory, rules and reasons
-to each other.
+was written. Each is covered by a rule or has a reason in `knowledge/coverage/*.yaml`; a test compares inventory,
+rules and reasons.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""What the linter says: findings, and the rules that could not be decided.
+"""The linter's results: findings, and the rules that could not be decided.
 
 Plain frozen data with no behaviour but its order. `schema/findings.schema.json` describes its JSON form;
 `reports/findings.py` renders it.

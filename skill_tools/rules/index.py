@@ -1,8 +1,8 @@
 """Compiles the YAML that people write into `index.json`, which the commands load, and `examples.json`.
 
-Keys and rules are a lint's, models and hardware a plan's, messages a diagnosis's. Compiling also parses each rule's
-condition, and answers which of its version ranges are no condition at all and where it cannot hold unless somebody
-sets one of its keys, so that a lint parses no text, asks few of the rules and, without stated versions, compares none.
+A lint loads keys and rules, a plan models and hardware, a diagnosis messages. Compiling also parses each rule's
+condition, finds the version ranges that every known release satisfies, and finds the rules that cannot hold unless
+one of their keys is set. So a lint parses no text, evaluates few rules and, without stated versions, compares none.
 `offload card render` writes the index; a test fails when it is stale.
 """
 

@@ -1,8 +1,8 @@
 """Findings about the input itself: keys that the framework does not know, values that a key cannot hold, and
 values that the framework replaces by itself.
 
-A reader has seen them already; here they get the id, the words and the severity of a rule. What an unknown key or a
-value of a wrong type leads to differs by framework and by form, so a dialect says which rule is about it.
+The reader has found them already; here they get the id, the text and the severity of a rule. The effect of an unknown
+key or a wrong type differs by framework and file format, so the dialect says which rule is about it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

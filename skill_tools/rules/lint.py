@@ -1,7 +1,7 @@
-"""The linter: holds one configuration to the rules. A pure function; nothing is read or written.
+"""The linter: checks one configuration against the rules. A pure function; nothing is read or written.
 
-A planner asks it what is legal, the `lint` command asks it what is wrong. Suppressions are the command's
-affair (`suppress`), because a plan must not be legal only by comment.
+A planner asks it what is legal, the `lint` command asks it what is wrong. The command applies suppressions
+(`suppress`), because no comment may make a plan legal.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Puts a rule's sentence and the user's own values together.
+"""Builds a finding's message from a rule's text and the user's own values.
 
 A message names every key that decided the rule, as the user wrote it, with its value and its line, so that it
 is understood without opening the configuration.

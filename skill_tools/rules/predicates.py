@@ -1,7 +1,7 @@
-"""Named predicates for what a condition's operators cannot say. Keep them few.
+"""Named predicates for what a condition's operators cannot express. Keep them few.
 
-A predicate takes plain values and returns one; it is never called with an unknown value, because the engine
-answers `UNKNOWN` itself then. It must answer for every type, as user input may hold anything.
+A predicate takes plain values and returns one; it is never called with an unknown value, because the engine answers
+`UNKNOWN` itself then. It must accept every type, because user input may hold anything.
 """
 
 from collections.abc import Callable, Mapping

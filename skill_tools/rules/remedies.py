@@ -1,7 +1,8 @@
-"""What a finding's remedy changes, and what it leads to: the errors and warnings that would come a round later.
+"""What a finding's remedy changes, and the errors and warnings that this change would lead to.
 
-A remedy is tried on the configuration's settings, and the rules about its keys are asked again; so are the remedies of
-what it brings about, until nothing new appears. Choices (manual fixes) cannot be tried.
+A remedy is tried on the configuration's settings, and the rules about its keys are evaluated again. The remedies of
+new findings are tried in turn, until nothing new appears. Choices (manual fixes) cannot be tried. Explained in
+docs/design.md (decision 15).
 """
 
 from collections.abc import Mapping, Sequence

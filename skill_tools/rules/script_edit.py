@@ -1,7 +1,7 @@
 """Edits one flag in the text of a launch script and leaves every other character alone.
 
-A flag is edited where it stands as plain words; one that comes out of quotes, of a variable's expansion or of any other
-construct of the shell is refused: the result is None, and the caller says in words what to change.
+A flag is edited only if it is written as plain words. If it comes from quotes, from a variable's expansion or from
+any other construct of the shell, the result is None, and the caller says in words what to change.
 """
 
 import re

@@ -1,9 +1,9 @@
 """What a condition reads: the value that a key has in one configuration, set or by default.
 
-A `Scope` answers every name of `conditions` and fills itself as it is asked. A value is `UNKNOWN` when
-nobody set the key and its default is not known: for this release, for this dialect, or because a recipe
-that we do not see usually sets it. A value that cannot be read statically is unknown, and so is one
-that its key cannot hold; the latter has a finding of its own.
+A `Scope` returns the value of every name in `conditions` and caches it. A value is `UNKNOWN` when nobody set the key
+and its default is not known: for this release, for this dialect, or because a recipe that is not among the inputs
+usually sets it. A value that cannot be read statically is unknown, and so is one that its key cannot hold; the latter
+has a finding of its own.
 """
 
 import re

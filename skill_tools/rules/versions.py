@@ -1,4 +1,4 @@
-"""Releases: what the user runs, what a rule asks for, and how far one answers the other.
+"""Releases: what the user runs, what a rule requires, and whether the one satisfies the other.
 
 Facts about releases are in `knowledge/releases.yaml`. `packaging` is imported only when a version is
 compared, because most lints state none and its import would double their time.

@@ -1,6 +1,7 @@
-"""New weights go to the device, and their readers learn when to go on.
+"""Copies new weights to the device, and tells their readers when to go on.
 
-All pieces of a member are copied at once, on the stream of weights, so that a parameter is old or new and never torn.
+All pieces of a member are copied together, on the H2D stream for weights, so that a parameter is either old or new,
+never a mixture.
 
 Explained in docs/optimizer-offloading.md.
 """

@@ -1,8 +1,8 @@
-"""The CPU share: gradients in, one update a bucket by deadline, weights out.
+"""The CPU share: copies gradients in, updates one bucket at a time in deadline order, copies weights out.
 
 `GradientMover` brings a gradient to its bucket, `DeadlineWorkers` runs the bucket's update in the order in which the
-next forward needs weights, `Publisher` sends the new weight to the device, and `wait_for` is where its reader waits.
-When each may start is decided above. Explained in docs/optimizer-offloading.md.
+next forward needs weights, `Publisher` copies the new weight to the device, and its reader waits in `wait_for`. The
+optimizer above decides when each may start. Explained in docs/optimizer-offloading.md.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
 """Runs jobs on a few threads in the order of their deadlines.
 
-A job is due when the next forward needs its result: the earliest deadline among the jobs whose gradients have
-arrived goes first, which hides the most work behind forward and backward. The threads are the optimizer's own
-and each computes on one core, so `OMP_NUM_THREADS=1`, which torchrun sets, starves nobody, and the caller's own
-thread setting is left alone.
+A job is due when the next forward needs its result. Among the jobs whose gradients have arrived, the one with the
+earliest deadline runs first, which hides the most work behind forward and backward. The threads are the optimizer's
+own and each computes on one core. So `OMP_NUM_THREADS=1`, which torchrun sets, does not slow them, and the caller's
+thread setting is not changed.
 
 A job that fails is kept: its error is raised once, by the caller's next call, and the call after that runs the job
-again. Where that cannot help (`step.is_lasting`) all work stops, and every call raises.
+again. If that cannot help (`step.is_lasting`), all work stops, and every call raises.  Explained in
+docs/optimizer-offloading.md, "Timeline of a step".
 """
 
 from __future__ import annotations

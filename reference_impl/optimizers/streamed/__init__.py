@@ -1,4 +1,4 @@
-"""The streamed share: optimizer states that live on the host and visit the GPU for their update.
+"""The streamed share: optimizer states that are kept on the host and copied to the GPU for their update.
 
 Explained in docs/optimizer-state-offloading.md. The modules, from the bottom up: `chunks` (geometry), `packing` (states
 in fewer bits), `compact` (moments in 8 bits), `slots` (device buffers), `update` (the kernels of one chunk), `storage`
@@ -20,6 +20,7 @@ in fewer bits), `compact` (moments in 8 bits), `slots` (device buffers), `update
 - extra slot: a temporary one, allocated during backward in memory that backward has freed (the page calls this
   memory borrowed).
 - prefetch: to copy a chunk of the next step into a slot before that step begins.
-- split member: one that the CPU updates in part. Its new streamed weights are kept apart until the CPU's are there too.
+- split member: one that the CPU updates in part. Its new streamed weights are kept apart until the CPU has updated
+  its part too.
 - queue: to give copies and kernels to their streams; the host does not wait for them.
 """

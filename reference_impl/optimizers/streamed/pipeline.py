@@ -8,8 +8,8 @@ somebody waits for: a full launch queue would make it wait until most of the upd
 should hide the update has been launched. Slots that become free at the end take the first chunks of the next step,
 which therefore arrive behind forward and backward.
 
-The pipeline knows chunks and gradients. Which of them take part, and who waits for the weights, is up to `share`.
-Every slot is either idle, or holds a chunk in `_loaded`, or is retired: it changes its place where nothing can fail.
+The pipeline knows chunks and gradients. `share` decides which of them take part and who waits for the weights. Every
+slot is either idle, or holds a chunk in `_loaded`, or is retired; it moves between these where nothing can fail.
 
 Any operation may raise before it has had an effect, as where memory is short. A step is planned (`plan`, which changes
 nothing), begun (`begin`, assignments alone) and then carried out by whoever calls `advance`, `queue_for` or `finish`:

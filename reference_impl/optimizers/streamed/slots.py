@@ -1,8 +1,8 @@
 """The device buffers that chunks pass through: three permanent slots, and extra ones for a while.
 
-An extra slot is allocated during backward, in memory that backward has freed, so that more of the next step comes in
-early. It goes back to the allocator when no more chunks need it and its last chunk has been copied out. The host asks
-whether that copy is done; neither it nor the compute stream waits.
+An extra slot is allocated during backward, in memory that backward has freed, so that more of the next step is
+prefetched. It returns to the allocator when no more chunks need it and its last chunk has been copied out. The host
+asks whether that copy is done; neither it nor the compute stream waits.
 
 Explained in docs/optimizer-state-offloading.md, "Memory borrowed from backward".
 """

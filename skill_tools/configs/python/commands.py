@@ -1,8 +1,8 @@
-"""Finds the command lines that a Python file hands on: to a process, to an argument parser, in `sys.argv`.
+"""Finds the command lines that a Python file passes on: to a process, to an argument parser, in `sys.argv`.
 
-Apart because a file that hands on none is not even followed.
+Apart because a file that passes on none is not followed at all.
 
-A part that cannot be read stays as a variable that nobody sets, which the shell reader knows as unknown.
+A part that cannot be read becomes an unset variable, which the shell reader treats as unknown.
 """
 
 import ast

@@ -1,4 +1,4 @@
-"""What an expression of a Python recipe is worth, as far as its text tells.
+"""The value of an expression in a Python recipe, as far as its text tells.
 
 Configuration objects are `Section`s: their fields are kept with every value they were given and its place. What
 a function of another module returns is an empty section: fields may be set on it, but it has no value itself.

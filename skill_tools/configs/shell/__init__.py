@@ -1,4 +1,6 @@
-"""Reads launch scripts without running them; `launch` is the one door, the rest is loaded when there is a script.
+"""Reads launch scripts without running them; `launch` is the entry, the rest is loaded when there is a script.
+
+Explained in docs/design.md (decision 8).
 
 - word, part: a piece of the script between blanks, and a stretch of it: literal text, an expansion, a command's output
 - field, piece: what a word becomes when variables are expanded, and a stretch of it that knows its place

@@ -1,6 +1,6 @@
 """Finds the training command in a launch script: its arguments, and the environment that it gets.
 
-It is the one door to the shell reader, which is loaded only when there is a script or a command line to read.
+It is the only entry to the shell reader, which is loaded only when there is a script or a command line to read.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -1,8 +1,8 @@
 """Follows a shell script statically: which commands it would run, with which words and which environment.
 
-Nothing is executed: variables, arrays and defaults are expanded by `shell_variables`, and conditions on known values
-are decided by `shell_tests`. An argument that depends on the caller's environment or on a command's output is
-not `resolved`; one that stands in a branch that may or may not run is not `certain`.
+Nothing is executed: variables, arrays and defaults are expanded by `variables`, and conditions on known values are
+decided by `tests`. An argument that depends on the caller's environment or on a command's output is not `resolved`;
+one that stands in a branch that may or may not run is not `certain`.
 """
 
 import re

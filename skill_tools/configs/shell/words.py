@@ -1,7 +1,7 @@
 """Splits a shell script into words and operators, each word made of parts that know their place.
 
 Quoting, escapes, line continuations, comments, expansions and here-documents are told apart here and nowhere else.
-Nothing is expanded and nothing is ever run: `shell` gives the words a value.
+Nothing is expanded or run here: `variables` gives the words a value.
 """
 
 import re

@@ -1,7 +1,8 @@
 """Accelerate: its configuration file, and the options of `accelerate launch` on top of it.
 
-- section: what the file and the launcher's options say; its keys are canonical under `accelerate.` wherever they stand
-- active: said of the section of the file that the launcher reads: the one of its distributed type, or of its flag
+- section: the settings of the file and of the launcher's options; its keys are canonical under `accelerate.` wherever
+  they stand
+- active: describes the section of the file that the launcher reads: that of its distributed type, or of its flag
 """
 
 ACCELERATE = "accelerate"

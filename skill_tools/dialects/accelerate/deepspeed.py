@@ -1,4 +1,4 @@
-"""What Accelerate hands DeepSpeed: the file that it names, or a JSON made of a few fields; `deepspeed.*` keys both.
+"""What Accelerate gives DeepSpeed: the file that it names, or a JSON made of a few fields; both as `deepspeed.*` keys.
 
 Fields of the command line and the environment count where the file says "auto", and nowhere else in it.
 Facts: accelerate/utils/dataclasses.py::DeepSpeedPlugin of 1.13.0 to 1.15.0.

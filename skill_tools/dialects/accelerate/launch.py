@@ -1,6 +1,6 @@
 """Reads `accelerate launch --config_file X --use_fsdp .. script.py ..`: the file, then the options above it.
 
-What follows the script is not the launcher's; it is returned for the dialect that knows the script.
+Words after the script are not the launcher's; they are returned for the dialect that knows the script.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,6 +1,7 @@
-"""Builds the planner's run from a configuration of Accelerate: what its file decides, the rest assumed in words.
+"""Builds the planner's run from a configuration of Accelerate: what its file decides, plus stated assumptions.
 
-The file shards and offloads; sequence, batch and adapters are the script's, so `--overrides seq_length=N` says them.
+The file shards and offloads; sequence, batch and adapters are the script's, so they are given by
+`--overrides seq_length=N`.
 """
 
 from skill_tools.configs.config import Config

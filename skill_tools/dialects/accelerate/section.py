@@ -1,10 +1,10 @@
 """Writes what Accelerate gets into the draft of whoever trains under it: file, options of the launcher, environment.
 
-The launcher goes from the file to the options, and what neither says it leaves to the environment that it inherits.
-All of it then goes into the environment of the training process, which the plugins of Accelerate read. `settle` stands
-for the plugins: it says which section counts, which values they refuse, and what DeepSpeed's JSON becomes.
-The draft has to embed `accelerate` and `deepspeed`. Facts: commands/launch.py, utils/launch.py and utils/dataclasses.py
-of accelerate 1.13.0 to 1.15.0.
+The launcher takes options over the file, and what neither sets from the environment that it inherits. It writes all
+of this into the environment of the training process, where the plugins of Accelerate read it. `settle` does what the
+plugins do: it decides which section counts, which values are refused, and what DeepSpeed's JSON becomes. The draft
+has to embed `accelerate` and `deepspeed`. Facts: commands/launch.py, utils/launch.py and utils/dataclasses.py of
+accelerate 1.13.0 to 1.15.0.
 """
 
 from collections.abc import Sequence

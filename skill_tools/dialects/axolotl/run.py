@@ -1,7 +1,7 @@
 """Builds the planner's run from an Axolotl configuration: full fine-tuning, LoRA or QLoRA, sharded or not.
 
-Axolotl trains Hugging Face models eagerly. What its YAML does not say and Hugging Face decides (dtypes of
-states, mixed precision under FSDP) is assumed in words. RL trainers and multimodal towers are not modelled.
+Axolotl trains Hugging Face models eagerly. What Hugging Face decides and the YAML does not say (dtypes of states,
+mixed precision under FSDP) is a stated assumption. RL trainers and multimodal towers are not modelled.
 """
 
 from pathlib import PurePath

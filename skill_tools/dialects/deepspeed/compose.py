@@ -1,7 +1,7 @@
 """Reads a DeepSpeed JSON, or the one that a launch line names: `deepspeed train.py --deepspeed X.json`.
 
-The other arguments of such a line are the script's own, so nothing is said of them. Apart because a lint asks the
-dialect for evidence alone.
+The other arguments of such a line are the script's own and are not judged. Apart because a lint asks the dialect for
+evidence alone.
 """
 
 from collections.abc import Sequence

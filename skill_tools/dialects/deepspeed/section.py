@@ -1,8 +1,8 @@
-"""Writes a DeepSpeed configuration into the draft of whoever embeds it: inline, or from the file that is named.
+"""Writes a DeepSpeed configuration, inline or from a named file, into the draft of the dialect that embeds it.
 
 A file of its own keeps its own spelling (`zero_optimization.stage`), an inline mapping the one of the file around it.
-The draft has to embed `deepspeed`. Source of what fits: `deepspeed/runtime/config.py` and the configuration classes
-beside it, which are pydantic's in its lax mode.
+The draft has to embed `deepspeed`. Source of the accepted types: `deepspeed/runtime/config.py` and the configuration
+classes beside it, which are pydantic's in its lax mode.
 """
 
 import re

@@ -1,8 +1,8 @@
 """Megatron Core inside another framework: its keys keep their canonical names, so that its own rules read them.
 
-A framework that builds Megatron's configuration classes itself hands some of its keys on to them. Its reader says here
-which; where Megatron Bridge has a field (`model`, `optimizer`, `ddp`), there this module looks up what it is called.
-Which rules apply is said by `SHARED_CODE`: those about code that runs whoever calls it.
+A framework that builds Megatron's configuration classes itself passes some of its keys on to them. Its reader says
+here which ones; this module finds their canonical names in the sections of Megatron Bridge (`model`, `optimizer`,
+`ddp`). `SHARED_CODE` decides which rules apply: those about code that runs whoever calls it.
 """
 
 from collections.abc import Mapping

@@ -1,6 +1,6 @@
-"""The layout of a run: how many GPUs, how the framework's own sizes divide them, and whether the model divides so.
+"""The layout of a run: how many GPUs, how the framework's own sizes divide them, and whether the model divides too.
 
-What does not divide is refused, as Megatron would refuse it after the nodes have started.
+A model that does not divide is refused, as Megatron would refuse it after the nodes have started.
 """
 
 import re

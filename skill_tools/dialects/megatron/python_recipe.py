@@ -1,8 +1,8 @@
 """Reads a Python recipe statically: what it assigns to the configuration, without importing or running it.
 
-One recipe is the function that returns the configuration, or the script itself where no function does. A file
-with several asks for `file.py::function`. `python_statements` follows the code; here the recipe is chosen and
-the sections it leaves behind are written into the draft.
+One recipe is the function that returns the configuration, or the script itself where no function does. A file with
+several needs `file.py::function`. `configs.python.statements` follows the code; this module chooses the recipe and
+writes its sections into the draft.
 """
 
 import ast

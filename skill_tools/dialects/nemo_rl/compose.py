@@ -1,7 +1,7 @@
-"""Reads NeMo-RL's YAML over its parents, then overrides, and hands on what the policy hands on to Megatron.
+"""Reads NeMo-RL's YAML over its parents, then overrides, and passes on what the policy passes on to Megatron.
 
-A parent is looked for beside the file that names it. One that is not there leaves open whatever is not set. Which keys
-reach Megatron was read from `nemo_rl/models/megatron/setup.py`: those with a canonical name of Megatron's
+A parent is looked for beside the file that names it. If it is not there, every key that is not set is unknown. Which
+keys reach Megatron was read from `nemo_rl/models/megatron/setup.py`: those with a canonical name of Megatron's
 (`knowledge/keys/nemo_rl.yaml`), every key of `optimizer`, and every field of `model_overrides`.
 """
 

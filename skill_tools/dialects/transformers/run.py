@@ -1,6 +1,6 @@
 """Builds the planner's run from a Trainer's arguments: full fine-tuning or adapters, under FSDP, DeepSpeed or neither.
 
-What the arguments do not say and the model's own configuration or the script decides is assumed in words. Rewards,
+What the model's own configuration or the script decides and the arguments do not say is a stated assumption. Rewards,
 reference models and generation engines are not modelled.
 """
 

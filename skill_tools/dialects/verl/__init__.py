@@ -2,7 +2,7 @@
 
 - role: actor, reference model or critic, each with an engine of its own
 - engine: what trains a role: FSDP, Megatron, VeOmni, torchtitan, Automodel
-- closed: said of a mapping whose keys an override can only change; a plus adds one
+- closed: describes a mapping whose keys an override can only change; `+key` adds one
 """
 
 VERL = "verl"

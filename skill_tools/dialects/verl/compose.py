@@ -1,8 +1,8 @@
-"""Reads verl's command lines and YAML, and hands on to Megatron's keys what verl hands on to Megatron.
+"""Reads verl's command lines and YAML, and writes what verl passes on to Megatron to Megatron's keys.
 
-verl's own configuration files are the base: a key that no override sets has their value, unless the run names a
-configuration or a program of somebody else's. The groups that exchange an engine (`model_engine=megatron`,
-`engine=veomni`, the configuration `ppo_megatron_trainer`) set the strategies that they bring.
+verl's own configuration files are the base: a key that no override sets has their value, unless the run names another
+configuration or program than verl's. The groups that exchange an engine (`model_engine=megatron`, `engine=veomni`,
+the configuration `ppo_megatron_trainer`) set the strategies that they bring.
 """
 
 import re

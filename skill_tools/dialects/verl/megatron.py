@@ -1,9 +1,10 @@
-"""What verl hands on to Megatron Core, for the actor or the SFT trainer where its strategy is `megatron`.
+"""What verl passes on to Megatron Core, for the actor or the SFT trainer if its strategy is `megatron`.
 
-The engine builds Megatron's model from Bridge's provider and sets every key of `override_transformer_config` on it; its
-OptimizerConfig gets a fixed few of verl's own keys (they have Megatron's canonical names, `knowledge/keys/verl.yaml`),
-then every key of `override_optimizer_config`, and so DDP's. What else stands in those sections never reaches Megatron.
-Reference model and critic have such sections too; they are not read. Apart because it is about two frameworks at once.
+The engine builds Megatron's model from Bridge's provider and sets every key of `override_transformer_config` on it;
+its OptimizerConfig gets a fixed few of verl's own keys (they have Megatron's canonical names,
+`knowledge/keys/verl.yaml`), then every key of `override_optimizer_config`; DDP's configuration is filled likewise.
+What else stands in those sections never reaches Megatron. Reference model and critic have such sections too; they are
+not read. Apart because it is about two frameworks at once.
 """
 
 from skill_tools.configs.draft import Draft

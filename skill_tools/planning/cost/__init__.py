@@ -1,4 +1,6 @@
-"""What a mode costs, in seconds: compute, recompute, copies and the update, for one machine's rates.
+"""What a mode costs, in seconds: compute, recompute, copies and the update, at one machine's rates.
+
+See docs/choosing.md.
 
 Glossary:
     pace: seconds of a micro-batch's forward and backward on one GPU, without offload or recompute.

@@ -1,10 +1,9 @@
 """What computing activations again costs: a framework's recompute, and the share that an activation budget chooses.
 
-`reference_impl`'s budget decides which saved bytes to compute again and which to offload. Copies are free while
-the link keeps up with the compute beside them; computing again costs what the operation cost. So the results that
-are cheapest to compute again go first, and the rest crosses the link. The engine decides tensor by tensor from a
-measured step; this module makes the same trade for kinds of tensors, from rates. Explained in
-docs/activation-offloading.md.
+`reference_impl`'s budget decides which saved bytes to compute again and which to offload. Copies are free while the
+link keeps up with the compute beside them; computing again costs what the operation cost. So the results that are
+cheapest to compute again are recomputed, and the rest is copied. The engine decides tensor by tensor from a measured
+step; this module makes the same trade for kinds of tensors, from rates. Explained in docs/activation-offloading.md.
 """
 
 from collections.abc import Iterator

@@ -1,8 +1,7 @@
-"""The range that a step's time lies in: the same prediction for the slowest and the fastest machine that it may be.
+"""The range of a step's time: the same prediction for the slowest and the fastest machine that may be meant.
 
-A machine that is known by name is somebody's: its link, the host that stands around it and how busy that is are not
-known. One that was probed is known within what a step differs from run to run. How far each rate may be off is a fact
-in `hardware.yaml`.
+Of a machine that is known by name, the link, the host and the load on the host are not known. A probed machine is
+known as closely as a step repeats from run to run. How far each rate may be off is a fact in `hardware.yaml`.
 """
 
 from typing import NamedTuple

@@ -1,7 +1,7 @@
-"""The moments of a traced step: what is alive in each of its spans, less what a mode has moved away by then.
+"""The moments of a traced step: the live bytes in each of its spans, less those that a mode has offloaded by then.
 
-Layers whose saved results have left come back one ahead of their backward. Finished gradients count as far as they
-stay on the GPU.
+Offloaded layers are copied back one ahead of their backward. Final gradients count if they stay on the GPU. Explained
+in docs/tracing.md.
 """
 
 from functools import lru_cache

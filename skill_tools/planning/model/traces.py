@@ -1,7 +1,7 @@
-"""Model profiles that `offload trace` wrote: the ones that ship, found by a model's shape, and a user's own.
+"""Model profiles that `offload trace` wrote: those that ship, found by a model's shape, and a user's own.
 
-A profile is used for the model that it was traced from and for no other. One that ships is read only when its model is
-planned for; reading it needs neither torch nor transformers.
+A profile is used for the model that it was traced from and for no other. One that ships is read only when its model
+is planned for; reading it needs neither torch nor transformers. Explained in docs/tracing.md.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""What to do: candidates that are legal, ranked under budgets.
+"""Searches for the best plan: candidates that are legal, ranked under budgets. See docs/choosing.md.
 
 - candidate: one way to run, in the dialect's own settings (`dialects.candidates`)
 - legality: what the linter's rules say of a candidate: what rules it out, what to watch, which unset keys decide

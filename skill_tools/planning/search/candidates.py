@@ -1,8 +1,7 @@
 """The search: every legal combination of a dialect's mechanisms, each with the least offload that fits a budget.
 
-A combination that offloads the optimizer has one free number, the fraction. Less is always faster and needs
-less host memory, so for each combination the smallest hundredth that fits the GPU is the only one worth a
-look.
+A combination that offloads the optimizer has one free number, the fraction. Less is always faster and needs less host
+memory, so for each combination only the smallest hundredth that fits the GPU is considered.
 """
 
 import math

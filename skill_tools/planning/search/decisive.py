@@ -1,8 +1,8 @@
-"""The one assumption of a plan that moves its answer most, with what removes it.
+"""The one assumption that changes a plan's answer most, with what would replace it by a fact.
 
-What a plan is made for comes before how it is computed: a file that is not here, then the sizes of the run, then the
-machine, then the formulas. Within each, what moves more bytes comes first. Apart because reports of plans and of
-diagnoses would both say it.
+Assumptions about the run come before those of the computation: a missing file, then the sizes of the run, then the
+machine, then the formulas. Within each, the one that changes more bytes comes first. Apart because the reports of
+plans and of diagnoses both print it.
 """
 
 import re

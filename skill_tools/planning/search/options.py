@@ -1,4 +1,4 @@
-"""One evaluated candidate, the budgets it is held against, the order of preference, and a way to fit by other means."""
+"""An evaluated candidate, the budgets that it must keep, the order of preference, and a way to fit by other means."""
 
 from typing import NamedTuple
 

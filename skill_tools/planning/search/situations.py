@@ -1,7 +1,7 @@
-"""The answer when no shape is known: the card's decision table, held against what the configuration does say.
+"""The answer when no shape is known: the card's decision table, compared with what the configuration says.
 
-It computes nothing. Each row of `card.yaml`'s decisions is kept with its situation, and where its condition
-can be read from the configuration, with whether it applies here.
+It computes nothing. Each row of `card.yaml`'s decisions is kept with its situation. If its condition can be read from
+the configuration, the row also says whether it applies here.
 """
 
 from collections.abc import Mapping

@@ -1,9 +1,9 @@
-"""What fits where no offload alone does: the framework's levers, each searched again, and the three cheapest of them.
+"""What fits if no offload alone does: the framework's levers, each searched again, and the three cheapest of them.
 
-A lever's settings are laid over the configuration, the dialect reads the run again, and its candidates are searched as
-for any plan; what the rules say of a candidate is known from the plan. Of each kind the smallest change that fits is
-kept. Where fewer than three kinds fit on their own, they are tried on top of those that leave the training as it is
-and are not enough alone. A way that breaks a rule which the configuration does not break already is none.
+A lever's settings are laid over the configuration, the dialect reads the run again, and its candidates are searched
+as for any plan; the rules' verdicts on the candidates are taken from the plan. Of each kind the smallest change that
+fits is kept. If fewer than three kinds fit on their own, they are tried together with levers that do not change the
+training and are not enough alone. A change that breaks a rule which the configuration did not break is dropped.
 """
 
 from collections.abc import Callable, Iterable, Mapping
