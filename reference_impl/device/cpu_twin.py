@@ -2,6 +2,8 @@
 
 It makes the same copies between two tiers of ordinary memory, at once, so that values, lifetime and memory can be
 tested on any machine. The ledger counts its bytes.
+
+Explained in docs/design.md (decision 5).
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""CUDA: asynchronous copies on streams of their own, ordered by events."""
+"""CUDA: asynchronous copies on streams of their own, ordered by events.
+
+Explained in docs/design.md (decisions 5 and 10 to 12).
+"""
 
 from __future__ import annotations
 

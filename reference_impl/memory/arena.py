@@ -5,6 +5,8 @@ the next user orders its own copy behind that event on the device, so neither si
 of equal size are recycled first, which is what training does from its second step on.
 
 No signal interrupts the bookkeeping half-way. Slabs are made while no lock is held, because that takes long.
+
+Explained in docs/activation-offloading.md.
 """
 
 from __future__ import annotations

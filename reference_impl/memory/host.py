@@ -3,6 +3,8 @@
 `host_book` counts what arenas hand out (live) and what they have reserved (pinned slabs), with the peak since
 the last reset. `available_bytes` reads what the kernel and the container still grant, because running out of
 host memory kills a job without a traceback.
+
+Explained in docs/activation-offloading.md.
 """
 
 from __future__ import annotations

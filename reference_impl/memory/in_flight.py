@@ -4,6 +4,8 @@ A copy stream reads a tensor that the compute stream owns. Dropping the last ref
 allocator give its memory to the next kernel; dropping it late costs peak memory. An entry is released when its event
 has been reached or, beyond `limit_bytes`, after the compute stream has been made to wait for that event. No signal
 interrupts a method half-way.
+
+Explained in docs/optimizer-offloading.md and docs/activation-offloading.md.
 """
 
 from __future__ import annotations

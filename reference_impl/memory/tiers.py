@@ -2,6 +2,8 @@
 
 A tier takes flat uint8 device tensors and gives them back. It orders its copies by events and never waits on
 the host; it does not decide what is stored.
+
+Explained in docs/activation-offloading.md.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """One thread that carries out tasks in order; if it dies, every wait for it ends with an error.
 
 A file of its own, because the disk tier and the streamed weights use it alike.
+
+Explained in docs/reliability.md.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """The model that a Hugging Face `config.json` describes, on `meta`: transformers' own code, no weights, no network.
 
 Apart because it alone knows transformers, which is optional.
+
+Explained in docs/tracing.md.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 The document is that of `schema/plan.schema.json`; its other sections are not read. Sizes that depend on the model,
 such as a number of layers, are checked by the mechanisms.
+
+Explained in docs/choosing.md.
 """
 
 from __future__ import annotations

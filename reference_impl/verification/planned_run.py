@@ -2,6 +2,8 @@
 
 A plan by a trace is for the model that was traced. The decoder here is dense, gated and untied, on one GPU; any other
 plan is refused by name, because a comparison with another model would prove nothing.
+
+Explained in docs/choosing.md.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 The document is described by `schema/profile.schema.json`; within one major `schema_version` fields are only added.
 It measures one process on an idle machine; ranks that share a host share its DRAM and cores too.
+
+Explained in docs/choosing.md.
 """
 
 from __future__ import annotations

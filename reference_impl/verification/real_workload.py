@@ -1,6 +1,8 @@
 """A real model in place of the small decoder: the class that a plan was traced from, with random weights of its shape.
 
 Apart because it alone needs transformers, which is optional.
+
+Explained in docs/tracing.md.
 """
 
 from __future__ import annotations

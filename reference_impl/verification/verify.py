@@ -5,6 +5,8 @@ losses, final parameters, peak device bytes against a prediction. It judges mech
 says what a large model needs.
 
 The document is described by `schema/verify.schema.json`; within one major `schema_version` fields are only added.
+
+Explained in docs/choosing.md.
 """
 
 from __future__ import annotations

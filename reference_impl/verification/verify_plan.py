@@ -2,6 +2,8 @@
 
 Peaks are judged; step times are shown, since they are predictions for the machine that the plan names. Losses are
 judged too, in runs whose kernels add in a fixed order, because the results of other kernels differ from run to run.
+
+Explained in docs/choosing.md.
 """
 
 from __future__ import annotations
