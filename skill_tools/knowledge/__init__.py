@@ -13,6 +13,7 @@ registers. Nothing here interprets a fact.
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar, cast
 
@@ -82,24 +83,30 @@ class Index(dict[str, Any]):
 
     def __init__(self, text: str) -> None:
         super().__init__()
+        self._text = text
+        self._spans: dict[str, tuple[int, int]] = {}
         # Each begins its line, the first of them behind the opening brace; no other line begins so.
-        starts = {name: text.index(f'\n"{name}":') + 1 if at else 1 for at, name in enumerate(SECTIONS)}
-        ends = [*list(starts.values())[1:], len(text)]
-        self._texts = {
-            name: text[start + len(name) + 3 : end].rstrip()[:-1]  # without the comma or brace after it
-            for (name, start), end in zip(starts.items(), ends, strict=True)
-        }
+        start = 1
+        for name, following in pairwise((*SECTIONS, "")):
+            end = text.index(f',\n"{following}":', start) if following else text.rindex("}", start)
+            self._spans[name] = start + len(f'"{name}":'), end
+            start = end + len(",\n")
 
     def __missing__(self, name: str) -> Any:
-        self[name] = decoded = json.loads(self._texts[name])
+        self[name] = decoded = json.loads(self._json(name))
         return decoded
+
+    def _json(self, name: str) -> str:
+        """Return the text of one section; copied when asked for, as a megabyte takes milliseconds."""
+        start, end = self._spans[name]
+        return self._text[start:end]
 
     def rules_about(self, dialects: Collection[str]) -> list[dict[str, Any]]:
         """Return the entries of the rules about any of `dialects` and of those about the input itself."""
         if "rules" in self:
             return [rule for rule in self["rules"] if _is_about(rule, dialects)]
         names = [f'"{name}"' for name in dialects]
-        lines = self._texts["rules"].split("\n")[1:-1]
+        lines = self._json("rules").split("\n")[1:-1]
         near = (line for line in lines if '"check":"input"' in line or any(name in line for name in names))
         rules = (json.loads(line.rstrip(",")) for line in near)
         return [rule for rule in rules if _is_about(rule, dialects)]

@@ -51,7 +51,8 @@ def rendered() -> dict[str, str]:
 
 
 def _json(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    """Return compact ASCII; a single character beyond it would double the file in memory, and the time to read it."""
+    return json.dumps(value, separators=(",", ":"))
 
 
 def _lines(content: object) -> str:
