@@ -61,10 +61,22 @@ def counted(trainee, mode):
     return Ledger(Device.of(trainee.ids.device)) if mode is budget else nullcontext()
 
 
+SEAMS = ["copy out", "copy in", "host block", "event", "wait"]
+# Every seam under one mode and every mode at one seam; the campaign of tests/faults draws from all of them.
+FAST = {*((layers, seam) for seam in SEAMS), *((mode, "copy in") for mode in MODES)}
+
+
 @pytest.mark.parametrize(
     "after", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["before", "after"]
 )
-@pytest.mark.parametrize("seam", ["copy out", "copy in", "host block", "event", "wait"])
+@pytest.mark.parametrize(
+    ("mode", "seam"),
+    [
+        pytest.param(mode, seam, marks=() if (mode, seam) in FAST else pytest.mark.slow)
+        for mode in MODES
+        for seam in SEAMS
+    ],
+)
 def test_a_failed_call_costs_its_step_alone(trainee, tmp_path, monkeypatch, mode, seam, after):
     if seam == "host block" and after:
         pytest.skip("the arena undoes an interrupt itself: memory/test_interrupted.py")
@@ -88,7 +100,7 @@ def test_a_failed_call_costs_its_step_alone(trainee, tmp_path, monkeypatch, mode
     assert trainee.step() == expected
 
 
-@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.parametrize("number", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_host_memory_that_cannot_be_pinned(trainee, tmp_path, monkeypatch, mode, number):
     expected = trainee.step()
     for error in ERRORS:
@@ -103,7 +115,15 @@ def test_host_memory_that_cannot_be_pinned(trainee, tmp_path, monkeypatch, mode,
     assert trainee.step() == expected
 
 
-@pytest.mark.parametrize("error", [*ERRORS, lambda text: OSError(5, text), MemoryError])
+@pytest.mark.parametrize(
+    "error",
+    [
+        *(pytest.param(error, marks=pytest.mark.slow) for error in (torch.OutOfMemoryError, RuntimeError)),
+        KeyboardInterrupt,
+        lambda text: OSError(5, text),
+        pytest.param(MemoryError, marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("seam", ["disk write", "disk read"])
 def test_a_disk_that_fails_for_a_while(trainee, tmp_path, monkeypatch, seam, error):
     expected = trainee.step()

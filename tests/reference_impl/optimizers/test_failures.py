@@ -361,7 +361,7 @@ def test_the_scale_of_a_failed_step_is_not_used_again(device, monkeypatch, wrapp
     assert_same_weights(model, plain)
 
 
-@pytest.mark.parametrize("at", [1, 2, 4, 6])
+@pytest.mark.parametrize("at", [1, 4, *(pytest.param(at, marks=pytest.mark.slow) for at in (2, 6))])
 @pytest.mark.parametrize("seam", ["host block", "copy out"])
 def test_a_group_that_cannot_be_added_leaves_nothing(device, monkeypatch, seam, at):
     if device.is_accelerator and seam == "copy out":

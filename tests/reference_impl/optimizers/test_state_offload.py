@@ -234,8 +234,14 @@ def test_the_next_steps_first_states_come_in_at_once(device, offload):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("fraction", [0.4, 1.0])
-@pytest.mark.parametrize("offload_masters", [True, False])
+@pytest.mark.parametrize(
+    ("fraction", "offload_masters"),
+    [
+        (0.4, True),
+        (1.0, False),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in [(0.4, False), (1.0, True)]),
+    ],
+)
 def test_device_bytes_between_steps_are_the_ring(device, dtype, fraction, offload_masters):
     model = torch.nn.Sequential(*(torch.nn.Linear(256, 256, dtype=dtype) for _ in range(8)))
     model.to(device.torch_device)

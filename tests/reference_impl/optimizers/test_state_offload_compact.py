@@ -31,8 +31,17 @@ def accumulated(model, optimizer, data):
 @pytest.mark.parametrize(
     ("low_bits", "dtype"), [(8, torch.bfloat16), (16, torch.bfloat16), (8, torch.float16), (8, torch.float32)]
 )
-@pytest.mark.parametrize("fraction", [0.0, 0.3, 1.0])
-@pytest.mark.parametrize("attached", [False, True])
+@pytest.mark.parametrize(
+    ("fraction", "attached"),
+    [
+        (0.3, False),
+        (1.0, True),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in [(0.0, False), (0.0, True), (0.3, True), (1.0, False)]
+        ),
+    ],
+)
 def test_training_is_that_of_the_simple_way(low_bits, dtype, fraction, attached):
     """At any cut: what stays on the device is compact too, with the same noise."""
     device = Device.of("cpu")

@@ -10,8 +10,14 @@ ACTIVATIONS = [ActivationOffloader, CheckpointOffloader]
 
 
 @pytest.mark.parametrize("activations", ACTIVATIONS)
-@pytest.mark.parametrize("weights_first", [True, False])
-@pytest.mark.parametrize("weights_close_first", [True, False])
+@pytest.mark.parametrize(
+    ("weights_first", "weights_close_first"),
+    [
+        (True, False),
+        (False, True),
+        *(pytest.param(each, each, marks=pytest.mark.slow) for each in (True, False)),
+    ],
+)
 def test_with_offloaded_activations(trainee, activations, weights_first, weights_close_first):
     expected = trainee.step()
 

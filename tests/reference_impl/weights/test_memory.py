@@ -31,8 +31,14 @@ def peak_bytes(trainee, device, **options):
         return ledger.peak_device_bytes, streamer.report
 
 
-@pytest.mark.parametrize("prefetch", [0, 1, 2])
-@pytest.mark.parametrize("resident_layers", [0, 3])
+@pytest.mark.parametrize(
+    ("prefetch", "resident_layers"),
+    [
+        (0, 0),
+        (2, 3),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in [(1, 0), (2, 0), (0, 3), (1, 3)]),
+    ],
+)
 def test_the_peak_falls_by_what_is_not_in_the_window(trainee, device, prefetch, resident_layers):
     resident, _ = peak_bytes(trainee, device, resident_layers=6)
     streamed, report = peak_bytes(trainee, device, resident_layers=resident_layers, prefetch=prefetch)

@@ -1,7 +1,7 @@
 """Rendered blocks: only what stands between the markers changes."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skill_tools.card.blocks import fill, has_blocks
@@ -55,6 +55,7 @@ def test_filling_twice_changes_nothing(body: str) -> None:
     assert fill(once, {"decisions": body}, nothing) == once
 
 
+@settings(max_examples=30)
 @given(st.text(max_size=60))
 def test_text_without_markers_is_left_alone(text: str) -> None:
     if not has_blocks(text):

@@ -42,6 +42,7 @@ def check(capsys: pytest.CaptureFixture[str]) -> list[str]:
     return problems
 
 
+@pytest.mark.slow  # the next test begins with a copy that is in step, and `make check` asks it of the repository
 def test_the_repository_is_in_step(capsys: pytest.CaptureFixture[str]) -> None:
     assert check(capsys) == []
 

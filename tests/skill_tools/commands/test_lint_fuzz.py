@@ -41,7 +41,10 @@ LARGE = {
 
 
 @pytest.mark.parametrize("text", LARGE.values(), ids=LARGE.keys())
-@pytest.mark.parametrize("filename", ["x.yaml", "x.sh", "x.py", "x.json"])
+@pytest.mark.parametrize(
+    "filename",
+    ["x.yaml", *(pytest.param(name, marks=pytest.mark.slow) for name in ("x.sh", "x.py", "x.json"))],
+)
 def test_large_input_is_refused_or_read_but_never_fatal(filename: str, text: str) -> None:
     code, err = lint_text(filename, text.encode(), "--framework", "megatron-bridge")
     assert code in (0, 1, 2), err

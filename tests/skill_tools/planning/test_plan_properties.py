@@ -104,7 +104,7 @@ def test_states_and_activations_see_their_own_half_of_a_mode(mode: Mode, adapts:
     )
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(runs, MODELS, BUDGETS_GIB, st.integers(min_value=0, max_value=2000), st.booleans())
 def test_the_recommendation_respects_both_budgets(
     given_config: Config, model: str, gpu_gib: int, host_gib: int, pytorch: bool
@@ -119,7 +119,7 @@ def test_the_recommendation_respects_both_budgets(
         assert found.floor.memory.device_bytes > budget.most_gpu_bytes or host_gib < 2000
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(runs, MODELS, BUDGETS_GIB, st.integers(min_value=0, max_value=40), st.booleans())
 def test_more_budget_is_never_slower(
     given_config: Config, model: str, gpu_gib: int, more_gib: int, pytorch: bool
@@ -133,7 +133,7 @@ def test_more_budget_is_never_slower(
         assert large.time.total_s <= small.time.total_s * (1 + 1e-9)
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(runs, MODELS, BUDGETS_GIB)
 def test_a_recommended_patch_breaks_no_rule_of_its_own(
     given_config: Config, model: str, gpu_gib: int
@@ -176,6 +176,7 @@ def test_units_never_mix(amount: float, unit: str) -> None:
 rates = st.floats(1e9, 1e12)
 
 
+@settings(max_examples=40)
 @given(rates, rates, rates, st.floats(0, 1), st.sampled_from(StreamedStates))
 def test_the_streamed_share_is_the_best_there_is(
     link: float, dram: float, cpu: float, share: float, states: StreamedStates

@@ -189,8 +189,15 @@ def expect_exact(monkeypatch, form, attached, at, action, during="step"):
         assert host_book.reserved_bytes == before
 
 
-@pytest.mark.parametrize("attached", [False, True])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    ("form", "attached"),
+    [
+        # Each form in the fast tier once, and both ways of attaching.
+        pytest.param(form, attached, marks=() if attached == bool(index % 2) else pytest.mark.slow)
+        for index, form in enumerate(FORMS)
+        for attached in (False, True)
+    ],
+)
 def test_a_step_that_fails_was_made_or_was_not(monkeypatch, form, attached):
     """Some of the operations, each with one of the actions; the slow tier has more of both."""
     count = operations(monkeypatch, form, attached, "step")
