@@ -73,11 +73,16 @@ def report(runs: Sequence[Run], tasks: Sequence[str]) -> str:
         "rows": "\n".join(
             f"| `{key[0]}` | {key[1]} | {len(groups[key])} | {_row(cells[key])}" for key in cells
         ),
-        "left_out": ", ".join(f"`{task}` {arm}" for task, arm in groups if (task, arm) not in cells)
-        or "none",
+        "left_out": ", ".join(filter(None, (_left_out(task, cells) for task in tasks))) or "none",
         "models": ", ".join(sorted({run["model"] for run in runs})),
     }
     return page.format(columns=COLUMNS, count=len(runs), first=dates[0], last=dates[-1], **facts)
+
+
+def _left_out(task: str, cells: Mapping[tuple[str, str], Means]) -> str:
+    """Name a task that was not run, with the arm where it is only one."""
+    arms = [arm for arm in ARMS if (task, arm) not in cells]
+    return f"`{task}`{' ' + arms[0] if len(arms) == 1 else ''}" if arms else ""
 
 
 def _summary(arms: Mapping[str, Means], tasks: int) -> str:
