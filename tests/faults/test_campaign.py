@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import campaign
 import pytest
 
-FAST = {"optimizers": 60, "signals": 6, "memory": 20, "memory-signals": 4}
+FAST = {"optimizers": 200, "signals": 10, "memory": 30, "memory-signals": 6}
 # `make test-faults` runs twenty times as many, which takes longer than the slow tier may.
 TIMES = int(os.environ.get("FAULT_SEEDS_TIMES", "1"))
 SLOW = {"optimizers": 250 * TIMES, "signals": 15 * TIMES, "memory": 50 * TIMES, "memory-signals": 15 * TIMES}
@@ -30,9 +30,8 @@ def in_halves(first, count):
 
 @pytest.fixture(scope="module")
 def results():
-    return campaign.run(
-        *(f"{name}:0:{count}" for name, count in FAST.items())
-    )  # one process: a start takes seconds
+    # In one process, whose start takes seconds.
+    return campaign.run(*(f"{name}:0:{count}" for name, count in FAST.items()))
 
 
 def assert_all_pass(results, name, count):
