@@ -1,7 +1,7 @@
 """What the planner assumes of the reference implementation is what the reference implementation does."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -12,10 +12,13 @@ torch = pytest.importorskip("torch", reason="needs torch: pip install -c constra
 
 import reference_impl  # noqa: E402
 from reference_impl.optimizers import resident  # noqa: E402
+from reference_impl.optimizers.algorithms import Adam  # noqa: E402
 from reference_impl.optimizers.options import CpuUpdate, Streaming  # noqa: E402
 from reference_impl.optimizers.split import StateBytes, state_bytes  # noqa: E402
 from reference_impl.optimizers.streamed.slots import LEAST_SLOTS  # noqa: E402
-from reference_impl.verification.plan_document import STREAMED_STATES  # noqa: E402
+from reference_impl.optimizers.streamed.storage import StateFormat  # noqa: E402
+from reference_impl.optimizers.streamed.update import scratch_bytes_an_element  # noqa: E402
+from reference_impl.verification.plan_document import STREAMED_STATES, TRAINED_STATES  # noqa: E402
 
 
 def default(made: type, option: str) -> Any:
@@ -34,10 +37,17 @@ def gradient_bytes() -> int:
     return torch.float32.itemsize
 
 
-def streamed_states() -> dict[str, tuple[float, float]]:
+def half_master_scratch_bytes() -> int:
+    fields = StateFormat(hi_lo_masters=True).fields(torch.bfloat16, Adam().moments)
+    return scratch_bytes_an_element(fields)
+
+
+def streamed_states(
+    forms: Mapping[str, Mapping[str, Any]] = STREAMED_STATES,
+) -> dict[str, tuple[float, float]]:
     """Bytes of master and moments of a bf16 parameter, by the name that a plan has for the options of `Streaming`."""
     found = {}
-    for name, options in STREAMED_STATES.items():
+    for name, options in forms.items():
         form = {**options, "moment_bytes": options.get("moments_dtype", torch.float32).itemsize}
         form.pop("moments_dtype", None)
         both, moments = (state_bytes([(1, size)], moments=2, **form).streamed for size in (2, 4))
@@ -53,7 +63,10 @@ NUMBERS: dict[str, Callable[[], Any]] = {
     "IN_FLIGHT_BYTES": lambda: default(reference_impl.ActivationOffloader, "in_flight_bytes"),
     "WINDOW_LAYERS": lambda: 1 + default(reference_impl.FrozenLayerStreamer, "prefetch"),
     "STATE_BYTES": lambda: bf16_adam().streamed,
+    "TRAINED_WINDOW_LAYERS": lambda: 1 + default(reference_impl.TrainableLayerStreamer, "prefetch"),
     "STREAMED_STATES": streamed_states,
+    "TRAINED_STATES": lambda: streamed_states(TRAINED_STATES),
+    "HALF_MASTER_SCRATCH_BYTES": half_master_scratch_bytes,
     "GRADIENT_BYTES": gradient_bytes,
     "CPU_LINK_BYTES": lambda: bf16_adam().staging,
     "STREAMED_LINK_BYTES": lambda: bf16_adam().streamed,

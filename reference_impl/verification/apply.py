@@ -21,9 +21,11 @@ from reference_impl.activations.offloader import Offloader
 from reference_impl.device import Device
 from reference_impl.memory.closing import ClosedAtExit, close_behind
 from reference_impl.optimizers import HybridDeviceOptimizer, Streaming
+from reference_impl.trained_layers import TrainableLayerStreamer
 from reference_impl.verification.plan_document import (
     SHARES,
     STREAMED_STATES,
+    TRAINED_STATES,
     execute_section,
     read_document,
 )
@@ -60,6 +62,7 @@ def apply_plan(
     plan: Mapping[str, Any] | str | Path,
     *,
     max_grad_norm: float | None = None,
+    device: torch.device | str | None = None,
 ) -> AppliedPlan:
     """Put the mechanisms of `plan` on `model` and `optimizer`.
 
@@ -75,6 +78,7 @@ def apply_plan(
         plan: the document of `offload plan --format json`, or its path.
         max_grad_norm: clip the global norm exactly, in the offloading optimizer; a plan that starts updates in
             backward excludes it.
+        device: where to run a model whose weights are on the CPU, by a plan that streams trained layers.
 
     Raises:
         ValueError: a document without an `execute` section, or with an entry that the schema does not allow, which the
@@ -82,8 +86,8 @@ def apply_plan(
     """
     document = read_document(plan)
     execute = execute_section(document)
-    wanted = execute.get("optimizer")
-    if wanted is not None and type(optimizer) is not torch.optim.AdamW:
+    wanted, layers = execute.get("optimizer"), execute.get("trained_layers")
+    if (wanted is not None or layers is not None) and type(optimizer) is not torch.optim.AdamW:
         raise ValueError(
             f"the plan offloads AdamW's state; got {type(optimizer).__name__}; "
             "try torch.optim.AdamW(model.parameters())"
@@ -99,6 +103,9 @@ def apply_plan(
         if activations:
             stack.enter_context(activation_offloader(model, **activation_options(activations)))
         stepped = optimizer
+        if layers is not None:
+            streamer = _layer_streamer(model, optimizer, layers, max_grad_norm, device)
+            stepped = stack.enter_context(streamer).optimizer
         if wanted is not None:
             stepped = offloading = _optimizer(optimizer, wanted, max_grad_norm)
             stack.callback(offloading.close)
@@ -137,6 +144,27 @@ def _optimizer(
     if optimizer.state:
         offloading.load_state_dict(optimizer.state_dict())
     return offloading
+
+
+def _layer_streamer(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    wanted: Mapping[str, Any],
+    max_grad_norm: float | None,
+    device: torch.device | str | None,
+) -> TrainableLayerStreamer:
+    wrapped = torch.optim.AdamW(
+        [group | {"fused": True, "foreach": None} for group in optimizer.param_groups]
+    )
+    wrapped.state.update(optimizer.state)
+    return TrainableLayerStreamer(
+        model,
+        wrapped,
+        max_grad_norm=max_grad_norm,
+        streaming=Streaming(**TRAINED_STATES[wanted.get("streamed_states", "exact")]),
+        inputs=wanted.get("inputs", "device"),
+        device=device,
+    )
 
 
 def optimizer_options(section: Mapping[str, Any]) -> dict[str, Any]:

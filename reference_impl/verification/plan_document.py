@@ -49,6 +49,9 @@ STREAMED_STATES: Mapping[str, Mapping[str, Any]] = {
     "compact-16": {"compact_low_bits": 16},
     "compact-8": {"compact_low_bits": 8},
 }
+# The same where trained layers stream: exact states have half masters, which are exact too.
+TRAINED_STATES = {**STREAMED_STATES, "exact": {"hi_lo_masters": True}}
+INPUTS = ("device", "host")
 _OVERLAPS = ("gradients", "update")
 _MOST_BYTES = 2**63 - 1
 _SUM_TOLERANCE = 1e-6
@@ -73,7 +76,18 @@ def execute_section(plan: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
             f"the plan has no execute section (dialect {_short(document.get('dialect'))}); expected a plan for "
             "PyTorch; try offload plan --framework pytorch --format json"
         )
-    _object({"optimizer": _optimizer, "activations": _activations, "weights": _weights})("execute", execute)
+    checks = {
+        "optimizer": _optimizer,
+        "activations": _activations,
+        "weights": _weights,
+        "trained_layers": _trained_layers,
+    }
+    _object(checks)("execute", execute)
+    if "trained_layers" in execute and len(execute) > 1:
+        others = [name for name in execute if name != "trained_layers"]
+        raise _wrong(
+            "execute", others, "nothing beside trained_layers, which moves all of it", "another plan"
+        )
     assert isinstance(execute, Mapping)
     return execute
 
@@ -130,6 +144,10 @@ def _activations(entry: str, found: Any) -> None:
 
 def _weights(entry: str, found: Any) -> None:
     _object({"resident_layers": _count, "budget_bytes": _count})(entry, found)
+
+
+def _trained_layers(entry: str, found: Any) -> None:
+    _object({"inputs": _one_of(INPUTS), "streamed_states": _one_of(tuple(TRAINED_STATES))})(entry, found)
 
 
 def _object(entries: Mapping[str, Check], *, required: tuple[str, ...] = ()) -> Check:

@@ -88,8 +88,9 @@ class PlannedRun:
     @property
     def has_other_numerics(self) -> bool:
         """Whether states are in a form that is not AdamW's to the bit, as the user has asked for."""
-        optimizer = self.document["execute"].get("optimizer") or {}
-        return bool(optimizer.get("streamed_states", "exact") != "exact")
+        execute = self.document["execute"]
+        states = execute.get("optimizer") or execute.get("trained_layers") or {}
+        return bool(states.get("streamed_states", "exact") != "exact")
 
 
 def read_plan(path: str | Path, *, steps: int = 12) -> PlannedRun:

@@ -220,7 +220,7 @@ def _train(
 def _applied(planned: PlannedRun) -> Attach:
     @contextmanager
     def attach(model: nn.Module) -> Iterator[Trainer]:
-        offloads = "optimizer" in planned.document["execute"]
+        offloads = {"optimizer", "trained_layers"} & set(planned.document["execute"])
         optimizer: Any = (
             torch.optim.AdamW(model.parameters(), **OPTIONS) if offloads else PlainAdamW(model, **OPTIONS)
         )

@@ -76,6 +76,10 @@ class Dialect(ABC):
         """How a column of a table is called that is about this framework."""
         return self.label
 
+    def carried_out_by(self, mode: "Mode") -> str:
+        """Return how to carry out a plan of `mode` that changes no setting."""
+        return self.carry_out
+
     @property
     def carry_out_ours(self) -> str:
         """How to have `reference_impl` offload in this framework's trainer; empty where it has no adapter."""

@@ -21,9 +21,10 @@ BUDGET = "activation-budget"
 DISTRIBUTED = "distributed-optimizer"
 INPUTS = "checkpoint-offload"
 WEIGHTS = "layer-streaming"
+TRAINED = "trained-layer-streaming"
 SHARDED = "parameter-offload"
 MECHANISMS = (
-    OPTIMIZER, LAYERS, FINE_GRAINED, STATES, RECOMPUTE, BUDGET, DISTRIBUTED, INPUTS, WEIGHTS, SHARDED
+    OPTIMIZER, LAYERS, FINE_GRAINED, STATES, RECOMPUTE, BUDGET, DISTRIBUTED, INPUTS, WEIGHTS, TRAINED, SHARDED
 )  # fmt: skip
 
 

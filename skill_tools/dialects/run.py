@@ -162,8 +162,9 @@ class Mode(NamedTuple):
     masters go with the moments. `layers` are the first decoder layers whose activations leave, `modules`
     those of fine-grained offload. Under a budget `removed` is the share of the saved bytes that does not
     stay, `recomputed` the part of it that is computed again instead of moved. `recompute` None keeps the
-    run's own. `weight_layers` are the frozen layers that are streamed, `offload_parameters` is FSDP's or
-    ZeRO's parameter and optimizer offload, `state_offload` Megatron's (dev) optimizer-state offload.
+    run's own. `weight_layers` are the frozen layers that are streamed, `trained_layers` says that all trained ones
+    are, with gradients and states (as `streamed_states`) on the host, `offload_parameters` is FSDP's or ZeRO's
+    parameter and optimizer offload, `state_offload` Megatron's (dev) optimizer-state offload.
     """
 
     optimizer_fraction: float = 0.0
@@ -183,6 +184,7 @@ class Mode(NamedTuple):
     recompute: Recompute | None = None
     weight_layers: int = 0
     weight_engine: WeightEngine = WeightEngine.REFERENCE
+    trained_layers: bool = False
     offload_parameters: bool = False
 
     @property

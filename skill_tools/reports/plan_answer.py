@@ -57,7 +57,8 @@ def change(patch: Patch) -> str:
 
 def _fit(plan: Plan, best: Option, code: Code) -> Iterator[str]:
     written = change(plan.patch) if plan.patch else ""
-    by_hand = registry.named(plan.run.dialect).carry_out if best.candidate.mechanisms else ""
+    dialect = registry.named(plan.run.dialect)
+    by_hand = dialect.carried_out_by(best.candidate.mode) if best.candidate.mechanisms else ""
     if not written and not by_hand:
         yield f"fits as it is: {NOTHING}"
     else:

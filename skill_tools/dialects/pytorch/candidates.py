@@ -10,6 +10,7 @@ from skill_tools.dialects.candidates import (
     OPTIMIZER,
     OPTIMIZER_LABEL,
     RECOMPUTE,
+    TRAINED,
     WEIGHTS,
     Advice,
     Candidate,
@@ -26,6 +27,14 @@ from skill_tools.dialects.run import (
 
 _OTHER_NUMERICS = frozenset(StreamedStates) - {StreamedStates.EXACT}
 
+# The options of `reference_impl`'s `Streaming` by what a plan calls them, where all states stream.
+_STREAMING = {
+    StreamedStates.EXACT: "hi_lo_masters=True",
+    StreamedStates.PACKED: "hi_lo_masters=True, moments_dtype=torch.bfloat16",
+    StreamedStates.COMPACT_16: "compact_low_bits=16",
+    StreamedStates.COMPACT_8: "compact_low_bits=8",
+}
+
 _Part = tuple[dict[str, object], str, tuple[str, ...]]
 
 
@@ -41,6 +50,41 @@ def candidates(run: Run, advice: Advice) -> Iterator[Candidate]:
             {},
             rounds=_rounds(run, kept[0]),
         )
+    yield from _trained_layers(run)
+
+
+def _trained_layers(run: Run) -> Iterator[Candidate]:
+    """Yield the model whose trained layers stream: full training of blocks on one GPU alone, which has no shards."""
+    if run.adapter is not None or run.shape.num_layers < 2 or run.layout.gpus > 1:
+        return
+    forms = tuple(StreamedStates) if run.allows_other_numerics else (run.streamed_states,)
+    for states, on_host in product(forms, (False, True)):
+        arguments: dict[str, object] = {
+            "trained_layers": True,
+            "streamed_states": states,
+            "recompute": Recompute(granularity="full"),
+            "activation_engine": ActivationEngine.OWN_INPUTS if on_host else ActivationEngine.NONE,
+        }
+        form = f" as {states} states" if states in _OTHER_NUMERICS else ""
+        inputs = ", layer inputs on the host" if on_host else ""
+        yield Candidate(
+            Mode(**arguments),  # type: ignore[arg-type]
+            f"trained layers streamed{form}{inputs}",
+            (TRAINED, INPUTS) if on_host else (TRAINED,),
+            {},
+            rounds=_rounds(run, arguments),
+        )
+
+
+def layer_streamer(mode: Mode) -> str:
+    """Return the call that streams the trained layers of a loop's `model` and `optimizer`."""
+    options = [f"streaming=Streaming({_STREAMING[mode.streamed_states]})"]
+    if mode.activation_engine is ActivationEngine.OWN_INPUTS:
+        options.append('inputs="host"')
+    return (
+        f'TrainableLayerStreamer(model, optimizer, {", ".join(options)}), a model on the CPU with device="cuda"; '
+        "call step() and zero_grad() of its .optimizer"
+    )
 
 
 def _rounds(run: Run, arguments: dict[str, object]) -> int:
@@ -131,6 +175,14 @@ def execute(mode: Mode, run: Run, peak_bytes: int) -> dict[str, object]:
 
     `peak_bytes` is what the allocator may reach in a step.
     """
+    if mode.trained_layers:
+        on_host = mode.activation_engine is ActivationEngine.OWN_INPUTS
+        return {
+            "trained_layers": {
+                "inputs": "host" if on_host else "device",
+                "streamed_states": str(mode.streamed_states),
+            }
+        }
     mechanisms: dict[str, object] = {}
     if mode.optimizer_fraction:
         states = (

@@ -42,6 +42,14 @@ class PyTorch(Dialect):
         'reference_impl.verification.apply.apply_plan(model, optimizer, "plan.json")'
     )
 
+    def carried_out_by(self, mode: "Mode") -> str:
+        """Return the call, and where trained layers stream also the object that it makes."""
+        if not mode.trained_layers:
+            return self.carry_out
+        from skill_tools.dialects.pytorch.candidates import layer_streamer
+
+        return f"{self.carry_out}\nor make what it makes: {layer_streamer(mode)}"
+
     @property
     def heading(self) -> str:
         """Who moves the tensors is worth a word."""

@@ -5,13 +5,14 @@ sides and holds each number against its source, which the comment beside it name
 bf16 parameter with an fp32 master and two fp32 moments.
 """
 
-# Sizes: defaults of `HybridDeviceOptimizer`, `ActivationOffloader` and `FrozenLayerStreamer`.
+# Sizes: defaults of `HybridDeviceOptimizer`, `ActivationOffloader` and of the two streamers of layers.
 BUCKET_ELEMENTS = 16 << 20  # bucket_elements: what one CPU update job covers
 CHUNK_BYTES = 96 << 20  # chunk_bytes: states that one slot holds
 SLOTS = 3  # LEAST_SLOTS: one chunk comes in, one is updated, one goes out
 WIDENED_ELEMENTS = 64 << 20  # resident gradients that are widened to fp32 at once
 IN_FLIGHT_BYTES = 512 << 20  # in_flight_bytes: activations that may wait for their copy in any case
 WINDOW_LAYERS = 3  # prefetch + 1: the frozen layer in use, and two that come in ahead
+TRAINED_WINDOW_LAYERS = 3  # the same of `TrainableLayerStreamer`
 
 # Bytes an element, held on the host.
 STATE_BYTES = 12  # fp32 master and two moments; the CPU share's staging buffer adds the weight's bytes
@@ -22,6 +23,9 @@ STREAMED_STATES = {
     "compact-16": (2.0, 2.0625),
     "compact-8": (1.0, 2.0625),
 }
+# The same where trained layers stream, whose exact states have half masters.
+TRAINED_STATES = STREAMED_STATES | {"exact": (2.0, 8.0)}
+HALF_MASTER_SCRATCH_BYTES = 10  # on the device, of one chunk: an fp32 gradient and master, and a bf16 weight
 GRADIENT_BYTES = 4  # a streamed chunk's gradient on the device, in fp32
 
 # Bytes an element that one update moves: over the link one way, and through host memory (reads and writes).

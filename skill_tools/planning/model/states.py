@@ -22,6 +22,7 @@ from skill_tools.dialects.run import (
 )
 from skill_tools.planning.accounts import Line, each
 from skill_tools.planning.model import reference_numbers as reference
+from skill_tools.planning.model import trained_layers
 from skill_tools.units import gib
 
 CUBLAS_BYTES = 32 << 20
@@ -37,6 +38,9 @@ def lines(run: Run, mode: Mode, local: LocalParameters) -> tuple[tuple[Line, ...
 
 
 def _lines(run: Run, mode: Mode, local: LocalParameters) -> tuple[list[Line], list[Line]]:
+    if mode.trained_layers:
+        gpu, host = trained_layers.lines(run, mode, local)
+        return [*gpu, *_around_weights(run), *_tied_sum(run)], host
     if run.adapter is not None:
         return _adapter(run, run.adapter, mode, local)
     precision, held = run.precision, local.total // run.weight_shards

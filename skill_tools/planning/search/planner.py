@@ -17,6 +17,7 @@ from skill_tools.dialects.candidates import (
     OPTIMIZER,
     SHARDED,
     STATES,
+    TRAINED,
     WEIGHTS,
     Candidate,
     changed,
@@ -205,6 +206,7 @@ def _as_it_is(mode: Mode) -> Candidate:
         FINE_GRAINED: mode.modules,
         INPUTS: mode.activation_engine in {ActivationEngine.INPUTS, ActivationEngine.ON_DEMAND},
         WEIGHTS: mode.weight_layers,
+        TRAINED: mode.trained_layers,
         SHARDED: mode.offload_parameters,
     }
     return Candidate(mode, "as it is", tuple(mechanism for mechanism, used in uses.items() if used), {})
