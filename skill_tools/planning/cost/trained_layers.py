@@ -1,7 +1,8 @@
 """What trained layers that stream cost a step, by `reference_impl.TrainableLayerStreamer`'s timeline.
 
 A step with exact clipping lasts `max(T_b, 2 N / B) + max(T_f, (4 + S) N / B)`: backward hides the weights that come in
-and the gradients that leave, the next forward the weights and the states that pass. Both directions are in use at once.
+and the gradients that leave, the next forward the weights and the states that pass. Both directions are in use at once,
+and an update takes no less than reading and writing its bytes in host memory does.
 Where gradients add up over several backwards, weights travel for each, and a gradient that has left comes back to be
 added to. The states of what stands outside the blocks come first and have nothing to hide behind. Explained in
 docs/larger-than-gpu.md.

@@ -24,6 +24,8 @@ PLANS = [
     {"activations": {"mode": "checkpoint", "budget_bytes": 0}},
     {"activations": {"mode": "recompute"}},
     {"optimizer": {"offload_fraction": 0.7}, "activations": {"mode": "layers", "num_layers": 3}},
+    {"trained_layers": {}},
+    {"trained_layers": {"inputs": "host", "streamed_states": "exact"}},
     {},
 ]
 

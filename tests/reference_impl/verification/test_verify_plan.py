@@ -38,12 +38,13 @@ def made(tmp_path_factory):
     """Makes plans for tiny models as `offload plan` does."""
     folder = tmp_path_factory.mktemp("model")
 
-    def make(gpu_memory, *overrides, **sizes):
+    def make(gpu_memory, *overrides, without=(), **sizes):
         (folder / "config.json").write_text(json.dumps(CONFIG | sizes))
         written: list[str] = []
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("builtins.print", lambda text, **_: written.append(text))
             arguments = [str(folder / "config.json"), "--gpu", "h200", "--gpu-memory", gpu_memory]
+            arguments += [word for mechanism in without for word in ("--without", mechanism)]
             assert main(["plan", *arguments, "--format", "json", "--overrides", *overrides]) == 0
         return json.loads(written[0])
 
@@ -446,3 +447,25 @@ def test_a_plan_for_adapters_is_verified_on_the_frozen_model_with_them(execute, 
     found = verify_plan(Device.of("cpu"), read_plan(path, steps=6))
     assert found.runs["without offload"][0].error == pytest.approx(0, abs=0.03)
     assert found.trained.losses == found.without_offload.losses
+
+
+@pytest.mark.parametrize("inputs", ["device", pytest.param("host", marks=pytest.mark.slow)])
+def test_a_plan_that_streams_trained_layers_is_true(made, tmp_path, inputs):
+    sizes = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 6, "vocab_size": 512}
+    plan = made(
+        "2GiB", "seq_length=64", "micro_batch_size=2", without=("optimizer-offload", "recompute"), **sizes
+    )
+    on_host = inputs == "host"
+    plan["recommendation"]["option"] = next(
+        option
+        for option in plan["alternatives"]
+        if option["mechanisms"] == ["trained-layer-streaming", *(["checkpoint-offload"] if on_host else [])]
+    )
+    plan["execute"] = {"trained_layers": {"inputs": inputs}}
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    verified = verify_plan(Device.of("cpu"), read_plan(tmp_path / "plan.json", steps=6))
+    peak, between_steps, host = verified.runs[plan["recommendation"]["option"]["label"]]
+    assert abs(peak.error) <= 0.06
+    assert abs(between_steps.error) <= 0.01
+    assert abs(host.error) <= 0.02
+    assert verified.max_loss_delta == 0

@@ -1,0 +1,111 @@
+"""Trained layers that stream, as a plan: bytes, seconds, when they win, and when they are none."""
+
+import json
+
+import pytest
+
+from skill_tools.__main__ import main
+from skill_tools.dialects.pytorch import run as pytorch_run
+from skill_tools.dialects.run import Mode, Recompute, Run, StreamedStates
+from skill_tools.planning.cost import compute, machine, step_time
+from skill_tools.planning.model import known_models, memory, trained_layers
+from tests.skill_tools.planning.test_plan_properties import config
+
+LABEL = "trained layers streamed"
+
+
+def plan(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> dict:
+    given = ["--framework", "pytorch", "--model", "llama-3-8b", "--gpu", "4090", "--format", "json"]
+    assert main(["plan", *given, *arguments]) == code
+    return json.loads(capsys.readouterr().out)
+
+
+def labels(found: dict) -> list[str]:
+    best = [found["recommendation"]["option"]] if found["recommendation"] else []
+    return [option["label"] for option in (*best, *found["alternatives"])]
+
+
+def test_a_model_larger_than_the_gpu_has_an_exact_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    found = plan(capsys, "--host-memory", "128GiB")
+    assert found["recommendation"]["option"]["label"] == LABEL
+    assert found["execute"] == {"trained_layers": {"inputs": "device", "streamed_states": "exact"}}
+
+
+def test_what_rounds_states_has_to_be_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan(capsys, code=2).get("recommendation") is None
+    found = plan(capsys, "--allow-other-numerics")
+    assert found["execute"]["trained_layers"]["streamed_states"] == "compact-8"
+
+
+def test_the_answer_has_the_line_for_the_loop(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [
+        "--framework",
+        "pytorch",
+        "--model",
+        "llama-3-8b",
+        "--gpu",
+        "4090",
+        "--host-memory",
+        "128GiB",
+    ]
+    assert main(["plan", *arguments]) == 0
+    assert "TrainableLayerStreamer(model, optimizer, streaming=Streaming(hi_lo_masters=True))" in (
+        capsys.readouterr().out
+    )
+
+
+def test_what_keeps_more_on_the_gpu_wins_where_it_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    found = plan(capsys, "--gpu-memory", "80GiB", "--host-memory", "512GiB")
+    assert not found["recommendation"]["option"]["label"].startswith(LABEL)
+    assert LABEL in labels(found)
+
+
+@pytest.mark.parametrize("refused", [("--overrides", "lora_rank=16"), ("--gpus", "2")])
+def test_adapters_and_replicas_are_not_for_it(
+    capsys: pytest.CaptureFixture[str], refused: tuple[str, ...]
+) -> None:
+    found = plan(capsys, "--gpu-memory", "80GiB", "--host-memory", "2048GiB", *refused)
+    assert not any(label.startswith(LABEL) for label in labels(found))
+
+
+def of_8b(**overrides: object) -> Run:
+    return pytorch_run.build(config(**overrides), known_models.shape("llama-3-8b"), gpus=1)
+
+
+def mode(states: StreamedStates) -> Mode:
+    return Mode(trained_layers=True, streamed_states=states, recompute=Recompute(granularity="full"))
+
+
+@pytest.mark.parametrize(
+    ("states", "gigabytes"),
+    # The published table is of 16.1 GB of weights; those of embedding and head, 2.1 GB, are on the GPU.
+    [("exact", 112.4), ("packed", 80.3), ("compact-16", 64.7), ("compact-8", 56.7)],
+)
+def test_the_host_holds_weights_gradients_and_states(states: str, gigabytes: float) -> None:
+    found = memory.estimate(of_8b(), mode(StreamedStates(states)))
+    assert sum(line.bytes for line in found.host) / 1e9 == pytest.approx(gigabytes - 2.1, abs=0.15)
+    assert [line.name for line in found.host] == ["weights of blocks", "gradients", "masters and moments"]
+
+
+def test_the_step_is_as_long_as_backward_s_copies_and_the_update_s_where_nothing_is_computed() -> None:
+    run, states = of_8b(seq_length=16), StreamedStates.COMPACT_8
+    rates = machine.known("h200")._replace(update_dram=1e15)
+    found = memory.estimate(run, mode(states))
+    held = found.parameters.total
+    size = trained_layers.sizes(run, held)
+    speed = compute.pace(run, rates, found.parameters.shard)
+    step = step_time.estimate(run, mode(states), found, rates, speed)
+    states_in = (2 * size.in_blocks + (2 + trained_layers.streamed_bytes(states)) * held) / rates.update_link
+    assert step.total_s >= states_in + 2 * size.in_blocks / rates.duplex_copy
+    assert step.total_s <= 1.02 * (states_in + 2 * held / rates.duplex_copy)
+
+
+def test_enough_tokens_hide_the_copies() -> None:
+    run = of_8b(seq_length=65536)
+    rates = machine.known("h200")
+    found = memory.estimate(run, mode(StreamedStates.COMPACT_8))
+    speed = compute.pace(run, rates, found.parameters.shard)
+    step = step_time.estimate(run, mode(StreamedStates.COMPACT_8), found, rates, speed)
+    beyond = step.total_s - speed.step_s - speed.layers_forward_s - speed.gpu_update_s
+    # The states of embedding and head alone.
+    assert 0 < beyond < 0.01 * step.total_s
