@@ -45,7 +45,8 @@ class _StorageWatch(TorchDispatchMode):
     def watch(self, tensors: Iterable[torch.Tensor]) -> None:
         """Start following the storages of `tensors` that are not followed yet; on `meta` none has memory."""
         for tensor in tensors:
-            if tensor.is_meta:
+            if tensor.is_meta or type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+                # A subclass that handles operations itself has no memory but that of the tensors inside it.
                 continue
             storage = tensor.untyped_storage()
             key = storage._cdata

@@ -110,3 +110,12 @@ def test_each_layer_travels_twice_a_step_less_what_the_window_keeps(device):
         # Six in forward and six in backward; the window of two keeps the last at the turn and the first for next time.
         assert streamer.report.weights.loads - before == 2 * (6 - 2)
         assert streamer.report.weights.late_loads == 0
+
+
+def test_a_ledger_counts_where_gradients_on_the_host_are_added_to(device):
+    model = decoder(device)
+    with Ledger(device, track=list(model.parameters())) as ledger, streamed(model) as streamer:
+        for ids in batches(device, 2):
+            decoder_loss(model(ids), ids).backward()
+        streamer.optimizer.step()
+        assert ledger.device_bytes > 0
