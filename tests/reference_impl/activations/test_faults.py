@@ -88,7 +88,11 @@ def test_a_failed_call_costs_its_step_alone(trainee, tmp_path, monkeypatch, mode
         failing = FailAt(monkeypatch, seam, after=after)
         assert trainee.step() == expected
         calls = failing.calls
-        for trial, number in enumerate(sorted({1, calls // 2, calls - 1} & set(range(1, calls + 1)))):
+        numbers = {1, calls // 2, calls - 1} & set(range(1, calls + 1))
+        if mode is with_disk and seam == "host block":
+            # How many more there are depends on how soon the disk has made room.
+            numbers = {1}
+        for trial, number in enumerate(sorted(numbers)):
             failing.at(number, ERRORS[trial % len(ERRORS)]("injected"))
             with pytest.raises((RuntimeError, KeyboardInterrupt), match="injected"):
                 trainee.step()
