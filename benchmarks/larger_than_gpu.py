@@ -16,12 +16,12 @@ of like shape.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -93,8 +93,7 @@ def build(setting: Setting, *, on_device: bool) -> nn.Module:
     """Return the bf16 model with random weights, made on the device, on the host unless `on_device`."""
     forget_caches(setting.device)
     torch.manual_seed(0)
-    has_transformers = importlib.util.find_spec("transformers") is not None
-    if setting.own or setting.model == "tiny" or not has_transformers:
+    if setting.own or setting.model == "tiny" or not versions():
         with setting.device.torch_device:
             model: nn.Module = Decoder(SHAPES[setting.model]).to(torch.bfloat16)
     else:
@@ -223,11 +222,10 @@ def process_gb(field: str) -> float:
 
 def versions() -> dict[str, str]:
     """Return those that a result depends on beside torch's."""
-    if importlib.util.find_spec("transformers") is None:
+    try:
+        return {"transformers": version("transformers")}
+    except PackageNotFoundError:
         return {}
-    import transformers
-
-    return {"transformers": transformers.__version__}
 
 
 def main() -> None:
