@@ -158,9 +158,8 @@ class OptimizerStateOffloader(SavedOptimizer):
             self._wrapped = optimizer
             self.param_groups = optimizer.param_groups
             self._admit(range(len(self.param_groups)))
-            self.state = {
-                param: states for param, states in optimizer.state.items() if param in self._members
-            }
+            if taken_over := {p: states for p, states in optimizer.state.items() if p in self._members}:
+                self.state = taken_over
         except BaseException:
             share.close()
             self._open_share = None
