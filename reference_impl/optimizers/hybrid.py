@@ -468,6 +468,7 @@ class HybridDeviceOptimizer(SavedOptimizer):
             self._failures.forget_forward()
             shares, self._shares = self._shares, None
             self._begun = self._in_backward = None
+            self._unwritten.clear()
             try:
                 shares.close()
             except Exception:
