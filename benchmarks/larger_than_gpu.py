@@ -1,39 +1,49 @@
-"""A model larger than the GPU, trained whole: steps, GPU and host memory, and the ratio to no offload.
+"""A model larger than the GPU, trained whole: steps, GPU and host memory, the ratio to no offload, and the least time.
 
     python benchmarks/larger_than_gpu.py --model llama-3-8b --memory-gb 16 --sequences 4 --rows lo8  # on a large GPU
-    python benchmarks/larger_than_gpu.py --model qwen3-4b --rows resident,exact,lo8  # one after another
+    python benchmarks/larger_than_gpu.py --model qwen3-4b --rows resident,exact,lo8,fsdp2  # one after another
+    python benchmarks/larger_than_gpu.py --model llama-3-8b --sequences 4 \\
+        --rows resident,lo8:memory=10:inputs=host,lo8:memory=16:resident=9,packed:memory=16:no-clip
     python benchmarks/larger_than_gpu.py --model tiny  # any machine
 
-A row is full training in bf16 with AdamW, random weights, and exact clipping unless `--no-clip`: forward, backward
-with each layer recomputed, step, zero_grad. Each sequence of `--tokens` is a micro-batch inside the layers. The loss
-is chunked in every row. `resident` keeps everything on the GPU (`HybridDeviceOptimizer(offload_fraction=0)`),
-recomputed and sliced alike; it has no memory limit. A step's update runs behind the next forward, so the time is the
-mean of `--steps` steps in a row. GPU memory is the allocator's peak, reserved included; host memory is what is
-pinned, and the process's own peak. Models are Hugging Face's classes where transformers is installed, else decoders
-of like shape.
+A row is full training in bf16 with AdamW, random weights, and exact clipping unless `no-clip`: forward, backward
+with each layer recomputed, step, zero_grad. What follows a colon holds for that row alone: `memory`, `inputs`,
+`resident`, `prefetch`, as the options of these names, and `no-clip`. Each sequence of `--tokens` is a micro-batch
+inside the layers. The loss is chunked in every row. `resident` keeps everything on the GPU
+(`HybridDeviceOptimizer(offload_fraction=0)`), recomputed and sliced alike; it has no memory limit. `fsdp2` is torch's
+FSDP2 on one rank with CPUOffloadPolicy and fp32 parameters, `fsdp2-bf16` with bf16 ones and states, which is other
+arithmetic. A step's update runs behind the next forward, so the time is the mean of `--steps` steps in a row.
+`limit_s` is what compute and the measured link leave no way around (`stream_limits`). GPU memory is the allocator's
+peak, reserved included; host memory is what is pinned, and the process's own peak. Models are Hugging Face's classes
+where transformers is installed, else decoders of like shape.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import tempfile
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
-from dataclasses import dataclass
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import stream_limits
 import torch
+import torch.distributed as dist
 from caches import forget_caches
 from machine import machine, print_table
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
 from reference_impl import HybridDeviceOptimizer, Streaming, TrainableLayerStreamer
 from reference_impl.device import Device
 from reference_impl.memory.host import host_book
 from reference_impl.memory.ledger import Ledger
+from reference_impl.memory.rates import CopyRates
 from reference_impl.trained_layers import chunked_cross_entropy
 from reference_impl.trained_layers.segments import recompute_in_slices
 from reference_impl.verification.hugging_face import model_from, read_config
@@ -60,23 +70,33 @@ STATES = {
     "lo16": Streaming(compact_low_bits=16),
     "lo8": Streaming(compact_low_bits=8),
 }
+RESIDENT, PEERS = "resident", ("fsdp2", "fsdp2-bf16")
+FORMS = (RESIDENT, *STATES, *PEERS)
 WARM_UP = 2
-LEARNING_RATE = 1e-5
+LEARNING_RATE, MAX_NORM = 1e-5, 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """How one row trains: `form` is a form of states, or what is compared with them. `memory_gb` limits the GPU's."""
+
+    form: str
+    max_grad_norm: float | None = MAX_NORM
+    memory_gb: float | None = None
+    prefetch: int = 2
+    resident_layers: int = 0
+    inputs: Any = "device"
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What is trained, on what, and how."""
+    """What all rows train, and on what."""
 
     model: str
     sequences: int
     tokens: int
     steps: int
     device: Device
-    max_grad_norm: float | None
-    prefetch: int
-    resident_layers: int
-    inputs: Any
     own: bool
     chunk_tokens: int
 
@@ -89,29 +109,67 @@ class Setting:
         return ids.to(self.device.torch_device)
 
 
-def build(setting: Setting, *, on_device: bool) -> nn.Module:
+def row_of(text: str, defaults: Row) -> Row:
+    """Return the row that `text` asks for, as `lo8:memory=16:no-clip`. Raises ValueError for one that is not known."""
+    form, *options = text.split(":")
+    if form not in FORMS:
+        raise ValueError(f"--rows has {form!r}; expected some of {', '.join(FORMS)}")
+    row = replace(defaults, form=form)
+    for option in options:
+        name, _, value = option.partition("=")
+        match name:
+            case "no-clip":
+                row = replace(row, max_grad_norm=None)
+            case "memory":
+                row = replace(row, memory_gb=float(value))
+            case "inputs":
+                row = replace(row, inputs=value)
+            case "resident":
+                row = replace(row, resident_layers=int(value))
+            case "prefetch":
+                row = replace(row, prefetch=int(value))
+            case _:
+                raise ValueError(
+                    f"{text!r} has {name!r}; expected memory=, inputs=, resident=, prefetch= or no-clip"
+                )
+    return row
+
+
+def build(setting: Setting, *, on_device: bool, layers: int | None = None) -> nn.Module:
     """Return the bf16 model with random weights, made on the device, on the host unless `on_device`."""
     forget_caches(setting.device)
     torch.manual_seed(0)
     if setting.own or setting.model == "tiny" or not versions():
+        shape = SHAPES[setting.model]
         with setting.device.torch_device:
-            model: nn.Module = Decoder(SHAPES[setting.model]).to(torch.bfloat16)
+            model: nn.Module = Decoder(replace(shape, layers=layers or shape.layers)).to(torch.bfloat16)
     else:
         entries = QWEN3_14B if setting.model == "qwen3-14b" else read_config(TRACES / f"{setting.model}.json")
         entries = {**entries, "use_cache": False}
+        if layers:
+            entries["num_hidden_layers"] = layers
         model = model_from(entries, "bfloat16", setting.device.torch_device)
     return model if on_device else model.cpu()
 
 
-def hidden_states(model: nn.Module, ids: torch.Tensor) -> tuple[torch.Tensor, nn.Linear]:
-    """Return what the head takes, and the head."""
-    if isinstance(model, Decoder):
-        hidden = model.embedding(ids)
-        for layer in model.layers:
-            hidden = layer(hidden)
-        return model.norm(hidden), model.head
+def hidden_states(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    """Return what the head takes."""
     inner: Any = model
-    return inner.model(input_ids=ids, use_cache=False).last_hidden_state, inner.lm_head
+    if isinstance(model, Decoder):
+        hidden = inner.embedding(ids)
+        for layer in inner.layers:
+            hidden = layer(hidden)
+    else:
+        hidden = inner.model(input_ids=ids, use_cache=False).last_hidden_state
+    normed: torch.Tensor = inner.norm(hidden) if isinstance(model, Decoder) else hidden
+    return normed
+
+
+def head_of(model: nn.Module) -> nn.Linear:
+    """Return the head."""
+    inner: Any = model
+    head: nn.Linear = inner.head if isinstance(model, Decoder) else inner.lm_head
+    return head
 
 
 def layers_of(model: nn.Module) -> nn.ModuleList:
@@ -121,68 +179,159 @@ def layers_of(model: nn.Module) -> nn.ModuleList:
     return layers
 
 
-def training_step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, setting: Setting
-) -> Callable[[], torch.Tensor]:
-    """Return what takes one step and returns its loss, on the device."""
-    ids = setting.ids()
+class WithLoss(nn.Module):
+    """A model whose forward returns its loss, made in chunks of tokens."""
 
-    def step() -> torch.Tensor:
-        hidden, head = hidden_states(model, ids)
-        loss = chunked_cross_entropy(head, hidden[:, :-1], ids[:, 1:], chunk_tokens=setting.chunk_tokens)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
+    def __init__(self, model: nn.Module, chunk_tokens: int) -> None:
+        super().__init__()
+        self.model = model
+        self.chunk_tokens = chunk_tokens
 
-    return step
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return the loss of `ids` (sequences, tokens) as labels of themselves."""
+        return self.loss(hidden_states(self.model, ids), ids)
+
+    def loss(self, hidden: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """Return the loss of what the head takes."""
+        head = head_of(self.model)
+        return chunked_cross_entropy(head, hidden[:, :-1], ids[:, 1:], chunk_tokens=self.chunk_tokens)
 
 
 def attached(
-    row: str, model: nn.Module, setting: Setting, last: ExitStack
-) -> tuple[torch.optim.Optimizer, Any]:
-    """Return the optimizer of a row, and the streamer if it has one; `last` undoes it."""
-    if row == "resident":
+    row: Row, model: nn.Module, setting: Setting, last: ExitStack
+) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+    """Return what a row trains, its optimizer, and the streamer if it has one; `last` undoes it."""
+    if row.form in PEERS:
+        return *sharded(row, model, setting, last), None
+    if row.form == RESIDENT:
         for layer in layers_of(model):
             last.callback(recompute_in_slices(layer, setting.sequences))
         hybrid = HybridDeviceOptimizer(
-            model.parameters(), offload_fraction=0.0, lr=LEARNING_RATE, max_grad_norm=setting.max_grad_norm
+            model.parameters(), offload_fraction=0.0, lr=LEARNING_RATE, max_grad_norm=row.max_grad_norm
         )
         last.callback(hybrid.close)
-        return hybrid, None
+        return WithLoss(model, setting.chunk_tokens), hybrid, None
     streamer = TrainableLayerStreamer(
         model,
         torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True),
-        max_grad_norm=setting.max_grad_norm,
-        streaming=STATES[row],
+        max_grad_norm=row.max_grad_norm,
+        streaming=STATES[row.form],
         slices=setting.sequences,
-        prefetch=setting.prefetch,
-        resident_layers=setting.resident_layers,
-        inputs=setting.inputs,
+        prefetch=row.prefetch,
+        resident_layers=row.resident_layers,
+        inputs=row.inputs,
         layers=layers_of(model),
         device=setting.device.torch_device,
     )
     last.callback(streamer.close)
-    return streamer.optimizer, streamer
+    return WithLoss(model, setting.chunk_tokens), streamer.optimizer, streamer
 
 
-def measure(row: str, setting: Setting, memory_gb: float | None) -> dict[str, Any]:
+def sharded(
+    row: Row, model: nn.Module, setting: Setting, last: ExitStack
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Return a model that FSDP2 shards over one rank and keeps on the host, and its optimizer, which runs there."""
+    device = setting.device.torch_device
+    folder = last.enter_context(tempfile.TemporaryDirectory())
+    dist.init_process_group(
+        f"cpu:gloo,{device.type}:nccl" if setting.device.is_accelerator else "gloo",
+        init_method=f"file://{folder}/rendezvous",
+        rank=0,
+        world_size=1,
+    )
+    last.callback(dist.destroy_process_group)
+    if row.form == "fsdp2":
+        model.float()
+    options: dict[str, Any] = {
+        "mesh": init_device_mesh(device.type, (1,)),
+        "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16),
+        "offload_policy": CPUOffloadPolicy(pin_memory=setting.device.pins_host_memory),
+    }
+    for layer in layers_of(model):
+        last.callback(recompute_in_slices(layer, setting.sequences))
+        fully_shard(layer, **options)
+    whole = WithLoss(model, setting.chunk_tokens)
+    fully_shard(whole, **options)
+    params = list(whole.parameters())
+    optimizer = torch.optim.AdamW(params, lr=LEARNING_RATE, fused=True)
+    if row.max_grad_norm is not None:
+        most = row.max_grad_norm
+
+        def clip(*_: object) -> None:
+            nn.utils.clip_grad_norm_(params, most)
+
+        optimizer.register_step_pre_hook(clip)
+    return whole, optimizer
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What bounds every row: compute, and the link."""
+
+    compute: stream_limits.Compute
+    link: CopyRates
+
+
+def limits(setting: Setting) -> Limits:
+    """Measure forward and backward without an update, and the link."""
+    ids = setting.ids()
+
+    def few(layers: int) -> WithLoss:
+        model = build(setting, on_device=True, layers=layers)
+        for layer in layers_of(model):
+            recompute_in_slices(layer, setting.sequences)
+        return WithLoss(model, setting.chunk_tokens)
+
+    compute = stream_limits.compute_of(
+        few,
+        lambda whole: hidden_states(whole.model, ids),
+        lambda whole, hidden: whole.loss(hidden, ids),
+        layers=SHAPES[setting.model].layers,
+        device=setting.device,
+    )
+    return Limits(compute, stream_limits.link(setting.device))
+
+
+def limit_of(row: Row, streamer: TrainableLayerStreamer, known: Limits) -> float:
+    """Return the least seconds of a step of `row`."""
+    host = streamer.report.host
+    parameters = sum(p.numel() for group in streamer.optimizer.param_groups for p in group["params"])
+    return stream_limits.limit_s(
+        known.compute,
+        stream_limits.Traffic(parameters, host.weights // 2, host.states / parameters),
+        known.link,
+        clips=row.max_grad_norm is not None,
+    )
+
+
+def measure(row: Row, setting: Setting, known: Limits) -> dict[str, Any]:
     """Train a few steps of a row; return times in seconds and sizes in decimal GB."""
     device = setting.device
-    model = build(setting, on_device=row == "resident")
-    limited = memory_gb is not None and device.is_accelerator and row != "resident"
+    with suppress(OSError):
+        # The process's peak begins anew where the kernel allows it.
+        Path("/proc/self/clear_refs").write_text("5")
+    model = build(setting, on_device=row.form == RESIDENT)
+    limited = row.memory_gb is not None and device.is_accelerator and row.form != RESIDENT
     if limited:
-        assert memory_gb is not None
+        assert row.memory_gb is not None
         torch.cuda.empty_cache()
         total = torch.cuda.get_device_properties(device.torch_device).total_memory
-        torch.cuda.set_per_process_memory_fraction(memory_gb * 1e9 / total)
+        torch.cuda.set_per_process_memory_fraction(row.memory_gb * 1e9 / total)
     start = time.perf_counter()
     try:
         with ExitStack() as last, Ledger(device, track=model.parameters()) as ledger:
-            optimizer, streamer = attached(row, model, setting, last)
+            whole, optimizer, streamer = attached(row, model, setting, last)
             device.synchronize()
             attached_s = time.perf_counter() - start
-            step = training_step(model, optimizer, setting)
+            ids = setting.ids()
+
+            def step() -> torch.Tensor:
+                loss: torch.Tensor = whole(ids)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                return loss.detach()
+
             losses = [step() for _ in range(WARM_UP)]
             device.synchronize()
             ledger.reset_peak()
@@ -192,8 +341,8 @@ def measure(row: str, setting: Setting, memory_gb: float | None) -> dict[str, An
             device.synchronize()
             step_s = (time.perf_counter() - start) / setting.steps
             return {
-                "row": row,
                 "step_s": step_s,
+                "limit_s": "" if streamer is None else limit_of(row, streamer, known),
                 "tokens_per_s": round(setting.sequences * setting.tokens / step_s),
                 "gpu_gb": ledger.peak_device_bytes / 1e9,
                 "gpu_reserved_gb": reserved_gb(device),
@@ -228,8 +377,8 @@ def versions() -> dict[str, str]:
         return {}
 
 
-def main() -> None:
-    """Run the rows that are asked for, print the table, write JSON."""
+def arguments() -> tuple[argparse.Namespace, list[tuple[str, Row]]]:
+    """Read the command line; return it, and the rows by the text that asked for each."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -238,7 +387,7 @@ def main() -> None:
         "--own", action="store_true", help="our decoder, also where transformers is installed"
     )
     parser.add_argument(
-        "--rows", default="resident,exact,half,packed,lo16,lo8", help="some of these, comma separated"
+        "--rows", default="resident,exact,half,packed,lo16,lo8", help="some of these or of fsdp2, fsdp2-bf16"
     )
     parser.add_argument("--sequences", type=int, default=1, help="micro-batches of a step")
     parser.add_argument("--tokens", type=int, default=4096, help="tokens of a sequence")
@@ -251,37 +400,43 @@ def main() -> None:
     parser.add_argument("--chunk-tokens", type=int, default=1024, help="tokens whose logits exist at once")
     parser.add_argument("--out", type=Path, help="write all numbers as JSON")
     args = parser.parse_args()
-    rows = [row for row in args.rows.split(",") if row]
-    for row in rows:
-        if row not in ("resident", *STATES):
-            parser.error(f"--rows has {row!r}; expected some of resident, {', '.join(STATES)}")
-    device = Device.available()
-    setting = Setting(
-        args.model,
-        args.sequences,
-        16 if args.model == "tiny" else args.tokens,
-        args.steps,
-        device,
-        None if args.no_clip else 1.0,
-        args.prefetch,
-        args.resident_layers,
-        args.inputs,
-        args.own,
-        args.chunk_tokens,
+    defaults = Row(
+        form=RESIDENT,
+        max_grad_norm=None if args.no_clip else MAX_NORM,
+        memory_gb=args.memory_gb,
+        prefetch=args.prefetch,
+        resident_layers=args.resident_layers,
+        inputs=args.inputs,
     )
+    try:
+        rows = [(text, row_of(text, defaults)) for text in args.rows.split(",") if text]
+    except ValueError as error:
+        parser.error(str(error))
+    return args, rows
+
+
+def main() -> None:
+    """Run the rows that are asked for, print the table, write JSON."""
+    args, rows = arguments()
+    device = Device.available()
+    tokens = 16 if args.model == "tiny" else args.tokens
+    setting = Setting(
+        args.model, args.sequences, tokens, args.steps, device, own=args.own, chunk_tokens=args.chunk_tokens
+    )
+    known = limits(setting)
     report: dict[str, Any] = {
-        "machine": {**machine(device), **versions()},
+        "machine": {**machine(device), **versions(), **vars(known.compute), **vars(known.link)},
         "setting": {**vars(args), "out": str(args.out), "tokens": setting.tokens},
         "rows": [],
     }
     print(json.dumps(report["machine"]), flush=True)
     baseline: float | None = None
-    for row in rows:
+    for text, row in rows:
         try:
-            result = measure(row, setting, args.memory_gb)
+            result = {"row": text, **measure(row, setting, known)}
         except (MemoryError, torch.OutOfMemoryError) as error:
-            result = {"row": row, "failed": str(error).splitlines()[0]}
-        if row == "resident":
+            result = {"row": text, "failed": str(error).splitlines()[0]}
+        if row.form == RESIDENT:
             baseline = result.get("step_s")
         if baseline is not None and "step_s" in result:
             result["ratio"] = result["step_s"] / baseline

@@ -171,15 +171,32 @@ def test_a_model_larger_than_the_gpu_is_measured_at_toy_size(tmp_path, monkeypat
     monkeypatch.syspath_prepend(str(root() / "benchmarks"))
     module = importlib.import_module("larger_than_gpu")
     out = tmp_path / "larger.json"
-    arguments = ["--model", "tiny", "--rows", "resident,exact,lo8", "--sequences", "2", "--steps", "1"]
+    rows = "resident,exact:memory=3,lo8:inputs=host:resident=2,packed:no-clip,fsdp2"
+    arguments = ["--model", "tiny", "--rows", rows, "--sequences", "2", "--steps", "1"]
     monkeypatch.setattr("sys.argv", ["larger_than_gpu.py", *arguments, "--out", str(out)])
     monkeypatch.setattr(module.Device, "available", staticmethod(lambda name=None: module.Device.of("cpu")))
     module.main()
-    resident, exact, compact = json.loads(out.read_text())["rows"]
+    resident, exact, compact, unclipped, peer = json.loads(out.read_text())["rows"]
     assert exact["losses"] == resident["losses"]
     assert compact["losses"] == pytest.approx(resident["losses"], abs=0.01)
+    assert unclipped["losses"] == pytest.approx(resident["losses"], abs=0.01)
+    assert peer["losses"] == pytest.approx(resident["losses"], abs=0.01)
     assert max(exact["gpu_gb"], compact["gpu_gb"]) < resident["gpu_gb"]
     assert exact["late_loads"] == 0
+    assert 0 < exact["limit_s"] < exact["step_s"]
+
+
+def test_the_least_time_of_a_step_is_that_of_compute_or_of_the_link(monkeypatch):
+    monkeypatch.syspath_prepend(str(root() / "benchmarks"))
+    limits = importlib.import_module("stream_limits")
+    rates = limits.CopyRates(d2h=50.0, h2d=50.0, duplex=80.0)
+    traffic = limits.Traffic(parameters=100, streamed=80, states_bytes=6)
+    free = limits.Compute(forward_s=0.0, backward_s=0.0)
+    # Backward: 160 in and 200 out. Forward: 160 + 200 + 600 in, 160 + 600 out. Without clipping gradients stay.
+    assert limits.limit_s(free, traffic, rates, clips=True) == pytest.approx(360 / 80 + 1720 / 80)
+    assert limits.limit_s(free, traffic, rates, clips=False) == pytest.approx(160 / 50 + 1520 / 80)
+    long = limits.Compute(forward_s=100.0, backward_s=300.0)
+    assert limits.limit_s(long, traffic, rates, clips=True) == 400.0
 
 
 @pytest.fixture
