@@ -5,18 +5,21 @@
 
 A row is a whole step of Transformers' `Trainer`: forward, backward, clipping at 1.0, AdamW. Times are medians of the
 steps after warm-up, between two events with the device finished; the peak is the allocator's, the highest of these
-steps. All rows run in one process on one model, one after the other. A row that runs out of memory says so, and peers
-that are not installed are left out.
+steps. All rows run in one process on one model, one after the other, and in each further round in the opposite order,
+so that a device that slows down slows all of them. A row that runs out of memory says so, and peers that are not
+installed are left out. Rows that offload all activations are left out where a step without offload does not fit: there
+is nothing to compare them with, and they would take as much host memory.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -48,8 +51,19 @@ TINY = PUBLISHED | {
 }  # fmt: skip
 NONE, CHECKPOINTED = "none", "gradient checkpointing"
 THEIR_OFFLOAD, THEIR_ACTIVATIONS = "transformers: offload", "TRL: activation_offloading"
+THEIR_BOTH = f"{THEIR_ACTIVATIONS} with checkpointing"
 OURS_CHECKPOINT, OURS_LAYERS = "ours: checkpoint", "ours: layers"
+OURS_BOTH = "ours: optimizer with checkpoint"
 PLAIN = " in a plain loop"
+# A peer's option, what of ours does the same work, and the row that both add to.
+COMPARED = (
+    (THEIR_OFFLOAD, OURS_CHECKPOINT, CHECKPOINTED),
+    (THEIR_BOTH, OURS_CHECKPOINT, CHECKPOINTED),
+    (THEIR_ACTIVATIONS, OURS_CHECKPOINT, NONE),
+    (THEIR_ACTIVATIONS, OURS_LAYERS, NONE),
+)
+# They hold on the host what a step without offload holds on the device.
+ALL_ACTIVATIONS = (THEIR_ACTIVATIONS, OURS_LAYERS)
 
 
 @dataclass(frozen=True)
@@ -84,11 +98,10 @@ def rows(min_bytes: int) -> dict[str, Row]:
         CHECKPOINTED: Row(checkpointing),
         THEIR_OFFLOAD: Row(checkpointing | {kwargs: {"offload": True}}),
         OURS_CHECKPOINT: Row(wanted=activations("checkpoint")),
+        THEIR_BOTH: Row(checkpointing, around=trl_offloading),
         THEIR_ACTIVATIONS: Row(around=trl_offloading),
-        f"{THEIR_ACTIVATIONS}, checkpointing": Row(checkpointing, around=trl_offloading),
         OURS_LAYERS: Row(wanted=activations("layers")),
-        "ours: optimizer auto": Row(wanted={"optimizer": "auto"}),
-        "ours: optimizer auto, checkpoint": Row(wanted={"optimizer": "auto", **activations("checkpoint")}),
+        OURS_BOTH: Row(wanted={"optimizer": {"offload_fraction": 0.5}, **activations("checkpoint")}),
     }
 
 
@@ -112,10 +125,10 @@ class Clock(TrainerCallback):
         self.end_step()
 
     def result(self) -> dict[str, Any]:
-        """Return the median step in seconds and the peak in decimal GB."""
+        """Return the steps after warm-up in seconds and the peak in decimal GB."""
         ends = self.ends[self.warm_up - 1 :]
         steps = [end - start for start, end in pairwise(ends)]
-        return {"step_s": statistics.median(steps), "peak_gb": self.ledger.peak_device_bytes / GB}
+        return {"steps_s": steps, "peak_gb": self.ledger.peak_device_bytes / GB}
 
 
 # Its events would count as somebody's who reads weights, for which ours waits; it reads none.
@@ -214,6 +227,16 @@ def measure(
         return {"left out": f"{type(error).__name__}: {str(error).splitlines()[0][:100]}"}
 
 
+def merged(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
+    """Return the result of a row over its rounds: the median of all steps, and the highest peak."""
+    for each in (before, now):
+        if "left out" in each:
+            return each
+    steps = before.get("steps_s", []) + now["steps_s"]
+    peak = max(before.get("peak_gb", 0.0), now["peak_gb"])
+    return {"step_s": statistics.median(steps)} | now | {"peak_gb": peak, "steps_s": steps}
+
+
 def judge(results: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
     """Return a line for each comparison that the rows allow: what was to be reached, what was, and whether."""
     lines = []
@@ -225,14 +248,13 @@ def judge(results: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
         plain = results.get(name + PLAIN, {})
         if "step_s" in result and "step_s" in plain:
             add(f"{name}: time / plain loop", 1.02, result["step_s"] / plain["step_s"])
-    for theirs, ours, base in (
-        (THEIR_OFFLOAD, OURS_CHECKPOINT, CHECKPOINTED),
-        (THEIR_ACTIVATIONS, OURS_LAYERS, NONE),
-    ):
+    for theirs, ours, base in COMPARED:
         if all("step_s" in results.get(each, {}) for each in (theirs, ours, base)):
             extra = {each: results[each]["step_s"] - results[base]["step_s"] for each in (theirs, ours)}
             freed = {each: results[base]["peak_gb"] - results[each]["peak_gb"] for each in (theirs, ours)}
-            add(f"{ours}: extra time / that of {theirs}", 0.5, extra[ours] / extra[theirs])
+            # What costs nothing cannot be halved.
+            share = extra[ours] / extra[theirs] if extra[theirs] > 0 else math.inf
+            add(f"{ours}: extra time / that of {theirs}", 0.5, share)
             add(f"{ours}: GB that {theirs} frees beyond it", 0.0, freed[theirs] - freed[ours])
     return lines
 
@@ -248,6 +270,34 @@ def versions() -> dict[str, str]:
     return found
 
 
+def rounds_of(
+    chosen: dict[str, Row],
+    model: torch.nn.Module,
+    batch: torch.Tensor,
+    device: Device,
+    steps: tuple[int, int],
+    rounds: int,
+) -> Iterator[dict[str, dict[str, Any]]]:
+    """Yield all results so far after each row, ours beside its plain loop, over all rounds."""
+    turns: list[tuple[str, Callable[..., dict[str, Any]], Row]] = []
+    for name, row in chosen.items():
+        turns.append((name, through_trainer, row))
+        if row.wanted:
+            turns.append((name + PLAIN, in_a_plain_loop, row))
+    results: dict[str, dict[str, Any]] = {}
+    for number in range(rounds):
+        for name, train, row in turns if number % 2 == 0 else reversed(turns):
+            if "left out" in results.get(name, {}):
+                continue
+            if name.removesuffix(PLAIN) in ALL_ACTIVATIONS and "left out" in results.get(NONE, {}):
+                results[name] = {"left out": f"{NONE} does not fit"}
+            else:
+                now = measure(train, row, model, batch, device, steps)
+                results[name] = merged(results.get(name, {}), now)
+            print(tuple(batch.shape), f"round {number + 1}", name, results[name], flush=True)
+            yield {name: results[name] for name, _, _ in turns if name in results}
+
+
 def main() -> None:
     """Run the rows that are asked for, print the tables, write JSON."""
     parser = argparse.ArgumentParser(
@@ -258,42 +308,42 @@ def main() -> None:
     parser.add_argument(
         "--rows", default="", help="only rows whose name contains one of these, comma separated"
     )
-    parser.add_argument("--out", type=Path, help="write all numbers as JSON")
+    parser.add_argument("--rounds", type=int, default=2, help="how often each row is measured")
+    parser.add_argument("--out", type=Path, help="write all numbers as JSON, anew after each row")
     args = parser.parse_args()
     device = Device.of("cuda" if torch.cuda.is_available() else "cpu")
     wanted = [part for part in args.rows.split(",") if part]
     steps = (2, 2) if args.tiny else (3, 5)
+    shape = TINY if args.tiny else PUBLISHED
     facts = machine(device) | versions()
     print(json.dumps(facts), flush=True)
     torch.manual_seed(0)
     with device.torch_device:
-        model = Qwen3ForCausalLM(Qwen3Config(**(TINY if args.tiny else PUBLISHED))).to(torch.bfloat16)
+        model = Qwen3ForCausalLM(Qwen3Config(**shape)).to(torch.bfloat16)
     model.config.use_cache = False
-    report: dict[str, Any] = {"machine": facts, "shape": TINY if args.tiny else PUBLISHED, "batches": {}}
+    chosen = {
+        name: row
+        for name, row in rows(1 if args.tiny else 2**20).items()
+        if not wanted or any(part in name for part in wanted)
+    }
+    report: dict[str, Any] = {"machine": facts, "shape": shape, "batches": {}}
     for size in (args.batches or ("2x64" if args.tiny else "1x4096,4x4096")).split(","):
         sequences, tokens = map(int, size.split("x"))
         batch = torch.randint(
             0, model.config.vocab_size, (sequences, tokens), generator=torch.Generator().manual_seed(0)
         )
-        results: dict[str, dict[str, Any]] = {}
-        for name, row in rows(1 if args.tiny else 2**20).items():
-            if wanted and not any(part in name for part in wanted):
-                continue
-            results[name] = measure(through_trainer, row, model, batch, device, steps)
-            print(size, name, results[name], flush=True)
-            if row.wanted:
-                results[name + PLAIN] = measure(in_a_plain_loop, row, model, batch, device, steps)
-                print(size, name + PLAIN, results[name + PLAIN], flush=True)
-        base = results.get(NONE, {}).get("step_s") or results.get(CHECKPOINTED, {}).get("step_s")
-        for result in results.values():
-            if base and "step_s" in result:
-                result["ratio"] = result["step_s"] / base
-        report["batches"][size] = {"rows": results, "goals": judge(results)}
+        for results in rounds_of(chosen, model, batch, device, steps, args.rounds):
+            report["batches"][size] = {"rows": results, "goals": judge(results)}
+            if args.out:
+                args.out.write_text(json.dumps(report, indent=1))
         print(f"\n{size} tokens")
-        print_table([{"row": name, **result} for name, result in results.items()])
+        print_table([{"row": name} | without_steps(result) for name, result in results.items()])
         print_table(report["batches"][size]["goals"])
-        if args.out:
-            args.out.write_text(json.dumps(report, indent=1))
+
+
+def without_steps(result: dict[str, Any]) -> dict[str, Any]:
+    """Return what a table has room for."""
+    return {name: value for name, value in result.items() if name != "steps_s"}
 
 
 if __name__ == "__main__":

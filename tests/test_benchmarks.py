@@ -105,7 +105,8 @@ def test_trainers_are_compared_at_toy_size(tmp_path, monkeypatch):
     assert report["machine"]["transformers"]
     (batch,) = report["batches"].values()
     assert set(batch["rows"]) == {"none", "ours: checkpoint", "ours: checkpoint in a plain loop"}
-    assert all(row["step_s"] > 0 for row in batch["rows"].values())
+    # Two steps of each of two rounds.
+    assert all(row["step_s"] > 0 and len(row["steps_s"]) == 4 for row in batch["rows"].values())
     assert batch["rows"]["ours: checkpoint"]["peak_gb"] < batch["rows"]["none"]["peak_gb"]
     assert [line["goal"] for line in batch["goals"]] == [1.02]
 
