@@ -8,7 +8,7 @@ import pytest
 
 from skill_tools.bundle import root
 
-PP = {"choices": {"rule": "la-pp", "key_to_turn_off": "cpu_offloading", "works_with_pipeline": "yes"}}
+PP = {"choices": {"release": "0.16", "key_to_turn_off": "cpu_offloading", "works_with_pipeline": "yes"}}
 INVENTED = {"faults": [{"keys": ["lr"], "reason": "too high"}]}
 
 

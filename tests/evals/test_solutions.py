@@ -162,8 +162,16 @@ def diagnosed(name: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("task", "log", "rest"),
     [
-        ("log-pipeline", "train_pp.log", {"key_to_turn_off": "cpu_offloading", "works_with_pipeline": "yes"}),
-        ("log-fp8", "train_fp8.log", {"key_to_change": "fp8_param_gather", "value": "false"}),
+        (
+            "log-pipeline",
+            "train_pp.log",
+            {"key_to_turn_off": "cpu_offloading", "works_with_pipeline": "yes", "release": "0.16"},
+        ),
+        (
+            "log-fp8",
+            "train_fp8.log",
+            {"key_to_change": "fp8_param_gather", "recipe_that_works": "delayed", "value": "false"},
+        ),
     ],
 )
 def test_diagnose_names_the_rule_and_its_advice_the_change(
@@ -171,8 +179,10 @@ def test_diagnose_names_the_rule_and_its_advice_the_change(
 ) -> None:
     (rule,) = diagnosed(log)["errors"][0]["rules"]
     advice = printed_by("explain", rule["rule"])
-    assert next(iter(rest.values())) in advice
-    assert grader.grade(task, {"choices": {"rule": rule["rule"], **rest}})["passed"]
+    (key, *facts) = rest.values()
+    assert key in advice
+    assert any(fact in advice for fact in facts)
+    assert grader.grade(task, {"choices": rest})["passed"]
 
 
 def test_diagnose_reads_an_out_of_memory_message(grader: Any) -> None:
@@ -192,8 +202,9 @@ def test_diagnose_tells_the_first_step_from_the_usual_one(grader: Any) -> None:
     found = diagnosed("train_slow.log")
     (first,), conclusion = found["patterns"], found["conclusion"]
     assert "it happens once" in first["points_to"]
-    choices = {"variable": "OMP_NUM_THREADS", "rule": conclusion["rule"], "first_step_recurs": "no"}
-    answer = {"choices": choices, "numbers": {"usual_step_s": found["steps"]["median_s"]}}
+    assert conclusion["rule"] == "oc-cpu-threads"
+    choices = {"variable": "OMP_NUM_THREADS", "first_step_recurs": "no"}
+    answer = {"choices": choices, "numbers": {"threads": 1, "usual_step_s": found["steps"]["median_s"]}}
     assert "OMP_NUM_THREADS" in conclusion["change"][0]
     assert grader.grade("log-slow", answer)["passed"]
 
