@@ -20,6 +20,8 @@ from skill_tools.diagnosis import diagnosis
 from skill_tools.diagnosis.diagnosis import Diagnosis
 from skill_tools.diagnosis.log import Log, read_log
 from skill_tools.errors import UnusableInput, printable_lines
+from skill_tools.planning.model import known_models
+from skill_tools.planning.model.shape_sources import UnknownShapeError
 from skill_tools.planning.search.planner import Plan
 from skill_tools.reports import diagnoses
 from skill_tools.rules.finding import Finding
@@ -47,16 +49,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print what the log says; return 1 when something was recognised, else 0."""
     plan_request.check(args)
-    found = diagnosis.diagnose(_log(args), findings=_findings(args), known_gpu=_known_gpu)
+    log = _log(args)
+    framework, findings = _findings(args)
+    found = diagnosis.diagnose(
+        log, findings=findings, framework=framework, known_gpu=_known_gpu, known_model=known_models.of_size
+    )
     plan, note = _plan(args, found)
     if args.format == "json":
         print(diagnoses.as_json(found, _plan_data(plan)))
         return 1 if found.recognised else 0
     render = diagnoses.markdown if args.format == "markdown" else diagnoses.concise
-    print(printable_lines(render(found, planned=plan is not None)))
-    if plan is not None:
-        from skill_tools.reports import plans
+    if plan is None:
+        print(printable_lines(render(found)))
+    else:
+        from skill_tools.reports import plan_answer, plans
 
+        print(printable_lines(render(found, planned=True, mended=plan_answer.has_changes(plan))))
         shown = plans.markdown if args.format == "markdown" else plans.concise
         print(printable_lines(f"\n{note}{shown(plan, details=args.details)}"))
     return 1 if found.recognised else 0
@@ -104,13 +112,14 @@ def _known_gpu(name: str) -> str | None:
         return None
 
 
-def _findings(args: argparse.Namespace) -> tuple[Finding, ...]:
+def _findings(args: argparse.Namespace) -> tuple[str, tuple[Finding, ...]]:
+    """Return what the configuration was read as, and what lint says of it."""
     if not args.inputs:
-        return ()
+        return args.framework or "", ()
     from skill_tools.rules.lint import lint
 
     config = plan_request.read_config(args, args.inputs)
-    return lint(config, versions=releases.stated(args)).findings
+    return config.framework, lint(config, versions=releases.stated(args)).findings
 
 
 def _plan(args: argparse.Namespace, found: Diagnosis) -> tuple[Plan | None, str]:
@@ -118,24 +127,33 @@ def _plan(args: argparse.Namespace, found: Diagnosis) -> tuple[Plan | None, str]
 
     The second value is a line on what comes from the log.
     """
-    host = found.host
-    short_of_host = host is not None and host.message.kind == "host-memory"
-    wanted = found.out_of_memory is not None or short_of_host or args.gpu_memory or args.gpu
+    wanted = found.out_of_memory is not None or found.host_ran_out or args.gpu_memory or args.gpu
     if not wanted or not (args.inputs or args.model or args.overrides):
         return None, ""
     try:
         note = _machine_of_the_log(args, found)
-        plan = plan_request.make_plan(args, args.inputs)
+        plan = _plan_of_the_model(args, found)
         if args.gpu_memory is None and found.gpu_bytes is not None:
             plan, about = _plan_within(args, found, found.gpu_bytes)
             return plan, f"{note}{about}"
-        if short_of_host and found.out_of_memory is None:
-            plan, about = _plan_with_less_of_the_host(args, plan)
+        if found.host_ran_out and found.out_of_memory is None:
+            plan, about = _plan_with_less_of_the_host(args, found, plan)
             return plan, f"{note}{about}"
         return plan, note
     except UnusableInput as problem:
         print(f"offload: no plan: {problem}", file=sys.stderr)
         return None, ""
+
+
+def _plan_of_the_model(args: argparse.Namespace, found: Diagnosis) -> Plan:
+    """Plan as asked; where neither the user nor a file names the model, for the known one of the log's size."""
+    try:
+        return plan_request.make_plan(args, args.inputs)
+    except UnknownShapeError:
+        if found.model is None:
+            raise
+        args.model = found.model
+        return plan_request.make_plan(args, args.inputs)
 
 
 def _machine_of_the_log(args: argparse.Namespace, found: Diagnosis) -> str:
@@ -161,16 +179,23 @@ def _plan_within(args: argparse.Namespace, found: Diagnosis, gpu_bytes: int) -> 
     return plan._replace(assumptions=(note, *plan.assumptions)), f"{note}\n"
 
 
-def _plan_with_less_of_the_host(args: argparse.Namespace, plan: Plan) -> tuple[Plan, str]:
-    """Plan for less host memory than the run needs as it is, because that was too much."""
+def _plan_with_less_of_the_host(args: argparse.Namespace, found: Diagnosis, plan: Plan) -> tuple[Plan, str]:
+    """Plan without what the host holds beside the run's prediction, which was too much for the host of the log.
+
+    A host that the user names and that is larger keeps the difference.
+    """
     needed = plan.as_it_is.memory.host_bytes_per_node
     there = plan.budget.host_bytes
     if not needed or (there is not None and there < needed):
         return plan, ""
-    less = round(needed * _LESS)
+    more = max(0, (there or 0) - found.host_bytes) if found.host_bytes else 0
+    less = needed + more if more else round(needed * _LESS)
     args.host_memory = f"{less}bytes"
-    note = f"host memory: {gib(needed)} a node by prediction were too much, so the plan takes less than {gib(less)}\n"
-    return plan_request.make_plan(args, args.inputs), note
+    host = f" for a host of {gib(found.host_bytes)}" if found.host_bytes else ""
+    note = (
+        f"host memory: {gib(needed)} a node by prediction were too much{host}, so the plan takes less than "
+    )
+    return plan_request.make_plan(args, args.inputs), f"{note}{gib(less)}\n"
 
 
 def _plan_data(plan: Plan | None) -> dict[str, Any] | None:

@@ -8,19 +8,24 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from skill_tools.diagnosis import known_errors, machine_in_log, memory, messages, steps
+from skill_tools.diagnosis import known_errors, machine_in_log, memory, messages, model_in_log, steps
 from skill_tools.diagnosis.conclusion import Conclusion, conclude
 from skill_tools.diagnosis.known_errors import KnownError
 from skill_tools.diagnosis.log import Log
 from skill_tools.diagnosis.memory import OutOfMemory
-from skill_tools.diagnosis.messages import OF_THE_HOST, Seen
+from skill_tools.diagnosis.messages import HOST_RAN_OUT, OF_THE_HOST, Seen
+from skill_tools.diagnosis.model_in_log import Parameters
 from skill_tools.diagnosis.steps import StepPattern
 from skill_tools.dialects import registry
 from skill_tools.rules.finding import Finding
-from skill_tools.units import gib
+from skill_tools.units import GIB, gib
+
+CPU_OPTIMIZER_BYTES = (
+    16  # a parameter, in host memory: master, gradient and two moments (rule oc-host-memory)
+)
 
 
-def _none(_: str) -> None:
+def _none(_: object) -> None:
     return None
 
 
@@ -28,7 +33,8 @@ def _none(_: str) -> None:
 class Diagnosis:
     """Everything recognised in one log. `reported` is Megatron's (allocated, max allocated) in bytes.
 
-    `gpu` is the GPU that the log names, `host_bytes` what it says the host has.
+    `gpu` is the GPU that the log names, `host_bytes` what it says the run may take of its host, `parameters` how many
+    the model has, and `model` is the known model of that size.
     """
 
     name: str
@@ -41,6 +47,8 @@ class Diagnosis:
     conclusion: Conclusion | None
     gpu: str | None
     host_bytes: int | None
+    parameters: Parameters | None
+    model: str | None
 
     @property
     def recognised(self) -> bool:
@@ -51,6 +59,11 @@ class Diagnosis:
     def host(self) -> Seen | None:
         """The first sign that the host's memory, or what may be locked or shared of it, ran out."""
         return next((seen for seen in self.messages if seen.message.kind in OF_THE_HOST), None)
+
+    @property
+    def host_ran_out(self) -> bool:
+        """Whether the run was short of the host's memory itself, not of what may be pinned, locked or shared of it."""
+        return self.host is not None and self.host.message.kind in HOST_RAN_OUT
 
     @property
     def usual_step_s(self) -> float | None:
@@ -64,16 +77,23 @@ class Diagnosis:
 
 
 def diagnose(
-    log: Log, *, findings: Sequence[Finding] = (), known_gpu: Callable[[str], str | None] = _none
+    log: Log,
+    *,
+    findings: Sequence[Finding] = (),
+    framework: str = "",
+    known_gpu: Callable[[str], str | None] = _none,
+    known_model: Callable[[int], str | None] = _none,
 ) -> Diagnosis:
-    """Read `log`; `findings` are what lint says of the run's configuration.
+    """Read `log`; `findings` are what lint says of the run's configuration, which was read as one of `framework`.
 
-    `known_gpu` returns the name that a plan has for a GPU, or None.
+    `known_gpu` returns the name that a plan has for a GPU, `known_model` the one for a model of so many parameters, or
+    None.
     """
-    errors = known_errors.find(log, broken=[finding.rule for finding in findings])
+    errors = known_errors.find(log, broken=[finding.rule for finding in findings], framework=framework)
     times = steps.times_s(log)
     seen, patterns = messages.find(log), steps.patterns(log, times)
     out_of_memory = memory.out_of_memory(log)
+    parameters = model_in_log.parameters(log)
     return Diagnosis(
         name=log.name,
         errors=errors,
@@ -85,6 +105,8 @@ def diagnose(
         conclusion=conclude(errors, seen, patterns, out_of_memory, findings),
         gpu=machine_in_log.gpu_name(log, known_gpu),
         host_bytes=machine_in_log.host_bytes(log),
+        parameters=parameters,
+        model=known_model(parameters.total) if parameters else None,
     )
 
 
@@ -103,19 +125,38 @@ def budget_note(gpu_bytes: int, predicted_bytes: int, beyond: int) -> str:
     return f"{left}, less {gib(beyond)} that the run needed beyond the {gib(predicted_bytes)} predicted for it{doubt}"
 
 
+def host_need(found: Diagnosis) -> str:
+    """Say what a CPU optimizer keeps in the host's memory, where a log says the sizes of a run that ran out of it."""
+    if not found.host_ran_out or found.parameters is None:
+        return ""
+    trained = found.parameters.trained
+    needed_bytes = CPU_OPTIMIZER_BYTES * trained
+    there = ""
+    if found.host_bytes is not None:
+        enough = "" if needed_bytes < found.host_bytes else ": too little, if it is on one node"
+        there = f"; the log gives a node {gib(found.host_bytes)}{enough}"
+    return (
+        f"an optimizer on the CPU keeps {gib(needed_bytes)} in host memory for {trained / 1e9:.1f}e9 trained "
+        f"parameters (line {found.parameters.line}), {CPU_OPTIMIZER_BYTES} bytes each, over all nodes{there}"
+    )
+
+
 def advice(found: Diagnosis, *, planned: bool = False) -> tuple[str, ...]:
     """Return the commands to go on with; `planned` says that a plan follows, and needs none."""
-    ran_out = found.out_of_memory is not None or (
-        found.host is not None and found.host.message.kind == "host-memory"
-    )
+    ran_out = found.out_of_memory is not None or found.host_ran_out
     return (_plan_command(found),) if ran_out and not planned else ()
 
 
 def _plan_command(found: Diagnosis) -> str:
-    """Return the command that plans for the machine of the log: from a configuration, or for a loop that has none."""
-    capacity = f"{found.gpu_bytes / (1 << 30):.1f}GiB" if found.gpu_bytes else "80GiB"
-    loop = registry.named(registry.WITHOUT_FILES)
+    """Return the command that plans for what the log says: from a configuration, or for a loop that has none."""
+    words = [f"--gpu {found.gpu or 'NAME'}"]
+    if found.gpu_bytes:
+        words = [f"--gpu-memory {found.gpu_bytes / GIB:.1f}GiB"]
+    if found.host_ran_out:
+        words.append(f"--host-memory {f'{found.host_bytes / GIB:.1f}GiB' if found.host_bytes else 'AMOUNT'}")
+    loop, machine = registry.named(registry.WITHOUT_FILES), " ".join(words)
+    model = f" --model {found.model}" if found.model else ""
     return (
-        f"offload plan FILE --gpu-memory {capacity}; for {loop.label}, which has no FILE: "
-        f"offload plan --framework {loop.name} --model NAME --gpu-memory {capacity}"
+        f"offload plan FILE{model} {machine}; for {loop.label}, which has no FILE: "
+        f"offload plan --framework {loop.name}{model or ' --model NAME'} {machine}"
     )

@@ -1,15 +1,17 @@
 """Framework errors in a log that rules know: each rule's `raises` is matched with the text.
 
-Several rules can share one text; then the rules that the configuration breaks
-are kept, or without one, those whose own keys stand on the matched line.
+Several rules can share one text. Then the rules that the configuration breaks are kept; without one, those of the
+run's own framework, which its configuration or a traceback shows, and of these the ones whose keys stand on the line.
 """
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from skill_tools.configs.keys import load_keys
 from skill_tools.diagnosis.log import Log
 from skill_tools.diagnosis.texts import position
+from skill_tools.dialects import registry
 from skill_tools.rules.knowledge import Rule, load_rules
 
 _SHARED = 3  # rules shown when nothing tells those with the same text apart
@@ -17,16 +19,23 @@ _SHARED = 3  # rules shown when nothing tells those with the same text apart
 
 @dataclass(frozen=True, slots=True)
 class KnownError:
-    """One framework message in the log, and the rules that explain it; `confirmed` ones break the configuration."""
+    """One framework message in the log, and the rules that explain it; `confirmed` ones break the configuration.
+
+    `of_the_run` says that the rules are about the framework of this run.
+    """
 
     line: int
     text: str
     rules: tuple[Rule, ...]
     confirmed: tuple[str, ...]
+    of_the_run: bool = False
 
 
-def find(log: Log, *, broken: Iterable[str] = ()) -> tuple[KnownError, ...]:
-    """Return the known messages in `log`, in its order; `broken` are ids that lint found in the configuration."""
+def find(log: Log, *, broken: Iterable[str] = (), framework: str = "") -> tuple[KnownError, ...]:
+    """Return the known messages in `log`, in its order.
+
+    `broken` are ids that lint found in the configuration, `framework` is what the configuration was read as.
+    """
     confirmed_ids = set(broken)
     at: dict[int, list[Rule]] = {}
     for rule in load_rules():
@@ -34,13 +43,32 @@ def find(log: Log, *, broken: Iterable[str] = ()) -> tuple[KnownError, ...]:
             place = position(log.text, template)
             if place >= 0 and rule not in at.setdefault(place, []):
                 at[place].append(rule)
+    run = (framework, *_frameworks(log)) if at else ()
     errors = []
     for place in sorted(at):
         line = log.context(place)
         confirmed = tuple(rule.id for rule in at[place] if rule.id in confirmed_ids)
-        rules = tuple(rule for rule in at[place] if rule.id in confirmed) or _nearest(at[place], line)
-        errors.append(KnownError(log.line_at(place), line, rules, confirmed))
+        own = _of_the_run(at[place], run)
+        rules = tuple(rule for rule in at[place] if rule.id in confirmed) or _nearest(own or at[place], line)
+        errors.append(KnownError(log.line_at(place), line, rules, confirmed, bool(own)))
     return tuple(errors)
+
+
+def _frameworks(log: Log) -> tuple[str, ...]:
+    """Return the frameworks whose code a traceback in `log` goes through; one that runs in another comes before it."""
+    packages = {dialect.name: dialect.package for dialect in registry.with_files()}
+    return tuple(
+        name
+        for name, package in packages.items()
+        if re.search(rf"(?<![\w.-]){re.escape(package)}/\w", log.text)
+    )
+
+
+def _of_the_run(rules: Sequence[Rule], frameworks: Sequence[str]) -> list[Rule]:
+    """Return the rules about the first of `frameworks` that any of them is about."""
+    return next(
+        (own for name in frameworks if (own := [rule for rule in rules if name in rule.dialects])), []
+    )
 
 
 def _nearest(rules: Sequence[Rule], line: str) -> tuple[Rule, ...]:

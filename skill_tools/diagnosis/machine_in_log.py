@@ -13,6 +13,21 @@ _GPU = re.compile(r"\b(?:NVIDIA|Tesla|AMD Instinct|GeForce)[ -]([A-Za-z0-9][A-Za
 _MOST_NAMES = 200
 _USED = re.compile(r"CPU Virtual Memory:\s+used = ([0-9.]+) GB, percent = ([0-9.]+)%")  # DeepSpeed, in GiB
 _RAY = re.compile(r"was running was ([0-9.]+)\s*GB / ([0-9.]+)\s*GB")
+# What a job or a container may take: the kernel says it in KiB, Slurm and Docker in their options, in binary units.
+_CGROUP = re.compile(r"\bmemory: usage [0-9]{1,18}kB, limit ([0-9]{1,18})kB")
+_OPTION = re.compile(
+    r"(?:\bsrun\b|\bsbatch\b|\bsalloc\b|#SBATCH)[^\n]{0,400}?\s--mem[ =]([0-9]{1,9})([KMGTkmgt]?)(?![0-9A-Za-z])"
+    r"|\b(?:docker|podman) run\b[^\n]{0,400}?\s(?:--memory|-m)[ =]([0-9]{1,15})([bkmgBKMG])\b"
+)
+_UNITS = {
+    "b": 1,
+    "k": 1 << 10,
+    "m": 1 << 20,
+    "g": GIB,
+    "t": GIB << 10,
+    "": 1 << 20,
+}  # Slurm's bare number is in MiB
+_UNLIMITED = 1 << 50
 _LEAST_PERCENT = 1.0  # below it the two rounded numbers say little about their quotient
 
 
@@ -29,6 +44,23 @@ def gpu_name(log: Log, known: Callable[[str], str | None]) -> str | None:
 
 
 def host_bytes(log: Log) -> int | None:
+    """Return the host memory that the run may take: its job's or container's limit, else all that the host has."""
+    return _limit_bytes(log) or _all_bytes(log)
+
+
+def _limit_bytes(log: Log) -> int | None:
+    """Return the limit that the kernel enforced, or else that the log's own launch command asks for."""
+    for written in reversed(_CGROUP.findall(log.text)):
+        if int(written) << 10 < _UNLIMITED:
+            return int(written) << 10 or None
+    for slurm, slurm_unit, docker, docker_unit in _OPTION.findall(log.text):
+        amount = int(slurm or docker) * _UNITS[(slurm_unit or docker_unit).lower()]
+        if 0 < amount < _UNLIMITED:  # --mem=0 asks for the whole node
+            return amount
+    return None
+
+
+def _all_bytes(log: Log) -> int | None:
     """Return the memory of the host by what DeepSpeed or Ray printed of it."""
     for used, percent in reversed(_USED.findall(log.text)):
         if _number(percent) >= _LEAST_PERCENT and _number(used) > 0:

@@ -20,11 +20,14 @@ ORDER = (
     "pinned-memory",
     "shared-memory",
     "gpu-memory",
+    "killed",
     "numerics",
     "hang",
     "slow",
 )
-OF_THE_HOST = frozenset({"host-memory", "pinned-memory", "locked-memory", "shared-memory"})
+# A process that was killed (SIGKILL) leaves no reason; without another, it was most often the host's memory.
+HOST_RAN_OUT = frozenset({"host-memory", "killed"})
+OF_THE_HOST = HOST_RAN_OUT | {"pinned-memory", "locked-memory", "shared-memory"}
 
 
 class Message(NamedTuple):

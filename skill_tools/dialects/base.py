@@ -72,6 +72,11 @@ class Dialect(ABC):
     no_plan = ""
 
     @property
+    def package(self) -> str:
+        """The folder of its Python package, as tracebacks show it."""
+        return self.name.replace("-", "_")
+
+    @property
     def heading(self) -> str:
         """How a column of a table is called that is about this framework."""
         return self.label

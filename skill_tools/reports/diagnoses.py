@@ -4,7 +4,7 @@ import dataclasses
 import json
 from typing import Any
 
-from skill_tools.diagnosis.diagnosis import Diagnosis, advice
+from skill_tools.diagnosis.diagnosis import Diagnosis, advice, host_need
 from skill_tools.diagnosis.known_errors import KnownError
 from skill_tools.diagnosis.memory import OutOfMemory
 from skill_tools.units import gib, seconds
@@ -14,8 +14,11 @@ _MOST_FACTS = 5
 _WIDTH = 160
 
 
-def concise(found: Diagnosis, *, planned: bool = False) -> str:
-    """Return what was seen, then the cause, its rule and the lines to change; `planned` says that a plan follows."""
+def concise(found: Diagnosis, *, planned: bool = False, mended: bool = False) -> str:
+    """Return what was seen, then the cause, its rule and the lines to change.
+
+    `planned` says that a plan follows, `mended` that it has lines to change, so that there are not two answers.
+    """
     lines = _seen(found)
     if found.reported is not None:
         now, most = found.reported
@@ -28,7 +31,9 @@ def concise(found: Diagnosis, *, planned: bool = False) -> str:
     lines.append(f"cause: {conclusion.cause}")
     if conclusion.rule:
         lines.append(f"rule: {conclusion.rule} (offload explain {conclusion.rule})")
-    if conclusion.change:
+    if need := host_need(found):
+        lines.append(need)
+    if conclusion.change and not (mended and conclusion.plans_away):
         lines += ["change:", *(f"  {line}" for line in conclusion.change)]
     following = [f"  {line}" for line in advice(found, planned=planned)]
     return "\n".join([*lines, *(["next:", *following] if following else [])])
@@ -56,9 +61,10 @@ def _cut(text: str) -> str:
     return text if len(text) <= _WIDTH else f"{text[:_WIDTH]}…"
 
 
-def markdown(found: Diagnosis, *, planned: bool = False) -> str:
+def markdown(found: Diagnosis, *, planned: bool = False, mended: bool = False) -> str:
     """Return the same as a list."""
-    return "\n".join(f"- {line.strip()}" for line in concise(found, planned=planned).splitlines())
+    lines = concise(found, planned=planned, mended=mended).splitlines()
+    return "\n".join(f"- {line.strip()}" for line in lines)
 
 
 def document(found: Diagnosis, *, planned: bool = False) -> dict[str, Any]:
@@ -113,6 +119,7 @@ def document(found: Diagnosis, *, planned: bool = False) -> dict[str, Any]:
             "change": list(found.conclusion.change),
         },
         "machine": {"gpu": found.gpu, "host_bytes": found.host_bytes},
+        "parameters": found.parameters._asdict() | {"model": found.model} if found.parameters else None,
         "reported_bytes": {"allocated": found.reported[0], "max_allocated": found.reported[1]}
         if found.reported
         else None,

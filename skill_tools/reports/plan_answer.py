@@ -55,10 +55,20 @@ def change(patch: Patch) -> str:
     return registry.named(patch.dialect).change(patch)
 
 
-def _fit(plan: Plan, best: Option, code: Code) -> Iterator[str]:
-    written = change(plan.patch) if plan.patch else ""
+def has_changes(plan: Plan) -> bool:
+    """Return whether the answer has lines to change: what is recommended, or a way to fit."""
+    return bool(plan.ways) or (plan.recommendation is not None and any(_lines_to(plan, plan.recommendation)))
+
+
+def _lines_to(plan: Plan, best: Option) -> tuple[str, str]:
+    """Return the lines to change for `best`, and where there are none how it is carried out by hand."""
     dialect = registry.named(plan.run.dialect)
     by_hand = dialect.carried_out_by(best.candidate.mode) if best.candidate.mechanisms else ""
+    return change(plan.patch) if plan.patch else "", by_hand
+
+
+def _fit(plan: Plan, best: Option, code: Code) -> Iterator[str]:
+    written, by_hand = _lines_to(plan, best)
     if not written and not by_hand:
         yield f"fits as it is: {NOTHING}"
     else:

@@ -25,6 +25,7 @@ class LlamaFactory(Dialect):
 
     name = LLAMA_FACTORY
     label = "LLaMA-Factory"
+    package = "llamafactory"
     embeds = EMBEDDED
     looks_for = "`stage` (sft, dpo, ...) with `finetuning_type`, or the command `llamafactory-cli train`"
     marks = ("finetuning_type", "dist_config")

@@ -44,6 +44,7 @@ class MegatronBridge(MegatronCore):
 
     name = BRIDGE
     label = "Megatron Bridge"
+    package = "megatron/bridge"
     form = "as overrides"
     looks_for = "sections with fields of Megatron Core, a ConfigContainer"
     marks = (

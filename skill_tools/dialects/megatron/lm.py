@@ -27,6 +27,7 @@ class MegatronLM(MegatronCore):
 
     name = LM
     label = "Megatron-LM"
+    package = "megatron/training"
     form = "as flags"
     example_file = "run.sh"
     takes_new_keys = False

@@ -25,6 +25,7 @@ class MsSwift(Dialect):
 
     name = MS_SWIFT
     label = "ms-swift"
+    package = "swift"
     no_plan = "what ms-swift's trainers and rollout engines keep on a GPU is not modelled"
     embeds = EMBEDDED
     looks_for = "swift or megatron with sft, pt or rlhf; tuner_type or rlhf_type beside model and dataset"

@@ -45,6 +45,16 @@ def find(text: str) -> str | None:
     return best
 
 
+def of_size(parameters: int) -> str | None:
+    """Return the known model that has `parameters`, else the only one within a thousandth of them, else None."""
+    off_by = {name: abs(entry["parameters"] - parameters) for name, entry in entries().items()}
+    for most in (0, parameters // 1000):
+        close = [name for name, off in off_by.items() if off <= most]
+        if close:
+            return close[0] if len(close) == 1 else None
+    return None
+
+
 def require(text: str) -> ModelShape:
     """Return the shape that `text` names, or raise `UnusableInput` with the nearest known names."""
     name = find(text)

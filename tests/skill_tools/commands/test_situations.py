@@ -1,7 +1,9 @@
 """People with a run that does not fit or died: the log or the configuration, one command, and lines that mend it."""
 
+import copy
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -58,6 +60,7 @@ def test_a_lora_run_s_log_ends_in_its_rule_and_what_fits_the_gpu_of_the_log(
     assert main(["diagnose", str(tmp_path / "train.log"), str(tmp_path / "run.yaml")]) == 1
     out = capsys.readouterr().out
     assert "rule: ax-ao-turns-gc-off " in out
+    assert "change:" not in out, "the plan's lines alone: the rule's own would not be enough"
     assert "GPU rtx4090" in out
     assert "liger_fused_linear_cross_entropy: true" in out
 
@@ -75,14 +78,31 @@ def test_a_run_that_the_host_killed_is_planned_with_less_host_memory_and_its_lin
     assert "host memory 251.2 GiB" in out
     assert "on 4 x a100" in out
     assert "--gradient_checkpointing false\n" in out
+    assert "change:" not in out
     changed = next(line for line in out.splitlines() if line.startswith('  "zero_optimization"'))
+    mended: dict[str, Any] = copy.deepcopy(DEEPSPEED)
     for part, change in json.loads(f"{{{changed}}}")["zero_optimization"].items():
-        DEEPSPEED["zero_optimization"][part] |= change
-    Path("ds.json").write_text(json.dumps(DEEPSPEED, indent=1), encoding="utf-8")
+        mended["zero_optimization"][part] |= change
+    Path("ds.json").write_text(json.dumps(mended, indent=1), encoding="utf-8")
     Path("run.sh").write_text(LAUNCH.replace("checkpointing true", "checkpointing false"), encoding="utf-8")
     assert main(["plan", "run.sh", "--gpu", "a100", "--host-memory", "108GiB"]) == 0
     assert "fits as it is: nothing to change" in capsys.readouterr().out
     assert main(["lint", "run.sh"]) == 0
+
+
+def test_a_larger_host_keeps_what_the_killed_run_held_beside_its_prediction(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("ds.json").write_text(json.dumps(DEEPSPEED, indent=1), encoding="utf-8")
+    Path("run.sh").write_text(LAUNCH.replace("meta-llama/Llama-3.1-8B", "./mine"), encoding="utf-8")
+    Path("train.log").write_text(f"{KILLED}finished: 8,030,261,248 parameters\n", encoding="utf-8")
+    larger = ["--gpu", "a100", "--host-memory", "400GiB", "--format", "json"]
+    assert main(["diagnose", "train.log", "run.sh", *larger]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["parameters"]["model"] == "llama-3-8b", "the file names none that is known"
+    asked = found["plan"]["budget"]["host_bytes_per_node"] / 2**30
+    assert asked == pytest.approx(119.7 + 400 - 251.2, abs=0.2)
 
 
 @pytest.mark.parametrize(

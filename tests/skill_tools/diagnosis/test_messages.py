@@ -8,15 +8,15 @@ import yaml
 
 from skill_tools.bundle import knowledge_path, schema_path
 from skill_tools.diagnosis import messages
-from skill_tools.diagnosis.diagnosis import diagnose
+from skill_tools.diagnosis.diagnosis import advice, diagnose, host_need
 from skill_tools.diagnosis.log import Log
 from skill_tools.rules.knowledge import load_rules
 
 FILE = yaml.safe_load(knowledge_path("messages.yaml").read_text(encoding="utf-8"))
 LEAST = 60
 KINDS = {
-    "gpu-memory": 5, "pinned-memory": 1, "locked-memory": 1, "host-memory": 5, "shared-memory": 1, "collectives": 1,
-    "hang": 3, "numerics": 3, "resume": 8, "build": 5, "slow": 2,
+    "gpu-memory": 5, "pinned-memory": 1, "locked-memory": 1, "host-memory": 5, "shared-memory": 1, "killed": 4,
+    "collectives": 1, "hang": 3, "numerics": 3, "resume": 8, "build": 5, "slow": 2,
 }  # fmt: skip
 
 
@@ -69,6 +69,87 @@ def test_the_machine_is_read_from_the_log() -> None:
     assert found.gpu == "rtx4090"
     assert found.host_bytes is not None
     assert round(found.host_bytes / 2**30) == 251
+
+
+@pytest.mark.parametrize(
+    ("line", "gib"),
+    [
+        ("srun --nodes 1 --gpus 8 --mem 480G deepspeed train.py", 480),
+        ("#SBATCH --mem=65536", 64),
+        ("docker run --gpus all -m 96g image", 96),
+        ("memory: usage 503316480kB, limit 503316480kB, failcnt 91823", 480),
+        ("srun --mem 480G x\nmemory: usage 67108864kB, limit 67108864kB, failcnt 1", 64),
+        ("srun --mem=0 x\nmemory: usage 1kB, limit 9007199254740988kB", None),
+        ("python train.py --mem 480G", None),
+    ],
+)
+def test_what_a_job_may_take_of_its_host_comes_before_what_the_host_has(line: str, gib: int | None) -> None:
+    ray = "the memory on the node where the task was running was 95.1GB / 100.0GB"
+    found = diagnose(log(f"{line}\n{ray}\n"))
+    assert found.host_bytes == (gib or 100) << 30
+
+
+@pytest.mark.parametrize(
+    ("line", "total", "trained"),
+    [
+        ("model: 32,763,876,352 parameters, world size 8", 32763876352, 32763876352),
+        (
+            "trainable params: 83,886,080 || all params: 8,114,147,328 || trainable%: 1.0",
+            8114147328,
+            83886080,
+        ),
+        ("  Number of trainable parameters = 8,030,261,248", 8030261248, 8030261248),
+        ("finished initializing model - num_params = 291, num_elems = 8.03B", 8030000000, 8030000000),
+        (" > number of parameters on (tensor, pipeline) model parallel rank (0, 0): 1025048576", None, None),
+        ("FullyShardedDataParallel(\n  Number of trainable parameters = 1,003,782,656", None, None),
+    ],
+)
+def test_the_parameters_of_the_whole_model_are_read(line: str, total: int, trained: int) -> None:
+    found = diagnose(log(line)).parameters
+    assert (found and (found.total, found.trained)) == (total and (total, trained))
+
+
+KILLED = """\
+srun --mem 120G deepspeed train.py
+finished initializing model - num_params = 291, num_elems = 8.03B
+python invoked oom-killer: gfp_mask=0xcc0(GFP_KERNEL), order=0, oom_score_adj=0
+exits with return code = -9
+slurmstepd: error: Detected 1 oom_kill event in StepId=88123.0. Some of the step tasks have been OOM Killed.
+"""
+
+
+def test_a_killed_run_is_told_by_whose_limit_and_by_its_sizes() -> None:
+    found = diagnose(log(KILLED), known_model={8_030_000_000: "llama-3-8b"}.get)
+    assert found.conclusion is not None
+    assert found.conclusion.cause == "Slurm's memory limit of the job was reached"
+    need = host_need(found)
+    assert "119.7 GiB in host memory for 8.0e9 trained parameters (line 2)" in need
+    assert need.endswith("the log gives a node 120.0 GiB")
+    assert host_need(diagnose(log(KILLED.replace("120G", "64G")))).endswith(
+        "too little, if it is on one node"
+    )
+    (command,) = advice(found)
+    assert command.startswith("offload plan FILE --model llama-3-8b --gpu NAME --host-memory 120.0GiB;")
+
+
+SHARED = "RuntimeError: No backend type associated with device type cpu"
+
+
+@pytest.mark.parametrize(
+    ("path", "framework", "rule"),
+    [
+        ("transformers/trainer.py", "", "hf-fsdp2-offload-clip"),
+        ("/venv/axolotl/train.py\n transformers/trainer.py", "", "ax-fsdp2-offload-clip"),
+        ("transformers/trainer.py", "torchtune", "tt-offload-clip-old"),
+    ],
+)
+def test_of_rules_with_one_text_the_one_of_the_runs_framework_is_named(
+    path: str, framework: str, rule: str
+) -> None:
+    found = diagnose(log(f'  File "{path}", line 1\n{SHARED}\n'), framework=framework)
+    assert [each.id for each in found.errors[0].rules] == [rule]
+    assert found.conclusion is not None
+    assert found.conclusion.rule == rule
 
 
 @pytest.mark.parametrize("number", ["9" * 5000, "1.2.3", "."])
