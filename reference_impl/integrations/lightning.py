@@ -6,13 +6,16 @@ docs/trainers.md.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import ExitStack
 from typing import Any
 
-from torch import nn
-
-from reference_impl.activations.attach import blocks_or_none
+from reference_impl.integrations.lightning_checks import (
+    CalledForward,
+    called_module,
+    check_optimizers,
+    check_strategy,
+)
 from reference_impl.integrations.offloading import Offloading
 from reference_impl.integrations.planned import Plan
 from reference_impl.integrations.wanted import Options, Wanted
@@ -24,9 +27,6 @@ try:
     from lightning.pytorch import Callback, LightningModule, Trainer
 except ImportError:  # the same code under its other name
     from pytorch_lightning import Callback, LightningModule, Trainer
-
-# Engines that own weights and optimizer, by the names of their strategies.
-_ENGINES = frozenset(("FSDPStrategy", "DeepSpeedStrategy", "ModelParallelStrategy"))
 
 
 class OffloadCallback(Callback):  # type: ignore[misc]
@@ -61,8 +61,7 @@ class OffloadCallback(Callback):  # type: ignore[misc]
         )
         self._optimizers: list[HostedOptimizer] = []
         self._more_batches_follow = False
-        self._is_called = False
-        self._stop_watching: Callable[[], None] = _nothing
+        self._forward: CalledForward | None = None
 
     def make_optimizer(self, params: Iterable[Any], **hyper_parameters: Any) -> HybridDeviceOptimizer:
         """Return the optimizer that is wanted, for `configure_optimizers`; keywords are those of AdamW."""
@@ -72,52 +71,23 @@ class OffloadCallback(Callback):  # type: ignore[misc]
         """Refuse what cannot be, and close the optimizers of the last `fit`, in whose place new ones come."""
         if stage != "fit":
             return
-        strategy = type(trainer.strategy).__name__
-        if strategy in _ENGINES:
-            raise ValueError(
-                f"{strategy} does not go with OffloadCallback; expected one of the two; try strategy='auto' or 'ddp', "
-                "or the strategy's own offload"
-            )
+        check_strategy(trainer)
         for optimizer in (*self._optimizers, *_hosted(trainer)):
             optimizer.close()
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Attach: optimizers are made, the model is on its device, and no state has been loaded yet."""
         self._optimizers = _hosted(trainer)
-        self._check_optimizers(trainer)
-        called = _called_module(pl_module)
+        check_optimizers(trainer, self._optimizers, self.offloading.wanted)
+        called = called_module(pl_module)
         self.offloading.attach(called)
         for optimizer in self._optimizers:
             # Under DistributedDataParallel it says what to change.
             optimizer.attach(trainer.strategy.model)
             if isinstance(optimizer, HybridDeviceOptimizer):
                 optimizer.accumulate_while(lambda: self._more_batches_follow)
-        self._watch(called)
-
-    def _check_optimizers(self, trainer: Trainer) -> None:
-        if self.offloading.wanted.optimizer is not None and not self._optimizers:
-            made = ", ".join(type(each).__name__ for each in trainer.optimizers) or "none"
-            raise ValueError(
-                f"the optimizer is to be offloaded, but configure_optimizers returned {made}; expected one that "
-                "offloads; try `return callback.make_optimizer(self.parameters(), lr=...)` there"
-            )
-        if trainer.gradient_clip_val and trainer.gradient_clip_algorithm == "value":
-            for optimizer in self._optimizers:
-                if optimizer._moves_in_backward:
-                    raise ValueError(
-                        "gradient_clip_algorithm='value' reads gradients that leave during backward; expected 'norm', "
-                        "or gradients that stay; try backward_overlap='nothing'"
-                    )
-
-    def _watch(self, module: nn.Module) -> None:
-        """Note when `module` is called for the first time."""
-        self._is_called = False
-
-        # A function, which a deep copy of the module takes over as it is and which holds no optimizer.
-        def note(module: nn.Module, args: Any) -> None:
-            self._is_called = True
-
-        self._stop_watching = module.register_forward_pre_hook(note).remove
+        if self.offloading.wanted.activations is not None:
+            self._forward = CalledForward(called)
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
@@ -134,13 +104,8 @@ class OffloadCallback(Callback):  # type: ignore[misc]
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Raise RuntimeError when the first batch has passed the model by, so that no activation can have left."""
-        self._stop_watching()
-        if not self._is_called and self.offloading.wanted.activations is not None:
-            called = type(_called_module(pl_module)).__name__
-            raise RuntimeError(
-                f"activations are to be offloaded, but training_step has not called {called}; expected its forward to "
-                "run, around which they leave; try calling self(...) in training_step"
-            )
+        if self._forward is not None:
+            self._forward.check()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Leave the model, before the strategy moves it."""
@@ -163,30 +128,14 @@ class OffloadCallback(Callback):  # type: ignore[misc]
 
     def _detach(self) -> None:
         self._more_batches_follow = False
+        forward, self._forward = self._forward, None
         with ExitStack() as stack:
             stack.callback(self.offloading.detach)
-            stack.callback(self._stop_watching)
+            if forward is not None:
+                stack.callback(forward.stop)
             for optimizer in self._optimizers:
                 stack.callback(optimizer.detach)
 
 
-def _nothing() -> None:
-    """Do nothing: there is nothing to undo yet."""
-
-
 def _hosted(trainer: Trainer) -> list[HostedOptimizer]:
     return [each for each in trainer.optimizers if isinstance(each, HostedOptimizer)]
-
-
-def _called_module(module: LightningModule) -> nn.Module:
-    """Return what `training_step` calls: the child that holds all blocks, as in `self.model(batch)`, or `module`.
-
-    A child's forward runs also where `self(batch)` is called; the other way round it does not.
-    """
-    blocks = blocks_or_none(module) or []
-    children: list[nn.Module] = list(module.children())
-    for child in children:
-        if blocks and not isinstance(child, nn.ModuleList) and set(child.modules()).issuperset(blocks):
-            return child
-    called: nn.Module = module
-    return called

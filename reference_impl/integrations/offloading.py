@@ -65,8 +65,7 @@ class Offloading(ClosedAtExit):
         """
         if self.wanted.optimizer is None:
             raise ValueError(
-                "make_optimizer() was called, and the optimizer is not to be offloaded; expected optimizer=True or its "
-                "options; try that, or make a stock optimizer"
+                "the optimizer is not to be offloaded; expected optimizer=True or its options; try a stock optimizer"
             )
         if self.optimizer is not None:
             self.optimizer.close()

@@ -30,6 +30,12 @@ def planned(plan: Plan) -> dict[str, Any]:
     """
     execute = execute_section(plan)
     document = plan if isinstance(plan, Mapping) else json.loads(Path(plan).read_text(encoding="utf-8"))
+    if "trained_layers" in execute:
+        raise ValueError(
+            "the plan streams trained layers, whose optimizer and placement a trainer wants to make itself; expected a "
+            "plan of optimizer, activations and weights; try reference_impl.verification.apply.apply_plan in a loop of "
+            "your own, or a plan for more GPU memory"
+        )
     optimizer, activations = execute.get("optimizer"), execute.get("activations")
     return {
         "optimizer": None if optimizer is None else optimizer_options(optimizer),

@@ -216,6 +216,7 @@ def test_a_model_and_its_handle_are_freed_while_attached():
         ({"weights": {"resident": 2}}, "resident_layers"),
         ({"plan": {"execute": {}}, "optimizer": True}, "one of the two"),
         ({"plan": {"execute": {"activations": {"mode": "teleport"}}}}, "teleport"),
+        ({"plan": {"execute": {"trained_layers": {"inputs": "host"}}}}, "streams trained layers.*apply_plan"),
     ],
 )
 def test_words_that_say_nothing_are_refused(arguments, named):
