@@ -1,7 +1,8 @@
 """The findings of one lint call for people: a block each, with the source line, the consequence and the change.
 
 Apart because only this form looks at a terminal: it keeps to the terminal's width, and has colours where there is one
-(`NO_COLOR` and `TERM=dumb` turn them off). The colours are written here, because importing rich, which other commands
+(`NO_COLOR` and `TERM=dumb` turn them off). A pipe's reader is often an agent that pays for each word: it gets no marks,
+and the place of several findings once. The colours are written here, because importing rich, which other commands
 draw their progress with, takes longer than linting a file. Explained in docs/design.md (decision 14).
 """
 
@@ -27,10 +28,12 @@ def as_blocks(report: Report, *, show_undecided: bool = False, explain: bool = F
     parts = ["\n".join(map(paper.line, read_lines(report)))] if report.read else []
     above: Finding | None = None
     for finding, others in folded(report.findings):
-        texts = (
-            {} if above and above.place == finding.place else report.texts
-        )  # a line is shown once in a row
-        parts.append("\n".join(_block(finding, others, texts, paper, explain)))
+        is_first = above is None or above.place != finding.place  # the line is shown once in a row
+        lines = list(_source_line(finding, report.texts, paper))
+        heading = _heading(finding, paper, is_first=is_first)
+        message = finding.beside or finding.message if lines else finding.message
+        block = _block(finding, message, others, paper, explain)
+        parts.append("\n".join([heading, *(lines if is_first else []), *block]))
         above = finding
     if show_undecided:
         parts.append("\n".join(map(paper.line, undecided_lines(report))))
@@ -56,6 +59,11 @@ class Paper:
             width = 0
         return cls(width or _WIDTH_OF_A_FILE, colours=not plain)
 
+    @property
+    def is_file(self) -> bool:
+        """Whether what is written goes to another program."""
+        return self._is_file
+
     def coloured(self, text: str, colour: str) -> str:
         """Return `text` in a colour, if there are any."""
         return f"\x1b[{colour}m{text}\x1b[0m" if self._colours else text
@@ -75,14 +83,15 @@ class Paper:
         return "\n".join([*lines, line.rstrip()])
 
 
-def _block(
-    finding: Finding, others: int, texts: Mapping[str, str], paper: Paper, explain: bool
-) -> Iterator[str]:
+def _heading(finding: Finding, paper: Paper, *, is_first: bool) -> str:
     where = paper.coloured(printable(str(finding.place)), _MARKED)
     severity = paper.coloured(str(finding.severity), _COLOURS[finding.severity])
-    yield f"{where} {severity} {finding.rule}: {CONSEQUENCES[finding.effect]}"
-    yield from _source_line(finding, texts, paper)
-    yield paper.wrapped(finding.message, _INDENT)
+    said = f"{severity} {finding.rule}: {CONSEQUENCES[finding.effect]}"
+    return f"{where} {said}" if is_first or not paper.is_file else said
+
+
+def _block(finding: Finding, message: str, others: int, paper: Paper, explain: bool) -> Iterator[str]:
+    yield paper.wrapped(message, _INDENT)
     for text in finding.text:
         yield _part(paper, "the framework says", text)
     for condition in _conditions(finding, others):
@@ -130,7 +139,8 @@ def _source_line(finding: Finding, texts: Mapping[str, str], paper: Paper) -> It
     below = paper.coloured(f"{_INDENT}{' ' * len(number)} |", _FAINT)
     colour = _COLOURS[finding.severity]
     yield f"{gutter} {before}{paper.coloured(marked, _MARKED)}{rest}".rstrip()
-    yield f"{below} {' ' * len(before)}{paper.coloured('^' * max(1, len(marked)), colour)}"
+    if not paper.is_file:
+        yield f"{below} {' ' * len(before)}{paper.coloured('^' * max(1, len(marked)), colour)}"
 
 
 def _shown(text: str) -> str:

@@ -64,8 +64,9 @@ class Next(NamedTuple):
 class Finding(NamedTuple):
     """One rule that the configuration breaks.
 
-    `effect` is the rule's, a key of `CONSEQUENCES`, and `text` what the framework itself prints, with `…` for what
-    varies; empty where it prints nothing. `after` is what its remedy leads to. `observed` maps each key that the
+    `beside` is the message without what is set at `place`, for a reader who is shown that line; empty where it is the
+    same. `effect` is the rule's, a key of `CONSEQUENCES`, and `text` what the framework itself prints, with `…` for
+    what varies; empty where it prints nothing. `after` is what its remedy leads to. `observed` maps each key that the
     condition read to the value it had (set or default). `depends_on` names the releases that would make it hold when
     the version is not known, for example `megatron-core>=0.18`. `unless` names keys that nobody set here and whose
     defaults decide it: a recipe that is not seen may set them.
@@ -87,6 +88,7 @@ class Finding(NamedTuple):
     effect: str = "fact"
     text: tuple[str, ...] = ()
     after: tuple[Next, ...] = ()
+    beside: str = ""
 
     def depending_on(self, releases: tuple[str, ...]) -> "Finding":
         """Return the finding one step less severe if it depends on `releases` that nobody stated, else as it is."""

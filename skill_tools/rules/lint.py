@@ -13,7 +13,7 @@ from skill_tools.configs.keys import Key, load_keys
 from skill_tools.rules import input_checks
 from skill_tools.rules.finding import Finding, LintResult, Severity, Undecided
 from skill_tools.rules.knowledge import Rule, rules_about
-from skill_tools.rules.messages import describe, from_rule, observed_keys, place_of
+from skill_tools.rules.messages import from_rule, observed_keys, place_of, worded
 from skill_tools.rules.operations import UNKNOWN
 from skill_tools.rules.values import Scope
 from skill_tools.rules.versions import Standing, resolve, standing, unstated_branch
@@ -193,13 +193,16 @@ def _finding(rule: Rule, scope: Scope, holds: Holds) -> Finding:
     keys = observed_keys(rule.condition.deciding_names(scope))
     changed = [key for key in keys if key in rule.fix.set or key in rule.fix.remove]
     place = place_of((*changed, *keys), scope.config)
-    finding = from_rule(rule, message=f"{rule.message}: {describe(keys, scope, place)}", place=place)
+    message, beside = worded(rule.message, keys, scope, place)
+    finding = from_rule(rule, message=message, place=place)
     observed = {key: scope.versions.get(key, scope[key]) for key in keys}
     is_lower = depends_on or (unless and _is_doubted(rule, scope, unless))
     severity = _ONE_STEP_LOWER.get(rule.severity, Severity.INFO) if is_lower else rule.severity
     if depends_on and not rule.holds_today:
         severity = Severity.INFO
-    return finding._replace(observed=observed, severity=severity, depends_on=depends_on, unless=unless)
+    return finding._replace(
+        beside=beside, observed=observed, severity=severity, depends_on=depends_on, unless=unless
+    )
 
 
 def _is_doubted(rule: Rule, scope: Scope, unless: tuple[str, ...]) -> bool:

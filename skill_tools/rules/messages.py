@@ -52,9 +52,19 @@ def place_of(keys: Iterable[str], config: Config) -> Place:
     return Place(next(iter(config.sources), "<input>"), 1, 1)
 
 
-def describe(keys: Iterable[str], scope: Scope, place: Place) -> str:
-    """Return `model.cpu_offloading=true (line 3), num_layers=0 (default)` for `keys`."""
-    return ", ".join(dict.fromkeys(_describe_key(key, scope, place) for key in keys))
+def worded(text: str, keys: Iterable[str], scope: Scope, place: Place) -> tuple[str, str]:
+    """Return `text: model.cpu_offloading=true (line 3), num_layers=0 (default)` for `keys`.
+
+    The second value leaves out what is set at `place`, for a reader who is shown that line.
+    """
+    values = dict.fromkeys((_describe_key(key, scope, place), _is_at(key, scope, place)) for key in keys)
+    beside = ", ".join(value for value, is_there in values if not is_there)
+    return f"{text}: {', '.join(value for value, _ in values)}", f"{text}: {beside}" if beside else text
+
+
+def _is_at(key: str, scope: Scope, place: Place) -> bool:
+    setting = _as_written(key, scope.config)
+    return setting is not None and setting.place == place
 
 
 def _describe_key(key: str, scope: Scope, place: Place) -> str:

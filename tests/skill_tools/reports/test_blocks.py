@@ -5,6 +5,8 @@ import sys
 
 import pytest
 
+from skill_tools.__main__ import main
+from skill_tools.bundle import root
 from skill_tools.configs.config import Place
 from skill_tools.reports import blocks
 from skill_tools.reports.blocks import Paper, as_blocks
@@ -57,7 +59,7 @@ def test_a_block_says_where_what_happens_the_frameworks_text_and_the_change() ->
     assert lines[0] == "run.yaml is read as Megatron Bridge (model.cpu_offloading)"
     assert lines[2] == "run.yaml:3:2 error la-pp: refused at startup"
     assert lines[3] == "  3 |     cpu_offloading: true  # here\\x1b[31m"
-    assert lines[4] == "    |     ^^^^^^^^^^^^^^"
+    assert lines[4].startswith("  does not work: model.cpu_offloading=true (line 3), word")
     text = "\n".join(lines)
     for part in (
         "\n  the framework says: no support for …\n",
@@ -70,10 +72,35 @@ def test_a_block_says_where_what_happens_the_frameworks_text_and_the_change() ->
     assert lines[-1] == "1 error in 1 input"
 
 
-def test_a_line_is_shown_once_in_a_row() -> None:
-    text = shown(finding(), finding(message="another"), finding(line=2, column=3))
-    assert text.count("  3 | ") == 1
-    assert text.count("  2 |   num_layers: 4\n    |   ^^^^^^^^^^\n") == 1
+def test_a_line_is_shown_once_in_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    findings = (finding(), finding(message="another"), finding(line=2, column=3))
+    piped = shown(*findings)
+    assert piped.count("  3 | ") == 1
+    assert piped.count("run.yaml:3:2 error") == 1, "its place too, in a pipe"
+    assert piped.count("error la-pp: refused at startup") == 3
+    assert "^" not in piped
+    terminal(monkeypatch, 100, NO_COLOR="1")
+    seen = shown(*findings)
+    assert seen.count("run.yaml:3:2 error") == 2
+    assert seen.count("  3 |     cpu_offloading: true  # here\\x1b[31m\n    |     ^^^^^^^^^^^^^^\n") == 1
+    assert seen.count("  2 |   num_layers: 4\n    |   ^^^^^^^^^^\n") == 1
+
+
+def test_what_the_line_shows_is_not_said_again() -> None:
+    said = finding(message="does not work: cpu_offloading=true (line 3), pp=2", beside="does not work: pp=2")
+    assert "\n  does not work: pp=2\n" in shown(said)
+    assert "cpu_offloading=true (line 3)" in shown(said._replace(place=Place("run.yaml", 99, 2)))
+
+
+def test_a_file_with_nineteen_faults_is_one_call_of_two_thousand_tokens(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two tokenizers took 1,973 and 1,990 tokens of the 7,070 characters."""
+    monkeypatch.chdir(root() / "evals" / "files")
+    assert main(["lint", "launch_70b.sh"]) == 1
+    printed = capsys.readouterr().out
+    assert printed.endswith("12 errors, 5 warnings, 2 info in 1 input\n")
+    assert len(printed) < 7100
 
 
 @pytest.mark.parametrize("columns", [50, 72, 120])
