@@ -129,7 +129,7 @@ def _formatter(prog: str) -> argparse.HelpFormatter:
 
 def _report(error: Exception, arguments: Sequence[str]) -> int:
     """Say what went wrong in one line, and as JSON too where JSON was asked for; return the exit code."""
-    from skill_tools.errors import UnusableInput
+    from skill_tools.errors import UnusableInput, printable
 
     if isinstance(error, ModuleNotFoundError) and error.name and not error.name.startswith("skill_tools"):
         error = _missing(error.name.partition(".")[0])
@@ -138,7 +138,7 @@ def _report(error: Exception, arguments: Sequence[str]) -> int:
         from skill_tools.reports.findings import error_as_json
 
         print(error_as_json("internal" if ours else "unusable-input", error))
-    text = " ".join(str(error).split())
+    text = printable(" ".join(str(error).split()))
     text = (
         f"internal error: {type(error).__name__}: {text}; please report it with the input" if ours else text
     )

@@ -69,7 +69,7 @@ class ModelShape(NamedTuple):
         return (layer + 1) % self.moe_every == 0
 
 
-MOST_LAYERS = 4096
+MOST_LAYERS = 1024
 LARGEST_SIZE = 2**26
 
 

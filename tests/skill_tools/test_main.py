@@ -18,6 +18,14 @@ def test_an_older_python_is_told_which_one_is_needed(
     assert (out, err) == ("", "offload: needs Python 3.11 or later, this is 3.10.13\n")
 
 
+@pytest.mark.parametrize("words", [["explain", "--\x1b]0;x\a"], ["plan", "--gpus", "\x9b31m"], ["\u202e"]])
+def test_a_complaint_about_options_shows_what_a_terminal_would_obey(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+    assert capsys.readouterr().err.replace("\n", "").isprintable()
+
+
 def test_help_keeps_to_the_width_of_the_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,5 +1,6 @@
 """Damaged input of every form ends with exit code 0, 1 or 2 and never with a traceback."""
 
+import damage_answers
 import pytest
 from damage import campaign, examples, lint_damaged, lint_text
 from hypothesis import HealthCheck, given, settings
@@ -17,6 +18,10 @@ def test_damaged_examples(example: tuple[str, tuple[str, str]], seed: int) -> No
 
 def test_damaged_examples_are_only_read(capsys: pytest.CaptureFixture[str]) -> None:
     assert campaign(12, seed=7) == 0, capsys.readouterr().out
+
+
+def test_damaged_questions_are_answered_and_only_read(capsys: pytest.CaptureFixture[str]) -> None:
+    assert damage_answers.campaign(8, seed=7) == 0, capsys.readouterr().out
 
 
 @settings(max_examples=200)
