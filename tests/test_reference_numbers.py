@@ -13,6 +13,7 @@ torch = pytest.importorskip("torch", reason="needs torch: pip install -c constra
 import reference_impl  # noqa: E402
 from reference_impl.optimizers import resident  # noqa: E402
 from reference_impl.optimizers.algorithms import Adam  # noqa: E402
+from reference_impl.optimizers.gradient_mover import GradientMover  # noqa: E402
 from reference_impl.optimizers.options import CpuUpdate, Streaming  # noqa: E402
 from reference_impl.optimizers.split import StateBytes, state_bytes  # noqa: E402
 from reference_impl.optimizers.streamed.slots import LEAST_SLOTS  # noqa: E402
@@ -61,6 +62,7 @@ NUMBERS: dict[str, Callable[[], Any]] = {
     "SLOTS": lambda: LEAST_SLOTS,
     "WIDENED_ELEMENTS": lambda: resident.CHUNK_ELEMENTS,
     "IN_FLIGHT_BYTES": lambda: default(reference_impl.ActivationOffloader, "in_flight_bytes"),
+    "GRADIENTS_IN_FLIGHT_BYTES": lambda: default(GradientMover, "in_flight_bytes"),
     "WINDOW_LAYERS": lambda: 1 + default(reference_impl.FrozenLayerStreamer, "prefetch"),
     "STATE_BYTES": lambda: bf16_adam().streamed,
     "TRAINED_WINDOW_LAYERS": lambda: 1 + default(reference_impl.TrainableLayerStreamer, "prefetch"),

@@ -1,6 +1,6 @@
-"""The norm of gradients that are sharded over a device mesh (FSDP2, HSDP), so that all ranks decide alike.
+"""Parameters on a device mesh (FSDP2, HSDP): over how many ranks they are sharded, and the norm of their gradients.
 
-Explained in docs/optimizer-offloading.md.
+All ranks get the same norm, so that they decide alike. Explained in docs/optimizer-offloading.md.
 """
 
 from __future__ import annotations
@@ -62,6 +62,14 @@ def norm_reduction(
         if clips:
             raise
         return None
+
+
+def ranks_of_shards(param: torch.Tensor) -> int:
+    """Return over how many ranks `param` is sharded: 1 where each of them has all of it."""
+    if not isinstance(param, DTensor):
+        return 1
+    placed = enumerate(param.placements)
+    return math.prod(param.device_mesh.size(dim) for dim, placement in placed if not placement.is_replicate())
 
 
 def _replicas(param: DTensor) -> int:

@@ -19,10 +19,12 @@ from reference_impl.activations import ActivationOffloader, CheckpointOffloader
 from reference_impl.activations.attach import first_blocks
 from reference_impl.activations.offloader import Offloader
 from reference_impl.device import Device
+from reference_impl.distributed.mesh import ranks_of_shards
 from reference_impl.memory.closing import ClosedAtExit, close_behind
 from reference_impl.optimizers import HybridDeviceOptimizer, Streaming
 from reference_impl.trained_layers import TrainableLayerStreamer
 from reference_impl.verification.plan_document import (
+    SHARD_DTYPES,
     SHARES,
     STREAMED_STATES,
     TRAINED_STATES,
@@ -73,7 +75,8 @@ def apply_plan(
     ...         applied.optimizer.zero_grad()
 
     Args:
-        model: its blocks stand in an `nn.ModuleList`.
+        model: its blocks stand in an `nn.ModuleList`. For a plan of several GPUs `fully_shard` has sharded it, and the
+            optimizer is made from it after that.
         optimizer: a `torch.optim.AdamW`; its groups, hyper-parameters and state are taken over.
         plan: the document of `offload plan --format json`, or its path.
         max_grad_norm: clip the global norm exactly, in the offloading optimizer; a plan that starts updates in
@@ -82,10 +85,12 @@ def apply_plan(
 
     Raises:
         ValueError: a document without an `execute` section, or with an entry that the schema does not allow, which the
-            message names; a plan for another model or optimizer. The model is left as it was.
+            message names; a plan for another model or optimizer, or for another number of ranks. The model is left as
+            it was.
     """
     document = read_document(plan)
     execute = execute_section(document)
+    _check_sharding(model, execute.get("sharding"))
     wanted, layers = execute.get("optimizer"), execute.get("trained_layers")
     if (wanted is not None or layers is not None) and type(optimizer) is not torch.optim.AdamW:
         raise ValueError(
@@ -116,6 +121,28 @@ def apply_plan(
     except BaseException as error:
         close_behind(error, stack.close)
         raise
+
+
+def _check_sharding(model: nn.Module, wanted: Mapping[str, Any] | None) -> None:
+    """Raise ValueError where `model` is not sharded as the plan is made for; the same on every rank."""
+    expected, name = (1, None) if wanted is None else (wanted["ranks"], wanted["weights"])
+    for param in model.parameters():
+        ranks = ranks_of_shards(param)
+        if ranks != expected:
+            raise ValueError(
+                f"the plan is for {_spread(expected)}, and a parameter of shape {tuple(param.shape)} is "
+                f"{_spread(ranks)}; expected the same; try offload plan --framework pytorch --gpus {ranks}"
+                + (", or fully_shard the model before apply_plan" if ranks == 1 else "")
+            )
+        if name is not None and param.requires_grad and param.dtype != SHARD_DTYPES[name]:
+            raise ValueError(
+                f"the plan is for shards in {name}, and one is in {param.dtype}; expected the same; try the model in "
+                f"{name} before fully_shard, or offload plan --overrides shard_dtype"
+            )
+
+
+def _spread(ranks: int) -> str:
+    return "whole on each rank" if ranks == 1 else f"sharded over {ranks} ranks"
 
 
 def activation_offloader(model: nn.Module, *, mode: str, **options: Any) -> Offloader:

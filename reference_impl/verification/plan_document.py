@@ -52,6 +52,7 @@ STREAMED_STATES: Mapping[str, Mapping[str, Any]] = {
 # The same where trained layers stream: exact states have half masters, which are exact too.
 TRAINED_STATES = {**STREAMED_STATES, "exact": {"hi_lo_masters": True}}
 INPUTS = ("device", "host")
+SHARD_DTYPES: Mapping[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _OVERLAPS = ("gradients", "update")
 _MOST_BYTES = 2**63 - 1
 _SUM_TOLERANCE = 1e-6
@@ -77,6 +78,7 @@ def execute_section(plan: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
             "PyTorch; try offload plan --framework pytorch --format json"
         )
     checks = {
+        "sharding": _sharding,
         "optimizer": _optimizer,
         "activations": _activations,
         "weights": _weights,
@@ -110,6 +112,11 @@ def _read(path: str | Path) -> Any:
             f"{path} is no JSON document ({type(error).__name__}: {error}); expected a plan; "
             "try offload plan --framework pytorch --format json"
         ) from error
+
+
+def _sharding(entry: str, found: Any) -> None:
+    entries = {"engine": _one_of(("fsdp2",)), "ranks": _count, "weights": _one_of(tuple(SHARD_DTYPES))}
+    _object(entries, required=tuple(entries))(entry, found)
 
 
 def _optimizer(entry: str, found: Any) -> None:

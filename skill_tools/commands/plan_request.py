@@ -236,7 +236,7 @@ def _traced(args: argparse.Namespace, built: Run, *, names_the_model: bool) -> R
 
 def _machine(args: argparse.Namespace, built: Run) -> Machine:
     if args.profile:
-        return machine.read_profile(args.profile)
+        return machine.read_profile(args.profile, ranks=built.layout.ranks_on_node)
     if args.gpu in {None, AUTO}:
         from skill_tools.planning.cost import kept_profile
 

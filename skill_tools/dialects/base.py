@@ -85,6 +85,10 @@ class Dialect(ABC):
         """Return how to carry out a plan of `mode` that changes no setting."""
         return self.carry_out
 
+    def launched_by(self, run: "Run") -> str:
+        """Return what launches `run` where no file of the framework says it."""
+        return ""
+
     @property
     def carry_out_ours(self) -> str:
         """How to have `reference_impl` offload in this framework's trainer; empty where it has no adapter."""

@@ -25,6 +25,7 @@ class Kind(StrEnum):
     GPUS = "more-gpus"
     HOST = "host-memory"
     QUANTIZED = "quantized-base"
+    SHARDS = "bf16-shards"
     SEQUENCE = "shorter-sequence"
     STREAMED = "streamed-layers"
     ADAPTERS = "adapters"

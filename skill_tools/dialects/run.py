@@ -38,6 +38,18 @@ class Recompute(NamedTuple):
     modules: tuple[str, ...] = ()
 
 
+class Spread(NamedTuple):
+    """How the ranks of a plain loop have its model: FSDP2 shards it, or without `shards` each rank has all of it (DDP).
+
+    Sharded weights are gathered block by block in `gathered_bytes` an element. Gradients are reduced in
+    `reduced_bytes` an element.
+    """
+
+    shards: bool = True
+    gathered_bytes: float = 2
+    reduced_bytes: float = 4
+
+
 class Adapter(NamedTuple):
     """LoRA: `parameters` of `weight_bytes` are trained, the base is frozen at `base_weight_bytes` a parameter."""
 
@@ -72,7 +84,8 @@ class Run(NamedTuple):
     there, bytes of forward and backward and the time of both come from it, and not from the shape. `fused_loss` says
     that head and loss are one kernel, which makes the logits in chunks. `reserves` False counts tensors alone: nothing
     is set aside for CUDA's context, its libraries and fragmentation. `streamed_states` are what the user asks for;
-    `allows_other_numerics` lets a plan choose among all of them.
+    `allows_other_numerics` lets a plan choose among all of them. `spread` is there if a plain loop runs on several
+    GPUs.
     """
 
     dialect: str
@@ -100,6 +113,7 @@ class Run(NamedTuple):
     reserves: bool = True
     streamed_states: StreamedStates = StreamedStates.EXACT
     allows_other_numerics: bool = False
+    spread: Spread | None = None
     assumptions: tuple[str, ...] = ()
 
     @property
@@ -108,6 +122,11 @@ class Run(NamedTuple):
         if self.traced is None or not self.traced.is_counted:
             return parameters.model(self.shape).total
         return self.traced.parameters - (self.adapter.parameters if self.adapter else 0)
+
+    @property
+    def is_fully_sharded(self) -> bool:
+        """Whether FSDP2 shards a plain loop's model."""
+        return self.spread is not None and self.spread.shards
 
     @property
     def tokens(self) -> int:

@@ -22,6 +22,7 @@ _TRAINING = {
     Kind.STATES: "the optimizer keeps smaller states",
     Kind.GPUS: "more hardware",
     Kind.HOST: "more hardware",
+    Kind.SHARDS: "gradients are rounded to bf16 after their reduction, masters stay fp32",
     Kind.QUANTIZED: "the frozen base in 4 bits",
     Kind.SEQUENCE: "longer samples are cut",
     Kind.STREAMED: "slow, and two measured runs saved next to nothing by it: watch the peak",
@@ -41,13 +42,20 @@ def headline(plan: Plan) -> str:
     """Return what is planned: the model, the GPUs and how it is spread over them, the tokens of a micro-batch."""
     run, layout = plan.run, plan.run.layout
     sizes = [("TP", layout.tensor), ("PP", layout.pipeline), ("CP", layout.context), ("EP", layout.expert)]
-    spread = ", ".join(f"{name} {size}" for name, size in sizes if size > 1)
+    spread = ", ".join([f"{name} {size}" for name, size in sizes if size > 1] or _sharing(plan))
     billions = run.parameters / 1e9
     return (
         f"{run.shape.name} ({billions:.1f}e9 parameters) on {layout.gpus} x {plan.machine.name}"
         f"{f' ({spread})' if spread else ''} of {both(plan.budget.gpu_bytes)}, "
         f"{run.seq_length} tokens x micro-batch {run.micro_batch}"
     )
+
+
+def _sharing(plan: Plan) -> list[str]:
+    """Return how a plain loop's GPUs have its model."""
+    if plan.run.spread is None:
+        return []
+    return ["sharded by FSDP2" if plan.run.spread.shards else "a replica each"]
 
 
 def change(patch: Patch) -> str:
@@ -75,6 +83,8 @@ def _fit(plan: Plan, best: Option, code: Code) -> Iterator[str]:
         yield _as_it_is(plan)
         yield f"fits with {best.candidate.label}:"
         yield code(written) if written else by_hand
+    if launched := registry.named(plan.run.dialect).launched_by(plan.run):
+        yield code(launched)
     yield _gpu(plan, best)
     yield _host(plan, best)
     yield _step(plan, best)

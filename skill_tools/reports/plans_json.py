@@ -84,6 +84,7 @@ def document(plan: Plan) -> dict[str, Any]:
             "seq_length": run.seq_length,
             "micro_batch": run.micro_batch,
             "micro_batches": run.micro_batches,
+            **_sharding(run),
         },
         "machine": {
             "name": plan.machine.name,
@@ -114,6 +115,12 @@ def _way(way: Way, plan: Plan) -> dict[str, Any]:
 
 def _pinned(budget: Budget) -> dict[str, int]:
     return {} if budget.pinned_bytes is None else {"pinned_bytes_per_node": budget.pinned_bytes}
+
+
+def _sharding(run: Run) -> dict[str, str]:
+    if run.spread is None:
+        return {}
+    return {"sharding": "fsdp2" if run.spread.shards else "replicas"}
 
 
 def _adapter(run: Run) -> dict[str, Any]:

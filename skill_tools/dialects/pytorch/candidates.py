@@ -40,7 +40,10 @@ _Part = tuple[dict[str, object], str, tuple[str, ...]]
 
 def candidates(run: Run, advice: Advice) -> Iterator[Candidate]:
     """Yield every combination of the reference implementation's mechanisms."""
-    states = tuple(_weights(run)) if run.adapter else tuple(_optimizers(run, advice))
+    if run.adapter is None:
+        states = tuple(_optimizers(run, advice))
+    else:
+        states = (({}, "", ()),) if run.is_fully_sharded else tuple(_weights(run))
     for activations, kept in product(tuple(_activations(run, advice)), states):
         labels = [label for label in (activations[1], kept[1]) if label]
         yield Candidate(
@@ -114,10 +117,10 @@ def _activations(run: Run, advice: Advice) -> Iterator[_Part]:
 def _budgets(run: Run, advice: Advice) -> Iterator[_Part]:
     """Yield what the budget engine may be told to remove.
 
-    It learns from one forward and backward, so not where gradients add up over several, nor beside streamed weights;
-    it cannot remove everything, because a layer's own tensors stay while it runs.
+    It learns from one forward and backward, so not where gradients add up over several, nor beside streamed weights or
+    those that FSDP2 gathers; it cannot remove everything, because a layer's own tensors stay while it runs.
     """
-    if run.adapter is not None or run.micro_batches > 1:
+    if run.adapter is not None or run.micro_batches > 1 or run.is_fully_sharded:
         return
     for eighths in range(1, 8):
         removed = eighths / 8
@@ -141,7 +144,11 @@ def _optimizers(run: Run, advice: Advice) -> Iterator[_Part]:
     numerics are allowed, states stream alone as each of them too.
     """
     yield {}, "", ()
-    for share in sorted({0.0, round(advice.best_streamed_share, 4), 1.0}):
+    shares = {0.0, round(advice.best_streamed_share, 4), 1.0}
+    if run.is_fully_sharded:
+        # What streams leaves its gradients on the GPU, in fp32 here; what the CPU updates takes longer.
+        shares |= {0.25, 0.5, 0.75}
+    for share in sorted(shares):
         yield _optimizer(run, share, run.streamed_states)
     if run.allows_other_numerics and run.precision.weight_bytes == 2:
         yield from (
@@ -184,6 +191,13 @@ def execute(mode: Mode, run: Run, peak_bytes: int) -> dict[str, object]:
             }
         }
     mechanisms: dict[str, object] = {}
+    if run.is_fully_sharded:
+        wide = run.precision.weight_bytes >= 4
+        mechanisms["sharding"] = {
+            "engine": "fsdp2",
+            "ranks": run.weight_shards,
+            "weights": "float32" if wide else "bfloat16",
+        }
     if mode.optimizer_fraction:
         states = (
             {"streamed_states": str(mode.streamed_states)} if mode.streamed_states in _OTHER_NUMERICS else {}

@@ -27,6 +27,8 @@ SETTINGS = (
     "max_grad_norm",
     "fused_loss",
     "streamed_states",
+    "sharding",
+    "shard_dtype",
 )
 _PLACE = Place("<overrides>", 1, 1)
 
@@ -41,6 +43,14 @@ class PyTorch(Dialect):
         "to carry it out, save it (--format json > plan.json), then call in the loop "
         'reference_impl.verification.apply.apply_plan(model, optimizer, "plan.json")'
     )
+
+    def launched_by(self, run: "Run") -> str:
+        """Return the lines that launch the loop on several GPUs and share its model between them."""
+        if run.spread is None:
+            return ""
+        from skill_tools.dialects.pytorch.spread import launch
+
+        return launch(run)
 
     def carried_out_by(self, mode: "Mode") -> str:
         """Return the call, and where trained layers stream also the object that it makes."""
@@ -73,7 +83,7 @@ class PyTorch(Dialect):
         return f"--overrides {key}=N"
 
     def run(self, config: Config, shape: "ModelShape", *, gpus: int | None) -> "Run":
-        """Return the run: bf16 weights, fp32 master weights, data-parallel at most."""
+        """Return the run: bf16 weights and fp32 master weights on one GPU, on several what FSDP2 shards."""
         from skill_tools.dialects.pytorch.run import build
 
         return build(config, shape, gpus=gpus)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from skill_tools.dialects import levers
 from skill_tools.dialects.levers import Kind, Lever
+from skill_tools.dialects.pytorch.spread import BF16_SHARDS
 from skill_tools.dialects.run import Run
 
 _LORA_RANK = 16
@@ -28,6 +29,12 @@ def found(run: Run) -> Iterator[Lever]:
     if not run.fused_loss:
         settings: dict[str, object] = {"fused_loss": True}
         yield Lever(Kind.FUSED_LOSS, "a fused linear cross entropy", settings, by_hand=HOW_TO_FUSE)
+    if run.is_fully_sharded and run.precision.weight_bytes >= 4:
+        how = "in the loop: load the weights in bf16, then fully_shard; --overrides shard_dtype=bfloat16"
+        yield Lever(Kind.SHARDS, "shards in bf16", BF16_SHARDS, by_hand=how)
+    for lever in levers.more_gpus(run):
+        how = f"offload plan with --gpus {lever.gpus} says how to launch it and shard the model"
+        yield lever._replace(label=f"{lever.label} with FSDP2", by_hand=how)
     yield from levers.sequences(
         run, "seq_length", by_hand="in the loop: sequences of {0} tokens; --overrides seq_length={0}"
     )

@@ -1,15 +1,15 @@
 """Builds the planner's run for a plain PyTorch loop: bf16 weights, fp32 masters and AdamW states.
 
 This is the setting of `reference_impl`: the model of a Hugging Face config.json, a known name or six
-numbers, trained eagerly with flash attention, data-parallel at most. A named model is Hugging Face's code, whose norms
-are eager; one of six numbers has torch's fused norms.
+numbers, trained eagerly with flash attention. Several GPUs shard it by FSDP2, or have a replica each (`spread`). A
+named model is Hugging Face's code, whose norms are eager; one of six numbers has torch's fused norms.
 """
 
 from skill_tools.configs.config import Config
 from skill_tools.dialects import fields
 from skill_tools.dialects.layout import Layout
 from skill_tools.dialects.parameters import lora
-from skill_tools.dialects.pytorch import PYTORCH
+from skill_tools.dialects.pytorch import ONE_GPU_NUMBERS, PYTORCH
 from skill_tools.dialects.run import Adapter, Precision, Recompute, Run, StreamedStates
 from skill_tools.dialects.shapes import ModelShape
 from skill_tools.errors import UnusableInput
@@ -33,7 +33,7 @@ def build(config: Config, shape: ModelShape, *, gpus: int | None) -> Run:
         assumptions.append(
             "an MLP without a gate: not set; --overrides gated_linear_unit=true for a Llama-like one"
         )
-    assumptions.append("bf16 weights, fp32 master weights and moments, eager PyTorch with flash attention")
+    assumptions.append(f"{ONE_GPU_NUMBERS}, eager PyTorch with flash attention")
     norm = fields.number(config, "max_grad_norm")
     if norm is not None and not norm >= 0:
         raise UnusableInput(
@@ -57,7 +57,7 @@ def build(config: Config, shape: ModelShape, *, gpus: int | None) -> Run:
         assumptions.append(
             f"streamed states are {states}: not AdamW's numbers to the bit, as streamed_states says"
         )
-    return Run(
+    run = Run(
         dialect=PYTORCH,
         shape=shape,
         layout=Layout(gpus=gpus or 1),
@@ -78,6 +78,12 @@ def build(config: Config, shape: ModelShape, *, gpus: int | None) -> Run:
         streamed_states=states,
         assumptions=tuple(assumptions),
     )
+    from skill_tools.dialects.pytorch import spread
+
+    if run.layout.gpus == 1:
+        spread.check_alone(config)
+        return run
+    return spread.spread(run, config)
 
 
 def _streamed_states(config: Config) -> StreamedStates:

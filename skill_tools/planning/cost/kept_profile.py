@@ -48,14 +48,7 @@ def find(*, ranks: int) -> Machine | None:
     kept = path()
     if not kept.is_file():
         return None
-    found = machine.read_profile(str(kept))
-    return found._replace(
-        dram=found.dram / ranks,
-        cpu_adam=found.cpu_adam / ranks,
-        cpu_adam_per_tensor=found.cpu_adam_per_tensor / ranks,
-        update_dram=found.update_dram / ranks,
-        update_cpu=found.update_cpu / ranks,
-    )
+    return machine.read_profile(str(kept), ranks=ranks)
 
 
 def age_days() -> int | None:

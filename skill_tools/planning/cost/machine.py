@@ -32,7 +32,15 @@ _RATES = (
 _UPDATE_RATES = ("cpu_with_copies_Gparam_s", "streamed_Gparam_s", "both_Gparam_s", "both_cpu_share")
 _PROFILE_BYTES = 1 << 20
 _SHOWN = 60
-_SIZES = ("hbm_GBs", "gpu_memory_bytes", "host_memory_bytes", "pinned_memory_bytes", "gpus_per_node")
+_SIZES = (
+    "hbm_GBs",
+    "peer_GBs",
+    "network_GBs",
+    "gpu_memory_bytes",
+    "host_memory_bytes",
+    "pinned_memory_bytes",
+    "gpus_per_node",
+)
 _NUMBERS = ("tflops", "link_GBs", "dram_GBs", "hbm_GBs")
 
 
@@ -44,7 +52,8 @@ class Machine(NamedTuple):
     memory bandwidth, `cpu_adam` one rank's fused CPU AdamW. `hybrid` and `hybrid_overlap` are measured
     rates of Megatron's HybridDeviceOptimizer, copies included, or None. `update_link`, `update_dram` and `update_cpu`
     are what the reference implementation's optimizer reaches of the link, one way, of host memory and of the cores.
-    `measured` says that the rates come from this machine.
+    `peers` is what a rank receives in a collective inside a node, over the link where `peers_on_link`; `network` is its
+    share of what a node receives from others. `measured` says that the rates come from this machine.
     """
 
     name: str
@@ -63,6 +72,9 @@ class Machine(NamedTuple):
     update_link: float
     update_dram: float
     update_cpu: float
+    peers: float
+    network: float
+    peers_on_link: bool = False
     hybrid: float | None = None
     hybrid_overlap: float | None = None
     measured: bool = False
@@ -84,9 +96,10 @@ def known(name: str, *, ranks_on_node: int | None = None) -> Machine:
     if "=" in name:
         return _of_numbers(name, data["model"])
     wanted = plain_name(name)
-    for key, gpu in data["gpus"].items():
-        if wanted == plain_name(key) or wanted in map(plain_name, gpu["names"]):
-            return _machine(key, gpu, data["hosts"][gpu["host"]], data["model"], ranks_on_node)
+    found = _entry(wanted)
+    if found is not None:
+        key, gpu = found
+        return _machine(key, gpu, data["hosts"][gpu["host"]], data["model"], ranks_on_node)
     near = difflib.get_close_matches(wanted, data["gpus"], n=3, cutoff=0.4) or list(data["gpus"])[:6]
     raise UnusableInput(
         f"GPU {name[:_SHOWN]!r} is not known",
@@ -104,7 +117,7 @@ def plain_name(name: object) -> str:
 def _machine(
     name: str, gpu: dict[str, Any], host: dict[str, Any], constants: dict[str, float], ranks: int | None
 ) -> Machine:
-    beside = min(ranks or host["gpus"], host["gpus"])
+    beside = ranks or host["gpus"]
     share = min(1 / beside, constants["host_share"] / host["gpus"])
     dram = host["host_dram_gbs"] * 1e9 * share
     adam = dram / constants["cpu_adam_bytes"]
@@ -113,7 +126,7 @@ def _machine(
         name=name,
         source=f"knowledge/hardware.yaml ({gpu['source']}; host {gpu['host']}: {host['source']})",
         gpu_memory_bytes=round(gpu["memory_gib"] * GIB),
-        host_memory_bytes=round(host["memory_gib"] * GIB * beside / host["gpus"]),
+        host_memory_bytes=round(host["memory_gib"] * GIB * min(beside / host["gpus"], 1)),
         gpus_per_node=host["gpus"],
         gemm=gpu["bf16_tflops"] * 1e12 * constants["gemm_share"],
         hbm=gpu["hbm_gbs"] * 1e9,
@@ -126,9 +139,18 @@ def _machine(
         update_link=gpu["duplex_gbs"] * 1e9,
         update_dram=dram,
         update_cpu=adam,
+        **_peer_rates(gpu.get("peer_gbs"), gpu["link_gbs"] * 1e9, constants),
+        network=host["network_gbs"] * 1e9 / host["gpus"],
         hybrid=None if rate is None else rate * 1e9,
         hybrid_overlap=None if overlap is None else overlap * 1e9,
     )
+
+
+def _peer_rates(peer_gbs: float | None, link: float, constants: Mapping[str, float]) -> dict[str, Any]:
+    """Return what collectives inside a node reach: of NVLink or its like, else of the `link` to the host."""
+    if peer_gbs is None:
+        return {"peers": link * constants["peers_share_of_link"], "peers_on_link": True}
+    return {"peers": peer_gbs * 1e9, "peers_on_link": False}
 
 
 def _of_numbers(text: str, constants: dict[str, float]) -> Machine:
@@ -161,6 +183,8 @@ def _of_numbers(text: str, constants: dict[str, float]) -> Machine:
         update_link=0.89 * link,
         update_dram=dram,
         update_cpu=adam,
+        **_peer_rates(None, link, constants),
+        network=constants["network_gbs"] * 1e9,
     )
 
 
@@ -183,8 +207,26 @@ def from_profile(data: Mapping[str, Any], *, name: str, source: str) -> Machine:
         cpu_adam=data["cpu_adam_fused_Gparam_s"] * 1e9,
         cpu_adam_per_tensor=data["cpu_adam_perparam_fused_Gparam_s"] * 1e9,
         measured=True,
+        network=data.get("network_GBs", model_constants()["network_gbs"]) * 1e9,
+        **_peer_rates(_peer_gbs(data), data["h2d_pinned_GBs"] * 1e9, model_constants()),
         **_update_rates(data),
     )
+
+
+def _peer_gbs(data: Mapping[str, Any]) -> float | None:
+    """Return a profile's rate of collectives, which a probe of one GPU does not find: else that of the known GPU."""
+    if "peer_GBs" in data:
+        return float(data["peer_GBs"])
+    gpu = _entry(plain_name(data.get("gpu", "")))
+    return gpu[1].get("peer_gbs") if gpu else None
+
+
+def _entry(wanted: str) -> tuple[str, dict[str, Any]] | None:
+    """Return the known GPU that is called `wanted`, a plain name, with its facts."""
+    for key, gpu in knowledge.index()["hardware"]["gpus"].items():
+        if wanted == plain_name(key) or wanted in map(plain_name, gpu["names"]):
+            return key, gpu
+    return None
 
 
 def _check_rates(data: Mapping[str, Any], source: str) -> None:
@@ -209,7 +251,7 @@ def _check_rates(data: Mapping[str, Any], source: str) -> None:
             )
 
 
-def _update_rates(data: Mapping[str, Any]) -> dict[str, float]:
+def _update_rates(data: Mapping[str, Any]) -> dict[str, Any]:
     """Return what the reference implementation's optimizer reached here, or where that was not measured, its limits.
 
     Whole updates with their copies were timed: on the CPU, streamed, and `both_cpu_share` of them at once on the CPU.
@@ -228,8 +270,11 @@ def _update_rates(data: Mapping[str, Any]) -> dict[str, float]:
     }
 
 
-def read_profile(path: str) -> Machine:
-    """Read a machine profile: a JSON object of rates, or one with them under `hardware`."""
+def read_profile(path: str, *, ranks: int = 1) -> Machine:
+    """Return what one of `ranks` on a host has of it by the profile in `path`, which one process has measured alone.
+
+    The file is a JSON object of rates, or one with them under `hardware`.
+    """
     expected, attempt = "a JSON object of measured rates", "--gpu NAME, for rates that are known"
     text = read_bytes(path, _PROFILE_BYTES, expected=expected, attempt=attempt)
     try:
@@ -238,4 +283,11 @@ def read_profile(path: str) -> Machine:
         problem = f"the machine profile {path} cannot be read ({error})"
         raise UnusableInput(problem, expected=expected, attempt=attempt) from None
     hardware = data.get("hardware", data) if isinstance(data, dict) else {}
-    return from_profile(hardware, name=str(hardware.get("gpu", path)), source=path)
+    found = from_profile(hardware, name=str(hardware.get("gpu", path)), source=path)
+    return found._replace(
+        dram=found.dram / ranks,
+        cpu_adam=found.cpu_adam / ranks,
+        cpu_adam_per_tensor=found.cpu_adam_per_tensor / ranks,
+        update_dram=found.update_dram / ranks,
+        update_cpu=found.update_cpu / ranks,
+    )

@@ -33,12 +33,14 @@ class Compute(NamedTuple):
     gpu_update_s: float
 
 
-def offloaded_update(mode: Mode, shard: int, machine: Machine, beside: Compute) -> Update:
+def offloaded_update(
+    mode: Mode, shard: int, machine: Machine, beside: Compute, *, weight_bytes: float = 2
+) -> Update:
     """Return what the offloaded share of `shard` parameters costs a step, `beside` what it may hide behind."""
     moved = mode.optimizer_fraction * shard
     match mode.optimizer_engine:
         case OptimizerEngine.REFERENCE:
-            return Update(_reference(mode, shard, machine, beside), machine.measured)
+            return Update(_reference(mode, shard, machine, beside, weight_bytes), machine.measured)
         case OptimizerEngine.TORCHAO | OptimizerEngine.TORCHAO_GRADIENTS:
             seconds = moved / (2 * machine.cpu_adam_per_tensor) + 2 * moved / machine.h2d_copy
             formula = "bf16 AdamW tensor by tensor at half the bytes, then 2 B up; gradients are offloaded in backward"
@@ -75,30 +77,55 @@ def _hybrid_device(mode: Mode, moved: float, machine: Machine) -> Update:
     )
 
 
+class Traffic(NamedTuple):
+    """Bytes an element that an update moves over the link one way, and through host memory, by who updates it."""
+
+    cpu_link: float
+    cpu_dram: float
+    streamed_link: float
+    streamed_dram: float
+
+
+def traffic(states: StreamedStates, weight_bytes: float) -> Traffic:
+    """Return the bytes of an element whose weight has `weight_bytes`; an fp32 weight is its own master.
+
+    The CPU's update reads and writes states and staging once, and the copies read or write the staging twice more.
+    """
+    streamed = streamed_bytes(states, own_master=weight_bytes >= 4)
+    return Traffic(
+        weight_bytes,
+        reference.CPU_DRAM_BYTES + 4 * (weight_bytes - reference.CPU_LINK_BYTES),
+        streamed,
+        streamed * reference.STREAMED_DRAM_BYTES / reference.STREAMED_LINK_BYTES,
+    )
+
+
 def update_seconds(
-    cpu: float, streamed: float, machine: Machine, states: StreamedStates = StreamedStates.EXACT
+    cpu: float,
+    streamed: float,
+    machine: Machine,
+    states: StreamedStates = StreamedStates.EXACT,
+    *,
+    weight_bytes: float = 2,
 ) -> float:
     """Return the seconds in which `cpu` and `streamed` elements can be updated side by side, nothing hidden."""
-    each = streamed_bytes(states)
-    link = (reference.CPU_LINK_BYTES * cpu + each * streamed) / machine.update_link
-    memory = (reference.CPU_DRAM_BYTES * cpu + _dram_bytes(each) * streamed) / machine.update_dram
+    each = traffic(states, weight_bytes)
+    link = (each.cpu_link * cpu + each.streamed_link * streamed) / machine.update_link
+    memory = (each.cpu_dram * cpu + each.streamed_dram * streamed) / machine.update_dram
     return max(link, memory, cpu / machine.update_cpu)
 
 
-def _dram_bytes(streamed: float) -> float:
-    """Return the bytes of host memory that reading and writing `streamed` bytes of states takes."""
-    return streamed * reference.STREAMED_DRAM_BYTES / reference.STREAMED_LINK_BYTES
-
-
-def best_streamed_share(machine: Machine, states: StreamedStates = StreamedStates.EXACT) -> float:
+def best_streamed_share(
+    machine: Machine, states: StreamedStates = StreamedStates.EXACT, *, weight_bytes: float = 2
+) -> float:
     """Return which share of the offloaded states should be streamed, so that link and host memory finish together.
 
     The optimum of a linear program in one variable lies where two of its bounds cross, or at an end.
     """
-    each = streamed_bytes(states)
+    each = traffic(states, weight_bytes)
     bounds = (
-        (reference.CPU_LINK_BYTES / machine.update_link, each / machine.update_link),
-        (reference.CPU_DRAM_BYTES / machine.update_dram, _dram_bytes(each) / machine.update_dram),
+        (each.cpu_link / machine.update_link, each.streamed_link / machine.update_link),
+        (each.cpu_dram / machine.update_dram, each.streamed_dram / machine.update_dram),
         (1 / machine.update_cpu, 0.0),
     )
     crossings = [0.0, 1.0]
@@ -107,10 +134,13 @@ def best_streamed_share(machine: Machine, states: StreamedStates = StreamedState
             slope = (stream_a - cpu_a) - (stream_b - cpu_b)
             if slope:
                 crossings.append(min(max((cpu_b - cpu_a) / slope, 0.0), 1.0))
-    return min(crossings, key=lambda share: update_seconds(1 - share, share, machine, states))
+    return min(
+        crossings,
+        key=lambda share: update_seconds(1 - share, share, machine, states, weight_bytes=weight_bytes),
+    )
 
 
-def _reference(mode: Mode, shard: int, machine: Machine, beside: Compute) -> Cost:
+def _reference(mode: Mode, shard: int, machine: Machine, beside: Compute, weight_bytes: float) -> Cost:
     """Return the cost of `reference_impl`'s update of the offloaded share of `shard` elements.
 
     The CPU also takes work off the GPU. This is left out: it is worth a few percent of a step, and nobody should
@@ -120,19 +150,22 @@ def _reference(mode: Mode, shard: int, machine: Machine, beside: Compute) -> Cos
     cpu = mode.optimizer_fraction * shard - streamed
     done = 0.0
     if mode.updates_in_backward and cpu:
-        done = min(cpu, beside.backward_s * cpu / update_seconds(cpu, 0.0, machine))
+        done = min(
+            cpu, beside.backward_s * cpu / update_seconds(cpu, 0.0, machine, weight_bytes=weight_bytes)
+        )
     states = mode.streamed_states
-    waiting = min(streamed, reference.SLOTS * chunk_elements(states))
-    rest = update_seconds(cpu - done, streamed - waiting, machine, states)
+    waiting = min(streamed, reference.SLOTS * chunk_elements(states, own_master=weight_bytes >= 4))
+    rest = update_seconds(cpu - done, streamed - waiting, machine, states, weight_bytes=weight_bytes)
     on_gpu = beside.gpu_update_s * (1 - cpu / shard)
-    exposed = max(_latency(cpu, machine), rest - beside.forward_s - on_gpu)
+    exposed = max(_latency(cpu, machine, weight_bytes), rest - beside.forward_s - on_gpu)
     hides = "backward and the next forward" if mode.updates_in_backward else "the next forward"
     formula = f"{cpu / 1e9:.3f}e9 parameters on the CPU, {streamed / 1e9:.3f}e9 streamed, less {hides}"
-    return Cost("offloaded optimizer", update_seconds(cpu, streamed, machine, states), exposed, formula)
+    work = update_seconds(cpu, streamed, machine, states, weight_bytes=weight_bytes)
+    return Cost("offloaded optimizer", work, exposed, formula)
 
 
-def _latency(cpu: float, machine: Machine) -> float:
+def _latency(cpu: float, machine: Machine, weight_bytes: float) -> float:
     """Return the seconds of the bucket that the next forward needs first: copied down, updated, copied up."""
     elements = min(cpu, reference.BUCKET_ELEMENTS)
-    link = reference.CPU_LINK_BYTES * elements * (1 / machine.d2h_copy + 1 / machine.h2d_copy)
-    return link + update_seconds(elements, 0.0, machine)
+    link = weight_bytes * elements * (1 / machine.d2h_copy + 1 / machine.h2d_copy)
+    return link + update_seconds(elements, 0.0, machine, weight_bytes=weight_bytes)

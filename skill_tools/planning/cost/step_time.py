@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from skill_tools.dialects.run import Mode, OptimizerEngine, Run
 from skill_tools.planning.accounts import Cost
-from skill_tools.planning.cost import copies, trained_layers
+from skill_tools.planning.cost import collectives, copies, trained_layers
 from skill_tools.planning.cost.compute import Pace
 from skill_tools.planning.cost.machine import Machine
 from skill_tools.planning.cost.optimizer import Compute, offloaded_update
@@ -34,11 +34,15 @@ def estimate(run: Run, mode: Mode, memory: Memory, machine: Machine, speed: Pace
     if mode.trained_layers:
         found = trained_layers.costs(run, mode, memory, machine, speed)
         return StepTime(speed.step_s, tuple(found), machine.measured)
-    moved = copies.activations(run, mode, memory, machine, speed)
+    again = list(recompute_costs(run, mode, memory, machine, speed))
+    between = collectives.of_micro_batch(run, memory.parameters.total, machine)
+    left = collectives.left_for_copies(speed, between, machine)
+    moved = copies.activations(run, mode, memory, machine, left)
     each = [
-        *recompute_costs(run, mode, memory, machine, speed),
+        *again,
+        *collectives.costs(run, between, speed, sum(cost.exposed_s for cost in again)),
         *moved,
-        *copies.weights(run, mode, memory, machine, speed, moved),
+        *copies.weights(run, mode, memory, machine, left, moved),
         *copies.sharded_parameters(mode, memory, machine, speed),
     ]
     times = run.micro_batches
@@ -53,11 +57,13 @@ def estimate(run: Run, mode: Mode, memory: Memory, machine: Machine, speed: Pace
     if not mode.optimizer_fraction:
         return StepTime(speed.step_s, tuple(costs), machine.measured or not (each or mode.state_offload))
     beside = Compute(
-        forward_s=copies.without_one_layer_s(run, speed.forward_s) - copies.hidden_s(moved, copies.DOWN),
-        backward_s=speed.backward_s,
+        forward_s=copies.without_one_layer_s(run, left.forward_s) - copies.hidden_s(moved, copies.DOWN),
+        backward_s=left.backward_s,
         gpu_update_s=speed.gpu_update_s,
     )
-    update = offloaded_update(mode, memory.parameters.shard, machine, beside)
+    update = offloaded_update(
+        mode, memory.parameters.shard, machine, beside, weight_bytes=run.precision.weight_bytes
+    )
     return StepTime(speed.step_s, (*costs, update.cost), update.calibrated)
 
 

@@ -63,6 +63,8 @@ def _scaled(machine: Machine, *, compute: float, link: float, host: float) -> Ma
         d2h_copy=machine.d2h_copy * link,
         duplex_copy=machine.duplex_copy * link,
         update_link=machine.update_link * link,
+        peers=machine.peers * link,
+        network=machine.network * link,
         dram=machine.dram * host,
         cpu_adam=machine.cpu_adam * host,
         cpu_adam_per_tensor=machine.cpu_adam_per_tensor * host,

@@ -106,21 +106,27 @@ def _counted(run: Run) -> LocalParameters | None:
     """Return the parameters that a trace has counted, where it counted them: of a base, without adapters."""
     if run.traced is None or not run.traced.is_counted:
         return None
-    return LocalParameters(run.parameters, 0, run.parameters, 0)
+    shards = run.layout.dense_shards if run.shards_optimizer else 1
+    return LocalParameters(run.parameters, 0, run.parameters // shards, 0)
 
 
 def _alive(run: Run, mode: Mode, lines: Sequence[Line], found: "_Activations") -> list[Line]:
     """Return the lines that are alive at the moment of a step with the most bytes."""
     if run.traced is None:
         return _worst_moment((*lines, *found.gpu))
-    held = sum(line.bytes for line in lines if line.name in states.GRADIENTS)
-    steady = [line for line in lines if line.when in {"always", "step"} and line.name not in states.GRADIENTS]
+    grows = frozenset() if run.precision.gradient_is_buffer else states.GRADIENTS
+    held = sum(line.bytes for line in lines if line.name in grows)
+    steady = [line for line in lines if line.when in {"always", "step"} and line.name not in grows]
     in_update = [
         line
         for line in lines
         if line.when in {"always", "backward", "update"} or line.name in states.GRADIENTS
     ]
-    in_passes = [*steady, *traced_moments.worst(run, run.traced, mode.of_activations, found.kept, held)]
+    in_blocks = tuple(
+        line for line in lines if line.when in {"recompute", "backward"} and line.name not in states.GRADIENTS
+    )
+    passes = traced_moments.worst(run, run.traced, mode.of_activations, found.kept, held, in_blocks)
+    in_passes = [*steady, *passes]
     return max(in_passes, in_update, key=lambda alive: sum([line.bytes for line in alive]))
 
 

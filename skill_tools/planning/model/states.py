@@ -21,8 +21,8 @@ from skill_tools.dialects.run import (
     WeightEngine,
 )
 from skill_tools.planning.accounts import Line, each
+from skill_tools.planning.model import fully_sharded, trained_layers
 from skill_tools.planning.model import reference_numbers as reference
-from skill_tools.planning.model import trained_layers
 from skill_tools.units import gib
 
 CUBLAS_BYTES = 32 << 20
@@ -51,8 +51,10 @@ def _lines(run: Run, mode: Mode, local: LocalParameters) -> tuple[list[Line], li
     ]
     gpu += _around_weights(run)
     gradients = _gradients(run, mode, local)
+    leaving = fully_sharded.leaving(run, mode, local.shard)
     states, host = _optimizer(run, mode, local.shard)
     gpu += [gradients, *_tied_sum(run), *states] if gradients.bytes else states
+    gpu += leaving
     if mode.offload_parameters:
         return _gathered(run, mode, local), [Line(line.name, line.bytes, line.formula) for line in gpu]
     return [*gpu, *_gathered(run, mode, local)], host
@@ -72,7 +74,7 @@ def _around_weights(run: Run) -> list[Line]:
 
 def _tied_sum(run: Run) -> list[Line]:
     """The two gradients of a tied table, which wait for each other beside their sum."""
-    if not (run.is_eager and run.shape.tied_embeddings):
+    if not (run.is_eager and run.shape.tied_embeddings) or run.is_fully_sharded:
         return []
     table = run.shape.vocab * run.shape.hidden
     waiting = round(2 * run.precision.gradient_bytes * table)
@@ -82,13 +84,18 @@ def _tied_sum(run: Run) -> list[Line]:
 
 def _gradients(run: Run, mode: Mode, local: LocalParameters) -> Line:
     precision, held = run.precision, local.total // run.gradient_shards
-    if mode.optimizer_engine is OptimizerEngine.REFERENCE:
+    if mode.optimizer_engine is OptimizerEngine.REFERENCE and not _gradients_stay(run):
         held = round(held * (1 - mode.optimizer_fraction + mode.streamed_fraction))
     formula = each(precision.gradient_bytes, held, "parameters")
     amount = round(precision.gradient_bytes * held)
     if precision.gradient_is_buffer or mode.optimizer_engine is OptimizerEngine.TORCHAO_GRADIENTS:
         return Line("gradients", amount, formula)
     return Line("gradients", amount, formula, "step" if run.micro_batches > 1 else "backward")
+
+
+def _gradients_stay(run: Run) -> bool:
+    """Whether all gradients of a rank stay until the step: in DDP's buckets, or as shards that backwards add to."""
+    return run.precision.gradient_is_buffer or (run.is_fully_sharded and run.micro_batches > 1)
 
 
 def _optimizer(run: Run, mode: Mode, shard: int) -> tuple[list[Line], list[Line]]:
@@ -116,7 +123,8 @@ def _optimizer(run: Run, mode: Mode, shard: int) -> tuple[list[Line], list[Line]
             Line("fp32 copy of gradients", 4 * resident, each(4, resident, "kept by HybridDeviceOptimizer"))
         )
     if run.widens_gradients and resident and moments_bytes:
-        widened = min(resident, max(reference.WIDENED_ELEMENTS, run.shape.vocab * run.shape.hidden))
+        largest = run.shape.vocab * run.shape.hidden // run.weight_shards
+        widened = min(resident, max(reference.WIDENED_ELEMENTS, largest))
         formula = each(4, widened, "widened at once: a list of tensors, or the largest one")
         gpu.append(Line("fp32 gradients", 4 * widened, formula, "update"))
     if not fraction:
@@ -126,7 +134,8 @@ def _optimizer(run: Run, mode: Mode, shard: int) -> tuple[list[Line], list[Line]
         slots = f"{reference.SLOTS} slots of {reference.CHUNK_BYTES >> 20} MiB"
         if mode.streamed_states is StreamedStates.EXACT:
             slots += ", and a chunk's gradients in fp32"
-        gpu.append(Line("streaming slots", ring_bytes(streamed, mode.streamed_states), slots))
+        ring = ring_bytes(streamed, mode.streamed_states, own_master=not _own_master_bytes(run))
+        gpu.append(Line("streaming slots", ring, slots))
     return gpu, _hosted(run, mode, shard - resident - streamed, streamed)
 
 
@@ -143,19 +152,23 @@ def pinned_bytes(run: Run, mode: Mode, host: Iterable[Line]) -> int:
     return sum(pinned.values())
 
 
-def ring_bytes(streamed: int, states: StreamedStates = StreamedStates.EXACT) -> int:
+def ring_bytes(
+    streamed: int, states: StreamedStates = StreamedStates.EXACT, *, own_master: bool = False
+) -> int:
     """Return the GPU bytes that streaming needs: slots of one chunk's states, and where these are exact its gradients.
 
     Those are in fp32, for torch's own kernel; the kernels of other states widen them on the way.
     """
     gradient_bytes = reference.GRADIENT_BYTES if states is StreamedStates.EXACT else 0
-    slots = min(reference.SLOTS, -(-streamed // chunk_elements(states)))
-    return round((streamed_bytes(states) * slots + gradient_bytes) * min(streamed, chunk_elements(states)))
+    elements = chunk_elements(states, own_master=own_master)
+    slots = min(reference.SLOTS, -(-streamed // elements))
+    each_bytes = streamed_bytes(states, own_master=own_master) * slots + gradient_bytes
+    return round(each_bytes * min(streamed, elements))
 
 
-def chunk_elements(states: StreamedStates) -> int:
+def chunk_elements(states: StreamedStates, *, own_master: bool = False) -> int:
     """Return how many elements one chunk of streamed states has."""
-    return int(reference.CHUNK_BYTES // streamed_bytes(states))
+    return int(reference.CHUNK_BYTES // streamed_bytes(states, own_master=own_master))
 
 
 def streamed_bytes(states: StreamedStates, *, own_master: bool = False) -> float:
@@ -259,6 +272,8 @@ def _frees_nothing(run: Run, mode: Mode) -> bool:
 
 def _gathered(run: Run, mode: Mode, local: LocalParameters) -> list[Line]:
     """Return what FSDP or ZeRO-3 gathers in bf16: the layer that runs, the next one, and all the time both ends."""
+    if run.is_fully_sharded:
+        return fully_sharded.lines(run, local.total)
     if run.weight_shards == 1 and not mode.offload_parameters:
         return []
     ends = min(parameters.embedding(run.shape).total + parameters.head(run.shape).total, local.total)

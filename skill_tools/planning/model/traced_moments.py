@@ -57,13 +57,21 @@ class Level(NamedTuple):
     gradients: float
 
 
-def worst(run: Run, model: TracedModel, mode: Mode, kept: Kept, gradients_held: float) -> list[Line]:
+def worst(
+    run: Run,
+    model: TracedModel,
+    mode: Mode,
+    kept: Kept,
+    gradients_held: float,
+    in_blocks: tuple[Line, ...] = (),
+) -> list[Line]:
     """Return what the worst moment of forward and backward adds to weights and states.
 
     `mode` is one `of_activations`. Of all gradients `gradients_held` bytes stay until the step. Where they add up over
-    micro-batches, all are there from the second one on.
+    micro-batches, all are there from the second one on. `in_blocks` is there in each block's backward, and no trace of
+    one GPU has it.
     """
-    levels = _levels(run, model, mode, kept)
+    levels = _levels(run, model, mode, kept, in_blocks)
     if run.micro_batches > 1:
         at, finished = max(levels, key=lambda level: level.held), gradients_held
     else:
@@ -77,7 +85,9 @@ def worst(run: Run, model: TracedModel, mode: Mode, kept: Kept, gradients_held: 
 
 
 @lru_cache(maxsize=256)
-def _levels(run: Run, model: TracedModel, mode: Mode, kept: Kept) -> tuple[Level, ...]:
+def _levels(
+    run: Run, model: TracedModel, mode: Mode, kept: Kept, in_blocks: tuple[Line, ...]
+) -> tuple[Level, ...]:
     """Return the moments that can be the worst: no other has more of both, gradients and all else."""
     recompute = mode.recompute or run.recompute
     found = sizes(model, run.micro_batch, run.seq_length, recomputed=recompute.granularity == "full")
@@ -94,8 +104,10 @@ def _levels(run: Run, model: TracedModel, mode: Mode, kept: Kept) -> tuple[Level
             Line("activations", round(here), saved, "step"),
             Line("logits, loss and work", round(moment.work), rest, "loss"),
         )
-        alive = tuple(line for line in lines if line.bytes)
-        levels.append(Level(alive, here + moment.work, moment.gradients))
+        beside = in_blocks if index else ()
+        alive = tuple(line for line in (*lines, *beside) if line.bytes)
+        held = here + moment.work + sum(line.bytes for line in beside)
+        levels.append(Level(alive, held, moment.gradients))
     levels.sort(key=lambda level: (-level.held, -level.gradients))
     kept_levels: list[Level] = []
     for level in levels:

@@ -40,7 +40,9 @@ class MachineAdvice(NamedTuple):
     @property
     def best_streamed_share(self) -> float:
         """The share of the reference implementation's offloaded optimizer that is best streamed."""
-        return optimizer.best_streamed_share(self.machine, self.run.streamed_states)
+        return optimizer.best_streamed_share(
+            self.machine, self.run.streamed_states, weight_bytes=self.run.precision.weight_bytes
+        )
 
     def recomputed_share(self, removed: float) -> float:
         """Return which share of the saved bytes its budget engine computes again when `removed` of them leave."""

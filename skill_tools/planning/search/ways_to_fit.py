@@ -33,6 +33,7 @@ _COST = {
     Kind.GPUS: 3,
     Kind.QUANTIZED: 4,
     Kind.STATES: 4,
+    Kind.SHARDS: 4,
     Kind.SEQUENCE: 5,
     Kind.STREAMED: 6,
     Kind.ADAPTERS: 7,

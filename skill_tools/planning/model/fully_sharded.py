@@ -1,0 +1,73 @@
+"""Bytes that FSDP2 needs beside a rank's shards while it trains a plain loop's model, block by block.
+
+Backward holds two gathered blocks, the one that runs and the next one, which is gathered meanwhile. It holds the
+gradients of the block that runs, and those of the block before, laid out for their reduce-scatter. Embedding and head
+are gathered and freed as blocks are. A tied table is not: it belongs to the root, which stays gathered from forward to
+the end of backward.
+
+Explained in docs/distributed.md.
+"""
+
+from functools import lru_cache
+
+from skill_tools.dialects.run import Mode, OptimizerEngine, Run
+from skill_tools.planning.accounts import Line, each
+from skill_tools.planning.model import reference_numbers as reference
+from skill_tools.planning.model.trained_layers import Sizes, sizes
+
+_UNCOUNTED = (
+    3  # blocks whose reduced gradients do not count as in flight: one is reduced, two are partly copied
+)
+
+
+def lines(run: Run, held: int) -> list[Line]:
+    """Return the lines of one rank of `run`, whose model has `held` parameters."""
+    assert run.spread is not None
+    size = _sizes(run, held)
+    gathered_bytes, reduced_bytes = run.spread.gathered_bytes, run.spread.reduced_bytes
+    reduced = size.block if run.adapter is None else run.adapter.parameters // run.shape.num_layers
+    found = [
+        Line(
+            "gathered blocks",
+            round(2 * gathered_bytes * size.block),
+            f"2 x {each(gathered_bytes, size.block, 'parameters')}: the one that runs, and the next one",
+            "recompute",
+        ),
+        Line(
+            "gradients of two blocks",
+            round((gathered_bytes + reduced_bytes) * reduced),
+            f"{each(gathered_bytes, reduced, 'parameters')} as they are made, "
+            f"{reduced_bytes:g} B each of the block before in its reduce-scatter",
+            "recompute",
+        ),
+    ]
+    if run.shape.tied_embeddings:
+        table = each(gathered_bytes, size.outside, "parameters of the root, for the whole step")
+        found.append(Line("gathered table", round(gathered_bytes * size.outside), table, "step"))
+        if run.adapter is None:
+            summed = each(3 * gathered_bytes, size.outside, "parameters: two gradients and their sum")
+            found.append(
+                Line("gradients of the tied table", round(3 * gathered_bytes * size.outside), summed, "ties")
+            )
+    return found
+
+
+def leaving(run: Run, mode: Mode, shard: int) -> list[Line]:
+    """Return the gradients of the CPU's share of `shard` that have been reduced and not yet copied."""
+    on_cpu = round((mode.optimizer_fraction - mode.streamed_fraction) * shard)
+    stays = run.micro_batches > 1
+    if not (run.is_fully_sharded and mode.optimizer_engine is OptimizerEngine.REFERENCE and on_cpu) or stays:
+        return []
+    wide = run.precision.gradient_bytes
+    block = _sizes(run, shard * run.weight_shards).block // run.weight_shards
+    waiting = reference.GRADIENTS_IN_FLIGHT_BYTES + wide * _UNCOUNTED * block
+    formula = (
+        f"{reference.GRADIENTS_IN_FLIGHT_BYTES >> 30} GiB on their way, and the shards of {_UNCOUNTED} blocks"
+    )
+    return [Line("gradients to the host", round(min(waiting, wide * on_cpu)), formula, "backward")]
+
+
+@lru_cache(maxsize=64)
+def _sizes(run: Run, held: int) -> Sizes:
+    """Return how the parameters are divided, which counts every block."""
+    return sizes(run, held)

@@ -1,0 +1,56 @@
+"""Plans for several GPUs, carried out on a model that FSDP2 has sharded over two processes."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import planned_ranks
+import pytest
+from rank_processes import run_ranks
+
+from reference_impl.verification.plan_document import execute_section
+from skill_tools.__main__ import main
+
+# The sizes of `DecoderShape`.
+DECODER = (
+    "num_layers=4 hidden_size=64 ffn_hidden_size=176 num_attention_heads=4 vocab_size=512 gated_linear_unit=true "
+    "share_embeddings_and_output_weights=false seq_length=32 micro_batch_size=2"
+)
+
+
+def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    assert main(["plan", "--framework", "pytorch", "--format", "json", "--gpu", "h100", *arguments]) == 0
+    document: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return document
+
+
+def test_a_plan_for_two_ranks_trains_as_fsdp2_does_and_others_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """States on the CPU in part; in three shares, with checkpointing; the same with layer inputs on the host."""
+    small = planned(capsys, "--gpus", "2", "--tensor-memory", "2MB", "--overrides", DECODER)
+    assert 0 < small["execute"]["optimizer"]["split"]["cpu"] < 1
+    large = planned(capsys, "--gpus", "8", "--model", "llama-3-70b")
+    assert all(share > 0.01 for share in large["execute"]["optimizer"]["split"].values())
+    assert large["execute"]["activations"] == {"mode": "recompute"}
+    large["execute"]["sharding"]["ranks"] = 2
+    inputs = large["execute"] | {"activations": {"mode": "checkpoint"}}
+    paths = []
+    for number, document in enumerate([small, large, {"execute": inputs}]):
+        paths.append(tmp_path / f"{number}.json")
+        paths[-1].write_text(json.dumps(document), encoding="utf-8")
+    run_ranks(planned_ranks.__file__, 2, str(tmp_path / "store"), *map(str, paths))
+
+
+@pytest.mark.parametrize(
+    ("sharding", "named"),
+    [
+        ({"engine": "fsdp1", "ranks": 2, "weights": "float32"}, "fsdp1"),
+        ({"engine": "fsdp2", "ranks": "two", "weights": "float32"}, "two"),
+        ({"engine": "fsdp2", "ranks": 2, "weights": "int8"}, "int8"),
+        ({"engine": "fsdp2", "ranks": 2}, "weights is missing"),
+    ],
+)
+def test_a_section_that_the_schema_does_not_allow_is_refused(sharding: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        execute_section({"execute": {"sharding": sharding}})

@@ -1,0 +1,99 @@
+"""Runs as a script, once a rank: a planner's plan for two GPUs on an FSDP2 model, against FSDP2 with torch's AdamW.
+
+    python planned_ranks.py RANK RANKS STORE_FILE PLAN_FILE ...
+
+Every plan has to train to the same bits, with a half of the steps taken before it is applied. Plans for one GPU, for
+another number of ranks and for other shards are refused on every rank. Ends with an error where anything differs.
+"""
+
+import json
+import os
+import re
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from reference_impl import apply_plan
+from reference_impl.verification.model import Decoder, DecoderShape, decoder_loss
+
+STEPS = 6
+
+
+def decoder(shards=torch.float32):
+    """The decoder as the planner's lines have it sharded."""
+    torch.manual_seed(0)
+    model = Decoder(DecoderShape()).to(shards)
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for module in (*model.layers, model.embedding, model.head, model):
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+    return model
+
+
+def adamw(model):
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1, fused=True)
+
+
+def batches():
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    return [torch.randint(0, 512, (2, 32), generator=generator) for _ in range(STEPS)]
+
+
+def train(model, optimizer, data):
+    losses = []
+    for ids in data:
+        loss = decoder_loss(model(ids), ids)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return losses
+
+
+def trains_to_the_same_bits(plan):
+    reference, model, data = decoder(), decoder(), batches()
+    expected = train(reference, adamw(reference), data)
+    optimizer = adamw(model)
+    found = train(model, optimizer, data[: STEPS // 2])
+    with apply_plan(model, optimizer, plan) as applied:
+        found += train(model, applied.optimizer, data[STEPS // 2 :])
+    assert torch.equal(torch.stack(found), torch.stack(expected)), "the loss differs"
+    for (name, one), other in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert torch.equal(one.to_local(), other.to_local()), name
+
+
+def refused(model, execute, *words):
+    with pytest.raises(ValueError, match=".*".join(map(re.escape, words))):
+        apply_plan(model, adamw(model), {"execute": execute})
+
+
+def main(rank, ranks, store, *plans):
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(store, int(ranks)),
+        rank=int(rank),
+        world_size=int(ranks),
+        timeout=timedelta(seconds=40),
+    )
+    for path in plans:
+        trains_to_the_same_bits(Path(path))
+    sharding = json.loads(Path(plans[0]).read_text(encoding="utf-8"))["execute"]["sharding"]
+    model = decoder()
+    refused(model, {}, "whole on each rank", "sharded over 2 ranks", "--gpus 2")
+    refused(model, {"sharding": sharding | {"ranks": 4}}, "over 4 ranks", "over 2 ranks", "--gpus 2")
+    refused(Decoder(DecoderShape()), {"sharding": sharding}, "over 2 ranks", "--gpus 1", "fully_shard")
+    refused(decoder(torch.bfloat16), {"sharding": sharding}, "float32", "bfloat16", "shard_dtype")
+    train(model, adamw(model), batches()[:1])
+    dist.barrier()
+    # All ranks remove the store's file as they let go of it, and torch waits for minutes for one that is just gone.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
