@@ -12,6 +12,10 @@ The same code at toy size, on any machine:
 
     torchrun --standalone --nproc-per-node 2 benchmarks/distributed.py --tiny
 
+Everything off against torch's CPUOffloadPolicy alone:
+
+    torchrun --standalone --nproc-per-node 2 benchmarks/distributed.py --rows everything,CPUOffload --tokens 4096,16384
+
 A trace of rank 0 in one row, and a drawing of one step:
 
     torchrun --standalone --nproc-per-node 2 benchmarks/distributed.py --rows none --tokens 8192 \\
@@ -49,13 +53,15 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.distributed.tensor import DTensor
 from trace_overlap import REPEATED, record
 
-from reference_impl import HybridDeviceOptimizer, Streaming
+from reference_impl import HybridDeviceOptimizer, ShardStreamer, Streaming
 from reference_impl.device import Device
 from reference_impl.verification.model import Decoder, DecoderShape, decoder_loss
 
 OPTIONS: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}
 MAX_NORM = 1.0
 WARM_UP = 2
+# Of states, where the peak counts.
+CHUNK_BYTES = 32 * 2**20
 
 
 class Plain:
@@ -101,6 +107,18 @@ def ours(**options: Any) -> Row:
     return Row(build)
 
 
+class EverythingOff:
+    """Our streamer of shards, with its optimizer."""
+
+    def __init__(self, model: nn.Module, streaming: Streaming) -> None:
+        inner = torch.optim.AdamW(model.parameters(), fused=True, **OPTIONS)
+        streamer = ShardStreamer(model, inner, max_grad_norm=MAX_NORM, streaming=streaming)
+        self.step = streamer.optimizer.step
+        self.zero_grad = streamer.optimizer.zero_grad
+        self.synchronize = streamer.optimizer.synchronize
+        self.close = streamer.close
+
+
 def rows(slots_bytes: int) -> dict[str, Row]:
     """Return every row of the table by name; states may come in early into `slots_bytes`."""
     exact = Streaming(prefetch_bytes=slots_bytes)
@@ -113,6 +131,12 @@ def rows(slots_bytes: int) -> dict[str, Row]:
         ),
         "on the CPU": ours(split=(0.0, 0.0, 1.0)),
         "auto": ours(split="auto", streaming=exact),
+        "everything off, exact": Row(lambda model: EverythingOff(model, Streaming(chunk_bytes=CHUNK_BYTES))),
+        "everything off, bf16 moments": Row(
+            lambda model: EverythingOff(
+                model, Streaming(chunk_bytes=CHUNK_BYTES, moments_dtype=torch.bfloat16)
+            )
+        ),
         "CPUOffloadPolicy, unclipped": Row(lambda model: Plain(model, clips=False), torch_offloads=True),
     }
 

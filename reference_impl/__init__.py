@@ -14,7 +14,7 @@ from reference_impl.weights import FrozenLayerStreamer
 if TYPE_CHECKING:
     from reference_impl.fitting import fit
     from reference_impl.optimizers import OptimizerStateOffloader
-    from reference_impl.trained_layers import TrainableLayerStreamer
+    from reference_impl.trained_layers import ShardStreamer, TrainableLayerStreamer
     from reference_impl.verification.apply import apply_plan
     from reference_impl.verification.probe import probe
     from reference_impl.verification.trace import trace
@@ -27,6 +27,7 @@ __all__ = [
     "FrozenLayerStreamer",
     "HybridDeviceOptimizer",
     "OptimizerStateOffloader",
+    "ShardStreamer",
     "Streaming",
     "TrainableLayerStreamer",
     "apply_plan",
@@ -37,6 +38,7 @@ __all__ = [
 
 _LATER = {
     "OptimizerStateOffloader": "reference_impl.optimizers.state_offload",
+    "ShardStreamer": "reference_impl.trained_layers",
     "TrainableLayerStreamer": "reference_impl.trained_layers",
     "apply_plan": "reference_impl.verification.apply",
     "fit": "reference_impl.fitting.fit",

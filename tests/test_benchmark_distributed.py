@@ -22,7 +22,7 @@ def test_all_rows_train_alike_in_one_process_group(tmp_path):
     )
     assert done.returncode == 0, done.stderr[-3000:]
     rows = json.loads(out.read_text())["rows"]
-    assert len(rows) == 6
+    assert len(rows) == 8
     plain = rows["none"]
     for name, ranks in rows.items():
         assert [len(rank["tokens"]) for rank in ranks] == [2, 2], name

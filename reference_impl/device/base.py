@@ -192,6 +192,10 @@ class Device(ABC):
         """Return a number that tells the live current stream from others."""
 
     @abstractmethod
+    def current_stream(self) -> Any:
+        """Return the live current stream, for `on`."""
+
+    @abstractmethod
     def record(self, *, for_threads: bool = False) -> Event:
         """Mark the end of what the live current stream has been given so far.
 

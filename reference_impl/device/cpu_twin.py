@@ -56,6 +56,9 @@ class CpuTwin(Device, torch_type="cpu"):
         """Return 0: there is one."""
         return 0
 
+    def current_stream(self) -> None:
+        """Return None: there is one."""
+
     def record(self, *, for_threads: bool = False) -> Event:
         """Return an event that is reached already."""
         return REACHED

@@ -176,6 +176,10 @@ class CudaDevice(Device, torch_type="cuda"):
         """Return the driver's handle of the stream."""
         return int(torch.cuda.current_stream(self._index).cuda_stream)
 
+    def current_stream(self) -> torch.cuda.Stream:
+        """Ask torch."""
+        return torch.cuda.current_stream(self._index)
+
     def record(self, *, for_threads: bool = False) -> Event:
         """Record on the stream that is current for the calling thread, which in a hook is autograd's."""
         # A stream holds 56 events that a thread may sleep on; the next one makes the host wait until one is reached.

@@ -1,16 +1,17 @@
-"""What FSDP2 gathers together, on which stream, and what it has gathered already.
+"""What FSDP2 gathers together, from which memory, on which stream, and what it has gathered already.
 
 FSDP2 gathers each module's parameters on streams of its own, ahead of the module. An optimizer that writes shards
-asynchronously needs that stream, and torch has no public name for it. This is the only module that uses private names
-of `torch.distributed.fsdp`; `missing_name` says which one a release of torch does not have. They are the same in
-torch 2.11, 2.12 and 2.13, except that a state has either one group or several.
+asynchronously needs that stream, and whoever keeps shards elsewhere has to hand them over there; torch has no public
+names for either. This is the only module that uses private names of `torch.distributed.fsdp`; `missing_name` and
+`missing_shard_name` say which one a release of torch does not have. They are the same in torch 2.11, 2.12 and 2.13,
+except that a state has either one group or several.
 
 Explained in docs/distributed.md.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +23,17 @@ _GET_STATE, _CONTEXT, _PREFETCHED = "_get_fsdp_state", "_comm_ctx", "_states_to_
 _STREAM, _LAZY_INIT = "all_gather_copy_in_stream", "lazy_init"
 _ONE_GROUP, _GROUPS = "_fsdp_param_group", "_fsdp_param_groups"
 _IS_SHARDED, _PENDING = "is_sharded", "_all_gather_result"
+_SHARDS, _PARAM, _MEMORY, _PADDED = (
+    "fsdp_params",
+    "sharded_param",
+    "_sharded_param_data",
+    "padded_sharded_param_size",
+)
+_TAKE_OVER, _LOOK_FOR_EXTENSIONS = "reset_sharded_param", "_init_extensions"
+_RESHARDS_ELSEWHERE = "_use_post_forward_mesh"
+
+# Returns a shard, padded and flat, on the device, for a gather on the live current stream.
+Read = Callable[[], torch.Tensor]
 
 
 class GatheredGroup:
@@ -82,6 +94,90 @@ class GatheredGroup:
         return getattr(group, _PENDING) is not None
 
 
+class Shard:
+    """This rank's shard of one parameter, and the memory that gathers read it from."""
+
+    def __init__(self, shard: Any) -> None:
+        self._shard = shard
+        # As FSDP2 does before its first forward: the model may have been loaded or moved since it was sharded.
+        getattr(shard, _TAKE_OVER)()
+        self.param: DTensor = getattr(shard, _PARAM)
+        self._local = self.param._local_tensor
+        self._versions = self._versions_now()
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether module and gathers still have this parameter, with the local tensor that it was given."""
+        local: torch.Tensor = self.param._local_tensor
+        return local is self._local and getattr(self._shard, _PARAM) is self.param
+
+    def written(self) -> bool:
+        """Return whether somebody has written the parameter in place since it was moved, or since the last call."""
+        before, self._versions = self._versions, self._versions_now()
+        return before != self._versions
+
+    def _versions_now(self) -> tuple[int, int]:
+        # An operation on the DTensor counts there, one on its local tensor here.
+        return self.param._version, self._local._version
+
+    @property
+    def memory(self) -> torch.Tensor:
+        """The shard with its padding: flat, in the parameter's dtype."""
+        memory: torch.Tensor = getattr(self._shard, _MEMORY)
+        return memory
+
+    def move_to(self, memory: torch.Tensor) -> None:
+        """Let the parameter be a view of `memory`, which holds what the old one does, and gathers read it there."""
+        # With a version of its own: copies into `memory` are not writes of the user.
+        self._local = memory[: self._local.numel()].view(self._local.shape).data
+        self._versions = self._versions_now()
+        self.param._local_tensor = self._local
+        setattr(self._shard, _MEMORY, memory)
+
+    def serve(self, read: Read) -> None:
+        """Let every gather call `read` instead of reading the memory, until `move_to`.
+
+        This is the protocol that FSDP2 has for tensors of other classes (`fsdp_pre_all_gather`), on the local tensor.
+        """
+        padded: torch.Size = getattr(self._shard, _PADDED)
+
+        def before(
+            mesh: Any, outer_size: Any, outer_stride: Any, module: nn.Module, mp_policy: Any
+        ) -> tuple[tuple[torch.Tensor, ...], None]:
+            shard = read()
+            dtype = mp_policy.param_dtype if shard.is_floating_point() else None
+            return (shard.to(dtype or shard.dtype).view(padded),), None
+
+        def after(
+            gathered: tuple[torch.Tensor, ...], metadata: None, dtype: torch.dtype, *, out: Any = None
+        ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+            return gathered[0], ()
+
+        local: Any = self._local
+        local.fsdp_pre_all_gather, local.fsdp_post_all_gather = before, after
+        getattr(self._shard, _LOOK_FOR_EXTENSIONS)()
+
+
+def shards_by_gather(model: nn.Module) -> list[list[Shard]]:
+    """Return the shards that each gather reads, in the order of `model.modules()`; nothing may be gathered.
+
+    Raises ValueError where modules are resharded to a smaller mesh after forward: backward would gather copies that are
+    kept there.
+    """
+    found = []
+    for state in dict.fromkeys(
+        getattr(module, _GET_STATE)() for module in model.modules() if isinstance(module, FSDPModule)
+    ):
+        for group in _groups(state):
+            if getattr(group, _RESHARDS_ELSEWHERE):
+                raise ValueError(
+                    "reshard_after_forward is a number of ranks, which keep copies of the shards on the device; "
+                    "expected True or False; try reshard_after_forward=True"
+                )
+            found.append([Shard(shard) for shard in getattr(group, _SHARDS)])
+    return [shards for shards in found if shards]
+
+
 def gathered_groups(model: nn.Module) -> list[GatheredGroup]:
     """Return what is gathered together, in the order of `model.modules()`.
 
@@ -124,6 +220,23 @@ def missing_name(model: nn.Module) -> str | None:
             for name in (_IS_SHARDED, _PENDING):
                 if not hasattr(group, name):
                     return name
+    return None
+
+
+def missing_shard_name(model: nn.Module) -> str | None:
+    """Return a private name that `Shard` needs and that this torch does not have; None where it has all."""
+    missing = missing_name(model)
+    if missing is not None:
+        return missing
+    for module in model.modules():
+        for group in _groups(getattr(module, _GET_STATE)()) if isinstance(module, FSDPModule) else ():
+            for name in (_SHARDS, _RESHARDS_ELSEWHERE):
+                if not hasattr(group, name):
+                    return name
+            for shard in getattr(group, _SHARDS):
+                for name in (_PARAM, _MEMORY, _PADDED, _TAKE_OVER, _LOOK_FOR_EXTENSIONS):
+                    if not hasattr(shard, name):
+                        return name
     return None
 
 

@@ -1,4 +1,4 @@
-"""Parameters on a device mesh (FSDP2, HSDP): over how many ranks they are sharded, and the norm of their gradients.
+"""Tensors on a device mesh (FSDP2, HSDP): shards, over how many ranks they are, and the norm of their gradients.
 
 All ranks get the same norm, so that they decide alike. Explained in docs/optimizer-offloading.md.
 """
@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 NormReduction = Callable[[torch.Tensor], torch.Tensor]
 
@@ -75,3 +76,15 @@ def ranks_of_shards(param: torch.Tensor) -> int:
 def _replicas(param: DTensor) -> int:
     placed = enumerate(param.placements)
     return math.prod(param.device_mesh.size(dim) for dim, placement in placed if placement.is_replicate())
+
+
+def shard_like(param: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """Return `local` as a shard like that of `param`, so that a distributed checkpoint saves those of all ranks.
+
+    Where `param` is not sharded this is `local` itself.
+    """
+    if not isinstance(param, DTensor):
+        return local
+    meta = TensorMeta(param.shape, param.stride(), local.dtype)
+    # `DTensor.from_local` would move it to the mesh's device.
+    return DTensor(local, DTensorSpec(param.device_mesh, param.placements, meta), requires_grad=False)

@@ -60,3 +60,20 @@ class Together:
     def meet(self) -> None:
         """Wait until every rank is here."""
         self.least([0.0])
+
+    def agree(self, error: Exception | None) -> None:
+        """Raise on every rank where any has met an error: its own, or a RuntimeError that quotes the first other one.
+
+        Every rank has to call it, and the host waits.
+        """
+        said: list[str | None] = [None if error is None else f"rank {dist.get_rank()}: {error}"]
+        for dimension in range(self._mesh.ndim):
+            found: list[list[str | None]] = [[]] * self._mesh.size(dimension)
+            dist.all_gather_object(found, said, group=self._mesh.get_group(dimension))
+            said = [each for part in found for each in part]
+        if error is not None:
+            error.add_note(f"on rank {dist.get_rank()}")
+            raise error
+        for each in said:
+            if each is not None:
+                raise RuntimeError(f"another rank has failed, so this one ends too: {each}")

@@ -97,10 +97,10 @@ class Member:
 
     @property
     def weight(self) -> torch.Tensor:
-        """This rank's weight as it is, in the parameter's shape: on the host where it lives there."""
+        """This rank's weight as it is, in its own shape: on the host where it lives there."""
         if self.home is None:
             return self.param_local.detach()
-        return self.home.host.as_strided(self.param.shape, self.stride)
+        return self.home.host.as_strided(self.param_local.shape, self.stride)
 
     def flat(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the memory of `tensor`, laid out like the parameter, as one dimension."""

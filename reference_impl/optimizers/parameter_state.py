@@ -14,8 +14,8 @@ from typing import Any, Protocol
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
+from reference_impl.distributed.mesh import shard_like
 from reference_impl.optimizers.algorithms import Algorithm
 from reference_impl.optimizers.layout import MASTER, STEP, Member
 from reference_impl.optimizers.saved_checks import check_state
@@ -76,7 +76,7 @@ class StoredState(MutableMapping[str, torch.Tensor]):
             return parts.steps(self._member)[0]
         views, local = list(parts.views(self._member, name)), self._member.param_local
         if len(views) == 1 and views[0][1].numel() == local.numel():
-            return self._sharded(views[0][1].as_strided(local.shape, self._member.stride))
+            return shard_like(self._member.param, views[0][1].as_strided(local.shape, self._member.stride))
         return self.copied(name)
 
     @torch.no_grad()
@@ -122,16 +122,7 @@ class StoredState(MutableMapping[str, torch.Tensor]):
         whole = self._like(device=torch.device("cpu") if on_host else param.device)
         for start, part in (*views, *parts.copies(self._member, name)):
             self._member.flat(whole)[start : start + part.numel()].copy_(part)
-        return self._sharded(whole)
-
-    def _sharded(self, local: torch.Tensor) -> torch.Tensor:
-        """Return `local` as a shard like the parameter's, so that a distributed checkpoint saves all of them."""
-        param = self._member.param
-        if not isinstance(param, DTensor):
-            return local
-        meta = TensorMeta(param.shape, param.stride(), local.dtype)
-        # `DTensor.from_local` would move the state to the mesh's device.
-        return DTensor(local, DTensorSpec(param.device_mesh, param.placements, meta), requires_grad=False)
+        return shard_like(self._member.param, whole)
 
     def _like(self, *, device: torch.device) -> torch.Tensor:
         return torch.empty_like(self._member.param_local, dtype=torch.float32, device=device)

@@ -1,4 +1,4 @@
-"""Streamed trained layers: full training of a model larger than the GPU.
+"""Streamed trained layers and shards: full training of a model larger than the GPU, or than each of several.
 
 This room combines the others: `weights` copies the blocks in, `optimizers` updates them, `activations` keeps what
 backward needs. Terms:
@@ -6,12 +6,14 @@ backward needs. Terms:
 - home: the host memory of a block's weights; their streamer and their optimizer share the protocol
   `memory.weight_home`.
 - to settle: to finish what a begun step has to update in a block's weights.
+- shard: this rank's part of a parameter that FSDP2 has sharded; the shards of one gather stream together.
 - slice: a micro-batch inside a block's forward; segment: one slice's forward, computed again in backward.
 
-Explained in docs/larger-than-gpu.md.
+Explained in docs/larger-than-gpu.md and docs/distributed.md.
 """
 
 from reference_impl.trained_layers.loss import chunked_cross_entropy
+from reference_impl.trained_layers.shard_streamer import ShardStreamer
 from reference_impl.trained_layers.streamer import TrainableLayerStreamer, TrainedLayersReport
 
-__all__ = ["TrainableLayerStreamer", "TrainedLayersReport", "chunked_cross_entropy"]
+__all__ = ["ShardStreamer", "TrainableLayerStreamer", "TrainedLayersReport", "chunked_cross_entropy"]

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from typing import Protocol
 
 import torch
 
 from reference_impl.device import Device, Event
+from reference_impl.memory.weight_home import WeightHome
 from reference_impl.optimizers.clip_decision import ClipDecision
 from reference_impl.optimizers.forward_waits import forgetful
 from reference_impl.optimizers.gradient_mover import GradientMover
@@ -23,7 +25,21 @@ from reference_impl.optimizers.layout import Member, Piece
 from reference_impl.optimizers.options import Streaming
 from reference_impl.optimizers.stand_in import GradientStandIn
 from reference_impl.optimizers.state_offload import OptimizerStateOffloader
-from reference_impl.weights.trained import TrainedWeights
+
+
+class VisitingWeights(Protocol):
+    """The weights that visit the device."""
+
+    @property
+    def home_of(self) -> Mapping[torch.Tensor, WeightHome]:
+        """Where each parameter's weight lives."""
+
+    @property
+    def ahead(self) -> Sequence[torch.Tensor]:
+        """The trained parameters that are on the device or on their way, in the order of the model."""
+
+    def reload(self) -> None:
+        """Bring the weights anew that are on the device: somebody has written their homes."""
 
 
 class ChunkGradients:
@@ -94,7 +110,7 @@ class TrainedLayersOptimizer(OptimizerStateOffloader):
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        weights: TrainedWeights,
+        weights: VisitingWeights,
         device: Device,
         *,
         streaming: Streaming,
@@ -103,7 +119,7 @@ class TrainedLayersOptimizer(OptimizerStateOffloader):
     ) -> None:
         self._weights = weights
         self._store = ChunkGradients(device, in_flight_bytes=in_flight_bytes)
-        self._leaving = Gradients(self._store, leave_in_backward=True, sharded_too=False, sums_stay=False)
+        self._leaving = Gradients(self._store, leave_in_backward=True, sharded_too=True, sums_stay=False)
         self._stand_ins: dict[Member, GradientStandIn] = {}
         super().__init__(
             optimizer,
@@ -159,8 +175,10 @@ class TrainedLayersOptimizer(OptimizerStateOffloader):
         used: dict[Member, torch.Tensor] = {}
         for member in self._members.values():
             self._leaving.to_use(member, measure=True)
-            if member.arrival is not None and member.placeholder is not None:
-                used[member] = member.placeholder
+            if member.arrival is not None:
+                # Of a sharded gradient nothing is left on its parameter; what the device has of it is its norm.
+                stands = member.placeholder
+                used[member] = self._store.norms[member] if stands is None else stands
         return used
 
     def _norms(self, gradients: Mapping[Member, torch.Tensor]) -> list[torch.Tensor]:

@@ -54,13 +54,15 @@ def host_bytes(
     )
 
 
-def check_room(needed: HostBytes, storages: Sequence[Sequence[BlockStorage]], streaming: Streaming) -> None:
-    """Raise HostMemoryError, which names each item, unless the host can hold what is `needed`.
+def check_room(
+    needed: HostBytes, storages: Sequence[Sequence[BlockStorage]], streaming: Streaming, *, ranks: int = 1
+) -> None:
+    """Raise HostMemoryError, which names each item, unless each of the host's `ranks` can have what is `needed`.
 
     The weights of blocks that are on the host already are let go of one by one.
     """
     freed = sum(s.size_bytes for block in storages for s in block if s.device.type == "cpu")
-    there = available_bytes() + freed - RESERVE_BYTES
+    there = (available_bytes() - RESERVE_BYTES) // ranks + freed
     if needed.total <= there:
         return
     choices = []

@@ -20,13 +20,11 @@ import torch
 from torch import nn
 
 from reference_impl.activations.checkpoint import CheckpointOffloader
-from reference_impl.device import Device
 from reference_impl.memory.closing import ClosedAtExit, undo_all
 from reference_impl.optimizers import checks
-from reference_impl.optimizers.algorithms import Algorithm
 from reference_impl.optimizers.options import Streaming
 from reference_impl.optimizers.state_offload_wrapped import algorithm_of, check_group
-from reference_impl.optimizers.streamed.storage import StateFormat
+from reference_impl.trained_layers.checks import check_params, check_streaming
 from reference_impl.trained_layers.optimizer import TrainedLayersOptimizer
 from reference_impl.trained_layers.room import HostBytes, check_room, host_bytes
 from reference_impl.trained_layers.segments import recompute_in_slices
@@ -111,8 +109,8 @@ class TrainableLayerStreamer(ClosedAtExit):
         modules = list(dict.fromkeys(repeated_blocks(model).values() if layers is None else layers))
         storages = streamable_storages(model, modules, with_trained=True)
         on = device_of(model, device)
-        _check_streaming(streaming, algorithm, on)
-        _check_params(model, optimizer)
+        check_streaming(streaming, algorithm, on)
+        check_params(model, optimizer)
         _check_blocks(model, modules, storages)
         sizes = [[storage.size_bytes for storage in block] for block in storages]
         kept_bytes = allowances(sizes, fraction_of_layers(resident_layers, len(modules)))
@@ -195,38 +193,6 @@ def _check_computed_once(model: nn.Module) -> None:
             raise ValueError(
                 f"{name or type(model).__name__} has gradient_checkpointing switched on; expected it off, because "
                 "every block is computed again here; try model.gradient_checkpointing_disable()"
-            )
-
-
-def _check_streaming(streaming: Streaming, algorithm: Algorithm, device: Device) -> None:
-    """Raise ValueError for a form of states that is not possible."""
-    if streaming.prefetch_bytes:
-        raise ValueError(
-            f"prefetch_bytes is {streaming.prefetch_bytes}; expected 0, because states come in with their gradients, "
-            "after backward; try leaving it out"
-        )
-    StateFormat(
-        hi_lo_masters=streaming.hi_lo_masters,
-        moments_dtype=streaming.moments_dtype,
-        compact_low_bits=streaming.compact_low_bits,
-    ).check(algorithm, device, chunk_bytes=streaming.chunk_bytes)
-
-
-def _check_params(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Raise ValueError unless the optimizer trains what the model trains."""
-    grouped = {param for group in optimizer.param_groups for param in group["params"]}
-    for name, param in model.named_parameters():
-        if param.requires_grad and param not in grouped:
-            raise ValueError(
-                f"{name} requires a gradient and is in no group of the optimizer; expected every trained parameter "
-                f"there; try adding it, or {name}.requires_grad_(False)"
-            )
-    held = set(model.parameters())
-    for param in grouped:
-        if param not in held:
-            raise ValueError(
-                f"the optimizer has a parameter of shape {tuple(param.shape)} that the model has not; expected the "
-                "model's own; try making the optimizer from model.parameters()"
             )
 
 

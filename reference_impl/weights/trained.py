@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -25,20 +27,45 @@ from reference_impl.weights.storages import BlockStorage, layout
 _SLAB_BYTES = 2**28
 
 
-class Home:
-    """A parameter's `memory.weight_home.WeightHome`: `numel` elements of `dtype` at `offset` of its block."""
+class UpdatedBlock(Protocol):
+    """A block whose weights an optimizer writes while they are on the device."""
 
-    def __init__(self, owner: TrainedWeights, block: StreamedBlock, offset: int, param: torch.Tensor) -> None:
-        self._owner = owner
+    @property
+    def index(self) -> int:
+        """Its number."""
+
+    def at(self, offset: int, size_bytes: int) -> torch.Tensor:
+        """Return the bytes from `offset` on the device."""
+
+    def stored(self, event: Event) -> None:
+        """Take note that all that was written goes home until `event`."""
+
+
+class Home:
+    """A parameter's `memory.weight_home.WeightHome`: what `weight` has, at `offset` bytes of its block.
+
+    `visit` has the block on the device, see there.
+    """
+
+    def __init__(
+        self,
+        homes: Homes,
+        block: UpdatedBlock,
+        offset: int,
+        weight: torch.Tensor,
+        visit: Callable[[], Event],
+    ) -> None:
+        self._homes = homes
         self._block = block
         self._offset = offset
-        self._size_bytes = param.nbytes
-        self._dtype = param.dtype
+        self._size_bytes = weight.nbytes
+        self._dtype = weight.dtype
+        self.visit = visit
 
     @property
     def host(self) -> torch.Tensor:
         """The weight on the host, flat."""
-        whole = self._owner.homes.bytes_of(self._block.index)
+        whole = self._homes.bytes_of(self._block.index)
         return whole[self._offset : self._offset + self._size_bytes].view(self._dtype)
 
     @property
@@ -50,10 +77,6 @@ class Home:
     def visitors(self) -> int:
         """The block's number."""
         return self._block.index
-
-    def visit(self) -> Event:
-        """Have the block on the device until `leave`. Raises RuntimeError while it is lent."""
-        return self._owner.visit(self._block)
 
     def leave(self, stored: Event) -> None:
         """Let the block go once `stored` is reached."""
@@ -213,7 +236,8 @@ class TrainedWeights(LayerStreamer):
             ]
             self._params[block.index] = trained
             for param in trained:
-                self.home_of[param] = Home(self, block, int(param.storage_offset()) * param.itemsize, param)
+                offset = int(param.storage_offset()) * param.itemsize
+                self.home_of[param] = Home(self.homes, block, offset, param, partial(self.visit, block))
             return
         changed = self.homes.changed[block.index]
         written = [s.tensors for s, differs in zip(storages, changed, strict=True) if differs]

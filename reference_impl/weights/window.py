@@ -10,29 +10,62 @@ Explained in docs/layer-streaming.md.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 
-from reference_impl.weights.block import StreamedBlock
 from reference_impl.weights.order import Kind, VisitOrder
+
+
+class Visitor(Protocol):
+    """What comes to the device and goes: a block whose weights stream, or the shards of one gather."""
+
+    @property
+    def index(self) -> int:
+        """Its place among all."""
+
+    @property
+    def is_streamed(self) -> bool:
+        """Whether it comes and goes now."""
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether it is on the device or on its way."""
+
+    @property
+    def is_held(self) -> bool:
+        """Whether it must not be evicted, since an update has begun to write it."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes that one visit copies."""
+
+    def load(self) -> None:
+        """Start the copy to the device."""
+
+    def evict(self) -> None:
+        """Free its device memory for others."""
+
+    def wait(self) -> None:
+        """Make the live current stream wait until it is there."""
 
 
 class Window:
     """Holds `capacity` of `blocks` at a time; more only while more are in use at once."""
 
-    def __init__(self, blocks: Sequence[StreamedBlock], capacity: int) -> None:
+    def __init__(self, blocks: Sequence[Visitor], capacity: int) -> None:
         self.capacity = capacity
         self.loads = 0
         self.loaded_bytes = 0
         self.late_loads = 0
         self._blocks = blocks
         self._order = VisitOrder(len(blocks))
-        self._in_forward: StreamedBlock | None = None
-        self._in_backward: StreamedBlock | None = None
+        self._in_forward: Visitor | None = None
+        self._in_backward: Visitor | None = None
         self._graph_task = -1
         self.advance()
 
-    def before_forward(self, block: StreamedBlock) -> None:
+    def before_forward(self, block: Visitor) -> None:
         """Have `block` on the device for the kernels that follow."""
         # Inside the same backward this is a recomputation, and the block that asked for it goes on afterwards.
         if torch._C._current_graph_task_id() != self._graph_task:
@@ -42,12 +75,12 @@ class Window:
         self._in_forward = block
         self._visit(Kind.FORWARD if torch.is_grad_enabled() else Kind.EVALUATE, block)
 
-    def after_forward(self, block: StreamedBlock) -> None:
+    def after_forward(self, block: Visitor) -> None:
         """Let `block` go, unless it is needed again soon."""
         self._in_forward = None
         self.advance()
 
-    def before_backward(self, block: StreamedBlock) -> None:
+    def before_backward(self, block: Visitor) -> None:
         """Have `block` on the device; the block before it in this backward is done.
 
         Autograd runs nodes in the reverse order of their making, so all of a later block's have run by now. Raises
@@ -65,7 +98,15 @@ class Window:
         self._in_backward, self._graph_task = block, task
         self._visit(Kind.BACKWARD, block)
 
-    def forget(self, block: StreamedBlock) -> None:
+    def before_gather(self, block: Visitor, kind: Kind) -> None:
+        """Have `block` on the device for the gather that the live current stream is given next.
+
+        Whatever was gathered before has been given to its stream by now.
+        """
+        self._in_forward = block
+        self._visit(kind, block)
+
+    def forget(self, block: Visitor) -> None:
         """Take note that the weights of `block` do not stream for now."""
         if block is self._in_backward:
             self._in_backward = None
@@ -74,7 +115,7 @@ class Window:
         """Free what is not needed soon and start loading what is."""
         self._hold(self._wanted())
 
-    def bring(self, block: StreamedBlock) -> None:
+    def bring(self, block: Visitor) -> None:
         """Have `block` on the device or on its way, in the place of what is needed last."""
         if not block.is_loaded:
             self._hold(list(dict.fromkeys([*self._in_use, block])))
@@ -86,11 +127,17 @@ class Window:
         self.advance()
 
     @property
-    def loaded(self) -> list[StreamedBlock]:
+    def loaded(self) -> list[Visitor]:
         """The blocks on the device or on their way."""
         return [block for block in self._blocks if block.is_loaded]
 
-    def _hold(self, wanted: list[StreamedBlock]) -> None:
+    @property
+    def coming(self) -> list[Visitor]:
+        """Those of `loaded` that are needed next, in the order in which they are."""
+        upcoming = [self._blocks[index] for index in dict.fromkeys(self._order.upcoming())]
+        return [block for block in upcoming[: self.capacity] if block.is_loaded]
+
+    def _hold(self, wanted: list[Visitor]) -> None:
         """Have `wanted` on the device, and of the others as many as fit, those that are needed first."""
         missing = [block for block in wanted if not block.is_loaded]
         stale = [block for block in self.loaded if block not in wanted and not block.is_held]
@@ -108,12 +155,12 @@ class Window:
             self.loaded_bytes += block.size_bytes
 
     @property
-    def _in_use(self) -> list[StreamedBlock]:
+    def _in_use(self) -> list[Visitor]:
         return list(
             dict.fromkeys(block for block in (self._in_forward, self._in_backward) if block is not None)
         )
 
-    def _wanted(self) -> list[StreamedBlock]:
+    def _wanted(self) -> list[Visitor]:
         """Return the blocks in use, then the next ones that fit beside them."""
         wanted = self._in_use
         for index in self._order.upcoming():
@@ -124,7 +171,7 @@ class Window:
                 wanted.append(block)
         return wanted
 
-    def _visit(self, kind: Kind, block: StreamedBlock) -> None:
+    def _visit(self, kind: Kind, block: Visitor) -> None:
         self._order.visit(kind, block.index)
         self.late_loads += not block.is_loaded
         self.advance()

@@ -1,20 +1,25 @@
 """Runs as a script, once a rank: FSDP2 with our optimizers attached, against FSDP2 with torch's AdamW, to the bit.
 
-    python sharded_ranks.py RANK RANKS STORE_FILE cpu|cuda CASE ...
+    python sharded_ranks.py RANK RANKS STORE_FILE cpu|late|cuda CASE ...
 
 A case is words joined by commas, each a key of one of the tables below: how the model is sharded, which shares the
 optimizer has, when gradients leave, whether they are clipped, how micro-batches add up. What is not named has the first
-value. Ends with an error where anything differs, and where a gather reads a shard that nobody has waited for.
+value. Ends with an error where anything differs, and where a gather reads a shard that nobody has waited for. `late` is
+the CPU with copies that are late and gathers that hesitate, differently on each rank.
 """
 
 import itertools
 import os
+import random
 import sys
+import time
 import warnings
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from late_device import LateTwin
 from optimizer_training import OPTIONS, hybrid, streaming
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -22,7 +27,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.utils.checkpoint import checkpoint
 
-from reference_impl import Streaming
+from reference_impl import ShardStreamer, Streaming
+from reference_impl.device import Device
 from reference_impl.optimizers import auto_split
 from reference_impl.optimizers.split import MachineRates
 
@@ -34,6 +40,7 @@ SHARES = {
     "resident": (1.0, 0.0, 0.0),
     "auto": "auto",
     "offloader": None,
+    "everything": None,
 }
 OVERLAPS = ("gradients", "nothing", "update")
 CLIPS = {"clipped": 0.05, "unclipped": None}
@@ -128,7 +135,12 @@ class ShardedAdamW:
 
 
 class WatchedGathers:
-    """Raises where a gather reads a shard whose new weight nobody has waited for; counts those that still wait."""
+    """Raises where a gather reads a shard whose new weight nobody has waited for; counts those that still wait.
+
+    Before each gather it `hesitates`, if told to.
+    """
+
+    hesitates = None
 
     def __init__(self, optimizer):
         self.optimizer, self.most_left = optimizer, 0
@@ -137,6 +149,8 @@ class WatchedGathers:
     def unshard(self, group, async_op=False):
         members = self.optimizer.members
         read = [members[each.sharded_param] for each in group.fsdp_params if each.sharded_param in members]
+        if self.hesitates is not None:
+            time.sleep(self.hesitates.choice((0.0, 0.0, 0.002)))
         if group.is_sharded and group._all_gather_result is None:
             assert not any(member.pending for member in read), "a gather reads weights that are on their way"
             self.most_left = max(self.most_left, sum(member.pending for member in members.values()))
@@ -148,6 +162,20 @@ class WatchedGathers:
 
     def __exit__(self, *_):
         FSDPParamGroup.unshard = self.original
+
+
+@contextmanager
+def attached(model, shares, overlap, clip):
+    """Yield an optimizer for `model`; with `everything` off, its weights and gradients are on the host too."""
+    if shares == "everything":
+        wrapped = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], fused=True, **OPTIONS)
+        options = {"streaming": Streaming(chunk_bytes=1024), "max_grad_norm": CLIPS[clip]}
+        with ShardStreamer(model, wrapped, **options) as streamer:
+            yield streamer.optimizer
+        return
+    with optimizer_of(model, shares, overlap, clip) as optimizer:
+        optimizer.attach(model)
+        yield optimizer
 
 
 def optimizer_of(model, shares, overlap, clip):
@@ -203,8 +231,7 @@ def compare(case, rank, ranks, device):
     data = [[torch.randint(0, ROWS, (3, 5), generator=generator) for _ in range(size)] for _ in range(STEPS)]
     if shares == "auto":
         auto_split._probe = rates_of(rank)
-    with optimizer_of(ours, shares, overlap, clip) as optimizer, WatchedGathers(optimizer) as watched:
-        optimizer.attach(ours)
+    with attached(ours, shares, overlap, clip) as optimizer, WatchedGathers(optimizer) as watched:
         if shares == "auto":
             splits = [None] * ranks
             dist.all_gather_object(splits, optimizer.split)
@@ -214,7 +241,7 @@ def compare(case, rank, ranks, device):
         for batches in data:
             batches = [batch.to(device) for batch in batches]
             loss = backward(ours, optimizer, batches, accumulation)
-            if overlap == "gradients" and shares == "cpu":
+            if overlap == "gradients" and shares in ("cpu", "everything"):
                 left = [param.grad for param in ours.parameters() if param.requires_grad]
                 assert not any(grad is not None and grad.to_local().numel() for grad in left), (
                     "gradients stay"
@@ -226,7 +253,7 @@ def compare(case, rank, ranks, device):
         optimizer.synchronize()
         for (name, one), other in zip(ours.named_parameters(), plain.parameters(), strict=True):
             assert torch.equal(one.to_local(), other.to_local()), name
-        some_leave = shares == "offloader" or optimizer.split.resident < 1
+        some_leave = shares in ("offloader", "everything") or optimizer.split.resident < 1
     if some_leave and layout != "root" and ranks > 1 and rank == 0:
         assert watched.most_left > 0, "step() has waited for all"
     dist.barrier()
@@ -234,7 +261,9 @@ def compare(case, rank, ranks, device):
 
 def main(rank, ranks, store, place, *cases):
     rank, ranks = int(rank), int(ranks)
-    device = torch.device(place, rank) if place == "cuda" else torch.device(place)
+    if place == "late":
+        LateTwin.seed, Device.classes["cpu"], WatchedGathers.hesitates = rank, LateTwin, random.Random(rank)
+    device = torch.device("cuda", rank) if place == "cuda" else torch.device("cpu")
     if place == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group(
@@ -257,7 +286,7 @@ def every_case():
     for words in itertools.product(LAYOUTS, SHARES, OVERLAPS, CLIPS, ACCUMULATIONS):
         _, shares, overlap, clip, _ = words
         clips_too_late = overlap == "update" and clip == "clipped"
-        if not clips_too_late and (shares != "offloader" or overlap == "gradients"):
+        if not clips_too_late and (shares not in ("offloader", "everything") or overlap == "gradients"):
             yield ",".join(words)
 
 

@@ -270,6 +270,19 @@ def test_two_ranks_train_as_torch_does(tmp_path):
     run_ranks(sharded_ranks.__file__, 2, str(tmp_path / "store"), "cpu", *cases)
 
 
+def test_everything_off_trains_as_torch_does_with_late_copies_and_gathers_that_hesitate(tmp_path):
+    cases = ["checkpointed,everything,reduced", "prefetched,everything,unreduced", "grouped,everything"]
+    run_ranks(sharded_ranks.__file__, 2, str(tmp_path / "store"), "late", *cases)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["cpu", "late"])
+def test_everything_off_in_every_layout(tmp_path, place):
+    cases = [case for case in sharded_ranks.every_case() if ",everything," in case]
+    cases = [case for number, case in enumerate(cases) if number % 2 == (place == "late")]
+    run_ranks(sharded_ranks.__file__, 2, str(tmp_path / "store"), place, *cases, timeout_s=280)
+
+
 @pytest.mark.slow
 def test_every_layout_and_share_trains_as_torch_does_on_four_ranks(tmp_path):
     """Two cases of each layout and three of each share, with the other choices in turn."""

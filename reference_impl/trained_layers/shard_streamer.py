@@ -1,0 +1,220 @@
+"""`ShardStreamer`: under FSDP2, shards of weights, gradients and optimizer states on the host.
+
+It takes the place of torch's CPUOffloadPolicy. A gather finds its shards on the device, where they have been copied a
+module ahead, in forward and in backward. Reduced gradients are copied out as they arise. In the next forward each
+shard is updated on the device just before its gather. It changes no arithmetic: with exact states all weights, masters,
+moments and losses are bitwise those of FSDP2 without offload.
+
+Explained in docs/distributed.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Self
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
+
+from reference_impl.distributed.fsdp2 import gathered_groups, missing_shard_name, shards_by_gather
+from reference_impl.distributed.ranks import Together, local_ranks
+from reference_impl.memory.closing import ClosedAtExit, undo_all
+from reference_impl.optimizers import checks
+from reference_impl.optimizers.options import Streaming
+from reference_impl.optimizers.state_offload_wrapped import algorithm_of, check_group
+from reference_impl.trained_layers.checks import check_params, check_streaming
+from reference_impl.trained_layers.room import check_room, host_bytes
+from reference_impl.trained_layers.shard_optimizer import ShardOptimizer
+from reference_impl.trained_layers.shards import StreamedShards, storages_of
+from reference_impl.weights.storages import layout
+from reference_impl.weights.trained import Homes
+
+# A chunk's states, its gradients and a copy of these are on the device three times: small ones keep the peak low, and
+# copies of this size still run at the link's full rate.
+_CHUNK_BYTES = 32 * 2**20
+_REMEDY = "try Streaming(hi_lo_masters=True) or Streaming(moments_dtype=torch.bfloat16), or more hosts"
+
+
+class ShardStreamer(ClosedAtExit):
+    """Attached to `model`, which FSDP2 has sharded, from its construction to `close()`; train with its `optimizer`.
+
+    >>> wrapped = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    >>> with ShardStreamer(model, wrapped, max_grad_norm=1.0) as streamer:
+    ...     for batch in batches:
+    ...         model(batch).backward()
+    ...         streamer.optimizer.step()
+    ...         streamer.optimizer.zero_grad()
+
+    Parameters stay DTensors, whose local tensors are on the host meanwhile, in pinned memory. After
+    `optimizer.synchronize()` they can be read, and written if `optimizer.refresh_masters()` follows; `state_dict` and
+    `load_state_dict` of the model need neither.
+
+    Args:
+        model: after `fully_shard`, without an offload policy.
+        optimizer: `torch.optim.AdamW`, `Adam` or `SGD` with `fused=True`, with or without states.
+        max_grad_norm: clip the global norm exactly; gradients are divided by `max(1, (norm + 1e-6) / max)`.
+        streaming: how states cross the link, see `Streaming`; `prefetch_bytes` is not used here.
+        prefetch: how many modules' shards may wait on the device, or be on their way, beside those being gathered.
+
+    Raises on every rank, before anything is moved: ValueError for a model that is not sharded, an offload policy, a
+    smaller mesh after forward, a trained parameter without a group or an option out of range; TypeError for an
+    optimizer that is none of the three; RuntimeError that names a private name that this torch does not have;
+    HostMemoryError, item by item, on a rank whose host has not the room, and RuntimeError that names it on others.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        max_grad_norm: float | None = None,
+        streaming: Streaming | None = None,
+        prefetch: int = 1,
+    ) -> None:
+        streaming = streaming or Streaming(chunk_bytes=_CHUNK_BYTES)
+        if prefetch < 1:
+            raise ValueError(f"prefetch={prefetch}; expected at least 1; try 1")
+        self._undo: list[Callable[[], None]] = []
+        _check_sharded(model)
+        # What has been gathered is dropped: modules show their shards then.
+        gathered_groups(model)
+        ranks = Together.of(model.parameters())
+        error: Exception | None = None
+        try:
+            try:
+                self._attach(model, optimizer, max_grad_norm, streaming, prefetch)
+            except Exception as failed:
+                error = failed
+            if ranks is not None:
+                ranks.agree(error)
+            elif error is not None:
+                raise error
+        except BaseException:
+            self.close()
+            raise
+
+    def _attach(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        max_grad_norm: float | None,
+        streaming: Streaming,
+        prefetch: int,
+    ) -> None:
+        algorithm = algorithm_of(optimizer)
+        for group in optimizer.param_groups:
+            check_group(algorithm, group)
+        checks.check_clipping(max_grad_norm=max_grad_norm, updates_in_backward=False)
+        check_params(model, optimizer)
+        trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        checks.check_in_model(model, trained)
+        device = checks.one_device(trained)
+        check_streaming(streaming, algorithm, device)
+        _check_shards(model)
+        shards = shards_by_gather(model)
+        storages = [storages_of(each) for each in shards]
+        needed = host_bytes(storages, [param.to_local() for param in trained], algorithm, streaming)
+        check_room(needed, storages, streaming, ranks=local_ranks())
+        self._shards = StreamedShards(
+            device,
+            Homes(device, storages, remedy=_REMEDY),
+            shards,
+            prefetch=prefetch,
+            settle=lambda params, ahead: self.optimizer.settle(params, ahead),
+        )
+        self._undo.append(self._shards.close)
+        self.optimizer = ShardOptimizer(
+            optimizer,
+            self._shards,
+            device,
+            streaming=streaming,
+            max_grad_norm=max_grad_norm,
+            # The gradients of one gather may leave while the next ones are made.
+            in_flight_bytes=max(layout(each)[1] for each in storages),
+        )
+        self._undo.append(self.optimizer.close)
+        self.optimizer.attach(model)
+        # After it, so that a forward finds what has been written before anything waits for new weights.
+        for handle in _hooks(model, self._shards, self.optimizer):
+            self._undo.append(handle.remove)
+
+    def close(self) -> None:
+        """Finish the last step, give every shard its own device memory again, and the host memory back.
+
+        Idempotent. After an error, such as a device that lacks the memory for the shards, it may be called again.
+        """
+        undo_all(self._undo)
+
+    def __enter__(self) -> Self:
+        """Return the streamer, which is attached already."""
+        return self
+
+
+def _check_sharded(model: nn.Module) -> None:
+    """Raise unless FSDP2 has sharded `model`, and gathers can be served in this torch."""
+    checks.check_model(model, moves_in_backward=True)
+    if not any(isinstance(module, FSDPModule) for module in model.modules()):
+        raise ValueError(
+            f"{type(model).__name__} is not sharded; expected torch.distributed.fsdp.fully_shard on its layers and on "
+            "itself; try that, or TrainableLayerStreamer on one GPU"
+        )
+    missing = missing_shard_name(model)
+    if missing is not None:
+        raise RuntimeError(
+            f"FSDP2 of torch {torch.__version__} has no {missing}, through which gathers are given their shards; "
+            "expected torch 2.11 to 2.13; try one of these, or HybridDeviceOptimizer, which keeps shards on the device"
+        )
+
+
+def _check_shards(model: nn.Module) -> None:
+    """Raise ValueError for a parameter that is not sharded or has no memory yet."""
+    for name, param in model.named_parameters():
+        if not isinstance(param, DTensor):
+            raise ValueError(
+                f"{name} is not sharded; expected every parameter in a sharded module; try fully_shard(model) after "
+                "its layers"
+            )
+        if param.is_meta:
+            raise ValueError(
+                f"{name} has no storage; expected one on the device; try model.to_empty(device=...)"
+            )
+
+
+def _hooks(model: nn.Module, shards: StreamedShards, optimizer: ShardOptimizer) -> list[RemovableHandle]:
+    """Let forwards find what the user has written, and state_dicts of any module what is on the host."""
+
+    def begin_forward(module: nn.Module, args: Any) -> None:
+        optimizer.written(shards.begin_forward(trains=torch.is_grad_enabled()))
+
+    handles = [model.register_forward_pre_hook(torch.compiler.disable(begin_forward), prepend=True)]
+    for module in model.modules():
+        own = {name: p for name, p in module._parameters.items() if p is not None and p in shards.block_of}
+        if own:
+            handles += [
+                module._register_state_dict_hook(partial(_put_host_shards, shards, own)),
+                module.register_load_state_dict_pre_hook(partial(_before_loading, shards, own)),
+            ]
+    return handles
+
+
+def _put_host_shards(
+    shards: StreamedShards,
+    own: Mapping[str, torch.Tensor],
+    module: nn.Module,
+    state_dict: dict[str, Any],
+    prefix: str,
+    metadata: Any,
+) -> None:
+    """Put new weights into a state_dict, as shards on the host."""
+    for name, param in own.items():
+        if state_dict.get(prefix + name, param) is not param:
+            state_dict[prefix + name] = shards.on_host(param)
+
+
+def _before_loading(shards: StreamedShards, own: Mapping[str, torch.Tensor], *_: Any) -> None:
+    """Finish the updates of weights that are going to be written."""
+    shards.settle_at_home(own.values())

@@ -1,0 +1,301 @@
+"""Everything off under FSDP2: what one rank can show. Several ranks train in `distributed/test_fsdp2.py`."""
+
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from late_device import LateTwin
+from optimizer_training import OPTIONS
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from reference_impl import HybridDeviceOptimizer, ShardStreamer, Streaming
+from reference_impl.device import Device
+from reference_impl.distributed import fsdp2
+from reference_impl.memory.host import HostMemoryError
+from reference_impl.memory.ledger import Ledger
+from reference_impl.trained_layers import room
+
+WIDTH, LAYERS = 64, 6
+LAYER_BYTES = 4 * WIDTH * WIDTH
+SMALL = Streaming(chunk_bytes=2048)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def group(tmp_path_factory):
+    store = dist.FileStore(str(tmp_path_factory.mktemp("store") / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class Net(nn.Module):
+    """Layers without biases, so that each gather reads one weight of `LAYER_BYTES`."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        torch.manual_seed(2)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)).to(dtype)
+
+    def forward(self, hidden):
+        for layer in self.layers:
+            hidden = torch.tanh(layer(hidden))
+        return hidden.float().square().sum()
+
+
+def net(dtype=torch.float32, **options):
+    model = Net(dtype)
+    mesh = init_device_mesh("cpu", (1,))
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options)
+
+
+def adamw(model, **options):
+    return torch.optim.AdamW(model.parameters(), fused=True, **{**OPTIONS, **options})
+
+
+def streamed(model, **options):
+    return ShardStreamer(model, adamw(model), **{"streaming": SMALL, **options})
+
+
+def data_of(count, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(3, WIDTH, generator=generator).to(dtype) for _ in range(count)]
+
+
+def train(model, optimizer, data):
+    for batch in data:
+        model(batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def weights(model):
+    return [param.detach().to_local().clone() for param in model.parameters()]
+
+
+def assert_same(one, other):
+    assert all(torch.equal(left, right) for left, right in zip(one, other, strict=True))
+
+
+def trained_plainly(data, model=None):
+    model = model or net()
+    train(model, adamw(model), data)
+    return weights(model)
+
+
+def test_this_torch_has_every_private_name(monkeypatch):
+    assert fsdp2.missing_shard_name(net()) is None
+    for place in (
+        "_SHARDS",
+        "_MEMORY",
+        "_PADDED",
+        "_TAKE_OVER",
+        "_LOOK_FOR_EXTENSIONS",
+        "_RESHARDS_ELSEWHERE",
+    ):
+        with monkeypatch.context() as patched:
+            patched.setattr(fsdp2, place, "of_tomorrow")
+            with pytest.raises(RuntimeError, match=r"has no of_tomorrow.*torch 2\.11 to 2\.13"):
+                streamed(net())
+
+
+def test_the_device_holds_two_modules_shards():
+    """Beside them three chunks of states and gradients. What FSDP2 gathers it resizes, which no ledger sees."""
+    model = net()
+    with Ledger(Device.of("cpu"), track=[param.to_local() for param in model.parameters()]) as ledger:
+        assert ledger.device_bytes == LAYERS * LAYER_BYTES
+        with streamed(model) as streamer:
+            chunks_bytes = 3 * (2048 + 1024) + 1024
+            assert 0 <= ledger.device_bytes - 2 * LAYER_BYTES - chunks_bytes < 2048
+            train(model, streamer.optimizer, data_of(3))
+            slots = [block._slot for block in streamer._shards.window.loaded]
+            assert [slot.bytes.nbytes for slot in (*slots, *streamer._shards._slots._idle)] == 2 * [
+                LAYER_BYTES
+            ]
+    assert_same(weights(model), trained_plainly(data_of(3)))
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_copies_come_a_module_ahead_both_ways(keeps):
+    model = net(reshard_after_forward=not keeps)
+    with streamed(model) as streamer:
+        window = streamer._shards.window
+        train(model, streamer.optimizer, data_of(2))
+        late, loads = window.late_loads, window.loads
+        train(model, streamer.optimizer, data_of(4))
+        assert window.late_loads == late
+        # In forward and in backward; two stay at each turn.
+        assert window.loads - loads == 4 * (LAYERS if keeps else 2 * (LAYERS - 2))
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_late_copies_change_nothing(monkeypatch, seed):
+    late = type("SeededTwin", (LateTwin,), {"seed": seed})
+    monkeypatch.setitem(Device.classes, "cpu", late)
+    model, data = net(), data_of(4)
+    with streamed(model) as streamer:
+        train(model, streamer.optimizer, data)
+        saved = [value.to_local().clone() for value in model.state_dict().values()]
+        streamer.optimizer.synchronize()
+        assert_same(weights(model), saved)
+    assert_same(saved, trained_plainly(data))
+
+
+def test_bf16_shards_train_as_with_whole_masters():
+    """As `HybridDeviceOptimizer` with all on the device, whose masters are fp32 too."""
+    data = data_of(4, torch.bfloat16)
+    model, plain = net(torch.bfloat16), net(torch.bfloat16)
+    with streamed(model, max_grad_norm=0.05) as streamer:
+        train(model, streamer.optimizer, data)
+        streamer.optimizer.synchronize()
+        options = {"split": (1, 0, 0), "max_grad_norm": 0.05, "backward_overlap": "nothing", **OPTIONS}
+        with HybridDeviceOptimizer(plain.parameters(), **options) as optimizer:
+            train(plain, optimizer, data)
+        assert_same(weights(model), weights(plain))
+
+
+def test_a_step_whose_gradients_are_not_finite_changes_nothing():
+    model, data = net(), data_of(3)
+    with streamed(model, max_grad_norm=1e9) as streamer:
+        train(model, streamer.optimizer, [data[0], data[1] * float("nan"), data[2]])
+        streamer.optimizer.synchronize()
+        assert_same(weights(model), trained_plainly([data[0], data[2]]))
+
+
+def test_gradients_add_up_inside_accumulate_and_nowhere_else():
+    model, data = net(), data_of(3)
+    plain = net()
+    inner = adamw(plain)
+    with streamed(model) as streamer:
+        optimizer = streamer.optimizer
+        for _ in range(2):
+            with optimizer.accumulate():
+                model(data[0]).backward()
+                model(data[1]).backward()
+            model(data[2]).backward()
+            assert all(param.grad is None for param in model.parameters())
+            optimizer.step()
+            for batch in data:
+                plain(batch).backward()
+            inner.step()
+            inner.zero_grad()
+        optimizer.synchronize()
+        assert_same(weights(model), weights(plain))
+        model(data[0]).backward()
+        with pytest.raises(RuntimeError, match=r"second gradient of a sharded parameter.*accumulate"):
+            model(data[0]).backward()
+        optimizer.zero_grad()
+        model(data[0]).backward()
+        optimizer.step()
+
+
+def test_checkpoints_and_writes_reach_what_visits_the_device():
+    """Also what has been copied in already, and without a word from the user."""
+    data = data_of(6)
+    model, other = net(), net()
+    expected = trained_plainly(data)
+    with streamed(model) as streamer:
+        train(model, streamer.optimizer, data[:2])
+        saved = {name: value.clone() for name, value in model.state_dict().items()}
+        states = streamer.optimizer.state_dict()
+        assert all(type(value.to_local()) is torch.Tensor for value in saved.values())
+        train(model, streamer.optimizer, data[:3])
+        model.load_state_dict(saved)
+        streamer.optimizer.load_state_dict(states)
+        train(model, streamer.optimizer, data[2:4])
+        streamer.optimizer.synchronize()
+        written = weights(model)
+    other.load_state_dict(saved)
+    with streamed(other) as streamer:
+        streamer.optimizer.load_state_dict(states)
+        with torch.no_grad():
+            for param in other.parameters():
+                param.mul_(0.5)
+        other(data[0])
+        with torch.no_grad():
+            for param in other.parameters():
+                param.mul_(2)
+        train(other, streamer.optimizer, data[2:4])
+        streamer.optimizer.synchronize()
+        assert_same(weights(other), written)
+        train(other, streamer.optimizer, data[4:])
+    assert_same(weights(other), expected)
+
+
+def test_a_write_into_a_weight_that_is_on_its_way_is_an_error():
+    model, (batch,) = net(), data_of(1)
+    with streamed(model) as streamer:
+        train(model, streamer.optimizer, [batch])
+        with torch.no_grad():
+            model.layers[-1].weight.mul_(2)
+        with pytest.raises(RuntimeError, match=r"written while its new weight.*synchronize"):
+            model(batch)
+
+
+def test_parameters_that_the_model_has_replaced_are_an_error():
+    model, (batch,) = net(), data_of(1)
+    with streamed(model):
+        model.load_state_dict(model.state_dict(), assign=True)
+        with pytest.raises(RuntimeError, match=r"has been replaced or moved.*without assign=True"):
+            model(batch)
+
+
+def test_closing_gives_the_shards_back():
+    """What was gathered before, evaluation after it, and plain training from there on."""
+    data = data_of(5)
+    model = net()
+    model(data[0]).backward()
+    model.zero_grad()
+    with streamed(model) as streamer:
+        train(model, streamer.optimizer, data[:2])
+        with torch.no_grad():
+            model(data[0])
+        train(model, streamer.optimizer, data[2:4])
+        states = streamer.optimizer.state_dict()
+    optimizer = adamw(model)
+    optimizer.load_state_dict(states)
+    train(model, optimizer, data[4:])
+    assert_same(weights(model), trained_plainly(data))
+    streamer.close()
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "said"),
+    [
+        (lambda: streamed(Net(torch.float32)), ValueError, "Net is not sharded.*fully_shard"),
+        (lambda: streamed(net(), prefetch=0), ValueError, "prefetch=0"),
+        (lambda: streamed(net(), max_grad_norm=-1.0), ValueError, "max_grad_norm is -1"),
+        (lambda: streamed(net(), streaming=Streaming(prefetch_bytes=1)), ValueError, "prefetch_bytes is 1"),
+    ],
+)
+def test_what_is_refused_before_anything_has_moved(make, error, said):
+    with pytest.raises(error, match=said):
+        make()
+
+
+def test_a_host_that_has_not_the_room_leaves_the_model_as_it_was(monkeypatch):
+    model, data = net(), data_of(2)
+    with monkeypatch.context() as patched:
+        patched.setattr(room, "available_bytes", lambda: 2**20)
+        with pytest.raises(HostMemoryError, match="weights of blocks"):
+            streamed(model)
+    assert_same(trained_plainly(data, model), trained_plainly(data))
+
+
+def test_an_evaluation_before_a_step_is_gathered_again():
+    model, data = net(), data_of(3)
+    with streamed(model) as streamer, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        optimizer = streamer.optimizer
+        for batch in data:
+            model(batch).backward()
+            with torch.no_grad():
+                model(batch)
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.synchronize()
+        assert_same(weights(model), trained_plainly(data))
