@@ -1,16 +1,15 @@
-"""Finds the files of a folder that may be configurations, in a fixed order and within bounds.
-
-Apart because no other reader looks at more than the file that it was named.
-"""
+"""Looks beyond the file that was named: the configurations below a folder, and the checkout that a script lies in."""
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 from skill_tools.configs.source import looks_like_configuration
 from skill_tools.errors import UnusableInput
 
 MAX_FILES = 20_000
 MAX_ENTRIES = 200_000
+MOST_LEVELS = 6  # from a script up to the root of its checkout
 
 # Folders whose files nobody trains from: what tools keep, and the packages that they install.
 _LEFT_OUT = frozenset({"node_modules", "site-packages", "__pycache__"})
@@ -40,3 +39,15 @@ def files_below(folder: str) -> Iterator[str]:
                 expected="a folder of configurations",
                 attempt=f"a folder inside it, such as {os.path.join(folder, 'configs')}",
             )
+
+
+def above(folder: Path | None, name: str) -> Path | None:
+    """Return the nearest `name` in `folder` or one of the folders above it, if there is one.
+
+    A script that lies in a checkout of its framework, or in a fork, runs that code and no release.
+    """
+    if folder is None:
+        return None
+    start = Path(os.path.abspath(folder))
+    found = (level / name for level in (start, *list(start.parents)[: MOST_LEVELS - 1]))
+    return next((path for path in found if path.exists()), None)

@@ -15,8 +15,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2] / ".megatron-core"
 EXTRAS = ROOT / "extras"
 EXTRA_PACKAGES = ["triton", "six", "regex", "pydantic"]
-# What the newest wheels are built for; older ones have a wheel for it, or for any Python.
-PYTHON = "3.13"
+# What wheels are built for: the newest ones for the first, those of 0.13 and before not yet for it.
+PYTHONS = ["3.13", "3.11"]
 PLATFORMS = ["any", "manylinux2014_x86_64", "manylinux_2_28_x86_64", "manylinux_2_34_x86_64"]
 
 
@@ -36,14 +36,22 @@ def trees() -> list[Path]:
 def fetch(requirement: str) -> None:
     """Download one wheel and unpack it into a folder named after its version."""
     with tempfile.TemporaryDirectory() as downloads:
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
-        command += ["--python-version", PYTHON]
-        for platform in PLATFORMS:
-            command += ["--platform", platform]
-        subprocess.run([*command, "--dest", downloads, requirement], check=True)
+        if not any(downloaded(requirement, python, downloads) for python in PYTHONS):
+            raise SystemExit(
+                f"no wheel of {requirement} for Python {' or '.join(PYTHONS)}; what pip said is above"
+            )
         (wheel,) = Path(downloads).iterdir()
         with zipfile.ZipFile(wheel) as archive:
             archive.extractall(ROOT / wheel.name.split("-")[1])
+
+
+def downloaded(requirement: str, python: str, folder: str) -> bool:
+    """Try to download the wheel for one Python, and return whether there is one."""
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
+    command += ["--python-version", python]
+    for platform in PLATFORMS:
+        command += ["--platform", platform]
+    return subprocess.run([*command, "--dest", folder, requirement], check=False).returncode == 0
 
 
 def fetch_extras() -> None:

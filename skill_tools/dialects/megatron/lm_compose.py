@@ -6,9 +6,12 @@ done here too: a positive number of offloaded layers turns the offload on, for e
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 
 from skill_tools.configs.config import Config, Place
 from skill_tools.configs.draft import Draft
+from skill_tools.configs.files import read_bytes
+from skill_tools.configs.folder import above
 from skill_tools.configs.shell.command import Command
 from skill_tools.configs.shell.launch import (
     Flag,
@@ -18,7 +21,7 @@ from skill_tools.configs.shell.launch import (
     training_command,
     write_environment,
 )
-from skill_tools.configs.source import Kind, Source
+from skill_tools.configs.source import MAX_BYTES, Kind, Source
 from skill_tools.configs.tree import entries_of, single_document
 from skill_tools.configs.values import UNREADABLE
 from skill_tools.configs.yaml_lines import Node, plain
@@ -27,7 +30,9 @@ from skill_tools.errors import UnusableInput
 
 _YAML_CFG_SECTIONS = ("language_model", "model_parallel")
 _OVERRIDES = "<overrides>"
-_PROGRAMS = re.compile(r"(?:pretrain_\w+|train|train_rl|finetune\w*|main)\.py")
+# The programs that add no arguments of their own to those of `_PARSER`, or ones that the vocabulary has.
+_PROGRAMS = re.compile(r"(?:pretrain_(?:gpt|bert|t5|ict|mamba|hybrid|retro|vlm|vision_\w+)|train_rl)\.py")
+_PARSER = "megatron/training/arguments.py"
 _OFF = ("false", "0", "no", "off", "none")
 
 
@@ -54,7 +59,10 @@ def _write_source(draft: Draft, source: Source) -> None:
                 draft.environment_may_be_set()
             write_environment(draft, command, source.name)
             words = command.words[program_end(command) :]
-            _write_flags(draft, flags(words, source.name), is_closed=_is_own(command, source.text))
+            is_own = _is_own(command, source.text)
+            if not is_own:
+                draft.may_be_set()
+            _write_flags(draft, flags(words, source.name), is_closed=is_own, folder=source.folder)
         case Kind.YAML | Kind.JSON:
             _write_yaml(draft, single_document(source), source.name)
         case Kind.PYTHON:
@@ -66,23 +74,39 @@ def _write_source(draft: Draft, source: Source) -> None:
 
 
 def _is_own(command: Command, text: str) -> bool:
-    """Return whether a command runs a program of Megatron-LM itself, by its name; forks have flags of their own."""
+    """Return whether a command runs a program of Megatron-LM itself, by its name, or is arguments alone.
+
+    Other programs have flags of their own, and set some of Megatron-LM's themselves.
+    """
     end = program_end(command)
     program = command.words[end - 1].text.rpartition("/")[2] if end else ""
-    is_named = not program.endswith(".py") or bool(_PROGRAMS.fullmatch(program))
+    is_named = bool(_PROGRAMS.fullmatch(program)) if end else text.lstrip().startswith("--")
     return is_named and "deepspeed" not in text
 
 
-def _write_flags(draft: Draft, given: Iterable[Flag], *, is_closed: bool = True) -> None:
-    """Write flags; `is_closed` says that the program adds none of its own to Megatron-LM's."""
+def _write_flags(
+    draft: Draft, given: Iterable[Flag], *, is_closed: bool = True, folder: Path | None = None
+) -> None:
+    """Write flags; `is_closed` says that the program adds none of its own to Megatron-LM's.
+
+    A fork may: where its code is a checkout around `folder`, it is asked.
+    """
     for flag in given:
         if flag.name in draft.table.by_negative:
             key = draft.table.by_negative[flag.name]
             draft.set_key(key.name, False if flag.known else UNREADABLE, flag.written, flag.place)
         elif draft.accepts(flag.name):
             _write_flag(draft, flag)
-        elif is_closed or "offload" in flag.name:
+        elif (is_closed or "offload" in flag.name) and f'"{flag.name}"' not in _parser_above(folder):
             draft.note_unknown(flag.written, flag.place)
+
+
+def _parser_above(folder: Path | None) -> str:
+    """Return the text of the parser in the checkout around `folder`, with double quotes only; empty without one."""
+    path = above(folder, _PARSER)
+    if path is None:
+        return ""
+    return read_bytes(path, MAX_BYTES, expected="a program text").decode("utf-8", "replace").replace("'", '"')
 
 
 def _write_flag(draft: Draft, flag: Flag) -> None:

@@ -8,14 +8,22 @@ the configuration `ppo_megatron_trainer`) set the strategies that they bring.
 import re
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import lru_cache
+from pathlib import Path
 
 from skill_tools import knowledge
 from skill_tools.configs.config import Config, Place
 from skill_tools.configs.draft import Draft
+from skill_tools.configs.folder import above, files_below
 from skill_tools.configs.hydra import looks_like_override, parse_override
 from skill_tools.configs.shell.command import Argument
-from skill_tools.configs.shell.launch import command_line, training_command, write_environment
-from skill_tools.configs.source import Kind, Source
+from skill_tools.configs.shell.launch import (
+    command_line,
+    program_end,
+    training_command,
+    write_environment,
+)
+from skill_tools.configs.source import Kind, Source, load
 from skill_tools.configs.tree import entries_of, single_document, write_tree
 from skill_tools.configs.values import UNREADABLE
 from skill_tools.configs.vocabulary import load_vocabulary
@@ -26,7 +34,7 @@ from skill_tools.errors import UnusableInput
 
 _OVERRIDES = "<overrides>"
 _OWN_PROGRAM = re.compile(
-    r"verl\.trainer\.(?:main_ppo|main_ppo_sync|main_ppo_v0|sft_trainer|sft_trainer_ray|fsdp_sft_trainer)"
+    r"(?:.*\.)?verl\.trainer\.(?:main_ppo|main_ppo_sync|main_ppo_v0|sft_trainer|sft_trainer_ray|fsdp_sft_trainer)"
 )
 _PROGRAM = re.compile(r"-m\s+(?!torch\b)([\w.]+)")
 _OWN_CONFIGURATION = re.compile(r"ppo_trainer|ppo_megatron_trainer|sft_trainer|sft_trainer_engine")
@@ -38,6 +46,7 @@ _GROUPS = frozenset(
 )  # fmt: skip
 _ENGINES = frozenset({"dp", "fsdp", "megatron", "veomni", "torchtitan", "mindspeed", "automodel"})
 _STRATEGIES = {"dp": "fsdp"}  # of a model_engine whose name is not its strategy
+_CONFIGURATION = "verl/trainer/config"  # in a checkout
 _ACTOR = "actor_rollout_ref.actor.strategy"
 
 
@@ -50,15 +59,7 @@ def compose(sources: Sequence[Source], overrides: Sequence[str]) -> Config:
         draft.take(source)
         match source.kind:
             case Kind.SHELL:
-                command = training_command(
-                    source.text, source.name, lambda word: _knows(draft, word), source.folder
-                )
-                write_environment(draft, command, source.name)
-                is_own = all(_OWN_PROGRAM.fullmatch(name) for name in _PROGRAM.findall(source.text))
-                is_closed = is_own and _base_is_own(command.words)
-                if not is_closed:
-                    draft.may_be_set()
-                _write_words(draft, command.words, source.name, is_closed=is_closed)
+                is_closed = _write_script(draft, source)
             case Kind.YAML | Kind.JSON:
                 _write_file(draft, single_document(source, omegaconf=True), source.name)
             case _:
@@ -73,6 +74,29 @@ def compose(sources: Sequence[Source], overrides: Sequence[str]) -> Config:
     model = draft.get("actor_rollout_ref.model.path") or draft.get("model.path")
     draft.model_name = str(model.value) if model is not None else None
     return draft.finish()
+
+
+def _write_script(draft: Draft, source: Source) -> bool:
+    """Write the command of a script; return whether its base is verl's own configuration."""
+
+    def knows(word: str) -> bool:
+        return _knows(draft, word)
+
+    command = training_command(source.text, source.name, knows, source.folder, whole=True)
+    write_environment(draft, command, source.name)
+    end = program_end(command)
+    programs = [command.words[end - 1].text] if end else _PROGRAM.findall(source.text)
+    words = command.words[end:]
+    is_closed = all(map(_is_own, programs)) and _base_is_own(words)
+    if not is_closed:
+        draft.may_be_set()
+    _write_words(draft, words, source.name, is_closed=is_closed, folder=source.folder)
+    return is_closed
+
+
+def _is_own(program: str) -> bool:
+    """Return whether a module, or the path of one, is a program of verl itself."""
+    return bool(_OWN_PROGRAM.fullmatch(program.removesuffix(".py").replace("/", ".")))
 
 
 def _knows(draft: Draft, word: str) -> bool:
@@ -123,14 +147,19 @@ def _brings_another(override: str) -> bool:
     return is_engine and "$" not in value and value.removesuffix("_actor") not in _ENGINES
 
 
-def _write_words(draft: Draft, words: Sequence[Argument], file: str, *, is_closed: bool) -> None:
-    """Write the overrides among `words`; `is_closed` says that their base is verl's own configuration."""
+def _write_words(
+    draft: Draft, words: Sequence[Argument], file: str, *, is_closed: bool, folder: Path | None = None
+) -> None:
+    """Write the overrides among `words`; `is_closed` says that their base is verl's own configuration.
+
+    In a fork, a checkout around `folder`, that configuration may have more keys than a release's.
+    """
     name = _option(words, "--config-name", "-cn")
     if name is not None and "megatron" in name.text:
         _set_strategies(draft, "megatron", name, file)
     for word in words:
         if looks_like_override(word.text):
-            _write_override(draft, word, file, is_closed=is_closed)
+            _write_override(draft, word, file, is_closed=is_closed, folder=folder)
 
 
 def _option(words: Sequence[Argument], *names: str) -> Argument | None:
@@ -144,14 +173,14 @@ def _option(words: Sequence[Argument], *names: str) -> Argument | None:
     return None
 
 
-def _write_override(draft: Draft, word: Argument, file: str, *, is_closed: bool) -> None:
+def _write_override(draft: Draft, word: Argument, file: str, *, is_closed: bool, folder: Path | None) -> None:
     place = Place(file, word.line, word.column)
     sign = word.text[: len(word.text) - len(word.text.lstrip("+~"))]
     written = word.text.lstrip("+~").partition("=")[0].partition("@")[0]
     if written in _GROUPS or written.startswith("hydra"):
         _write_choice(draft, word, written, file)
     elif not _is_taken(draft, sign, written):
-        if is_closed and word.resolved:
+        if is_closed and word.resolved and not _stands_in_checkout(written, folder):
             draft.note_unknown(word.text.partition("=")[0], place)
     elif sign == "~":
         draft.remove(written)
@@ -164,6 +193,34 @@ def _is_taken(draft: Draft, sign: str, written: str) -> bool:
     if not sign and in_open_mapping(written):
         return written in _closed_names()
     return draft.accepts(written) or (bool(sign) and "offload" not in written.rpartition(".")[2])
+
+
+def _stands_in_checkout(written: str, folder: Path | None) -> bool:
+    """Return whether the configuration of a checkout around `folder` has a key.
+
+    Its files hold whole configurations or groups, so a file may have the key's last names alone.
+    """
+    base = above(folder, _CONFIGURATION)
+    names = written.split(".")
+    return base is not None and any(
+        ".".join(names[start:]) in _paths_in(str(base)) for start in range(len(names))
+    )
+
+
+@lru_cache(maxsize=4)
+def _paths_in(base: str) -> frozenset[str]:
+    """Return the dotted paths of all sections and values in the YAML files below `base` that can be read."""
+    found: set[str] = set()
+    for file in files_below(base):
+        with suppress(UnusableInput):
+            pending = [("", root) for root in load(file).documents]
+            while pending:
+                path, node = pending.pop()
+                found.add(path)
+                pending += [
+                    (f"{path}.{name}" if path else name, child) for name, child in entries_of(node).items()
+                ]
+    return frozenset(found)
 
 
 @knowledge.derived

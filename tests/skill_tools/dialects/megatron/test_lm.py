@@ -1,6 +1,7 @@
 """Megatron-LM: arguments, scripts and YAML forms mean what `arguments.py` makes of them."""
 
 import string
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -224,3 +225,23 @@ def test_a_sourced_file_that_is_not_here_may_set_the_environment_and_options() -
     assert "env.CUDA_DEVICE_MAX_CONNECTIONS" in config.maybe_set
     assert "hidden_size" not in config.maybe_set
     assert "hidden_size" in read_text(f"{text} $EXTRA_ARGS\n", "run.sh").maybe_set
+
+
+@pytest.mark.parametrize("program", ["train.py", "pretrain_megatron_llama.py", "tasks/main.py"])
+def test_another_program_has_flags_of_its_own_and_sets_what_is_not_given(program: str) -> None:
+    config = arguments(
+        f"python {program} --num-layers 4 --dataset a --rollout-size 9 --optimizer-cpu-offload\n"
+    )
+    assert not config.unknown
+    assert "use_distributed_optimizer" in config.maybe_set
+
+
+def test_a_fork_has_the_flags_of_its_own_parser(tmp_path: Path) -> None:
+    parser = tmp_path / "megatron" / "training" / "arguments.py"
+    parser.parent.mkdir(parents=True)
+    parser.write_text("group.add_argument('--trigger-path', type=str)\n")
+    script = tmp_path / "submit.sh"
+    script.write_text(
+        "python pretrain_gpt.py --num-layers 4 --bf16 --lr 1 --trigger-path a --triger-path b\n"
+    )
+    assert [each.written for each in read([script]).unknown] == ["--triger-path"]

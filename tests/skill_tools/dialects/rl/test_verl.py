@@ -1,11 +1,13 @@
 """verl's command lines: Hydra's overrides over its own configurations, and what goes on to Megatron."""
 
+from pathlib import Path
+
 import pytest
 
 from skill_tools.configs.config import Config
 from skill_tools.configs.source import Source
 from skill_tools.dialects import registry
-from skill_tools.dialects.read import read_sources, read_text
+from skill_tools.dialects.read import read, read_sources, read_text
 from skill_tools.errors import UnusableInput
 from skill_tools.rules.lint import lint
 from skill_tools.rules.remedies import with_remedies
@@ -86,6 +88,26 @@ def test_another_program_leaves_open_what_is_not_set() -> None:
     config = verl(f"{FSDP}.offload_policy=True", program="recipe.dapo.main_dapo")
     assert f"{ACTOR}.strategy" in config.maybe_set
     assert not found(config)
+
+
+def test_a_script_of_another_project_leaves_open_what_is_not_set() -> None:
+    words = f"trainer.nnodes=2 rllm.backend=verl {ACTOR}.mine=True"
+    script = f"python3 prepare.py --split train\npython3 -u train.py {words}\n"
+    config = read_text(script, "run.sh", framework="verl")
+    assert f"{ACTOR}.strategy" in config.maybe_set
+    assert not config.unknown
+
+
+def test_a_fork_has_the_keys_of_its_own_configuration(tmp_path: Path) -> None:
+    base = tmp_path / "verl" / "trainer" / "config"
+    (base / "actor").mkdir(parents=True)
+    (base / "ppo_trainer.yaml").write_text("retriever: {topk: 3}\n")
+    (base / "actor" / "actor.yaml").write_text("state_masking: false\n")
+    script = tmp_path / "examples" / "run.sh"
+    script.parent.mkdir()
+    words = f"retriever.topk=5 {ACTOR}.state_masking=True {ACTOR}.stat_masking=True"
+    script.write_text(f"python3 -m verl.trainer.main_ppo {words}\n")
+    assert [each.written for each in read([script]).unknown] == [f"{ACTOR}.stat_masking"]
 
 
 def test_overrides_on_top_of_a_script_close_nothing() -> None:
