@@ -36,6 +36,12 @@ def planned(plan: Plan) -> dict[str, Any]:
             "plan of optimizer, activations and weights; try reference_impl.verification.apply.apply_plan in a loop of "
             "your own, or a plan for more GPU memory"
         )
+    if "sharding" in execute:
+        raise ValueError(
+            f"the plan is for a model that FSDP2 has sharded over {execute['sharding']['ranks']} ranks, and FSDP2 of a "
+            "trainer is not served; expected a plan for one GPU, or for replicas; try `offload plan --overrides "
+            "sharding=replicas`, or reference_impl.verification.apply.apply_plan in a loop of your own"
+        )
     optimizer, activations = execute.get("optimizer"), execute.get("activations")
     return {
         "optimizer": None if optimizer is None else optimizer_options(optimizer),

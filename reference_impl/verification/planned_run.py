@@ -117,6 +117,8 @@ def read_plan(path: str | Path, *, steps: int = 12) -> PlannedRun:
 def _planned_run(document: Mapping[str, Any], steps: int) -> PlannedRun:
     layout = document["layout"]
     split = [f"{name} {layout[name]}" for name in _SPLITS if layout[name] != 1]
+    if layout.get("sharding") == "fsdp2":
+        split.append(f"FSDP2 {layout['gpus']}")
     if split:
         raise PlanError(
             f"the plan splits its model ({', '.join(split)})", expected="one GPU a replica", attempt=_MAKE_ONE

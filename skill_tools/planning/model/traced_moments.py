@@ -50,11 +50,15 @@ def sizes(model: TracedModel, sequences: int, length: int, *, recomputed: bool) 
 
 
 class Level(NamedTuple):
-    """What one moment adds to weights and states: `held` bytes in `lines`, and finished gradients, if they stay."""
+    """What one moment adds to weights and states: `held` bytes in `lines`, and finished gradients, if they stay.
+
+    `in_block` says that it is one of a block's backward.
+    """
 
     lines: tuple[Line, ...]
     held: float
     gradients: float
+    in_block: bool
 
 
 def worst(
@@ -71,24 +75,21 @@ def worst(
     micro-batches, all are there from the second one on. `in_blocks` is there in each block's backward, and no trace of
     one GPU has it.
     """
-    levels = _levels(run, model, mode, kept, in_blocks)
-    if run.micro_batches > 1:
-        at, finished = max(levels, key=lambda level: level.held), gradients_held
-    else:
-        share = gradients_held / model.gradients_bytes
-        at = max(levels, key=lambda level: level.held + share * level.gradients)
-        finished = share * at.gradients
+    levels = _levels(run, model, mode, kept)
+    beside = sum(line.bytes for line in in_blocks)
+    share = 0.0 if run.micro_batches > 1 else gradients_held / model.gradients_bytes
+    at = max(levels, key=lambda level: level.held + share * level.gradients + beside * level.in_block)
+    lines = [*at.lines, *(in_blocks if at.in_block else ())]
+    finished = share * at.gradients if share else gradients_held
     if not round(finished):
-        return list(at.lines)
+        return lines
     formula = f"finished by then, of {gradients_held / GIB:.2f} GiB"
-    return [*at.lines, Line("gradients", round(finished), formula, "backward")]
+    return [*lines, Line("gradients", round(finished), formula, "backward")]
 
 
 @lru_cache(maxsize=256)
-def _levels(
-    run: Run, model: TracedModel, mode: Mode, kept: Kept, in_blocks: tuple[Line, ...]
-) -> tuple[Level, ...]:
-    """Return the moments that can be the worst: no other has more of both, gradients and all else."""
+def _levels(run: Run, model: TracedModel, mode: Mode, kept: Kept) -> tuple[Level, ...]:
+    """Return the moments that can be the worst: no other of their kind has more of both, gradients and all else."""
     recompute = mode.recompute or run.recompute
     found = sizes(model, run.micro_batch, run.seq_length, recomputed=recompute.granularity == "full")
     gone = max(found.saved_up_to[-1] - (kept.stays - kept.waiting), 0.0)
@@ -104,16 +105,15 @@ def _levels(
             Line("activations", round(here), saved, "step"),
             Line("logits, loss and work", round(moment.work), rest, "loss"),
         )
-        beside = in_blocks if index else ()
-        alive = tuple(line for line in (*lines, *beside) if line.bytes)
-        held = here + moment.work + sum(line.bytes for line in beside)
-        levels.append(Level(alive, held, moment.gradients))
-    levels.sort(key=lambda level: (-level.held, -level.gradients))
+        alive = tuple(line for line in lines if line.bytes)
+        levels.append(Level(alive, here + moment.work, moment.gradients, index > 0))
+    first, *others = levels
+    others.sort(key=lambda level: (-level.held, -level.gradients))
     kept_levels: list[Level] = []
-    for level in levels:
+    for level in others:
         if not kept_levels or level.gradients > kept_levels[-1].gradients:
             kept_levels.append(level)
-    return tuple(kept_levels)
+    return (first, *kept_levels)
 
 
 def _away(mode: Mode, saved_up_to: tuple[float, ...], moment: Moment, index: int, gone: float) -> float:

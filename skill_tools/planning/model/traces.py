@@ -64,7 +64,8 @@ def run_of(path: str, run: Run, *, names_the_model: bool) -> Run:
         )
     if is_adapted:
         return run._replace(traced=found, adapter=_adapter(found))
-    if not found.is_counted:
+    if not found.is_counted or run.is_fully_sharded:
+        # Shards have a dtype of their own, and are gathered in the one that was traced.
         return run._replace(traced=found)
     wide = found.element_bytes
     precision = run.precision._replace(

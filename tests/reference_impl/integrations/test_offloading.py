@@ -217,6 +217,10 @@ def test_a_model_and_its_handle_are_freed_while_attached():
         ({"plan": {"execute": {}}, "optimizer": True}, "one of the two"),
         ({"plan": {"execute": {"activations": {"mode": "teleport"}}}}, "teleport"),
         ({"plan": {"execute": {"trained_layers": {"inputs": "host"}}}}, "streams trained layers.*apply_plan"),
+        (
+            {"plan": {"execute": {"sharding": {"engine": "fsdp2", "ranks": 4, "weights": "float32"}}}},
+            "sharded over 4 ranks.*apply_plan",
+        ),
     ],
 )
 def test_words_that_say_nothing_are_refused(arguments, named):

@@ -1,7 +1,8 @@
 """Plans for several GPUs of a plain loop: FSDP2's bytes and seconds, against measured runs and against arithmetic."""
 
 import json
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import NamedTuple
 
 import jsonschema
 import pytest
@@ -9,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skill_tools.__main__ import main
-from skill_tools.bundle import root
+from skill_tools.bundle import knowledge_path, root
 from skill_tools.dialects.pytorch import run as pytorch_run
 from skill_tools.dialects.run import Mode, OptimizerEngine, Recompute, Run, StreamedStates
 from skill_tools.dialects.shapes import ModelShape
 from skill_tools.planning.cost import collectives, compute, machine, optimizer, step_time, time_range
-from skill_tools.planning.model import known_models, memory, states
+from skill_tools.planning.model import known_models, memory, states, traces
 from skill_tools.planning.search import planner
 from skill_tools.planning.search.options import Budget
 from skill_tools.units import GIB
@@ -178,7 +179,7 @@ def test_ranks_of_a_desktop_share_what_it_has() -> None:
     assert two.host_memory_bytes == one.host_memory_bytes
 
 
-def test_a_profile_that_one_process_measured_is_shared_by_the_ranks(tmp_path: Any) -> None:
+def test_a_profile_that_one_process_measured_is_shared_by_the_ranks(tmp_path: Path) -> None:
     rates = {
         "gpu": "NVIDIA H100 80GB HBM3",
         "h2d_pinned_GBs": 55,
@@ -280,6 +281,19 @@ def test_a_recommendation_keeps_both_budgets_on_any_ranks(
         assert best.device_bytes <= budget.most_gpu_bytes
         assert best.host_bytes_per_node <= 0.95 * host_gib * GIB
         assert best.pinned_bytes_per_node <= best.host_bytes_per_node
+
+
+def test_shards_keep_their_dtype_beside_a_trace_in_bf16(tmp_path: Path) -> None:
+    document = json.loads(knowledge_path("traces", "llama-3-8b.json").read_text(encoding="utf-8"))
+    run = of("llama-3-8b", 4)
+    elements = document["weights_bytes"] // 2
+    counted = {"parameters": elements, "trained_parameters": elements, "largest_parameter": [128256, 4096]}
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps(document | counted), encoding="utf-8")
+    traced = traces.run_of(str(path), run, names_the_model=False)
+    found = memory.estimate(traced, NONE)
+    assert found.parameters.shard == found.parameters.total // 4 == elements // 4
+    assert lines(found)["weights"] == 4 * (elements // 4)
 
 
 def planned(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> str:
