@@ -38,6 +38,7 @@ class Evidence(NamedTuple):
 
 
 NONE = Evidence()
+_FILES_OF_KEYS = (Kind.YAML, Kind.JSON, Kind.TOML)
 
 
 class Dialect(ABC):
@@ -101,7 +102,7 @@ class Dialect(ABC):
 
     def evidence(self, source: Source) -> Evidence:
         """Return what in `source` says that it is this framework's."""
-        if source.kind is Kind.TOML and not self.reads_toml:
+        if source.kind in _FILES_OF_KEYS and (source.kind is Kind.TOML) is not self.reads_toml:
             return NONE
         match source.kind:
             case Kind.PYTHON:

@@ -119,6 +119,21 @@ def rules_about(dialects: frozenset[str]) -> tuple[Rule, ...]:
     return rules_from_data(knowledge.index().rules_about(dialects))
 
 
+@knowledge.derived
+def rules_by_key(dialects: frozenset[str]) -> dict[str, list[Rule]]:
+    """Return the rules about any of `dialects` by each key that they read."""
+    return by_key(rules_about(dialects))
+
+
+def by_key(rules: Iterable[Rule]) -> dict[str, list[Rule]]:
+    """Return `rules` by each key that they read, in their order."""
+    found: dict[str, list[Rule]] = {}
+    for rule in rules:
+        for key in rule.keys:
+            found.setdefault(key, []).append(rule)
+    return found
+
+
 def load_rules_yaml() -> tuple[Rule, ...]:
     """Return every rule of `knowledge/rules/*.yaml`, by id; for tests, which must see an edit at once."""
     return rules_from_data(read_rule_files())

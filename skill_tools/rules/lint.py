@@ -4,7 +4,8 @@ A planner asks it what is legal, the `lint` command asks it what is wrong. The c
 (`suppress`), because no comment may make a plan legal.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 from skill_tools import knowledge
@@ -38,31 +39,35 @@ def lint(
     key is the fault and a recipe that is not seen may set it.
     """
     scope = Scope(config, load_keys() if keys is None else keys, resolve(config.versions, versions or {}))
-    remembered = _remembered(scope) if rules is None and keys is None else {}
+    remembered = _remembered(scope) if rules is None and keys is None else _Remembered({}, set())
     dialects = config.dialects()
-    conditions = _conditions(dialects) if rules is None else _about(dialects, rules)
-    rules = rules_about(dialects.union(config.shares)) if rules is None else rules
+    conditions = (
+        _conditions(dialects) if rules is None else {each.id: each for each in _about(dialects, rules)}
+    )
+    said = scope.said()
+    if rules is None:
+        rules = rules_about(dialects.union(config.shares))
+        to_ask = _found_by_key(config, said, remembered.silent)
+    else:
+        to_ask = _worth_asking(config, said, conditions.values())
+    if config.shares:
+        to_ask = chain(to_ask, _worth_asking(config, said, _shared(config, rules, scope.known_keys)))
     as_written = Scope(config, scope.known_keys, scope.versions, as_written=True)
     findings = list(input_checks.check(config, rules, scope.known_keys, scope.versions))
     undecided = []
-    said = scope.said()
-    touched = said.keys()
-    for rule in (*conditions, *_shared(config, rules, scope.known_keys)) if config.shares else conditions:
-        says_nothing = rule.keys.isdisjoint(touched)
-        if says_nothing and config.framework in rule.quiet:
-            continue
+    for rule, says_nothing in to_ask:
         asked = (rule.id,) if says_nothing else (rule.id, *map(said.get, rule.keys))
-        if asked not in remembered:
-            remembered[asked] = _asked(rule, scope, None if says_nothing else as_written)
-        found = remembered[asked]
-        if says_nothing and isinstance(found, Undecided) and not rule.keys.isdisjoint(found.missing):
-            continue
-        if isinstance(found, Undecided):
+        if asked not in remembered.answers:
+            remembered.answers[asked] = _asked(rule, scope, None if says_nothing else as_written)
+        found = remembered.answers[asked]
+        if says_nothing and _is_silent(rule, found):
+            remembered.silent.add(rule.id)
+        elif isinstance(found, Undecided):
             undecided.append(found)
         elif found is not None:
             findings.append(_finding(rule, as_written if found.unless else scope, found))
     if config.shares:
-        findings = list(_not_said_twice(findings, {rule.id for rule in conditions}))
+        findings = list(_not_said_twice(findings, conditions.keys()))
     return LintResult(in_order(_without_repeats(findings, rules)), tuple(undecided))
 
 
@@ -104,9 +109,47 @@ def _asked(rule: Rule, scope: Scope, as_written: Scope | None = None) -> Answer:
     return Holds(depends_on, unless)
 
 
+def _is_silent(rule: Rule, found: Answer) -> bool:
+    """Return whether an answer is no word to somebody who says nothing of the rule's keys."""
+    return found is None or (isinstance(found, Undecided) and not rule.keys.isdisjoint(found.missing))
+
+
+def _worth_asking(
+    config: Config, said: Mapping[str, object], rules: Iterable[Rule]
+) -> Iterator[tuple[Rule, bool]]:
+    """Yield the rules that may hold, and whether the input says nothing of their keys, as for most it does not."""
+    for rule in rules:
+        says_nothing = rule.keys.isdisjoint(said)
+        if not (says_nothing and config.framework in rule.quiet):
+            yield rule, says_nothing
+
+
+def _found_by_key(
+    config: Config, said: Mapping[str, object], silent: Collection[str]
+) -> Iterator[tuple[Rule, bool]]:
+    """Yield what `_worth_asking` does of all rules, without a look at those that cannot hold or are `silent`."""
+    dialects = config.dialects()
+    conditions = _conditions(dialects)
+    readers, always = _readers(dialects, config.framework)
+    told = {name for key in said for name in readers.get(key, ())}
+    return ((conditions[name], name not in told) for name in sorted(told | (always.difference(silent))))
+
+
 @knowledge.derived
-def _conditions(dialects: frozenset[str]) -> tuple[Rule, ...]:
-    return tuple(_about(dialects, rules_about(dialects)))
+def _readers(dialects: frozenset[str], framework: str) -> tuple[dict[str, list[str]], frozenset[str]]:
+    """Return which rules read each key, and which may hold where none of their keys is set."""
+    readers: dict[str, list[str]] = {}
+    for rule in _conditions(dialects).values():
+        for key in rule.keys:
+            readers.setdefault(key, []).append(rule.id)
+    always = (rule.id for rule in _conditions(dialects).values() if framework not in rule.quiet)
+    return readers, frozenset(always)
+
+
+@knowledge.derived
+def _conditions(dialects: frozenset[str]) -> dict[str, Rule]:
+    """Return the rules with a condition that are about any of `dialects`, by id."""
+    return {rule.id: rule for rule in _about(dialects, rules_about(dialects))}
 
 
 def _about(dialects: frozenset[str], rules: Iterable[Rule]) -> Iterator[Rule]:
@@ -145,7 +188,7 @@ def _without_repeats(findings: list[Finding], rules: Sequence[Rule]) -> list[Fin
     return [each for each in findings if each.rule not in repeated] if repeated else findings
 
 
-def _not_said_twice(findings: Sequence[Finding], own: set[str]) -> Iterator[Finding]:
+def _not_said_twice(findings: Sequence[Finding], own: Collection[str]) -> Iterator[Finding]:
     """Yield the findings without those of another dialect about keys that one of the framework's `own` is about."""
     said = [finding.observed.keys() for finding in findings if finding.rule in own]
     for finding in findings:
@@ -154,20 +197,29 @@ def _not_said_twice(findings: Sequence[Finding], own: set[str]) -> Iterator[Find
             yield finding
 
 
-def _remembered(scope: Scope) -> dict[tuple[object, ...], Answer]:
-    """Return the answers that rules have given, to be added to: by the rule, and what the input says of its keys."""
+class _Remembered(NamedTuple):
+    """What rules have answered in one situation, to be added to: by the rule, and what the input says of its keys.
+
+    `silent` are the rules that have nothing to say where the input says nothing of their keys.
+    """
+
+    answers: dict[tuple[object, ...], Answer]
+    silent: set[str]
+
+
+def _remembered(scope: Scope) -> _Remembered:
     config = scope.config
     shares = frozenset(config.shares.items())
     versions = frozenset(scope.versions.items())
-    answers = _answers(config.framework, config.embeds, config.dialects(), config.complete, versions, shares)
-    if len(answers) > _MOST_REMEMBERED:
-        answers.clear()
-    return answers
+    kept = _kept(config.framework, config.embeds, config.dialects(), config.complete, versions, shares)
+    if len(kept.answers) > _MOST_REMEMBERED:
+        kept.answers.clear()
+    return kept
 
 
 @knowledge.derived
-def _answers(*situation: object) -> dict[tuple[object, ...], Answer]:
-    return {}
+def _kept(*situation: object) -> _Remembered:
+    return _Remembered({}, set())
 
 
 def in_order(findings: Sequence[Finding]) -> tuple[Finding, ...]:

@@ -11,7 +11,7 @@ from skill_tools.configs.config import Config, Setting
 from skill_tools.configs.keys import Key, load_keys
 from skill_tools.rules import fixes
 from skill_tools.rules.finding import LintResult, Next, Severity
-from skill_tools.rules.knowledge import Rule, RuleFix, rules_about
+from skill_tools.rules.knowledge import Rule, RuleFix, by_key, rules_about, rules_by_key
 from skill_tools.rules.lint import lint
 from skill_tools.rules.messages import CHANGED
 
@@ -32,13 +32,13 @@ def with_remedies(
     """
     if all(each.fix.applicability == "manual" for each in result.findings):
         return result
-    trial = _Trial(
-        {each.rule for each in result.findings},
-        rules_about(config.dialects().union(config.shares)) if rules is None else rules,
-        load_keys() if keys is None else keys,
-        versions or {},
-    )
-    by_id = {rule.id: rule.fix for rule in trial.rules}
+    about = config.dialects().union(config.shares)
+    readers = rules_by_key(about) if rules is None else by_key(rules)
+    there = {each.rule for each in result.findings}
+    by_id = {
+        rule.id: rule.fix for rule in (rules_about(about) if rules is None else rules) if rule.id in there
+    }
+    trial = _Trial(there, readers, load_keys() if keys is None else keys, versions or {})
     change = fixes.diff if edits else fixes.settings
     findings = []
     for finding in result.findings:
@@ -51,13 +51,17 @@ def with_remedies(
 
 
 class _Trial:
-    """Tries remedies on configurations in which the rules `there` are broken already."""
+    """Tries remedies on configurations in which the rules `there` are broken already; `readers` are rules by key."""
 
     def __init__(
-        self, there: set[str], rules: Sequence[Rule], keys: Mapping[str, Key], versions: Mapping[str, str]
+        self,
+        there: set[str],
+        readers: Mapping[str, Sequence[Rule]],
+        keys: Mapping[str, Key],
+        versions: Mapping[str, str],
     ) -> None:
-        self.rules, self.keys = rules, keys
-        self._there, self._versions = there, versions
+        self.keys = keys
+        self._there, self._readers, self._versions = there, readers, versions
 
     def after(self, fix: RuleFix, config: Config) -> tuple[Next, ...]:
         """Return the errors and warnings of further rules that `fix` brings about, and those that their fixes do."""
@@ -66,7 +70,7 @@ class _Trial:
             fix = ahead.pop(0)
             config = applied(config, fix, self.keys)
             changed = {*fix.set, *fix.remove}
-            asked = {rule.id: rule for rule in self.rules if not rule.keys.isdisjoint(changed)}
+            asked = {rule.id: rule for key in sorted(changed) for rule in self._readers.get(key, ())}
             again = lint(config, rules=list(asked.values()), versions=self._versions, keys=self.keys)
             for each in again.findings:
                 if each.rule in seen or each.severity is Severity.INFO:

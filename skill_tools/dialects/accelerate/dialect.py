@@ -31,6 +31,10 @@ class Accelerate(Dialect):
     name = ACCELERATE
     label = "Accelerate"
     embeds = EMBEDDED
+    looks_for = (
+        "`distributed_type` with `compute_environment`, `num_processes` or a section, or `accelerate launch`"
+    )
+    marks = ("distributed_type",)
     adapter = (
         'reference_impl.integrations.accelerate.offload(accelerator, model, optimizer, plan="plan.json")'
     )
@@ -42,9 +46,10 @@ class Accelerate(Dialect):
 
     def evidence_in_entries(self, entries: "Mapping[str, Node]") -> Evidence:
         """Take what shards together with where it runs, on how many processes, or with a section for it."""
-        if "distributed_type" in entries and entries.keys() & _OWN:
-            return Evidence(1, certain=True)
-        return NONE
+        beside = sorted(entries.keys() & _OWN)
+        if "distributed_type" not in entries or not beside:
+            return NONE
+        return Evidence(1, certain=True, proof=f"distributed_type, {beside[0]}")
 
     def compose(self, sources: Sequence[Source], overrides: Sequence[str]) -> Config:
         """Read files and scripts in order, then the launcher's options in `overrides`."""

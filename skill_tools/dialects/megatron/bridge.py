@@ -33,7 +33,7 @@ _IN_PYTHON = (
 _PROGRAM = r"\brun_recipe\.py\b|-m megatron\.bridge\.[\w.]*train\w*|\bMegatron-Bridge/scripts/\w+/\w+\.py"
 _DOTTED = r"(?<![\w.-])[+~]{0,2}([a-z_]+\.[\w.]+)="
 _OVERRIDE = r"[+~]{0,2}[a-z_]+\.[\w.]+="
-_ASSIGNED = r"\b(?:cfg|config|recipe|conf)\.((?:model|train|optimizer|ddp|comm_overlap)\.\w+)\s*="
+_ASSIGNED = r"\b(?:cfg|config|recipe|conf)\.((?:model|train|optimizer|ddp|comm_overlap)\.\w+)\s*=(?!=)"
 _PACKAGE = "megatron.bridge."
 _DISTRIBUTED_OPTIMIZER = ("use_distributed_optimizer", "ddp.use_distributed_optimizer")
 _V1_OFFLOAD = "env.NVTE_CPU_OFFLOAD_V1"

@@ -20,6 +20,7 @@ _SECTIONS = ("MODEL_ARGS", "ARGS", "model_parallel")
 _FLAG = r"(?<![\w-])--[a-z][\w-]+"  # compiled when there is a script
 _PROGRAM = r"\bpretrain_\w+\.py|\btrain_rl\.py"
 _ENOUGH = 2
+_ENOUGH_OWN = 1.5  # flags that only it has, times the share of its flags among all
 
 
 class MegatronLM(MegatronCore):
@@ -44,7 +45,7 @@ class MegatronLM(MegatronCore):
     def evidence_in_text(self, text: str) -> Evidence:
         """Look for its flags in a script: its program, or several that only it has; flags alone need be no more.
 
-        A script whose flags are mostly foreign is another framework's.
+        A script whose flags are mostly foreign is another framework's: the more it has, the more of its own it needs.
         """
         flags = set(re.findall(_FLAG, text))
         known = flags & load_vocabulary(LM).names
@@ -52,7 +53,7 @@ class MegatronLM(MegatronCore):
             return NONE
         program, own = re.search(_PROGRAM, text), own_fields(known)
         alone = text.lstrip().startswith("--") and (own or len(known) >= _ENOUGH)
-        if program or len(own) >= _ENOUGH or alone:
+        if program or len(own) * len(known) >= _ENOUGH_OWN * len(flags) or alone:
             return Evidence(
                 len(known), proof=shown([*([program[0]] if program else []), *(own or sorted(known))])
             )

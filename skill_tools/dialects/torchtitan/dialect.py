@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from skill_tools.configs.config import Config, UnknownKey
-from skill_tools.configs.source import Kind, Source
+from skill_tools.configs.source import Source
 from skill_tools.dialects.base import NONE, Dialect, Evidence
 from skill_tools.dialects.torchtitan import TORCHTITAN
 
@@ -38,10 +38,6 @@ class TorchTitan(Dialect):
     language = "toml"
     assigns = " = "
     takes_new_keys = False
-
-    def evidence(self, source: Source) -> Evidence:
-        """Its files are TOML; a YAML with sections of these names is somebody else's."""
-        return NONE if source.kind in (Kind.YAML, Kind.JSON) else super().evidence(source)
 
     def evidence_in_text(self, text: str) -> Evidence:
         """Look for its program, or for the option that names the TOML."""

@@ -8,7 +8,7 @@ from skill_tools.configs.config import Config, UnknownKey
 from skill_tools.configs.keys import Key
 from skill_tools.configs.source import Kind, Source
 from skill_tools.dialects.base import NONE, Dialect, Evidence
-from skill_tools.dialects.transformers import CLASSES, EMBEDDED, TRANSFORMERS, TRL_COMMANDS
+from skill_tools.dialects.transformers import CLASSES, EMBEDDED, PACKAGES, TRANSFORMERS, TRL_COMMANDS
 
 if TYPE_CHECKING:
     from skill_tools.configs.yaml_lines import Node
@@ -55,10 +55,12 @@ class Transformers(Dialect):
     adapter = 'reference_impl.integrations.transformers.offload(trainer, "plan.json")'
 
     def evidence_in_python(self, text: str) -> Evidence:
-        """Take a call of an argument class in a text that imports transformers or TRL."""
+        """Take a call of an argument class in a text that imports transformers or TRL, unless it is another's class."""
         if not re.search(r"^\s*(?:from|import) (?:transformers|trl)\b", text, re.MULTILINE):
             return NONE
         called = set(re.findall(r"\b(\w+)\(", text)) & CLASSES
+        if called:
+            called -= _from_elsewhere(text)
         return Evidence(_DECISIVE, proof=", ".join(sorted(called)[:3])) if called else NONE
 
     def evidence_in_text(self, text: str) -> Evidence:
@@ -149,6 +151,20 @@ class Transformers(Dialect):
         from skill_tools.dialects.transformers.levers import found
 
         return found(config, run)
+
+
+def _from_elsewhere(text: str) -> set[str]:
+    """Return the names that a Python text imports from other packages: `from mcore_adapter import DPOConfig`."""
+    imports: list[tuple[str, str]] = re.findall(
+        r"^[ \t]*from[ \t]+([\w.]+)[ \t]+import[ \t]+(\([^)]*\)|[^\n#]*)", text, re.MULTILINE
+    )
+    return {
+        part.split()[-1]
+        for module, names in imports
+        if module.partition(".")[0] not in PACKAGES
+        for part in names.strip("() \n\t").split(",")
+        if part.strip()
+    }
 
 
 def _is_on_a_command_line(config: Config) -> bool:

@@ -12,12 +12,11 @@ from skill_tools.configs.draft import Draft
 from skill_tools.configs.python.constructions import Construction, constructions
 from skill_tools.configs.source import Source
 from skill_tools.configs.vocabulary import load_vocabulary
-from skill_tools.dialects.transformers import CLASS, CLASSES, TRANSFORMERS, arguments
+from skill_tools.dialects.transformers import CLASS, CLASSES, PACKAGES, TRANSFORMERS, arguments
 from skill_tools.dialects.transformers.classes import GONE, accepted, nearest
 from skill_tools.errors import UnusableInput
 
 _SHOWN = 5
-_PACKAGES = ("transformers", "trl")
 
 
 def recipes(source: Source) -> dict[str, Construction]:
@@ -68,7 +67,7 @@ def _comes_from_them(module: ast.Module, name: str) -> bool:
         if isinstance(node, ast.ImportFrom) and any(
             (each.asname or each.name) == name for each in node.names
         ):
-            return (node.module or "").partition(".")[0] in _PACKAGES
+            return (node.module or "").partition(".")[0] in PACKAGES
     return True
 
 

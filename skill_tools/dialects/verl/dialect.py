@@ -12,7 +12,9 @@ from skill_tools.dialects.verl import VERL
 if TYPE_CHECKING:
     from skill_tools.configs.yaml_lines import Node
 
-_COMMAND = r"\bverl\.(?:trainer|experimental)\.\w+|\bactor_rollout_ref\.\w"  # compiled when there is a script
+# Compiled when there is a script. A fork has its own program, verl.trainer.main, with another configuration.
+_PROGRAM = r"\bverl\.(?:trainer\.(?:main_(?!eval|generation)\w+|\w*sft_trainer\w*)|experimental\.\w+)"
+_OVERRIDE = r"\bactor_rollout_ref\.\w"
 _PROOF = Evidence(1, certain=True, proof="actor_rollout_ref, or a program of verl")
 
 
@@ -32,8 +34,9 @@ class Verl(Dialect):
 
     def evidence_in_text(self, text: str) -> Evidence:
         """Look for its programs, or an override of the section that no other framework has."""
-        is_near = "verl." in text or "actor_rollout_ref." in text
-        return _PROOF if is_near and re.search(_COMMAND, text) else NONE
+        is_program = "verl." in text and re.search(_PROGRAM, text)
+        is_override = "actor_rollout_ref." in text and re.search(_OVERRIDE, text)
+        return _PROOF if is_program or is_override else NONE
 
     def evidence_in_entries(self, entries: "Mapping[str, Node]") -> Evidence:
         """Take `actor_rollout_ref` beside `algorithm` or `trainer`."""

@@ -27,6 +27,7 @@ LOOK_ALIKES = {
     "hydra_model.yaml": "_target_: src.models.Net\noptimizer: {_target_: torch.optim.Adam, lr: 0.001}\nscheduler: {}\n",
     "nemo1.yaml": "name: x\ntrainer: {devices: 8}\nexp_manager: {}\nmodel:\n  tensor_model_parallel_size: 2\n",
     "lightning.yaml": "trainer: {max_epochs: 3}\nmodel: {class_path: x.Net, init_args: {lr: 0.1}}\noptimizer: {}\n",
+    "trainer.yaml": "trainer: {model: net, max_epochs: 3}\norchestrator: {x: 1}\nmodel: {optim_cpu_offload: true}\n",
     "litgpt.yaml": "checkpoint_dir: a\nout_dir: b\ntrain: {global_batch_size: 8, micro_batch_size: 1}\neval: {}\n",
     "environment.yml": "name: x\nchannels: [conda-forge]\ndependencies: [python=3.11]\n",
     "card.md.yaml": "license: mit\nlibrary_name: peft\nbase_model: a/b\ndatasets: [c/d]\ntags: [axolotl]\n",
@@ -55,10 +56,17 @@ LOOK_ALIKES = {
     "django.py": "from django.db import models\n\n\nclass Config(models.Model):\n    optimizer = models.TextField()\n",
     "train_gpt.py": "import argparse\nparser = argparse.X()\nparser.add_argument('--num-layers', type=int)\n",
     "test_args.py": "import argparse\nargs = make_parser().parse_args(['--num-layers', '4'])\n",
+    "adapter.py": "from transformers import AutoModel\nfrom mcore.dpo import (\n    Trainer,\n    DPOConfig,\n)\n"
+    "from .rewards import RewardConfig, Reward\nx = DPOConfig(lr=1)\ny = RewardConfig()\n",
+    "prune.py": "if cfg.model.tensor_model_parallel_size == 1:\n    prune(cfg.model.num_layers == 2)\n",
     "install.sh": "#!/bin/bash\nset -e\npip install axolotl megatron-core deepspeed\nmake --jobs 8\n",
     "other.sh": "export PYTHONPATH=/opt/Megatron-Bridge:/opt/Megatron-LM\npython -m other.train trainer.lr=1\n",
     "prepare.sh": "python Megatron-LM/tools/preprocess_data.py --input a --output-prefix b --workers 8\n",
     "serve.sh": "vllm serve x --tensor-parallel-size 8 --pipeline-parallel-size 2 --seed 1\n",
+    "server.sh": "torchrun serve_text.py --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 "
+    "--num-layers 4 --seq-length 8 --batch 1 --path a --max-new-tokens 1 --quantize x\n",
+    "fork.sh": "python3 -m verl.trainer.main config=a.yaml worker.actor.fsdp.enable_cpu_offload=true\n",
+    "generate.sh": "python3 -m verl.trainer.main_generation model.path=a rollout.n=1\n",
     "train.sh": "python train.py --lr 0.1 --epochs 3 --num-layers 4 --batch-size 8\n",
 }  # fmt: skip
 
@@ -70,6 +78,16 @@ def test_what_looks_alike_is_refused(name: str) -> None:
     ) as caught:
         readings([Source(name, LOOK_ALIKES[name])])
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "name", ["dependabot.yml", "codecov.yml", "package.json", "pyproject.toml", "mkdocs.yml"]
+)
+def test_what_has_no_mark_of_a_training_is_not_even_parsed(name: str) -> None:
+    source = Source(name, LOOK_ALIKES[name])
+    with pytest.raises(Unrecognised):
+        readings([source])
+    assert "documents" not in vars(source)
 
 
 def test_a_folder_of_look_alikes_is_passed_over_silently(
