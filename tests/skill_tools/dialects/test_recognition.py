@@ -7,6 +7,7 @@ import pytest
 
 from skill_tools.__main__ import main
 from skill_tools.configs.source import Source
+from skill_tools.dialects import registry
 from skill_tools.dialects.read import Contradiction, readings
 from skill_tools.errors import Unrecognised, UnusableInput
 
@@ -88,6 +89,11 @@ def test_what_has_no_mark_of_a_training_is_not_even_parsed(name: str) -> None:
     with pytest.raises(Unrecognised):
         readings([source])
     assert "documents" not in vars(source)
+
+
+def test_each_framework_has_marks() -> None:
+    """Without any, each YAML and JSON file of a folder would be parsed for it."""
+    assert [each.name for each in registry.with_files() if not each.marks] == []
 
 
 def test_a_folder_of_look_alikes_is_passed_over_silently(
