@@ -1,4 +1,4 @@
-"""Optimizer offload under FSDP2 against no offload and torch's CPUOffloadPolicy, all rows in one process group.
+"""Optimizer offload under FSDP2 or DDP against no offload and torch's CPUOffloadPolicy, all rows in one process group.
 
 Two GPUs of 80 GB and 150 GB of host memory, under five minutes; 1.5e9 parameters a rank:
 
@@ -8,9 +8,13 @@ Four GPUs, the 6.1e9 parameters of docs/distributed.md:
 
     torchrun --standalone --nproc-per-node 4 benchmarks/distributed.py --layers 52 --tokens 4096,16384 --out four.json
 
+DDP on two GPUs of 141 GB, with 150 GB of host memory; each rank has all 3.1e9 parameters and their states:
+
+    torchrun --standalone --nproc-per-node 2 benchmarks/distributed.py --engine ddp --tokens 32768 --out ddp.json
+
 The same code at toy size, on any machine:
 
-    torchrun --standalone --nproc-per-node 2 benchmarks/distributed.py --tiny
+    torchrun --standalone --nproc-per-node 2 benchmarks/distributed.py --tiny [--engine ddp]
 
 Everything off against torch's CPUOffloadPolicy alone:
 
@@ -21,8 +25,9 @@ A trace of rank 0 in one row, and a drawing of one step:
     torchrun --standalone --nproc-per-node 2 benchmarks/distributed.py --rows none --tokens 8192 \\
         --trace trace.json --trace-row "streamed, exact" --figure docs/figures/fsdp2-timeline.svg
 
-A row is one optimizer in training: forward, backward, step, zero_grad. fp32 parameters, bf16 compute, full activation
-checkpointing; gradients are clipped exactly, but not in torch's offloading row, whose clipping is a pass over the host.
+A row is one optimizer in training: forward, backward, step, zero_grad. fp32 parameters, bf16 compute (under DDP by
+autocast), full activation checkpointing; gradients are clipped exactly, but not in torch's offloading row, whose
+clipping is a pass over the host. `--rows` leaves out what a host has no memory for.
 A time is the median of the steps after warming up, from one end of the compute stream's work to the next, on the
 slowest rank; the host runs ahead. The peak is the allocator's, the largest of all ranks, in GB of 10**9 bytes.
 """
@@ -51,6 +56,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from trace_overlap import REPEATED, record
 
 from reference_impl import HybridDeviceOptimizer, ShardStreamer, Streaming
@@ -93,6 +99,12 @@ class Row:
     build: Callable[[nn.Module], Any]
     torch_offloads: bool = False
 
+    def model(self, engine: str, shape: DecoderShape, device: Device) -> nn.Module:
+        """Return the model that the row trains."""
+        if engine == "ddp":
+            return replicated(shape, device)
+        return sharded(shape, device, torch_offloads=self.torch_offloads)
+
 
 def ours(**options: Any) -> Row:
     """Return a row of our optimizer, attached and clipping exactly."""
@@ -119,10 +131,10 @@ class EverythingOff:
         self.close = streamer.close
 
 
-def rows(slots_bytes: int) -> dict[str, Row]:
+def rows(engine: str, slots_bytes: int) -> dict[str, Row]:
     """Return every row of the table by name; states may come in early into `slots_bytes`."""
     exact = Streaming(prefetch_bytes=slots_bytes)
-    return {
+    both = {
         "none": Row(lambda model: Plain(model, clips=True)),
         "streamed, exact": ours(split=(0.0, 1.0, 0.0), streaming=exact),
         "streamed, bf16 moments": ours(
@@ -130,6 +142,10 @@ def rows(slots_bytes: int) -> dict[str, Row]:
             streaming=Streaming(prefetch_bytes=slots_bytes, moments_dtype=torch.bfloat16),
         ),
         "on the CPU": ours(split=(0.0, 0.0, 1.0)),
+    }
+    if engine == "ddp":
+        return both
+    return both | {
         "auto": ours(split="auto", streaming=exact),
         "everything off, exact": Row(lambda model: EverythingOff(model, Streaming(chunk_bytes=CHUNK_BYTES))),
         "everything off, bf16 moments": Row(
@@ -157,16 +173,38 @@ def sharded(shape: DecoderShape, device: Device, *, torch_offloads: bool) -> nn.
     fully_shard([model.norm, model.head], **options)
     fully_shard(model, **options)
     model.to_empty(device="cpu" if torch_offloads else device.torch_device)
+    fill(model, device)
+    return model
+
+
+def replicated(shape: DecoderShape, device: Device) -> nn.Module:
+    """Return a decoder under DDP, which brings all ranks the weights of the first."""
+    with torch.device("meta"):
+        model = Decoder(shape)
+    for index, layer in enumerate(model.layers):
+        model.layers[index] = checkpoint_wrapper(layer)
+    model.to_empty(device=device.torch_device)
+    fill(model, device)
+    return DistributedDataParallel(model, gradient_as_bucket_view=True)
+
+
+def fill(model: nn.Module, device: Device) -> None:
+    """Give a model on `device`, or this rank's shards of it, the weights that every row begins with."""
     torch.manual_seed(dist.get_rank())
     with torch.no_grad():
         for param in model.parameters():
-            assert isinstance(param, DTensor)
-            local = param.to_local()
+            local = param.to_local() if isinstance(param, DTensor) else param
             if param.ndim > 1:
                 local.copy_(0.02 * torch.randn(local.shape, device=device.torch_device))
             else:
                 local.fill_(1)
-    return model
+
+
+def loss_of(model: nn.Module, device: Device, ids: torch.Tensor) -> torch.Tensor:
+    """Return the loss of a batch, computed in bf16: FSDP2 casts by itself."""
+    is_replicated = isinstance(model, DistributedDataParallel)
+    with torch.autocast(device.torch_device.type, torch.bfloat16, enabled=is_replicated):
+        return decoder_loss(model(ids), ids)
 
 
 def train(model: nn.Module, optimizer: Any, device: Device, ids: torch.Tensor, steps: int) -> dict[str, Any]:
@@ -177,7 +215,7 @@ def train(model: nn.Module, optimizer: Any, device: Device, ids: torch.Tensor, s
             device.allocator.reset_peak()
         if step >= WARM_UP:
             marks.append(device.mark())
-        loss = decoder_loss(model(ids), ids)
+        loss = loss_of(model, device, ids)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -196,20 +234,20 @@ def train(model: nn.Module, optimizer: Any, device: Device, ids: torch.Tensor, s
 
 
 def measure(
-    row: Row, shape: DecoderShape, device: Device, batches: list[int], tokens: int, steps: int
+    row: Row, engine: str, shape: DecoderShape, device: Device, batches: list[int], tokens: int, steps: int
 ) -> dict[str, Any]:
     """Build a row once and train it at each batch size; return what this rank has measured, or its error.
 
     An error that all ranks meet, such as too little memory, ends the row; one of a single rank ends the run.
     """
     try:
-        return _measured(row, shape, device, batches, tokens, steps)
+        return _measured(row, engine, shape, device, batches, tokens, steps)
     except Exception as error:
         return {"error": repr(error)}
 
 
 def _measured(
-    row: Row, shape: DecoderShape, device: Device, batches: list[int], tokens: int, steps: int
+    row: Row, engine: str, shape: DecoderShape, device: Device, batches: list[int], tokens: int, steps: int
 ) -> dict[str, Any]:
     forget_caches(device)
     begun = time.perf_counter()
@@ -218,7 +256,7 @@ def _measured(
         # Its AdamW runs on the host, and torchrun allows it one thread.
         ranks = int(os.environ["LOCAL_WORLD_SIZE"])
         torch.set_num_threads(max(len(os.sched_getaffinity(0)) // ranks, 1))
-    model = sharded(shape, device, torch_offloads=row.torch_offloads)
+    model = row.model(engine, shape, device)
     generator = torch.Generator().manual_seed(dist.get_rank())
     optimizer = row.build(model)
     device.synchronize()
@@ -235,17 +273,19 @@ def _measured(
     return {"build_s": built_s, "split": split and list(split), "tokens": found}
 
 
-def trace(row: Row, shape: DecoderShape, device: Device, batch: int, tokens: int, path: Path) -> Any:
+def trace(
+    row: Row, engine: str, shape: DecoderShape, device: Device, batch: int, tokens: int, path: Path
+) -> Any:
     """Train a row on every rank; write a trace of rank 0 in its steady state and return its overlap there."""
     forget_caches(device)
-    model = sharded(shape, device, torch_offloads=row.torch_offloads)
+    model = row.model(engine, shape, device)
     optimizer = row.build(model)
     ids = torch.randint(0, shape.vocab, (batch, tokens), device=device.torch_device)
 
     def steps(count: int = 3) -> None:
         for _ in range(count):
             with torch.profiler.record_function(REPEATED):
-                decoder_loss(model(ids), ids).backward()
+                loss_of(model, device, ids).backward()
                 optimizer.step()
                 optimizer.zero_grad()
 
@@ -293,6 +333,7 @@ def arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--tiny", action="store_true", help="toy size, any machine")
+    parser.add_argument("--engine", choices=["fsdp2", "ddp"], default="fsdp2")
     parser.add_argument("--layers", type=int, default=25)
     parser.add_argument("--hidden", type=int, default=3072)
     parser.add_argument("--ffn", type=int, default=8192)
@@ -347,13 +388,12 @@ def main() -> None:
     wanted = [part for part in args.rows.split(",") if part]
     table: list[dict[str, object]] = []
     base: dict[str, float] = {}
-    for name, row in rows(slots_bytes).items():
+    for name, row in rows(args.engine, slots_bytes).items():
         if wanted and name != "none" and not any(part in name for part in wanted):
             continue
         dist.barrier()
-        ranks = of_all_ranks(
-            measure(row, shape, device, [size // sequence for size in sizes], sequence, args.steps)
-        )
+        batches = [size // sequence for size in sizes]
+        ranks = of_all_ranks(measure(row, args.engine, shape, device, batches, sequence, args.steps))
         report["rows"][name] = ranks
         for size in sizes:
             line = summary(name, ranks, str(size), base.get(str(size)))
@@ -368,12 +408,13 @@ def main() -> None:
     if is_first:
         print_table(table)
     if args.trace:
-        row = rows(slots_bytes)[args.trace_row]
-        overlap = trace(row, shape, device, sizes[0] // sequence, sequence, args.trace)
+        row = rows(args.engine, slots_bytes)[args.trace_row]
+        overlap = trace(row, args.engine, shape, device, sizes[0] // sequence, sequence, args.trace)
         if is_first:
             print("overlap", overlap)
             if args.figure:
-                draw(args.trace, args.figure, f"{args.trace_row}, {sizes[0]} tokens a rank, FSDP2")
+                engine = args.engine.upper()
+                draw(args.trace, args.figure, f"{args.trace_row}, {sizes[0]} tokens a rank, {engine}")
     dist.barrier()
     dist.destroy_process_group()
 

@@ -11,18 +11,23 @@ from skill_tools.bundle import root
 
 
 @pytest.mark.slow
-def test_all_rows_train_alike_in_one_process_group(tmp_path):
+@pytest.mark.parametrize(("engine", "count"), [("fsdp2", 8), ("ddp", 4)])
+def test_all_rows_train_alike_in_one_process_group(tmp_path, engine, count):
     pytest.importorskip("torch", reason="needs torch: pip install -c constraints.txt '.[reference]'")
     out = tmp_path / "distributed.json"
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    program = [str(root() / "benchmarks" / "distributed.py"), "--tiny", "--steps", "1", "--out", str(out)]
+    program = [str(root() / "benchmarks" / "distributed.py"), "--tiny", "--engine", engine]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root())}
     done = subprocess.run(
-        [sys.executable, *command, *program], capture_output=True, text=True, env=environment, timeout=280
+        [sys.executable, *command, *program, "--steps", "1", "--out", str(out)],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=280,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     rows = json.loads(out.read_text())["rows"]
-    assert len(rows) == 8
+    assert len(rows) == count
     plain = rows["none"]
     for name, ranks in rows.items():
         assert [len(rank["tokens"]) for rank in ranks] == [2, 2], name

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 
@@ -36,25 +35,34 @@ def own_cores() -> int:
 
 
 class Together:
-    """The ranks of a mesh, which do the same things in the same order; `mesh` has more than one."""
+    """More than one rank, which do the same things in the same order.
 
-    def __init__(self, mesh: DeviceMesh) -> None:
-        self._mesh = mesh
+    They are those of `groups`, one after the other; `device` is where collectives take tensors.
+    """
+
+    def __init__(self, groups: Sequence[dist.ProcessGroup], device: torch.device | str) -> None:
+        self._groups, self._device = groups, device
 
     @staticmethod
-    def of(params: Iterable[torch.Tensor]) -> Together | None:
-        """Return the ranks that hold the shards of `params`; None where it is one, or not one mesh."""
-        meshes = {param.device_mesh if isinstance(param, DTensor) else None for param in params}
+    def of(params: Iterable[torch.Tensor], group: dist.ProcessGroup | None = None) -> Together | None:
+        """Return the ranks of `group`, or else those that hold the shards of `params`.
+
+        None where it is one rank, or not one mesh.
+        """
+        listed = list(params)
+        if group is not None:
+            return None if group.size() == 1 else Together([group], listed[0].device)
+        meshes = {param.device_mesh if isinstance(param, DTensor) else None for param in listed}
         if len(meshes) != 1:
             return None
         (mesh,) = meshes
-        return None if mesh is None or mesh.size() == 1 else Together(mesh)
+        return None if mesh is None or mesh.size() == 1 else Together(mesh.get_all_groups(), mesh.device_type)
 
     def least(self, numbers: Sequence[float]) -> list[float]:
         """Return the least that any rank has of each number. Every rank has to call it, and the host waits."""
-        found = torch.tensor(numbers, dtype=torch.float64, device=self._mesh.device_type)
-        for dimension in range(self._mesh.ndim):
-            dist.all_reduce(found, dist.ReduceOp.MIN, group=self._mesh.get_group(dimension))
+        found = torch.tensor(numbers, dtype=torch.float64, device=self._device)
+        for group in self._groups:
+            dist.all_reduce(found, dist.ReduceOp.MIN, group=group)
         return [float(number) for number in found]
 
     def meet(self) -> None:
@@ -67,9 +75,9 @@ class Together:
         Every rank has to call it, and the host waits.
         """
         said: list[str | None] = [None if error is None else f"rank {dist.get_rank()}: {error}"]
-        for dimension in range(self._mesh.ndim):
-            found: list[list[str | None]] = [[]] * self._mesh.size(dimension)
-            dist.all_gather_object(found, said, group=self._mesh.get_group(dimension))
+        for group in self._groups:
+            found: list[list[str | None]] = [[]] * group.size()
+            dist.all_gather_object(found, said, group=group)
             said = [each for part in found for each in part]
         if error is not None:
             error.add_note(f"on rank {dist.get_rank()}")

@@ -77,7 +77,7 @@ def offload(
     try:
         handle.attach(accelerator.unwrap_model(model))
         if hosted is not None:
-            # Under DistributedDataParallel it says what to change.
+            # Under DistributedDataParallel gradients leave once they are reduced.
             hosted.attach(model)
             undo.callback(hosted.detach)
         if isinstance(hosted, HybridDeviceOptimizer):

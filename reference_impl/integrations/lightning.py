@@ -82,7 +82,7 @@ class OffloadCallback(Callback):  # type: ignore[misc]
         called = called_module(pl_module)
         self.offloading.attach(called)
         for optimizer in self._optimizers:
-            # Under DistributedDataParallel it says what to change.
+            # Under DistributedDataParallel gradients leave once they are reduced.
             optimizer.attach(trainer.strategy.model)
             if isinstance(optimizer, HybridDeviceOptimizer):
                 optimizer.accumulate_while(lambda: self._more_batches_follow)

@@ -6,7 +6,7 @@ import gc
 import os
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Real
 from typing import Any, Literal, get_args
 
@@ -135,19 +135,57 @@ def check_clipping(*, max_grad_norm: float | None, updates_in_backward: bool) ->
         )
 
 
-def check_model(model: nn.Module, *, moves_in_backward: bool) -> None:
+def check_model(model: nn.Module, *, serves_data_parallel: bool) -> None:
     """Raise ValueError where weights or gradients are moved by somebody else, out of step with our hooks."""
     if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
         raise ValueError(
             "FullyShardedDataParallel (FSDP1) gathers flat parameters on streams of its own, which cannot be made to "
             "wait; expected FSDP2; try torch.distributed.fsdp.fully_shard, or leaving attach() out"
         )
-    if moves_in_backward and any(isinstance(module, DistributedDataParallel) for module in model.modules()):
+    for module in model.modules():
+        if not isinstance(module, DistributedDataParallel):
+            continue
+        if not serves_data_parallel:
+            raise ValueError(
+                "DistributedDataParallel reduces gradients after the hooks that send them off; expected one process "
+                "where layers stream; try HybridDeviceOptimizer, whose attach() serves it"
+            )
+        if getattr(module, "mixed_precision", None) is not None:
+            raise ValueError(
+                "DistributedDataParallel with mixed_precision casts all weights before any forward waits for them; "
+                "expected none; try torch.autocast"
+            )
+
+
+def check_unused(model: DistributedDataParallel) -> None:
+    """Raise ValueError where an update that begins in backward cannot know whether a parameter was used."""
+    for option in ("find_unused_parameters", "static_graph"):
+        if getattr(model, option):
+            raise ValueError(
+                f"DistributedDataParallel with {option}=True reduces zeros for parameters that no rank has used, and "
+                "says so when backward is over; expected backward_overlap='gradients' with it, not 'update', which has "
+                "updated them by then; try that"
+            )
+
+
+def check_same_split(splits: Iterable[Sequence[float]]) -> None:
+    """Raise ValueError where the ranks of DistributedDataParallel have different `splits`, given in their order."""
+    listed = [tuple(round(float(share), 6) for share in split) for split in splits]
+    if len(set(listed)) > 1:
         raise ValueError(
-            "DistributedDataParallel reduces gradients after the hooks that send them off, and every rank keeps all "
-            "states; expected backward_overlap='nothing' with it; try that, or fully_shard(model, "
-            "reshard_after_forward=False), which keeps one copy of them"
+            f"the ranks split their states differently: {listed}; expected one split, because the CPU rounds "
+            "otherwise than the device and replicas would drift apart; try split=(resident, streamed, cpu), or "
+            "split='auto' with budgets=Budgets(ranks=model.process_group)"
         )
+
+
+def warn_foreign_hook(name: str) -> None:
+    """Warn that gradients stay until `step()` because another communication hook reduces them."""
+    warnings.warn(
+        f"DistributedDataParallel has the communication hook {name}, and it has only one: gradients stay on param.grad "
+        "until step(); to let them leave during backward, register none",
+        stacklevel=4,
+    )
 
 
 def check_in_model(model: nn.Module, params: Iterable[torch.Tensor]) -> None:

@@ -12,18 +12,21 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any, TypeVar
+from typing import Any, ParamSpec
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from reference_impl.device import Device
+from reference_impl.distributed.ddp import data_parallels
 from reference_impl.distributed.fsdp2 import GatheredGroup, gathered_groups
 from reference_impl.optimizers import checks
 from reference_impl.optimizers.layout import Member
+from reference_impl.optimizers.stand_in import GradientStandIn
 
-_T = TypeVar("_T")
+_P = ParamSpec("_P")
 
 Wait = Callable[[Sequence[Member]], None]
 
@@ -97,6 +100,9 @@ class ForwardWaits:
             for module in gate.group.modules:
                 hook = self._gate_hook(gate)
                 self._wait_first(module, hook, own=gate.members, finish=finish)
+        for parallel in data_parallels(model):
+            held = [members[param] for param in parallel.parameters() if param in members]
+            self._handles += _before_buckets_are_written(parallel, held, self._wait)
         start = ModelHook(self._start_forward, own=_owned(model, members), finish=finish)
         self._handles.append(model.register_forward_pre_hook(start, prepend=True))
 
@@ -325,16 +331,49 @@ class ModelHook:
         return getattr, (nullcontext(), "__exit__")
 
 
-def forgetful(method: Callable[[_T], None]) -> Callable[[_T], None]:
+def forgetful(method: Callable[_P, None]) -> Callable[_P, None]:
     """Return a function that calls a bound `method` without keeping its owner alive, and nothing once that is gone."""
     reference = weakref.WeakMethod(method)
 
-    def call(argument: _T) -> None:
+    def call(*arguments: _P.args, **named: _P.kwargs) -> None:
         bound = reference()
         if bound is not None:
-            bound(argument)
+            bound(*arguments, **named)
 
     return call
+
+
+def _before_buckets_are_written(
+    parallel: DistributedDataParallel, members: Sequence[Member], wait: Wait
+) -> list[RemovableHandle]:
+    """Hook DDP, whose buckets hold the gradients that the last update reads, and are written by the next backward.
+
+    Its forward ends with a wait for what no module of it has waited for. It may begin with copying what stands on
+    parameters into new buckets: stand-ins are put aside meanwhile.
+    """
+    aside: dict[Member, GradientStandIn] = {}
+
+    def put_aside(*_: Any) -> None:
+        for member in members:
+            if isinstance(member.param.grad, GradientStandIn):
+                aside[member], member.param.grad = member.param.grad, None
+
+    def put_back(*_: Any) -> None:
+        while aside:
+            member, stand_in = aside.popitem()
+            if member.param.grad is None:
+                member.param.grad = stand_in
+
+    def wait_for_the_rest(*_: Any) -> None:
+        pending = [member for member in members if member.pending]
+        if pending and torch.is_grad_enabled():
+            wait(pending)
+
+    return [
+        parallel.register_forward_pre_hook(ModelHook(put_aside), prepend=True),
+        parallel.register_forward_hook(ModelHook(put_back), always_call=True),
+        parallel.register_forward_hook(ModelHook(wait_for_the_rest)),
+    ]
 
 
 def _owned(module: nn.Module, members: Mapping[torch.Tensor, Member]) -> list[Member]:

@@ -41,16 +41,17 @@ class GradientMover:
         """Forget where the gradient of `piece` goes."""
         self._targets.pop(piece, None)
 
-    def offload(self, member: Member, *, measure: bool) -> torch.Tensor:
+    def offload(self, member: Member, *, measure: bool, reduced: torch.Tensor | None = None) -> torch.Tensor:
         """Start the copy of `member`'s gradient; return that gradient, laid out like the parameter.
 
-        Changes nothing when it raises: RuntimeError when the forward used a weight that was still on its way, and what
-        torch raises where memory is short.
+        It is what stands on the parameter, whose memory the copy frees, or `reduced`, whose memory stays taken. Changes
+        nothing when it raises: RuntimeError when the forward used a weight that was still on its way, and what torch
+        raises where memory is short.
         """
         check_used_in_time([member])
-        gradient = gradient_of(member)
+        gradient = gradient_of(member) if reduced is None else reduced
         norm = torch.linalg.vector_norm(gradient, dtype=torch.float32) if measure else None
-        member.arrival = self._copy(member, gradient)
+        member.arrival = self._copy(member, gradient, frees=reduced is None)
         if norm is not None:
             self.norms[member] = norm
         return gradient
@@ -65,7 +66,7 @@ class GradientMover:
         for piece in member.pieces:
             self._device.copy(target[piece.start : piece.stop], self._targets[piece])
 
-    def _copy(self, member: Member, gradient: torch.Tensor) -> Event:
+    def _copy(self, member: Member, gradient: torch.Tensor, *, frees: bool) -> Event:
         if gradient.dtype != member.param.dtype:
             gradient = gradient.to(member.param.dtype)
         flat = member.flat(gradient)
@@ -76,7 +77,8 @@ class GradientMover:
             for piece in member.pieces:
                 self._device.copy(self._targets[piece], flat[piece.start : piece.stop])
             arrival = self._device.record()
-        self._in_flight.hold(arrival, gradient, gradient.nbytes)
+        # To wait for a copy that frees nothing would be of no use.
+        self._in_flight.hold(arrival, gradient, gradient.nbytes if frees else 0)
         return arrival
 
     def arrived(self) -> Event:

@@ -26,10 +26,11 @@ class HostGradients(Protocol):
     def norms(self) -> Mapping[Member, torch.Tensor]:
         """The fp32 norms (0-dim, on the device) of the gradients sent off, as they were then."""
 
-    def offload(self, member: Member, *, measure: bool) -> torch.Tensor:
+    def offload(self, member: Member, *, measure: bool, reduced: torch.Tensor | None = None) -> torch.Tensor:
         """Start the copy of a gradient, with `measure` its norm too; return it, laid out like the parameter.
 
-        Changes nothing when it raises.
+        It stands on the parameter, or is `reduced`, which stands elsewhere and stays there. Changes nothing when it
+        raises.
         """
 
     def bring_back(self, member: Member, target: torch.Tensor) -> None:
@@ -48,6 +49,9 @@ class Gradients:
         sharded_too: those of DTensors, too; no stand-in can take their place.
         sums_stay: once a second backward has added to gradients that had left, they stay until `step()`. Without it
             each sum leaves again.
+        measures: norms are taken. Without it an update may use a gradient at once.
+
+    `reduced_later` are the parameters whose gradients somebody reduces once autograd has accumulated them.
     """
 
     def __init__(
@@ -57,18 +61,23 @@ class Gradients:
         leave_in_backward: bool,
         sharded_too: bool,
         sums_stay: bool = True,
+        measures: bool = True,
     ) -> None:
         self._shares = shares
+        self.measures = measures
         self._sums_stay = sums_stay
-        self._leave_in_backward = leave_in_backward
+        self.may_leave = leave_in_backward
         self._sharded_too = sharded_too
         self._are_accumulated = False
+        self._unplaced: dict[Member, torch.Tensor] = {}
+        self.reduced_later: frozenset[torch.Tensor] = frozenset()
 
-    def leave_in_backward(self, member: Member) -> bool:
-        """Return whether a member's gradient leaves before `step()`."""
+    def leave_in_backward(self, member: Member, reduced: torch.Tensor | None = None) -> bool:
+        """Return whether a member's gradient leaves before `step()`: what autograd has accumulated, or `reduced`."""
         if isinstance(member.param, DTensor):
-            return self._leave_in_backward and self._sharded_too
-        return self._leave_in_backward and not self._are_accumulated
+            return self.may_leave and self._sharded_too
+        is_final = reduced is not None or member.param not in self.reduced_later
+        return self.may_leave and not self._are_accumulated and is_final
 
     def leaves_unseen(self, member: Member) -> bool:
         """Return whether a member's gradient leaves before `step()` and no stand-in takes its place."""
@@ -80,10 +89,10 @@ class Gradients:
         if isinstance(stands, GradientStandIn) and stands.arrived is not None:
             member.param.grad = stands.arrived
 
-    def send(self, member: Member, *, measure: bool) -> None:
+    def send(self, member: Member, reduced: torch.Tensor | None = None) -> None:
         """Offload a gradient and put a stand-in in its place; changes nothing when it raises.
 
-        Without `measure` its norm is not known, and an update may use it at once.
+        One that is `reduced` is not on its parameter yet: `place` puts the stand-in there.
         """
         param = member.param
         if self.leaves_unseen(member) and member.arrival is not None and member.on_device == 0:
@@ -92,22 +101,42 @@ class Gradients:
         self.put_arrived(member)
         # Whoever has let go of the last one's stand-in does not want that gradient any more.
         self._shares.discard([member])
-        gradient = self._shares.offload(member, measure=measure)
-        if isinstance(param, DTensor):
+        gradient = self._shares.offload(member, measure=self.measures and reduced is None, reduced=reduced)
+        if reduced is not None:
+            self._unplaced[member] = member.placeholder = reduced
+        elif isinstance(param, DTensor):
             if member.on_device == 0:
                 param.grad = None
             member.placeholder = param.grad
+        else:
+            self._stand_in(member, gradient, self._shares.norms.get(member))
+
+    def place(self, member: Member, reduced: torch.Tensor) -> None:
+        """Put a stand-in in the place of a gradient that has been sent `reduced` and stands on its parameter now.
+
+        Where nothing stands there, no rank has used the parameter, and the gradient is dropped.
+        """
+        if self._unplaced.pop(member, None) is not reduced:
             return
+        if member.param.grad is None:
+            self._shares.discard([member])
+            return
+        norm = torch.linalg.vector_norm(reduced, dtype=torch.float32) if self.measures else None
+        self._stand_in(member, reduced, norm)
+
+    def _stand_in(self, member: Member, gradient: torch.Tensor, norm: torch.Tensor | None) -> None:
+        """Put a stand-in for `gradient`, which has been sent, on the parameter."""
         kept = gradient if member.on_device else None
+        may_come_back = self.measures and gradient.dtype == member.param.dtype
         member.placeholder = GradientStandIn(
             gradient,
-            self._shares.norms.get(member),
+            norm,
             kept=kept,
             kept_part=None if kept is None else member.flat(kept)[: member.on_device],
-            used=not measure,
-            recall=self._recalled(member) if measure and gradient.dtype == param.dtype else None,
+            used=not self.measures,
+            recall=self._recalled(member) if may_come_back else None,
         )
-        param.grad = member.placeholder
+        member.param.grad = member.placeholder
 
     def _recalled(self, member: Member) -> Callable[[], torch.Tensor]:
         """Return what calls `_recall` without keeping this object alive."""
@@ -144,7 +173,7 @@ class Gradients:
             checks.warn_accumulated()
         return gradient
 
-    def to_use(self, member: Member, *, measure: bool) -> torch.Tensor | None:
+    def to_use(self, member: Member) -> torch.Tensor | None:
         """Return a member's gradient, laid out; of one that has been sent off what the device has kept.
 
         One that has to go to the host and is still here is sent off.
@@ -167,7 +196,7 @@ class Gradients:
             return None
         if not member.pieces:
             return gradient_of(member)
-        gradient = self._shares.offload(member, measure=measure)
+        gradient = self._shares.offload(member, measure=self.measures)
         member.placeholder = found
         return gradient
 
@@ -194,10 +223,12 @@ class Gradients:
     ) -> list[torch.Tensor]:
         """Return the fp32 norms of all gradients, as they are now."""
         norms = []
-        for member, norm in self._shares.norms.items():
-            if member in sent:
-                stand_in = member.placeholder
-                norms.append(stand_in.scaled_norm() if isinstance(stand_in, GradientStandIn) else norm)
+        for member in sent:
+            stand_in, norm = member.placeholder, self._shares.norms.get(member)
+            if isinstance(stand_in, GradientStandIn):
+                norm = None if stand_in.l2_norm is None else stand_in.scaled_norm()
+            if norm is not None:
+                norms.append(norm)
         return norms + [
             torch.linalg.vector_norm(gradient, dtype=torch.float32)
             for member, gradient in gradients.items()

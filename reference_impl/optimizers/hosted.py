@@ -81,10 +81,9 @@ class HostedOptimizer(torch.optim.Optimizer, ABC):
         """Let `step()` return early: the model's modules wait for their own weights in forward.
 
         Under FSDP2 gathers wait for their own shards; call it after `fully_shard`. State_dicts wait too, and loading
-        one refreshes masters. Raises ValueError under FSDP1, for parameters that the sharded model does not have, and
-        when gradients would be sent off before DistributedDataParallel has reduced them.
+        one refreshes masters. Raises ValueError under FSDP1 and for parameters that the sharded model does not have.
         """
-        checks.check_model(model, moves_in_backward=self._moves_in_backward)
+        checks.check_model(model, serves_data_parallel=True)
         missing = missing_name(model)
         if missing is not None:
             checks.warn_gathers_cannot_wait(missing)

@@ -23,9 +23,9 @@ from reference_impl.distributed.mesh import norm_reduction
 from reference_impl.memory.interrupts import deferred_interrupts
 from reference_impl.optimizers import checks
 from reference_impl.optimizers.algorithms import Adam, Algorithm, group_defaults
+from reference_impl.optimizers.backward_hooks import BackwardHooks
 from reference_impl.optimizers.clip_decision import ClipDecision, decide
 from reference_impl.optimizers.cpu.step import CpuStep
-from reference_impl.optimizers.forward_waits import forgetful
 from reference_impl.optimizers.gradients import Gradients, factors_of, has_others, put_in_place, standing_on
 from reference_impl.optimizers.layout import Member, local_numel
 from reference_impl.optimizers.options import Budgets, CpuUpdate, Options, Streaming, take_moved_keywords
@@ -59,7 +59,7 @@ class HybridDeviceOptimizer(SavedOptimizer):
         backward_overlap: what happens during backward. `gradients` (default): gradients go to the host and their GPU
             memory is freed; a `GradientStandIn` stays on `param.grad`. `update`: the CPU update starts too, with the
             hyper-parameters of that moment, and nothing can be skipped or clipped. `nothing`: gradients stay on
-            `param.grad` until `step()`, which DistributedDataParallel and code that reads gradients need.
+            `param.grad` until `step()`, which code that reads them needs.
             Gradients of DTensors leave only where this is given, and then nothing stays.
 
     Bitwise contract: the CPU share equals `torch.optim.AdamW(fused=True)` on the CPU over the fp32 master, the
@@ -102,7 +102,6 @@ class HybridDeviceOptimizer(SavedOptimizer):
         self._max_grad_norm = max_grad_norm
         self._backward_overlap = backward_overlap or "gradients"
         self._overlaps_forward = options.cpu.overlap_forward
-        self._hooks: list[Any] = []
         self._idle: list[torch.Tensor] = []
         self._accumulating = False
         self._asks_whether_accumulating: Callable[[], bool] = lambda: False
@@ -146,7 +145,9 @@ class HybridDeviceOptimizer(SavedOptimizer):
             self._shares,
             leave_in_backward=self._moves_in_backward,
             sharded_too=backward_overlap is not None,
+            measures=backward_overlap != "update",
         )
+        self._backward = BackwardHooks(self._device, self._members, self._gradients, self._on_gradient)
         try:
             self._admit()
         except BaseException:
@@ -181,20 +182,15 @@ class HybridDeviceOptimizer(SavedOptimizer):
         self._open.add(members, total_numel=max(sum(local_numel(param) for param, _ in params), 1))
         with deferred_interrupts():
             self._members.update((member.param, member) for member in members)
-            self._hook(members)
+            self._backward.hear(members, where_they_leave=not self._open.prefetches)
         self._idle = [param for param, _ in listed if param not in self._members]
         self._attach_again()
 
-    def _hook(self, members: Sequence[Member]) -> None:
-        """Hear of the gradients of `members` in backward, where they leave then or states come in."""
-        hook = forgetful(self._on_gradient)
-        sent = [member for member in members if member.pieces and self._gradients.leave_in_backward(member)]
-        if self._moves_in_backward and any(member.pieces and member not in sent for member in members):
-            checks.warn_kept_gradients()
-        hears = members if self._open.prefetches else sent
-        # Megatron's shards require no gradient: theirs are put on them.
-        params_heard = [m.param for m in hears if m.param.requires_grad]
-        self._hooks += [param.register_post_accumulate_grad_hook(hook) for param in params_heard]
+    def attach(self, model: torch.nn.Module) -> None:
+        """Let `step()` return early, see `HostedOptimizer.attach`; under DistributedDataParallel a collective."""
+        self._backward.check(model, self.split)
+        super().attach(model)
+        self._backward.attach(model)
 
     @property
     def _open(self) -> Shares:
@@ -202,13 +198,14 @@ class HybridDeviceOptimizer(SavedOptimizer):
         return self._shares
 
     @torch.no_grad()
-    def _on_gradient(self, param: torch.Tensor) -> None:
-        """A gradient is final: send it off, and in mode `update` start what it completes."""
+    def _on_gradient(self, param: torch.Tensor, reduced: torch.Tensor | None = None) -> None:
+        """A gradient is accumulated, or `reduced`: send it if it is final; in mode `update` start what it completes."""
         member = self._members[param]
-        if self._waits is not None and self._open.prefetches:
+        if reduced is None and self._waits is not None and self._open.prefetches:
             with self._failures.told():
                 self._open.gradient_is_final(member)
-        if self._is_accumulating or not member.pieces or not self._gradients.leave_in_backward(member):
+        leaves = member.pieces and self._gradients.leave_in_backward(member, reduced)
+        if self._is_accumulating or not leaves:
             self._gradients.put_arrived(member)
             return
         with self._failures.told():
@@ -216,15 +213,14 @@ class HybridDeviceOptimizer(SavedOptimizer):
             self._device.refuse_capture("optimizer offload")
             self._has_stepped = False
             self._finish_begun()
-            self._send(member)
+            self._send(member, reduced)
 
-    def _send(self, member: Member) -> None:
+    def _send(self, member: Member, reduced: torch.Tensor | None) -> None:
         """Offload a gradient and put a stand-in in its place; changes nothing when it raises."""
         if self._in_backward is not None and member in self._in_backward.arrivals:
             raise checks.second_gradient(member)
-        updates = self._backward_overlap == "update"
-        self._gradients.send(member, measure=not updates)
-        if updates:
+        self._gradients.send(member, reduced)
+        if self._backward_overlap == "update":
             for bucket in self._open.completed_by(member):
                 # A split member's other part is updated in step(), and both are published together.
                 with deferred_interrupts():
@@ -338,14 +334,13 @@ class HybridDeviceOptimizer(SavedOptimizer):
 
     def _prepare(self) -> BegunStep:
         """Do all of a step that may fail and changes nothing."""
-        updates = self._backward_overlap == "update"
         begun = self._in_backward
         gradients: dict[Member, torch.Tensor] = {}
         arrivals: dict[Member, Event] = {}
         for member in self._members.values():
             if begun is not None and member in begun.arrivals:
                 continue
-            gradient = self._gradients.to_use(member, measure=not updates)
+            gradient = self._gradients.to_use(member)
             if member.arrival is not None:
                 arrivals[member] = member.arrival
             if gradient is not None and (member.on_device or not member.pieces):
@@ -458,8 +453,7 @@ class HybridDeviceOptimizer(SavedOptimizer):
         if self._shares is None:
             return
         checks.check_alive(closed=False, made_by=self._pid)
-        for hook in self._hooks:
-            hook.remove()
+        self._backward.close()
         if self._waits is not None:
             self._waits.close()
         try:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed import ProcessGroup
 
 # Most bytes of states that one copy moves, unless the user chooses.
 CHUNK_BYTES = 96 * 2**20
@@ -53,11 +54,14 @@ class Budgets:
         host_bytes: host memory of this rank; by default 95 % of what is available, shared by the ranks of the host.
         profile: this machine's rates, as `reference_impl.probe` returns them or a file of them; by default a probe of
             at most 3 s.
+        ranks: the process group of DistributedDataParallel, whose ranks have to take one split, and probe at once;
+            each of them constructs the optimizer then. DTensors say it themselves.
     """
 
     device_bytes: int | None = None
     host_bytes: int | None = None
     profile: Profile | None = None
+    ranks: ProcessGroup | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -79,7 +79,7 @@ class Shares:
                     ring_bytes=self._streamed.ring_bytes,
                     # How much does come in, the length of a backward says, which nobody knows yet.
                     hidden_bytes=options.streaming.prefetch_bytes // 2,
-                    ranks=Together.of(params),
+                    ranks=Together.of(params, options.budgets.ranks),
                 )
         self.split = Split(*split)
         self._cpu = CpuShare(device, algorithm, options.cpu, whole_members=whole_members)
@@ -134,12 +134,9 @@ class Shares:
         assert self._streamed is not None
         self._streamed.on_gradient(member)
 
-    def offload(self, member: Member, *, measure: bool) -> torch.Tensor:
-        """Start the copy of a gradient to the CPU share, with `measure` its norm too; return it, laid out.
-
-        Changes nothing when it raises.
-        """
-        return self._cpu.offload(member, measure=measure)
+    def offload(self, member: Member, *, measure: bool, reduced: torch.Tensor | None = None) -> torch.Tensor:
+        """Start the copy of a gradient to the CPU share, see `gradients.HostGradients`; return it, laid out."""
+        return self._cpu.offload(member, measure=measure, reduced=reduced)
 
     def bring_back(self, member: Member, target: torch.Tensor) -> None:
         """Start the copy of a gradient that was sent off and has not been used into `target`, one-dimensional."""

@@ -19,7 +19,10 @@ from typing import Any
 import torch
 
 _aten = torch.ops.aten
-_REMEDY = "try backward_overlap='nothing', which keeps gradients on param.grad until step()"
+_REMEDY = (
+    "try backward_overlap='nothing', which keeps gradients on param.grad until step(), or with DistributedDataParallel "
+    "attach() of that model"
+)
 
 
 class GradientStandIn(torch.Tensor):

@@ -58,9 +58,9 @@ class ChunkGradients:
         """Learn where the gradients of new pieces go."""
         self._mover.add(places)
 
-    def offload(self, member: Member, *, measure: bool) -> torch.Tensor:
-        """Start the copy of a gradient, with `measure` its norm too; return it, laid out like the parameter."""
-        return self._mover.offload(member, measure=measure)
+    def offload(self, member: Member, *, measure: bool, reduced: torch.Tensor | None = None) -> torch.Tensor:
+        """Start the copy of a gradient, see `GradientMover`; return it, laid out like the parameter."""
+        return self._mover.offload(member, measure=measure, reduced=reduced)
 
     def bring_back(self, member: Member, target: torch.Tensor) -> None:
         """Start the copy of a gradient that has not been used into `target`, one-dimensional."""
@@ -169,12 +169,12 @@ class TrainedLayersOptimizer(OptimizerStateOffloader):
         """Send a gradient that is final to the host."""
         with self._working():
             self._resume()
-            self._leaving.send(self._members[param], measure=True)
+            self._leaving.send(self._members[param])
 
     def _to_use(self) -> dict[Member, torch.Tensor]:
         used: dict[Member, torch.Tensor] = {}
         for member in self._members.values():
-            self._leaving.to_use(member, measure=True)
+            self._leaving.to_use(member)
             if member.arrival is not None:
                 # Of a sharded gradient nothing is left on its parameter; what the device has of it is its norm.
                 stands = member.placeholder

@@ -156,7 +156,7 @@ class ShardStreamer(ClosedAtExit):
 
 def _check_sharded(model: nn.Module) -> None:
     """Raise unless FSDP2 has sharded `model`, and gathers can be served in this torch."""
-    checks.check_model(model, moves_in_backward=True)
+    checks.check_model(model, serves_data_parallel=False)
     if not any(isinstance(module, FSDPModule) for module in model.modules()):
         raise ValueError(
             f"{type(model).__name__} is not sharded; expected torch.distributed.fsdp.fully_shard on its layers and on "

@@ -100,7 +100,7 @@ class TrainableLayerStreamer(ClosedAtExit):
     ) -> None:
         streaming = streaming or Streaming()
         _check_options(prefetch=prefetch, slices=slices, inputs=inputs)
-        checks.check_model(model, moves_in_backward=True)
+        checks.check_model(model, serves_data_parallel=False)
         checks.check_clipping(max_grad_norm=max_grad_norm, updates_in_backward=False)
         _check_computed_once(model)
         algorithm = algorithm_of(optimizer)

@@ -1,9 +1,10 @@
-"""Runs under torchrun: FSDP2 with an attached optimizer, whose last rank fails in its third step.
+"""Runs under torchrun: FSDP2 or DDP with an attached optimizer, whose last rank fails in its third step.
 
-    torchrun --standalone --nproc-per-node 2 failing_rank.py update|gather|interrupt|kill
+    torchrun --standalone --nproc-per-node 2 failing_rank.py fsdp2|ddp update|wait|send|interrupt|kill
 
-`update`: its worker fails inside an update; `gather`: the wait of a gather raises; `interrupt`: somebody presses Ctrl-C
-there; `kill`: the process is gone. No collective may end by its own time limit, which is ten minutes.
+`update`: its worker fails inside an update; `wait`: a wait in its forward raises, under FSDP2 that of a gather; `send`:
+sending a gradient raises, under DDP inside the communication hook; `interrupt`: somebody presses Ctrl-C there; `kill`:
+the process is gone there. No collective may end by its own time limit, which is ten minutes.
 """
 
 import os
@@ -14,10 +15,14 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from optimizer_training import hybrid
-from sharded_ranks import ROWS, sharded
+from sharded_ranks import ROWS, Model, sharded
+from torch.nn.parallel import DistributedDataParallel
 
 from reference_impl.optimizers.cpu.update import CpuKernel
-from reference_impl.optimizers.forward_waits import Gates
+from reference_impl.optimizers.gradient_mover import GradientMover
+from reference_impl.optimizers.shares import Shares
+
+PLACES = {"update": (CpuKernel, "update"), "wait": (Shares, "wait_for")}
 
 
 def fail(how):
@@ -31,16 +36,21 @@ def fail(how):
         else:
             raise OSError("the memory of this rank is broken")
 
-    if how == "update":
-        CpuKernel.update = gone
-    else:
-        Gates.pass_through = gone
+    place, name = PLACES.get(how, (GradientMover, "offload"))
+    setattr(place, name, gone)
 
 
-def main(how):
+def model_under(engine):
+    if engine == "fsdp2":
+        return sharded("blocks", torch.device("cpu"), dist.get_world_size(), twice=False)
+    torch.manual_seed(3)
+    return DistributedDataParallel(Model(False, twice=False), bucket_cap_mb=0.001)
+
+
+def main(engine, how):
     dist.init_process_group("gloo", timeout=timedelta(minutes=10))
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    model = sharded("blocks", torch.device("cpu"), ranks, twice=False)
+    model = model_under(engine)
     optimizer = hybrid(model, backward_overlap="gradients", max_grad_norm=1.0)
     optimizer.attach(model)
     for step in range(6):
@@ -53,4 +63,4 @@ def main(how):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

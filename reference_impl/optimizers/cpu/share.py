@@ -103,12 +103,9 @@ class CpuShare:
             event.synchronize()
             master.copy_(staging)
 
-    def offload(self, member: Member, *, measure: bool) -> torch.Tensor:
-        """Start the copy of a gradient, with `measure` its norm too; return it, laid out like the parameter.
-
-        Changes nothing when it raises.
-        """
-        gradient = self._gradients.offload(member, measure=measure)
+    def offload(self, member: Member, *, measure: bool, reduced: torch.Tensor | None = None) -> torch.Tensor:
+        """Start the copy of a gradient, see `GradientMover`; return it, laid out. Changes nothing when it raises."""
+        gradient = self._gradients.offload(member, measure=measure, reduced=reduced)
         for piece in member.pieces:
             self._buckets[piece].sent.add(piece)
         return gradient

@@ -9,26 +9,28 @@ import pytest
 
 from skill_tools.bundle import root
 
+BROKEN = "the memory of this rank is broken"
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("how", "said"),
+    ("engine", "how", "said"),
     [
-        (
-            "update",
-            "WorkLostError: an update on the CPU has failed: OSError('the memory of this rank is broken')",
-        ),
-        ("gather", "OSError: the memory of this rank is broken"),
-        ("interrupt", "KeyboardInterrupt"),
-        ("kill", "Signal 9 (SIGKILL) received"),
+        ("fsdp2", "update", f"WorkLostError: an update on the CPU has failed: OSError('{BROKEN}')"),
+        ("fsdp2", "wait", f"OSError: {BROKEN}"),
+        ("fsdp2", "interrupt", "KeyboardInterrupt"),
+        ("fsdp2", "kill", "Signal 9 (SIGKILL) received"),
+        ("ddp", "update", f"WorkLostError: an update on the CPU has failed: OSError('{BROKEN}')"),
+        ("ddp", "send", f"OSError: {BROKEN}"),
+        ("ddp", "kill", "Signal 9 (SIGKILL) received"),
     ],
 )
-def test_a_rank_that_fails_ends_the_others_with_its_error(how, said):
+def test_a_rank_that_fails_ends_the_others_with_its_error(engine, how, said):
     """The collectives' own limit is ten minutes."""
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     path = os.pathsep.join([str(root()), str(root() / "tests" / "support")])
     done = subprocess.run(
-        [*launch, failing_rank.__file__, how],
+        [*launch, failing_rank.__file__, engine, how],
         capture_output=True,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},

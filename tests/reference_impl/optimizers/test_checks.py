@@ -92,7 +92,7 @@ def test_a_model_under_fsdp_is_refused(device):
             nn.Module.__init__(self)
 
     with pytest.raises(ValueError, match="attach"):
-        checks.check_model(Wrapped(), moves_in_backward=False)
+        checks.check_model(Wrapped(), serves_data_parallel=True)
 
 
 def test_a_refused_optimizer_leaves_nothing_behind(device):

@@ -197,17 +197,6 @@ def test_data_parallel_gradients_are_taken_in_step(device, group, bucket_views):
             torch.testing.assert_close(one, other)
 
 
-def test_gradients_that_leave_before_they_are_reduced_are_an_error(device, group):
-    model = net(device)
-    parallel = DistributedDataParallel(model)
-    with hybrid(model) as optimizer:
-        with pytest.raises(ValueError, match="backward_overlap='nothing'"):
-            optimizer.attach(parallel)
-        loss = parallel(data_of(device, 1)[0]).sum()
-        with pytest.raises(RuntimeError, match=r"has been offloaded.*backward_overlap='nothing'"):
-            loss.backward()
-
-
 @pytest.mark.slow
 def test_two_ranks_train_like_one_that_sees_all_data(device, tmp_path):
     """With shards of different size and none, and the exact norm over both ranks."""

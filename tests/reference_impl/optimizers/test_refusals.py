@@ -63,14 +63,3 @@ def test_host_memory_is_checked_before_anything_is_taken(device, monkeypatch):
     model, _ = twins(device)
     with pytest.raises(HostMemoryError, match=r"GiB needed.*GiB available; try offload_fraction=0\."):
         HybridDeviceOptimizer(model.parameters())
-
-
-def test_distributed_data_parallel_is_refused(device, make):
-    class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
-        def __init__(self, module):
-            torch.nn.Module.__init__(self)
-            self.module = module
-
-    model, _ = twins(device)
-    with pytest.raises(ValueError, match="DistributedDataParallel"):
-        make(model).attach(DistributedDataParallel(model))

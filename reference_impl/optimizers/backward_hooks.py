@@ -1,0 +1,124 @@
+"""Where an optimizer hears in backward of gradients that are final.
+
+A gradient is final once autograd has accumulated it, and under DistributedDataParallel once it is reduced. DDP reads it
+from the parameter before that, and puts it back at the end of backward: in between it is in a bucket.
+
+Explained in docs/optimizer-offloading.md and docs/distributed.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from reference_impl.device import Device
+from reference_impl.distributed.ddp import Reduced, ReducedGradients, data_parallels, foreign_hook
+from reference_impl.optimizers import checks
+from reference_impl.optimizers.forward_waits import forgetful
+from reference_impl.optimizers.gradients import Gradients
+from reference_impl.optimizers.layout import Member
+
+
+class BackwardHooks:
+    """The hooks of one optimizer on its parameters, and on DDP where a model of it is attached.
+
+    Args:
+        device: where the parameters are.
+        members: the trained parameters; more may come.
+        gradients: says which gradients leave in backward, and learns which are reduced.
+        on_gradient: called with a parameter whose gradient autograd has accumulated, or with a parameter and its
+            gradient when the reduction of that is queued, which copies of gradients to the host wait for. Its owner is
+            not kept alive.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        members: Mapping[torch.Tensor, Member],
+        gradients: Gradients,
+        on_gradient: Callable[..., None],
+    ) -> None:
+        self._device, self._members, self._gradients = device, members, gradients
+        self._on_gradient = forgetful(on_gradient)
+        self._handles: dict[torch.Tensor, RemovableHandle] = {}
+        self._reductions: list[ReducedGradients] = []
+
+    def hear(self, members: Sequence[Member], *, where_they_leave: bool) -> None:
+        """Hear of what autograd accumulates for `members`, or only for those whose gradients leave then."""
+        leaves = self._gradients.leave_in_backward
+        sent = [member for member in members if member.pieces and leaves(member)]
+        if self._gradients.may_leave and any(member.pieces and member not in sent for member in members):
+            checks.warn_kept_gradients()
+        self._hear(sent if where_they_leave else members)
+
+    def _hear(self, members: Iterable[Member]) -> None:
+        for param in (member.param for member in members):
+            # Megatron's shards require no gradient: theirs are put on them.
+            if param.requires_grad and param not in self._handles:
+                self._handles[param] = param.register_post_accumulate_grad_hook(self._on_gradient)
+
+    def check(self, model: nn.Module, split: Sequence[float]) -> None:
+        """Raise ValueError for a DDP in `model` that cannot be served; every rank of it has to call this."""
+        for parallel in data_parallels(model):
+            if self._gradients.may_leave and not self._gradients.measures:
+                checks.check_unused(parallel)
+            splits: list[Any] = [None] * parallel.process_group.size()
+            dist.all_gather_object(splits, tuple(split), group=parallel.process_group)
+            checks.check_same_split(splits)
+
+    def attach(self, model: nn.Module) -> None:
+        """Hear of what DDP reduces in `model`, if some of it leaves, and no more of another one.
+
+        Beside a communication hook of somebody else gradients stay on the parameters, with a warning.
+        """
+        self._stop_listening()
+        parallels = data_parallels(model)
+        within = frozenset(param for parallel in parallels for param in parallel.parameters())
+        self._gradients.reduced_later = within
+        # What stands for a gradient makes way, once autograd has added to it, for what DDP can read.
+        held = [self._members[param] for param in within if param in self._members]
+        self._hear(held)
+        some_leave = self._gradients.may_leave and any(member.pieces for member in held)
+        on_gradient = self._on_gradient
+        for parallel in parallels if some_leave else ():
+            other = foreign_hook(parallel)
+            if other is not None:
+                checks.warn_foreign_hook(other)
+                continue
+            self._reductions.append(
+                ReducedGradients(
+                    parallel,
+                    self._device,
+                    on_reduced=self._of_members(lambda member, reduced: on_gradient(member.param, reduced)),
+                    on_placed=self._of_members(self._gradients.place),
+                )
+            )
+
+    def _of_members(self, call: Callable[[Member, torch.Tensor], None]) -> Callable[[Reduced], None]:
+        """Return a function that makes the `call` for each gradient of a bucket that belongs to a member."""
+        members = self._members
+
+        @torch.no_grad()
+        def of_bucket(reduced: Reduced) -> None:
+            for param, gradient in reduced:
+                if param in members:
+                    call(members[param], gradient)
+
+        return of_bucket
+
+    def close(self) -> None:
+        """Hear of nothing any more."""
+        self._stop_listening()
+        for handle in self._handles.values():
+            handle.remove()
+        self._handles.clear()
+
+    def _stop_listening(self) -> None:
+        for each in self._reductions:
+            each.close()
+        self._reductions.clear()
