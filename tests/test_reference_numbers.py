@@ -19,6 +19,7 @@ from reference_impl.optimizers.split import StateBytes, state_bytes  # noqa: E40
 from reference_impl.optimizers.streamed.slots import LEAST_SLOTS  # noqa: E402
 from reference_impl.optimizers.streamed.storage import StateFormat  # noqa: E402
 from reference_impl.optimizers.streamed.update import scratch_bytes_an_element  # noqa: E402
+from reference_impl.trained_layers import shard_streamer  # noqa: E402
 from reference_impl.verification.plan_document import STREAMED_STATES, TRAINED_STATES  # noqa: E402
 
 
@@ -63,6 +64,8 @@ NUMBERS: dict[str, Callable[[], Any]] = {
     "WIDENED_ELEMENTS": lambda: resident.CHUNK_ELEMENTS,
     "IN_FLIGHT_BYTES": lambda: default(reference_impl.ActivationOffloader, "in_flight_bytes"),
     "GRADIENTS_IN_FLIGHT_BYTES": lambda: default(GradientMover, "in_flight_bytes"),
+    "SHARD_CHUNK_BYTES": lambda: shard_streamer.CHUNK_BYTES,
+    "SHARD_WINDOW_BLOCKS": lambda: 1 + default(reference_impl.ShardStreamer, "prefetch"),
     "WINDOW_LAYERS": lambda: 1 + default(reference_impl.FrozenLayerStreamer, "prefetch"),
     "STATE_BYTES": lambda: bf16_adam().streamed,
     "TRAINED_WINDOW_LAYERS": lambda: 1 + default(reference_impl.TrainableLayerStreamer, "prefetch"),

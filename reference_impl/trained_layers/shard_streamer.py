@@ -35,7 +35,7 @@ from reference_impl.weights.trained import Homes
 
 # A chunk's states, its gradients and a copy of these are on the device three times: small ones keep the peak low, and
 # copies of this size still run at the link's full rate.
-_CHUNK_BYTES = 32 * 2**20
+CHUNK_BYTES = 32 * 2**20
 _REMEDY = "try Streaming(hi_lo_masters=True) or Streaming(moments_dtype=torch.bfloat16), or more hosts"
 
 
@@ -75,7 +75,7 @@ class ShardStreamer(ClosedAtExit):
         streaming: Streaming | None = None,
         prefetch: int = 1,
     ) -> None:
-        streaming = streaming or Streaming(chunk_bytes=_CHUNK_BYTES)
+        streaming = streaming or Streaming(chunk_bytes=CHUNK_BYTES)
         if prefetch < 1:
             raise ValueError(f"prefetch={prefetch}; expected at least 1; try 1")
         self._undo: list[Callable[[], None]] = []

@@ -22,7 +22,8 @@ from reference_impl.device import Device
 from reference_impl.distributed.mesh import ranks_of_shards
 from reference_impl.memory.closing import ClosedAtExit, close_behind
 from reference_impl.optimizers import HybridDeviceOptimizer, Streaming
-from reference_impl.trained_layers import TrainableLayerStreamer
+from reference_impl.trained_layers import ShardStreamer, TrainableLayerStreamer
+from reference_impl.trained_layers.shard_streamer import CHUNK_BYTES
 from reference_impl.verification.plan_document import (
     SHARD_DTYPES,
     SHARES,
@@ -91,8 +92,12 @@ def apply_plan(
     document = read_document(plan)
     execute = execute_section(document)
     _check_sharding(model, execute.get("sharding"))
-    wanted, layers = execute.get("optimizer"), execute.get("trained_layers")
-    if (wanted is not None or layers is not None) and type(optimizer) is not torch.optim.AdamW:
+    wanted, layers, shards = (
+        execute.get(name) for name in ("optimizer", "trained_layers", "streamed_shards")
+    )
+    if {"optimizer", "trained_layers", "streamed_shards"} & set(execute) and type(
+        optimizer
+    ) is not torch.optim.AdamW:
         raise ValueError(
             f"the plan offloads AdamW's state; got {type(optimizer).__name__}; "
             "try torch.optim.AdamW(model.parameters())"
@@ -102,6 +107,8 @@ def apply_plan(
         # Before weights are moved: what the model itself refuses.
         first_blocks(model, activations["num_layers"])
     stack = ExitStack()
+    # Where shards live on the host, parameters are there too.
+    trains_on = next(model.parameters()).device if shards is not None else None
     try:
         if (weights := execute.get("weights")) is not None:
             stack.enter_context(FrozenLayerStreamer(model, **weights))
@@ -111,11 +118,13 @@ def apply_plan(
         if layers is not None:
             streamer = _layer_streamer(model, optimizer, layers, max_grad_norm, device)
             stepped = stack.enter_context(streamer).optimizer
+        if shards is not None:
+            stepped = stack.enter_context(_shard_streamer(model, optimizer, shards, max_grad_norm)).optimizer
         if wanted is not None:
             stepped = offloading = _optimizer(optimizer, wanted, max_grad_norm)
             stack.callback(offloading.close)
             offloading.attach(model)
-        watch = StepWatch(stepped, Device.of(next(model.parameters()).device), document)
+        watch = StepWatch(stepped, Device.of(trains_on or next(model.parameters()).device), document)
         stack.callback(watch.close)
         return AppliedPlan(stepped, stack, watch)
     except BaseException as error:
@@ -180,18 +189,32 @@ def _layer_streamer(
     max_grad_norm: float | None,
     device: torch.device | str | None,
 ) -> TrainableLayerStreamer:
-    wrapped = torch.optim.AdamW(
-        [group | {"fused": True, "foreach": None} for group in optimizer.param_groups]
-    )
-    wrapped.state.update(optimizer.state)
     return TrainableLayerStreamer(
         model,
-        wrapped,
+        _fused(optimizer),
         max_grad_norm=max_grad_norm,
         streaming=Streaming(**TRAINED_STATES[wanted.get("streamed_states", "exact")]),
         inputs=wanted.get("inputs", "device"),
         device=device,
     )
+
+
+def _shard_streamer(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    wanted: Mapping[str, Any],
+    max_grad_norm: float | None,
+) -> ShardStreamer:
+    states = STREAMED_STATES[wanted.get("streamed_states", "exact")]
+    streaming = Streaming(chunk_bytes=CHUNK_BYTES, **states) if states else None
+    return ShardStreamer(model, _fused(optimizer), max_grad_norm=max_grad_norm, streaming=streaming)
+
+
+def _fused(optimizer: torch.optim.Optimizer) -> torch.optim.AdamW:
+    """Return `optimizer` as the streamers take it, with the groups and states that it has."""
+    fused = torch.optim.AdamW([group | {"fused": True, "foreach": None} for group in optimizer.param_groups])
+    fused.state.update(optimizer.state)
+    return fused
 
 
 def optimizer_options(section: Mapping[str, Any]) -> dict[str, Any]:

@@ -83,12 +83,19 @@ def execute_section(plan: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
         "activations": _activations,
         "weights": _weights,
         "trained_layers": _trained_layers,
+        "streamed_shards": _streamed_shards,
     }
     _object(checks)("execute", execute)
     if "trained_layers" in execute and len(execute) > 1:
         others = [name for name in execute if name != "trained_layers"]
         raise _wrong(
             "execute", others, "nothing beside trained_layers, which moves all of it", "another plan"
+        )
+    if "streamed_shards" in execute and (
+        "sharding" not in execute or {"optimizer", "weights"} & set(execute)
+    ):
+        raise _wrong(
+            "execute", list(execute), "streamed_shards with sharding, and activations at most", "another plan"
         )
     assert isinstance(execute, Mapping)
     return execute
@@ -155,6 +162,10 @@ def _weights(entry: str, found: Any) -> None:
 
 def _trained_layers(entry: str, found: Any) -> None:
     _object({"inputs": _one_of(INPUTS), "streamed_states": _one_of(tuple(TRAINED_STATES))})(entry, found)
+
+
+def _streamed_shards(entry: str, found: Any) -> None:
+    _object({"streamed_states": _one_of(tuple(STREAMED_STATES))})(entry, found)
 
 
 def _object(entries: Mapping[str, Check], *, required: tuple[str, ...] = ()) -> Check:

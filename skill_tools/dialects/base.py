@@ -82,8 +82,8 @@ class Dialect(ABC):
         """How a column of a table is called that is about this framework."""
         return self.label
 
-    def carried_out_by(self, mode: "Mode") -> str:
-        """Return how to carry out a plan of `mode` that changes no setting."""
+    def carried_out_by(self, mode: "Mode", run: "Run") -> str:
+        """Return how to carry out a plan of `mode` for `run` that changes no setting."""
         return self.carry_out
 
     def launched_by(self, run: "Run") -> str:

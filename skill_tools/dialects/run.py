@@ -182,8 +182,9 @@ class Mode(NamedTuple):
     those of fine-grained offload. Under a budget `removed` is the share of the saved bytes that does not
     stay, `recomputed` the part of it that is computed again instead of moved. `recompute` None keeps the
     run's own. `weight_layers` are the frozen layers that are streamed, `trained_layers` says that all trained ones
-    are, with gradients and states (as `streamed_states`) on the host, `offload_parameters` is FSDP's or ZeRO's
-    parameter and optimizer offload, `state_offload` Megatron's (dev) optimizer-state offload.
+    are, or under FSDP2 their shards, with gradients and states (as `streamed_states`) on the host,
+    `offload_parameters` is FSDP's or ZeRO's parameter and optimizer offload, `state_offload` Megatron's (dev)
+    optimizer-state offload.
     """
 
     optimizer_fraction: float = 0.0

@@ -71,7 +71,7 @@ def has_changes(plan: Plan) -> bool:
 def _lines_to(plan: Plan, best: Option) -> tuple[str, str]:
     """Return the lines to change for `best`, and where there are none how it is carried out by hand."""
     dialect = registry.named(plan.run.dialect)
-    by_hand = dialect.carried_out_by(best.candidate.mode) if best.candidate.mechanisms else ""
+    by_hand = dialect.carried_out_by(best.candidate.mode, plan.run) if best.candidate.mechanisms else ""
     return change(plan.patch) if plan.patch else "", by_hand
 
 

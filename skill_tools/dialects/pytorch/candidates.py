@@ -1,7 +1,7 @@
 """The candidates of a plain PyTorch loop: what `reference_impl` can do, and the section of a plan that it executes."""
 
 from collections.abc import Iterator
-from itertools import product
+from itertools import islice, product
 
 from skill_tools.dialects.candidates import (
     BUDGET,
@@ -54,6 +54,8 @@ def candidates(run: Run, advice: Advice) -> Iterator[Candidate]:
             rounds=_rounds(run, kept[0]),
         )
     yield from _trained_layers(run)
+    if run.is_fully_sharded and run.adapter is None:
+        yield from _streamed_shards(run, advice)
 
 
 def _trained_layers(run: Run) -> Iterator[Candidate]:
@@ -74,6 +76,21 @@ def _trained_layers(run: Run) -> Iterator[Candidate]:
             Mode(**arguments),  # type: ignore[arg-type]
             f"trained layers streamed{form}{inputs}",
             (TRAINED, INPUTS) if on_host else (TRAINED,),
+            {},
+            rounds=_rounds(run, arguments),
+        )
+
+
+def _streamed_shards(run: Run, advice: Advice) -> Iterator[Candidate]:
+    """Yield the sharded model of which each GPU holds what two gathers read; all else is on the host."""
+    forms = tuple(StreamedStates) if run.allows_other_numerics else (run.streamed_states,)
+    for states, activations in product(forms, islice(_activations(run, advice), 3)):
+        arguments: dict[str, object] = {"trained_layers": True, "streamed_states": states, **activations[0]}
+        form = f", states as {states}" if states in _OTHER_NUMERICS else ""
+        yield Candidate(
+            Mode(**arguments),  # type: ignore[arg-type]
+            " + ".join(filter(None, (activations[1], f"shards, gradients and states on the host{form}"))),
+            (*activations[2], TRAINED),
             {},
             rounds=_rounds(run, arguments),
         )
@@ -182,7 +199,7 @@ def execute(mode: Mode, run: Run, peak_bytes: int) -> dict[str, object]:
 
     `peak_bytes` is what the allocator may reach in a step.
     """
-    if mode.trained_layers:
+    if mode.trained_layers and not run.is_fully_sharded:
         on_host = mode.activation_engine is ActivationEngine.OWN_INPUTS
         return {
             "trained_layers": {
@@ -198,6 +215,8 @@ def execute(mode: Mode, run: Run, peak_bytes: int) -> dict[str, object]:
             "ranks": run.weight_shards,
             "weights": "float32" if wide else "bfloat16",
         }
+    if mode.trained_layers:
+        mechanisms["streamed_shards"] = {"streamed_states": str(mode.streamed_states)}
     if mode.optimizer_fraction:
         states = (
             {"streamed_states": str(mode.streamed_states)} if mode.streamed_states in _OTHER_NUMERICS else {}

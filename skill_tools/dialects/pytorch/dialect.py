@@ -52,9 +52,9 @@ class PyTorch(Dialect):
 
         return launch(run)
 
-    def carried_out_by(self, mode: "Mode") -> str:
-        """Return the call, and where trained layers stream also the object that it makes."""
-        if not mode.trained_layers:
+    def carried_out_by(self, mode: "Mode", run: "Run") -> str:
+        """Return the call, and where trained layers stream on one GPU also the object that it makes."""
+        if not mode.trained_layers or run.is_fully_sharded:
             return self.carry_out
         from skill_tools.dialects.pytorch.candidates import layer_streamer
 

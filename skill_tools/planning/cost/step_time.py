@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from skill_tools.dialects.run import Mode, OptimizerEngine, Run
 from skill_tools.planning.accounts import Cost
-from skill_tools.planning.cost import collectives, copies, trained_layers
+from skill_tools.planning.cost import collectives, copies, streamed_shards, trained_layers
 from skill_tools.planning.cost.compute import Pace
 from skill_tools.planning.cost.machine import Machine
 from skill_tools.planning.cost.optimizer import Compute, offloaded_update
@@ -31,7 +31,7 @@ class StepTime(NamedTuple):
 
 def estimate(run: Run, mode: Mode, memory: Memory, machine: Machine, speed: Pace) -> StepTime:
     """Return the step time of `run` under `mode`."""
-    if mode.trained_layers:
+    if mode.trained_layers and not run.is_fully_sharded:
         found = trained_layers.costs(run, mode, memory, machine, speed)
         return StepTime(speed.step_s, tuple(found), machine.measured)
     again = list(recompute_costs(run, mode, memory, machine, speed))
@@ -54,6 +54,10 @@ def estimate(run: Run, mode: Mode, memory: Memory, machine: Machine, speed: Pace
     on_gpu = speed.gpu_update_s * _share_on_gpu(mode)
     if on_gpu:
         costs.append(Cost("optimizer on the GPU", on_gpu, on_gpu, "28 B a parameter / HBM"))
+    if mode.trained_layers:
+        again_s = sum(cost.exposed_s for cost in again)
+        costs += streamed_shards.costs(run, mode, memory, machine, left, again_s)
+        return StepTime(speed.step_s, tuple(costs), machine.measured)
     if not mode.optimizer_fraction:
         return StepTime(speed.step_s, tuple(costs), machine.measured or not (each or mode.state_offload))
     beside = Compute(

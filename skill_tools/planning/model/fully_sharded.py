@@ -10,6 +10,7 @@ Explained in docs/distributed.md.
 
 from functools import lru_cache
 
+from skill_tools.dialects.layout import LocalParameters
 from skill_tools.dialects.run import Mode, OptimizerEngine, Run
 from skill_tools.planning.accounts import Line, each
 from skill_tools.planning.model import reference_numbers as reference
@@ -65,6 +66,56 @@ def leaving(run: Run, mode: Mode, shard: int) -> list[Line]:
         f"{reference.GRADIENTS_IN_FLIGHT_BYTES >> 30} GiB on their way, and the shards of {_UNCOUNTED} blocks"
     )
     return [Line("gradients to the host", round(min(waiting, wide * on_cpu)), formula, "backward")]
+
+
+def on_the_host(run: Run, mode: Mode, local: LocalParameters) -> tuple[list[Line], list[Line]]:
+    """Return the GPU lines and the host lines of a rank whose shards, gradients and states live on the host.
+
+    `ShardStreamer` has the shards of a few gathers on the GPU, and chunks of states with their gradients twice: as they
+    came, and as the update wants them.
+    """
+    size, shard = _sizes(run, local.total), local.shard
+    weight_bytes, gradient_bytes = run.precision.weight_bytes, run.precision.gradient_bytes
+    whole = size.outside if run.shape.tied_embeddings else size.table
+    largest, block = max(size.block, whole) // run.weight_shards, size.block // run.weight_shards
+    states_bytes = streamed_bytes(run, mode)
+    elements = min(int(reference.SHARD_CHUNK_BYTES // states_bytes), shard)
+    blocks = reference.SHARD_WINDOW_BLOCKS
+    gpu = [
+        Line(
+            "shards of gathers",
+            round(blocks * weight_bytes * largest),
+            f"{blocks} x {each(weight_bytes, largest, 'parameters of the largest')}",
+        ),
+        Line(
+            "gradients to the host",
+            round(2 * gradient_bytes * block),
+            f"2 x {each(gradient_bytes, block, 'parameters')}: reduced, and on their way",
+            "recompute",
+        ),
+        Line(
+            "streaming slots",
+            round(reference.SLOTS * (states_bytes + 2 * gradient_bytes) * elements),
+            f"{reference.SLOTS} chunks of {elements:,} elements with their gradients twice",
+        ),
+        *lines(run, local.total),
+    ]
+    host = [
+        Line("weights", round(weight_bytes * shard), each(weight_bytes, shard, "parameters of the shards")),
+        Line("gradients", round(gradient_bytes * shard), each(gradient_bytes, shard, "parameters")),
+        Line(
+            "masters and moments",
+            round(states_bytes * shard),
+            each(states_bytes, shard, mode.streamed_states),
+        ),
+    ]
+    return gpu, host
+
+
+def streamed_bytes(run: Run, mode: Mode) -> float:
+    """Return the bytes of an element's states that are not in its weight."""
+    master_bytes, moments_bytes = reference.STREAMED_STATES[mode.streamed_states]
+    return moments_bytes if run.precision.weight_bytes >= 4 else master_bytes + moments_bytes
 
 
 @lru_cache(maxsize=64)

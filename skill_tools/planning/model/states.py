@@ -38,6 +38,9 @@ def lines(run: Run, mode: Mode, local: LocalParameters) -> tuple[tuple[Line, ...
 
 
 def _lines(run: Run, mode: Mode, local: LocalParameters) -> tuple[list[Line], list[Line]]:
+    if mode.trained_layers and run.is_fully_sharded:
+        gpu, host = fully_sharded.on_the_host(run, mode, local)
+        return [*gpu, *_around_weights(run)], host
     if mode.trained_layers:
         gpu, host = trained_layers.lines(run, mode, local)
         return [*gpu, *_around_weights(run), *_tied_sum(run)], host

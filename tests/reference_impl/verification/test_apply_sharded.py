@@ -27,7 +27,7 @@ def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, An
 def test_a_plan_for_two_ranks_trains_as_fsdp2_does_and_others_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """States on the CPU in part; in three shares, with checkpointing; the same with layer inputs on the host."""
+    """States on the CPU in part; in three shares, with checkpointing, its inputs on the host too; everything off."""
     small = planned(capsys, "--gpus", "2", "--tensor-memory", "2MB", "--overrides", DECODER)
     assert 0 < small["execute"]["optimizer"]["split"]["cpu"] < 1
     large = planned(capsys, "--gpus", "8", "--model", "llama-3-70b")
@@ -35,11 +35,22 @@ def test_a_plan_for_two_ranks_trains_as_fsdp2_does_and_others_are_refused(
     assert large["execute"]["activations"] == {"mode": "recompute"}
     large["execute"]["sharding"]["ranks"] = 2
     inputs = large["execute"] | {"activations": {"mode": "checkpoint"}}
+    words = ("--gpus", "2", "--gpu", "4090", "--model", "llama-3-8b", "--host-memory", "128GiB")
+    off = planned(capsys, *words)
+    assert off["execute"]["streamed_shards"] == {"streamed_states": "exact"}
     paths = []
-    for number, document in enumerate([small, large, {"execute": inputs}]):
+    for number, document in enumerate([small, large, {"execute": inputs}, off]):
         paths.append(tmp_path / f"{number}.json")
         paths[-1].write_text(json.dumps(document), encoding="utf-8")
     run_ranks(planned_ranks.__file__, 2, str(tmp_path / "store"), *map(str, paths))
+
+
+def test_everything_off_stands_beside_no_other_optimizer() -> None:
+    sharding = {"engine": "fsdp2", "ranks": 2, "weights": "float32"}
+    wrong: list[dict[str, Any]] = [{}, {"sharding": sharding, "optimizer": {"offload_fraction": 1.0}}]
+    for beside in wrong:
+        with pytest.raises(ValueError, match="streamed_shards with sharding"):
+            execute_section({"execute": {"streamed_shards": {}} | beside})
 
 
 @pytest.mark.parametrize(

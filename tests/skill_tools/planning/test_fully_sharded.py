@@ -248,6 +248,38 @@ def test_a_tied_table_stays_gathered_from_forward_to_the_end_of_backward() -> No
     assert "gathered table" not in lines(memory.estimate(of("llama-3-8b", 4)))
 
 
+ALL_OFF = Mode(trained_layers=True, recompute=FULL)
+
+
+def test_everything_off_leaves_what_two_gathers_read() -> None:
+    run = of(FOUR_H100.shape, 4, seq_length=4096, hidden_size=4096, gated_linear_unit=True)
+    found = memory.estimate(run, ALL_OFF)
+    shard = found.parameters.shard
+    assert found.host_bytes_per_node == found.pinned_bytes_per_node == pytest.approx(4 * 16 * shard)
+    resident = memory.estimate(run, NONE)
+    for name in ("gathered blocks", "gradients of two blocks"):
+        assert lines(found)[name] == lines(resident)[name]
+    # 2 x 4 B of a block's shard, and three chunks of 32 MiB with gradients.
+    assert found.between_steps_bytes < 0.8 * GIB
+    narrow = run._replace(streamed_states=StreamedStates.PACKED)
+    packed = memory.estimate(narrow, ALL_OFF._replace(streamed_states=StreamedStates.PACKED))
+    assert packed.host_bytes_per_node == pytest.approx(4 * 12 * shard)
+
+
+def test_everything_off_is_as_slow_as_its_36_bytes_a_parameter_or_as_its_compute() -> None:
+    rates = machine.known("h100", ranks_on_node=4)
+    for tokens, hides in ((256, False), (65536, True)):
+        run = of(FOUR_H100.shape, 4, seq_length=tokens, hidden_size=4096, gated_linear_unit=True)
+        found = memory.estimate(run, ALL_OFF)
+        speed = compute.pace(run, rates, found.parameters.shard)
+        step = step_time.estimate(run, ALL_OFF, found, rates, speed)
+        copies = [cost for cost in step.costs if cost.name.startswith("shards and")]
+        shard = found.parameters.shard
+        # In forward 16 B come and 12 go, in backward 4 each way; this host's memory carries all of them in time.
+        assert sum(cost.work_s for cost in copies) == pytest.approx(shard * (16 + 4) / rates.update_link)
+        assert (sum(cost.exposed_s for cost in copies) == 0) == hides
+
+
 def test_replicas_keep_all_and_gradients_in_their_buckets() -> None:
     run = of("llama-3-8b", 4, sharding="replicas")
     one, found = memory.estimate(of("llama-3-8b", 1)), memory.estimate(run, ON_THE_CPU)
