@@ -83,6 +83,8 @@ def train(build, *, attached, fails):
                     losses.append(loss.detach())
             finally:
                 del ballast
+                # A tensor in the cached ballast would keep all of it from allocations of other sizes.
+                torch.cuda.empty_cache()
             optimizer.zero_grad()
         optimizer.synchronize()
         weights = [param.detach().clone() for param in model.parameters()]

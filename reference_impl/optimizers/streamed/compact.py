@@ -303,7 +303,8 @@ class CompactOperands(NamedTuple):
             rest = self.part(slice(full, self.gradient.numel())).writes(formula, beyond)
         if full:
             tables = self.part(slice(0, full)).tables(packing.apart)
-            packing.compiled(update_tables)(formula, tables, scalars)
+            kind = (formula, self.gradient.dtype, *(each.dtype for each in self.written))
+            packing.compiled(update_tables, *kind)(formula, tables, scalars)
         packing.write(rest)
 
     def writes(self, formula: Formula, scalars: Scalars) -> Writes:

@@ -25,6 +25,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from itertools import groupby
+from types import FunctionType
 from typing import NamedTuple, Protocol
 
 import torch
@@ -216,7 +217,7 @@ class Packer:
     ) -> None:
         self._kernel.run(
             halves.low.numel(),
-            lambda: compiled(function)(Halves(*map(apart, halves))),
+            lambda: compiled(function, halves.flagged.dtype)(Halves(*map(apart, halves))),
             lambda part: values(Halves(*(each[part] for each in halves))),
         )
 
@@ -236,9 +237,14 @@ def aligned_rows(table: torch.Tensor) -> Tensors:
 
 
 @cache
-def compiled(function: Callable[..., None]) -> Callable[..., None]:
-    """Return `function` as one kernel for all sizes, built at its first call."""
-    return torch.compile(function, dynamic=True, fullgraph=True)
+def compiled(function: Callable[..., None], *kind: object) -> Callable[..., None]:
+    """Return `function` as one kernel for all sizes, built at its first call.
+
+    `kind` is what the kernel is specialised on beside sizes: the formula and dtypes. The compiler allows 8 kernels a
+    code object, and raises at the ninth, so each kind is a code object of its own.
+    """
+    own = FunctionType(function.__code__.replace(), function.__globals__)
+    return torch.compile(own, dynamic=True, fullgraph=True)
 
 
 def blocks(numel: int) -> list[slice]:
@@ -289,7 +295,9 @@ class Operands(NamedTuple):
     def run_kernel(self, formula: Formula, scalars: Scalars) -> None:
         """Update them by the compiled kernel."""
         function = update_whole if self.low is None else update_halved
-        compiled(function)(formula, self.each(apart), scalars)
+        tensors = (self.weight, self.low, self.master, self.gradient, *self.moments)
+        kind = (formula, *(None if each is None else each.dtype for each in tensors))
+        compiled(function, *kind)(formula, self.each(apart), scalars)
 
     def writes(self, formula: Formula, scalars: Scalars) -> Writes:
         """Return what the update would write."""
@@ -409,7 +417,8 @@ class RoundedUpdate:
         formula = self._algorithm.formula
         self._kernel.run(
             operands.gradient.numel(),
-            lambda: operands.run_kernel(formula, scalars),
+            # The compiler would build a kernel for every place that a number has in a table.
+            lambda: operands.run_kernel(formula, Scalars(*map(apart, scalars))),
             lambda part: operands.part(part).writes(formula, scalars._replace(first=first + part.start)),
         )
 

@@ -14,7 +14,7 @@ from reference_impl import CpuUpdate, OptimizerStateOffloader, Streaming
 from reference_impl.device import Device
 from reference_impl.memory.host import host_book
 from reference_impl.memory.ledger import Ledger
-from reference_impl.optimizers.streamed import packing
+from reference_impl.optimizers.streamed import packing, storage
 
 COMPACT = Streaming(chunk_bytes=6000, compact_low_bits=8)
 
@@ -184,6 +184,7 @@ def test_device_bytes_between_steps_are_the_ring_and_what_stays(device, fraction
         optimizer.synchronize()
         gc.collect()
 
+    gc.collect()
     with Ledger(device, track=model.parameters()) as ledger:
         base = ledger.device_bytes
         optimizer = OptimizerStateOffloader(
@@ -196,7 +197,9 @@ def test_device_bytes_between_steps_are_the_ring_and_what_stays(device, fraction
         # Exact states of vectors, and the fp32 gradients of a chunk of them.
         stays = 3.0625 * (1 - fraction) * matrices + 16 * vectors
         extra = ledger.device_bytes - base
-        assert extra == pytest.approx(stays + 3 * 3.0625 * chunk_elements, rel=0.01, abs=8 * 2**10)
+        # An allocator on a GPU gives each of the counters and numbers 512 bytes.
+        counters = 64 * 512 if device.is_accelerator else 8 * 2**10
+        assert extra == pytest.approx(stays + 3 * 3.0625 * chunk_elements, rel=0.01, abs=counters)
         optimizer.close()
 
 
@@ -254,6 +257,48 @@ def test_bad_options_are_named(device, options, words):
         build(fresh(device), **options)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [
+        (torch.bfloat16, {"compact_low_bits": 8}),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in [
+                (torch.bfloat16, {"compact_low_bits": 16}),
+                (torch.bfloat16, {"hi_lo_masters": True, "moments_dtype": torch.bfloat16}),
+                (torch.bfloat16, {"moments_dtype": torch.bfloat16}),
+                (torch.float32, {"compact_low_bits": 8}),
+                (torch.float32, {"moments_dtype": torch.bfloat16}),
+            ]
+        ),
+    ],
+    ids=str,
+)
+def test_one_kernel_is_built_for_all_cuts(monkeypatch, dtype, options):
+    """A kernel takes seconds to build, and the compiler raises where a code object has more than eight."""
+    built = []
+
+    def counting(graph, _):
+        built.append(graph)
+        return graph.forward
+
+    compiling = torch.compile
+    monkeypatch.setattr(
+        torch, "compile", lambda *args, **kwargs: compiling(*args, backend=counting, **kwargs)
+    )
+    monkeypatch.setattr(type(Device.of("cpu")), "compiles", True)
+    monkeypatch.setattr(storage, "find_spec", lambda name: name)
+    packing.compiled.cache_clear()
+    device = Device.of("cpu")
+    for fraction, chunk_bytes, max_grad_norm in [(1.0, 6000, None), (0.4, 4000, 0.5), (0.3, 20_000, None)]:
+        model = fresh(device, dtype)
+        cut = {"fraction": fraction, "chunk_bytes": chunk_bytes, "max_grad_norm": max_grad_norm}
+        with build(model, **cut, **options) as optimizer:
+            train(model, optimizer, batches(device.torch_device, 2))
+    packing.compiled.cache_clear()
+    assert len(built) == 1
+
+
 @pytest.mark.cuda
 def test_the_kernel_has_nothing_to_copy_first(monkeypatch):
     """The compiler's code does that, and at every call, for what does not begin at a multiple of 16 bytes."""
@@ -261,10 +306,10 @@ def test_the_kernel_has_nothing_to_copy_first(monkeypatch):
     offsets = []
     compiled = packing.compiled
 
-    def watched(function):
+    def watched(function, *kind):
         def run(formula, tables, scalars):
             offsets.extend(each.data_ptr() % 16 for each in (*tables.written, tables.gradient, *scalars))
-            compiled(function)(formula, tables, scalars)
+            compiled(function, *kind)(formula, tables, scalars)
 
         return run
 

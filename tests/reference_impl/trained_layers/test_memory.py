@@ -19,10 +19,19 @@ CHUNK_BYTES = 2**15
 
 def notes_bytes(device):
     """Of a layer: step counters, places of noise and norms, 0-dim tensors each, and random states of a segment."""
-    return 9 * 4 * (512 if device.is_accelerator else 100)
+    return 9 * (8 * 512 if device.is_accelerator else 4 * 100)
+
+
+def take_libraries_memory(device):
+    """Have a GPU's matrix library take its workspace, which stays and belongs to nobody here."""
+    if not device.is_accelerator:
+        return
+    model = decoder(device, layers=1, **WIDE)
+    train(model, torch.optim.SGD(model.parameters(), lr=1e-3), batches(device, 1))
 
 
 def peaks(device, layers):
+    take_libraries_memory(device)
     gc.collect()
     model = decoder(device, layers=layers, **WIDE)
     layer_bytes = sum(param.nbytes for param in model.layers[0].parameters())
@@ -61,9 +70,11 @@ def test_the_host_holds_what_was_said(device):
 
 
 def test_inputs_of_layers_wait_on_the_host(device):
-    layers, tokens = 6, 256
+    # On a GPU the bytes of an input are to be more than what an allocator rounds up.
+    layers, tokens = 6, 1024 if device.is_accelerator else 256
     after_forward = {}
     for inputs in ("device", "host"):
+        take_libraries_memory(device)
         gc.collect()
         model = decoder(device, layers=layers)
         first, last = batches(device, 2, tokens=tokens)
@@ -72,13 +83,14 @@ def test_inputs_of_layers_wait_on_the_host(device):
             streamed(model, inputs=inputs) as streamer,
         ):
             train(model, streamer.optimizer, [first])
+            # An input leaves the device when a later one finds its copy done.
+            model.layers[-1].register_forward_pre_hook(lambda *_: device.synchronize())
             loss = decoder_loss(model(last), last)
-            device.synchronize()
             after_forward[inputs] = ledger.device_bytes
             loss.backward()
             streamer.optimizer.zero_grad()
     input_bytes = 2 * tokens * 64 * 2
-    assert after_forward["device"] - after_forward["host"] >= (layers - 1) * input_bytes
+    assert after_forward["device"] - after_forward["host"] >= (layers - 3) * input_bytes
 
 
 def test_closing_gives_everything_back(device):

@@ -307,12 +307,14 @@ def test_compiled_makes_the_codes_of_the_source():
 
 
 def assert_follows(one, other):
-    """Nearly all bytes are the same, and no code is further away than its neighbour."""
+    """Nearly all bytes are the same, no code is further away than its neighbour, and no weight than one update."""
     for ours, theirs in zip(one.stored()[1:3], other.stored()[1:3], strict=True):
         apart = (ours.to(torch.int32) - theirs.to(torch.int32)).abs()
         assert apart.max() <= 1
         assert (apart > 0).float().mean() < 1e-3
-    torch.testing.assert_close(one.weight.float().cpu(), other.weight.float().cpu(), rtol=2**-7, atol=1e-6)
+    ours, theirs = one.weight.float().cpu(), other.weight.float().cpu()
+    assert (~torch.isclose(ours, theirs, rtol=2**-7, atol=1e-6)).float().mean() < 1e-4
+    torch.testing.assert_close(ours, theirs, rtol=2**-7, atol=GROUP["lr"])
 
 
 @pytest.mark.cuda
