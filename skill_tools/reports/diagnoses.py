@@ -7,6 +7,7 @@ from typing import Any
 from skill_tools.diagnosis.diagnosis import Diagnosis, advice, host_need
 from skill_tools.diagnosis.known_errors import KnownError
 from skill_tools.diagnosis.memory import OutOfMemory
+from skill_tools.errors import printable_json
 from skill_tools.units import gib, seconds
 
 SCHEMA_VERSION = "1.0"
@@ -134,9 +135,8 @@ def document(found: Diagnosis, *, planned: bool = False) -> dict[str, Any]:
 
 def as_json(found: Diagnosis, plan: dict[str, Any] | None) -> str:
     """Return the document as text, with the plan that it handed over to, if any."""
-    return json.dumps(
-        document(found, planned=plan is not None) | {"plan": plan}, indent=2, ensure_ascii=False
-    )
+    data = document(found, planned=plan is not None) | {"plan": plan}
+    return printable_json(json.dumps(data, indent=2, ensure_ascii=False))
 
 
 def _error(name: str, error: KnownError) -> str:

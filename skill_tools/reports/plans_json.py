@@ -6,6 +6,7 @@ from typing import Any
 
 from skill_tools.dialects import parameters, registry
 from skill_tools.dialects.run import Run
+from skill_tools.errors import printable_json
 from skill_tools.planning.model.memory import Memory
 from skill_tools.planning.search import decisive
 from skill_tools.planning.search.legality import RuledOut
@@ -19,7 +20,7 @@ SCHEMA_VERSION = "1.0"
 
 def as_json(plan: Plan) -> str:
     """Return the document as text."""
-    return json.dumps(document(plan), indent=2, ensure_ascii=False)
+    return printable_json(json.dumps(document(plan), indent=2, ensure_ascii=False))
 
 
 def situations_as_json(rows: Sequence[Situation], problem: str) -> str:
@@ -30,7 +31,7 @@ def situations_as_json(rows: Sequence[Situation], problem: str) -> str:
         "kind": "by-situation",
         "decisions": [row._asdict() for row in rows],
     }
-    return json.dumps(document, indent=2, ensure_ascii=False)
+    return printable_json(json.dumps(document, indent=2, ensure_ascii=False))
 
 
 def document(plan: Plan) -> dict[str, Any]:

@@ -75,14 +75,14 @@ def fuses_loss(config: Config) -> bool:
 
 def checkpoints(config: Config) -> bool:
     """Whether gradient checkpointing recomputes the layers (any spelling of it)."""
-    written = config.value("gradient_checkpointing")
-    return written is True or written in {"offload", "offload_disk", "unsloth"}
+    is_on = config.value("gradient_checkpointing") is True
+    return is_on or fields.text(config, "gradient_checkpointing") in {"offload", "offload_disk", "unsloth"}
 
 
 def current(config: Config, run: Run) -> Mode:
     """Return the mode that the YAML asks for as it stands."""
     offload = config.value("activation_offloading")
-    if config.value("gradient_checkpointing") in {"offload", "offload_disk"}:
+    if fields.text(config, "gradient_checkpointing") in {"offload", "offload_disk"}:
         offload = True
     engine = ActivationEngine.NONE
     recompute = None

@@ -20,16 +20,18 @@ from skill_tools.dialects.candidates import (
 from skill_tools.dialects.megatron import BRIDGE, LM
 from skill_tools.dialects.run import STATE_CHUNK_BYTES, ActivationEngine, Mode, Recompute, Run
 
+_ATTENTION_NORM = (
+    "attn_norm"  # a module of its own with multi-latent attention alone, else fused (`fg-identity-norm`)
+)
 _DENSE_MODULES = (
     ("core_attn", "attn_proj"),
     ("qkv_linear", "core_attn", "attn_proj"),
-    ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm"),
 )
 _EXPERT_MODULES = (
     ("moe_act",),
     ("expert_fc1", "moe_act"),
     ("core_attn", "attn_proj", "expert_fc1", "moe_act"),
-    ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act"),
+    ("qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act"),
 )
 _FRACTION = "optimizer_offload_fraction"
 _RESHARDABLE = "dist_ckpt_optim_fully_reshardable"
@@ -128,8 +130,8 @@ def _recomputes(run: Run) -> Iterator[_Part]:
     yield {}, "", {}
     if run.recompute.granularity != "none":
         yield {"recompute": Recompute()}, "no recompute", {"recompute_granularity": None}
-    if run.recompute.granularity == "none":
-        modules = ("layernorm", "moe_act") if run.shape.experts else ("layernorm",)
+    modules = ("layernorm", "moe_act") if run.shape.experts else ("layernorm",) if run.shape.uses_mla else ()
+    if run.recompute.granularity == "none" and modules:
         yield (
             {"recompute": Recompute(granularity="selective", modules=modules)},
             f"selective recompute ({', '.join(modules)})",
@@ -162,7 +164,7 @@ def _activations(run: Run) -> Iterator[_Part]:
             f"activation offload of {layers} layers",
             off | {"cpu_offloading": True, "cpu_offloading_num_layers": layers},
         )
-    for modules in _EXPERT_MODULES if run.shape.experts else _DENSE_MODULES:
+    for modules in _module_sets(run):
         yield (
             {"modules": modules, "activation_engine": ActivationEngine.MODULES},
             f"fine-grained offload of {_named(modules)}",
@@ -170,9 +172,17 @@ def _activations(run: Run) -> Iterator[_Part]:
             | {
                 "fine_grained_activation_offloading": True,
                 "offload_modules": list(modules),
-                "env.NVTE_CPU_OFFLOAD_V1": 1,
+                "env.NVTE_CPU_OFFLOAD_V1": "1",
             },
         )
+
+
+def _module_sets(run: Run) -> Iterator[tuple[str, ...]]:
+    """Yield the sets of modules whose offload does something in this model's layers."""
+    sets = _EXPERT_MODULES if run.shape.experts else _DENSE_MODULES
+    yield from sets
+    if run.shape.uses_mla:
+        yield (_ATTENTION_NORM, *sets[-1])
 
 
 def _named(modules: tuple[str, ...]) -> str:
@@ -187,7 +197,7 @@ def _threads(config: Config, run: Run) -> dict[str, object]:
         return {}
     written = config.value(_THREADS)
     left_to_torchrun = written is None and config.framework == LM
-    if not left_to_torchrun and written not in {1, "1"}:
+    if not left_to_torchrun and str(written) != "1":
         return {}
     return {_THREADS: f"$(( $(env -u OMP_NUM_THREADS nproc) / {run.layout.ranks_on_node} ))"}
 

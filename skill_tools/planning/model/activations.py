@@ -53,16 +53,21 @@ def layer_parts(run: Run, *, moe: bool) -> tuple[Part, ...]:
 
 
 def _parts_by_formula(run: Run, *, moe: bool) -> tuple[Part, ...]:
+    """Return a layer's parts. Megatron's layers fuse a norm into the linear layer after it, so that it is no module of
+    its own: all but the attention norm of multi-latent attention and the MLP norm before experts.
+    """
     shape, layout = run.shape, run.layout
+    attention_norm = "layernorm" if shape.uses_mla or run.norm_bytes else ""
+    mlp_norm = "layernorm" if moe or run.norm_bytes else ""
     whole = 2 * shape.hidden / (layout.tensor if layout.sequence_parallel else 1)
     parts = [
-        Part("layer input", whole, (), "attn_norm"),
-        Part("attention norm output", whole + run.norm_bytes * shape.hidden, ("layernorm",), "qkv_linear"),
+        Part("layer input", whole, (), "attn_norm" if attention_norm else ""),
+        Part("attention norm output", whole + run.norm_bytes * shape.hidden, (attention_norm,), "qkv_linear"),
         *_attention_parts(shape, layout.tensor),
         *_query_key_norm(run),
         *_scores(run),
-        Part("MLP norm input", whole, (), "mlp_norm"),
-        Part("MLP norm output", whole + run.norm_bytes * shape.hidden, ("layernorm",)),
+        Part("MLP norm input", whole, (), "mlp_norm" if mlp_norm else ""),
+        Part("MLP norm output", whole + run.norm_bytes * shape.hidden, (mlp_norm,)),
     ]
     if run.norm_bytes:
         further = (shape.norms_per_layer - 2) * (2 * whole + run.norm_bytes * shape.hidden)

@@ -90,6 +90,43 @@ def test_a_run_that_the_host_killed_is_planned_with_less_host_memory_and_its_lin
     assert main(["lint", "run.sh"]) == 0
 
 
+BRIDGE = """\
+# megatron-core==0.18.2, transformer-engine==2.12.0
+torchrun --nnodes 2 --nproc-per-node 8 scripts/training/run_recipe.py --recipe qwen3_30b_a3b_pretrain_config \\
+  model.tensor_model_parallel_size=2 model.pipeline_model_parallel_size=2 model.expert_model_parallel_size=4 \\
+  model.seq_length=4096 train.micro_batch_size=1 train.global_batch_size=256 \\
+  model.cpu_offloading=true model.cpu_offloading_num_layers=16 CHANGE
+"""
+MEGATRON_LM = """\
+# megatron-core==0.18.2, transformer-engine==2.11.0
+export CUDA_DEVICE_MAX_CONNECTIONS=1
+torchrun --nnodes 2 --nproc-per-node 8 pretrain_gpt.py --use-mcore-models --num-layers 80 --hidden-size 8192 \\
+  --ffn-hidden-size 28672 --num-attention-heads 64 --group-query-attention --num-query-groups 8 --seq-length 8192 \\
+  --max-position-embeddings 8192 --position-embedding-type rope --normalization RMSNorm --swiglu \\
+  --disable-bias-linear --untie-embeddings-and-output-weights --transformer-impl transformer_engine \\
+  --vocab-size 128256 --tensor-model-parallel-size 8 --pipeline-model-parallel-size 2 --sequence-parallel \\
+  --use-distributed-optimizer --micro-batch-size 1 --global-batch-size 512 --bf16 CHANGE
+"""
+
+
+@pytest.mark.parametrize(
+    ("script", "budget"), [(BRIDGE, "40GB"), (MEGATRON_LM, "80GB")], ids=["megatron-bridge", "megatron-lm"]
+)
+def test_a_launch_script_with_the_plan_s_lines_lints_clean_and_has_nothing_left_to_change(
+    script: str, budget: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, machine = tmp_path / "run.sh", ["--gpu", "h100", "--gpu-memory", budget]
+    path.write_text(script.replace(" CHANGE", ""), encoding="utf-8")
+    assert main(["plan", str(path), *machine]) == 0
+    answer = capsys.readouterr().out
+    assert len(answer.splitlines()) <= 10
+    *exported, change = (line.strip() for line in answer.splitlines() if line.startswith("  "))
+    path.write_text("\n".join([*exported, script.replace("CHANGE", change)]), encoding="utf-8")
+    assert main(["lint", str(path)]) == 0
+    assert main(["plan", str(path), *machine]) == 0
+    assert "fits as it is: nothing to change" in capsys.readouterr().out
+
+
 def test_a_larger_host_keeps_what_the_killed_run_held_beside_its_prediction(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
