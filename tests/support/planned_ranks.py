@@ -2,8 +2,9 @@
 
     python planned_ranks.py RANK RANKS STORE_FILE PLAN_FILE ...
 
-Every plan has to train to the same bits, with a half of the steps taken before it is applied. Plans for one GPU, for
-another number of ranks and for other shards are refused on every rank. Ends with an error where anything differs.
+Every plan has to train to the same bits, with a half of the steps taken before it is applied. One without a section on
+sharding is for replicas, and trains as DistributedDataParallel does. Plans for one GPU, for another number of ranks and
+for other shards are refused on every rank. Ends with an error where anything differs.
 """
 
 import json
@@ -18,11 +19,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from reference_impl import apply_plan
 from reference_impl.verification.model import Decoder, DecoderShape, decoder_loss
+from reference_impl.verification.plan_document import execute_section
 
-STEPS = 6
+STEPS = 4
 
 
 def decoder(shards=torch.float32):
@@ -56,8 +60,14 @@ def train(model, optimizer, data):
     return losses
 
 
+def replica():
+    torch.manual_seed(0)
+    return DistributedDataParallel(Decoder(DecoderShape()), gradient_as_bucket_view=True)
+
+
 def trains_to_the_same_bits(plan):
-    reference, model, data = decoder(), decoder(), batches()
+    make = decoder if "sharding" in execute_section(plan) else replica
+    reference, model, data = make(), make(), batches()
     expected = train(reference, adamw(reference), data)
     optimizer = adamw(model)
     found = train(model, optimizer, data[: STEPS // 2])
@@ -65,7 +75,8 @@ def trains_to_the_same_bits(plan):
         found += train(model, applied.optimizer, data[STEPS // 2 :])
     assert torch.equal(torch.stack(found), torch.stack(expected)), "the loss differs"
     for (name, one), other in zip(model.named_parameters(), reference.parameters(), strict=True):
-        assert torch.equal(one.to_local(), other.to_local()), name
+        one, other = (each.to_local() if isinstance(each, DTensor) else each for each in (one, other))
+        assert torch.equal(one, other), name
 
 
 def refused(model, execute, *words):

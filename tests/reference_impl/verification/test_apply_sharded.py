@@ -27,19 +27,22 @@ def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, An
 def test_a_plan_for_two_ranks_trains_as_fsdp2_does_and_others_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """States on the CPU in part; in three shares, with checkpointing, its inputs on the host too; everything off."""
+    """States on the CPU in part; in three shares, layer inputs on the host; everything off; replicas."""
     small = planned(capsys, "--gpus", "2", "--tensor-memory", "2MB", "--overrides", DECODER)
     assert 0 < small["execute"]["optimizer"]["split"]["cpu"] < 1
     large = planned(capsys, "--gpus", "8", "--model", "llama-3-70b")
     assert all(share > 0.01 for share in large["execute"]["optimizer"]["split"].values())
     assert large["execute"]["activations"] == {"mode": "recompute"}
     large["execute"]["sharding"]["ranks"] = 2
-    inputs = large["execute"] | {"activations": {"mode": "checkpoint"}}
+    large["execute"]["activations"]["mode"] = "checkpoint"
     words = ("--gpus", "2", "--gpu", "4090", "--model", "llama-3-8b", "--host-memory", "128GiB")
     off = planned(capsys, *words)
     assert off["execute"]["streamed_shards"] == {"streamed_states": "exact"}
+    whole = ("--gpus", "2", "--model", "llama-3-8b", "--overrides", "sharding=replicas")
+    replicas = planned(capsys, *whole)
+    assert replicas["execute"]["optimizer"]["split"]["cpu"] > 0
     paths = []
-    for number, document in enumerate([small, large, {"execute": inputs}, off]):
+    for number, document in enumerate([small, large, off, replicas]):
         paths.append(tmp_path / f"{number}.json")
         paths[-1].write_text(json.dumps(document), encoding="utf-8")
     run_ranks(planned_ranks.__file__, 2, str(tmp_path / "store"), *map(str, paths))
