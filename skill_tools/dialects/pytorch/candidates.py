@@ -161,11 +161,7 @@ def _optimizers(run: Run, advice: Advice) -> Iterator[_Part]:
     numerics are allowed, states stream alone as each of them too.
     """
     yield {}, "", ()
-    shares = {0.0, round(advice.best_streamed_share, 4), 1.0}
-    if run.is_fully_sharded:
-        # What streams leaves its gradients on the GPU, in fp32 here; what the CPU updates takes longer.
-        shares |= {0.25, 0.5, 0.75}
-    for share in sorted(shares):
+    for share in sorted({0.0, round(advice.best_streamed_share, 4), 1.0}):
         yield _optimizer(run, share, run.streamed_states)
     if run.allows_other_numerics and run.precision.weight_bytes == 2:
         yield from (

@@ -53,11 +53,20 @@ def lines(run: Run, held: int) -> list[Line]:
     return found
 
 
+def gradients_leave(run: Run, mode: Mode) -> bool:
+    """Whether gradients of the CPU's share free memory in backward.
+
+    Those of one block are parts of one buffer, which stays as long as any of them does: where the block's other
+    parameters stream, until they are updated. Where backwards add up, all stay until the last.
+    """
+    ours = mode.optimizer_engine is OptimizerEngine.REFERENCE
+    return ours and not mode.streamed_fraction and run.micro_batches == 1
+
+
 def leaving(run: Run, mode: Mode, shard: int) -> list[Line]:
     """Return the gradients of the CPU's share of `shard` that have been reduced and not yet copied."""
     on_cpu = round((mode.optimizer_fraction - mode.streamed_fraction) * shard)
-    stays = run.micro_batches > 1
-    if not (run.is_fully_sharded and mode.optimizer_engine is OptimizerEngine.REFERENCE and on_cpu) or stays:
+    if not (run.is_fully_sharded and on_cpu and gradients_leave(run, mode)):
         return []
     wide = run.precision.gradient_bytes
     block = _sizes(run, shard * run.weight_shards).block // run.weight_shards

@@ -87,7 +87,7 @@ def _tied_sum(run: Run) -> list[Line]:
 
 def _gradients(run: Run, mode: Mode, local: LocalParameters) -> Line:
     precision, held = run.precision, local.total // run.gradient_shards
-    if mode.optimizer_engine is OptimizerEngine.REFERENCE and not _gradients_stay(run):
+    if mode.optimizer_engine is OptimizerEngine.REFERENCE and not _gradients_stay(run, mode):
         held = round(held * (1 - mode.optimizer_fraction + mode.streamed_fraction))
     formula = each(precision.gradient_bytes, held, "parameters")
     amount = round(precision.gradient_bytes * held)
@@ -96,9 +96,11 @@ def _gradients(run: Run, mode: Mode, local: LocalParameters) -> Line:
     return Line("gradients", amount, formula, "step" if run.micro_batches > 1 else "backward")
 
 
-def _gradients_stay(run: Run) -> bool:
-    """Whether all gradients of a rank stay until the step: in DDP's buckets, or as shards that backwards add to."""
-    return run.precision.gradient_is_buffer or (run.is_fully_sharded and run.micro_batches > 1)
+def _gradients_stay(run: Run, mode: Mode) -> bool:
+    """Whether all gradients of a rank stay until the step: in DDP's buckets, or as shards that have to."""
+    return run.precision.gradient_is_buffer or (
+        run.is_fully_sharded and not fully_sharded.gradients_leave(run, mode)
+    )
 
 
 def _optimizer(run: Run, mode: Mode, shard: int) -> tuple[list[Line], list[Line]]:

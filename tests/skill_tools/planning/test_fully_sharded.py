@@ -241,6 +241,13 @@ def test_gradients_that_add_up_stay_on_the_gpu() -> None:
     assert lines(twice)["gradients"] == pytest.approx(4 * twice.parameters.shard, rel=1e-6)
 
 
+def test_beside_what_streams_the_cpu_s_gradients_stay_too() -> None:
+    """Reduced gradients of a block are one buffer."""
+    found = [memory.estimate(of("llama-3-8b", 4), offloaded(share)) for share in (0.0, 0.5, 1.0)]
+    assert "gradients" not in lines(found[0])
+    assert lines(found[1])["gradients"] == lines(found[2])["gradients"]
+
+
 def test_a_tied_table_stays_gathered_from_forward_to_the_end_of_backward() -> None:
     tied = of("qwen3-4b", 4)
     table = tied.shape.vocab * tied.shape.hidden
