@@ -3,8 +3,8 @@
 FSDP2 gathers each module's parameters on streams of its own, ahead of the module. An optimizer that writes shards
 asynchronously needs that stream, and whoever keeps shards elsewhere has to hand them over there; torch has no public
 names for either. This is the only module that uses private names of `torch.distributed.fsdp`; `missing_name` and
-`missing_shard_name` say which one a release of torch does not have. They are the same in torch 2.11, 2.12 and 2.13,
-except that a state has either one group or several.
+`missing_shard_name` say which one a release of torch does not have. Those of the former are the same in torch
+2.11, 2.12 and 2.13, except that a state has either one group or several; those of the latter were read in torch 2.13.
 
 Explained in docs/distributed.md.
 """
@@ -102,40 +102,25 @@ class Shard:
         # As FSDP2 does before its first forward: the model may have been loaded or moved since it was sharded.
         getattr(shard, _TAKE_OVER)()
         self.param: DTensor = getattr(shard, _PARAM)
-        self._local = self.param._local_tensor
-        self._versions = self._versions_now()
+        self.local: torch.Tensor = self.param._local_tensor
+        # The shard with its padding: flat, in the parameter's dtype, on the mesh's device, in a storage of its own.
+        self.memory: torch.Tensor = getattr(shard, _MEMORY)
+        if self.memory.untyped_storage().nbytes() != self.memory.nbytes:
+            self.memory = self.memory.clone()
+            self.local = self.memory[: self.local.numel()].view(self.local.shape)
+            self.param._local_tensor = self.local
+            setattr(shard, _MEMORY, self.memory)
 
     @property
     def is_ours(self) -> bool:
-        """Whether module and gathers still have this parameter, with the local tensor that it was given."""
-        local: torch.Tensor = self.param._local_tensor
-        return local is self._local and getattr(self._shard, _PARAM) is self.param
-
-    def written(self) -> bool:
-        """Return whether somebody has written the parameter in place since it was moved, or since the last call."""
-        before, self._versions = self._versions, self._versions_now()
-        return before != self._versions
-
-    def _versions_now(self) -> tuple[int, int]:
-        # An operation on the DTensor counts there, one on its local tensor here.
-        return self.param._version, self._local._version
-
-    @property
-    def memory(self) -> torch.Tensor:
-        """The shard with its padding: flat, in the parameter's dtype."""
-        memory: torch.Tensor = getattr(self._shard, _MEMORY)
-        return memory
-
-    def move_to(self, memory: torch.Tensor) -> None:
-        """Let the parameter be a view of `memory`, which holds what the old one does, and gathers read it there."""
-        # With a version of its own: copies into `memory` are not writes of the user.
-        self._local = memory[: self._local.numel()].view(self._local.shape).data
-        self._versions = self._versions_now()
-        self.param._local_tensor = self._local
-        setattr(self._shard, _MEMORY, memory)
+        """Whether module and gathers still have this parameter, with this local tensor and memory."""
+        shard = self._shard
+        memory: torch.Tensor = getattr(shard, _MEMORY)
+        same = self.param._local_tensor is self.local and getattr(shard, _PARAM) is self.param
+        return same and memory.untyped_storage()._cdata == self.memory.untyped_storage()._cdata
 
     def serve(self, read: Read) -> None:
-        """Let every gather call `read` instead of reading the memory, until `move_to`.
+        """Let every gather call `read` instead of reading the memory, until `stop_serving`.
 
         This is the protocol that FSDP2 has for tensors of other classes (`fsdp_pre_all_gather`), on the local tensor.
         """
@@ -153,9 +138,14 @@ class Shard:
         ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
             return gathered[0], ()
 
-        local: Any = self._local
+        local: Any = self.local
         local.fsdp_pre_all_gather, local.fsdp_post_all_gather = before, after
         getattr(self._shard, _LOOK_FOR_EXTENSIONS)()
+
+    def stop_serving(self) -> None:
+        """Let gathers read the memory again."""
+        local: Any = self.local
+        del local.fsdp_pre_all_gather, local.fsdp_post_all_gather
 
 
 def shards_by_gather(model: nn.Module) -> list[list[Shard]]:

@@ -78,6 +78,11 @@ def _replicas(param: DTensor) -> int:
     return math.prod(param.device_mesh.size(dim) for dim, placement in placed if placement.is_replicate())
 
 
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's own tensor: itself, or a DTensor's local one, which may be off the device."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
 def shard_like(param: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     """Return `local` as a shard like that of `param`, so that a distributed checkpoint saves those of all ranks.
 

@@ -105,10 +105,9 @@ def check_param(param: torch.Tensor) -> None:
         )
     if local.numel() and not torch.ops.aten.is_non_overlapping_and_dense(local):
         raise ValueError(f"{what} overlaps or leaves gaps in memory; expected a dense one; try .contiguous()")
-    # The local tensor may be on the host, if the shards are streamed; the parameter is of the mesh's device then too.
-    if isinstance(param, DTensor) and param.device_mesh.device_type != param.device.type:
+    if isinstance(param, DTensor) and param.device_mesh.device_type != local.device.type:
         raise ValueError(
-            f"{what} is sharded over {param.device_mesh.device_type} but lives on {param.device.type}, as under "
+            f"{what} is sharded over {param.device_mesh.device_type} but lives on {local.device.type}, as under "
             "CPUOffloadPolicy; expected it on the mesh's device; try removing the offload policy"
         )
 

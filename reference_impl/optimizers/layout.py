@@ -20,6 +20,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from reference_impl.device import REACHED, Event
+from reference_impl.distributed.mesh import local_of
 from reference_impl.memory.weight_home import WeightHome
 
 # 64 elements are 256 bytes in fp32: cuts at multiples of it leave the SIMD body of the fused kernels, and so
@@ -92,8 +93,7 @@ class Member:
     @property
     def param_local(self) -> torch.Tensor:
         """This rank's own tensor: the parameter, or a DTensor's local shard."""
-        param = self.param
-        return param.to_local() if isinstance(param, DTensor) else param
+        return local_of(self.param)
 
     @property
     def weight(self) -> torch.Tensor:
@@ -137,7 +137,7 @@ def aligned(numel: int) -> int:
 
 def local_numel(param: torch.Tensor) -> int:
     """Elements of a parameter on this rank."""
-    return param.to_local().numel() if isinstance(param, DTensor) else param.numel()
+    return local_of(param).numel()
 
 
 def gradient_of(member: Member) -> torch.Tensor:

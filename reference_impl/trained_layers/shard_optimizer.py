@@ -8,9 +8,8 @@ Explained in docs/distributed.md.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -18,7 +17,6 @@ from torch.distributed.tensor import DTensor
 from reference_impl.device import Device
 from reference_impl.optimizers.layout import Member
 from reference_impl.optimizers.options import Streaming
-from reference_impl.optimizers.state_offload import OptimizerStateOffloader
 from reference_impl.trained_layers.optimizer import TrainedLayersOptimizer
 from reference_impl.trained_layers.shards import StreamedShards
 
@@ -41,7 +39,6 @@ class ShardOptimizer(TrainedLayersOptimizer):
         max_grad_norm: float | None,
         in_flight_bytes: int,
     ) -> None:
-        self._shards = shards
         self._adds_up = False
         super().__init__(
             optimizer,
@@ -61,23 +58,6 @@ class ShardOptimizer(TrainedLayersOptimizer):
         """
         self._adds_up = True
         yield
-
-    def synchronize(self) -> None:
-        """Block until new weights are on the host, where the parameters are: call it before reading or writing them."""
-        super().synchronize()
-        self._shards.settle_at_home()
-
-    def written(self, params: Sequence[torch.Tensor]) -> None:
-        """Make new masters of weights that the user has written. Raises RuntimeError where an update was on its way."""
-        members = [self._members[param] for param in params]
-        for member in members:
-            if member.pending:
-                raise RuntimeError(
-                    f"a parameter of shape {tuple(member.param.shape)} was written while its new weight was on its "
-                    "way; expected finished ones; try optimizer.synchronize() before"
-                )
-        if members:
-            self._refresh(members)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, those that have been offloaded and not been used included."""
@@ -113,13 +93,3 @@ class ShardOptimizer(TrainedLayersOptimizer):
             )
         super()._step()
         self._adds_up = False
-
-    def _refresh(self, members: Sequence[Member]) -> None:
-        # A user writes the home itself, and whatever of it visits the device is old.
-        OptimizerStateOffloader._refresh(self, members)
-        self._shards.reload()
-
-    def load_state_dict(self, state_dict: Any) -> None:
-        """Load the states, and the weights that come with them, see `OptimizerStateOffloader`."""
-        self._shards.settle_at_home()
-        super().load_state_dict(state_dict)

@@ -10,8 +10,8 @@ Explained in docs/distributed.md.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Self
 
 import torch
@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from reference_impl.distributed.fsdp2 import gathered_groups, missing_shard_name, shards_by_gather
+from reference_impl.distributed.mesh import local_of
 from reference_impl.distributed.ranks import Together, local_ranks
 from reference_impl.memory.closing import ClosedAtExit, undo_all
 from reference_impl.optimizers import checks
@@ -49,9 +50,8 @@ class ShardStreamer(ClosedAtExit):
     ...         streamer.optimizer.step()
     ...         streamer.optimizer.zero_grad()
 
-    Parameters stay DTensors, whose local tensors are on the host meanwhile, in pinned memory. After
-    `optimizer.synchronize()` they can be read, and written if `optimizer.refresh_masters()` follows; `state_dict` and
-    `load_state_dict` of the model need neither.
+    Shards are in pinned host memory meanwhile: `model.state_dict()` has them there, `load_state_dict` writes them, and
+    `gathered()` brings them to the device. Any other use of a parameter outside its module is an error that names it.
 
     Args:
         model: after `fully_shard`, without an offload policy.
@@ -105,6 +105,7 @@ class ShardStreamer(ClosedAtExit):
         streaming: Streaming,
         prefetch: int,
     ) -> None:
+        self._model = model
         algorithm = algorithm_of(optimizer)
         for group in optimizer.param_groups:
             check_group(algorithm, group)
@@ -117,12 +118,15 @@ class ShardStreamer(ClosedAtExit):
         _check_shards(model)
         shards = shards_by_gather(model)
         storages = [storages_of(each) for each in shards]
-        needed = host_bytes(storages, [param.to_local() for param in trained], algorithm, streaming)
+        needed = host_bytes(storages, [local_of(param) for param in trained], algorithm, streaming)
         check_room(needed, storages, streaming, ranks=local_ranks())
+        # The gradients of one gather may leave while the next ones are made.
+        in_flight_bytes = max(layout(each)[1] for each in storages)
         self._shards = StreamedShards(
             device,
             Homes(device, storages, remedy=_REMEDY),
             shards,
+            {param: name for name, param in model.named_parameters()},
             prefetch=prefetch,
             settle=lambda params, ahead: self.optimizer.settle(params, ahead),
         )
@@ -133,14 +137,25 @@ class ShardStreamer(ClosedAtExit):
             device,
             streaming=streaming,
             max_grad_norm=max_grad_norm,
-            # The gradients of one gather may leave while the next ones are made.
-            in_flight_bytes=max(layout(each)[1] for each in storages),
+            in_flight_bytes=in_flight_bytes,
         )
         self._undo.append(self.optimizer.close)
         self.optimizer.attach(model)
-        # After it, so that a forward finds what has been written before anything waits for new weights.
         for handle in _hooks(model, self._shards, self.optimizer):
             self._undo.append(handle.remove)
+
+    @contextmanager
+    def gathered(self, module: nn.Module | None = None) -> Iterator[None]:
+        """Have the shards of `module`, or of the whole model, as ordinary device tensors, to read or change them.
+
+        Those that are gathered together with one of them come too. Masters of weights that were changed are made anew.
+        """
+        params = (module or self._model).parameters()
+        lent = self._shards.lend(self._shards.beside(param for param in params if param in self._shards))
+        try:
+            yield
+        finally:
+            self.optimizer.changed(self._shards.take_back(lent))
 
     def close(self) -> None:
         """Finish the last step, give every shard its own device memory again, and the host memory back.
@@ -185,36 +200,29 @@ def _check_shards(model: nn.Module) -> None:
 
 
 def _hooks(model: nn.Module, shards: StreamedShards, optimizer: ShardOptimizer) -> list[RemovableHandle]:
-    """Let forwards find what the user has written, and state_dicts of any module what is on the host."""
+    """Let forwards begin, and state_dicts of any module have and load what is on the host."""
 
     def begin_forward(module: nn.Module, args: Any) -> None:
-        optimizer.written(shards.begin_forward(trains=torch.is_grad_enabled()))
+        shards.begin_forward(trains=torch.is_grad_enabled())
+
+    def put_host_shards(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
+        for name, param in module._parameters.items():
+            if param is not None and param in shards and state_dict.get(prefix + name, param) is not param:
+                state_dict[prefix + name] = shards.on_host(param)
+
+    def lend(module: nn.Module, *_: Any) -> None:
+        shards.lend(param for param in module._parameters.values() if param is not None and param in shards)
+
+    def take_back(module: nn.Module, keys: Any) -> None:
+        own = [param for param in module._parameters.values() if param is not None and param in shards]
+        optimizer.changed(shards.take_back(own))
 
     handles = [model.register_forward_pre_hook(torch.compiler.disable(begin_forward), prepend=True)]
     for module in model.modules():
-        own = {name: p for name, p in module._parameters.items() if p is not None and p in shards.block_of}
-        if own:
+        if any(param is not None and param in shards for param in module._parameters.values()):
             handles += [
-                module._register_state_dict_hook(partial(_put_host_shards, shards, own)),
-                module.register_load_state_dict_pre_hook(partial(_before_loading, shards, own)),
+                module._register_state_dict_hook(put_host_shards),
+                module.register_load_state_dict_pre_hook(lend),
+                module.register_load_state_dict_post_hook(take_back),
             ]
     return handles
-
-
-def _put_host_shards(
-    shards: StreamedShards,
-    own: Mapping[str, torch.Tensor],
-    module: nn.Module,
-    state_dict: dict[str, Any],
-    prefix: str,
-    metadata: Any,
-) -> None:
-    """Put new weights into a state_dict, as shards on the host."""
-    for name, param in own.items():
-        if state_dict.get(prefix + name, param) is not param:
-            state_dict[prefix + name] = shards.on_host(param)
-
-
-def _before_loading(shards: StreamedShards, own: Mapping[str, torch.Tensor], *_: Any) -> None:
-    """Finish the updates of weights that are going to be written."""
-    shards.settle_at_home(own.values())

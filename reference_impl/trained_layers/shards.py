@@ -10,20 +10,26 @@ Explained in docs/distributed.md.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from reference_impl.device import REACHED, Device, Event
-from reference_impl.distributed.fsdp2 import Shard
-from reference_impl.distributed.mesh import shard_like
+from reference_impl.distributed.fsdp2 import Read, Shard
+from reference_impl.distributed.mesh import local_of, shard_like
+from reference_impl.memory.absent import mark_absent, mark_present
 from reference_impl.memory.interrupts import deferred_interrupts
+from reference_impl.memory.ledger import resize_storage
 from reference_impl.weights.order import Kind
 from reference_impl.weights.storages import BlockStorage, bytes_of, layout
 from reference_impl.weights.trained import Home, Homes
 from reference_impl.weights.window import Window
+
+_ON_HOST = (
+    "expected its use inside the forward or backward of its module, for which it is gathered; try model.state_dict(), "
+    "whose shards are on the host, or `with streamer.gathered():` around this"
+)
 
 # Makes the weights of parameters new, as far as an update of them has begun; others that come next are passed too.
 Settle = Callable[[list[torch.Tensor], list[torch.Tensor]], None]
@@ -71,26 +77,23 @@ class ShardBlock:
         self.shards = shards
         self.index = index
         self.is_held = False
+        self.trained: list[torch.Tensor] = [shard.param for shard in shards if shard.param.requires_grad]
         self._device = device
         self._homes = homes
         self._slots = slots
-        self.offsets, self.size_bytes = layout(storages_of(shards))
-        homes.keep(index, [bytes_of(shard.memory) for shard in shards], self.offsets, self.size_bytes)
+        self._sizes = [shard.memory.nbytes for shard in shards]
+        self._offsets, self.size_bytes = layout(storages_of(shards))
+        homes.keep(index, [bytes_of(shard.memory) for shard in shards], self._offsets, self.size_bytes)
         self._slot: DeviceSlot | None = None
         self._arrived: Event = REACHED
         self._stored: Event = REACHED
-        # Where the last gather has read them since they came.
+        # Where gathers have read them since they came.
         self._read_on: list[object] = []
 
     @property
     def is_loaded(self) -> bool:
         """Whether the shards are on the device or on their way."""
         return self._slot is not None
-
-    @property
-    def trained(self) -> list[torch.Tensor]:
-        """The parameters that are trained."""
-        return [shard.param for shard in self.shards if shard.param.requires_grad]
 
     def load(self) -> None:
         """Start the H2D copy into a slot, behind its last use and the last copy home."""
@@ -129,8 +132,7 @@ class ShardBlock:
         stream = self._device.current_stream()
         if stream not in self._read_on:
             self._read_on.append(stream)
-        memory = self.shards[index].memory
-        return self.at(self.offsets[index], memory.nbytes).view(memory.dtype)
+        return self.at(self._offsets[index], self._sizes[index]).view(self.shards[index].memory.dtype)
 
     def at(self, offset: int, size_bytes: int) -> torch.Tensor:
         """Return the bytes from `offset` on the device, while they visit."""
@@ -152,29 +154,49 @@ class ShardBlock:
 
     def home_of(self, index: int, visit: Callable[[], Event]) -> Home:
         """Return where the parameter of shard `index` lives."""
-        return Home(self._homes, self, self.offsets[index], self.shards[index].param.to_local(), visit)
+        return Home(self._homes, self, self._offsets[index], self.shards[index].local, visit)
 
-    def move_home(self) -> None:
-        """Let parameters and gathers have the home as their memory; what the device has is freed."""
-        whole = self._homes.bytes_of(self.index)
-        for shard, offset in zip(self.shards, self.offsets, strict=True):
-            memory = shard.memory
-            shard.move_to(whole[offset : offset + memory.nbytes].view(memory.dtype))
+    def leave(self, index: int, read: Read, name: str) -> None:
+        """Free the memory of shard `index`, whose home has it all; gathers call `read`, everybody else gets an error.
 
-    def move_to_device(self) -> None:
-        """Give every shard device memory of its own, with what the home holds."""
-        self.wait_stored()
-        own = [shard.memory.to(self._device.torch_device, copy=True) for shard in self.shards]
+        One element stays: FSDP2 takes a parameter without any memory for one that was replaced.
+        """
+        shard = self.shards[index]
         with deferred_interrupts():
-            for shard, memory in zip(self.shards, own, strict=True):
-                shard.move_to(memory)
+            shard.serve(read)
+            resize_storage(shard.memory.untyped_storage(), min(shard.memory.itemsize, self._sizes[index]))
+            for tensor in (shard.local, shard.param):
+                mark_absent(tensor, name, _ON_HOST)
+
+    def lend(self, index: int) -> None:
+        """Make the parameter of shard `index` an ordinary device tensor, with what the home has; the host waits."""
+        shard = self.shards[index]
+        self.wait_stored()
+        resize_storage(shard.memory.untyped_storage(), self._sizes[index])
+        shard.memory.copy_(self._at_home(index))
+        with deferred_interrupts():
+            shard.stop_serving()
+            mark_present(shard.local)
+            mark_present(shard.param)
+
+    def renew(self, index: int) -> bool:
+        """Let the home have what the lent shard `index` holds now; return whether that is something else."""
+        home, now = self._at_home(index), self.shards[index].memory.cpu()
+        if torch.equal(home, now):
+            return False
+        home.copy_(now)
+        return True
+
+    def _at_home(self, index: int) -> torch.Tensor:
+        whole, offset = self._homes.bytes_of(self.index), self._offsets[index]
+        return whole[offset : offset + self._sizes[index]].view(self.shards[index].memory.dtype)
 
 
 class StreamedShards:
     """All blocks of a model, at most `prefetch + 1` of them on the device.
 
-    The optimizer sees the homes of its parameters, and those that are on the device or on their way (`ahead`). Nothing
-    is served before `start`. Raises HostMemoryError; then the model is as it was.
+    The optimizer sees the homes of its parameters, and those that are on the device or on their way (`ahead`). `names`
+    are those of all parameters. Raises HostMemoryError; then the model is as it was.
     """
 
     def __init__(
@@ -182,28 +204,42 @@ class StreamedShards:
         device: Device,
         homes: Homes,
         shards: Sequence[Sequence[Shard]],
+        names: Mapping[torch.Tensor, str],
         *,
         prefetch: int,
         settle: Settle,
     ) -> None:
         self._homes = homes
         self._settle = settle
+        self._names = names
         self._kind = Kind.FORWARD
         self._is_stale = False
-        self._slots = DeviceSlots(device, max(layout(storages_of(each))[1] for each in shards))
-        self._blocks = [
-            ShardBlock(device, homes, self._slots, each, index) for index, each in enumerate(shards)
-        ]
-        self.home_of: dict[torch.Tensor, Home] = {}
-        self.block_of: dict[torch.Tensor, ShardBlock] = {}
-        with deferred_interrupts():
-            for block in self._blocks:
-                block.move_home()
-                for index, shard in enumerate(block.shards):
-                    shard.serve(partial(self._gather, block, index))
-                    self.block_of[shard.param] = block
-                    self.home_of[shard.param] = block.home_of(index, partial(self._visit, block))
-        self.window = Window(self._blocks, min(prefetch + 1, len(shards)))
+        self._places: dict[torch.Tensor, tuple[ShardBlock, int]] = {}
+        self._lent: set[torch.Tensor] = set()
+        try:
+            self._slots = DeviceSlots(device, max(layout(storages_of(each))[1] for each in shards))
+            self._blocks = [
+                ShardBlock(device, homes, self._slots, each, index) for index, each in enumerate(shards)
+            ]
+            self._places = {
+                shard.param: (block, index)
+                for block in self._blocks
+                for index, shard in enumerate(block.shards)
+            }
+            self.home_of: dict[torch.Tensor, Home] = {
+                param: block.home_of(index, partial(self._visit, block))
+                for param, (block, index) in self._places.items()
+            }
+            self._lent.update(self._places)
+            self._leave(self._places)
+            self.window = Window(self._blocks, min(prefetch + 1, len(shards)))
+        except BaseException:
+            self.close()
+            raise
+
+    def __contains__(self, param: torch.Tensor) -> bool:
+        """Return whether the shard of `param` streams, lent or not."""
+        return param in self._places
 
     @property
     def ahead(self) -> list[torch.Tensor]:
@@ -211,54 +247,87 @@ class StreamedShards:
         coming = {block.index for block in self.window.coming}
         return [param for block in self._blocks if block.index in coming for param in block.trained]
 
-    def begin_forward(self, *, trains: bool) -> list[torch.Tensor]:
+    def begin_forward(self, *, trains: bool) -> None:
         """Take note that a forward begins, whose backward follows if it `trains`.
 
-        Returns the trained parameters that somebody has written since the last one. Raises RuntimeError for one that
-        has been replaced or moved.
+        Raises RuntimeError for a parameter that has been replaced or moved.
         """
         self._kind = Kind.FORWARD if trains else Kind.EVALUATE
-        written: list[torch.Tensor] = []
         for block in self._blocks:
             for shard in block.shards:
                 if not shard.is_ours:
                     raise RuntimeError(
-                        f"a parameter of shape {tuple(shard.param.shape)} has been replaced or moved while its shards "
-                        "stream; expected it to stay, and writes in place; try load_state_dict without assign=True, "
-                        "and dtype or device before the streamer is made"
+                        f"{self._names[shard.param]} has been replaced or moved while its shards stream; expected it "
+                        "to stay; try load_state_dict without assign=True, and dtype or device before the streamer is "
+                        "made"
                     )
-                if shard.written():
-                    self._is_stale = True
-                    written += [shard.param] if shard.param.requires_grad else []
-        return written
 
     def reload(self) -> None:
         """Bring the shards anew that are on the device before they are used next: somebody has written their homes."""
         self._is_stale = True
 
     def on_host(self, param: torch.Tensor) -> torch.Tensor:
-        """Return a parameter's new weight as a shard on the host: the same memory, in a storage of its own."""
-        assert isinstance(param, DTensor)
-        self.settle_at_home([param])
-        local = self.home_of[param].host
-        own = torch.from_numpy(local.view(torch.uint8).numpy()).view(local.dtype)
-        return shard_like(param, own.view(param.to_local().shape))
+        """Return a parameter's new weight as a shard on the host: the same memory, in a storage of its own.
 
-    def settle_at_home(self, params: Iterable[torch.Tensor] | None = None) -> None:
-        """Block until the weights of `params`, or all, are new at home."""
-        blocks = (
-            self._blocks if params is None else list(dict.fromkeys(map(self.block_of.__getitem__, params)))
-        )
+        Of a lent parameter this is the parameter itself.
+        """
+        if param in self._lent:
+            return param.detach()
+        self._settle_at_home([param])
+        local = self.home_of[param].host
+        # numpy has no strides for nothing.
+        own = torch.from_numpy(local.view(torch.uint8).numpy()).view(local.dtype) if local.numel() else local
+        return shard_like(param, own.view(local_of(param).shape))
+
+    def beside(self, params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Return all parameters that are gathered together with one of `params`."""
+        blocks = dict.fromkeys(self._places[param][0] for param in params)
+        return [shard.param for block in blocks for shard in block.shards]
+
+    def lend(self, params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Make `params` ordinary device tensors, once their updates are done; return those that were not."""
+        away = [param for param in params if param not in self._lent]
+        self._settle_at_home(away)
+        self._lend(away)
+        return away
+
+    def take_back(self, params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Let lent `params` leave the device again; return those that have been written."""
+        listed = [param for param in params if param in self._lent]
+        written = [param for param in listed if self._renew(param)]
+        self._leave(listed)
+        if written:
+            self.reload()
+        return written
+
+    def close(self) -> None:
+        """Give every shard device memory of its own again, and the host memory back; nothing updates them any more."""
+        self._lend([param for param in self._places if param not in self._lent])
+        self._homes.close()
+
+    def _lend(self, params: Iterable[torch.Tensor]) -> None:
+        for param in params:
+            block, index = self._places[param]
+            block.lend(index)
+            self._lent.add(param)
+
+    def _renew(self, param: torch.Tensor) -> bool:
+        block, index = self._places[param]
+        return block.renew(index)
+
+    def _leave(self, params: Iterable[torch.Tensor]) -> None:
+        for param in params:
+            block, index = self._places[param]
+            block.leave(index, partial(self._gather, block, index), self._names[param])
+            self._lent.discard(param)
+
+    def _settle_at_home(self, params: Iterable[torch.Tensor]) -> None:
+        """Block until the weights of `params` are new at home."""
+        blocks = dict.fromkeys(self._places[param][0] for param in params)
         for block in blocks:
             self._settle(block.trained, [])
         for block in blocks:
             block.wait_stored()
-
-    def close(self) -> None:
-        """Give every shard device memory of its own again, and the host memory back."""
-        for block in self._blocks:
-            block.move_to_device()
-        self._homes.close()
 
     def _reload_stale(self) -> None:
         if self._is_stale:

@@ -2,7 +2,8 @@
 
     python checkpoint_ranks.py RANK RANKS STORE_FILE FOLDER save|resume KIND[,KIND...] DTYPE
 
-KIND is `adamw`, `hybrid` or `streamed`. Each of several is resumed from shards and from whole tensors.
+KIND is `adamw`, `hybrid`, `streamed` or `everything` (off, and sharded even alone). Each of several is
+resumed from shards and from whole tensors.
 Every rank sees the same data, so that any number of ranks computes the same bits. `save` trains, saves, and trains on;
 what it ends with is written to FOLDER, where `resume` compares.
 """
@@ -26,13 +27,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from reference_impl import ShardStreamer
+
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
-def net(dtype, ranks):
+def net(dtype, ranks, kind):
     torch.manual_seed(2)
     model = nn.Sequential(nn.Linear(13, 70), nn.Tanh(), nn.Linear(70, 5)).to(dtype)
-    if ranks > 1:
+    if ranks > 1 or kind == "everything":
         for layer in (model[0], model[2], model):
             fully_shard(layer, mesh=init_device_mesh("cpu", (ranks,)))
     return model
@@ -43,7 +46,8 @@ def optimizer_of(kind, model, lr):
         return hybrid(model, offload_fraction=0.6, lr=lr)
     if kind == "streamed":
         return streaming(model, hyper={**OPTIONS, "lr": lr})
-    return torch.optim.AdamW(model.parameters(), fused=True, **{**OPTIONS, "lr": lr})
+    adamw = torch.optim.AdamW(model.parameters(), fused=True, **{**OPTIONS, "lr": lr})
+    return ShardStreamer(model, adamw).optimizer if kind == "everything" else adamw
 
 
 def train(model, optimizer, steps):
@@ -55,6 +59,9 @@ def train(model, optimizer, steps):
             param.grad = shard_like(param, whole)
         optimizer.step()
         optimizer.zero_grad()
+        if not isinstance(optimizer, torch.optim.AdamW):
+            # No forward comes that would wait.
+            optimizer.synchronize()
 
 
 def shard_like(param, whole):
@@ -73,7 +80,7 @@ def whole(tensor):
 
 
 def save(folder, kind, dtype, ranks):
-    model = net(dtype, ranks)
+    model = net(dtype, ranks, kind)
     optimizer = optimizer_of(kind, model, OPTIONS["lr"])
     train(model, optimizer, range(3))
     state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
@@ -83,13 +90,13 @@ def save(folder, kind, dtype, ranks):
     if dist.get_rank() == 0:
         torch.save((weights, gathered), folder / "whole.pt")
     train(model, optimizer, range(3, 6))
-    result = [whole(param.detach()) for param in model.parameters()]
+    result = [whole(value) for value in model.state_dict().values()]
     if dist.get_rank() == 0:
         torch.save(result, folder / "result.pt")
 
 
 def resume(folder, kind, dtype, ranks, *, whole_tensors):
-    model = net(dtype, ranks)
+    model = net(dtype, ranks, kind)
     with torch.no_grad():
         for param in model.parameters():
             param.mul_(0.5)
@@ -105,8 +112,8 @@ def resume(folder, kind, dtype, ranks, *, whole_tensors):
         model.load_state_dict(state["model"])
         set_optimizer_state_dict(model, optimizer, state["optimizer"])
     train(model, optimizer, range(3, 6))
-    for param, expected in zip(model.parameters(), torch.load(folder / "result.pt"), strict=True):
-        assert torch.equal(whole(param.detach()), expected), (whole(param.detach()) - expected).abs().max()
+    for value, expected in zip(model.state_dict().values(), torch.load(folder / "result.pt"), strict=True):
+        assert torch.equal(whole(value), expected), (whole(value) - expected).abs().max()
 
 
 def main(rank, ranks, store, folder, what, kinds, dtype):

@@ -251,7 +251,7 @@ def compare(case, rank, ranks, device):
             assert torch.equal(loss, backward(plain, None, batches, accumulation)), "the loss differs"
             reference.step(optimizer.grad_norm)
         optimizer.synchronize()
-        for (name, one), other in zip(ours.named_parameters(), plain.parameters(), strict=True):
+        for (name, one), other in zip(ours.state_dict().items(), plain.state_dict().values(), strict=True):
             assert torch.equal(one.to_local(), other.to_local()), name
         some_leave = shares in ("offloader", "everything") or optimizer.split.resident < 1
     if some_leave and layout != "root" and ranks > 1 and rank == 0:

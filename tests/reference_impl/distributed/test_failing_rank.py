@@ -5,7 +5,9 @@ import subprocess
 import sys
 
 import failing_rank
+import poor_rank
 import pytest
+from rank_processes import run_ranks
 
 from skill_tools.bundle import root
 
@@ -39,3 +41,9 @@ def test_a_rank_that_fails_ends_the_others_with_its_error(engine, how, said):
     assert done.returncode == 1
     assert said in done.stderr, done.stderr[-3000:]
     assert "nobody has failed" not in done.stderr
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_everything_off_is_refused_on_every_rank_where_one_cannot(tmp_path, ranks):
+    """The error names the rank and what is missing there, and the model is as it was."""
+    run_ranks(poor_rank.__file__, ranks, str(tmp_path / "store"))

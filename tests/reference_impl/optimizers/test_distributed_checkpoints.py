@@ -159,6 +159,7 @@ def run_ranks(ranks, folder, *words):
     [
         ("hybrid", "float32"),
         ("streamed", "float32"),
+        ("everything", "float32"),
         ("adamw", "float32"),
         ("hybrid", "bfloat16"),
         ("streamed", "bfloat16"),
@@ -167,4 +168,6 @@ def run_ranks(ranks, folder, *words):
 def test_other_world_sizes_resume_bitwise(tmp_path, before, after, saves, dtype):
     run_ranks(before, tmp_path, "save", saves, dtype)
     # Plain AdamW in bf16 has no masters, so its numbers are others.
-    run_ranks(after, tmp_path, "resume", "hybrid,streamed" + ",adamw" * (dtype == "float32"), dtype)
+    run_ranks(
+        after, tmp_path, "resume", "hybrid,streamed,everything" + ",adamw" * (dtype == "float32"), dtype
+    )

@@ -74,7 +74,7 @@ def train(model, optimizer, data):
 
 
 def weights(model):
-    return [param.detach().to_local().clone() for param in model.parameters()]
+    return [value.to_local().clone() for value in model.state_dict().values()]
 
 
 def assert_same(one, other):
@@ -139,10 +139,9 @@ def test_late_copies_change_nothing(monkeypatch, seed):
     model, data = net(), data_of(4)
     with streamed(model) as streamer:
         train(model, streamer.optimizer, data)
-        saved = [value.to_local().clone() for value in model.state_dict().values()]
-        streamer.optimizer.synchronize()
-        assert_same(weights(model), saved)
-    assert_same(saved, trained_plainly(data))
+        saved = weights(model)
+        assert_same(saved, trained_plainly(data))
+    assert_same(weights(model), saved)
 
 
 def test_bf16_shards_train_as_with_whole_masters():
@@ -151,7 +150,6 @@ def test_bf16_shards_train_as_with_whole_masters():
     model, plain = net(torch.bfloat16), net(torch.bfloat16)
     with streamed(model, max_grad_norm=0.05) as streamer:
         train(model, streamer.optimizer, data)
-        streamer.optimizer.synchronize()
         options = {"split": (1, 0, 0), "max_grad_norm": 0.05, "backward_overlap": "nothing", **OPTIONS}
         with HybridDeviceOptimizer(plain.parameters(), **options) as optimizer:
             train(plain, optimizer, data)
@@ -162,7 +160,6 @@ def test_a_step_whose_gradients_are_not_finite_changes_nothing():
     model, data = net(), data_of(3)
     with streamed(model, max_grad_norm=1e9) as streamer:
         train(model, streamer.optimizer, [data[0], data[1] * float("nan"), data[2]])
-        streamer.optimizer.synchronize()
         assert_same(weights(model), trained_plainly([data[0], data[2]]))
 
 
@@ -183,7 +180,6 @@ def test_gradients_add_up_inside_accumulate_and_nowhere_else():
                 plain(batch).backward()
             inner.step()
             inner.zero_grad()
-        optimizer.synchronize()
         assert_same(weights(model), weights(plain))
         model(data[0]).backward()
         with pytest.raises(RuntimeError, match=r"second gradient of a sharded parameter.*accumulate"):
@@ -194,7 +190,7 @@ def test_gradients_add_up_inside_accumulate_and_nowhere_else():
 
 
 def test_checkpoints_and_writes_reach_what_visits_the_device():
-    """Also what has been copied in already, and without a word from the user."""
+    """Also what has been copied in already."""
     data = data_of(6)
     model, other = net(), net()
     expected = trained_plainly(data)
@@ -202,38 +198,56 @@ def test_checkpoints_and_writes_reach_what_visits_the_device():
         train(model, streamer.optimizer, data[:2])
         saved = {name: value.clone() for name, value in model.state_dict().items()}
         states = streamer.optimizer.state_dict()
-        assert all(type(value.to_local()) is torch.Tensor for value in saved.values())
         train(model, streamer.optimizer, data[:3])
         model.load_state_dict(saved)
         streamer.optimizer.load_state_dict(states)
         train(model, streamer.optimizer, data[2:4])
-        streamer.optimizer.synchronize()
         written = weights(model)
     other.load_state_dict(saved)
     with streamed(other) as streamer:
         streamer.optimizer.load_state_dict(states)
-        with torch.no_grad():
+        with streamer.gathered(), torch.no_grad():
             for param in other.parameters():
                 param.mul_(0.5)
-        other(data[0])
-        with torch.no_grad():
-            for param in other.parameters():
-                param.mul_(2)
+        halved = other(data[0])
+        with streamer.gathered(other.layers[1]), torch.no_grad():
+            other.layers[1].weight.mul_(2)
+        assert not torch.equal(other(data[0]), halved)
+        with streamer.gathered(), torch.no_grad():
+            for index, param in enumerate(other.parameters()):
+                param.mul_(1 if index == 1 else 2)
         train(other, streamer.optimizer, data[2:4])
-        streamer.optimizer.synchronize()
         assert_same(weights(other), written)
         train(other, streamer.optimizer, data[4:])
     assert_same(weights(other), expected)
 
 
-def test_a_write_into_a_weight_that_is_on_its_way_is_an_error():
-    model, (batch,) = net(), data_of(1)
-    with streamed(model) as streamer:
-        train(model, streamer.optimizer, [batch])
-        with torch.no_grad():
-            model.layers[-1].weight.mul_(2)
-        with pytest.raises(RuntimeError, match=r"written while its new weight.*synchronize"):
-            model(batch)
+def test_bf16_masters_follow_what_is_written():
+    model, plain = net(torch.bfloat16), net(torch.bfloat16)
+    data = data_of(4, torch.bfloat16)
+    options = {"split": (1, 0, 0), "backward_overlap": "nothing", **OPTIONS}
+    with streamed(model) as streamer, HybridDeviceOptimizer(plain.parameters(), **options) as optimizer:
+        train(model, streamer.optimizer, data[:2])
+        train(plain, optimizer, data[:2])
+        saved = {name: value.clone() * 0.5 for name, value in model.state_dict().items()}
+        model.load_state_dict(saved)
+        plain.load_state_dict(saved)
+        optimizer.refresh_masters()
+        train(model, streamer.optimizer, data[2:])
+        train(plain, optimizer, data[2:])
+        assert_same(weights(model), weights(plain))
+
+
+def test_a_parameter_used_outside_its_module_is_an_error_that_names_it():
+    model = net()
+    with streamed(model) as streamer, torch.no_grad():
+        weight = model.layers[2].weight
+        for use in (lambda: weight.mul_(2), weight.norm, weight.full_tensor, weight.to_local):
+            with pytest.raises(RuntimeError, match=r"layers\.2\.weight is not on the device.*gathered\(\)"):
+                use()
+        with streamer.gathered(model.layers[2]):
+            weight.mul_(2)
+        assert weight.shape == (WIDTH, WIDTH)
 
 
 def test_parameters_that_the_model_has_replaced_are_an_error():
@@ -297,5 +311,4 @@ def test_an_evaluation_before_a_step_is_gathered_again():
                 model(batch)
             optimizer.step()
             optimizer.zero_grad()
-        optimizer.synchronize()
         assert_same(weights(model), trained_plainly(data))
