@@ -15,10 +15,11 @@ _USED = re.compile(r"CPU Virtual Memory:\s+used = ([0-9.]+) GB, percent = ([0-9.
 _RAY = re.compile(r"was running was ([0-9.]+)\s*GB / ([0-9.]+)\s*GB")
 # What a job or a container may take: the kernel says it in KiB, Slurm and Docker in their options, in binary units.
 _CGROUP = re.compile(r"\bmemory: usage [0-9]{1,18}kB, limit ([0-9]{1,18})kB")
-_OPTION = re.compile(
-    r"(?:\bsrun\b|\bsbatch\b|\bsalloc\b|#SBATCH)[^\n]{0,400}?\s--mem[ =]([0-9]{1,9})([KMGTkmgt]?)(?![0-9A-Za-z])"
-    r"|\b(?:docker|podman) run\b[^\n]{0,400}?\s(?:--memory|-m)[ =]([0-9]{1,15})([bkmgBKMG])\b"
-)
+_OPTION = re.compile(r"(--mem|--memory|-m)[ =]([0-9]{1,15})([bkmgtBKMGT]?)(?![0-9A-Za-z])")
+_LAUNCHERS = {
+    "--mem": re.compile(r"\b(?:srun|sbatch|salloc|SBATCH)\b"),
+    "-m": re.compile(r"\b(?:docker|podman) run\b"),
+}
 _UNITS = {
     "b": 1,
     "k": 1 << 10,
@@ -53,10 +54,14 @@ def _limit_bytes(log: Log) -> int | None:
     for written in reversed(_CGROUP.findall(log.text)):
         if int(written) << 10 < _UNLIMITED:
             return int(written) << 10 or None
-    for slurm, slurm_unit, docker, docker_unit in _OPTION.findall(log.text):
-        amount = int(slurm or docker) * _UNITS[(slurm_unit or docker_unit).lower()]
-        if 0 < amount < _UNLIMITED:  # --mem=0 asks for the whole node
-            return amount
+    for match in _OPTION.finditer(log.text):
+        option, amount, unit = match.groups()
+        asked = int(amount) * _UNITS[unit.lower()]
+        launcher = _LAUNCHERS["--mem" if option == "--mem" else "-m"]
+        if 0 < asked < _UNLIMITED and launcher.search(
+            log.context(match.start())
+        ):  # --mem=0 asks for the whole node
+            return asked
     return None
 
 

@@ -12,14 +12,12 @@ from skill_tools.diagnosis.log import Log
 # PEFT and LLaMA-Factory print both numbers; the others print one, of all parameters or of those that are trained.
 _BOTH = re.compile(r"trainable params: ([0-9,]{1,26}) \|\| all params: ([0-9,]{1,26})")
 _TRAINED = re.compile(r"Number of trainable parameters = ([0-9,]{1,26})")  # Transformers' Trainer
-_ALL = (
-    (re.compile(r"\b([0-9]{1,3}(?:,[0-9]{3}){2,5}) (?:total )?parameters\b"), 1.0),  # torchtitan
-    (
-        re.compile(r"num_params = [0-9]+, num_elems = ([0-9]{1,6}(?:\.[0-9]{1,6})?)B\b"),
-        1e9,
-    ),  # DeepSpeed, ZeRO-3
-    (re.compile(r"Total number of parameters in billions: ([0-9]{1,6}(?:\.[0-9]{1,6})?)"), 1e9),  # Megatron
+_BILLIONS = (
+    re.compile(r"num_params = [0-9]+, num_elems = ([0-9]{1,6}(?:\.[0-9]{1,6})?)B\b"),  # DeepSpeed, ZeRO-3
+    re.compile(r"Total number of parameters in billions: ([0-9]{1,6}(?:\.[0-9]{1,6})?)"),  # Megatron
 )
+_COUNTED = re.compile(r"(?<![0-9,])([0-9]{1,3}(?:,[0-9]{3}){2,5})(?: total)? parameters")  # torchtitan
+_BEFORE, _TRIES = 40, 1000  # characters before the word that a count takes; how many places are looked at
 _SHARDED = "FullyShardedDataParallel("  # FSDP1, under which the Trainer counts a rank's shards
 _MOST = 10**14
 
@@ -40,10 +38,25 @@ def parameters(log: Log) -> Parameters | None:
     if (match := _last(_TRAINED, log)) and _SHARDED not in log.text:
         trained = _count(match.group(1))
         return _checked(log.line_at(match.start()), trained, trained)
-    for pattern, unit in _ALL:
+    for pattern in _BILLIONS:
         if match := _last(pattern, log):
-            total = round(_count(match.group(1)) if unit == 1 else float(match.group(1)) * unit)
+            total = round(float(match.group(1)) * 1e9)
             return _checked(log.line_at(match.start()), total, total)
+    if match := _last_count(log.text):
+        total = _count(match.group(1))
+        return _checked(log.line_at(match.start()), total, total)
+    return None
+
+
+def _last_count(text: str) -> re.Match[str] | None:
+    """Return the last `8,030,261,248 parameters`; asking for the word first is ten times faster than for a number."""
+    word = len(text)
+    for _ in range(_TRIES):
+        word = text.rfind(" parameters", 0, word)
+        if word < 0:
+            break
+        if match := _COUNTED.search(text, max(0, word - _BEFORE), word + len(" parameters")):
+            return match
     return None
 
 
