@@ -50,9 +50,10 @@ class BackwardHooks:
 
     def hear(self, members: Sequence[Member], *, where_they_leave: bool) -> None:
         """Hear of what autograd accumulates for `members`, or only for those whose gradients leave then."""
-        leaves = self._gradients.leave_in_backward
-        sent = [member for member in members if member.pieces and leaves(member)]
-        if self._gradients.may_leave and any(member.pieces and member not in sent for member in members):
+        gradients = self._gradients
+        sent = [member for member in members if member.pieces and gradients.leave_in_backward(member)]
+        kept = [m for m in members if m not in sent and m.param not in gradients.reduced_later]
+        if gradients.may_leave and any(member.pieces for member in kept):
             checks.warn_kept_gradients()
         self._hear(sent if where_they_leave else members)
 

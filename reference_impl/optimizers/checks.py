@@ -174,7 +174,7 @@ def check_same_split(splits: Iterable[Sequence[float]]) -> None:
         raise ValueError(
             f"the ranks split their states differently: {listed}; expected one split, because the CPU rounds "
             "otherwise than the device and replicas would drift apart; try split=(resident, streamed, cpu), or "
-            "split='auto' with budgets=Budgets(ranks=model.process_group)"
+            "split='auto' with budgets=Budgets(ranks=torch.distributed.group.WORLD)"
         )
 
 

@@ -129,7 +129,11 @@ def rates_of(rank):
 
 
 def backward(parallel, optimizer, batches, flag, accumulation, scaler):
-    """Back propagate each batch, the last one as the last of a step; return its loss."""
+    """Back propagate each batch, the last one as the last of a step; return its loss.
+
+    The block that is rare is used with the first one alone, if at all; with each one where all of them are reduced and
+    leave.
+    """
     for batch in batches[:-1]:
         context = nullcontext()
         if accumulation == "unsynced":
@@ -138,6 +142,7 @@ def backward(parallel, optimizer, batches, flag, accumulation, scaler):
             context = optimizer.accumulate()
         with context:
             scaler.scale(parallel(batch, flag)).backward()
+        flag = flag and accumulation == "added"
     loss = parallel(batches[-1], flag)
     scaler.scale(loss).backward()
     return loss.detach()

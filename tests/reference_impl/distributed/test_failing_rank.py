@@ -1,4 +1,4 @@
-"""A rank that fails ends the others at once, and its error is what is said."""
+"""A rank that fails ends the others at once, and its error is what is said: over gloo, and on two GPUs over NCCL."""
 
 import os
 import subprocess
@@ -7,6 +7,7 @@ import sys
 import failing_rank
 import poor_rank
 import pytest
+import torch
 from rank_processes import run_ranks
 
 from skill_tools.bundle import root
@@ -14,25 +15,29 @@ from skill_tools.bundle import root
 BROKEN = "the memory of this rank is broken"
 
 
+WORK_LOST = f"WorkLostError: an update on the CPU has failed: OSError('{BROKEN}')"
+CASES = [
+    ("fsdp2", "update", WORK_LOST),
+    ("fsdp2", "wait", f"OSError: {BROKEN}"),
+    ("fsdp2", "interrupt", "KeyboardInterrupt"),
+    ("fsdp2", "kill", "Signal 9 (SIGKILL) received"),
+    ("ddp", "update", WORK_LOST),
+    ("ddp", "send", f"OSError: {BROKEN}"),
+    ("ddp", "kill", "Signal 9 (SIGKILL) received"),
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("engine", "how", "said"),
-    [
-        ("fsdp2", "update", f"WorkLostError: an update on the CPU has failed: OSError('{BROKEN}')"),
-        ("fsdp2", "wait", f"OSError: {BROKEN}"),
-        ("fsdp2", "interrupt", "KeyboardInterrupt"),
-        ("fsdp2", "kill", "Signal 9 (SIGKILL) received"),
-        ("ddp", "update", f"WorkLostError: an update on the CPU has failed: OSError('{BROKEN}')"),
-        ("ddp", "send", f"OSError: {BROKEN}"),
-        ("ddp", "kill", "Signal 9 (SIGKILL) received"),
-    ],
-)
-def test_a_rank_that_fails_ends_the_others_with_its_error(engine, how, said):
+@pytest.mark.parametrize("place", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+@pytest.mark.parametrize(("engine", "how", "said"), CASES)
+def test_a_rank_that_fails_ends_the_others_with_its_error(place, engine, how, said):
     """The collectives' own limit is ten minutes."""
+    if place == "cuda" and torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA devices")
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     path = os.pathsep.join([str(root()), str(root() / "tests" / "support")])
     done = subprocess.run(
-        [*launch, failing_rank.__file__, engine, how],
+        [*launch, failing_rank.__file__, place, engine, how],
         capture_output=True,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
