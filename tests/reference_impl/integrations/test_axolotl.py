@@ -6,6 +6,7 @@ import random
 import shutil
 import signal
 import threading
+from pathlib import Path
 
 os.environ.update(AXOLOTL_DO_NOT_TRACK="1", ACCELERATE_USE_CPU="true", WANDB_DISABLED="true")
 
@@ -15,6 +16,7 @@ pytest.importorskip("axolotl", reason="needs Axolotl on a CPU: make test-trainer
 
 import axolotl.train
 import torch
+import yaml
 from axolotl.cli.config import load_cfg
 from axolotl.common.datasets import load_datasets, load_preference_datasets
 from axolotl.integrations.base import PluginManager
@@ -173,6 +175,19 @@ def test_a_plan_is_carried_out(home, tmp_path):
     (tmp_path / "plan.json").write_text(json.dumps(plan), encoding="utf-8")
     _, report = train(configuration(home, plugins=[PLUGIN], offload_plan=str(tmp_path / "plan.json")))
     assert report.optimizer.cpu == pytest.approx(0.25)
+
+
+def test_the_example_trains_on_local_files(home):
+    """What it would fetch, and what needs a GPU, is another's; the rest is the file's."""
+    path = Path(__file__).parents[3] / "examples" / "train_with_axolotl.yaml"
+    example = yaml.safe_load(path.read_text(encoding="utf-8"))
+    fetched = ("base_model", "datasets", "output_dir", "bf16")
+    written = {name: value for name, value in example.items() if name not in fetched}
+    smaller = {"max_steps": 2, "offload_activations": CHECKPOINT}
+    assert example["offload_activations"] == "checkpoint"
+    _, report = train(configuration(home, **(written | smaller)))
+    assert report.optimizer.cpu == pytest.approx(example["offload_optimizer_fraction"])
+    assert report.activation_bytes > 0
 
 
 @pytest.mark.parametrize(
