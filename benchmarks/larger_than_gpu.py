@@ -8,8 +8,8 @@
 
 A row is full training in bf16 with AdamW, random weights, and exact clipping unless `no-clip`: forward, backward
 with each layer recomputed, step, zero_grad. What follows a colon holds for that row alone: `memory`, `inputs`,
-`resident`, `prefetch`, as the options of these names, and `no-clip`. Each sequence of `--tokens` is a micro-batch
-inside the layers. The loss is chunked in every row. `resident` keeps everything on the GPU
+`resident`, `prefetch`, as the options of these names, and `no-clip`, which updates in backward. Each sequence of
+`--tokens` is a micro-batch inside the layers. The loss is chunked in every row. `resident` keeps all on the GPU
 (`HybridDeviceOptimizer(offload_fraction=0)`), recomputed and sliced alike; it has no memory limit. `fsdp2` is torch's
 FSDP2 on one rank with CPUOffloadPolicy and fp32 parameters, `fsdp2-bf16` with bf16 ones and states, which is other
 arithmetic. A step's update runs behind the next forward, so the time is the mean of `--steps` steps in a row.
@@ -215,6 +215,7 @@ def attached(
         model,
         torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True),
         max_grad_norm=row.max_grad_norm,
+        backward_overlap="update" if row.max_grad_norm is None else "gradients",
         streaming=STATES[row.form],
         slices=setting.sequences,
         prefetch=row.prefetch,

@@ -50,8 +50,10 @@ class GradientMover:
         """
         check_used_in_time([member])
         gradient = gradient_of(member) if reduced is None else reduced
-        norm = torch.linalg.vector_norm(gradient, dtype=torch.float32) if measure else None
-        member.arrival = self._copy(member, gradient, frees=reduced is None)
+        # As the update will read it.
+        sent = gradient.to(member.param.dtype)
+        norm = torch.linalg.vector_norm(sent, dtype=torch.float32) if measure else None
+        member.arrival = self._copy(member, sent, frees=reduced is None)
         if norm is not None:
             self.norms[member] = norm
         return gradient
@@ -67,8 +69,6 @@ class GradientMover:
             self._device.copy(target[piece.start : piece.stop], self._targets[piece])
 
     def _copy(self, member: Member, gradient: torch.Tensor, *, frees: bool) -> Event:
-        if gradient.dtype != member.param.dtype:
-            gradient = gradient.to(member.param.dtype)
         flat = member.flat(gradient)
         computed = self._device.record()
         with self._device.on_d2h_for_threads():

@@ -127,7 +127,8 @@ class Gradients:
     def _stand_in(self, member: Member, gradient: torch.Tensor, norm: torch.Tensor | None) -> None:
         """Put a stand-in for `gradient`, which has been sent, on the parameter."""
         kept = gradient if member.on_device else None
-        may_come_back = self.measures and gradient.dtype == member.param.dtype
+        # One that stays from then on must not have been rounded.
+        may_come_back = self.measures and (gradient.dtype == member.param.dtype or not self._sums_stay)
         member.placeholder = GradientStandIn(
             gradient,
             norm,

@@ -1,15 +1,16 @@
 """The optimizer of streamed trained layers: gradients are offloaded in backward, states stream beside the weights.
 
-It is an `OptimizerStateOffloader` with all states on the host. Three things differ: a gradient is offloaded as soon
-as it is final, it is copied back in one chunk with its states, and a block's chunks are updated while its weights are
-on the device for the next forward.
+It is an `OptimizerStateOffloader` with all states on the host, as that of `in_backward` (`LayersOptimizer` is both).
+Three things differ: a gradient is offloaded as soon as it is final, it is copied back in one chunk with its states, and
+a block's chunks are updated while its weights are on the device for the next forward.
 
 Explained in docs/larger-than-gpu.md.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -88,7 +89,68 @@ class ChunkGradients:
         return self._mover.arrived()
 
 
-class TrainedLayersOptimizer(OptimizerStateOffloader):
+class LayersOptimizer(OptimizerStateOffloader):
+    """An `OptimizerStateOffloader` with all states on the host, some of whose weights only visit the device.
+
+    Args:
+        optimizer, max_grad_norm: see `OptimizerStateOffloader`.
+        weights: the weights that visit.
+        streaming: how states cross the link.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        weights: VisitingWeights,
+        *,
+        streaming: Streaming,
+        max_grad_norm: float | None,
+    ) -> None:
+        self._weights = weights
+        super().__init__(
+            optimizer,
+            chunk_bytes=streaming.chunk_bytes,
+            hi_lo_masters=streaming.hi_lo_masters,
+            moments_dtype=streaming.moments_dtype,
+            compact_low_bits=streaming.compact_low_bits,
+            max_grad_norm=max_grad_norm,
+        )
+
+    @abstractmethod
+    def settle(self, params: Iterable[torch.Tensor], ahead: Iterable[torch.Tensor]) -> None:
+        """Make the live current stream see new weights of `params`; queue the updates of those that come `ahead`."""
+
+    def told(self) -> AbstractContextManager[None]:
+        """Return a context that notes on an error what became of the step, and remembers that a device is lost."""
+        return self._failures.told()
+
+    def changed(self, params: Iterable[torch.Tensor]) -> None:
+        """Make new masters of weights that the user has written."""
+        super()._refresh([self._members[param] for param in params])
+
+    def _lay_out(self, params: Sequence[tuple[torch.Tensor, int]]) -> list[Member]:
+        members = super()._lay_out(params)
+        for member in members:
+            member.home = self._weights.home_of.get(member.param)
+        return members
+
+    def _hook_gradients(self, members: Iterable[Member], hear: Callable[[torch.Tensor], None]) -> None:
+        """Call `hear`, a method of this, with each parameter whose gradient is final."""
+        hook = forgetful(hear)
+        self._hooks += [member.param.register_post_accumulate_grad_hook(hook) for member in members]
+
+    def _refresh(self, members: Sequence[Member]) -> None:
+        # Weights with a home change where they are lent, which `changed` is told.
+        super()._refresh([member for member in members if member.home is None])
+
+    def _load(
+        self, groups: list[dict[str, object]], states: Mapping[torch.Tensor, Mapping[str, object]]
+    ) -> None:
+        super()._load(groups, states)
+        self._weights.reload()
+
+
+class TrainedLayersOptimizer(LayersOptimizer):
     """What `TrainableLayerStreamer` has made of a torch optimizer: use it in its place.
 
     Its groups stay those of the wrapped optimizer. `step()` returns when the update is prepared; the next forward
@@ -117,21 +179,13 @@ class TrainedLayersOptimizer(OptimizerStateOffloader):
         max_grad_norm: float | None,
         in_flight_bytes: int,
     ) -> None:
-        self._weights = weights
         self._store = ChunkGradients(device, in_flight_bytes=in_flight_bytes)
         self._leaving = Gradients(self._store, leave_in_backward=True, sharded_too=True, sums_stay=False)
         self._stand_ins: dict[Member, GradientStandIn] = {}
-        super().__init__(
-            optimizer,
-            chunk_bytes=streaming.chunk_bytes,
-            hi_lo_masters=streaming.hi_lo_masters,
-            moments_dtype=streaming.moments_dtype,
-            compact_low_bits=streaming.compact_low_bits,
-            max_grad_norm=max_grad_norm,
-        )
+        super().__init__(optimizer, weights, streaming=streaming, max_grad_norm=max_grad_norm)
 
     def settle(self, params: Iterable[torch.Tensor], ahead: Iterable[torch.Tensor]) -> None:
-        """Make the live current stream see new weights of `params`; queue the updates of those that come `ahead`."""
+        """See `LayersOptimizer`."""
         members = [self._members[param] for param in params if self._members[param].pending]
         if not members and not self.streamed.unqueued:
             return
@@ -142,27 +196,12 @@ class TrainedLayersOptimizer(OptimizerStateOffloader):
             self.streamed.queue(self._members[param] for param in ahead)
             self._wait_for(members)
 
-    def told(self) -> AbstractContextManager[None]:
-        """Return a context that notes on an error what became of the step, and remembers that a device is lost."""
-        return self._failures.told()
-
-    def changed(self, params: Iterable[torch.Tensor]) -> None:
-        """Make new masters of weights that the user has written."""
-        super()._refresh([self._members[param] for param in params])
-
-    def _lay_out(self, params: Sequence[tuple[torch.Tensor, int]]) -> list[Member]:
-        members = super()._lay_out(params)
-        for member in members:
-            member.home = self._weights.home_of.get(member.param)
-        return members
-
     def _admitted(self, members: Sequence[Member]) -> None:
         places = self.streamed.gradient_places(members)
         self._store.add(places)
         for piece in places:
             piece.member.pieces.append(piece)
-        hook = forgetful(self._on_final)
-        self._hooks += [member.param.register_post_accumulate_grad_hook(hook) for member in members]
+        self._hook_gradients(members, self._on_final)
 
     @torch.no_grad()
     def _on_final(self, param: torch.Tensor) -> None:
@@ -212,13 +251,3 @@ class TrainedLayersOptimizer(OptimizerStateOffloader):
         super()._step()
         # What the window holds for the next forward can begin at once.
         self.streamed.queue(self._members[param] for param in self._weights.ahead if param in self._members)
-
-    def _refresh(self, members: Sequence[Member]) -> None:
-        # Weights with a home change where they are lent, which `changed` is told.
-        super()._refresh([member for member in members if member.home is None])
-
-    def _load(
-        self, groups: list[dict[str, object]], states: Mapping[torch.Tensor, Mapping[str, object]]
-    ) -> None:
-        super()._load(groups, states)
-        self._weights.reload()

@@ -37,6 +37,8 @@ def host_bytes(
     params: Iterable[torch.Tensor],
     algorithm: Algorithm,
     streaming: Streaming,
+    *,
+    gradients_leave: bool = True,
 ) -> HostBytes:
     """Return what `storages` of blocks and trained `params` take."""
     sizes = [(param.numel(), param.element_size()) for param in params]
@@ -49,7 +51,7 @@ def host_bytes(
     )
     return HostBytes(
         weights=sum(layout(block)[1] for block in storages),
-        gradients=sum(numel * size for numel, size in sizes),
+        gradients=sum(numel * size for numel, size in sizes) if gradients_leave else 0,
         states=round(each.streamed * sum(numel for numel, _ in sizes)),
     )
 

@@ -1,14 +1,15 @@
 """A block's forward as segments: micro-batches one after the other, each recomputed in backward.
 
 A block's weights are then copied in once for all micro-batches of a batch. Each segment is a non-reentrant
-checkpoint, and all are one graph, so a parameter's gradient becomes final once: after the last of them.
+checkpoint, and all are one graph, so a parameter's gradient becomes final once: after the last of them. Until then it
+adds up in fp32.
 
 Explained in docs/larger-than-gpu.md.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +18,22 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from reference_impl.activations.attach import Forward, wrap_forward
 from reference_impl.activations.checkpoint import recomputed
+
+
+def sum_in_fp32(params: Iterable[torch.Tensor]) -> Callable[[], None]:
+    """Let the gradients of `params` that several segments make add up in fp32; return what undoes it."""
+    before = {param: param.grad_dtype for param in params}
+    for param in before:
+        param.grad_dtype = torch.float32
+
+    def undo() -> None:
+        for param, dtype in before.items():
+            if param.grad is not None and param.grad.dtype != dtype:
+                # A stand-in, or a sum that no step has used.
+                param.grad = None
+            param.grad_dtype = dtype
+
+    return undo
 
 
 def recompute_in_slices(block: nn.Module, slices: int, *, recomputes: bool = True) -> Callable[[], None]:

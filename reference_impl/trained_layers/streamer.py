@@ -25,9 +25,10 @@ from reference_impl.optimizers import checks
 from reference_impl.optimizers.options import Streaming
 from reference_impl.optimizers.state_offload_wrapped import algorithm_of, check_group
 from reference_impl.trained_layers.checks import check_params, check_streaming
-from reference_impl.trained_layers.optimizer import TrainedLayersOptimizer
+from reference_impl.trained_layers.in_backward import InBackwardOptimizer
+from reference_impl.trained_layers.optimizer import LayersOptimizer, TrainedLayersOptimizer
 from reference_impl.trained_layers.room import HostBytes, check_room, host_bytes
-from reference_impl.trained_layers.segments import recompute_in_slices
+from reference_impl.trained_layers.segments import recompute_in_slices, sum_in_fp32
 from reference_impl.weights.layers import StreamReport, beyond, device_of
 from reference_impl.weights.residency import allowances, fraction_of_layers
 from reference_impl.weights.storages import (
@@ -66,11 +67,15 @@ class TrainableLayerStreamer(ClosedAtExit):
             outside the blocks, such as embeddings and the head, stays on the device; its states and gradients do not.
         optimizer: `torch.optim.AdamW`, `Adam` or `SGD` with `fused=True`, with or without states.
         max_grad_norm: clip the global norm exactly; gradients are divided by `max(1, (norm + 1e-6) / max)`.
+        backward_overlap: `gradients` leave in backward, and the next forward updates. With `update` the update runs in
+            backward, on each block that it has passed; gradients stay on the device, and nothing can be skipped,
+            clipped or added up over several backwards.
         streaming: how states cross the link, see `Streaming`; `prefetch_bytes` is not used here.
         prefetch: how many blocks may wait on the device, or be on their way, beside the one in use.
         resident_layers: keep so many layers' worth of weights on the device, spread evenly: every block keeps the same
             share. Their states and gradients stay on the host.
-        slices: micro-batches that each block takes one after the other, of one batch: its weights travel once for all.
+        slices: micro-batches that each block takes one after the other, of one batch: its weights travel once for all,
+            and its gradients add up in fp32 and are rounded once.
         inputs: where the layers' inputs wait for backward: `device` or `host`.
         layers: the blocks, where they cannot be found by structure.
         device: where `model` runs, when its weights are still on the CPU.
@@ -90,6 +95,7 @@ class TrainableLayerStreamer(ClosedAtExit):
         optimizer: torch.optim.Optimizer,
         *,
         max_grad_norm: float | None = None,
+        backward_overlap: Literal["gradients", "update"] = "gradients",
         streaming: Streaming | None = None,
         prefetch: int = 2,
         resident_layers: int = 0,
@@ -99,9 +105,10 @@ class TrainableLayerStreamer(ClosedAtExit):
         device: torch.device | str | None = None,
     ) -> None:
         streaming = streaming or Streaming()
-        _check_options(prefetch=prefetch, slices=slices, inputs=inputs)
+        _check_options(prefetch=prefetch, slices=slices, inputs=inputs, backward_overlap=backward_overlap)
         checks.check_model(model, serves_data_parallel=False)
-        checks.check_clipping(max_grad_norm=max_grad_norm, updates_in_backward=False)
+        updates = backward_overlap == "update"
+        checks.check_clipping(max_grad_norm=max_grad_norm, updates_in_backward=updates)
         _check_computed_once(model)
         algorithm = algorithm_of(optimizer)
         for group in optimizer.param_groups:
@@ -116,7 +123,7 @@ class TrainableLayerStreamer(ClosedAtExit):
         kept_bytes = allowances(sizes, fraction_of_layers(resident_layers, len(modules)))
         streamed = [beyond(block, allowance) for block, allowance in zip(storages, kept_bytes, strict=True)]
         trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-        self._host = host_bytes(streamed, trained, algorithm, streaming)
+        self._host = host_bytes(streamed, trained, algorithm, streaming, gradients_leave=not updates)
         check_room(self._host, streamed, streaming)
         self._undo: list[Callable[[], None]] = []
         try:
@@ -131,19 +138,30 @@ class TrainableLayerStreamer(ClosedAtExit):
                 settle=lambda params, ahead: self.optimizer.settle(params, ahead),
                 changed=lambda params: self.optimizer.changed(params),
                 told=lambda: self.optimizer.told(),
+                passed=(lambda: in_backward.passed()) if updates else None,
             )
             self._undo.append(self._weights.close)
-            self.optimizer = TrainedLayersOptimizer(
-                optimizer,
-                self._weights,
-                on,
-                streaming=streaming,
-                max_grad_norm=max_grad_norm,
-                # One block's gradients, or a head's, may leave while the next ones are made.
-                in_flight_bytes=max([layout(block)[1] for block in storages] + [p.nbytes for p in trained]),
-            )
+            self.optimizer: LayersOptimizer
+            if updates:
+                in_backward = InBackwardOptimizer(optimizer, self._weights, streaming=streaming)
+                self.optimizer = in_backward
+            else:
+                self.optimizer = TrainedLayersOptimizer(
+                    optimizer,
+                    self._weights,
+                    on,
+                    streaming=streaming,
+                    max_grad_norm=max_grad_norm,
+                    # One block's gradients, or a head's, may leave while the next ones are made.
+                    in_flight_bytes=max(
+                        [layout(block)[1] for block in storages] + [p.nbytes for p in trained]
+                    ),
+                )
             self._undo.append(self.optimizer.close)
             self.optimizer.attach(model)
+            if slices > 1:
+                inside = {param for module in modules for param in module.parameters() if param.requires_grad}
+                self._undo.append(sum_in_fp32(inside))
             if inputs == "host":
                 self._undo.append(CheckpointOffloader(model, layers=modules, min_bytes=MIN_BYTES).close)
             for module in modules:
@@ -176,8 +194,12 @@ class TrainableLayerStreamer(ClosedAtExit):
         return self
 
 
-def _check_options(*, prefetch: int, slices: int, inputs: str) -> None:
+def _check_options(*, prefetch: int, slices: int, inputs: str, backward_overlap: str) -> None:
     """Raise ValueError for an option out of range."""
+    if backward_overlap not in ("gradients", "update"):
+        raise ValueError(
+            f"backward_overlap={backward_overlap!r}; expected 'gradients' or 'update'; try 'gradients'"
+        )
     if prefetch < 0:
         raise ValueError(f"prefetch={prefetch}; expected at least 0; try 2")
     if slices < 1:

@@ -60,6 +60,7 @@ class LayerStreamer(ClosedAtExit):
         storages: for each block what may stream; of these it keeps `allowances` bytes on the device.
         host: keeps the bytes; closed with this.
         prefetch: how many blocks may wait on the device, or be on their way, beside the one in use.
+        lingering: how many more stay there that have been used.
 
     Raises HostMemoryError; the model is left as it was.
     """
@@ -76,6 +77,7 @@ class LayerStreamer(ClosedAtExit):
         host: Host,
         allowances: Sequence[int],
         prefetch: int,
+        lingering: int = 0,
     ) -> None:
         self._model = model
         self._device = device
@@ -91,7 +93,7 @@ class LayerStreamer(ClosedAtExit):
         self._is_closed = False
         self._undo: dict[int, ExitStack] = {}
         try:
-            self._attach(streamed, min(prefetch + 1, len(modules)))
+            self._attach(streamed, min(prefetch + 1, len(modules)), lingering)
         except BaseException:
             self.close()
             raise
@@ -177,12 +179,12 @@ class LayerStreamer(ClosedAtExit):
         """Return what `tensor`, which `block` owns, holds."""
         return block.on_host(tensor)
 
-    def _attach(self, streamed: Sequence[Sequence[BlockStorage]], capacity: int) -> None:
+    def _attach(self, streamed: Sequence[Sequence[BlockStorage]], ahead: int, lingering: int) -> None:
         for block, storages in zip(self._blocks, streamed, strict=True):
             if storages:
                 self._take(block, storages)
         self._move_the_rest()
-        self._window = Window(self._blocks, capacity)
+        self._window = Window(self._blocks, ahead + lingering, lingering=lingering)
         for block in self._blocks:
             if block.is_streamed:
                 self._follow(block)

@@ -160,6 +160,8 @@ class TrainedWeights(LayerStreamer):
             device for its forward, those of blocks that come next are passed too, as `ahead`.
         changed: is told which parameters the user has changed while they were lent.
         told: what runs while weights come and go is inside it, so that the optimizer hears of a device that is lost.
+        passed: hears that backward is about to begin another block. A block that it has passed then lingers for the
+            time of another one, so that its update on the device delays no kernel.
     """
 
     _with_trained = True
@@ -177,12 +179,14 @@ class TrainedWeights(LayerStreamer):
         settle: Callable[[list[torch.Tensor], list[torch.Tensor]], None],
         changed: Callable[[list[torch.Tensor]], None],
         told: Callable[[], AbstractContextManager[None]],
+        passed: Callable[[], None] | None = None,
     ) -> None:
         self.homes = homes
         self.home_of: dict[torch.Tensor, Home] = {}
         self._settle = settle
         self._changed = changed
         self._told = told
+        self._passed = passed
         self._params: dict[int, list[torch.Tensor]] = {}
         super().__init__(
             model,
@@ -192,6 +196,7 @@ class TrainedWeights(LayerStreamer):
             host=homes,
             allowances=allowances,
             prefetch=prefetch,
+            lingering=0 if passed is None else 1,
         )
 
     @property
@@ -225,6 +230,8 @@ class TrainedWeights(LayerStreamer):
 
     def _before_backward(self, block: StreamedBlock) -> None:
         with self._told():
+            if self._passed is not None and self._window.begins_backward(block):
+                self._passed()
             super()._before_backward(block)
 
     def _take(self, block: StreamedBlock, storages: Sequence[BlockStorage]) -> None:

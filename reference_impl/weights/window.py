@@ -51,10 +51,14 @@ class Visitor(Protocol):
 
 
 class Window:
-    """Holds `capacity` of `blocks` at a time; more only while more are in use at once."""
+    """Holds `capacity` of `blocks` at a time; more only while more are in use at once.
 
-    def __init__(self, blocks: Sequence[Visitor], capacity: int) -> None:
+    `lingering` of them have been used: their place is not given to the ones that are needed next.
+    """
+
+    def __init__(self, blocks: Sequence[Visitor], capacity: int, *, lingering: int = 0) -> None:
         self.capacity = capacity
+        self._lingering = lingering
         self.loads = 0
         self.loaded_bytes = 0
         self.late_loads = 0
@@ -80,14 +84,18 @@ class Window:
         self._in_forward = None
         self.advance()
 
+    def begins_backward(self, block: Visitor) -> bool:
+        """Whether `before_backward(block)` would begin a backward of `block`, and not go on with it."""
+        task = torch._C._current_graph_task_id()
+        return block.is_streamed and not (self._in_backward is block and self._graph_task == task)
+
     def before_backward(self, block: Visitor) -> None:
         """Have `block` on the device; the block before it in this backward is done.
 
         Autograd runs nodes in the reverse order of their making, so all of a later block's have run by now. Raises
         RuntimeError for a backward that is itself to be differentiated: that would go through no output of the block.
         """
-        task = torch._C._current_graph_task_id()
-        if not block.is_streamed or (self._in_backward is block and self._graph_task == task):
+        if not self.begins_backward(block):
             return
         if torch.is_grad_enabled():
             raise RuntimeError(
@@ -95,7 +103,7 @@ class Window:
                 "create_graph=False, because a second backward would not bring the weights; try "
                 "`with streamer.gathered():` around both"
             )
-        self._in_backward, self._graph_task = block, task
+        self._in_backward, self._graph_task = block, torch._C._current_graph_task_id()
         self._visit(Kind.BACKWARD, block)
 
     def before_gather(self, block: Visitor, kind: Kind) -> None:
@@ -164,7 +172,7 @@ class Window:
         """Return the blocks in use, then the next ones that fit beside them."""
         wanted = self._in_use
         for index in self._order.upcoming():
-            if len(wanted) >= self.capacity:
+            if len(wanted) >= self.capacity - self._lingering:
                 break
             block = self._blocks[index]
             if block.is_streamed and block not in wanted:

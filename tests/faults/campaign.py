@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 # The status of a child in which the campaign itself has failed.
 _OUR_FAULT = 3
 HERE = Path(__file__).resolve().parent
-CAMPAIGNS = ("optimizers", "memory", "signals", "memory-signals")
+CAMPAIGNS = ("optimizers", "layers", "memory", "signals", "layers-signals", "memory-signals")
 
 
 class Result(NamedTuple):
@@ -86,12 +86,14 @@ def _case(campaign: str, seed: int) -> tuple[object, Any]:
     """Return the case of a seed and what judges it."""
     import judge
     import memory_cases
+    from settings import layers_settings, settings
 
     if campaign.startswith("memory"):
         make = memory_cases.case_of if campaign == "memory" else memory_cases.interrupted_case_of
         held = make(seed)
         return held, lambda: memory_cases.judge(held)
-    case = judge.case_of(seed) if campaign == "optimizers" else judge.interrupted_case_of(seed)
+    make_case = judge.interrupted_case_of if campaign.endswith("signals") else judge.case_of
+    case = make_case(seed, matrix=layers_settings() if campaign.startswith("layers") else settings())
     return case, lambda: judge.judge(case)
 
 

@@ -19,7 +19,7 @@ import injector as injection
 import torch
 from injector import WORKER, Fault, Injector, Moment, some_kind
 from interrupts import Interrupt, counted, seconds_of
-from settings import STEPS, Setting, Trainee, differing, settings, shuffled
+from settings import STEPS, Setting, Trainee, differing, shuffled
 
 from reference_impl.device import Device
 from reference_impl.memory.host import host_book
@@ -112,16 +112,14 @@ def visits(setting: Setting) -> dict[Moment, int]:
     return dict(injector.visits)
 
 
-@cache
-def _matrix() -> list[Setting]:
-    return settings()
-
-
-def case_of(seed: int, *, matrix: list[Setting] | None = None) -> Case:
-    """Return the case of a seed: what is trained, what fails, when, and what the program does about it."""
-    random, listed = shuffled(seed), matrix or _matrix()
+def _setting(seed: int, matrix: list[Setting]) -> Setting:
     # Neighbours share a setting, so that undisturbed runs serve several; 59 takes them through the whole matrix.
-    setting = listed[seed // SEEDS_A_SETTING * 59 % len(listed)]
+    return matrix[seed // SEEDS_A_SETTING * 59 % len(matrix)]
+
+
+def case_of(seed: int, *, matrix: list[Setting]) -> Case:
+    """Return the case of a seed: what is trained, of `matrix`, what fails, when, and what the program then does."""
+    random, setting = shuffled(seed), _setting(seed, matrix)
     counted = visits(setting)
     # The step itself is what the contract is about, so it gets half of all faults.
     moments = [m for m in counted if m.step in FAULTY_STEPS or m.seam.endswith(WORKER)]
@@ -155,10 +153,9 @@ def duration_s(setting: Setting) -> float:
         return seconds_of(lambda: train(trainee, injector, 0))
 
 
-def interrupted_case_of(seed: int) -> Case:
+def interrupted_case_of(seed: int, *, matrix: list[Setting]) -> Case:
     """Return the case of a seed in which SIGINT comes: every other one at a bytecode, the others after a time."""
-    random, listed = shuffled(seed), _matrix()
-    setting = listed[seed // SEEDS_A_SETTING * 59 % len(listed)]
+    random, setting = shuffled(seed), _setting(seed, matrix)
     if seed % 2:
         interrupt = Interrupt(None, random.random() * duration_s(setting))
     else:

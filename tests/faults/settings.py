@@ -212,15 +212,27 @@ def layers_settings() -> list[Setting]:
         ({"compact_low_bits": 8}, (half, single)),
     ]
     return [
-        _make("layers", dtype, False, loop=loop, prefetch=prefetch, inputs=inputs, max_grad_norm=norm, **form)
+        _make(
+            "layers",
+            dtype,
+            False,
+            loop=loop,
+            prefetch=prefetch,
+            inputs=inputs,
+            max_grad_norm=norm,
+            backward_overlap=overlap,
+            **form,
+        )
         for form, dtypes in forms
         for dtype in dtypes
-        for loop, norm, prefetch, inputs in (
-            ("plain", 0.5, 1, "device"),
-            ("plain", None, 0, "host"),
-            ("scaled", 0.5, 2, "device"),
-            ("accumulated", None, 1, "device"),
-            ("infinite", 0.5, 0, "device"),
+        for loop, norm, prefetch, inputs, overlap in (
+            ("plain", 0.5, 1, "device", "gradients"),
+            ("plain", None, 0, "host", "gradients"),
+            ("scaled", 0.5, 2, "device", "gradients"),
+            ("accumulated", None, 1, "device", "gradients"),
+            ("infinite", 0.5, 0, "device", "gradients"),
+            ("plain", None, 1, "device", "update"),
+            ("plain", None, 0, "host", "update"),
         )
     ]
 

@@ -4,7 +4,7 @@ import torch
 from optimizer_reference import MasterAdamW
 
 from reference_impl.trained_layers import TrainableLayerStreamer
-from reference_impl.trained_layers.segments import recompute_in_slices
+from reference_impl.trained_layers.segments import recompute_in_slices, sum_in_fp32
 from reference_impl.verification.model import Decoder, DecoderShape, decoder_loss
 
 OPTIONS = {"lr": 1e-2, "betas": (0.8, 0.95), "eps": 1e-7, "weight_decay": 0.1}
@@ -40,6 +40,8 @@ def resident(model, *, slices=1, max_grad_norm=CLIP):
     """The same arithmetic on the device: recomputed alike, with fp32 masters and torch's own AdamW."""
     for layer in model.layers:
         recompute_in_slices(layer, slices)
+        if slices > 1:
+            sum_in_fp32(layer.parameters())
     return MasterAdamW(model, on_cpu=False, max_grad_norm=max_grad_norm, **OPTIONS)
 
 

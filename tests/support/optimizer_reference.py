@@ -43,6 +43,10 @@ class MasterAdamW:
 
     @torch.no_grad()
     def step(self):
+        for param in self.params:
+            if param.grad is not None and param.grad.dtype != param.dtype:
+                # A sum in fp32 is rounded once, as where it leaves for the host.
+                param.grad = param.grad.to(param.dtype).to(param.grad.dtype)
         norms = [
             torch.linalg.vector_norm(p.grad, dtype=torch.float32) for p in self.params if p.grad is not None
         ]

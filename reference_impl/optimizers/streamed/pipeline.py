@@ -78,6 +78,8 @@ class StreamedPipeline:
         self._begun: Event | None = None
         # How many operations before the first chunk have happened.
         self._done = 0
+        # By the first chunk of a step, the chunks of the step that came after it.
+        self._following: dict[Chunk, list[Chunk]] = {}
         # The event of the update of the chunk at the head, once it has run.
         self._head_updated: Event | None = None
         self.updated: dict[Member, Event] = {}
@@ -138,6 +140,8 @@ class StreamedPipeline:
         Pieces of members without a gradient stay as they are. The caller keeps what is in the step alive until the
         events in `updated`.
         """
+        for first in self._queue.chunks[:1]:
+            self._following[first] = queue.chunks
         self._queue, self._unqueued = queue, deque(queue.chunks)
         self._begun, self._done = None, 0
 
@@ -194,6 +198,7 @@ class StreamedPipeline:
         """Drop the buffers, once all copies are done."""
         self._update.close()
         self._queue = ChunkQueue([], {}, None, 0)
+        self._following.clear()
         self._loaded.clear()
         self._unqueued.clear()
         self._unloaded.clear()
@@ -246,8 +251,10 @@ class StreamedPipeline:
         """Copy the next step's first chunks in, each once one of the permanent slots becomes free."""
         self._queue.step = None
         self._slots.retire_extra()
+        chunks = self._queue.chunks
         try:
-            for chunk in self._queue.chunks:
+            # What came last time, or the same again.
+            for chunk in self._following.get(chunks[0], chunks) if chunks else ():
                 if not self._slots.idle:
                     return
                 # Gradients on the host are those of the last step yet.

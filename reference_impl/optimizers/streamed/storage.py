@@ -207,12 +207,19 @@ class StateStorage:
                     {each: parts[each].resident for each in members}, resident=True, exact=exact
                 )
                 streamed = {each: parts[each].streamed for each in members}
-                # Small ones would stay, but what their update reads comes in.
-                chunks += self._make(streamed, resident=exact and not self._host_gradients, exact=exact)
+                for stays in (True, False):
+                    alike = {
+                        m: part for m, part in streamed.items() if (exact and self._may_stay(m)) == stays
+                    }
+                    chunks += self._make(alike, resident=stays, exact=exact)
         except BaseException:
             self.discard()
             raise
         return chunks
+
+    def _may_stay(self, member: Member) -> bool:
+        """Whether the update of `member` finds its weight and its gradient on the device, so that states may stay."""
+        return member.home is None and not self._host_gradients
 
     def discard(self) -> None:
         """Take the host memory of the last `make` back, which no copy may have used; the next chunks get it."""

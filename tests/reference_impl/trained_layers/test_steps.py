@@ -9,7 +9,7 @@ from torch import nn
 
 from reference_impl import OptimizerStateOffloader, TrainableLayerStreamer
 from reference_impl.optimizers.options import Streaming
-from reference_impl.trained_layers.segments import recompute_in_slices
+from reference_impl.trained_layers.segments import recompute_in_slices, sum_in_fp32
 from reference_impl.verification.model import decoder_loss
 
 BOTH = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
@@ -80,6 +80,24 @@ def test_with_tied_embeddings(device, dtype):
 @pytest.mark.parametrize("backwards", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_gradients_of_several_backwards_add_up(device, dtype, backwards):
     compare(device, dtype=dtype, backwards=backwards)
+
+
+def test_gradients_of_slices_add_up_in_fp32(device):
+    torch.manual_seed(0)
+    block = nn.Linear(32, 32, bias=False, dtype=torch.bfloat16, device=device.torch_device)
+    x = torch.randn(16, 4, 32, dtype=torch.bfloat16, device=device.torch_device)
+    parts = []
+    for each in reversed(x.split(1)):
+        block.weight.grad = None
+        block(each).float().square().sum().backward()
+        parts.append(block.weight.grad.float())
+    block.weight.grad = None
+    undo = [sum_in_fp32(block.parameters()), recompute_in_slices(block, 16)]
+    block(x).float().square().sum().backward()
+    assert torch.equal(block.weight.grad, sum(parts[1:], parts[0]))
+    for each in undo:
+        each()
+    assert block.weight.grad_dtype == torch.bfloat16
 
 
 def test_a_step_whose_gradients_are_not_finite_changes_nothing(device):

@@ -151,7 +151,8 @@ def clocks(monkeypatch):
     def timed(self, chunk, buffer, step, came_in=None):
         run(self, chunk, buffer, step, came_in)
         written = [step.weights.of(piece) for piece in chunk.pieces]
-        device.run("an update", 0.01, reads=[came_in], writes=[buffer, *written])
+        read = [step.gradient(piece) for piece in chunk.pieces] if came_in is None else [came_in]
+        device.run("an update", 0.01, reads=read, writes=[buffer, *written])
 
     def resized(storage, size_bytes):
         if size_bytes == 0 and storage.nbytes():
@@ -202,14 +203,22 @@ class Stack(nn.Module):
         return x
 
 
-def steady_step_ms(device, *, forward_ms, prefetch=2, slices=1, **form):
+def steady_step_ms(
+    device, *, forward_ms, prefetch=2, slices=1, max_grad_norm=1.0, backward_overlap="gradients", **form
+):
     """Return the time of a step once steps are alike, and the bytes that it copied in and out."""
     model = Stack(device, forward_ms / slices)
     wrapped = torch.optim.AdamW(model.parameters(), fused=True)
     streaming = Streaming(chunk_bytes=12 * 128, **form)
     ends, copied = [], []
     with TrainableLayerStreamer(
-        model, wrapped, max_grad_norm=1.0, streaming=streaming, prefetch=prefetch, slices=slices
+        model,
+        wrapped,
+        max_grad_norm=max_grad_norm,
+        backward_overlap=backward_overlap,
+        streaming=streaming,
+        prefetch=prefetch,
+        slices=slices,
     ) as streamer:
         for _ in range(6):
             model(torch.ones(2, 4, WIDTH, dtype=torch.bfloat16)).float().square().mean().backward()
@@ -244,6 +253,42 @@ def test_the_update_hides_behind_forward_and_weights_behind_backward(clocks, for
     # The first chunk and the last gradient have nothing to hide behind.
     exposed = layer_ms * (state_bytes + 2)
     assert forward + backward <= step_ms <= 1.03 * (forward + backward) + exposed
+
+
+@pytest.mark.parametrize("forward_ms", [2.0, 24.0], ids=["short", "long"])
+@pytest.mark.parametrize(
+    ("state_bytes", "form"),
+    [(12, {}), pytest.param(10, {"hi_lo_masters": True}, marks=pytest.mark.slow)],
+    ids=["exact", "halves"],
+)
+def test_without_clipping_the_update_hides_behind_backward(clocks, forward_ms, state_bytes, form):
+    step_ms, copied = steady_step_ms(
+        clocks, forward_ms=forward_ms, max_grad_norm=None, backward_overlap="update", **form
+    )
+    params = LAYERS * WIDTH * WIDTH
+    # No gradient leaves. The window of three keeps a fourth that it has passed, at both turns.
+    assert copied["d2h"] == params * (state_bytes + 2)
+    assert copied["h2d"] == (2 * (LAYERS - 4) * 2 + LAYERS * state_bytes) * WIDTH * WIDTH
+    layer_ms = LAYER_MS / 2
+    forward = max(LAYERS * forward_ms, layer_ms * LAYERS * 2)
+    backward = max(3 * LAYERS * forward_ms, layer_ms * LAYERS * (state_bytes + 2))
+    # The update of the first block has nothing to hide behind; what the window keeps does not travel.
+    exposed, kept = layer_ms * (state_bytes + 2), layer_ms * 4 * 2
+    assert 0.97 * (forward + backward) - kept <= step_ms <= 1.03 * (forward + backward) + exposed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("prefetch", [0, 1, 4])
+@pytest.mark.parametrize("slices", [1, 2])
+def test_nobody_is_early_where_backward_updates(clocks, prefetch, slices):
+    steady_step_ms(
+        clocks,
+        forward_ms=7.0,
+        prefetch=prefetch,
+        slices=slices,
+        max_grad_norm=None,
+        backward_overlap="update",
+    )
 
 
 @pytest.mark.slow

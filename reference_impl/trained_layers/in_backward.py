@@ -1,0 +1,197 @@
+"""The optimizer of streamed trained layers that updates in backward: each block while it is still on the device.
+
+Nothing is clipped and nothing is skipped, because both need all gradients. So a gradient never leaves the device:
+once backward has passed a block, the block's states stream through and its new weights are copied home, while
+backward goes on with the block below. Each such update is a step of the streamed share, of the parameters whose
+gradients are final by then.
+
+Explained in docs/larger-than-gpu.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+
+from reference_impl.memory.interrupts import deferred_interrupts
+from reference_impl.optimizers import checks
+from reference_impl.optimizers.layout import Member, gradient_of
+from reference_impl.optimizers.options import Streaming
+from reference_impl.optimizers.stand_in import GradientStandIn
+from reference_impl.optimizers.step import Status, StepPlan, snapshot
+from reference_impl.trained_layers.optimizer import LayersOptimizer, VisitingWeights
+
+
+class InBackwardOptimizer(LayersOptimizer):
+    """What `TrainableLayerStreamer(backward_overlap="update")` has made of a torch optimizer: use it in its place.
+
+    The update runs in backward, with the hyper-parameters of that moment. `step()` updates what is left: the first
+    block and what stands before it. Between both, `zero_grad()`, `state_dict()` and `close()` raise RuntimeError,
+    because some weights are of this batch and others are not. A stand-in on `param.grad` has no values.
+
+    Args:
+        optimizer: see `OptimizerStateOffloader`.
+        weights: the weights that visit.
+        streaming: how states cross the link.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, weights: VisitingWeights, *, streaming: Streaming
+    ) -> None:
+        # Gradients that are final and wait for their update; whose update has begun since the last step().
+        self._final: dict[Member, torch.Tensor] = {}
+        self._used: set[Member] = set()
+        self._plan: StepPlan | None = None
+        # Whether step() was called and has failed before it was done.
+        self._is_asked = False
+        self._has_refused = False
+        super().__init__(optimizer, weights, streaming=streaming, max_grad_norm=None)
+
+    def settle(self, params: Iterable[torch.Tensor], ahead: Iterable[torch.Tensor]) -> None:
+        """Make the live current stream see new weights of `params`; all updates have been queued."""
+        members = [self._members[param] for param in params if self._members[param].pending]
+        if members:
+            with self._working():
+                self._resume()
+                self._wait_for(members)
+
+    def passed(self) -> None:
+        """Update what has its final gradients: backward is about to begin another block, and has done with these."""
+        if self._final:
+            with self._working():
+                self._resume()
+                self._update()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients. Raises RuntimeError where backward has begun to use them, and no step() came since."""
+        if not self._closed:
+            with self._working():
+                self._resume()
+                self._check_between_steps(checks.update_begun())
+                self._final.clear()
+        super().zero_grad(set_to_none)
+
+    def close(self) -> None:
+        """Finish what is queued, take all hooks off and free the host memory. Again, it does nothing.
+
+        Raises RuntimeError, once all is freed, between a backward that has begun to update and its step.
+        """
+        is_between = bool(self._used) and not (self._closed or self._is_asked or self._has_refused)
+        was_told = self._failures.first is not None
+        super().close()
+        self._final.clear()
+        self._used.clear()
+        if is_between and not was_told:
+            raise checks.closed_in_between()
+
+    def _told_status(self) -> Status:
+        told = super()._told_status()
+        return "begun" if told == "untouched" and self._used else told
+
+    def _admitted(self, members: Sequence[Member]) -> None:
+        self._hook_gradients(members, self._on_final)
+
+    @torch.no_grad()
+    def _on_final(self, param: torch.Tensor) -> None:
+        """Keep a gradient that is final until backward has passed its block."""
+        with self._working():
+            self._resume()
+            member = self._members[param]
+            if member in self._used:
+                raise _second_gradient(member)
+            checks.check_used_in_time([member])
+            gradient = gradient_of(member)
+            member.placeholder = GradientStandIn(gradient, None, used=True, recall=_refuse_second(member))
+            # A sum in fp32 is rounded once, as where it leaves.
+            self._final[member] = gradient.to(param.dtype)
+            param.grad = member.placeholder
+
+    @torch.no_grad()
+    def _update(self) -> None:
+        """Queue the update of all gradients that wait and still stand, behind the live current stream."""
+        # Whoever has dropped a gradient before any was used has left out the batch.
+        gradients = {m: g for m, g in self._final.items() if m.param.grad is m.placeholder or self._used}
+        if not gradients:
+            self._final.clear()
+            return
+        # So gradients of two blocks are there at most, one's while they are made and another's while they are used.
+        self._wait_for_all()
+        if self._plan is None:
+            self._plan = StepPlan(snapshot(self.param_groups), None)
+        self.streamed.prepare(gradients, None, self._plan.groups)
+        with deferred_interrupts():
+            self._is_begun = True
+            self.streamed.begin()
+            self._used.update(gradients)
+            self._final.clear()
+            for member in gradients:
+                member.pending = True
+            self.streamed.advance()
+            self.streamed.queue(gradients)
+            self._is_begun = False
+
+    def _step(self) -> None:
+        """Update what is left of the batch."""
+        if self._plan is not None:
+            self._plan.check_unchanged(self.param_groups, self.defaults)
+        self._check_replaced()
+        if self._waits is not None:
+            self._waits.on_step([*self._used, *self._final])
+        self._is_asked = True
+        try:
+            self._update()
+        except BaseException:
+            self._is_asked = bool(self._used)
+            raise
+        self._end_step()
+
+    def _resume(self) -> None:
+        super()._resume()
+        if self._is_asked:
+            self._update()
+            self._end_step()
+
+    def _end_step(self) -> None:
+        """Let the next backward begin anew."""
+        self._used.clear()
+        self._plan, self._is_asked, self._has_refused = None, False, False
+
+    def _check_between_steps(self, refusal: Exception) -> None:
+        """Raise `refusal` between a backward that has begun to update and its step."""
+        if self._used and self._failures.first is None:
+            self._has_refused = True
+            raise refusal
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return a snapshot as `OptimizerStateOffloader` does; raises RuntimeError between backward and step()."""
+        with self._working():
+            self._resume()
+            self._check_between_steps(checks.saved_in_between())
+        return super().state_dict()
+
+    def _load(
+        self, groups: list[dict[str, object]], states: Mapping[torch.Tensor, Mapping[str, object]]
+    ) -> None:
+        with self._working():
+            self._resume()
+            self._check_between_steps(checks.saved_in_between())
+        super()._load(groups, states)
+
+
+def _second_gradient(member: Member) -> RuntimeError:
+    return RuntimeError(
+        f"a second gradient of a parameter of shape {tuple(member.param.shape)} came before step(), and backward had "
+        "started the update with the first; expected one backward a step; try a larger batch with slices=, or "
+        "backward_overlap='gradients'"
+    )
+
+
+def _refuse_second(member: Member) -> Any:
+    """Return what raises where another backward adds to the gradient of `member`."""
+
+    def refuse() -> NoReturn:
+        raise _second_gradient(member)
+
+    return refuse

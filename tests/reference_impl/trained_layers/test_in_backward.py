@@ -1,0 +1,147 @@
+"""Without clipping a block may be updated while it is on the device in backward: the same bits, earlier."""
+
+import pytest
+import torch
+from layers_trainee import assert_same, batches, decoder, resident, streamed, train, wrapped
+
+from reference_impl import OptimizerStateOffloader, TrainableLayerStreamer
+from reference_impl.memory.ledger import Ledger
+from reference_impl.optimizers.options import Streaming
+from reference_impl.trained_layers.segments import recompute_in_slices
+from reference_impl.verification.model import decoder_loss
+
+pytestmark = pytest.mark.usefixtures("host_memory_comes_back")
+slow = pytest.mark.slow
+
+
+def updating(model, **options):
+    return streamed(model, max_grad_norm=None, backward_overlap="update", **options)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tied", "options"),
+    [
+        (torch.bfloat16, False, {}),
+        (
+            torch.bfloat16,
+            False,
+            {"resident_layers": 1, "slices": 2, "streaming": Streaming(hi_lo_masters=True)},
+        ),
+        pytest.param(
+            torch.float32, True, {"prefetch": 0, "streaming": Streaming(chunk_bytes=12 * 64 * 20)}, marks=slow
+        ),
+        pytest.param(torch.bfloat16, True, {"inputs": "host", "prefetch": 7}, marks=slow),
+    ],
+    ids=["plain", "in slices, some resident", "small chunks", "all prefetched"],
+)
+def test_the_same_bits_as_the_update_done_later(device, dtype, tied, options):
+    ids = batches(device, 2, tokens=128 if options.get("inputs") else 8)
+    other, model = (decoder(device, layers=3, dtype=dtype, tied=tied) for _ in range(2))
+    reference = resident(other, max_grad_norm=None, slices=options.get("slices", 1))
+    expected = train(other, reference, ids)
+    with updating(model, **options) as streamer:
+        assert train(model, streamer.optimizer, ids) == expected
+        assert_same(model, streamer.optimizer, other, reference)
+        assert streamer.report.host.gradients == 0
+
+
+@pytest.mark.parametrize(
+    "form",
+    [{"compact_low_bits": 8}, pytest.param({"moments_dtype": torch.bfloat16}, marks=slow)],
+    ids=str,
+)
+def test_states_in_fewer_bits_as_if_states_alone_streamed(device, form):
+    # Norms keep exact states where others are compact, and their weights visit like others.
+    ids = batches(device, 2)
+    other, model = decoder(device, layers=2), decoder(device, layers=2)
+    for layer in other.layers:
+        recompute_in_slices(layer, 1)
+    with (
+        OptimizerStateOffloader(wrapped(other), chunk_bytes=2**15, **form) as reference,
+        TrainableLayerStreamer(
+            model, wrapped(model), backward_overlap="update", streaming=Streaming(chunk_bytes=2**15, **form)
+        ) as streamer,
+    ):
+        assert train(model, streamer.optimizer, ids) == train(other, reference, ids)
+        expected = reference.state_dict()["state"]
+        for key, state in streamer.optimizer.state_dict()["state"].items():
+            for name, value in state.items():
+                assert torch.equal(value, expected[key][name]), (key, name)
+    for (name, param), same in zip(model.named_parameters(), other.parameters(), strict=True):
+        assert torch.equal(param, same), name
+
+
+@slow
+def test_the_device_holds_the_gradients_of_two_blocks_at_most(device):
+    wide = {"hidden": 64, "ffn": 512, "heads": 4}
+    peaks = {}
+    for layers in (6, 14):
+        model = decoder(device, layers=layers, **wide)
+        ids = batches(device, 3, sequences=1)
+        with (
+            Ledger(device, track=list(model.parameters())) as ledger,
+            updating(model, inputs="host", streaming=Streaming(chunk_bytes=2**15)) as streamer,
+        ):
+            train(model, streamer.optimizer, ids[:2])
+            ledger.reset_peak()
+            train(model, streamer.optimizer, ids[2:])
+            peaks[layers] = ledger.peak_device_bytes
+    layer_bytes = sum(param.nbytes for param in model.layers[0].parameters())
+    assert peaks[14] - peaks[6] < layer_bytes / 4
+    outside_bytes = sum(param.nbytes for param in model.parameters()) - 14 * layer_bytes
+    # Four blocks and the gradients of two, what stands outside with its gradients, chunks, activations.
+    assert peaks[14] < 2 * outside_bytes + 6 * layer_bytes + 4 * 2**15 + 12 * 8 * 512 * 4
+
+
+def test_between_backward_and_step_nothing_is_dropped_saved_or_added(device):
+    ids = batches(device, 2)
+    model = decoder(device)
+    with updating(model) as streamer:
+        optimizer = streamer.optimizer
+        decoder_loss(model(ids[0]), ids[0]).backward()
+        assert optimizer.status == "begun"
+        for call in (optimizer.zero_grad, optimizer.state_dict):
+            with pytest.raises(RuntimeError, match=r"expected step\(\)"):
+                call()
+        with pytest.raises(RuntimeError, match="second gradient"):
+            decoder_loss(model(ids[1]), ids[1]).backward()
+        optimizer.step()
+        assert optimizer.status == "untouched"
+        optimizer.zero_grad()
+        train(model, optimizer, ids)
+
+
+def test_closing_in_between_says_so_and_closes(device):
+    model = decoder(device)
+    (ids,) = batches(device, 1)
+    streamer = updating(model)
+    decoder_loss(model(ids), ids).backward()
+    with pytest.raises(RuntimeError, match=r"close\(\) came after a backward"):
+        streamer.close()
+    streamer.close()
+    assert streamer.optimizer.status == "closed"
+
+
+def test_hyper_parameters_may_not_change_in_between(device):
+    model = decoder(device)
+    ids = batches(device, 1)
+    with updating(model) as streamer:
+        decoder_loss(model(ids[0]), ids[0]).backward()
+        (group,) = streamer.optimizer.param_groups
+        before, group["lr"] = group["lr"], 1.0
+        with pytest.raises(RuntimeError, match="lr changed"):
+            streamer.optimizer.step()
+        group["lr"] = before
+        streamer.optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"max_grad_norm": 1.0}, "all gradients before"),
+        ({"backward_overlap": "nothing"}, "expected 'gradients'"),
+    ],
+)
+def test_options_that_do_not_go_together(device, options, match):
+    with pytest.raises(ValueError, match=match):
+        streamed(decoder(device), **{"max_grad_norm": None, "backward_overlap": "update", **options})
