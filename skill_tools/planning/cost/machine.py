@@ -118,6 +118,10 @@ def _machine(
     name: str, gpu: dict[str, Any], host: dict[str, Any], constants: dict[str, float], ranks: int | None
 ) -> Machine:
     beside = ranks or host["gpus"]
+    # Ranks that are fewer than the links are taken to be spread over them.
+    copied, both = (
+        gpu[name] * 1e9 / max(beside / host.get("links", beside), 1) for name in ("link_gbs", "duplex_gbs")
+    )
     share = min(1 / beside, constants["host_share"] / host["gpus"])
     dram = host["host_dram_gbs"] * 1e9 * share
     adam = dram / constants["cpu_adam_bytes"]
@@ -130,16 +134,16 @@ def _machine(
         gpus_per_node=host["gpus"],
         gemm=gpu["bf16_tflops"] * 1e12 * constants["gemm_share"],
         hbm=gpu["hbm_gbs"] * 1e9,
-        h2d_copy=gpu["link_gbs"] * 1e9,
-        d2h_copy=gpu["link_gbs"] * 1e9,
-        duplex_copy=gpu["duplex_gbs"] * 1e9,
+        h2d_copy=copied,
+        d2h_copy=copied,
+        duplex_copy=both,
         dram=dram,
         cpu_adam=adam,
         cpu_adam_per_tensor=adam * constants["per_tensor_share"],
-        update_link=gpu["duplex_gbs"] * 1e9,
+        update_link=both,
         update_dram=dram,
         update_cpu=adam,
-        **_peer_rates(gpu.get("peer_gbs"), gpu["link_gbs"] * 1e9, constants),
+        **_peer_rates(gpu.get("peer_gbs"), copied, constants),
         network=host["network_gbs"] * 1e9 / host["gpus"],
         hybrid=None if rate is None else rate * 1e9,
         hybrid_overlap=None if overlap is None else overlap * 1e9,

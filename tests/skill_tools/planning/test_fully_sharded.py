@@ -179,6 +179,13 @@ def test_ranks_of_a_desktop_share_what_it_has() -> None:
     assert two.host_memory_bytes == one.host_memory_bytes
 
 
+def test_two_gpus_of_a_dgx_a100_share_a_link_to_the_host() -> None:
+    four, eight = (machine.known("a100", ranks_on_node=ranks) for ranks in (4, 8))
+    assert four.h2d_copy == machine.known("a100", ranks_on_node=1).h2d_copy == 2 * eight.h2d_copy
+    assert four.update_link == 2 * eight.update_link
+    assert machine.known("h100", ranks_on_node=8).h2d_copy == machine.known("h100", ranks_on_node=1).h2d_copy
+
+
 def test_a_profile_that_one_process_measured_is_shared_by_the_ranks(tmp_path: Path) -> None:
     rates = {
         "gpu": "NVIDIA H100 80GB HBM3",
