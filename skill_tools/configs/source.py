@@ -30,6 +30,7 @@ _PYTHON = re.compile(r"^(?:from [\w.]+ import |import \w|def \w+\(|class \w+|@\w
 _SHELL = re.compile(r"^#!.*sh\b|(?:^|\s)--?[a-z][\w-]*(?:[\s=]|$)|^\s*(?:export )?[A-Z_]+=|\\$", re.MULTILINE)
 _YAML = re.compile(r"^(?:- |[\w\"'.-]+\s*:(?:\s|$))", re.MULTILINE)
 _TOML = re.compile(r"(?:\s|#.*\n)*\[\[?[\w.\"-]+\]\]?[ \t]*(?:#.*)?\n")
+_SOURCES = r"(?m)^[ \t]*(?:source|\.)[ \t]"  # compiled when there is a script
 _DOTTED = re.compile(r"^\s*[+~]*[a-z_]+(?:\.\w+)+=")
 
 
@@ -97,6 +98,15 @@ class Source:
         from skill_tools.configs.python.syntax import parse
 
         return parse(self.text, self.name)
+
+    @cached_property
+    def script(self) -> str:
+        """The text of a shell script, with those of the files beside it that it sources."""
+        if not re.search(_SOURCES, self.text):
+            return self.text
+        from skill_tools.configs.shell.launch import text_with_sourced
+
+        return text_with_sourced(self)
 
     @cached_property
     def kind(self) -> Kind:

@@ -100,6 +100,11 @@ def _checked(kind: str, value: object) -> Typed:
     return Typed(value, _EXPECTED[kind])
 
 
+def whole_number(text: str) -> int | None:
+    """Return the number that `text` is the decimal digits of; None for any other text, and beyond any count."""
+    return int(text) if re.fullmatch(r"[0-9]{1,18}", text) else None
+
+
 def _from_text(kind: str, text: str) -> object:
     """Convert text as a parser of arguments would; what does not convert stays text."""
     match kind:

@@ -108,7 +108,7 @@ class Dialect(ABC):
             case Kind.PYTHON:
                 return self.evidence_in_python(source.text)
             case Kind.SHELL:
-                return self.evidence_in_text(source.text)
+                return self.evidence_in_text(source.script)
         root = source.documents[0].value if source.documents else None
         return self.evidence_in_entries(root) if isinstance(root, dict) else NONE
 

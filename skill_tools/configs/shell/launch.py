@@ -3,16 +3,19 @@
 It is the only entry to the shell reader, which is loaded only when there is a script or a command line to read.
 """
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
-from pathlib import Path
 from typing import NamedTuple
 
 from skill_tools.configs.config import Place
 from skill_tools.configs.draft import Draft
 from skill_tools.configs.shell.command import Argument, Command
+from skill_tools.configs.source import Source
 from skill_tools.configs.values import UNREADABLE, is_template
 
+_SOURCED = re.compile(r"^[ \t]*(?:source|\.)[ \t]+([^\n;&|#]+)", re.MULTILINE)
+_MOST_SOURCED = 5
 _OPTIONS = ("ARGS", "OPTS", "OPTION", "FLAGS", "PARAMS", "EXTRA")
 
 
@@ -29,17 +32,27 @@ class Flag(NamedTuple):
     known: bool = True
 
 
-def training_command(
-    text: str, name: str, knows: Callable[[str], bool], folder: Path | None = None, *, whole: bool = False
-) -> Command:
-    """Return the command of `text` with the most words that the framework `knows`, from its program on or `whole`.
+def text_with_sourced(source: Source) -> str:
+    """Return the text of a script, and of the files beside it that it sources: there its options may stand."""
+    from skill_tools.configs.shell.script import sets_nothing, sourced
+
+    written = (path.strip().strip("\"'") for path in _SOURCED.findall(source.text)[:_MOST_SOURCED])
+    paths = [
+        re.sub(r"\$(\w+)", r"${\1}", path) for path in written
+    ]  # as the script's reader shows a variable
+    found = [sourced(path, source.folder) for path in paths if not sets_nothing(path)]
+    return "\n".join([source.text, *(each.text for each in found if each is not None)])
+
+
+def training_command(source: Source, knows: Callable[[str], bool], *, whole: bool = False) -> Command:
+    """Return the command of a script with the most words that the framework `knows`, from its program on or `whole`.
 
     A text of arguments alone, over any number of lines, is one command; a script that runs no such command
-    gives all that its variables hold. `folder` is where the script lies, for the files that it sources.
+    gives all that its variables hold. The files beside it that it sources are read too.
     """
     from skill_tools.configs.shell.script import run
 
-    *commands, variables = run(text, name=name, folder=folder)
+    *commands, variables = run(source.text, name=source.name, folder=source.folder)
     if commands and all(command.words[0].text.startswith("-") for command in commands if command.words):
         words = tuple(word for command in commands for word in command.words)
         return commands[-1]._replace(words=words)
@@ -60,11 +73,11 @@ def program_end(command: Command) -> int:
     return min(scripts) if scripts else max(modules, default=0)
 
 
-def commands_of(text: str, name: str) -> list[Command]:
-    """Return the commands that a script runs, in order."""
+def commands_of(source: Source) -> list[Command]:
+    """Return the commands that a script runs, in order; the files beside it that it sources are read too."""
     from skill_tools.configs.shell.script import run
 
-    return run(text, name=name)[:-1]
+    return run(source.text, name=source.name, folder=source.folder)[:-1]
 
 
 def command_line(text: str, name: str) -> tuple[Argument, ...]:

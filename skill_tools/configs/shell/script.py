@@ -18,8 +18,8 @@ from skill_tools.configs.shell.variables import (
     as_argument,
     words_inside,
 )
-from skill_tools.configs.shell.words import Word, split
-from skill_tools.configs.source import find
+from skill_tools.configs.shell.words import OPAQUE, Word, split
+from skill_tools.configs.source import Source, find
 from skill_tools.errors import UnusableInput
 
 MAX_SOURCED = 20
@@ -89,6 +89,19 @@ def _statements(words: list[Word]) -> Iterator[tuple[list[Word], str, str]]:
     yield statement, before, ""
 
 
+def sets_nothing(path: str) -> bool:
+    """Return whether a sourced file sets up a shell or a Python, and nothing of a training."""
+    return Path(_FOLDER.sub("", path)).name in _NO_SETTINGS
+
+
+def sourced(path: str, folder: Path | None) -> Source | None:
+    """Return the file that a script in `folder` sources by `path`, None where it is not there."""
+    try:
+        return find(_FOLDER.sub("", path), [folder]) if folder else None
+    except UnusableInput:
+        return None
+
+
 class _Script:
     """The state of a script at one statement."""
 
@@ -99,6 +112,7 @@ class _Script:
         self._missing: list[Argument] = []
         self._variables = Variables(name)
         self._exported: dict[str, Argument] = {}
+        self._exports_all = False
         self._blocks: list[_Block] = []
         self._outcome: bool | None = True
         self._was_test = False
@@ -222,7 +236,7 @@ class _Script:
         if not fields:
             for assignment in assignments:
                 self._variables.assign(assignment, certain=certain)
-                if assignment.name in self._exported:
+                if assignment.name in self._exported or self._exports_all:
                     self._export(assignment, certain)
             return
         arguments = [as_argument(field) for field in fields]
@@ -233,6 +247,9 @@ class _Script:
         if name in _SOURCES and len(arguments) > 1:
             self._source(arguments[1])
             return
+        if name == "set":
+            self._set_options([argument.text for argument in arguments[1:]])
+            return
         if name == "unset":
             for argument in arguments[1:]:
                 self._exported.pop(argument.text, None)
@@ -241,19 +258,15 @@ class _Script:
         if name in ("eval", "env") or any(argument.text == "-c" for argument in arguments):
             arguments = words_inside(fields)
         environment = {item.name: as_argument(item.value, certain=certain) for item in assignments}
-        given = {**self._exported, **environment}
+        given = {**self._exported, **environment, **_given_by_env(arguments)}
         self.commands.append(Command(tuple(arguments), given, tuple(self._missing)))
 
     def _source(self, path: Argument) -> None:
         """Follow a file that is sourced, as if it stood in place of the command; note one that is not there."""
-        name = _FOLDER.sub("", path.text)
-        if Path(name).name in _NO_SETTINGS:
+        if sets_nothing(path.text):
             return
         self._sourced += 1
-        try:
-            found = find(name, [self._folder]) if self._folder and self._sourced <= MAX_SOURCED else None
-        except UnusableInput:
-            found = None
+        found = sourced(path.text, self._folder) if self._sourced <= MAX_SOURCED else None
         if found is None:
             self._missing.append(path)
             return
@@ -261,6 +274,13 @@ class _Script:
         for words, before, after in _statements(split(found.text, name=found.name)):
             self.take([word.moved(path.line, path.column) for word in words], before, after)
         self._blocks = blocks
+
+    def _set_options(self, options: list[str]) -> None:
+        """Follow `set -a`, from which on each assignment is exported, and `set +a`."""
+        text = " ".join(options).replace("o allexport", "a")
+        for option in text.split():
+            if option[0] in "+-" and "a" in option and option[1:].isalpha():
+                self._exports_all = option[0] == "-"
 
     def _declare(self, words: list[Word], *, exported: bool, certain: bool) -> None:
         for word in words:
@@ -271,9 +291,23 @@ class _Script:
                     self._export(assignment, certain)
             if not assignments and exported and word.literal in self._variables:
                 self._exported[word.literal] = self._variables.value(word.literal)
+            elif not assignments and exported and any(part.kind == OPAQUE for part in word.parts):
+                self._missing.append(self._variables.argument(word))  # export $(grep -v '^#' .env)
 
     def _export(self, assignment: Assignment, certain: bool) -> None:
         self._exported[assignment.name] = as_argument(assignment.value, certain=certain)
+
+
+def _given_by_env(words: list[Argument]) -> dict[str, Argument]:
+    """Return the variables that `env A=1 B=2 command` sets, wherever it stands: behind `srun` too."""
+    texts = [word.text for word in words]
+    given: dict[str, Argument] = {}
+    for word in words[texts.index("env") + 1 :] if "env" in texts else ():
+        name, equals, value = word.text.partition("=")
+        if not (equals and name.isidentifier()):
+            break
+        given[name] = word._replace(text=value)
+    return given
 
 
 def _is_redirection(word: Word) -> bool:

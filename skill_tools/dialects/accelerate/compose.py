@@ -60,7 +60,7 @@ def _write_override(draft: Draft, text: str) -> None:
 def _write_script(draft: Draft, source: Source) -> None:
     """Write the last launch of a script; one command a configuration."""
     draft.take(source)
-    launches = [command for command in commands_of(source.text, source.name) if launch_words(command.words)]
+    launches = [command for command in commands_of(source) if launch_words(command.words)]
     for command in launches[-1:]:
         write_environment(draft, command, source.name)
         folders = [source.folder] if source.folder else []

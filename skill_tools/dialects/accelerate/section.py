@@ -16,7 +16,7 @@ from skill_tools.configs.config import Place, Setting
 from skill_tools.configs.draft import Draft
 from skill_tools.configs.source import Source
 from skill_tools.configs.tree import entries_of, single_document
-from skill_tools.configs.values import UNREADABLE
+from skill_tools.configs.values import UNREADABLE, whole_number
 from skill_tools.configs.vocabulary import load_vocabulary
 from skill_tools.configs.yaml_lines import Node, plain
 from skill_tools.dialects.accelerate import ACCELERATE
@@ -152,8 +152,9 @@ def _form(field: str, choices: Sequence[str], value: object) -> object:
         return _TRUTHS.get(text.lower(), value)
     if field in {"offload_optimizer_device", "offload_param_device"}:
         return text.lower()
-    if field in _NUMBERED and text.isdigit() and 0 < int(text) <= len(choices):
-        return choices[int(text) - 1]
+    number = whole_number(text) if field in _NUMBERED else None
+    if number is not None and 0 < number <= len(choices):
+        return choices[number - 1]
     if isinstance(value, str) and field != "distributed_type":
         return next((choice for choice in choices if choice.lower() == text.lower()), value)
     return value

@@ -65,9 +65,7 @@ def _write_json(draft: Draft, source: Source) -> None:
 
 def _write_script(draft: Draft, source: Source) -> None:
     """Write a launch script: the configuration that it names, if that is there, then its options."""
-    command = training_command(
-        source.text, source.name, lambda word: word.endswith((".yml", ".yaml")), source.folder
-    )
+    command = training_command(source, lambda word: word.endswith((".yml", ".yaml")))
     write_environment(draft, command, source.name)
     for word in command.words:
         if word.text.endswith((".yml", ".yaml")) and word.resolved:

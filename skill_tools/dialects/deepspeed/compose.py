@@ -12,9 +12,11 @@ from skill_tools.configs.shell.command import Argument
 from skill_tools.configs.shell.launch import training_command, write_environment
 from skill_tools.configs.source import Kind, Source
 from skill_tools.dialects.deepspeed import DEEPSPEED, EMBEDDED, section
-from skill_tools.errors import UnusableInput
+from skill_tools.errors import Unrecognised, UnusableInput
 
 _OPTIONS = frozenset({"--deepspeed", "--deepspeed_config"})
+_EXPECTED = "one DeepSpeed JSON, or a launch line that names one"
+_ATTEMPT = "the JSON that --deepspeed or --deepspeed_config names, alone"
 
 
 def compose(sources: Sequence[Source], overrides: Sequence[str]) -> Config:
@@ -38,11 +40,15 @@ def compose(sources: Sequence[Source], overrides: Sequence[str]) -> Config:
 
 def _write_script(draft: Draft, source: Source) -> None:
     draft.take(source)
-    command = training_command(source.text, source.name, _OPTIONS.__contains__)
+    command = training_command(source, _OPTIONS.__contains__)
     write_environment(draft, command, source.name)
     named = _named(command.words, source.name)
-    if named is None:
-        raise _not_one(f"{source.name} names no DeepSpeed JSON")
+    if named is None:  # it may be in a variable that nothing here sets
+        raise Unrecognised(
+            f"{source.name} names no DeepSpeed JSON that can be read",
+            expected=_EXPECTED,
+            attempt=_ATTEMPT,
+        )
     if not section.follow(draft, named, [source.folder] if source.folder else []):
         section.leave_open(draft, named)
 
@@ -60,8 +66,4 @@ def _named(words: Sequence[Argument], file: str) -> Setting | None:
 
 
 def _not_one(what: str) -> UnusableInput:
-    return UnusableInput(
-        what,
-        expected="one DeepSpeed JSON, or a launch line that names one",
-        attempt="the JSON that --deepspeed or --deepspeed_config names, alone",
-    )
+    return UnusableInput(what, expected=_EXPECTED, attempt=_ATTEMPT)

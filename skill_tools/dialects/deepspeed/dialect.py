@@ -50,7 +50,8 @@ class DeepSpeed(Dialect):
 
     def evidence_in_text(self, text: str) -> Evidence:
         """Take a line of DeepSpeed's launcher that names a JSON; what other launchers start is its trainer's."""
-        is_named = DEEPSPEED in text and any(map(_launches, text.replace("\\\n", " ").splitlines()))
+        is_near = DEEPSPEED in text and ".json" in text
+        is_named = is_near and any(map(_launches, text.replace("\\\n", " ").splitlines()))
         return Evidence(_DECISIVE, proof="a line of its launcher that names a JSON") if is_named else NONE
 
     def evidence_in_entries(self, entries: "Mapping[str, Node]") -> Evidence:
@@ -117,12 +118,13 @@ class DeepSpeed(Dialect):
 
 
 def _launches(line: str) -> bool:
-    """Return whether a line of a script runs DeepSpeed's launcher with an option that names a JSON."""
+    """Return whether a line of a script runs DeepSpeed's launcher with an option that names a JSON, or a variable."""
     words = line.split()
     if DEEPSPEED not in words or words[0].startswith("#"):
         return False
     options = [*words, *(f"{word}={following}" for word, following in pairwise(words))]
-    return any(word.startswith(_OPTIONS) and word.endswith(".json") for word in options)
+    values = [word.partition("=")[2].strip("\"'") for word in options if word.startswith(_OPTIONS)]
+    return any(value.endswith(".json") or value.startswith("$") for value in values)
 
 
 def _no_run() -> UnusableInput:

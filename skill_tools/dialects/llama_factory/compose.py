@@ -11,7 +11,7 @@ from pathlib import Path, PurePath
 from skill_tools.configs.config import Config, Place
 from skill_tools.configs.draft import Draft
 from skill_tools.configs.shell.command import Argument, Command
-from skill_tools.configs.shell.launch import command_line, write_environment
+from skill_tools.configs.shell.launch import command_line, commands_of, write_environment
 from skill_tools.configs.source import Kind, Source, find
 from skill_tools.configs.tree import entries_of, single_document, write_tree
 from skill_tools.configs.values import UNREADABLE
@@ -82,9 +82,7 @@ def _write(draft: Draft, name: str, node: Node, place: Place, *, reports: bool =
 
 def _write_script(draft: Draft, source: Source) -> None:
     """Write the first training command of a script: the YAML that it names, if that is there, then its words."""
-    from skill_tools.configs.shell.script import run
-
-    command = next((each for each in run(source.text, name=source.name) if _trains_at(each)), None)
+    command = next((each for each in commands_of(source) if _trains_at(each)), None)
     if command is None:
         raise UnusableInput(
             f"{source.name} starts no training with LLaMA-Factory",

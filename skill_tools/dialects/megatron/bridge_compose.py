@@ -42,7 +42,7 @@ def compose(sources: Sequence[Source], overrides: Sequence[str]) -> Config:
                 from skill_tools.configs.shell.launch import training_command
                 from skill_tools.dialects.megatron.run_recipe import write_arguments
 
-                command = training_command(source.text, source.name, draft.accepts, source.folder)
+                command = training_command(source, draft.accepts)
                 write_arguments(draft, command.words, source.name, source.folder)
                 scripts.append((command, source.name))
             case _:

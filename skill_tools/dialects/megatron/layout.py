@@ -7,12 +7,14 @@ import re
 from typing import NamedTuple
 
 from skill_tools.configs.config import Config
+from skill_tools.configs.values import whole_number
 from skill_tools.dialects import fields
 from skill_tools.dialects.layout import Layout, checked, smallest_world
 from skill_tools.dialects.megatron import LM
 from skill_tools.dialects.shapes import ModelShape
 from skill_tools.errors import UnusableInput
 
+_DIGITS = 5  # of a repetition; more layers than that are wrong whatever the rest is
 _UNEVEN = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
 
 
@@ -92,11 +94,11 @@ def _launch_number(text: str, option: str) -> int | None:
     if match is None:
         return None
     if match.group(2) is None:
-        return int(match.group(1))
+        return whole_number(match.group(1))
     assigned = re.search(
         rf"^\s*(?:export )?{match.group(2)}=(?:\$\{{\w+:-)?(\d+)\}}?\s*$", text, re.MULTILINE
     )
-    return int(assigned.group(1)) if assigned else None
+    return whole_number(assigned.group(1)) if assigned else None
 
 
 def _virtual_stages(config: Config, num_layers: int, pipeline: int) -> int:
@@ -153,9 +155,9 @@ def _times(text: str, position: int) -> tuple[int, int]:
     if not text.startswith("*", position):
         return 1, position
     end = position + 1
-    while end < len(text) and text[end].isdigit():
+    while end < len(text) and text[end].isdecimal():
         end += 1
-    return int(text[position + 1 : end] or 1), end
+    return int(text[position + 1 : end][:_DIGITS] or 1), end
 
 
 def check(shape: ModelShape, layout: Layout, config: Config) -> tuple[str, ...]:

@@ -52,7 +52,7 @@ def compose(sources: Sequence[Source], overrides: Sequence[str]) -> Config:
 def _write_source(draft: Draft, source: Source) -> None:
     match source.kind:
         case Kind.SHELL:
-            command = training_command(source.text, source.name, draft.accepts, source.folder, whole=True)
+            command = training_command(source, draft.accepts, whole=True)
             if not command.words or command.words[0].text.startswith(
                 "-"
             ):  # for another script, which sources it

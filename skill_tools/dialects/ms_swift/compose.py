@@ -21,7 +21,7 @@ from skill_tools.configs.shell.launch import (
 )
 from skill_tools.configs.source import Kind, Source, find
 from skill_tools.configs.tree import entries_of, single_document, write_tree
-from skill_tools.configs.values import UNREADABLE
+from skill_tools.configs.values import UNREADABLE, whole_number
 from skill_tools.configs.vocabulary import load_vocabulary
 from skill_tools.configs.yaml_lines import Node, plain
 from skill_tools.dialects.deepspeed import EMBEDDED
@@ -74,9 +74,7 @@ def compose(sources: Sequence[Source], overrides: Sequence[str]) -> Config:
 
 def _write_script(draft: Draft, source: Source, folders: Sequence[Path]) -> str:
     """Write the training command of a script; return its program."""
-    command = training_command(
-        source.text, source.name, lambda word: _knows(draft, word), source.folder, whole=True
-    )
+    command = training_command(source, lambda word: _knows(draft, word), whole=True)
     write_environment(draft, command, source.name)
     program, words = _arguments(command.words)
     if words and words[0].text.endswith((".yaml", ".yml", ".json")):
@@ -280,10 +278,10 @@ def _count_devices(draft: Draft) -> None:
     if devices is None or draft.is_open("env.NPROC_PER_NODE") or "env.LOCAL_WORLD_SIZE" in draft:
         return
     visible = [each for each in str(devices.value).split(",") if each.strip()]
-    count = str(processes.value) if processes is not None else "1"
-    if count.isdigit() and int(count) > 0:
+    count = whole_number(str(processes.value)) if processes is not None else 1
+    if count:
         draft.set_key(
-            "swift.devices_per_process", len(visible) // int(count), "CUDA_VISIBLE_DEVICES", devices.place
+            "swift.devices_per_process", len(visible) // count, "CUDA_VISIBLE_DEVICES", devices.place
         )
 
 

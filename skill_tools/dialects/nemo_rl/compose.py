@@ -152,12 +152,7 @@ def _check_field(draft: Draft, path: str, written: str, place: Place) -> None:
 def _write_script(draft: Draft, source: Source) -> None:
     """Write the configuration that a script names, if that is there, then its overrides."""
     draft.take(source)
-    command = training_command(
-        source.text,
-        source.name,
-        lambda word: bool(_PROGRAM.search(word)) or draft.accepts(word),
-        source.folder,
-    )
+    command = training_command(source, lambda word: bool(_PROGRAM.search(word)) or draft.accepts(word))
     write_environment(draft, command, source.name)
     named = _config(command.words)
     folders = [source.folder, *list(source.folder.resolve().parents)[:6]] if source.folder else []

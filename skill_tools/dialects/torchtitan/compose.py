@@ -11,7 +11,7 @@ from pathlib import Path
 from skill_tools.configs.config import Config, Place
 from skill_tools.configs.draft import Draft
 from skill_tools.configs.shell.command import Argument, Command
-from skill_tools.configs.shell.launch import command_line, write_environment
+from skill_tools.configs.shell.launch import command_line, commands_of, write_environment
 from skill_tools.configs.source import Kind, Source, find
 from skill_tools.configs.tree import entries_of, single_document, write_tree
 from skill_tools.configs.values import UNREADABLE
@@ -66,10 +66,8 @@ def _write_file(draft: Draft, source: Source) -> None:
 
 def _write_script(draft: Draft, source: Source) -> None:
     """Write a launch script: the TOML that it names if that is there, then its options."""
-    from skill_tools.configs.shell.script import run
-
     draft.take(source)
-    command = next((each for each in run(source.text, name=source.name) if _starts(each)), None)
+    command = next((each for each in commands_of(source) if _starts(each)), None)
     if command is None:
         raise UnusableInput(
             f"{source.name} starts no torchtitan",

@@ -14,10 +14,10 @@ from pathlib import PurePath
 from skill_tools.configs.config import Config, Place
 from skill_tools.configs.draft import Draft
 from skill_tools.configs.shell.command import Argument, Command
-from skill_tools.configs.shell.launch import command_line, write_environment
+from skill_tools.configs.shell.launch import command_line, commands_of, write_environment
 from skill_tools.configs.source import Kind, Source, find
 from skill_tools.configs.tree import single_document
-from skill_tools.configs.values import UNREADABLE
+from skill_tools.configs.values import UNREADABLE, whole_number
 from skill_tools.configs.vocabulary import load_vocabulary
 from skill_tools.configs.yaml_lines import as_omegaconf, parse, plain
 from skill_tools.dialects.torchtune import TORCHTUNE
@@ -112,9 +112,7 @@ def _note_recipe(draft: Draft, recipe: str, place: Place) -> None:
 
 def _read_script(draft: Draft, entries: Entries, source: Source) -> None:
     """Read the first `tune run` of a script: the recipe, the file that it names if that is there, and its overrides."""
-    from skill_tools.configs.shell.script import run
-
-    command = next((each for each in run(source.text, name=source.name) if _is_launch(each)), None)
+    command = next((each for each in commands_of(source) if _is_launch(each)), None)
     if command is None:
         raise UnusableInput(
             f"{source.name} runs no `tune run`",
@@ -157,8 +155,10 @@ def _read_launcher(draft: Draft, words: Sequence[Argument], file: str) -> int:
         if key:
             stated = following if takes_next and following is not None else word
             text = stated.text if takes_next else value
-            known = int(text) if text.isdecimal() and stated.resolved else UNREADABLE
-            draft.set_key(key, known, name, Place(file, word.line, word.column))
+            known = whole_number(text) if stated.resolved else None
+            draft.set_key(
+                key, UNREADABLE if known is None else known, name, Place(file, word.line, word.column)
+            )
         position += 1 + takes_next
     if position < len(words):
         recipe = words[position]

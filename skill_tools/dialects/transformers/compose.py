@@ -8,7 +8,7 @@ from pathlib import Path
 
 from skill_tools.configs.config import Config, Place
 from skill_tools.configs.draft import Draft
-from skill_tools.configs.shell.command import Argument, Command
+from skill_tools.configs.shell.command import Argument
 from skill_tools.configs.shell.launch import command_line, write_environment
 from skill_tools.configs.source import Kind, Source, find
 from skill_tools.configs.tree import entries_of, single_document
@@ -95,7 +95,7 @@ def _is_refused(name: str, trainer: str) -> bool:
 
 def _write_launch(draft: Draft, source: Source, folders: Sequence[Path]) -> None:
     """Write the launch of a script, or a text of options alone."""
-    found = launches(source.text, source.name)
+    found = launches(source)
     if not found:
         words = command_line(source.text, source.name)
         if not words or not words[0].text.startswith("--"):
@@ -107,7 +107,7 @@ def _write_launch(draft: Draft, source: Source, folders: Sequence[Path]) -> None
         _write_options(draft, words, source.name)
         return
     launch = found[-1]
-    write_environment(draft, Command(launch.words, launch.environment), source.name)
+    write_environment(draft, launch.command, source.name)
     _write_launcher(draft, launch, source.name)
     if launch.launcher == "accelerate":
         _write_accelerate(draft, launch, source.name, folders)

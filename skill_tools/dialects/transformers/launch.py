@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 from skill_tools.configs.config import Place
 from skill_tools.configs.shell.command import Argument, Command
+from skill_tools.configs.shell.launch import commands_of
+from skill_tools.configs.source import Source
 from skill_tools.configs.values import UNREADABLE
 from skill_tools.configs.vocabulary import load_vocabulary
 from skill_tools.configs.yaml_lines import Node
@@ -32,7 +34,7 @@ _NODES = ("nnodes", "num_nodes")
 
 
 class Launch(NamedTuple):
-    """One start of a script: who starts it, with which words in front, and the arguments of the script itself.
+    """One start of a script: who starts it, with which words in front, and the command of the script itself.
 
     `trainer` is the class that TRL's own command fills, `program` the word that is the script.
     """
@@ -40,9 +42,13 @@ class Launch(NamedTuple):
     launcher: str
     before: tuple[Argument, ...]
     program: Argument
-    words: tuple[Argument, ...]
-    environment: dict[str, Argument]
+    command: Command
     trainer: str | None = None
+
+    @property
+    def words(self) -> tuple[Argument, ...]:
+        """The arguments of the script."""
+        return self.command.words
 
 
 class Option(NamedTuple):
@@ -58,11 +64,9 @@ class Option(NamedTuple):
         return Node(self.value, self.place.line, self.place.column)
 
 
-def launches(text: str, name: str) -> list[Launch]:
+def launches(source: Source) -> list[Launch]:
     """Return the launches in a shell script whose options are mostly those of a Trainer, in order."""
-    from skill_tools.configs.shell.script import run
-
-    found = filter(None, (_launch(command) for command in run(text, name=name)[:-1]))
+    found = filter(None, map(_launch, commands_of(source)))
     return [each for each in found if each.trainer or _known(each.words) >= _LEAST_KNOWN]
 
 
@@ -116,22 +120,18 @@ def _launch(command: Command) -> Launch | None:
     for position, text in enumerate(texts):
         following = texts[position + 1] if position + 1 < len(texts) else ""
         if text.rpartition("/")[2] == "trl" and following in TRL_COMMANDS:
-            return Launch(
-                "trl", words[:position], words[position + 1], words[position + 2 :], command.environment,
-                TRL_COMMANDS[following],
-            )  # fmt: skip
+            rest = command._replace(words=words[position + 2 :])
+            return Launch("trl", words[:position], words[position + 1], rest, TRL_COMMANDS[following])
         if text.endswith(".py") and position:
-            before = words[:position]
-            return Launch(
-                _launcher(before), before, words[position], words[position + 1 :], command.environment
-            )
+            return _launch_at(command, position)
     modules = [position + 1 for position, text in enumerate(texts[:-1]) if text == "-m"]
-    if not modules:
-        return None
-    before = words[: modules[-1]]
-    return Launch(
-        _launcher(before), before, words[modules[-1]], words[modules[-1] + 1 :], command.environment
-    )
+    return _launch_at(command, modules[-1]) if modules else None
+
+
+def _launch_at(command: Command, position: int) -> Launch:
+    before = command.words[:position]
+    rest = command._replace(words=command.words[position + 1 :])
+    return Launch(_launcher(before), before, command.words[position], rest)
 
 
 def _launcher(before: Sequence[Argument]) -> str:

@@ -82,7 +82,7 @@ def _write_script(draft: Draft, source: Source) -> bool:
     def knows(word: str) -> bool:
         return _knows(draft, word)
 
-    command = training_command(source.text, source.name, knows, source.folder, whole=True)
+    command = training_command(source, knows, whole=True)
     write_environment(draft, command, source.name)
     end = program_end(command)
     programs = [command.words[end - 1].text] if end else _PROGRAM.findall(source.text)

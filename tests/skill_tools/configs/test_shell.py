@@ -216,6 +216,27 @@ def test_a_sourced_file_that_is_not_there_is_noted(tmp_path: Path) -> None:
     assert not command.words[2].resolved
 
 
+@pytest.mark.parametrize(
+    "script",
+    [
+        "set -a\nsource .env\nset +a\nNOT=1\ntrain",
+        "set -euo pipefail\nset -o allexport; . ./.env; set +o allexport\nNOT=1\ntrain",
+        "env MODE=2 train\n",
+        "NOT=1\nsrun --nodes 2 env MODE=2 B=3 train NOT=1\n",
+    ],
+)
+def test_what_a_command_is_given_may_come_from_a_file_or_from_env(tmp_path: Path, script: str) -> None:
+    (tmp_path / ".env").write_text("MODE=2\n", encoding="utf-8")
+    given = sourced(tmp_path, script).environment
+    assert given["MODE"].text == "2"
+    assert "NOT" not in given
+
+
+def test_an_export_of_what_a_command_prints_may_set_anything(tmp_path: Path) -> None:
+    assert sourced(tmp_path, "export $(grep -v '^#' .env | xargs)\ntrain\n").missing
+    assert not sourced(tmp_path, "export A=$(date)\ntrain\n").missing
+
+
 def test_files_that_source_each_other_end(tmp_path: Path) -> None:
     (tmp_path / "a.sh").write_text("source b.sh\nif x; then\n", encoding="utf-8")
     (tmp_path / "b.sh").write_text("source a.sh\nfi\nA=1\n", encoding="utf-8")

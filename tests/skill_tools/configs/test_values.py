@@ -3,7 +3,7 @@
 import pytest
 
 from skill_tools.configs.keys import Key
-from skill_tools.configs.values import typed
+from skill_tools.configs.values import typed, whole_number
 
 
 def key(kind: str, **more: tuple[object, ...]) -> Key:
@@ -72,3 +72,11 @@ def test_a_switch_with_words_of_its_own_takes_quoted_truth_as_pydantic_does(
 ) -> None:
     chosen = key("any", choices=(True, False, "disk"))
     assert typed(chosen, written, "axolotl", converts_text=True) == (value, expected)
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("0", 0), ("08", 8), ("9" * 18, 10**18 - 1), ("9" * 5000, None), ("-1", None), ("²", None)],
+)
+def test_a_count_in_text_is_decimal_digits(text: str, number: int | None) -> None:
+    assert whole_number(text) == number

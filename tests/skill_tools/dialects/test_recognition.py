@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from skill_tools.__main__ import main
-from skill_tools.configs.source import Source
+from skill_tools.configs.source import Source, load
 from skill_tools.dialects import registry
 from skill_tools.dialects.read import Contradiction, readings
 from skill_tools.errors import Unrecognised, UnusableInput
@@ -305,3 +305,33 @@ def test_the_command_line_that_a_program_hands_on_is_linted(text: str) -> None:
 def test_a_key_that_decides_may_hold_anything() -> None:
     with pytest.raises(UnusableInput):
         readings([Source("x.yaml", "stage: [[1], {a: b}]\nfinetuning_type: {a: [1]}\n")])
+
+
+SOURCING = {
+    "transformers": "torchrun train.py $ARGS --deepspeed $ZERO\n",
+    "llama-factory": "FORCE_TORCHRUN=1 llamafactory-cli train --stage sft --deepspeed $ZERO\n",
+    "deepspeed": "deepspeed --num_gpus 8 train.py --deepspeed --deepspeed_config $ZERO\n",
+    "accelerate": "accelerate launch --use_deepspeed --deepspeed_config_file $ZERO train.py\n",
+}
+
+
+@pytest.mark.parametrize("framework", SOURCING)
+def test_what_a_launch_needs_may_stand_in_a_file_that_it_sources(tmp_path: Path, framework: str) -> None:
+    options = "--output_dir a --learning_rate 1 --max_steps 2 --model_name_or_path b"
+    args = f"ARGS='{options}'\n" if "$ARGS" in SOURCING[framework] else ""
+    (tmp_path / "common.sh").write_text(f"ZERO=ds.json\n{args}")
+    (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 3}}')
+    (tmp_path / "run.sh").write_text(f'HERE=$(dirname "$0")\nsource "$HERE/common.sh"\n{SOURCING[framework]}')
+    (found,) = readings([load(tmp_path / "run.sh")])
+    assert found.dialect.name == framework
+    stage = found.compose().settings["deepspeed.zero_optimization.stage"]
+    assert (stage.value, Path(stage.place.file).name) == (3, "ds.json")
+
+
+def test_a_deepspeed_file_that_only_the_caller_names_is_nobodys(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run.sh").write_text("deepspeed train.py --deepspeed_config $1 # such as ds.json\n")
+    assert main(["lint", "--skip-unrecognized", str(tmp_path / "run.sh")]) == 0
+    assert capsys.readouterr().err == ""
+    assert main(["lint", str(tmp_path / "run.sh")]) == 2
