@@ -1,11 +1,12 @@
 """Runs as a script, once a rank: FSDP2 with our optimizers attached, against FSDP2 with torch's AdamW, to the bit.
 
-    python sharded_ranks.py RANK RANKS STORE_FILE cpu|late|cuda CASE ...
+    python sharded_ranks.py RANK RANKS STORE_FILE cpu|late|cuda|sleepy CASE ...
 
 A case is words joined by commas, each a key of one of the tables below: how the model is sharded, which shares the
 optimizer has, when gradients leave, whether they are clipped, how micro-batches add up. What is not named has the first
 value. Ends with an error where anything differs, and where a gather reads a shard that nobody has waited for. `late` is
-the CPU with copies that are late and gathers that hesitate, differently on each rank.
+the CPU with copies that are late and gathers that hesitate, differently on each rank; `sleepy` is CUDA whose copies,
+updates and gathers sleep on their streams.
 """
 
 import itertools
@@ -29,6 +30,7 @@ from torch.utils.checkpoint import checkpoint
 
 from reference_impl import ShardStreamer, Streaming
 from reference_impl.device import Device
+from reference_impl.device.cuda import CudaDevice
 from reference_impl.optimizers import auto_split
 from reference_impl.optimizers.split import MachineRates
 
@@ -137,10 +139,10 @@ class ShardedAdamW:
 class WatchedGathers:
     """Raises where a gather reads a shard whose new weight nobody has waited for; counts those that still wait.
 
-    Before each gather it `hesitates`, if told to.
+    Before each gather it calls `hesitate`.
     """
 
-    hesitates = None
+    hesitate = staticmethod(lambda: None)
 
     def __init__(self, optimizer):
         self.optimizer, self.most_left = optimizer, 0
@@ -149,8 +151,7 @@ class WatchedGathers:
     def unshard(self, group, async_op=False):
         members = self.optimizer.members
         read = [members[each.sharded_param] for each in group.fsdp_params if each.sharded_param in members]
-        if self.hesitates is not None:
-            time.sleep(self.hesitates.choice((0.0, 0.0, 0.002)))
+        WatchedGathers.hesitate()
         if group.is_sharded and group._all_gather_result is None:
             assert not any(member.pending for member in read), "a gather reads weights that are on their way"
             self.most_left = max(self.most_left, sum(member.pending for member in members.values()))
@@ -259,15 +260,35 @@ def compare(case, rank, ranks, device):
     dist.barrier()
 
 
+def sleeping(original):
+    """Let a stream of the device sleep for a while whenever it is made current."""
+
+    @contextmanager
+    def enter(device, *size_bytes):
+        with original(device, *size_bytes):
+            WatchedGathers.hesitate()
+            yield
+
+    return enter
+
+
 def main(rank, ranks, store, place, *cases):
     rank, ranks = int(rank), int(ranks)
+    chance = random.Random(rank)
+    is_cuda = place in ("cuda", "sleepy")
     if place == "late":
-        LateTwin.seed, Device.classes["cpu"], WatchedGathers.hesitates = rank, LateTwin, random.Random(rank)
-    device = torch.device("cuda", rank) if place == "cuda" else torch.device("cpu")
-    if place == "cuda":
+        LateTwin.seed, Device.classes["cpu"] = rank, LateTwin
+        WatchedGathers.hesitate = lambda: time.sleep(chance.choice((0.0, 0.0, 0.002)))
+    if place == "sleepy":
+        # Cycles of some GHz: none, a tenth of a millisecond, a millisecond.
+        WatchedGathers.hesitate = lambda: torch.cuda._sleep(chance.choice((0, 200_000, 2_000_000)))
+        for name in ("on_h2d", "on_d2h", "on_d2h_for_threads", "on_update_stream"):
+            setattr(CudaDevice, name, sleeping(getattr(CudaDevice, name)))
+    device = torch.device("cuda", rank) if is_cuda else torch.device("cpu")
+    if is_cuda:
         torch.cuda.set_device(device)
     dist.init_process_group(
-        "nccl" if place == "cuda" else "gloo",
+        "nccl" if is_cuda else "gloo",
         store=dist.FileStore(store, ranks),
         rank=rank,
         world_size=ranks,

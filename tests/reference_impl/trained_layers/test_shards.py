@@ -3,10 +3,12 @@
 import warnings
 
 import pytest
+import sharded_ranks
 import torch
 import torch.distributed as dist
 from late_device import LateTwin
 from optimizer_training import OPTIONS
+from rank_processes import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -312,3 +314,15 @@ def test_an_evaluation_before_a_step_is_gathered_again():
             optimizer.step()
             optimizer.zero_grad()
         assert_same(weights(model), trained_plainly(data))
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.device_count() < 2, reason="needs two CUDA devices"
+)
+@pytest.mark.parametrize("place", ["cuda", "sleepy"])
+def test_two_gpus_train_as_without_offload(tmp_path, place):
+    layouts = ("blocks", "prefetched", "grouped", "kept", "root", "checkpointed", "mixed", "partly")
+    sums = ("once,clipped", "reduced,clipped", "unreduced,unclipped")
+    cases = [f"{layout},everything,{sums[number % 3]}" for number, layout in enumerate(layouts)]
+    run_ranks(sharded_ranks.__file__, 2, str(tmp_path / "store"), place, *cases, timeout_s=280)
