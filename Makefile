@@ -63,12 +63,12 @@ test-trainers-axolotl:
 # The released schemas of Axolotl judge our rules: 10,000 generated configurations a release.
 test-axolotl: setup
 	$(BIN)/python tests/axolotl/fetch.py $(AXOLOTL_RELEASES)
-	$(BIN)/pytest -m axolotl tests/axolotl --hypothesis-profile=axolotl
+	$(BIN)/pytest -m axolotl tests/axolotl --hypothesis-profile=axolotl -o faulthandler_timeout=3600
 
 # Real argument classes judge the rules of Transformers: 5,000 generated configurations a release.
 test-transformers: setup
 	$(BIN)/python tests/judges/transformers/fetch.py $(TRANSFORMERS_RELEASES)
-	$(BIN)/pytest -m transformers tests/judges/transformers --hypothesis-profile=transformers
+	$(BIN)/pytest -m transformers tests/judges/transformers --hypothesis-profile=transformers -o faulthandler_timeout=3600
 
 # Each release in a process of its own; `newest` is what PyPI has. MEGATRON=... and CONFIGURATIONS=... narrow it.
 MEGATRON ?= 0.13.1 0.14.0 0.15.3 0.16.1 newest

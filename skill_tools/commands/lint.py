@@ -10,7 +10,8 @@ file is a configuration of its own. A folder stands for all files in it, a Pytho
   offload lint run.sh --target megatron-core==0.16.1 --target transformer-engine==2.12
 
 Releases come from --target and --versions, else from the input's comments and installs, else from requirements, lock
-files, Dockerfiles and compose files beside it; the first line says which, and where they are stated.
+files, Dockerfiles and compose files beside it, else from what its project's root pins; the first line says which, and
+where they are stated.
 
 Exit codes: 0 no finding at or above --fail-on, 1 findings, 2 unusable input, 3 a fault of this tool. With --diff they
 describe the files before the fixes, with --fix the files after them.

@@ -15,8 +15,19 @@ from skill_tools.errors import UnusableInput
 
 _MOST_BYTES = 4 * 1024 * 1024
 _MOST_FILES = 20
-_LOCKS = frozenset(["uv.lock", "poetry.lock", "pdm.lock", "pylock.toml"])
-_PREFIXES = ("requirements", "constraints", "dockerfile", "containerfile", "docker-compose", "compose.")
+_MOST_LEVELS = 6
+_ROOT_MARKS = (".git", "pyproject.toml", "setup.py")
+_OF_PROJECT = (
+    "requirements",
+    "pyproject.toml",
+    "setup.py",
+    "setup.cfg",
+    "uv.lock",
+    "poetry.lock",
+    "pdm.lock",
+    "pylock.toml",
+)
+_BESIDE = (*_OF_PROJECT, "constraints", "dockerfile", "containerfile", "docker-compose", "compose.")
 # In a comment, these words before a release say that another one is installed, and only these may follow one.
 _NOT_AFTER = frozenset(
     ["since", "from", "before", "until", "after", "below", "than", "least", "most", "to", "not", "needs"]
@@ -47,26 +58,54 @@ def stated_in(text: str, file: str = "") -> dict[str, Stated]:
 
 
 def stated_beside(folder: str) -> dict[str, Stated]:
-    """Return the releases that requirements, lock files, Dockerfiles and compose files in `folder` agree on."""
+    """Return the releases that requirements, lock files, Dockerfiles and compose files for `folder` agree on.
+
+    They lie in it or, for what those do not state, in the root of its project, where only what the project itself
+    depends on counts.
+    """
+    root = _root_of(folder)
+    beside = _stated_by_files(folder, _BESIDE)
+    if root is None:
+        return beside
+    return {
+        **_stated_by_files(root, _OF_PROJECT, f"{os.path.relpath(root, folder or '.')}{os.sep}"),
+        **beside,
+    }
+
+
+def _root_of(folder: str) -> str | None:
+    """Return the nearest folder above `folder` that is a project's root by what it holds; none if it is one itself."""
+    level = os.path.abspath(folder)
+    for depth in range(_MOST_LEVELS):
+        if any(os.path.exists(os.path.join(level, mark)) for mark in _ROOT_MARKS):
+            return level if depth else None
+        level = os.path.dirname(level)
+    return None
+
+
+def _stated_by_files(folder: str, beginnings: tuple[str, ...], prefix: str = "") -> dict[str, Stated]:
+    """Return the releases that no two statements in the files of `folder` with such names differ on."""
     found: dict[str, Stated] = {}
     torn: set[str] = set()
-    for name in _pinning_files(folder):
+    for name in _pinning_files(folder, beginnings):
         try:
             data = read_bytes(os.path.join(folder, name), _MOST_BYTES, expected="a text file")
         except UnusableInput:
             continue
-        for package, each in stated_in(data.decode("utf-8", "replace"), name).items():
-            if found.setdefault(package, each).version != each.version:
+        text = data.decode("utf-8", "replace")
+        for package, version, at in _statements(text):
+            stated = Stated(version, f"{prefix}{name} line {text.count(chr(10), 0, at) + 1}")
+            if found.setdefault(package, stated).version != version:
                 torn.add(package)
     return {name: each for name, each in found.items() if name not in torn}
 
 
-def _pinning_files(folder: str) -> list[str]:
+def _pinning_files(folder: str, beginnings: tuple[str, ...]) -> list[str]:
     try:
         names = os.listdir(folder or ".")
     except OSError:
         return []
-    pinning = (name for name in names if name.lower().startswith(_PREFIXES) or name in _LOCKS)
+    pinning = (name for name in names if name.lower().startswith(beginnings))
     return sorted(pinning)[:_MOST_FILES]
 
 

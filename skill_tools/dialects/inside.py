@@ -25,12 +25,12 @@ _KUBERNETES = frozenset({"apiVersion", "kind"})
 _TASK_MARKS = ("apiVersion", "\nrun:", "\ncommands:")
 _NEOX = ("pipe_parallel_size", "pipe-parallel-size", "checkpoint_activations", "checkpoint-activations")
 _DEEPSPEED = "deepspeed"
-# What GPT-NeoX hands to DeepSpeed as it stands.
+# What GPT-NeoX hands to DeepSpeed as it stands. Its sections of precision have names of its own, which its fork of
+# DeepSpeed takes.
 _DEEPSPEED_FIELDS = frozenset(
     {
-        "zero_optimization", "optimizer", "fp16", "bf16", "gradient_clipping", "gradient_accumulation_steps",
-        "train_batch_size", "train_micro_batch_size_per_gpu", "zero_allow_untested_optimizer", "prescale_gradients",
-        "autotuning",
+        "zero_optimization", "optimizer", "gradient_clipping", "gradient_accumulation_steps", "train_batch_size",
+        "train_micro_batch_size_per_gpu", "zero_allow_untested_optimizer", "prescale_gradients", "autotuning",
     }
 )  # fmt: skip
 

@@ -21,6 +21,7 @@ _PREFIX = f"{DEEPSPEED}."
 _ZERO = f"{_PREFIX}zero_optimization"
 _STRICT = tuple(f"{_PREFIX}{section}." for section in ("zero_optimization", "compile", "bf16", "fp16"))
 _INTERVALS = (f"{_ZERO}.zenflow.select_interval", f"{_ZERO}.zenflow.update_interval")
+_PLACEHOLDER = re.compile(r"[A-Z][A-Z0-9]*(?:_[A-Z0-9]+)+")  # TRAIN_BATCH_SIZE, which a script fills in
 _MAY_BE_NULL = frozenset(
     {f"{_PREFIX}bf16", f"{_PREFIX}aio", f"{_ZERO}.offload_optimizer", f"{_ZERO}.offload_param"}
 )
@@ -48,6 +49,9 @@ def settle(draft: Draft) -> None:
         for setting in draft.below(f"{_ZERO}."):
             if isinstance(setting.value, list):
                 draft.leave_open(setting.key)
+    for setting in draft.below(_PREFIX):
+        if isinstance(setting.value, str) and _PLACEHOLDER.fullmatch(setting.value):
+            draft.leave_open(setting.key)
     draft.judge(
         _PREFIX, lambda setting, expected: _expected(draft.table.by_name.get(setting.key), setting, expected)
     )

@@ -127,9 +127,9 @@ class MegatronBridge(MegatronCore):
     def replaced(self, config: Config) -> Iterator[tuple[str, Setting, Setting]]:
         """Yield what `mixed_precision`, a distributed optimizer in one section or an exported variable replaces.
 
-        A value that a later file or override of the same key replaced is no such case.
+        A value that a later file, override or line replaced under the same spelling is no such case.
         """
-        for loser in config.overridden:
+        for loser in {(each.key, each.written): each for each in config.overridden}.values():
             winner = config.settings.get(loser.key)
             if winner is not None and winner.value != loser.value:
                 rule = _rule_for_replaced(loser, winner)

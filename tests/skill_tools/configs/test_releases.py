@@ -49,3 +49,20 @@ def test_files_beside_count_where_they_agree(tmp_path: Path) -> None:
     found = stated_beside(str(tmp_path))
     assert found == {"torch": Stated("2.8.0", "Dockerfile line 1")}
     assert stated_beside(str(tmp_path / "gone")) == {}
+
+
+def test_the_root_of_the_project_states_what_the_folder_does_not(tmp_path: Path) -> None:
+    scripts = tmp_path / "scripts" / "train"
+    scripts.mkdir(parents=True)
+    (tmp_path / "pyproject.toml").write_text(
+        'dependencies = ["transformers==4.37.2", "accelerate==1.14.0"]\n'
+    )
+    (scripts / "requirements.txt").write_text("accelerate==1.15.0\n")
+    found = stated_beside(str(scripts))
+    assert found["transformers"] == Stated("4.37.2", "../../pyproject.toml line 1")
+    assert found["accelerate"] == Stated("1.15.0", "requirements.txt line 1")
+
+
+def test_two_extras_of_a_project_that_differ_state_nothing(tmp_path: Path) -> None:
+    (tmp_path / "pyproject.toml").write_text('a = ["transformers==4.57.3"]\nb = ["transformers==5.5.0"]\n')
+    assert stated_beside(str(tmp_path)) == {}
