@@ -50,6 +50,7 @@ FOREIGN = re.compile(
             "CUDA graphs not supported with activation recomputation",
             "dropout is not supported with graphed",
             "cuda_graph_modules must be empty",
+            "cuda graph is only supported (?:for|with) ",
             "must not contain both moe and moe_router",
             "requires FusedAdam from TransformerEngine",
             "not supported between instances of 'NoneType' and 'Version'",
