@@ -157,7 +157,15 @@ def _unfit(plan: Plan, code: Code) -> Iterator[str]:
         yield f"neither does anything else that this tool knows of {framework}: a smaller model, or more memory"
     for number, way in enumerate(plan.ways, start=1):
         yield from _way(plan, number, way, code)
+    if ours := carried_out_by_ours(plan):
+        yield f"or, if that plan fits, {ours}"
     yield f"rests most on: {decisive.assumption(plan)}"
+
+
+def carried_out_by_ours(plan: Plan) -> str:
+    """Return how to have our offloaders do it in the trainer of the run; empty where they cannot or it has no line."""
+    is_sharded = plan.run.shards_optimizer or plan.run.weight_shards > 1
+    return "" if is_sharded else registry.named(plan.run.dialect).carry_out_ours
 
 
 def why_nothing_fits(plan: Plan) -> str:

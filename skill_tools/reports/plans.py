@@ -6,7 +6,6 @@ Where the model's shape is not known there is no plan; the card's decision table
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-from skill_tools.dialects import registry
 from skill_tools.dialects.candidates import RECOMPUTE
 from skill_tools.planning.search.legality import Condition, RuledOut
 from skill_tools.planning.search.options import Option, over
@@ -74,9 +73,8 @@ def _simpler(plan: Plan, *, code: plan_answer.Code) -> list[str]:
     if best is None or plan.patch is None or not plan_answer.change(plan.patch):
         return []
     lines = []
-    ours = registry.named(plan.run.dialect).carry_out_ours
-    is_sharded = plan.run.shards_optimizer or plan.run.weight_shards > 1
-    if ours and not is_sharded and set(best.candidate.mechanisms) - {RECOMPUTE}:
+    ours = plan_answer.carried_out_by_ours(plan)
+    if ours and set(best.candidate.mechanisms) - {RECOMPUTE}:
         lines.append(ours)
     if plan.simpler is not None and plan.simpler_patch is not None:
         more = plan.simpler.time.total_s / best.time.total_s

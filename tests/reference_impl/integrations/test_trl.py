@@ -8,6 +8,7 @@ pytest.importorskip("peft", reason="needs peft: pip install -c constraints.txt '
 from peft import LoraConfig
 from tiny_llama import OPTIMIZER, Course, arguments, llama
 from tiny_text import preferences, prompts, texts, tokenizer
+from transformers import TrainerCallback
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
 from reference_impl.integrations.transformers import offload
@@ -25,14 +26,14 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("error:a second backw
 def sft(folder, *, adapter=None, **changes):
     return SFTTrainer(
         llama(), arguments(folder, kind=SFTConfig, max_length=16, **changes), train_dataset=texts(),
-        processing_class=tokenizer(), peft_config=adapter,
+        eval_dataset=texts(4), processing_class=tokenizer(), peft_config=adapter,
     )  # fmt: skip
 
 
 def dpo(folder, *, adapter=None, **changes):
     return DPOTrainer(
         llama(), None if adapter else llama(), arguments(folder, kind=DPOConfig, max_length=24, **changes),
-        train_dataset=preferences(), processing_class=tokenizer(), peft_config=adapter,
+        train_dataset=preferences(), eval_dataset=preferences(4), processing_class=tokenizer(), peft_config=adapter,
     )  # fmt: skip
 
 
@@ -51,7 +52,7 @@ def grpo(folder, *, adapter=None, **changes):
 
     return GRPOTrainer(
         llama(), reward, args=arguments(folder, kind=GRPOConfig, **settings), train_dataset=prompts(),
-        processing_class=tokenizer(), peft_config=adapter,
+        eval_dataset=prompts(4), processing_class=tokenizer(), peft_config=adapter,
     )  # fmt: skip
 
 
@@ -98,6 +99,43 @@ def test_a_reference_that_follows_the_model_does(tmp_path):
     course(trainer, **WANTED["both"]).assert_is(expected_course)
     for one, other in zip(trainer.ref_model.parameters(), expected.ref_model.parameters(), strict=True):
         assert one.equal(other)
+
+
+class Stops(TrainerCallback):
+    """Raises once, between the gradients of a step and its update."""
+
+    def __init__(self, step, error):
+        self.step, self.error = step, error
+
+    def on_pre_optimizer_step(self, args, state, control, **_):
+        if state.global_step == self.step and self.error is not None:
+            error, self.error = self.error, None
+            raise error
+
+
+@pytest.mark.parametrize("error", [ValueError("mine"), KeyboardInterrupt()], ids=repr)
+@pytest.mark.parametrize("build", [sft, dpo, grpo])
+def test_a_run_that_is_stopped_goes_on_from_its_checkpoint(tmp_path, build, error):
+    """It accumulates three micro-batches, evaluates every two steps, saves at step 5 and stops in the seventh."""
+    settings = {
+        "gradient_accumulation_steps": 3, "max_steps": 8, "save_strategy": "steps", "save_steps": 5,
+        "eval_strategy": "steps", "eval_steps": 2, "max_grad_norm": 0.05,
+    }  # fmt: skip
+    courses = []
+    for wanted in (None, WANTED["both"]):
+        trainer = build(tmp_path / str(wanted is None), **settings)
+        trainer.add_callback(Stops(6, type(error)(*error.args)))
+        handle = None if wanted is None else offload(trainer, **wanted)
+        with pytest.raises(type(error)):
+            trainer.train()
+        trainer.train(resume_from_checkpoint=True)
+        if handle is not None:
+            assert handle.report.optimizer.resident < 1
+            assert handle.report.activation_bytes > 0
+            handle.close()
+        courses.append(Course.of(trainer))
+    courses[1].assert_is(courses[0])
+    assert sum("eval_loss" in entry for entry in courses[0].logs) == 4
 
 
 def test_sft_goes_on_from_its_checkpoint_while_it_accumulates(tmp_path):
