@@ -63,7 +63,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="overrides as on the command line; repeatable",
     )
     inputs.add_argument("--compose", action="store_true", help="treat all files as one configuration")
-    inputs.add_argument("--framework", choices=registry.names(), help="default: detected from the content")
+    inputs.add_argument(
+        "--framework",
+        choices=registry.names(),
+        metavar="NAME",
+        help=f"default: detected from the content; one of {', '.join(registry.names())}",
+    )
     inputs.add_argument("--stdin", action="store_true", help="read a configuration from standard input")
     inputs.add_argument(
         "--stdin-filename", default="<stdin>", metavar="NAME", help="its name, for format and messages"

@@ -75,7 +75,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="also plans that round optimizer states, named as such; without it every plan is exact",
     )
-    run.add_argument("--framework", choices=registry.names(), help="needed if the input does not show it")
+    run.add_argument(
+        "--framework",
+        choices=registry.names(),
+        metavar="NAME",
+        help=f"needed if the input does not show it; one of {', '.join(registry.names())}",
+    )
     run.add_argument(
         "--overrides",
         nargs="+",
