@@ -30,3 +30,14 @@ def test_keys_and_spellings_are_unique() -> None:
         (dialect, spelling) for entry in ENTRIES for dialect, spelling in entry.get("spelling", {}).items()
     )
     assert [name for name, count in (names + spellings).items() if count > 1] == []
+
+
+def test_a_default_that_is_a_number_is_no_text() -> None:
+    """YAML takes `1e-08` for a text, which equals no number."""
+    texts = [
+        entry["key"]
+        for entry in ENTRIES
+        for default in entry.get("default", {}).values()
+        if entry["type"] in ("int", "float") and isinstance(default, str)
+    ]
+    assert texts == []
