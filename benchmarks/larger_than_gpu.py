@@ -10,9 +10,10 @@ A row is full training in bf16 with AdamW, random weights, and exact clipping un
 with each layer recomputed, step, zero_grad. What follows a colon holds for that row alone: `memory`, `inputs`,
 `resident`, `prefetch`, as the options of these names, and `no-clip`, which updates in backward. Each sequence of
 `--tokens` is a micro-batch inside the layers. The loss is chunked in every row. `resident` keeps all on the GPU
-(`HybridDeviceOptimizer(offload_fraction=0)`), recomputed and sliced alike; it has no memory limit. `fsdp2` is torch's
-FSDP2 on one rank with CPUOffloadPolicy and fp32 parameters, `fsdp2-bf16` with bf16 ones and states, which is other
-arithmetic. A step's update runs behind the next forward, so the time is the mean of `--steps` steps in a row.
+(`HybridDeviceOptimizer(offload_fraction=0)`), recomputed and sliced alike, but its slices add up in bf16; it has no
+memory limit. `fsdp2` is torch's FSDP2 on one rank with CPUOffloadPolicy and fp32 parameters, `fsdp2-bf16` with bf16
+ones and states, which is other arithmetic. A step's update runs behind the next forward, so the time is the mean of
+`--steps` steps in a row.
 `limit_s` is what compute and the measured link leave no way around (`stream_limits`). GPU memory is the allocator's
 peak, reserved included; host memory is what is pinned, and the process's own peak. Models are Hugging Face's classes
 where transformers is installed, else decoders of like shape.

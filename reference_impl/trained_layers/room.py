@@ -84,5 +84,7 @@ def check_room(
         )
     )
     raise HostMemoryError(
-        needed_bytes=needed.total, available_bytes=there, remedy=f"{items}; try {', or '.join(choices)}"
+        needed_bytes=needed.total,
+        available_bytes=max(there, 0),
+        remedy=f"{items}; try {', or '.join(choices)}",
     )
