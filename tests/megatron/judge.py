@@ -50,6 +50,7 @@ FOREIGN = re.compile(
             "CUDA graphs not supported with activation recomputation",
             "dropout is not supported with graphed",
             "cuda_graph_modules must be empty",
+            "cuda_graph_modules='full_iteration' cannot be combined",
             "cuda graph is only supported (?:for|with) ",
             "must not contain both moe and moe_router",
             "requires FusedAdam from TransformerEngine",
