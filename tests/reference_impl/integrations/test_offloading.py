@@ -263,6 +263,27 @@ def test_weights_without_a_frozen_base_are_refused_before_anything_is_touched():
         Wanted.of(weights=True).check(decoder())
 
 
+class Packed(torch.Tensor):
+    """A quantized weight that hides what it holds."""
+
+    @staticmethod
+    def __new__(cls, held):
+        return torch.Tensor._make_wrapper_subclass(cls, held.shape, dtype=held.dtype)
+
+    @classmethod
+    def __torch_dispatch__(cls, operation, types, args=(), kwargs=None):
+        assert operation is torch.ops.aten.detach.default
+        return cls(args[0])
+
+
+def test_weights_that_hide_what_they_hold_are_refused():
+    model = decoder(lora=True)
+    frozen = next(module for module in model.layers.modules() if isinstance(module, nn.Linear))
+    frozen.weight = nn.Parameter(Packed(frozen.weight), requires_grad=False)
+    with pytest.raises(ValueError, match=r"weight is a Packed, .*leave weights out"):
+        offloading(model, weights=True).check(model)
+
+
 def test_an_optimizer_that_nobody_wants_is_refused():
     handle = Offloading(Wanted.of(activations="checkpoint"))
     with pytest.raises(ValueError, match=r"the optimizer is not to be offloaded; expected optimizer=True"):
