@@ -10,10 +10,10 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from reference_impl.activations.attach import is_wrapped
 from reference_impl.integrations.wanted import Wanted
+from reference_impl.weights.storages import plain_tensors
 
 _LOG = logging.getLogger(__name__)
 
@@ -45,13 +45,8 @@ def check_peers(wanted: Wanted, model: nn.Module) -> None:
                 f"{eight_bit} is quantized to 8 bits by bitsandbytes, whose forward replaces it, so that weights= "
                 "cannot stream it; expected one of the two; try load_in_4bit=True, or leave weights out"
             )
-        packed = next((n for n, p in model.named_parameters() if _has_no_storage(p)), None)
-        if packed is not None:
-            kind = type(model.get_parameter(packed)).__name__
-            raise ValueError(
-                f"{packed} is a {kind}, which has no memory of its own and hides what it holds, so that weights= "
-                "cannot stream it; expected one of the two; try torchao's or bitsandbytes' 4 bits, or leave weights out"
-            )
+        # It raises for weights that cannot be streamed, before anything is touched.
+        list(plain_tensors(model))
     if wanted.activations is None:
         return
     if any(map(is_wrapped, model.modules())):
@@ -63,20 +58,6 @@ def check_peers(wanted: Wanted, model: nn.Module) -> None:
             "activations= would recompute its way; expected one of the two; try optimizer= alone, or a model loaded "
             "without it"
         )
-
-
-def _has_no_storage(tensor: torch.Tensor) -> bool:
-    """Say whether `tensor` wraps others, as quantized ones do, without the protocol that says which."""
-    if is_traceable_wrapper_subclass(tensor) or type(tensor) in (torch.Tensor, nn.Parameter):
-        return False
-    storage = tensor.untyped_storage()
-    if storage.nbytes() == 0 or storage.device.type == "meta":
-        return False
-    try:
-        return storage.data_ptr() == 0
-    except RuntimeError:
-        # torch's own word for it: an invalid storage
-        return True
 
 
 def second_offloader(model: nn.Module) -> ValueError:

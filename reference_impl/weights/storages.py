@@ -141,7 +141,7 @@ def _owners(blocks: Iterable[nn.Module]) -> dict[int, int]:
 def plain_tensors(model: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor, bool]]:
     """Yield every strided tensor of `model`, those inside packed ones too: its module, name, and whether it trains.
 
-    Raises ValueError for a sharded parameter.
+    Raises ValueError for a sharded parameter, and for a packed one that does not say what it holds.
     """
     for prefix, module in model.named_modules():
         for name, tensor in chain(module._parameters.items(), module._buffers.items()):
@@ -153,9 +153,29 @@ def plain_tensors(model: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tens
                     f"{full_name} is sharded ({type(tensor).__name__}); expected whole parameters: streaming does "
                     "not go with FSDP; try one of the two"
                 )
+            if _hides_what_it_holds(tensor):
+                raise ValueError(
+                    f"{full_name} is a {type(tensor).__name__}, which has no memory of its own and hides what it "
+                    "holds; expected plain weights, or quantized ones of torchao or bitsandbytes; try one of these, "
+                    "or leave streaming of weights out"
+                )
             for inner_name, plain in unpacked(full_name, tensor):
                 if plain.layout is torch.strided and not plain.is_quantized:
                     yield module, inner_name, plain, tensor.requires_grad
+
+
+def _hides_what_it_holds(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` wraps others without the protocol that says which: reading its storage ends the process."""
+    if is_traceable_wrapper_subclass(tensor) or type(tensor) in (torch.Tensor, nn.Parameter):
+        return False
+    storage = tensor.untyped_storage()
+    if storage.nbytes() == 0 or storage.device.type == "meta":
+        return False
+    try:
+        return storage.data_ptr() == 0
+    except RuntimeError:
+        # torch's own word for it: an invalid storage
+        return True
 
 
 def unpacked(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:

@@ -147,7 +147,7 @@ def source_of_times(plan: Plan) -> str:
         return "from --step-time and the rates of " + (
             "this machine" if plan.machine.measured else plan.machine.name
         )
-    return "probed here" if plan.machine.measured else f"an estimate from the rates of a {plan.machine.name}"
+    return "probed here" if plan.machine.measured else f"an estimate from the {plan.machine.name}'s rates"
 
 
 def _unfit(plan: Plan, code: Code) -> Iterator[str]:

@@ -23,7 +23,7 @@ _ORDER = (
     (r"^host memory: ", ""),
     (rf"^{_COMPUTED}", ""),
 )
-_RATES = "rates of a {}, not measured here; `offload probe`, run once on the machine, or --step-time SECONDS"
+_RATES = "the {}'s rates, not measured here; `offload probe`, run once on the machine, or --step-time SECONDS"
 
 
 def assumption(plan: Plan) -> str:

@@ -270,6 +270,7 @@ def test_two_ranks_train_as_torch_does(tmp_path):
     run_ranks(sharded_ranks.__file__, 2, str(tmp_path / "store"), "cpu", *cases)
 
 
+@pytest.mark.slow
 def test_everything_off_trains_as_torch_does_with_late_copies_and_gathers_that_hesitate(tmp_path):
     cases = ["checkpointed,everything,reduced", "prefetched,everything,unreduced", "grouped,everything"]
     run_ranks(sharded_ranks.__file__, 2, str(tmp_path / "store"), "late", *cases)

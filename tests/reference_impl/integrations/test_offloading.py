@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from reference_impl import ActivationOffloader, HybridDeviceOptimizer
+from reference_impl import ActivationOffloader, FrozenLayerStreamer, HybridDeviceOptimizer
 from reference_impl.integrations import Offloading, Wanted
 from reference_impl.verification.model import Decoder, DecoderShape, add_lora
 
@@ -280,8 +280,10 @@ def test_weights_that_hide_what_they_hold_are_refused():
     model = decoder(lora=True)
     frozen = next(module for module in model.layers.modules() if isinstance(module, nn.Linear))
     frozen.weight = nn.Parameter(Packed(frozen.weight), requires_grad=False)
-    with pytest.raises(ValueError, match=r"weight is a Packed, .*leave weights out"):
+    with pytest.raises(ValueError, match=r"weight is a Packed, .*leave streaming of weights out"):
         offloading(model, weights=True).check(model)
+    with pytest.raises(ValueError, match=r"weight is a Packed, "):
+        FrozenLayerStreamer(model)
 
 
 def test_an_optimizer_that_nobody_wants_is_refused():
