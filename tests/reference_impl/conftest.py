@@ -9,6 +9,7 @@ os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from reference_impl.device import Device
 from reference_impl.memory.host import host_book
@@ -35,3 +36,12 @@ def host_memory_comes_back():
     before = (host_book.live_bytes, host_book.reserved_bytes)
     yield
     assert (host_book.live_bytes, host_book.reserved_bytes) == before
+
+
+@pytest.fixture(scope="module")
+def group(tmp_path_factory):
+    """A process group of one rank."""
+    store = dist.FileStore(str(tmp_path_factory.mktemp("store") / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()

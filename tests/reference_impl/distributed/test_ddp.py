@@ -25,13 +25,7 @@ CPU = (0.0, 0.0, 1.0)
 STREAMED = (0.0, 1.0, 0.0)
 SMALL = Streaming(chunk_bytes=4096)
 
-
-@pytest.fixture(scope="module", autouse=True)
-def group(tmp_path_factory):
-    store = dist.FileStore(str(tmp_path_factory.mktemp("store") / "store"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("group")
 
 
 class Net(nn.Module):

@@ -7,7 +7,6 @@ import warnings
 import pytest
 import sharded_ranks
 import torch
-import torch.distributed as dist
 from optimizer_training import OPTIONS, hold_updates, hybrid, streaming
 from rank_processes import run_ranks
 from torch import nn
@@ -23,13 +22,7 @@ from reference_impl.optimizers.streamed.slots import FreedMemory
 # The releases whose source was read for the private names of `fsdp2`, and on which these tests have passed.
 CHECKED_ON = ("2.11", "2.12", "2.13")
 
-
-@pytest.fixture(scope="module", autouse=True)
-def group(tmp_path_factory):
-    store = dist.FileStore(str(tmp_path_factory.mktemp("store") / "store"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("group")
 
 
 class Net(nn.Module):

@@ -5,7 +5,6 @@ import warnings
 import pytest
 import sharded_ranks
 import torch
-import torch.distributed as dist
 from late_device import LateTwin
 from optimizer_training import OPTIONS
 from rank_processes import run_ranks
@@ -24,13 +23,7 @@ WIDTH, LAYERS = 64, 6
 LAYER_BYTES = 4 * WIDTH * WIDTH
 SMALL = Streaming(chunk_bytes=2048)
 
-
-@pytest.fixture(scope="module", autouse=True)
-def group(tmp_path_factory):
-    store = dist.FileStore(str(tmp_path_factory.mktemp("store") / "store"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("group")
 
 
 class Net(nn.Module):

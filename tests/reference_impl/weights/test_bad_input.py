@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -51,14 +50,6 @@ def test_a_budget_below_the_window(trainee):
 
 def test_two_ways_to_say_what_stays(trainee):
     refused(trainee.model, "say the same thing twice", budget_bytes=10**9, resident_layers=2)
-
-
-@pytest.fixture(scope="module")
-def group(tmp_path_factory):
-    store = dist.FileStore(str(tmp_path_factory.mktemp("store") / "store"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def test_fsdp(group):
