@@ -9,11 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 import campaign
 import pytest
 
-FAST = {"optimizers": 200, "signals": 10, "memory": 30, "memory-signals": 6}
+FAST = {"optimizers": 120, "signals": 10, "memory": 30, "memory-signals": 6}
 # `make test-faults` runs twenty times as many, which takes longer than the slow tier may.
 TIMES = int(os.environ.get("FAULT_SEEDS_TIMES", "1"))
 SLOW = {
-    "optimizers": 250 * TIMES,
+    "optimizers": 330 * TIMES,
     "layers": 40 * TIMES,
     "signals": 15 * TIMES,
     "layers-signals": 10 * TIMES,
