@@ -37,7 +37,7 @@ class ReadAs(NamedTuple):
 class Report(NamedTuple):
     """All runs of one call: findings in order, open rules by input, inputs that could not be used.
 
-    `inputs` counts the runs that were linted. `omitted` counts findings that `--limit` left out of
+    `inputs` counts the runs that were linted, `rules` what they were asked in all. `omitted` counts findings that `--limit` left out of
     `findings`; `counts` counts all of them. `read` says what each run was read as, `passed_over` how many files were
     nobody's. `texts` has the text of each file that a finding points at.
     """
@@ -51,6 +51,7 @@ class Report(NamedTuple):
     read: tuple[ReadAs, ...] = ()
     passed_over: int = 0
     texts: Mapping[str, str] = MappingProxyType({})
+    rules: int = 0
 
 
 def report(
@@ -75,6 +76,7 @@ def report(
         read=tuple(read),
         passed_over=passed_over,
         texts=texts,
+        rules=sum(result.rules for _, result in results),
     )
 
 
@@ -145,7 +147,9 @@ def summary(report: Report) -> str:
     if report.omitted:
         parts.append(f"{report.omitted} not shown (--limit)")
     if report.undecided:
-        parts.append(f"{len(report.undecided)} undecided (--show-undecided)")
+        parts.append(f"{len(report.undecided)} of {report.rules} rules undecided (--show-undecided)")
+    elif report.rules:
+        parts.append(f"all {report.rules} rules decided")
     if report.errors:
         parts.append(f"{_plural(len(report.errors), 'input')} not usable")
     return "; ".join(parts)
@@ -166,6 +170,7 @@ def as_json(report: Report, *, show_undecided: bool = False, explain: bool = Fal
         "summary": {
             "inputs": report.inputs,
             **{str(severity): count for severity, count in report.counts.items()},
+            "rules": report.rules,
             "undecided": len(report.undecided),
             "omitted": report.omitted,
             "passed_over": report.passed_over,

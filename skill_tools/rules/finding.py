@@ -107,7 +107,8 @@ class Undecided(NamedTuple):
 
 
 class LintResult(NamedTuple):
-    """The result of one lint: findings in a stable order, and what could not be decided."""
+    """The result of one lint: findings in a stable order, what could not be decided, and how many rules were asked."""
 
     findings: tuple[Finding, ...]
     undecided: tuple[Undecided, ...]
+    rules: int = 0

@@ -68,7 +68,7 @@ def lint(
             findings.append(_finding(rule, as_written if found.unless else scope, found))
     if config.shares:
         findings = list(_not_said_twice(findings, conditions.keys()))
-    return LintResult(in_order(_without_repeats(findings, rules)), tuple(undecided))
+    return LintResult(in_order(_without_repeats(findings, rules)), tuple(undecided), len(rules))
 
 
 class Holds(NamedTuple):

@@ -45,7 +45,7 @@ def apply(result: LintResult, config: Config, load: Callable[[], Sequence[Rule]]
     by_id = {rule.id: rule for rule in load()}
     for suppression in suppressions:
         kept += _complaints(suppression, used, by_id)
-    return LintResult(in_order(kept), result.undecided)
+    return result._replace(findings=in_order(kept))
 
 
 def read(file: str, text: str) -> Iterator[Suppression]:

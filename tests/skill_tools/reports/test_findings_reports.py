@@ -42,6 +42,7 @@ def full() -> Report:
             finding("fg-i", 1, Severity.INFO),
         ),
         (Undecided("fg-y", "Something open", ("num_layers", "fp8")), Undecided("fg-z", "More", ("fp8",))),
+        9,
     )
     error = UnusableInput("cannot read 'x'", expected="a file", attempt="another")
     return report([("dir/run.yaml", verdict)], [error])
@@ -63,7 +64,7 @@ def test_concise_is_one_line_a_finding_and_a_summary(full: Report) -> None:
     assert "[depends on megatron-core>=0.18]" in second
     assert third.startswith("dir/run.yaml:1:5 info fg-i")
     assert last == (
-        "1 error, 1 warning, 1 info in 1 input; 2 undecided (--show-undecided); 1 input not usable"
+        "1 error, 1 warning, 1 info in 1 input; 2 of 9 rules undecided (--show-undecided); 1 input not usable"
     )
 
 
@@ -73,8 +74,8 @@ def test_open_rules_are_listed_on_request(full: Report) -> None:
 
 def test_a_clean_call_says_so() -> None:
     assert (
-        as_concise(report([("a", LintResult((), ())), ("b", LintResult((), ()))], []))
-        == "no findings in 2 inputs"
+        as_concise(report([("a", LintResult((), (), 5)), ("b", LintResult((), (), 4))], []))
+        == "no findings in 2 inputs; all 9 rules decided"
     )
 
 
@@ -84,7 +85,7 @@ def test_json_keeps_its_schema(full: Report) -> None:
     check(json.loads(as_json(full, show_undecided=True, explain=True)))
     assert document["findings"][0]["observed"] == {"a": True, "n": None, "mods": ["x"]}
     assert document["summary"] == {
-        "inputs": 1, "error": 1, "warning": 1, "info": 1, "undecided": 2, "omitted": 0, "passed_over": 0
+        "inputs": 1, "error": 1, "warning": 1, "info": 1, "rules": 9, "undecided": 2, "omitted": 0, "passed_over": 0
     }  # fmt: skip
     assert document["errors"][0]["try"] == "another"
 
