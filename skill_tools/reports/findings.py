@@ -37,9 +37,9 @@ class ReadAs(NamedTuple):
 class Report(NamedTuple):
     """All runs of one call: findings in order, open rules by input, inputs that could not be used.
 
-    `inputs` counts the runs that were linted, `rules` what they were asked in all. `omitted` counts findings that `--limit` left out of
-    `findings`; `counts` counts all of them. `read` says what each run was read as, `passed_over` how many files were
-    nobody's. `texts` has the text of each file that a finding points at.
+    `inputs` counts the runs that were linted, `rules` what they were asked in all. `omitted` counts findings that
+    `--limit` left out of `findings`; `counts` counts all of them. `read` says what each run was read as, `passed_over`
+    how many files were nobody's. `texts` has the text of each file that a finding points at.
     """
 
     inputs: int
