@@ -16,10 +16,12 @@ import faulthandler
 import gc
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,13 +48,27 @@ class Result(NamedTuple):
 
 def run(*jobs: str, limit_s: float = 60, mutation: str | None = None) -> list[Result]:
     """Run `jobs`, such as "optimizers:0:200", in processes of their own, one after the other."""
+    return list(results(*jobs, limit_s=limit_s, mutation=mutation))
+
+
+def results(*jobs: str, limit_s: float = 60, mutation: str | None = None) -> Iterator[Result]:
+    """Yield each result of `run` as soon as it is known; closing the iterator ends the processes."""
     command = [sys.executable, __file__, *jobs, "--limit-s", str(limit_s)]
     if mutation is not None:
         command += ["--mutation", mutation]
     path = os.pathsep.join([str(HERE.parents[1]), str(HERE), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2"}
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-    return [Result(**json.loads(line)) for line in done.stdout.splitlines()]
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        try:
+            yield from (Result(**json.loads(line)) for line in process.stdout or ())
+        except GeneratorExit:
+            # The session is the process and the child in which it runs its cases.
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+    if process.returncode != 0:
+        raise subprocess.CalledProcessError(process.returncode, command)
 
 
 def report(results: list[Result]) -> str:
