@@ -7,6 +7,7 @@ comes from a file that may belong to another run. Explained in docs/trainers.md.
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ _TOLERANCES = {"layers": 0.0, "parameters": 0.05}
 def planned(plan: Plan) -> dict[str, Any]:
     """Return the arguments of `Wanted` that `plan`, a document or its path, stands for.
 
-    Raises ValueError for what is no plan for PyTorch, and OSError for a file that cannot be read.
+    A plan that offloads nothing, because the run fits, is carried out with a warning. Raises ValueError for what is no plan for PyTorch, and OSError for a file that cannot be read.
     """
     execute = execute_section(plan)
     document = plan if isinstance(plan, Mapping) else json.loads(Path(plan).read_text(encoding="utf-8"))
@@ -41,6 +42,12 @@ def planned(plan: Plan) -> dict[str, Any]:
             f"the plan is for a model that FSDP2 has sharded over {execute['sharding']['ranks']} ranks, and FSDP2 of a "
             "trainer is not served; expected a plan for one GPU, or for replicas; try `offload plan --overrides "
             "sharding=replicas`, or reference_impl.verification.apply.apply_plan in a loop of your own"
+        )
+    if not execute:
+        warnings.warn(
+            "the plan offloads nothing, because its run fits without; if yours runs out of memory, plan for less: "
+            "offload plan --gpu-memory",
+            stacklevel=2,
         )
     optimizer, activations = execute.get("optimizer"), execute.get("activations")
     return {

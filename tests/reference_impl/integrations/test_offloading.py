@@ -233,6 +233,11 @@ def test_words_stand_for_options():
     assert Wanted.of(activations="budget").activations == {"mode": "budget", "budget_bytes": "least"}
 
 
+def test_a_plan_that_offloads_nothing_says_so():
+    with pytest.warns(UserWarning, match="offloads nothing.*--gpu-memory"):
+        assert Wanted.of({"execute": {}}) == Wanted()
+
+
 def test_a_plan_is_carried_out_from_its_file_on_the_model_it_is_for(tmp_path):
     model = decoder()
     described = {
