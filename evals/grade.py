@@ -131,7 +131,10 @@ def grade_choice(check: Check, answer: Answer) -> Result:
 
 
 def grade_patch(check: Check, answer: Answer) -> Result:
-    """Whether a patched file lints clean, keeps what it must keep and holds what it must hold."""
+    """Whether a patched file starts and trains right, keeps what it must keep and holds what it must hold.
+
+    A setting that is left and does nothing, or a slow one, is a matter of taste: only errors and wrong numbers fail.
+    """
     text = _section(answer, "files").get(check["file"])
     if not isinstance(text, str):
         return {"score": 0.0, "problem": f"the answer holds no file {check['file']}"}
@@ -145,9 +148,19 @@ def grade_patch(check: Check, answer: Answer) -> Result:
         path.write_text(text, encoding="utf-8")
         tool = HERE.parent / "skill_tools"
         done = subprocess.run(
-            [sys.executable, tool, "lint", path], capture_output=True, text=True, check=False
+            [sys.executable, tool, "lint", "--format", "json", path],
+            capture_output=True,
+            text=True,
+            check=False,
         )
-    return {"score": float(done.returncode == 0), "exit_code": done.returncode, "output": done.stdout[:2000]}
+    report = json.loads(done.stdout)
+    wrong = [
+        finding["rule"]
+        for finding in report.get("findings", [])
+        if finding["severity"] == "error"
+        or (finding["severity"], finding["consequence"]) == ("warning", "wrong numbers")
+    ]
+    return {"score": float(not wrong and not report["errors"]), "found": wrong, "errors": report["errors"]}
 
 
 _KINDS: Mapping[str, Callable[[Check, Answer], Result]] = {
