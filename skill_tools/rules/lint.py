@@ -67,7 +67,8 @@ def lint(
         elif found is not None:
             findings.append(_finding(rule, as_written if found.unless else scope, found))
     if config.shares:
-        findings = list(_not_said_twice(findings, conditions.keys()))
+        mechanisms = {rule.id: rule.mechanism for rule in rules}
+        findings = list(_not_said_twice(findings, conditions.keys(), mechanisms))
     return LintResult(in_order(_without_repeats(findings, rules)), tuple(undecided), len(rules))
 
 
@@ -91,7 +92,9 @@ def _asked(rule: Rule, scope: Scope, as_written: Scope | None = None) -> Answer:
     answer, missing = rule.condition.ask(scope)
     if answer is False:
         return None
-    applies, depends_on = standing(rule.versions, scope.versions, conditional=rule.conditional)
+    applies, depends_on = standing(
+        rule.versions, scope.versions, conditional=rule.conditional, framework=scope.config.framework
+    )
     if applies is Standing.ABSENT:
         return None
     unless: tuple[str, ...] = ()
@@ -188,12 +191,18 @@ def _without_repeats(findings: list[Finding], rules: Sequence[Rule]) -> list[Fin
     return [each for each in findings if each.rule not in repeated] if repeated else findings
 
 
-def _not_said_twice(findings: Sequence[Finding], own: Collection[str]) -> Iterator[Finding]:
-    """Yield the findings without those of another dialect about keys that one of the framework's `own` is about."""
-    said = [finding.observed.keys() for finding in findings if finding.rule in own]
+def _not_said_twice(
+    findings: Sequence[Finding], own: Collection[str], mechanisms: Mapping[str, str]
+) -> Iterator[Finding]:
+    """Yield the findings without those of another dialect that one of the framework's `own` says as well.
+
+    That one is about the same keys and about the same mechanism.
+    """
+    said = [(mechanisms[each.rule], each.observed.keys()) for each in findings if each.rule in own]
     for finding in findings:
-        observed = finding.observed.keys()
-        if finding.rule in own or not observed or not any(observed <= keys for keys in said):
+        observed, about = finding.observed.keys(), mechanisms[finding.rule]
+        is_said = any(about == mechanism and observed <= keys for mechanism, keys in said)
+        if finding.rule in own or not observed or not is_said:
             yield finding
 
 

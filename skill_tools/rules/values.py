@@ -77,11 +77,11 @@ class Scope(dict[str, object]):
         if name in self.known_keys:
             if self._left_to_recipe(name):
                 return UNKNOWN
-            return default(self.known_keys[name], self._decider(name), self.versions)
+            return default(self.known_keys[name], self._decider(name), self.versions, self.config.framework)
         if asked := _IS_SET.match(name):
             return self._is_set(asked[1])
         if asked := _RELEASE.match(name):
-            found = releases.in_range(asked[1], asked[2], self.versions)
+            found = releases.in_range(asked[1], asked[2], self.versions, self.config.framework)
             return UNKNOWN if found is releases.Standing.OPEN else found is releases.Standing.APPLIES
         return UNKNOWN
 
@@ -118,18 +118,19 @@ def unset(framework: str, embeds: tuple[str, ...], keys: Mapping[str, Key]) -> S
     return Scope(Config(framework, {}, complete=False, embeds=embeds), keys, {})
 
 
-def default(key: Key, framework: str, versions: Mapping[str, str]) -> object:
-    """Return the value that `key` has when nobody sets it, or `UNKNOWN`.
+def default(key: Key, owner: str, versions: Mapping[str, str], framework: str = "") -> object:
+    """Return the value that `key` of the dialect `owner` has when nobody sets it, or `UNKNOWN`.
 
-    Where the default changed between releases and the user's release is not known, it is unknown.
+    Where the default changed between releases and the user's release is not known, it is unknown; `framework` runs
+    with some of them alone, perhaps.
     """
-    if framework not in key.default:
+    if owner not in key.default:
         return UNKNOWN
-    stated = key.default[framework]
+    stated = key.default[owner]
     if not _is_history(stated):
         return stated
     for period in stated:
-        standing, _ = releases.standing(period["versions"], versions)
+        standing, _ = releases.standing(period["versions"], versions, framework=framework)
         if standing is releases.Standing.APPLIES:
             return period["value"]
         if standing is releases.Standing.OPEN:

@@ -78,13 +78,14 @@ def resolve(*stated: Versions) -> dict[str, str]:
 
 
 def standing(
-    wanted: Versions, versions: Versions, *, conditional: Versions | None = None
+    wanted: Versions, versions: Versions, *, conditional: Versions | None = None, framework: str = ""
 ) -> tuple[Standing, tuple[str, ...]]:
     """Compare a rule's specifiers with the user's releases.
 
     Returns the standing and, when it is open, what it depends on, such as `megatron-core>=0.18`. One package
     outside its range is enough for `ABSENT`. Specifiers that are not in `conditional` (by default all are) hold
     in every known release, so they count only against a release that is stated, or a build that is none.
+    `framework` as in `in_range`.
     """
     conditional = wanted if conditional is None else conditional
     if not conditional:
@@ -96,7 +97,7 @@ def standing(
     for package, specifier in wanted.items():
         if package not in conditional and package not in versions:
             continue
-        answer = in_range(package, specifier, versions)
+        answer = in_range(package, specifier, versions, framework)
         if answer is Standing.ABSENT:
             return Standing.ABSENT, ()
         if answer is Standing.OPEN:
@@ -104,12 +105,24 @@ def standing(
     return (Standing.OPEN if open_ends else Standing.APPLIES), tuple(open_ends)
 
 
-def in_range(package: str, specifier: str, versions: Versions) -> Standing:
-    """Say whether the user's release of `package` is in the range that `specifier` describes."""
+def in_range(package: str, specifier: str, versions: Versions, framework: str = "") -> Standing:
+    """Say whether the user's release of `package` is in the range that `specifier` describes.
+
+    Where nobody states the release, it is one that `framework` runs with.
+    """
     if package in versions:
         return Standing.APPLIES if admits(specifier, versions[package]) else Standing.ABSENT
+    possible = {admits(specifier, version) for version in _running_with(framework, package)}
+    if len(possible) == 1:
+        return Standing.APPLIES if possible.pop() else Standing.ABSENT
     replaced = _facts()["replaces"].get(package)
     return Standing.ABSENT if replaced in versions else Standing.OPEN
+
+
+def _running_with(framework: str, package: str) -> list[str]:
+    """Return the known releases of `package` that `framework` runs with; none where it says nothing of the package."""
+    range_ = _facts()["runs_with"].get(framework, {}).get(package)
+    return [version for version in _facts()["known"][package] if admits(range_, version)] if range_ else []
 
 
 def unstated_branch(wanted: Versions, versions: Versions) -> str | None:

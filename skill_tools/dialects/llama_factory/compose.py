@@ -2,7 +2,8 @@
 
 Facts from `llamafactory/hparams/parser.py::read_args` and `llamafactory/launcher.py`: after a YAML, `key=value` wins
 over it, without one all arguments are options; the launcher starts processes of its own for more than one device, or
-where FORCE_TORCHRUN says so. Megatron's arguments (USE_MCA) are another parser's.
+where FORCE_TORCHRUN says so. Megatron's arguments (USE_MCA) are another parser's; all others go to Transformers'
+`Seq2SeqTrainingArguments` and to its Trainer, or in the stage `ppo` to TRL's (`llamafactory/train/ppo/trainer.py`).
 """
 
 from collections.abc import Sequence
@@ -13,15 +14,19 @@ from skill_tools.configs.draft import Draft
 from skill_tools.configs.shell.command import Argument, Command
 from skill_tools.configs.shell.launch import command_line, commands_of, write_environment
 from skill_tools.configs.source import Kind, Source, find
-from skill_tools.configs.tree import entries_of, single_document, write_tree
+from skill_tools.configs.tree import entries_of, single_document
 from skill_tools.configs.values import UNREADABLE
 from skill_tools.configs.yaml_lines import Node, as_omegaconf, parse, plain
 from skill_tools.dialects.deepspeed import DEEPSPEED, EMBEDDED, section
 from skill_tools.dialects.llama_factory import LLAMA_FACTORY
+from skill_tools.dialects.transformers import CLASS, TRANSFORMERS, arguments
 from skill_tools.errors import UnusableInput
 
 _OVERRIDES = "<overrides>"
-_FILE, _LAUNCH = "llamafactory.deepspeed", "llamafactory.launch"
+_OWN = "llamafactory."
+_LAUNCH = f"{_OWN}launch"
+_OF_ARGUMENTS = ("transformers/training_args.py", "transformers/trainer_utils.py")
+_OF_TRAINER = ("transformers/", "accelerate/utils/")
 _COMMANDS = ("llamafactory-cli", "lmf")
 _SCRIPTS = ("train.py", "train_bash.py", "launcher.py", "cli.py")
 _LAUNCHERS = ("torchrun", "deepspeed", "accelerate")
@@ -73,11 +78,13 @@ def _write(draft: Draft, name: str, node: Node, place: Place, *, reports: bool =
             draft.note_unknown(name, place)
         return
     value = plain(node)
+    if isinstance(value, str) and "${" in value:
+        value, node = UNREADABLE, node._replace(value=UNREADABLE)
     known = draft.key(name)
-    canonical = known.name if known else f"llamafactory.{name}"  # a bare name may be another framework's key
-    draft.set_key(canonical, UNREADABLE if isinstance(value, str) and "${" in value else value, name, place)
-    if name == DEEPSPEED and isinstance(node.value, dict):
-        write_tree(draft, node, place.file, prefix=DEEPSPEED)
+    if known is not None and not known.name.startswith(_OWN):
+        arguments.write(draft, name, node, place.file)
+    else:
+        draft.set_key(f"{_OWN}{name}", value, name, place)  # a bare name may be another framework's key
 
 
 def _write_script(draft: Draft, source: Source) -> None:
@@ -166,11 +173,23 @@ def _parsed(text: str, place: Place) -> Node:
 
 
 def _settle(draft: Draft, folders: Sequence[Path]) -> None:
-    """Note the model, and follow the DeepSpeed file."""
-    model = draft.get("llamafactory.model_name_or_path")
+    """Note the model, follow the files that are named, and let the rules about the Trainer apply."""
+    model = draft.get(f"{_OWN}model_name_or_path")
     if model is not None and isinstance(model.value, str):
         draft.model_name = model.value
-    section.follow_or_settle(draft, _FILE, _above(folders))
+    arguments.settle(draft, _above(folders))
+    if not _is_on(draft, "USE_MCA") and not any(f"{_OWN}{name}" in draft for name in _OF_MEGATRON):
+        _share(draft)
+
+
+def _share(draft: Draft) -> None:
+    """Let the rules about the Trainer apply, and its arguments have the defaults of the class that parses them."""
+    stage = draft.get(f"{_OWN}stage")
+    is_ppo = stage is not None and stage.value == "ppo"
+    draft.shares = {TRANSFORMERS: _OF_ARGUMENTS if is_ppo else _OF_TRAINER}
+    origin = stage or next(iter(draft.below(_OWN)), None)
+    if origin is not None:
+        draft.set_key(CLASS, "Seq2SeqTrainingArguments", origin.written, origin.place)
 
 
 def _above(folders: Sequence[Path]) -> list[Path]:

@@ -56,8 +56,8 @@ class LlamaFactory(Dialect):
         return compose(sources, overrides)
 
     def rule_for_unknown(self, unknown: UnknownKey) -> str:
-        """An argument that no class owns is refused."""
-        return "lf-unknown-key"
+        """An argument that no class owns is refused; the Trainer drops a field of fsdp_config that it does not know."""
+        return "hf-fsdp-unknown-key" if unknown.written.startswith("fsdp_config.") else "lf-unknown-key"
 
     def run(self, config: Config, shape: "ModelShape", *, gpus: int | None) -> "Run":
         """Return the run that the YAML describes."""

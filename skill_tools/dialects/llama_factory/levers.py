@@ -16,9 +16,7 @@ _PRESET = "examples/deepspeed/ds_z3_config.json"
 
 def found(config: Config, run: Run) -> Iterator[Lever]:
     """Yield LLaMA-Factory's levers."""
-    yield from levers.micro_batches(
-        run, f"{_OWN}per_device_train_batch_size", f"{_OWN}gradient_accumulation_steps"
-    )
+    yield from levers.micro_batches(run, "micro_batch_size", "gradient_accumulation_steps")
     if not fields.flag(config, f"{_OWN}enable_liger_kernel"):
         yield Lever(
             Kind.FUSED_LOSS, "Liger's kernels with its fused loss", {f"{_OWN}enable_liger_kernel": True}
@@ -26,7 +24,7 @@ def found(config: Config, run: Run) -> Iterator[Lever]:
     quantized: dict[str, object] = {f"{_OWN}quantization_bit": 4}
     if run.adapter is None:
         if not run.shards_optimizer:
-            yield Lever(Kind.STATES, "8-bit Adam states", {f"{_OWN}optim": "adamw_bnb_8bit"})
+            yield Lever(Kind.STATES, "8-bit Adam states", {"optimizer": "adamw_bnb_8bit"})
         yield Lever(Kind.ADAPTERS, "QLoRA", {f"{_OWN}finetuning_type": "lora", **quantized})
     elif not fields.integer(config, f"{_OWN}quantization_bit"):
         yield Lever(Kind.QUANTIZED, "QLoRA, the base in 4 bits", quantized)
@@ -34,4 +32,4 @@ def found(config: Config, run: Run) -> Iterator[Lever]:
     if run.weight_shards > 1:
         yield from levers.more_gpus(run)
     elif not run.shards_optimizer and not fields.integer(config, f"{_OWN}quantization_bit"):
-        yield from levers.more_gpus(run, {f"{_OWN}deepspeed": _PRESET})
+        yield from levers.more_gpus(run, {"deepspeed": _PRESET})

@@ -49,8 +49,8 @@ def build(config: Config, shape: ModelShape, *, gpus: int | None) -> Run:
         shape=shape,
         layout=checked(Layout(gpus=world)),
         seq_length=seq_length,
-        micro_batch=fields.count(config, "llamafactory.per_device_train_batch_size") or 8,
-        micro_batches=fields.count(config, "llamafactory.gradient_accumulation_steps") or 1,
+        micro_batch=fields.count(config, "micro_batch_size") or 8,
+        micro_batches=fields.count(config, "gradient_accumulation_steps") or 1,
         precision=_precision(config, stage, assumptions),
         recompute=_FULL if checkpoints(config) else Recompute(),
         adapter=_adapter(config, shape, assumptions),
@@ -59,7 +59,7 @@ def build(config: Config, shape: ModelShape, *, gpus: int | None) -> Run:
         gradient_shards=world if stage >= 2 else 1,
         loss_bytes=0.5 if fields.flag(config, "llamafactory.enable_liger_kernel") else 12.0,
         fused_activation=bool(fields.flag(config, "llamafactory.enable_liger_kernel")),
-        clips=fields.number(config, "llamafactory.max_grad_norm") != 0,
+        clips=fields.number(config, "max_grad_norm") != 0,
         is_eager=True,
         norm_bytes=4.0,
         assumptions=tuple(assumptions),
@@ -119,7 +119,7 @@ def _shard_stage(config: Config) -> int:
     stage = fields.integer(config, "deepspeed.zero_optimization.stage")
     if stage is not None:
         return stage
-    named = str(config.value("llamafactory.deepspeed") or "").rpartition("/")[2].lower()
+    named = str(config.value("deepspeed") or "").rpartition("/")[2].lower()
     return next((number for number in (3, 2, 1) if f"z{number}" in named or f"zero{number}" in named), 0)
 
 
@@ -135,7 +135,7 @@ def _adapter(config: Config, shape: ModelShape, assumptions: list[str]) -> Adapt
 
 
 def _precision(config: Config, stage: int, assumptions: list[str]) -> Precision:
-    optimizer = (fields.text(config, "llamafactory.optim") or "adamw_torch").lower()
+    optimizer = (fields.text(config, "optimizer") or "adamw_torch").lower()
     small = next((size for name, size in _STATE_BYTES if name in optimizer), None)
     if stage:
         assumptions.append("bf16 weights and gradients, fp32 masters and states, as DeepSpeed keeps them")

@@ -1,4 +1,4 @@
-"""Fetches released LLaMA-Factory versions, and a Transformers for their parser, into build/judges/llama_factory.
+"""Fetches released LLaMA-Factory versions, and releases of Transformers below them, into build/judges/llama_factory.
 
     python tests/judges/llama_factory/fetch.py 0.9.0 0.9.3 0.9.5
 
@@ -12,19 +12,27 @@ import zipfile
 from pathlib import Path
 
 FOLDER = Path(__file__).parents[3] / "build" / "judges" / "llama_factory"
-DEPENDENCIES = [
-    "transformers==4.51.3", "accelerate==1.6.0", "tokenizers==0.21.1", "huggingface_hub==0.30.2", "omegaconf==2.3.0",
-    "antlr4-python3-runtime==4.9.3", "safetensors", "regex", "tqdm", "requests", "urllib3", "idna", "certifi",
-    "charset-normalizer", "filelock", "fsspec", "psutil",
+COMMON = [
+    "omegaconf==2.3.0", "safetensors", "regex", "tqdm", "requests", "httpx", "pyyaml", "packaging", "filelock",
+    "psutil", "typer",
 ]  # fmt: skip
+# By the release of Transformers: what would bring torch along, and what needs other releases than the next one does.
+BESIDE = {
+    "4.51.3": (["accelerate==1.6.0"], ["tokenizers==0.21.1", "huggingface_hub==0.30.2"]),
+    "4.57.3": (["accelerate==1.13.0"], ["tokenizers==0.22.1", "huggingface_hub==0.36.0"]),
+    "5.5.0": (["accelerate==1.13.0"], ["tokenizers==0.22.2", "huggingface_hub>=1.5,<2"]),
+}
 PIP = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
 
 
 def main() -> None:
     """Fetch what is not there yet."""
-    target = FOLDER / "dependencies"
-    if not target.is_dir():
-        subprocess.run([*PIP, "install", "--no-deps", "--target", str(target), *DEPENDENCIES], check=True)
+    for transformers, (alone, others) in BESIDE.items():
+        target = FOLDER / f"transformers-{transformers}"
+        if not target.is_dir():
+            install = [*PIP, "install", "--target", str(target)]
+            subprocess.run([*install, "--no-deps", f"transformers=={transformers}", *alone], check=True)
+            subprocess.run([*install, *COMMON, *others], check=True)
     for version in sys.argv[1:]:
         if not (FOLDER / version).is_dir():
             fetch(version)

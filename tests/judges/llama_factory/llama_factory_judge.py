@@ -3,7 +3,8 @@
     python tests/judges/llama_factory/llama_factory_judge.py --configurations 5000
 
 The parser raises its first error alone, so a raised text must be among our findings, and our errors must be raised at
-all. With `--mutants`, each judged rule is taken away in turn, and the answers have to show it.
+all. What it passes on to the Trainer is judged with it: the rules of Transformers that LLaMA-Factory shares. With
+`--mutants`, each of its own rules is taken away in turn, and the answers have to show it.
 """
 
 import argparse
@@ -24,14 +25,27 @@ from skill_tools.dialects.read import read_text
 from skill_tools.rules.knowledge import Rule, load_rules
 from skill_tools.rules.lint import lint
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "transformers"))
+
+from trainer_configurations import ARGUMENTS, FSDP_CONFIG, GONE, WORDS
+from trainer_texts import says
+
 FOLDER = Path(__file__).parents[3] / "build" / "judges" / "llama_factory"
 WITNESS = Path(__file__).with_name("llama_factory_witness.py")
-JUDGED = [
+# Of these a file alone does not say whether they hold: how the training is launched does.
+LAUNCHED = {"lf-ds-launch", "hf-fsdp-not-distributed"}
+RAISING = [
     rule
     for rule in load_rules()
-    if rule.id.startswith("lf-") and rule.effect == "raises" and "DeepSpeed training" not in str(rule.raises)
+    if rule.effect == "raises" and rule.check != "log" and rule.id not in LAUNCHED
 ]
-CONCERNS = re.compile(r"DeepSpeed|ZeRO|not used by the HfArgumentParser")
+OWN = [rule for rule in RAISING if rule.id.startswith("lf-")]
+JUDGED = [*OWN, *(rule for rule in RAISING if rule.id.startswith("hf-"))]
+# What each release runs with. It says of any argument that is gone what it says of one that never was.
+TRANSFORMERS = {"0.9.0": ("4.51.3",), "0.9.3": ("4.51.3",), "0.9.5": ("4.57.3", "5.5.0")}
+REFUSED = "not used by the HfArgumentParser"
+# Said of methods that exclude each other, which nothing is offloaded by.
+ELSEWHERE = re.compile(r"Cannot use (LoRA with )?GaLore|is only valid for LoRA|Radio-based BAdam")
 # Not all releases have these, and a release refuses what it does not have.
 NEW = {"use_apollo": "0.9.2", "use_muon": "0.9.3", "use_kt": "0.9.4"}
 BASE: dict[str, Any] = {
@@ -46,10 +60,13 @@ BASE: dict[str, Any] = {
 }
 STAGES: tuple[dict[str, Any] | None, ...] = (
     None,
+    None,
+    None,
     {"zero_optimization": {"stage": 3}},
     {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}},
     {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}},
     {"zero_optimization": {"stage": 0}},
+    {"zero_optimization": {"stage": 2}, "gradient_accumulation_steps": 4, "gradient_clipping": "auto"},
     {"train_micro_batch_size_per_gpu": "auto"},
 )
 SWITCHES = (
@@ -57,6 +74,10 @@ SWITCHES = (
     "pissa_init", "use_unsloth_gc", "disable_gradient_checkpointing",
 )  # fmt: skip
 UNKNOWN = ("cpu_offload", "offload_params", "activation_offloading", "fsdp_offload_params")
+# What it says itself of checkpointing is another argument, and a mapping for it no argument of a command.
+TRAINER = {
+    name: values for name, values in ARGUMENTS.items() if not name.startswith("gradient_checkpointing_")
+}
 
 
 class Asked(NamedTuple):
@@ -82,7 +103,20 @@ def drawn(seed: int) -> Asked:
         config[random.choice(UNKNOWN)] = True
     if random.random() < 0.3:
         config["bf16"] = True
-    return Asked(config, section is not None)
+    if random.random() < 0.5:
+        config |= sampled(random, TRAINER, 6)
+    if random.random() < 0.1:
+        config |= sampled(random, GONE, 1)
+    if random.random() < 0.2 and "use_badam" not in config:
+        config["fsdp"] = random.choice((True, True, False, *map(" ".join, WORDS)))
+        config["fsdp_config"] = sampled(random, FSDP_CONFIG, 4)
+    return Asked(config, section is not None or bool(config.get("fsdp")))
+
+
+def sampled(random: Random, options: dict[str, list[Any]], most: int) -> dict[str, Any]:
+    """Return up to `most` of `options`, each with one of its values."""
+    names = random.sample(sorted(options), random.randint(0, most))
+    return {name: random.choice(options[name]) for name in names}
 
 
 def installed() -> list[str]:
@@ -92,10 +126,11 @@ def installed() -> list[str]:
 
 
 class Release:
-    """One release's parser, running; a context manager, so that the process ends with the judge."""
+    """One release's parser over a Transformers, running; a context manager, so that the process ends with the judge."""
 
-    def __init__(self, version: str) -> None:
-        command = [sys.executable, str(WITNESS), str(FOLDER / version), str(FOLDER / "dependencies")]
+    def __init__(self, version: str, transformers: str) -> None:
+        below = FOLDER / f"transformers-{transformers}"
+        command = [sys.executable, str(WITNESS), str(FOLDER / version), str(below)]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
         )
@@ -119,11 +154,6 @@ class Release:
         return raised
 
 
-def says(rule: Rule, text: str) -> bool:
-    """Whether `text` is what the rule says that the framework prints; `{..}` stands for anything."""
-    return any(one.removesuffix("{..}") in text for one in rule.raises)
-
-
 def is_known(asked: Asked, version: str) -> bool:
     """Whether the release has every argument that it is given."""
 
@@ -141,10 +171,10 @@ class Heard(NamedTuple):
     found: set[str]
 
 
-def verdict(asked: Asked, version: str) -> set[str]:
+def verdict(asked: Asked, version: str, transformers: str) -> set[str]:
     """Return the rules that the configuration breaks."""
     config = read_text(yaml.dump(asked.config, Dumper=yaml.CSafeDumper, sort_keys=False), "config.yaml")
-    result = lint(config, rules=JUDGED, versions={"llamafactory": version})
+    result = lint(config, rules=JUDGED, versions={"llamafactory": version, "transformers": transformers})
     return {finding.rule for finding in result.findings}
 
 
@@ -154,18 +184,22 @@ def disagreements(heard: Heard, rules: Sequence[Rule]) -> Iterator[str]:
     if raised is None:
         yield from (f"found, not raised: {rule}" for rule in sorted(found))
         return
-    telling = {rule.id for rule in rules if says(rule, raised)}
-    if telling and not telling & found:
-        yield f"raised, not found: {sorted(telling)}"
-    elif not telling and CONCERNS.search(raised):
+    telling = {
+        rule.id
+        for rule in rules
+        if says(rule, raised) or (REFUSED in raised and "-arguments-gone-" in rule.id)
+    }
+    if not telling and not ELSEWHERE.search(raised):
         yield f"raised, no rule has the text: {raised}"
+    elif telling and not telling & found:
+        yield f"raised, not found: {sorted(telling)}"
 
 
-def answers(version: str, seeds: Iterable[int]) -> list[Heard]:
+def answers(version: str, transformers: str, seeds: Iterable[int]) -> list[Heard]:
     """Return what a release says to each configuration that it knows the arguments of, and what we say."""
     known = [asked for asked in map(drawn, seeds) if is_known(asked, version)]
-    with Release(version) as release:
-        return [Heard(asked, release.ask(asked), verdict(asked, version)) for asked in known]
+    with Release(version, transformers) as release:
+        return [Heard(asked, release.ask(asked), verdict(asked, version, transformers)) for asked in known]
 
 
 def judged(heard: Sequence[Heard], rules: Sequence[Rule]) -> list[str]:
@@ -181,16 +215,16 @@ def main() -> int:
     stated = parser.parse_args()
     failed = False
     heard_of = {}
-    for version in installed():
-        heard = heard_of[version] = answers(version, range(stated.configurations))
+    for version, transformers in ((each, below) for each in installed() for below in TRANSFORMERS[each]):
+        heard = heard_of[version, transformers] = answers(version, transformers, range(stated.configurations))
         problems = judged(heard, JUDGED)
         outcomes = Counter("raised" if each.raised else "parsed" for each in heard)
-        print(f"llamafactory {version}: {dict(outcomes)}, {len(problems)} disagreements")
+        print(f"llamafactory {version} on {transformers}: {dict(outcomes)}, {len(problems)} disagreements")
         print("\n".join(problems[:5]))
         failed |= bool(problems)
-    for rule in JUDGED if stated.mutants else ():
+    for rule in OWN if stated.mutants else ():
         others = [each for each in JUDGED if each is not rule]
-        seen = [version for version, heard in heard_of.items() if judged(heard, others)]
+        seen = [version for (version, _), heard in heard_of.items() if judged(heard, others)]
         print(f"without {rule.id}: {'seen in ' + ', '.join(seen) if seen else 'NOT SEEN'}")
         failed |= not seen
     return int(failed)

@@ -1,10 +1,10 @@
 """Asks LLaMA-Factory's own parser: a process that answers one question a line.
 
-    python llama_factory_witness.py build/judges/llama_factory/0.9.5 build/judges/llama_factory/dependencies
+    python llama_factory_witness.py build/judges/llama_factory/0.9.5 build/judges/llama_factory/transformers-5.5.0
 
-A question is `{"config": {..}, "distributed": true}`; the answer says what the parser raised, if anything. The parser
-and the argument classes are the release's own, over a real Transformers. What asks the machine (devices, processes,
-installed packages) is answered here.
+A question is `{"config": {..}, "distributed": true}`; the answer says what the parser raised, or the Trainer that gets
+the arguments. The parser and the argument classes are the release's own, over a real Transformers. What asks the
+machine (devices, processes, installed packages) is answered here and in the witness of Transformers.
 """
 
 import enum
@@ -12,14 +12,14 @@ import importlib.machinery
 import json
 import os
 import sys
+import tempfile
 import types
+from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "transformers"))
 
-class World:
-    """What the parser learns of the machine: set before each question."""
-
-    distributed = False
+from trainer_process import stages, stand_in, write_deepspeed
 
 
 def stub(name: str, **values: Any) -> None:
@@ -33,42 +33,19 @@ def stub(name: str, **values: Any) -> None:
 
 def prepare() -> Any:
     """Return the parser's module, with the machine's answers in place."""
-    stub("peft", __version__="0")
+    stub("transformers.dependency_versions_check", dep_version_check=lambda *_: None)
+    stub(
+        "peft",
+        __version__="0",
+        PeftModel=type("PeftModel", (), {}),
+        PeftMixedModel=type("PeftMixedModel", (), {}),
+    )
     for name in ("datasets", "trl"):
         stub(name, __version__="0", DownloadMode=enum.Enum("DownloadMode", ["REUSE_DATASET_IF_EXISTS"]))
     stub("peft.utils", SAFETENSORS_WEIGHTS_NAME="a.safetensors", WEIGHTS_NAME="a.bin")
-    import accelerate.utils
-    import torch
     from transformers import training_args
-    from transformers.integrations import deepspeed
 
-    class Section:
-        """A DeepSpeed configuration, as far as the stage is asked."""
-
-        def __init__(self, section: Any) -> None:
-            self.config = section
-
-        def is_zero3(self) -> bool:
-            return bool(self.config.get("zero_optimization", {}).get("stage", 0) == 3)
-
-    class Finalized(Section):
-        def trainer_config_process(self, _arguments: Any, *_more: Any) -> None:
-            deepspeed._hf_deepspeed_config_weak_ref = lambda: self
-
-    deepspeed.HfTrainerDeepSpeedConfig = Finalized
-    arguments = training_args.TrainingArguments
-    arguments._setup_devices = property(lambda self: torch.device("cpu"))
-    arguments.device = property(lambda self: torch.device("cpu"))
-    arguments.n_gpu = property(lambda self: 1)
-    mode = training_args.ParallelMode
-    arguments.parallel_mode = property(
-        lambda self: mode.DISTRIBUTED if World.distributed else mode.NOT_PARALLEL
-    )
-    arguments.distributed_state = None
-    accelerate.utils.DeepSpeedPlugin = lambda *_, **__: types.SimpleNamespace(
-        set_mixed_precision=lambda *_: None, set_deepspeed_weakref=lambda: None
-    )
-
+    training_args.TrainingArguments.distributed_state = None
     from llamafactory.hparams import parser
 
     parser.is_torch_bf16_gpu_available = lambda: True
@@ -78,26 +55,39 @@ def prepare() -> Any:
     return parser
 
 
+def ask(parser: Any, config: dict[str, Any]) -> str | None:
+    """Return what the parser or the Trainer raises."""
+    environment = dict(os.environ)
+    try:
+        _, _, arguments, _, _ = parser.get_train_args(config)
+        left = {"args": arguments}
+        for stage in stages({})[1:]:
+            stage(left)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        os.environ.clear()
+        os.environ.update(environment)
+    return None
+
+
 def main() -> None:
     """Answer questions until there are no more."""
-    release, dependencies = sys.argv[1:3]
-    sys.path[:0] = [release, dependencies]
-    os.environ["DISABLE_VERSION_CHECK"] = "1"
-    answers = sys.stdout
-    sys.stdout = sys.stderr
-    parser = prepare()
-    from transformers.integrations import deepspeed
+    with tempfile.TemporaryDirectory() as folder:
+        write_deepspeed(Path(folder))
+        sys.path[:0] = [*sys.argv[1:3], folder]
+        os.environ["DISABLE_VERSION_CHECK"] = "1"
+        answers, sys.stdout = sys.stdout, sys.stderr
+        run = {"distributed": True}
+        parser = prepare()
+        stand_in(lambda: run["distributed"])
+        from transformers.integrations import deepspeed
 
-    for line in sys.stdin:
-        question = json.loads(line)
-        World.distributed = question["distributed"]
-        deepspeed._hf_deepspeed_config_weak_ref = None
-        raised = None
-        try:
-            parser.get_train_args(question["config"])
-        except Exception as error:
-            raised = f"{type(error).__name__}: {error}"
-        print(json.dumps({"raised": raised}), file=answers, flush=True)
+        for line in sys.stdin:
+            question = json.loads(line)
+            run["distributed"] = question["distributed"]
+            deepspeed._hf_deepspeed_config_weak_ref = None
+            print(json.dumps({"raised": ask(parser, question["config"])}), file=answers, flush=True)
 
 
 if __name__ == "__main__":

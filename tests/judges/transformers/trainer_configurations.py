@@ -5,14 +5,10 @@ from typing import Any
 from hypothesis import strategies as st
 
 WORDS = [
-    "full_shard",
-    "shard_grad_op",
-    "hybrid_shard",
-    "no_shard",
-    "offload",
-    "auto_wrap",
-    "offload_optimizer",
-]
+    ["full_shard"], ["full_shard", "auto_wrap"], ["full_shard", "auto_wrap", "offload"], ["offload"], ["hybrid_shard"],
+    ["shard_grad_op"], ["shard_grad_op", "offload"], ["no_shard"], ["full_shard", "shard_grad_op"],
+    ["full_shard", "offload_optimizer"], ["FULL_SHARD"], ["true"],
+]  # fmt: skip
 FSDP_CONFIG: dict[str, list[Any]] = {
     "version": [1, 2, 2],
     "cpu_offload": [True, False],
@@ -93,7 +89,7 @@ def configurations(draw: st.DrawFn) -> dict[str, Any]:
     kind = draw(st.sampled_from(["TrainingArguments", "TrainingArguments", "SFTConfig", "GRPOConfig"]))
     arguments = draw(some(ARGUMENTS, 6))
     if draw(st.booleans()):
-        arguments["fsdp"] = draw(st.sampled_from([True, True, False, None, *map(" ".join, _WORDS)]))
+        arguments["fsdp"] = draw(st.sampled_from([True, True, False, None, *map(" ".join, WORDS)]))
     if draw(st.booleans()):
         arguments["fsdp_config"] = draw(some(FSDP_CONFIG, 5))
     if draw(st.integers(0, 2)) == 0:
@@ -102,10 +98,3 @@ def configurations(draw: st.DrawFn) -> dict[str, Any]:
     if draw(st.integers(0, 7)) == 0:
         arguments |= draw(some({**RECENT, **GONE, **(OF_TRL if kind != "TrainingArguments" else {})}, 1))
     return {"class": kind, "arguments": arguments, "distributed": draw(st.integers(0, 5)) > 0}
-
-
-_WORDS = [
-    ["full_shard"], ["full_shard", "auto_wrap"], ["full_shard", "auto_wrap", "offload"], ["offload"], ["hybrid_shard"],
-    ["shard_grad_op"], ["shard_grad_op", "offload"], ["no_shard"], ["full_shard", "shard_grad_op"],
-    ["full_shard", "offload_optimizer"], ["FULL_SHARD"], ["true"],
-]  # fmt: skip

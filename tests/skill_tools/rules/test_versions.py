@@ -103,6 +103,13 @@ def test_the_development_build_is_absent_where_a_release_is_stated() -> None:
     assert in_range("megatron-core-dev", ">=0", {}) is Standing.OPEN
 
 
+def test_a_release_that_nobody_states_is_one_that_the_framework_runs_with() -> None:
+    assert in_range("transformers", ">=5.10", {}, "llama-factory") is Standing.ABSENT
+    assert in_range("transformers", "<5.10", {}, "llama-factory") is Standing.APPLIES
+    assert in_range("transformers", ">=5.0", {}, "llama-factory") is Standing.OPEN
+    assert in_range("transformers", ">=5.10", {"transformers": "5.12.0"}, "llama-factory") is Standing.APPLIES
+
+
 def test_a_rule_about_every_release_is_not_about_the_development_branch() -> None:
     every_release = {"megatron-core": ">=0.10"}
     assert displaced(every_release, {"megatron-core-dev": "2026.8.21"})

@@ -74,8 +74,43 @@ def test_a_file_that_is_not_here_leaves_its_section_open() -> None:
 
 
 def test_a_name_that_another_framework_has_too_is_not_taken_for_its_key() -> None:
-    assert not composed(YAML).wrong_types
-    assert composed(YAML).value("llamafactory.learning_rate") == 1e-5
+    config = composed(YAML + "lora_alpha: 16\n")
+    assert not config.wrong_types
+    assert config.value("llamafactory.lora_alpha") == 16
+
+
+# What the Trainer refuses, and nobody before it.
+UNFIT = "bf16: true\nfp16: true\nfsdp: full_shard auto_wrap\nfsdp_config: {fsdp_cpu_offload_pinned: true}\n"
+
+
+@pytest.mark.parametrize(
+    ("override", "found"),
+    [
+        ("stage=sft", {"hf-two-precisions", "hf-fsdp-deepspeed", "hf-fsdp-unknown-key"}),
+        ("stage=ppo", {"hf-two-precisions", "hf-fsdp-unknown-key"}),  # TRL's trainer gets them
+        ("tensor_model_parallel_size=2", {"hf-fsdp-unknown-key"}),  # arguments of Megatron's adapter
+        (
+            "fsdp=hybrid_shard",
+            {"hf-two-precisions", "hf-fsdp-deepspeed", "hf-fsdp-unknown-key"},
+        ),  # 5.10 refuses it
+    ],
+)
+def test_what_it_passes_on_is_held_to_the_trainer(override: str, found: set[str]) -> None:
+    result = lint(composed(YAML + UNFIT, override), versions={"deepspeed": "0.18.9"})
+    assert {finding.rule for finding in result.findings} == found
+
+
+def test_an_argument_that_is_not_given_has_the_default_of_its_class() -> None:
+    section = "deepspeed: {zero_optimization: {stage: 2}, gradient_accumulation_steps: 4}\n"
+    text = YAML.partition("deepspeed")[0] + section
+    (finding,) = lint(composed(text)).findings
+    assert (finding.rule, finding.observed["gradient_accumulation_steps"]) == ("hf-ds-mismatch", 1)
+    assert not lint(composed(text, "gradient_accumulation_steps=4")).findings
+
+
+def test_a_finding_of_the_trainers_is_not_hidden_by_one_of_another_mechanism() -> None:
+    text = YAML.partition("deepspeed")[0] + "use_badam: true\ndeepspeed: {train_batch_size: auto}\n"
+    assert "hf-ds-zero-missing" in {finding.rule for finding in lint(composed(text)).findings}
 
 
 def test_words_win_over_the_file_that_a_script_names(repository: Path) -> None:
@@ -87,7 +122,7 @@ def test_words_win_over_the_file_that_a_script_names(repository: Path) -> None:
     )
     config = read([script])
     assert ids(config) == ["lf-unsloth-zero3"]
-    assert "llamafactory.learning_rate" in config.unresolved
+    assert "learning_rate" in config.unresolved
     assert config.value("llamafactory.launch") == "distributed"
 
 
