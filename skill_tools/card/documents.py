@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 _SHELLS = {"bash", "sh", "shell", "console"}
 _TOOLS = ("offload", ".venv/bin/offload")
+_MADE = "build"  # the folder of what is made or fetched, which is not kept in git
 
 
 def page_problems(page: Path, root: Path, commands: Mapping[str, str]) -> list[str]:
@@ -81,11 +82,16 @@ def _anchors(tokens: "list[Token]") -> set[str]:
 def _paths(tokens: "list[Token]", root: Path) -> Iterator[str]:
     """Yield inline code that is a path below one of the repository's folders and does not exist."""
     for code in _inline_code(tokens):
-        if "/" not in code or re.search(r"[\s<>{}$=]", code) or not (root / code.split("/")[0]).is_dir():
-            continue
-        exists = any(root.glob(code)) if "*" in code else (root / code).exists()
-        if not exists:
+        if not re.search(r"[\s<>{}$=]", code) and _is_missing(code, root):
             yield f"names {code}: no such file"
+
+
+def _is_missing(path: str, root: Path) -> bool:
+    """Return whether a path below one of the repository's folders does not exist; what is made is in none of them."""
+    first, slash, _ = path.partition("/")
+    if not slash or first in ("", _MADE) or not (root / first).is_dir():
+        return False
+    return not (any(root.glob(path)) if "*" in path else (root / path).exists())
 
 
 def _command_problems(script: str, root: Path, commands: Mapping[str, str]) -> list[str]:
@@ -147,8 +153,5 @@ def _make_problems(targets: Sequence[str], root: Path) -> Iterator[str]:
 
 def _missing_files(words: Sequence[str], root: Path) -> Iterator[str]:
     for word in words:
-        first = word.split("/")[0]
-        if "/" in word and first and (root / first).is_dir() and not word.startswith("."):
-            exists = any(root.glob(word)) if "*" in word else (root / word).exists()
-            if not exists:
-                yield f"names {word}: no such file"
+        if not word.startswith(".") and _is_missing(word, root):
+            yield f"names {word}: no such file"

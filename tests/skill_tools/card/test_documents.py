@@ -43,6 +43,11 @@ def test_a_page_that_names_what_exists(tree: Path, text: str) -> None:
     assert problems(tree, text) == []
 
 
+def test_what_is_made_need_not_be_there_where_something_else_is_made(tree: Path) -> None:
+    (tree / "build").mkdir()
+    assert problems(tree, "`build/site`\n\n```bash\ncat build/log\n```") == []
+
+
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
