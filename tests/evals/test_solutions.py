@@ -69,6 +69,7 @@ REPAIRS = {
             r"enable_activation_checkpointing: False": "enable_activation_checkpointing: True",
             r"offload_gradients: True": "offload_gradients: False",
             r"fsdp_cpu_offload: True\n": "",
+            r"  optimizer_class: torch.optim.AdamW\n": "",
         },
     ),
     "patch-prime-rl": (
