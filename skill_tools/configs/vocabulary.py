@@ -6,6 +6,7 @@ that ends in `.*` is a free-form section: anything below it is accepted.
 """
 
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import NamedTuple
 
 from skill_tools import knowledge
@@ -36,12 +37,18 @@ class Vocabulary(NamedTuple):
 
         The same field in another section comes first, then names that look alike.
         """
-        from difflib import get_close_matches
-
         field = written.rpartition(".")[2]
         moved = sorted(name for name in self.names if name.rpartition(".")[2] == field)
-        alike = get_close_matches(written, sorted(self.names), n=_NEAREST, cutoff=0.7)
+        alike = _alike(self.names, written) if len(moved) < _NEAREST else ()
         return tuple(dict.fromkeys([*moved, *alike]))[:_NEAREST]
+
+
+@lru_cache(maxsize=4096)
+def _alike(names: frozenset[str], written: str) -> list[str]:
+    """Return the names that look most like `written`; kept, because a long vocabulary takes 30 ms."""
+    from difflib import get_close_matches
+
+    return get_close_matches(written, sorted(names), n=_NEAREST, cutoff=0.7)
 
 
 @knowledge.derived
