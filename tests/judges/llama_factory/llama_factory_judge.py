@@ -78,6 +78,8 @@ UNKNOWN = ("cpu_offload", "offload_params", "activation_offloading", "fsdp_offlo
 TRAINER = {
     name: values for name, values in ARGUMENTS.items() if not name.startswith("gradient_checkpointing_")
 }
+# Where the old name of eval_strategy is given, the new one is left open, and the parser takes its default.
+NO_LONGER = {name: values for name, values in GONE.items() if name != "evaluation_strategy"}
 
 
 class Asked(NamedTuple):
@@ -106,7 +108,7 @@ def drawn(seed: int) -> Asked:
     if random.random() < 0.5:
         config |= sampled(random, TRAINER, 6)
     if random.random() < 0.1:
-        config |= sampled(random, GONE, 1)
+        config |= sampled(random, NO_LONGER, 1)
     if random.random() < 0.2 and "use_badam" not in config:
         config["fsdp"] = random.choice((True, True, False, *map(" ".join, WORDS)))
         config["fsdp_config"] = sampled(random, FSDP_CONFIG, 4)
