@@ -23,11 +23,12 @@ QUOTING = [
 ]
 
 # Written in these releases, and never reached: an AttributeError of the same check comes first, or the schema does not
-# inherit the class of the check. Release 0.12 has the text of ax-muon-ds as part of a longer one.
+# inherit the class of the check. Release 0.12 has the text of ax-muon-ds and ax-muon8-ds as part of a longer one.
 UNREACHED = {
     "ax-ebft-strided-flex": {"0.17.0", "0.18.0"},
     "ax-ebft-strided": {"0.17.0", "0.18.0"},
     "ax-muon-ds": {"0.12.2"},
+    "ax-muon8-ds": {"0.12.2"},
     "ax-tp-8bit": {"0.12.2", "0.13.2", "0.14.0", "0.15.0", "0.16.1", "0.17.0", "0.18.0", "0.19.0"},
 }
 
