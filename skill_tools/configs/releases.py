@@ -7,6 +7,7 @@ says nothing about what is installed.
 import os
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from skill_tools import knowledge
@@ -47,7 +48,8 @@ class Stated(NamedTuple):
 def stated_in(text: str, file: str = "") -> dict[str, Stated]:
     """Return the releases that `text` states, by distribution; of several statements of one file the last counts.
 
-    It is `NAME==1.2.3` anywhere, `NAME 1.2.3` in a comment, an entry of a lock file, or the tag of a known image.
+    It is `NAME==1.2.3` anywhere, `NAME 1.2.3` in a comment, an entry of a lock file, a project's name and version, or
+    the tag of a known image.
     """
     found = {name: (version, at) for name, version, at in _statements(text)}
     prefix = f"{file} line" if file else "line"
@@ -93,11 +95,24 @@ def _stated_by_files(folder: str, beginnings: tuple[str, ...], prefix: str = "")
         except UnusableInput:
             continue
         text = data.decode("utf-8", "replace")
-        for package, version, at in _statements(text):
+        for package, version, at in (*_statements(text), *_own_in_a_file(text, folder)):
             stated = Stated(version, f"{prefix}{name} line {text.count(chr(10), 0, at) + 1}")
             if found.setdefault(package, stated).version != version:
                 torn.add(package)
     return {name: each for name, each in found.items() if name not in torn}
+
+
+def _own_in_a_file(text: str, folder: str) -> Iterator[tuple[str, str, int]]:
+    """Yield the release of a framework's checkout, where `text` says that a file of `folder` holds it."""
+    project = text.partition("[project]")[2].partition("\n[")[0]
+    name = re.search(r"^name ?= ?[\"']([\w-]+)[\"']", project, re.MULTILINE)
+    file = re.search(r"^version ?= ?\{ ?file ?= ?[\"']([\w/-]+)[\"'] ?\}", text, re.MULTILINE)
+    if name is None or file is None or name[1] not in knowledge.index()["releases"]["known"]:
+        return
+    with suppress(UnusableInput):
+        data = read_bytes(os.path.join(folder, file[1]), _MOST_BYTES, expected="a release")
+        if number := re.match(r"\d+\.\d[\w.]*", data.decode("utf-8", "replace")):
+            yield name[1], number[0].rstrip("."), file.start()
 
 
 def _pinning_files(folder: str, beginnings: tuple[str, ...]) -> list[str]:
@@ -115,8 +130,8 @@ def _statements(text: str) -> Iterator[tuple[str, str, int]]:
         yield from _in_comments(text)
     if "==" in text:
         yield from _found(_pattern(r"(?<![\w.-])NAME(?:\[[\w,-]*\])?==(?!=)NUMBER"), text)
-    if 'version = "' in text:
-        yield from _found(_pattern(r'name = "NAME"\s+version = "NUMBER"'), text)
+    if "version" in text:
+        yield from _found(_pattern(r"name ?= ?[\"']NAME[\"'],?\s+version ?= ?[\"']NUMBER[\"']"), text)
     for image, held in knowledge.index()["releases"]["images"].items():
         if image in text:
             for found in re.finditer(rf"\b{re.escape(image)}:(\S+)", text):

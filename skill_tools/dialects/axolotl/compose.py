@@ -8,13 +8,14 @@ any other file that is not there leaves the section open.
 from collections.abc import Sequence
 from pathlib import Path
 
-from skill_tools.configs.config import Config, Place, Setting
+from skill_tools.configs.config import Config, Fault, Place, Setting
 from skill_tools.configs.draft import Draft
 from skill_tools.configs.shell.command import Argument
 from skill_tools.configs.shell.launch import command_line, training_command, write_environment
 from skill_tools.configs.source import Kind, Source, find
 from skill_tools.configs.tree import entries_of, single_document, write_tree
 from skill_tools.configs.values import UNREADABLE
+from skill_tools.configs.vocabulary import load_vocabulary
 from skill_tools.configs.yaml_lines import parse, plain
 from skill_tools.dialects.axolotl import AXOLOTL
 from skill_tools.dialects.deepspeed import DEEPSPEED, EMBEDDED, section
@@ -22,6 +23,15 @@ from skill_tools.errors import UnusableInput
 
 _PRESETS = "deepspeed_configs/"
 _OVERRIDES = "<overrides>"
+_YAML = (".yml", ".yaml")
+_NAMES_A_FILE = ("--cloud", "--sweep")
+# Options of its commands that are no keys: how to launch, over which configurations, what to show of the data.
+_OF_COMMANDS = frozenset(
+    {
+        "launcher", "cloud", "sweep", "num_processes", "main_process_port", "debug", "debug_text_only",
+        "debug_num_examples", "prompter", "shard", "download", "iterable",
+    }
+)  # fmt: skip
 
 
 def compose(sources: Sequence[Source], overrides: Sequence[str]) -> Config:
@@ -64,20 +74,44 @@ def _write_json(draft: Draft, source: Source) -> None:
 
 
 def _write_script(draft: Draft, source: Source) -> None:
-    """Write a launch script: the configuration that it names, if that is there, then its options."""
-    command = training_command(source, lambda word: word.endswith((".yml", ".yaml")))
+    """Write a launch script: the configuration that it names, if that is there, then its options.
+
+    What stands before the program and after `--` is the launcher's.
+    """
+    command = training_command(source, lambda word: word.endswith(_YAML))
     write_environment(draft, command, source.name)
-    for word in command.words:
-        if word.text.endswith((".yml", ".yaml")) and word.resolved:
-            named = find(word.text, [source.folder] if source.folder else [])
-            if named is not None:
-                _write_source(draft, named)
-                draft.sources[named.name] = named.text
-    _write_options(draft, command.words, source.name)
+    texts = [word.text for word in command.words]
+    start = next((at + 1 for at, text in enumerate(texts) if Path(text).name == AXOLOTL), 0)
+    end = texts.index("--", start) if "--" in texts[start:] else len(texts)
+    words = command.words[start:end]
+    configuration = _configuration(words)
+    named = None
+    if configuration is not None and configuration.resolved:
+        named = find(configuration.text, [source.folder] if source.folder else [])
+    if named is not None:
+        _write_source(draft, named)
+        draft.sources[named.name] = named.text
+    elif configuration is not None:
+        draft.may_be_set()
+    _write_options(draft, words, source.name, hands_on=start > 0)
 
 
-def _write_options(draft: Draft, words: Sequence[Argument], file: str) -> None:
-    """Write `--fsdp-config.offload-params true`, `--no-layer-offloading`, `--x=y`, and plain `x=y`."""
+def _configuration(words: Sequence[Argument]) -> Argument | None:
+    """Return the YAML file that a command runs: the first that no option of its own names."""
+    before = (None, *(word.text for word in words))
+    named = zip(before, words, strict=False)
+    return next((word for option, word in named if _is_yaml(word) and option not in _NAMES_A_FILE), None)
+
+
+def _is_yaml(word: Argument) -> bool:
+    return word.text.endswith(_YAML) and not word.text.startswith("--")
+
+
+def _write_options(draft: Draft, words: Sequence[Argument], file: str, *, hands_on: bool = False) -> None:
+    """Write `--fsdp-config.offload-params true`, `--no-layer-offloading`, `--x=y`, and plain `x=y`.
+
+    `hands_on` says that the command gives options that it does not know to the launcher.
+    """
     for position, word in enumerate(words):
         name, equals, value = word.text.partition("=")
         is_option = name.startswith("--") and len(name) > 2
@@ -91,18 +125,23 @@ def _write_options(draft: Draft, words: Sequence[Argument], file: str) -> None:
             )
             value = following.text if following is not None and takes else "true"
             known = known and (following is None or not takes or following.resolved)
-        _write_option(draft, name, value if known else None, Place(file, word.line, word.column))
+        place = Place(file, word.line, word.column)
+        _write_option(draft, name, value if known else None, place, hands_on=hands_on)
 
 
-def _write_option(draft: Draft, option: str, text: str | None, place: Place) -> None:
+def _write_option(draft: Draft, option: str, text: str | None, place: Place, *, hands_on: bool) -> None:
     name = _without_prefix(option.removeprefix("--").replace("-", "_"))
     negated = name.startswith("no_") and not draft.accepts(name)
     name = name.removeprefix("no_") if negated else name
-    if not draft.accepts(name):
-        draft.note_unknown(option, place)
+    if draft.accepts(name):
+        value = UNREADABLE if text is None else False if negated else _scalar(text)
+        draft.set_key(draft.canonical(name), value, option, place)
+    elif name in _OF_COMMANDS:
         return
-    value = UNREADABLE if text is None else False if negated else _scalar(text)
-    draft.set_key(draft.canonical(name), value, option, place)
+    elif not hands_on:
+        draft.note_unknown(option, place)
+    elif nearest := load_vocabulary(AXOLOTL).nearest(name):
+        draft.faults.append(Fault("ax-option-unknown", f"{option}; nearest: {', '.join(nearest)}", place))
 
 
 def _scalar(text: str) -> object:

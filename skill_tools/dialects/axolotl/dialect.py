@@ -27,7 +27,10 @@ _TRAINING = (
     "activation_offloading", "deepspeed", "fsdp", "fsdp_config", "fsdp_version", "plugins", "rl", "lr_scheduler",
     "load_in_4bit", "load_in_8bit", "max_steps",
 )  # fmt: skip
-_COMMAND = r"\baxolotl (?:train|preprocess)\b|axolotl\.cli"  # compiled when there is a script
+# The commands that train or prepare to; compiled when there is a script.
+_COMMAND = (
+    r"\baxolotl (?:train|preprocess)\b|axolotl\.cli(?:\.train\b|\.preprocess\b|\.main (?:train|preprocess)\b)"
+)
 _FLAG = r"(?<![\w-])--[a-z][\w-]+"
 _DECISIVE = 1000
 

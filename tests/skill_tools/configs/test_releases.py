@@ -20,6 +20,7 @@ def versions(text: str) -> dict[str, str]:
         ("pip install 'megatron_core[mlm]==0.16.1'", {"megatron-core": "0.16.1"}),
         ("pip install torch==2.8.0+cu128", {"torch": "2.8.0+cu128"}),
         ('[[package]]\nname = "accelerate"\nversion = "1.14.0"\n', {"accelerate": "1.14.0"}),
+        ('setup(\n    name="axolotl",\n    version="0.4.1",\n)', {"axolotl": "0.4.1"}),
         ("image: nvcr.io/nvidia/nemo:26.08.x", {"megatron-bridge": "0.6.0"}),
         ("#SBATCH --container-image=nvcr.io#nvidia/nemo:25.09",
          {"megatron-core": "0.14.0", "transformer-engine": "2.7.0"}),
@@ -66,3 +67,17 @@ def test_the_root_of_the_project_states_what_the_folder_does_not(tmp_path: Path)
 def test_two_extras_of_a_project_that_differ_state_nothing(tmp_path: Path) -> None:
     (tmp_path / "pyproject.toml").write_text('a = ["transformers==4.57.3"]\nb = ["transformers==5.5.0"]\n')
     assert stated_beside(str(tmp_path)) == {}
+
+
+def test_a_checkout_of_a_framework_says_its_own_release(tmp_path: Path) -> None:
+    (tmp_path / "examples").mkdir()
+    (tmp_path / "pyproject.toml").write_text(
+        '[project]\nname = "axolotl"\ndynamic = ["version"]\n[tool.setuptools.dynamic]\n'
+        'version = { file = "VERSION" }\n'
+    )
+    (tmp_path / "VERSION").write_text("0.18.0\n")
+    assert stated_beside(str(tmp_path / "examples")) == {
+        "axolotl": Stated("0.18.0", "../pyproject.toml line 5")
+    }
+    (tmp_path / "VERSION").write_text("unknown\n")
+    assert stated_beside(str(tmp_path / "examples")) == {}

@@ -14,6 +14,7 @@ from skill_tools.errors import Unrecognised, UnusableInput
 # One small file of our own of each kind that looks close to a training configuration, or shares a weak key with one.
 LOOK_ALIKES = {
     "workflow.yml": "on: [push]\njobs:\n  train:\n    steps:\n      - run: axolotl train config.yml\n",
+    "inference.sh": "python -m axolotl.cli.inference config.yml --lora-model-dir x --gradio\n",
     "dependabot.yml": "version: 2\nupdates:\n  - package-ecosystem: pip\n    directory: /\n",
     "codecov.yml": "coverage:\n  status:\n    project: {default: {target: 80%}}\ncomment: false\n",
     ".pre-commit-config.yaml": "repos:\n  - repo: local\n    hooks: [{id: x, name: x, entry: x, language: system}]\n",

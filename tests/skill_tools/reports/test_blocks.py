@@ -1,6 +1,7 @@
 """The blocks of a terminal: what they show, how wide they are, and that nothing of an input reaches it raw."""
 
 import os
+import re
 import sys
 
 import pytest
@@ -99,7 +100,7 @@ def test_a_file_with_nineteen_faults_is_one_call_of_two_thousand_tokens(
     monkeypatch.chdir(root() / "evals" / "files")
     assert main(["lint", "launch_70b.sh"]) == 1
     printed = capsys.readouterr().out
-    assert printed.endswith("12 errors, 5 warnings, 2 info in 1 input; all 201 rules decided\n")
+    assert re.search(r"\n12 errors, 5 warnings, 2 info in 1 input; all \d+ rules decided\n$", printed)
     assert len(printed) < 7100
 
 

@@ -140,6 +140,41 @@ def test_a_launch_script_leads_to_its_configuration(tmp_path: Path) -> None:
     assert value(config, "env.OMP_NUM_THREADS") == "8"
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        "axolotl train --cloud cloud.yaml config.yml --launcher torchrun --micro-batch-size 4 -- --nproc-per-node=8",
+        "axolotl preprocess config.yml --debug --debug-num-examples 3 --no-iterable --micro-batch-size 4",
+        "accelerate launch --config_file cloud.yaml -m axolotl.cli.train config.yml --prompter x --micro-batch-size 4",
+    ],
+)
+def test_options_of_the_command_and_of_the_launcher_are_no_keys(command: str, tmp_path: Path) -> None:
+    (tmp_path / "config.yml").write_text(BASE + "sequence_len: 64\n")
+    (tmp_path / "cloud.yaml").write_text("provider: modal\nsequence_len: 32\n")
+    script = tmp_path / "train.sh"
+    script.write_text(command)
+    config = read([script])
+    assert (value(config, "sequence_len"), value(config, "micro_batch_size")) == (64, 4)
+    assert not config.unknown
+    assert not config.faults
+
+
+def test_a_configuration_that_is_not_here_may_set_any_key(tmp_path: Path) -> None:
+    script = tmp_path / "train.sh"
+    script.write_text("axolotl train config.yml --activation-offloading true\n")
+    assert not [finding.rule for finding in lint(read([script])).findings if finding.severity == "error"]
+
+
+def test_a_release_from_before_the_known_ones_may_know_any_key() -> None:
+    findings = {
+        release: [
+            finding.rule for finding in lint(axolotl(f"# axolotl=={release}\nrelora_steps: 9\n")).findings
+        ]
+        for release in ("0.4.1", "0.21.0")
+    }
+    assert findings == {"0.4.1": [], "0.21.0": ["ax-typo-silent"]}
+
+
 def test_broken_deepspeed_json_is_refused_with_its_name(tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 3')
     (tmp_path / "config.yml").write_text(BASE + "deepspeed: ds.json\n")
