@@ -27,7 +27,8 @@ _TOLERANCES = {"layers": 0.0, "parameters": 0.05}
 def planned(plan: Plan) -> dict[str, Any]:
     """Return the arguments of `Wanted` that `plan`, a document or its path, stands for.
 
-    A plan that offloads nothing, because the run fits, is carried out with a warning. Raises ValueError for what is no plan for PyTorch, and OSError for a file that cannot be read.
+    A plan that offloads nothing, because the run fits, is carried out with a warning. Raises ValueError for what is no
+    plan for PyTorch, and OSError for a file that cannot be read.
     """
     execute = execute_section(plan)
     document = plan if isinstance(plan, Mapping) else json.loads(Path(plan).read_text(encoding="utf-8"))

@@ -52,7 +52,8 @@ class Dialect(ABC):
     configuration may hold a section, inline or in a file that it names: their types, defaults, names and rules apply to
     it as they stand. `reads_toml` says that its files are TOML, which no other's are. `takes_new_keys` says that a fix
     may add a key at the end of a YAML file. `carry_out` is how to carry out a
-    plan that changes no setting, `adapter` how `reference_impl` carries out a plain loop's `plan.json` in its trainer.
+    plan that changes no setting, `adapter` how `reference_impl` carries out a plain loop's `plan.json` in its trainer,
+    and `adapter_without` what that plan must leave out because the trainer has no place for it.
     `no_plan` says why there is no plan, where a dialect has no `run` and no `candidates`.
     """
 
@@ -70,6 +71,7 @@ class Dialect(ABC):
     takes_new_keys = True
     carry_out = ""
     adapter = ""
+    adapter_without: tuple[str, ...] = ("trained-layer-streaming",)
     no_plan = ""
 
     @property
@@ -95,9 +97,10 @@ class Dialect(ABC):
         """How to have `reference_impl` offload in this framework's trainer; empty where it has no adapter."""
         if not self.adapter:
             return ""
+        without = "".join(f" --without {mechanism}" for mechanism in self.adapter_without)
         return (
-            "with this project's offloaders instead, carry it out: offload plan --framework pytorch --format json > "
-            f"plan.json, then {self.adapter}"
+            f"with this project's offloaders instead, carry it out: offload plan --framework pytorch{without} "
+            f"--format json > plan.json, then {self.adapter}"
         )
 
     def evidence(self, source: Source) -> Evidence:
@@ -172,10 +175,11 @@ class Dialect(ABC):
         return iter(())
 
     def _not_planned(self) -> UnusableInput:
+        ours = f"; {self.carry_out_ours}" if self.adapter else ""
         return UnusableInput(
             self.no_plan,
             expected="a run of a framework that is planned for",
-            attempt="offload plan --framework pytorch --model NAME --gpus N, for the training alone",
+            attempt=f"offload plan --framework pytorch --model NAME --gpus N, for the training alone{ours}",
         )
 
     def remarks(self, config: Config, mode: "Mode") -> tuple[str, ...]:

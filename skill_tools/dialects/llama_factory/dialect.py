@@ -26,6 +26,12 @@ class LlamaFactory(Dialect):
     name = LLAMA_FACTORY
     label = "LLaMA-Factory"
     package = "llamafactory"
+    adapter = (
+        'from Python run_exp(args, callbacks=[offload_callback("plan.json")]), with offload_callback of '
+        "reference_impl.integrations.transformers"
+    )
+    # A callback comes after the trainer's optimizer, and no argument names another one.
+    adapter_without = ("trained-layer-streaming", "optimizer-offload", "state-offload")
     embeds = EMBEDDED
     looks_for = "`stage` (sft, dpo, ...) with `finetuning_type`, or the command `llamafactory-cli train`"
     marks = ("finetuning_type", "dist_config")

@@ -27,6 +27,10 @@ class MsSwift(Dialect):
     label = "ms-swift"
     package = "swift"
     no_plan = "what ms-swift's trainers and rollout engines keep on a GPU is not modelled"
+    adapter = (
+        'for swift sft, reference_impl.integrations.transformers.offload(self.trainer, "plan.json") in the plugin '
+        "file of docs/trainers.md, named by --external_plugins offload_swift.py --optimizer offload"
+    )
     embeds = EMBEDDED
     looks_for = "swift or megatron with sft, pt or rlhf; tuner_type or rlhf_type beside model and dataset"
     marks = ("tuner_type", "train_type", "rlhf_type", "fsdp_config")

@@ -33,6 +33,10 @@ class TorchTitan(Dialect):
     reads_toml = True
     looks_for = "a TOML with [training], [parallelism] and [job] or [model], or the program torchtitan.train"
     marks = ("[parallelism]",)
+    adapter = (
+        '[experimental] custom_import = "offload_titan", the file of docs/trainers.md, with the plan\'s '
+        "execute.optimizer as split=(R, S, C); the rest stays torchtitan's own"
+    )
     example_file = "config.toml"
     form = "in the TOML"
     language = "toml"

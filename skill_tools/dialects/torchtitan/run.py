@@ -49,6 +49,7 @@ def build(config: Config, shape: ModelShape, *, gpus: int | None) -> Run:
         recompute=_FULL if fields.text(config, _CHECKPOINTS) == "full" else Recompute(),
         weight_shards=shards,
         gradient_shards=shards,
+        shards_optimizer=shards > 1,
         loss_bytes=6.0 if fields.flag(config, "torchtitan.compile.enable") else 12.0,
         fused_activation=bool(fields.flag(config, "torchtitan.compile.enable")),
         is_eager=not fields.flag(config, "torchtitan.compile.enable"),

@@ -26,6 +26,10 @@ class TorchTune(Dialect):
     label = "torchtune"
     looks_for = "a section with `_component_: torchtune.…`, or the command `tune run`"
     marks = ("_component_",)
+    adapter = (
+        "optimizer: {_component_: reference_impl.HybridDeviceOptimizer, lr: LR, split: [R, S, C]} in the YAML, where "
+        "R, S and C are the shares in the plan's execute.optimizer; the rest stays torchtune's own"
+    )
 
     def evidence_in_text(self, text: str) -> Evidence:
         """Look for `tune run` with a configuration."""

@@ -1,10 +1,13 @@
 """Trainers that need no adapter: their own place for a callback or an optimizer, bitwise beside a run without it."""
 
+import importlib
 import json
 import random
+import re
 import sys
 import types
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 
 import pytest
 import torch
@@ -38,6 +41,8 @@ optimizers_map["offload"] = Offloaded
 def test_torchtitan_takes_an_optimizer_by_a_subclass_of_its_container():
     reason = "needs torchtitan: pip install torchtitan==0.3.0"
     optimizer = pytest.importorskip("torchtitan.components.optimizer", reason=reason)
+    if not hasattr(optimizer, "ParamGroupConfig"):
+        pytest.skip(reason)
 
     class Offloaded(optimizer.OptimizersContainer):
         @staticmethod
@@ -79,6 +84,43 @@ def test_torchtitan_takes_an_optimizer_by_a_subclass_of_its_container():
     }
     saved = {name: value.clone() for name, value in half.state_dict().items()}, state
     model, _ = train(Offloaded, "HybridDeviceOptimizer", range(3, 6), saved=saved, **ours)
+    for (name, mine), theirs in zip(model.named_parameters(), expected.parameters(), strict=True):
+        assert torch.equal(mine, theirs), name
+
+
+def test_torchtitan_takes_a_file_that_its_toml_names(tmp_path, monkeypatch):
+    """What docs/trainers.md has as offload_titan.py."""
+    reason = "needs torchtitan: pip install torchtitan==0.2.2"
+    optimizer = pytest.importorskip("torchtitan.components.optimizer", reason=reason)
+    if not hasattr(optimizer, "build_optimizers"):
+        pytest.skip(reason)
+    from torchtitan.config import Optimizer
+    from torchtitan.distributed.utils import clip_grad_norm_
+    from torchtitan.protocols.train_spec import get_train_spec
+
+    page = (Path(__file__).parents[3] / "docs" / "trainers.md").read_text(encoding="utf-8")
+    (text,) = re.findall(r"```py\n(# offload_titan\.py.*?)```", page, re.DOTALL)
+    (tmp_path / "offload_titan.py").write_text(text, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.import_module("offload_titan")
+
+    def train(build):
+        torch.manual_seed(0)
+        model = Decoder(DecoderShape())
+        dims = types.SimpleNamespace(ep_enabled=False, pp_enabled=False)
+        made, norms = build([model], Optimizer(lr=1e-2), dims), []
+        for step in range(6):
+            ids = torch.randint(0, 512, (2, 32), generator=torch.Generator().manual_seed(step))
+            made.zero_grad()
+            decoder_loss(model(ids), ids).backward()
+            norms.append(float(clip_grad_norm_(list(model.parameters()), 0.5, foreach=True)))
+            made.step()
+        return model, made, norms
+
+    expected, _, norms = train(optimizer.build_optimizers)
+    model, made, ours = train(get_train_spec("llama3").build_optimizers_fn)
+    assert made.optimizers[0].split.cpu == 1
+    assert ours == pytest.approx(norms, rel=1e-5)
     for (name, mine), theirs in zip(model.named_parameters(), expected.parameters(), strict=True):
         assert torch.equal(mine, theirs), name
 

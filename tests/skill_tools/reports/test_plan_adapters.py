@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from skill_tools.__main__ import main
+from skill_tools.dialects import registry
 
 RUN = """\
 base_model: meta-llama/Meta-Llama-3-8B
@@ -15,7 +16,8 @@ micro_batch_size: 1
 gradient_checkpointing: true
 """
 LINE = (
-    "carry it out: offload plan --framework pytorch --format json > plan.json, then plugins: [reference_impl."
+    "carry it out: offload plan --framework pytorch --without trained-layer-streaming --format json > plan.json, then "
+    "plugins: [reference_impl."
 )
 
 
@@ -47,3 +49,69 @@ def test_where_the_trainers_own_settings_do_not_fit_the_answer_names_it(
     answer = capsys.readouterr().out
     assert "nothing fits" in answer
     assert ('integrations.transformers.offload(trainer, "plan.json")' in answer) == named
+
+
+TORCHTUNE = """\
+# tune run full_finetune_single_device --config x
+tokenizer: {_component_: torchtune.models.llama3.llama3_tokenizer, max_seq_len: 4096}
+model: {_component_: torchtune.models.llama3_1.llama3_1_8b}
+optimizer: {_component_: torch.optim.AdamW, fused: True}
+dtype: bf16
+batch_size: 2
+"""
+TORCHTITAN = """\
+[model]
+name = "llama3"
+flavor = "8B"
+[training]
+seq_len = 8192
+[parallelism]
+data_parallel_shard_degree = 1
+"""
+LLAMA_FACTORY = """\
+model_name_or_path: Qwen/Qwen3-8B
+stage: sft
+finetuning_type: full
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "line"),
+    [
+        ("run.yaml", TORCHTUNE, "then optimizer: {_component_: reference_impl.HybridDeviceOptimizer,"),
+        ("run.toml", TORCHTITAN, 'then [experimental] custom_import = "offload_titan"'),
+        (
+            "run.yaml",
+            LLAMA_FACTORY,
+            "--without optimizer-offload --without state-offload --format json > plan.json, ",
+        ),
+    ],
+)
+def test_trainers_without_a_call_for_everything_say_what_goes_where(
+    name: str, text: str, line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / name).write_text(text, encoding="utf-8")
+    main(["plan", str(tmp_path / name), "--model", "qwen3-8b", "--gpu-memory", "12", "--gpus", "1"])
+    assert line in capsys.readouterr().out
+
+
+def test_ms_swift_has_a_line_although_it_has_no_plan(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run.sh").write_text("swift sft --model Qwen/Qwen3-8B --dataset d\n", encoding="utf-8")
+    assert main(["plan", str(tmp_path / "run.sh"), "--model", "qwen3-8b", "--gpu-memory", "12"]) == 2
+    assert "--external_plugins offload_swift.py --optimizer offload" in capsys.readouterr().err
+
+
+def test_every_line_is_in_the_page_on_trainers() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "trainers.md").read_text(encoding="utf-8")
+    marks = (
+        "offload_swift.py",
+        "offload_titan",
+        "run_exp(args, callbacks=[offload_callback(",
+        "HybridDeviceOptimizer",
+    )
+    lines = " ".join(dialect.adapter for dialect in registry.with_files())
+    for mark in marks:
+        assert mark in lines
+        assert mark in page

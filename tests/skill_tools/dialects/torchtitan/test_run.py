@@ -38,3 +38,4 @@ def test_nothing_is_offloaded_where_nothing_is_sharded() -> None:
     config, dialect = read_text(text, "run.toml"), named("torchtitan")
     run = dialect.run(config, shape("llama-3-8b"), gpus=None)
     assert not dialect.current(config, run).offload_parameters
+    assert not run.shards_optimizer
