@@ -48,7 +48,7 @@ class Source:
     """One input: `name` as the user gave it, its text, and the folder that its relative paths start from.
 
     `recipe` is the function of a Python file that was asked for with `file.py::function`. A source does not change, so
-    it is parsed once, when somebody first asks for its documents.
+    it is parsed once, when somebody first asks for its documents; so is a file that many others name (`_Parsed`).
     """
 
     def __init__(self, name: str, text: str, folder: Path | None = None, recipe: str | None = None) -> None:
@@ -83,14 +83,8 @@ class Source:
 
     @cached_property
     def documents(self) -> "list[Node]":
-        """The roots of a YAML, JSON or TOML text; raises `UnusableInput` where it is none."""
-        if self.kind is Kind.TOML:
-            from skill_tools.configs.toml_lines import parse as parse_toml
-
-            return parse_toml(self.text, self.name)
-        from skill_tools.configs.yaml_lines import parse
-
-        return parse(_without_comments(self.text) if self.kind is Kind.JSON else self.text, self.name)
+        """The roots of a YAML, JSON or TOML text, not to be changed; raises `UnusableInput` where it is none."""
+        return _PARSED.documents(self.kind, self.text, self.name)
 
     @cached_property
     def module(self) -> "ast.Module":
@@ -113,6 +107,40 @@ class Source:
         """What the text is: by the file's suffix, else by its first impression."""
         suffix = _SUFFIXES.get(Path(self.name).suffix.lower())
         return Kind(suffix) if suffix else _impression(self.text)
+
+
+class _Parsed:
+    """The documents of the texts that were parsed last: bases and DeepSpeed files are named by many configurations."""
+
+    def __init__(self, most_characters: int) -> None:
+        self._left = most_characters
+        self._kept: dict[tuple[Kind, str], list[Node]] = {}
+
+    def documents(self, kind: Kind, text: str, name: str) -> "list[Node]":
+        """Return the roots of `text`; those that were asked for longest ago make room."""
+        found = self._kept.pop((kind, text), None)
+        if found is None:
+            found = _parse(kind, text, name)
+            self._left -= len(text)
+        self._kept[kind, text] = found
+        while self._left < 0:
+            _, oldest = oldest_key = next(iter(self._kept))
+            del self._kept[oldest_key]
+            self._left += len(oldest)
+        return found
+
+
+_PARSED = _Parsed(2 * MAX_BYTES)
+
+
+def _parse(kind: Kind, text: str, name: str) -> "list[Node]":
+    if kind is Kind.TOML:
+        from skill_tools.configs.toml_lines import parse as parse_toml
+
+        return parse_toml(text, name)
+    from skill_tools.configs.yaml_lines import parse
+
+    return parse(_without_comments(text) if kind is Kind.JSON else text, name)
 
 
 def _without_comments(text: str) -> str:
