@@ -20,8 +20,12 @@ from skill_tools.rules.versions import admits
 
 pytestmark = pytest.mark.axolotl
 
+# The schema asks the machine how many GPUs there are; the one that answers has one, whatever is spread over several.
+OF_THE_MACHINE = {"ax-ple-multigpu"}
 FROM_SCHEMA = [
-    rule for rule in load_rules_yaml() if rule.when and rule.evidence.ref.startswith("axolotl/utils/schemas/")
+    rule
+    for rule in load_rules_yaml()
+    if rule.when and rule.id not in OF_THE_MACHINE and rule.evidence.ref.startswith("axolotl/utils/schemas/")
 ]
 RAISING = [rule for rule in FROM_SCHEMA if rule.effect == "raises"]
 WARNING = [rule for rule in FROM_SCHEMA if rule.effect == "warns"]
@@ -77,10 +81,14 @@ def disagreements(configuration: dict[str, object], release: Release) -> list[st
         versions={"axolotl": release.version},
     )
     found = {finding.rule for finding in verdict.findings}
-    errors, raised = answer["errors"], saying(raising, answer["errors"])
+    errors = answer["errors"]
     expected = found & {rule.id for rule in raising}
     problems = [f"undecided: {one.rule}" for one in verdict.undecided]
-    problems += [f"raised, not found: {one}" for one in raised - expected]
+    problems += [
+        f"raised, not found: {error}"
+        for error in errors
+        if (telling := saying(raising, [error])) and not telling & expected
+    ]
     problems += [
         f"raised, no rule has the text: {error}"
         for error in errors
@@ -93,8 +101,6 @@ def disagreements(configuration: dict[str, object], release: Release) -> list[st
         warned, warnings = saying(warning, answer["warnings"]), found & {rule.id for rule in warning}
         problems += [f"warned, not found: {one}" for one in warned - warnings - WARNS_ABOUT_ITSELF]
         problems += [f"found, not warned: {one}" for one in warnings - warned]
-    elif raised and not raised & expected:
-        problems.append(f"raised {raised}, found {expected}")
     return problems
 
 

@@ -53,6 +53,7 @@ FOREIGN = re.compile(
             "cuda_graph_modules='full_iteration' cannot be combined",
             "cuda graph is only supported (?:for|with) ",
             "must not contain both moe and moe_router",
+            "moe recompute is not supported with moe_router CUDA graph",
             "requires FusedAdam from TransformerEngine",
             "not supported between instances of 'NoneType' and 'Version'",
         ]

@@ -13,7 +13,8 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from itertools import count, islice
 from pathlib import Path
 from random import Random
 from types import TracebackType
@@ -45,7 +46,9 @@ JUDGED = [*OWN, *(rule for rule in RAISING if rule.id.startswith("hf-"))]
 TRANSFORMERS = {"0.9.0": ("4.51.3",), "0.9.3": ("4.51.3",), "0.9.5": ("4.57.3", "5.5.0")}
 REFUSED = "not used by the HfArgumentParser"
 # Said of methods that exclude each other, which nothing is offloaded by.
-ELSEWHERE = re.compile(r"Cannot use (LoRA with )?GaLore|is only valid for LoRA|Radio-based BAdam")
+ELSEWHERE = re.compile(
+    r"Cannot use (LoRA with )?GaLore|is only valid for LoRA|Radio-based BAdam|PiSSA for a quantized"
+)
 # Not all releases have these, and a release refuses what it does not have.
 NEW = {"use_apollo": "0.9.2", "use_muon": "0.9.3", "use_kt": "0.9.4"}
 BASE: dict[str, Any] = {
@@ -103,6 +106,8 @@ def drawn(seed: int) -> Asked:
         config["badam_mode"] = random.choice(("layer", "ratio"))
     if random.random() < 0.08:
         config[random.choice(UNKNOWN)] = True
+    if random.random() < 0.05:
+        config["quantization_bit"] = random.choice((4, 8))
     if random.random() < 0.3:
         config["bf16"] = True
     if random.random() < 0.5:
@@ -197,9 +202,9 @@ def disagreements(heard: Heard, rules: Sequence[Rule]) -> Iterator[str]:
         yield f"raised, not found: {sorted(telling)}"
 
 
-def answers(version: str, transformers: str, seeds: Iterable[int]) -> list[Heard]:
-    """Return what a release says to each configuration that it knows the arguments of, and what we say."""
-    known = [asked for asked in map(drawn, seeds) if is_known(asked, version)]
+def answers(version: str, transformers: str, configurations: int) -> list[Heard]:
+    """Return what a release says to so many configurations that it knows the arguments of, and what we say."""
+    known = islice((asked for asked in map(drawn, count()) if is_known(asked, version)), configurations)
     with Release(version, transformers) as release:
         return [Heard(asked, release.ask(asked), verdict(asked, version, transformers)) for asked in known]
 
@@ -218,7 +223,7 @@ def main() -> int:
     failed = False
     heard_of = {}
     for version, transformers in ((each, below) for each in installed() for below in TRANSFORMERS[each]):
-        heard = heard_of[version, transformers] = answers(version, transformers, range(stated.configurations))
+        heard = heard_of[version, transformers] = answers(version, transformers, stated.configurations)
         problems = judged(heard, JUDGED)
         outcomes = Counter("raised" if each.raised else "parsed" for each in heard)
         print(f"llamafactory {version} on {transformers}: {dict(outcomes)}, {len(problems)} disagreements")

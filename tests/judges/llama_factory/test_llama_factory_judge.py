@@ -16,7 +16,7 @@ RELEASES = judge.installed()
 def test_a_sample_of_configurations_is_judged_as_the_parser_does(version: str) -> None:
     if version == "none":
         pytest.skip("needs LLaMA-Factory's parser: make test-llama-factory")
-    heard = judge.answers(version, judge.TRANSFORMERS[version][-1], range(100))
+    heard = judge.answers(version, judge.TRANSFORMERS[version][-1], 100)
     assert not judge.judged(heard, judge.JUDGED)
     others = [rule for rule in judge.JUDGED if rule.id != "lf-pure-bf16-zero3"]
     assert judge.judged(heard, others)
