@@ -82,6 +82,7 @@ def fit(
     max_grad_norm: float | None = None,
     plan: Plan | str | Path | None = None,
     allow_other_numerics: bool = False,
+    device: torch.device | str | None = None,
 ) -> Fitted:
     """Find the plan that trains `model` here and apply it; weights and random state stay what they are.
 
@@ -89,7 +90,7 @@ def fit(
     the lack of memory says so, it tries a corrected one. The batch should be the largest that will be trained on.
 
     Args:
-        model: on its device, with its blocks in an `nn.ModuleList`.
+        model: on its device, or on the CPU with `device`, with its blocks in an `nn.ModuleList`.
         optimizer: a `torch.optim.AdamW`; what is fitted takes its groups and states over.
         batch: keyword arguments as a mapping, or one positional argument.
         loss: `loss(model, batch)` returns a scalar tensor; by default it is the `loss` of what the model returns.
@@ -99,11 +100,13 @@ def fit(
         max_grad_norm: clip the global norm exactly, in the optimizer.
         plan: the plan to try first, a document of `offload plan --format json` or its path.
         allow_other_numerics: let a plan round optimizer states, which `fitted.plan` then says.
+        device: where to run a model whose weights are on the CPU, because they may be larger than it; they are on the
+            CPU again after `close()`. The batch is there already.
 
     Raises FitError where nothing fits, or where the model cannot be traced and no config describes it; ValueError for
     another optimizer and several ranks. The model and the optimizer are then as they were.
     """
-    device = _one_device(model)
+    on, starts_on = _one_device(model, device)
     _check(optimizer)
     _check_budgets(gpu_budget=gpu_budget, host_budget=host_budget, pinned_budget=pinned_budget)
     first = None if plan is None else complete(_planned(plan))
@@ -118,15 +121,16 @@ def fit(
         batch=batch,
         loss=loss or own_loss,
         max_grad_norm=max_grad_norm,
-        device=device,
+        device=on,
+        on_host=device is not None and starts_on.type == "cpu",
     )
     model.zero_grad(set_to_none=True)
     with ExitStack() as stack:
         stack.enter_context(without_caches(model))
         described, error_share = _described(task)
-        before = Before(model, optimizer, device)
+        before = Before(model, optimizer, on)
         try:
-            budget_bytes, host_bytes = _budgets(device, gpu_budget, host_budget)
+            budget_bytes, host_bytes = _budgets(task, gpu_budget, host_budget)
             sequences, tokens = _size(batch)
             planner = Planner(
                 described,
@@ -138,10 +142,11 @@ def fit(
             )
             search = Search(task, before, planner, budget_bytes, error_share=error_share, first=first)
             settled = search.settle()
-            if gpu_budget != "auto" and device.allocator is not None:
+            if gpu_budget != "auto" and on.allocator is not None:
                 # What somebody has set is a fence until the end.
-                device.allocator.limit(budget_bytes)
-                stack.callback(device.allocator.limit, None)
+                on.allocator.limit(budget_bytes)
+                stack.callback(on.allocator.limit, None)
+            stack.enter_context(task.moved(settled.plan))
             applied = stack.enter_context(task.apply(settled.plan))
         except BaseException as error:
             before.restore()
@@ -166,7 +171,8 @@ def _planned(plan: Plan | str | Path) -> Plan:
     return document
 
 
-def _one_device(model: nn.Module) -> Device:
+def _one_device(model: nn.Module, wanted: torch.device | str | None) -> tuple[Device, torch.device]:
+    """Return where `model` runs, `wanted` or where it is, and where its weights are."""
     params = list(model.parameters())
     devices = {param.device for param in params}
     if len(devices) != 1:
@@ -178,7 +184,14 @@ def _one_device(model: nn.Module) -> Device:
         raise ValueError(
             f"no parameter of {type(model).__name__} requires a gradient; expected some to train"
         )
-    return Device.of(params[0].device)
+    (there,) = devices
+    on = Device.of(there if wanted is None else wanted)
+    if there.type != "cpu" and there != on.torch_device:
+        raise ValueError(
+            f"device is {wanted}, and the model's parameters are on {there}; expected them there or on the CPU; try "
+            f"device={str(there)!r}"
+        )
+    return on, there
 
 
 def _check(optimizer: torch.optim.Optimizer) -> None:
@@ -264,13 +277,17 @@ def _check_budgets(**budgets: Budget) -> None:
             raise ValueError(f"{name} is {given!r}; expected bytes above zero, or 'auto'; try 'auto'")
 
 
-def _budgets(device: Device, gpu_budget: Budget, host_budget: Budget) -> tuple[int, int]:
+def _budgets(task: Task, gpu_budget: Budget, host_budget: Budget) -> tuple[int, int]:
     """Return the bytes that may be used on the device, weights included, and on the host."""
-    there = available_bytes()
+    device, there = task.device, available_bytes()
     if device.allocator is None:
         # The twin's two tiers are one memory.
         free_bytes = there = there // 2
     else:
         free_bytes = device.allocator.free_bytes() + device.allocator.live_bytes
     budget = free_bytes if gpu_budget == "auto" else min(gpu_budget, free_bytes)
-    return budget, round(_HOST_SHARE * there) if host_budget == "auto" else host_budget
+    if host_budget != "auto":
+        return budget, host_budget
+    # Weights that are on the host are so wherever a plan puts them there.
+    held = sum(param.nbytes for param in task.model.parameters()) if task.on_host else 0
+    return budget, round(_HOST_SHARE * there) + held

@@ -89,5 +89,10 @@ def _ask(words: list[str]) -> Plan:
 
 
 def complete(plan: Plan) -> Plan:
-    """Return `plan` with masters in fp32 whatever leaves, so that no plan trains to other weights than another."""
+    """Return `plan` with masters in fp32 whatever leaves, so that no plan trains to other weights than another.
+
+    Trained layers that stream have such masters by themselves.
+    """
+    if "trained_layers" in plan["execute"]:
+        return plan
     return plan | {"execute": {"optimizer": {"offload_fraction": 0.0}} | plan["execute"]}

@@ -25,6 +25,8 @@ _LESS = 0.08
 # Room beside the headroom that is worth another plan, of the budget.
 _UNUSED = 0.05
 _BUDGET_ENGINE = "activation-budget"
+# The last resort: the weights themselves leave.
+_TRAINED_LAYERS = "trained-layer-streaming"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,9 +80,10 @@ class Search:
         self._asked = round((1 - error_share) * self._aim)
         # On the twin its engine needs an open ledger, which a user's training does not have.
         counts = task.device.allocator is not None
-        self._without = frozenset(() if counts else (_BUDGET_ENGINE,))
+        self._without = frozenset((_TRAINED_LAYERS,) if counts else (_TRAINED_LAYERS, _BUDGET_ENGINE))
         self._first = first
         self._good: list[tuple[Plan, Trial]] = []
+        self._tried: list[Plan] = []
 
     def settle(self) -> Settled:
         """Return the best plan that was tried. Raises RefusedPlanError where none is left to try."""
@@ -92,8 +95,9 @@ class Search:
                 if not self._good:
                     raise
                 break
-            if any(plan["execute"] == tried["execute"] for tried, _ in self._good):
+            if self._good and any(plan["execute"] == tried["execute"] for tried in self._tried):
                 break
+            self._tried.append(plan)
             found = self._try(plan)
             steps, plans = steps + max(found.steps, 1), plans + 1
             if found.short_of:
@@ -112,6 +116,12 @@ class Search:
         return Settled(plan=plan, trial=found, steps=steps, plans=plans)
 
     def _next(self) -> Plan:
+        try:
+            return self._planner.plan(self._asked, without=self._without)
+        except RefusedPlanError:
+            if self._good or _TRAINED_LAYERS not in self._without:
+                raise
+        self._without -= {_TRAINED_LAYERS}
         return self._planner.plan(self._asked, without=self._without)
 
     def _try(self, plan: Plan) -> Trial:
@@ -132,6 +142,11 @@ class Search:
             case _ if trial.learns(plan):
                 # How far its engine comes, no plan knows before it has learnt the step; others are counted.
                 self._without |= {_BUDGET_ENGINE}
+            case _ if _TRAINED_LAYERS not in self._without and not (found.was_applied or self._task.on_host):
+                raise RefusedPlanError(
+                    "the model's weights leave no room on the device to stream them from; expected them on the host; "
+                    f"try the model on the CPU, and device={str(self._task.device.torch_device)!r}"
+                )
             case _:
                 lacked = min(self._asked, _predicted(plan))
                 self._asked = lacked - round(_LESS * self._budget_bytes)
@@ -178,5 +193,8 @@ def _predicted(plan: Plan) -> int:
 def _moves_anything(plan: Plan) -> bool:
     execute = plan["execute"]
     return bool(
-        execute["optimizer"]["offload_fraction"] or execute.get("activations") or execute.get("weights")
+        trial.streams_trained_layers(plan)
+        or execute["optimizer"]["offload_fraction"]
+        or execute.get("activations")
+        or execute.get("weights")
     )

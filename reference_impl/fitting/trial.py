@@ -18,8 +18,9 @@ from torch import nn
 from reference_impl.activations.budget import BudgetError
 from reference_impl.device import Device
 from reference_impl.device.base import device_is_full
-from reference_impl.memory.ledger import Ledger
+from reference_impl.memory.ledger import Ledger, on_host
 from reference_impl.verification.apply import AppliedPlan, apply_plan
+from reference_impl.weights.storages import move, repeated_blocks
 
 STEPS = 2
 # The budget engine offloads everything in its first step, and decides by what that has shown.
@@ -32,8 +33,8 @@ Loss = Callable[[nn.Module, Any], torch.Tensor]
 class Trial:
     """What steps under a plan took. `short_of` is empty, or what had too little room: device, host or pinned.
 
-    `step_s` is the last step's, whose update hides behind nothing that follows; `retried` says that the allocator had
-    to give its cache back in it.
+    `was_applied` says that the plan itself had room. `step_s` is the last step's, whose update hides behind nothing
+    that follows; `retried` says that the allocator had to give its cache back in it.
     """
 
     steps: int
@@ -42,11 +43,15 @@ class Trial:
     step_s: float
     retried: bool = False
     short_of: str = ""
+    was_applied: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What is trained: `loss(model, batch)` with an AdamW whose gradients are clipped to `max_grad_norm`, or not."""
+    """What is trained: `loss(model, batch)` with an AdamW whose gradients are clipped to `max_grad_norm`, or not.
+
+    `on_host` says that the model's weights are on the host, and are to be there again in the end.
+    """
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -54,10 +59,31 @@ class Task:
     loss: Loss
     max_grad_norm: float | None
     device: Device
+    on_host: bool
+
+    @contextmanager
+    def moved(self, plan: dict[str, Any]) -> Iterator[None]:
+        """Have weights that are on the host where `plan` takes them from; put them back in the end."""
+        if not self.on_host:
+            yield
+            return
+        try:
+            if not streams_trained_layers(plan):
+                move(self.model, self.device.torch_device)
+            with on_host(self._streamed(plan)):
+                yield
+        finally:
+            move(self.model, torch.device("cpu"))
 
     def apply(self, plan: dict[str, Any]) -> AppliedPlan:
         """Put `plan` on the model."""
-        return apply_plan(self.model, self.optimizer, plan, max_grad_norm=self.max_grad_norm)
+        return apply_plan(
+            self.model,
+            self.optimizer,
+            plan,
+            max_grad_norm=self.max_grad_norm,
+            device=self.device.torch_device,
+        )
 
     def step(self, applied: AppliedPlan) -> None:
         """Train one step on the batch."""
@@ -65,19 +91,31 @@ class Task:
         applied.optimizer.step()
         applied.optimizer.zero_grad()
 
-    def tensors(self) -> list[torch.Tensor]:
-        """Return what is on the device before anything is applied."""
+    def tensors(self, plan: dict[str, Any]) -> list[torch.Tensor]:
+        """Return what is on the device before `plan` is applied, or comes there as a whole."""
         leaves = torch.utils._pytree.tree_leaves(self.batch)
+        elsewhere = self._streamed(plan)
         return [
-            *self.model.parameters(),
-            *self.model.buffers(),
+            *(each for each in (*self.model.parameters(), *self.model.buffers()) if each not in elsewhere),
             *(leaf for leaf in leaves if isinstance(leaf, torch.Tensor)),
         ]
+
+    def _streamed(self, plan: dict[str, Any]) -> set[torch.Tensor]:
+        """Return what `plan` brings from the host layer by layer."""
+        if not (self.on_host and streams_trained_layers(plan)):
+            return set()
+        blocks = repeated_blocks(self.model).values()
+        return {tensor for block in blocks for tensor in (*block.parameters(), *block.buffers())}
 
 
 def learns(plan: dict[str, Any]) -> bool:
     """Whether the plan has a budget of activations, whose engine decides by what the first steps show."""
     return (plan["execute"].get("activations") or {}).get("mode") == "budget"
+
+
+def streams_trained_layers(plan: dict[str, Any]) -> bool:
+    """Whether the plan streams the weights that are trained, from wherever they are."""
+    return "trained_layers" in plan["execute"]
 
 
 def run(task: Task, plan: dict[str, Any], *, limit_bytes: int) -> Trial:
@@ -88,10 +126,13 @@ def run(task: Task, plan: dict[str, Any], *, limit_bytes: int) -> Trial:
     device = task.device
     if device.allocator is not None:
         device.allocator.free_bytes()
-    steps, step_s, retried, short_of = 0, 0.0, False, ""
-    ledger = Ledger(device, track=task.tensors(), limit_bytes=limit_bytes)
+    steps, peak_bytes, step_s, retried, short_of, was_applied = 0, 0, 0.0, False, "", False
+    ledger = Ledger(device, track=task.tensors(plan), limit_bytes=limit_bytes)
     try:
-        with ledger, _closed_behind(task.apply(plan)) as applied:
+        with ledger, task.moved(plan), _closed_behind(task.apply(plan)) as applied:
+            # To attach and to close may take more than a step, within the limit; a plan says what steps take.
+            ledger.reset_peak()
+            was_applied = True
             try:
                 for _ in range(STEPS + (_LEARNING_STEPS if learns(plan) else 0)):
                     retries, start = _retries(device), time.perf_counter()
@@ -99,6 +140,7 @@ def run(task: Task, plan: dict[str, Any], *, limit_bytes: int) -> Trial:
                     device.record().synchronize()
                     step_s, retried = time.perf_counter() - start, _retries(device) > retries
                     steps += 1
+                peak_bytes = ledger.peak_device_bytes
             except _SHORT as error:
                 short_of = _short_of(error)
                 if not short_of:
@@ -111,11 +153,12 @@ def run(task: Task, plan: dict[str, Any], *, limit_bytes: int) -> Trial:
             raise
     return Trial(
         steps=steps,
-        peak_device_bytes=ledger.peak_device_bytes,
+        peak_device_bytes=peak_bytes,
         peak_host_bytes=ledger.peak_host_bytes,
         step_s=step_s,
         retried=retried,
         short_of=short_of,
+        was_applied=was_applied,
     )
 
 

@@ -9,7 +9,8 @@ buffers of collectives).
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
@@ -72,6 +73,12 @@ class _StorageWatch(TorchDispatchMode):
             self._watched[storage._cdata] = (known[0], storage.nbytes())
             self._add(storage.nbytes() - known[1])
 
+    def left(self, storage: torch.UntypedStorage) -> None:
+        """Follow `storage` no longer: its memory is the host's."""
+        known = self._watched.pop(storage._cdata, None)
+        if known and known[0]() is not None:
+            self.live_bytes -= known[1]
+
     def _forget(self, key: int) -> Any:
         def forget(reference: weakref.ref[torch.UntypedStorage]) -> None:
             known = self._watched.get(key)
@@ -94,6 +101,29 @@ def resize_storage(storage: torch.UntypedStorage, size_bytes: int) -> None:
     storage.resize_(size_bytes)
     for watch in _active:
         watch.resized(storage)
+
+
+@contextmanager
+def on_host(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Count the memory of `tensors` to the host tier; the CPU twin's is all the same."""
+    tensors = list(tensors)
+    for tensor in tensors:
+        note_on_host(tensor)
+    try:
+        yield
+    finally:
+        # They may have other memory by now.
+        host_storages.difference_update([tensor.untyped_storage().data_ptr() for tensor in tensors])
+
+
+def note_on_host(tensor: torch.Tensor) -> None:
+    """Count the memory of `tensor` to the host tier until it is freed."""
+    storage = tensor.untyped_storage()
+    address = storage.data_ptr()
+    host_storages.add(address)
+    weakref.finalize(storage, host_storages.discard, address)
+    for watch in _active:
+        watch.left(storage)
 
 
 def device_bytes(device: Device) -> int | None:

@@ -20,8 +20,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from reference_impl.device import REACHED, Device, Event
 from reference_impl.memory.absent import mark_absent, mark_present
+from reference_impl.memory.host import host_storages
 from reference_impl.memory.interrupts import deferred_interrupts
-from reference_impl.memory.ledger import resize_storage
+from reference_impl.memory.ledger import note_on_host, resize_storage
 from reference_impl.weights.host_memory import Host, HostCopy, Started
 from reference_impl.weights.storages import BlockStorage, bytes_of, layout, placed, unpacked
 
@@ -33,11 +34,15 @@ _BROUGHT_BY_ITS_BLOCK = (
 
 @dataclass(frozen=True)
 class Place:
-    """Where a storage lies in its block's flat bytes, its copy on the host, and the device that it came from."""
+    """Where a storage lies in its block's flat bytes, its copy on the host, and where it came from.
+
+    `is_from_host` says that it came from what the CPU twin has on the host.
+    """
 
     offset: int
     host: torch.Tensor
     origin: torch.device
+    is_from_host: bool
     storage: BlockStorage
 
 
@@ -101,7 +106,8 @@ class StreamedBlock:
         with deferred_interrupts():
             self._host, self._flat, self.size_bytes = copy, flat, size_bytes
             for storage, offset, part in zip(storages, offsets, copy.parts, strict=True):
-                self._places.append(Place(offset, part, storage.device, storage))
+                is_from_host = storage.tensors[0].untyped_storage().data_ptr() in host_storages
+                self._places.append(Place(offset, part, storage.device, is_from_host, storage))
                 for name, tensor in zip(storage.names, storage.tensors, strict=True):
                     tensor.data = placed(flat, tensor, offset)
                     self._watched.append(
@@ -223,7 +229,10 @@ class StreamedBlock:
 
     def _own_bytes(self, host: HostCopy, place: Place, to_origin: bool) -> torch.Tensor:
         if to_origin and place.origin.type == "cpu":
-            return host.own(place.host)
+            own = host.own(place.host)
+            if place.is_from_host:
+                note_on_host(own)
+            return own
         return self._flat[place.offset : place.offset + place.host.numel()].clone()
 
     def _free(self) -> None:

@@ -28,7 +28,6 @@ from reference_impl.weights.storages import (
     BlockStorage,
     layout,
     move,
-    plain_tensors,
     streamable_storages,
     weighted_modules,
 )
@@ -183,7 +182,7 @@ class LayerStreamer(ClosedAtExit):
         for block, storages in zip(self._blocks, streamed, strict=True):
             if storages:
                 self._take(block, storages)
-        self._move_the_rest()
+        move(self._model, self._device.torch_device)
         self._window = Window(self._blocks, ahead + lingering, lingering=lingering)
         for block in self._blocks:
             if block.is_streamed:
@@ -219,10 +218,6 @@ class LayerStreamer(ClosedAtExit):
                 return copy.deepcopy(block.module, memo)
             finally:
                 self._follow(block)
-
-    def _move_the_rest(self) -> None:
-        target = self._device.torch_device
-        move((tensor for _, _, tensor, _ in plain_tensors(self._model) if tensor.device != target), target)
 
     def _take_again(self, blocks: Sequence[StreamedBlock]) -> None:
         """Stream `blocks` from what their modules hold now, as far as that is on the device."""

@@ -202,11 +202,15 @@ def placed(flat: torch.Tensor, tensor: torch.Tensor, shift_bytes: int) -> torch.
     )
 
 
-def move(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
-    """Move the storages of `tensors` to `device` in place; tensors that share one still do, gradients go along."""
+def move(model: nn.Module, device: torch.device) -> None:
+    """Move the storages of the model's tensors to `device`, as far as they are elsewhere.
+
+    The tensors stay the same objects; those that share a storage still do, and gradients go along.
+    """
     by_storage: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
-    for tensor in tensors:
-        by_storage[tensor.untyped_storage()._cdata].append(tensor)
+    for _, _, tensor, _ in plain_tensors(model):
+        if tensor.device != device:
+            by_storage[tensor.untyped_storage()._cdata].append(tensor)
     for views in by_storage.values():
         moved = bytes_of(views[0]).to(device)
         for tensor in views:

@@ -24,12 +24,13 @@ class Sizes(NamedTuple):
 
 
 def sizes(run: Run, held: int) -> Sizes:
-    """Return how the `held` parameters of the model are divided."""
+    """Return how the `held` parameters of the model are divided: those of blocks as the shape says they are."""
     shape = run.shape
     table = shape.vocab * shape.hidden
     outside = min(parameters.embedding(shape).total + parameters.head(shape).total, held)
-    block = max(parameters.layer(shape, moe=moe).total for moe in map(shape.is_moe, range(shape.num_layers)))
-    return Sizes(held - outside, block, outside, table)
+    blocks = [parameters.layer(shape, moe=shape.is_moe(index)).total for index in range(shape.num_layers)]
+    in_blocks = held - outside
+    return Sizes(in_blocks, round(max(blocks) * in_blocks / sum(blocks)), outside, table)
 
 
 def lines(run: Run, mode: Mode, local: LocalParameters) -> tuple[list[Line], list[Line]]:

@@ -1,7 +1,5 @@
 """`fit` settles on a plan that holds, and leaves nothing of how it came there."""
 
-import contextlib
-import io
 import json
 import random
 from types import SimpleNamespace
@@ -9,20 +7,19 @@ from types import SimpleNamespace
 import jsonschema
 import pytest
 import torch
+from failing_trials import failing_trials
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from reference_impl import apply_plan, fit
 from reference_impl.device import Device
 from reference_impl.device.cpu_twin import CpuTwin
-from reference_impl.fitting import FitError, planner, trial
+from reference_impl.fitting import FitError
 from reference_impl.memory.host import host_book
 from reference_impl.memory.ledger import Ledger
 from reference_impl.verification.model import Decoder, DecoderShape, add_lora
-from skill_tools.__main__ import main
 from skill_tools.bundle import schema_path
 
 IDS = torch.arange(4 * 64).reshape(4, 64) % 300
@@ -82,19 +79,6 @@ def whole_peak(**options):
     return peak_of({"execute": {"optimizer": {"offload_fraction": 0.0}}}, **options)
 
 
-@pytest.fixture
-def in_process(monkeypatch):
-    """The planner without a process of its own, for tests that ask it often."""
-
-    def ask(words):
-        said, errors = io.StringIO(), io.StringIO()
-        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(errors):
-            code = main(["plan", *words])
-        return SimpleNamespace(returncode=code, stdout=said.getvalue(), stderr=errors.getvalue())
-
-    monkeypatch.setattr(planner.subprocess, "run", lambda command, **_: ask(command[4:]))
-
-
 def test_a_plan_is_settled_on_that_holds_and_is_applied():
     model, optimizer = make()
     budget = round(0.8 * whole_peak())
@@ -119,7 +103,7 @@ def test_a_plan_is_settled_on_that_holds_and_is_applied():
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("in_process")
+@pytest.mark.usefixtures("planner_in_process")
 def test_states_that_the_optimizer_has_go_on():
     model, optimizer = make()
     train(model, optimizer)
@@ -132,7 +116,7 @@ def test_states_that_the_optimizer_has_go_on():
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("in_process")
+@pytest.mark.usefixtures("planner_in_process")
 def test_a_plan_for_more_memory_is_tried_first_and_corrected(tmp_path):
     model, optimizer = make()
     with fit(model, optimizer, IDS, loss_of) as fitted:
@@ -150,43 +134,19 @@ def test_a_plan_for_more_memory_is_tried_first_and_corrected(tmp_path):
         fit(model, optimizer, IDS, loss_of, plan={"execute": {}})
 
 
-class Failing(TorchDispatchMode):
-    """The n-th operation of a trial finds no memory."""
-
-    def __init__(self, nth):
-        super().__init__()
-        self.nth, self.done, self.is_on = nth, 0, False
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if self.is_on:
-            self.done += 1
-            if self.done == self.nth:
-                raise torch.OutOfMemoryError("CUDA out of memory (injected)")
-        return func(*args, **(kwargs or {}))
-
-
 def fitted_under(nth, monkeypatch, budget):
     """Fit where the n-th operation of the trials fails; return what training then gives, the plan and the count."""
-    failing = Failing(nth)
-    run = trial.run
-
-    def watched(*args, **options):
-        failing.is_on = True
-        try:
-            return run(*args, **options)
-        finally:
-            failing.is_on = False
-
     model, optimizer = make()
-    with monkeypatch.context() as patched:
-        patched.setattr(trial, "run", watched)
-        with failing, fit(model, optimizer, IDS, loss_of, gpu_budget=budget) as fitted:
-            pass
+    with (
+        failing_trials(nth, monkeypatch) as failing,
+        fit(model, optimizer, IDS, loss_of, gpu_budget=budget) as fitted,
+    ):
+        pass
     with apply_plan(model, optimizer, fitted.plan) as applied:
         return train(model, applied.optimizer), fitted.plan, failing.done
 
 
-@pytest.mark.usefixtures("in_process")
+@pytest.mark.usefixtures("planner_in_process")
 @pytest.mark.parametrize(
     "share",
     [0.3, *(pytest.param(share, marks=pytest.mark.slow) for share in (0.0, 0.15, 0.45, 0.6, 0.75, 0.95))],
@@ -211,7 +171,7 @@ def test_an_attempt_without_memory_is_repeated_as_if_it_had_not_been(share, monk
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     share=st.floats(0.15, 1.3),
 )
-def test_no_budget_is_ever_exceeded(in_process, layers, hidden, dtype, share):
+def test_no_budget_is_ever_exceeded(planner_in_process, layers, hidden, dtype, share):
     options = {"layers": layers, "hidden": hidden, "dtype": dtype}
     model, optimizer = make(**options)
     budget = round(share * whole_peak(**options))
@@ -229,7 +189,7 @@ def test_no_budget_is_ever_exceeded(in_process, layers, hidden, dtype, share):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("in_process")
+@pytest.mark.usefixtures("planner_in_process")
 def test_adapters_are_fitted_with_their_frozen_base():
     model, _ = make(layers=6, hidden=96)
     add_lora(model, 4)
@@ -243,7 +203,7 @@ def test_adapters_are_fitted_with_their_frozen_base():
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("in_process")
+@pytest.mark.usefixtures("planner_in_process")
 def test_states_are_rounded_only_with_the_users_word():
     model, optimizer = make(hidden=128, layers=4, dtype=torch.bfloat16)
     elements = sum(param.numel() for param in model.parameters())
@@ -259,7 +219,7 @@ def test_states_are_rounded_only_with_the_users_word():
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("in_process")
+@pytest.mark.usefixtures("planner_in_process")
 @pytest.mark.parametrize("is_known", [True, False])
 def test_a_machine_that_refuses_to_pin_gets_a_plan_that_pins_less(is_known, monkeypatch):
     def refuse(device, memory):
@@ -289,7 +249,7 @@ class Shared(Model):
         self.layers[1] = self.layers[0]
 
 
-@pytest.mark.usefixtures("in_process")
+@pytest.mark.usefixtures("planner_in_process")
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -315,7 +275,7 @@ def test_what_cannot_be_fitted_is_said_in_a_sentence_and_nothing_has_changed(cha
     assert same(before, list(model.parameters()))
 
 
-@pytest.mark.usefixtures("in_process")
+@pytest.mark.usefixtures("planner_in_process")
 def test_a_model_that_cannot_be_traced_is_planned_by_the_formula_of_its_config(caplog):
     model = Questions()
     entries = {

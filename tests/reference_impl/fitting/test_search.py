@@ -10,6 +10,7 @@ from reference_impl.fitting.search import Search
 from reference_impl.fitting.trial import Trial
 
 BUDGET = 1000
+LAST_RESORT = frozenset({"trained-layer-streaming"})
 
 
 def plan(allocated, *, mode="recompute", mechanisms=("recompute",), rivals=()):
@@ -33,8 +34,16 @@ def plan(allocated, *, mode="recompute", mechanisms=("recompute",), rivals=()):
     }
 
 
+def streaming(allocated):
+    """A plan that streams trained layers."""
+    return plan(allocated) | {"execute": {"trained_layers": {"bytes": allocated}}}
+
+
 class Planner:
-    """Answers with what it is asked for, less what a plan leaves; `plans` answer first."""
+    """Answers with what it is asked for, less what a plan leaves; `plans` answer first.
+
+    Of those that stream trained layers it has some for 100 bytes too.
+    """
 
     host_bytes = 600
     pinned_bytes = None
@@ -45,7 +54,9 @@ class Planner:
     def plan(self, tensor_bytes, *, without=frozenset()):
         self.asked.append((tensor_bytes, without))
         if tensor_bytes < 300:
-            raise RefusedPlanError("nothing legal fits")
+            if without >= LAST_RESORT or tensor_bytes < 100:
+                raise RefusedPlanError("nothing legal fits")
+            return self.plans.pop(0) if self.plans else streaming(tensor_bytes - 5)
         return self.plans.pop(0) if self.plans else plan(tensor_bytes - 5)
 
 
@@ -53,7 +64,7 @@ class Planner:
 def played(monkeypatch):
     """Settle where each trial is what `answers` gives for its plan."""
 
-    def settle(planner, *answers, on_gpu=True):
+    def settle(planner, *answers, on_gpu=True, on_host=False, budget=BUDGET):
         left, limits = list(answers), []
 
         def run(task, tried, *, limit_bytes):
@@ -62,11 +73,11 @@ def played(monkeypatch):
             return answer(tried) if callable(answer) else answer
 
         monkeypatch.setattr(trial, "run", run)
-        device = SimpleNamespace(is_accelerator=on_gpu, allocator=object())
-        before = SimpleNamespace(restore=lambda: None)
-        search = Search(SimpleNamespace(device=device), before, planner, BUDGET, error_share=0.0)
+        device = SimpleNamespace(is_accelerator=on_gpu, allocator=object(), torch_device="cuda:0")
+        task = SimpleNamespace(device=device, on_host=on_host)
+        search = Search(task, SimpleNamespace(restore=lambda: None), planner, budget, error_share=0.0)
         settled = search.settle()
-        assert set(limits) == {BUDGET}
+        assert set(limits) == {budget}
         assert not left
         return settled
 
@@ -80,7 +91,7 @@ def took(peak, step_s=1.0, **others):
 def test_the_first_question_leaves_headroom_and_a_good_plan_is_the_last(played):
     planner = Planner()
     settled = played(planner, took(940))
-    assert planner.asked == [(950, frozenset())]
+    assert planner.asked == [(950, LAST_RESORT)]
     assert (settled.steps, settled.plans) == (2, 1)
 
 
@@ -122,7 +133,7 @@ def test_what_lacked_is_asked_for_less(played, short_of, check):
 def test_a_budget_of_activations_that_is_not_kept_is_left_out(played):
     planner = Planner(plan(945, mode="budget"))
     played(planner, took(1000, short_of="device", steps=1), took(930))
-    assert planner.asked[1] == (950, frozenset({"activation-budget"}))
+    assert planner.asked[1] == (950, LAST_RESORT | {"activation-budget"})
 
 
 def test_where_the_cache_had_to_be_given_back_less_is_asked_for_and_kept(played):
@@ -137,7 +148,7 @@ def test_a_rival_that_may_be_faster_is_tried_and_the_faster_one_is_kept(played, 
     first = plan(945, rivals=[(("optimizer-offload",), 0.8)])
     planner = Planner(first, plan(930, mode="layers", mechanisms=("optimizer-offload",)))
     settled = played(planner, took(940, step_s=1.0), took(930, step_s=rival_s))
-    assert planner.asked[1] == (950, frozenset({"recompute"}))
+    assert planner.asked[1] == (950, LAST_RESORT | {"recompute"})
     assert settled.trial.step_s == chosen_s
     assert settled.steps == 4
 
@@ -149,6 +160,35 @@ def test_no_rival_is_tried_that_cannot_be_faster_nor_on_the_twin(played):
 
 
 def test_where_no_attempt_has_room_the_planner_has_the_last_word(played):
-    none = [lambda tried: took(1000, short_of="device", steps=0)] * 8
+    none = [lambda tried: took(1000, short_of="device", steps=0)] * 11
     with pytest.raises(RefusedPlanError, match="nothing legal fits"):
         played(Planner(), *none)
+
+
+def test_trained_layers_stream_where_nothing_else_is_left(played):
+    planner = Planner()
+    settled = played(planner, took(190), budget=200)
+    assert planner.asked == [(190, LAST_RESORT), (190, frozenset())]
+    assert "trained_layers" in settled.plan["execute"]
+
+
+def test_with_trained_layers_too_room_that_is_left_is_asked_for(played):
+    planner = Planner(streaming(185))
+    settled = played(planner, took(150), took(190, step_s=0.9), budget=200)
+    assert planner.asked[-1][0] == 190 + (185 - 150)
+    assert settled.trial.peak_device_bytes == 190
+
+
+def test_after_attempts_without_room_they_are_the_last_resort_too(played):
+    planner = Planner()
+    short = took(1000, short_of="device", steps=1)
+    settled = played(planner, short, took(278), budget=330)
+    assert planner.asked == [(314, LAST_RESORT), (309 - 26, LAST_RESORT), (309 - 26, frozenset())]
+    assert "trained_layers" in settled.plan["execute"]
+
+
+def test_weights_that_leave_no_room_to_stream_them_from_are_to_be_on_the_host(played):
+    none = took(0, short_of="device", steps=0, was_applied=False)
+    with pytest.raises(RefusedPlanError, match=r"try the model on the CPU, and device='cuda:0'"):
+        played(Planner(), none, budget=200)
+    assert played(Planner(), none, took(160), on_host=True, budget=200).plans == 2

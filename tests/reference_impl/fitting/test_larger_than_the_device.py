@@ -1,0 +1,122 @@
+"""`fit` of a model on the host whose weights have no room on the device: its layers stream."""
+
+import pytest
+import torch
+from failing_trials import failing_trials
+
+from reference_impl import apply_plan, fit
+from reference_impl.device import Device
+from reference_impl.fitting import FitError
+from reference_impl.memory.host import host_book, host_storages
+from reference_impl.memory.ledger import Ledger, on_host
+from reference_impl.verification.model import Decoder, DecoderShape, decoder_loss
+from reference_impl.verification.plan_document import TRAINED_STATES
+from skill_tools.planning.model import reference_numbers
+
+IDS = torch.arange(32).reshape(2, 16) % 300
+SHAPE = DecoderShape(hidden=64, ffn=512, heads=4, layers=12, vocab=300)
+CHUNK_BYTES = 2**17
+
+
+def loss_of(model, ids):
+    return decoder_loss(model(ids), ids)
+
+
+def make():
+    torch.manual_seed(0)
+    model = Decoder(SHAPE).bfloat16()
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, fused=True)
+
+
+def train(model, optimizer, steps=2):
+    losses = []
+    for _ in range(steps):
+        losses.append(loss_of(model, IDS))
+        losses[-1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [loss.detach() for loss in losses]
+
+
+def same(one, other):
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def weights_bytes():
+    return sum(param.nbytes for param in make()[0].parameters())
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch, planner_in_process):
+    """As small beside a layer as they are in a large model."""
+    monkeypatch.setattr(reference_numbers, "CHUNK_BYTES", CHUNK_BYTES)
+    exact = TRAINED_STATES["exact"] | {"chunk_bytes": CHUNK_BYTES}
+    monkeypatch.setitem(TRAINED_STATES, "exact", exact)
+    yield
+    assert host_book.live_bytes == 0
+
+
+def trained(fitted, model):
+    """The losses of two steps, and the weights after them."""
+    return [*train(model, fitted.optimizer), *(value.clone() for value in model.state_dict().values())]
+
+
+def test_a_model_larger_than_the_device_is_fitted_from_the_host():
+    model, optimizer = make()
+    before, noted = [param.clone() for param in model.parameters()], set(host_storages)
+    budget = round(0.9 * weights_bytes())
+    with fit(model, optimizer, IDS, loss_of, gpu_budget=budget, device="cpu") as fitted:
+        assert list(fitted.plan["execute"]) == ["trained_layers"]
+        assert fitted.plan["fitted"]["peak_device_bytes"] <= budget
+        assert same(before, model.state_dict().values())
+        found = trained(fitted, model)
+    assert host_storages == noted
+    # As without offload, with its recomputation.
+    model, optimizer = make()
+    plan = {"execute": {"optimizer": {"offload_fraction": 0.0}, "activations": {"mode": "recompute"}}}
+    with apply_plan(model, optimizer, plan) as applied:
+        assert same(found, trained(applied, model))
+    # The plan keeps the budget by itself.
+    model, optimizer = make()
+    blocks = [param for block in model.layers for param in block.parameters()]
+    outside = [param for name, param in model.named_parameters() if not name.startswith("layers.")]
+    with on_host(blocks):
+        ledger = Ledger(Device.of("cpu"), track=[*outside, IDS], limit_bytes=budget)
+        with ledger, apply_plan(model, optimizer, fitted.plan, device="cpu") as applied:
+            train(model, applied.optimizer)
+
+
+@pytest.mark.parametrize(
+    "share",
+    [0.3, *(pytest.param(share, marks=pytest.mark.slow) for share in (0.0, 0.1, 0.2, 0.45, 0.7, 0.9))],
+)
+def test_an_attempt_without_memory_leaves_everything_as_it_was(share, monkeypatch):
+    budget = round(1.1 * weights_bytes())
+
+    def operations_until(nth):
+        model, optimizer = make()
+        before = [param.clone() for param in model.parameters()]
+        with failing_trials(nth, monkeypatch) as failing:
+            try:
+                with fit(model, optimizer, IDS, loss_of, gpu_budget=budget, device="cpu") as fitted:
+                    assert list(fitted.plan["execute"]) == ["trained_layers"]
+                    assert same(before, model.state_dict().values())
+            except FitError:
+                # Where the plan with the least memory had too little, there is none with less.
+                assert nth > 0
+        assert same(before, model.parameters())
+        train(model, optimizer, steps=1)
+        return failing.done
+
+    nth = 1 + int(share * operations_until(-1))
+    assert operations_until(nth) >= nth
+
+
+def test_weights_on_the_device_that_fill_it_are_better_on_the_host():
+    model, optimizer = make()
+    before = [param.clone() for param in model.parameters()]
+    with pytest.raises(
+        FitError, match=r"no room on the device to stream them from; .*; try the model on the CPU"
+    ):
+        fit(model, optimizer, IDS, loss_of, gpu_budget=weights_bytes())
+    assert same(before, model.parameters())
