@@ -2,6 +2,7 @@
 
     python3 evals/benchmark.py RESULTS.jsonl [--output FILE]
 
+The page also has what `triggers_observed.jsonl` holds: a line a run, which queries of `triggers.json` loaded the skill.
 A line of RESULTS is one run: {"task", "arm": "with" or "without", "run": 1, "answer": {...} or "answer_path" (relative
 to RESULTS), "tool_calls", "tokens", "minutes", "model", "date"}. A run that gave no answer has the answer {}.
 Exit codes: 0 written, 2 a line cannot be used.
@@ -15,7 +16,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from grade import HERE, UnusableError, grade, load_answer
+from grade import HERE, UnusableError, grade, grade_triggers, load_answer
 
 ARMS = ("with", "without")
 EFFORT = ("tool_calls", "tokens", "minutes")
@@ -75,8 +76,25 @@ def report(runs: Sequence[Run], tasks: Sequence[str]) -> str:
         ),
         "left_out": ", ".join(filter(None, (_left_out(task, cells) for task in tasks))) or "none",
         "models": ", ".join(sorted({run["model"] for run in runs})),
+        "triggers": triggers(HERE / "triggers_observed.jsonl"),
     }
     return page.format(columns=COLUMNS, count=len(runs), first=dates[0], last=dates[-1], **facts)
+
+
+def triggers(path: Path) -> str:
+    """Return a sentence on the trigger queries of each run: how many loaded the skill, and how many left it alone."""
+    runs = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    queries = [one["query"] for one in json.loads((HERE / "triggers.json").read_text(encoding="utf-8"))]
+    graded = [
+        grade_triggers([{"query": query, "triggered": query in run["triggered"]} for query in queries])
+        for run in runs
+    ]
+    means = {name: fmean(each[name] for each in graded) for name in ("recall", "specificity")}
+    return (
+        f"{len(queries)} queries, decided {len(runs)} times by the skill's description beside five others: of those that\n"
+        f"should load it {100 * means['recall']:.1f} % did, and {100 * means['specificity']:.1f} % of the near misses "
+        "left it alone."
+    )
 
 
 def _left_out(task: str, cells: Mapping[tuple[str, str], Means]) -> str:
