@@ -91,8 +91,8 @@ def triggers(path: Path) -> str:
     ]
     means = {name: fmean(each[name] for each in graded) for name in ("recall", "specificity")}
     return (
-        f"{len(queries)} queries, decided {len(runs)} times by the skill's description beside five others: of those that\n"
-        f"should load it {100 * means['recall']:.1f} % did, and {100 * means['specificity']:.1f} % of the near misses "
+        f"{len(queries)} queries, decided {len(runs)} times by the skill's description beside five others: of those\n"
+        f"that should load it {100 * means['recall']:.1f} % did, and {100 * means['specificity']:.1f} % of the near misses "
         "left it alone."
     )
 
