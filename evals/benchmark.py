@@ -90,10 +90,10 @@ def triggers(path: Path) -> str:
         for run in runs
     ]
     means = {name: fmean(each[name] for each in graded) for name in ("recall", "specificity")}
+    recall, specificity = (f"{100 * means[name]:.1f} %" for name in ("recall", "specificity"))
     return (
         f"{len(queries)} queries, decided {len(runs)} times by the skill's description beside five others: of those\n"
-        f"that should load it {100 * means['recall']:.1f} % did, and {100 * means['specificity']:.1f} % of the near misses "
-        "left it alone."
+        f"that should load it {recall} did, and {specificity} of the near misses left it alone."
     )
 
 
