@@ -99,7 +99,8 @@ test-torchtune: setup
 	$(BIN)/python tests/judges/torchtune/fetch.py $(TORCHTUNE)
 	$(BIN)/python tests/judges/torchtune/torchtune_judge.py --mutants
 
-# LLaMA-Factory's own parser judges our rules: 5,000 generated configurations a release.
+# LLaMA-Factory's own parser judges our rules, with the Trainer that gets its arguments: 5,000 generated configurations
+# a release.
 LLAMA_FACTORY ?= 0.9.0 0.9.3 0.9.5
 
 test-llama-factory: setup

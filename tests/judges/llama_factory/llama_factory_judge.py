@@ -42,8 +42,10 @@ RAISING = [
 ]
 OWN = [rule for rule in RAISING if rule.id.startswith("lf-")]
 JUDGED = [*OWN, *(rule for rule in RAISING if rule.id.startswith("hf-"))]
-# What each release runs with. It says of any argument that is gone what it says of one that never was.
+# What each release runs with. The rules know Transformers from 4.56 on, so that older ones get none of its arguments.
 TRANSFORMERS = {"0.9.0": ("4.51.3",), "0.9.3": ("4.51.3",), "0.9.5": ("4.57.3", "5.5.0")}
+KNOWN = ("4.57.3", "5.5.0")
+# Said of any argument that is gone as of one that never was.
 REFUSED = "not used by the HfArgumentParser"
 # Said of methods that exclude each other, which nothing is offloaded by.
 ELSEWHERE = re.compile(
@@ -92,8 +94,11 @@ class Asked(NamedTuple):
     distributed: bool
 
 
-def drawn(seed: int) -> Asked:
-    """Return the configuration of a seed; whoever names a DeepSpeed section launches it as it asks for."""
+def drawn(seed: int, *, with_trainer: bool) -> Asked:
+    """Return the configuration of a seed, perhaps with arguments of the Trainer.
+
+    Whoever names a DeepSpeed section launches it as it asks for.
+    """
     random = Random(seed)
     config = {**BASE, "finetuning_type": random.choice(("full", "full", "lora"))}
     section = random.choice(STAGES)
@@ -110,6 +115,8 @@ def drawn(seed: int) -> Asked:
         config["quantization_bit"] = random.choice((4, 8))
     if random.random() < 0.3:
         config["bf16"] = True
+    if not with_trainer:
+        return Asked(config, section is not None)
     if random.random() < 0.5:
         config |= sampled(random, TRAINER, 6)
     if random.random() < 0.1:
@@ -204,7 +211,8 @@ def disagreements(heard: Heard, rules: Sequence[Rule]) -> Iterator[str]:
 
 def answers(version: str, transformers: str, configurations: int) -> list[Heard]:
     """Return what a release says to so many configurations that it knows the arguments of, and what we say."""
-    known = islice((asked for asked in map(drawn, count()) if is_known(asked, version)), configurations)
+    every = (drawn(seed, with_trainer=transformers in KNOWN) for seed in count())
+    known = islice((asked for asked in every if is_known(asked, version)), configurations)
     with Release(version, transformers) as release:
         return [Heard(asked, release.ask(asked), verdict(asked, version, transformers)) for asked in known]
 
