@@ -14,6 +14,9 @@ from skill_tools import knowledge
 from skill_tools.configs.files import read_bytes
 from skill_tools.errors import UnusableInput
 
+CHECKOUT = (
+    "+checkout"  # as the local part of a release, PEP 440: of a source tree, at that release or after it
+)
 _MOST_BYTES = 4 * 1024 * 1024
 _MOST_FILES = 20
 _MOST_LEVELS = 6
@@ -48,8 +51,7 @@ class Stated(NamedTuple):
 def stated_in(text: str, file: str = "") -> dict[str, Stated]:
     """Return the releases that `text` states, by distribution; of several statements of one file the last counts.
 
-    It is `NAME==1.2.3` anywhere, `NAME 1.2.3` in a comment, an entry of a lock file, a project's name and version, or
-    the tag of a known image.
+    It is `NAME==1.2.3` anywhere, `NAME 1.2.3` in a comment, an entry of a lock file, or the tag of a known image.
     """
     found = {name: (version, at) for name, version, at in _statements(text)}
     prefix = f"{file} line" if file else "line"
@@ -95,24 +97,34 @@ def _stated_by_files(folder: str, beginnings: tuple[str, ...], prefix: str = "")
         except UnusableInput:
             continue
         text = data.decode("utf-8", "replace")
-        for package, version, at in (*_statements(text), *_own_in_a_file(text, folder)):
+        for package, version, at in (*_statements(text), *_own(text, folder)):
             stated = Stated(version, f"{prefix}{name} line {text.count(chr(10), 0, at) + 1}")
             if found.setdefault(package, stated).version != version:
                 torn.add(package)
     return {name: each for name, each in found.items() if name not in torn}
 
 
-def _own_in_a_file(text: str, folder: str) -> Iterator[tuple[str, str, int]]:
-    """Yield the release of a framework's checkout, where `text` says that a file of `folder` holds it."""
-    project = text.partition("[project]")[2].partition("\n[")[0]
-    name = re.search(r"^name ?= ?[\"']([\w-]+)[\"']", project, re.MULTILINE)
-    file = re.search(r"^version ?= ?\{ ?file ?= ?[\"']([\w/-]+)[\"'] ?\}", text, re.MULTILINE)
-    if name is None or file is None or name[1] not in knowledge.index()["releases"]["known"]:
-        return
-    with suppress(UnusableInput):
-        data = read_bytes(os.path.join(folder, file[1]), _MOST_BYTES, expected="a release")
-        if number := re.match(r"\d+\.\d[\w.]*", data.decode("utf-8", "replace")):
-            yield name[1], number[0].rstrip("."), file.start()
+def _own(text: str, folder: str) -> Iterator[tuple[str, str, int]]:
+    """Yield the release of a framework's checkout, where `text` is its pyproject.toml or setup.py.
+
+    It is marked as a checkout's: what is in it may have come after that release.
+    """
+    project = re.search(r"^\[project\]\n(?:[^\[\n][^\n]*\n|\n)*", text, re.MULTILINE)
+    for found in _pattern(r"^name ?= ?[\"']NAME[\"']").finditer(project[0] if project else ""):
+        file = re.search(r"^version ?= ?\{ ?file ?= ?[\"']([\w/-]+)[\"'] ?\}", text, re.MULTILINE)
+        number = _pattern(r"^version ?= ?[\"']NUMBER[\"']").search(project[0] if project else "")
+        if number is not None:
+            yield _named(found), f"{number['version']}{CHECKOUT}", text.index(number[0])
+        elif file is not None:
+            with suppress(UnusableInput):
+                data = read_bytes(os.path.join(folder, file[1]), _MOST_BYTES, expected="a release")
+                if held := re.match(r"\d+\.\d[\w.]*\w", data.decode("utf-8", "replace")):
+                    yield _named(found), f"{held[0]}{CHECKOUT}", file.start()
+    if "setup(" in text:
+        form = _pattern(r"\bname ?= ?[\"']NAME[\"'],\s+version ?= ?[\"']NUMBER[\"']")
+        yield from (
+            (_named(found), f"{found['version']}{CHECKOUT}", found.start()) for found in form.finditer(text)
+        )
 
 
 def _pinning_files(folder: str, beginnings: tuple[str, ...]) -> list[str]:
@@ -130,8 +142,8 @@ def _statements(text: str) -> Iterator[tuple[str, str, int]]:
         yield from _in_comments(text)
     if "==" in text:
         yield from _found(_pattern(r"(?<![\w.-])NAME(?:\[[\w,-]*\])?==(?!=)NUMBER"), text)
-    if "version" in text:
-        yield from _found(_pattern(r"name ?= ?[\"']NAME[\"'],?\s+version ?= ?[\"']NUMBER[\"']"), text)
+    if 'version = "' in text:
+        yield from _found(_pattern(r'\]\]\s+name = "NAME"\s+version = "NUMBER"'), text)
     for image, held in knowledge.index()["releases"]["images"].items():
         if image in text:
             for found in re.finditer(rf"\b{re.escape(image)}:(\S+)", text):
@@ -140,7 +152,11 @@ def _statements(text: str) -> Iterator[tuple[str, str, int]]:
 
 def _found(pattern: re.Pattern[str], text: str) -> Iterator[tuple[str, str, int]]:
     for found in pattern.finditer(text):
-        yield re.sub("[_ ]", "-", found["name"].lower()), found["version"].rstrip("."), found.start("name")
+        yield _named(found), found["version"].rstrip("."), found.start("name")
+
+
+def _named(found: re.Match[str]) -> str:
+    return re.sub("[_ ]", "-", found["name"].lower())
 
 
 def _in_comments(text: str) -> Iterator[tuple[str, str, int]]:
@@ -171,4 +187,5 @@ def _pattern(form: str) -> re.Pattern[str]:
     """Return the pattern of a form of statement, in which NAME stands for a distribution and NUMBER for its release."""
     names = "|".join(name.replace("-", "[-_ ]") for name in knowledge.index()["releases"]["known"])
     number = r"v?(?P<version>\d+\.\d[\w.!]*(?:\+[\w.]+)?)"
-    return re.compile(form.replace("NAME", f"(?P<name>{names})").replace("NUMBER", number), re.IGNORECASE)
+    form = form.replace("NAME", f"(?P<name>{names})").replace("NUMBER", number)
+    return re.compile(form, re.IGNORECASE | re.MULTILINE)

@@ -12,6 +12,7 @@ from functools import cache
 from typing import Any
 
 from skill_tools import knowledge
+from skill_tools.configs.releases import CHECKOUT
 from skill_tools.errors import UnusableInput
 
 Versions = Mapping[str, str]
@@ -108,15 +109,33 @@ def standing(
 def in_range(package: str, specifier: str, versions: Versions, framework: str = "") -> Standing:
     """Say whether the user's release of `package` is in the range that `specifier` describes.
 
-    Where nobody states the release, it is one that `framework` runs with.
+    Where nobody states the release, it is one that `framework` runs with; a checkout may be past what it states.
     """
-    if package in versions:
-        return Standing.APPLIES if admits(specifier, versions[package]) else Standing.ABSENT
-    possible = {admits(specifier, version) for version in _running_with(framework, package)}
+    stated = versions.get(package)
+    meant = _running_with(framework, package) if stated is None else _meant(package, stated)
+    possible = {admits(specifier, version) for version in meant}
     if len(possible) == 1:
         return Standing.APPLIES if possible.pop() else Standing.ABSENT
     replaced = _facts()["replaces"].get(package)
     return Standing.ABSENT if replaced in versions else Standing.OPEN
+
+
+@cache
+def _meant(package: str, stated: str) -> tuple[str, ...]:
+    """Return the releases that a statement may mean: that of a checkout also the next known one, or the one before.
+
+    What comes next after a release from before the known ones is not known.
+    """
+    if not stated.endswith(CHECKOUT):
+        return (stated,)
+    from packaging.version import Version
+
+    release = Version(stated)
+    known = sorted(_facts()["known"][package], key=Version)
+    base = Version(release.base_version)
+    before = [each for each in known if Version(each) < base]
+    after = [each for each in known if Version(each) > base] if before else []
+    return (stated, *(before[-1:] if release.is_prerelease else after[:1]))
 
 
 def _running_with(framework: str, package: str) -> list[str]:

@@ -157,7 +157,9 @@ class Expressions:
         if isinstance(base, Section):
             return base.get(node.attr, self.place(node))
         owner = name.split(".")[-2] if name.count(".") else ""
-        return node.attr if owner[:1].isupper() else UNREADABLE
+        # A member in capitals, as `OptimizerNames.ADAMW_TORCH`, has another value than its name.
+        is_named_as_its_value = owner[:1].isupper() and not owner.isupper() and not node.attr.isupper()
+        return node.attr if is_named_as_its_value else UNREADABLE
 
     def _dict(self, node: ast.Dict) -> Section:
         section = Section(is_literal=True)

@@ -20,7 +20,6 @@ def versions(text: str) -> dict[str, str]:
         ("pip install 'megatron_core[mlm]==0.16.1'", {"megatron-core": "0.16.1"}),
         ("pip install torch==2.8.0+cu128", {"torch": "2.8.0+cu128"}),
         ('[[package]]\nname = "accelerate"\nversion = "1.14.0"\n', {"accelerate": "1.14.0"}),
-        ('setup(\n    name="axolotl",\n    version="0.4.1",\n)', {"axolotl": "0.4.1"}),
         ("image: nvcr.io/nvidia/nemo:26.08.x", {"megatron-bridge": "0.6.0"}),
         ("#SBATCH --container-image=nvcr.io#nvidia/nemo:25.09",
          {"megatron-core": "0.14.0", "transformer-engine": "2.7.0"}),
@@ -69,15 +68,25 @@ def test_two_extras_of_a_project_that_differ_state_nothing(tmp_path: Path) -> No
     assert stated_beside(str(tmp_path)) == {}
 
 
-def test_a_checkout_of_a_framework_says_its_own_release(tmp_path: Path) -> None:
+DYNAMIC = '[project]\nname = "axolotl"\n[tool.setuptools.dynamic]\nversion = {file = "VERSION"}\n'
+
+
+@pytest.mark.parametrize(
+    ("files", "stated"),
+    [
+        ({"pyproject.toml": DYNAMIC, "VERSION": "0.18.0\n"},
+         {"axolotl": Stated("0.18.0+checkout", "../pyproject.toml line 4")}),
+        ({"pyproject.toml": DYNAMIC, "VERSION": "unknown\n"}, {}),
+        ({"pyproject.toml": '[project]\nname = "prime-rl"\nversion = "0.8.0"\n'},
+         {"prime-rl": Stated("0.8.0+checkout", "../pyproject.toml line 3")}),
+        ({"setup.py": 'setup(\n    name="axolotl",\n    version="0.4.1",\n)\n'},
+         {"axolotl": Stated("0.4.1+checkout", "../setup.py line 2")}),
+    ],
+)  # fmt: skip
+def test_a_checkout_of_a_framework_says_its_own_release(
+    tmp_path: Path, files: dict[str, str], stated: dict[str, Stated]
+) -> None:
     (tmp_path / "examples").mkdir()
-    (tmp_path / "pyproject.toml").write_text(
-        '[project]\nname = "axolotl"\ndynamic = ["version"]\n[tool.setuptools.dynamic]\n'
-        'version = { file = "VERSION" }\n'
-    )
-    (tmp_path / "VERSION").write_text("0.18.0\n")
-    assert stated_beside(str(tmp_path / "examples")) == {
-        "axolotl": Stated("0.18.0", "../pyproject.toml line 5")
-    }
-    (tmp_path / "VERSION").write_text("unknown\n")
-    assert stated_beside(str(tmp_path / "examples")) == {}
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    assert stated_beside(str(tmp_path / "examples")) == stated

@@ -36,6 +36,11 @@ SILENT = {
         "def recipe() -> ConfigContainer:\n    cfg = ConfigContainer()\n    cfg.ddp.grad_reduce_in_fp32 = False\n"
         "    cfg.ddp.grad_reduce_in_fp32 = True\n    cfg.mixed_precision = 'bf16_mixed'\n    return cfg\n",
     ),
+    "members.py": (
+        "transformers",
+        "from transformers import TrainingArguments as T\nfrom transformers.training_args import OptimizerNames as O\n"
+        "class TrainingArguments(T): ...\na = TrainingArguments('o', optim=O.ADAMW_TORCH.value)\n",
+    ),
     "tuned.json": ("deepspeed", '{"zero_optimization": {"stage": [1, 2]}, "autotuning": {"enabled": true}}'),
 }  # fmt: skip
 

@@ -98,6 +98,23 @@ def test_a_range_is_met_missed_or_open() -> None:
     assert standing(wanted, {"megatron-core": "0.16.1"}) == (Standing.OPEN, ("transformer-engine>=2.10",))
 
 
+@pytest.mark.parametrize(
+    ("stated", "specifier", "standing"),
+    [
+        ("0.8.0+checkout", "<0.8.1", Standing.OPEN),  # main after 0.8.0 says 0.8.0 too
+        ("0.8.0+checkout", ">=0.8", Standing.APPLIES),
+        ("0.6.0+checkout", ">=0.8", Standing.ABSENT),
+        ("0.1.0+checkout", ">=0.4", Standing.ABSENT),
+        ("0.8.0.dev+checkout", ">=0.8", Standing.OPEN),
+        ("0.8.0", "<0.8.1", Standing.APPLIES),
+    ],
+)
+def test_a_checkout_may_be_past_the_release_that_it_states(
+    stated: str, specifier: str, standing: Standing
+) -> None:
+    assert in_range("prime-rl", specifier, {"prime-rl": stated}) is standing
+
+
 def test_the_development_build_is_absent_where_a_release_is_stated() -> None:
     assert in_range("megatron-core-dev", ">=0", {"megatron-core": "0.16.1"}) is Standing.ABSENT
     assert in_range("megatron-core-dev", ">=0", {}) is Standing.OPEN
