@@ -164,7 +164,9 @@ class Interpreter:
                 self._loop(target, self._expressions.evaluate(iterable), body)
             case ast.While(body=body):
                 self._with_doubt(body)
-            case ast.With(body=body):
+            case ast.With(items=items, body=body):
+                for item in items:
+                    self._expressions.evaluate(item.context_expr)
                 self._follow(body)
             case ast.Try():
                 self._follow(node.body)
@@ -242,7 +244,7 @@ class Interpreter:
             self.commands.append((expression, arguments[0] if arguments else keywords["args"]))
         if name in self._functions and len(self._locals) < MAX_CALLS:
             return self._invoke(self._functions[name], arguments, keywords)
-        if not (last[:1].isupper() or last in _LEAVE_ALONE):
+        if not (last[:1].isupper() or last in _LEAVE_ALONE or last in self._watched):
             for given in (*arguments, *keywords.values()):
                 if isinstance(given, Section):
                     given.is_open = True
@@ -269,7 +271,7 @@ class Interpreter:
     ) -> Section:
         """Build what a constructor makes; a class of this file brings its defaults along."""
         section = Section(made_by=name or "?", is_literal=name == "dict")
-        if not (name[:1].isupper() or name == "dict"):
+        if not (name[:1].isupper() or name == "dict" or name in self._watched):
             return section
         lineage = self._lineage(name)
         for ancestor in reversed(lineage):

@@ -2,6 +2,7 @@
 
 - arguments: the fields of `TrainingArguments`, of its subclasses (`SFTConfig`) and of the dataclasses parsed with them
 - recipe: arguments in a YAML or JSON file, as `TrlParser` and `HfArgumentParser` read them
+- python_script: the arguments that a Python script makes, or a trainer that is given none; our_line: `offload(trainer)`
 - launch: a command that starts a training script; what stands before the script is the launcher's
 """
 
@@ -24,3 +25,14 @@ TRL_CLASSES = frozenset(
     {*TRL_COMMANDS.values(), "CPOConfig", "GKDConfig", "GOLDConfig", "OnlineDPOConfig", "ORPOConfig"}
 )
 CLASSES = TRAINER_CLASSES | TRL_CLASSES
+# What a trainer that is given no arguments makes of them.
+TRAINERS = {
+    "Trainer": "TrainingArguments",
+    "SFTTrainer": "SFTConfig",
+    "DPOTrainer": "DPOConfig",
+    "GRPOTrainer": "GRPOConfig",
+    "KTOTrainer": "KTOConfig",
+    "RewardTrainer": "RewardConfig",
+    "RLOOTrainer": "RLOOConfig",
+    "DistillationTrainer": "DistillationConfig",
+}

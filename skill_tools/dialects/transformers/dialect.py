@@ -8,7 +8,14 @@ from skill_tools.configs.config import Config, UnknownKey
 from skill_tools.configs.keys import Key
 from skill_tools.configs.source import Kind, Source
 from skill_tools.dialects.base import NONE, Dialect, Evidence
-from skill_tools.dialects.transformers import CLASSES, EMBEDDED, PACKAGES, TRANSFORMERS, TRL_COMMANDS
+from skill_tools.dialects.transformers import (
+    CLASSES,
+    EMBEDDED,
+    PACKAGES,
+    TRAINERS,
+    TRANSFORMERS,
+    TRL_COMMANDS,
+)
 
 if TYPE_CHECKING:
     from skill_tools.configs.yaml_lines import Node
@@ -55,12 +62,15 @@ class Transformers(Dialect):
     adapter = 'reference_impl.integrations.transformers.offload(trainer, "plan.json")'
 
     def evidence_in_python(self, text: str) -> Evidence:
-        """Take a call of an argument class in a text that imports transformers or TRL, unless it is another's class."""
+        """Take a call of an argument class in a text that imports transformers or TRL, or a trainer that it imports."""
         if not re.search(r"^\s*(?:from|import) (?:transformers|trl)\b", text, re.MULTILINE):
             return NONE
-        called = set(re.findall(r"\b(\w+)\(", text)) & CLASSES
+        called = set(re.findall(r"\b(\w+)\(", text))
+        trainers, called = called & TRAINERS.keys(), called & CLASSES
         if called:
-            called -= _from_elsewhere(text)
+            called -= _imported(text, theirs=False)
+        elif trainers:
+            called = trainers & _imported(text, theirs=True)
         return Evidence(_DECISIVE, proof=", ".join(sorted(called)[:3])) if called else NONE
 
     def evidence_in_text(self, text: str) -> Evidence:
@@ -153,15 +163,15 @@ class Transformers(Dialect):
         return found(config, run)
 
 
-def _from_elsewhere(text: str) -> set[str]:
-    """Return the names that a Python text imports from other packages: `from mcore_adapter import DPOConfig`."""
+def _imported(text: str, *, theirs: bool) -> set[str]:
+    """Return the names that a Python text imports from transformers and TRL, or from other packages."""
     imports: list[tuple[str, str]] = re.findall(
         r"^[ \t]*from[ \t]+([\w.]+)[ \t]+import[ \t]+(\([^)]*\)|[^\n#]*)", text, re.MULTILINE
     )
     return {
         part.split()[-1]
         for module, names in imports
-        if module.partition(".")[0] not in PACKAGES
+        if (module.partition(".")[0] in PACKAGES) is theirs
         for part in names.strip("() \n\t").split(",")
         if part.strip()
     }

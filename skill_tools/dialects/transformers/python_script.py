@@ -1,45 +1,104 @@
 """Reads a Python script that makes arguments: `SFTConfig(output_dir=.., gradient_checkpointing=True)`.
 
-One recipe is one object of an argument class. A script with several asks for `file.py::SFTConfig`, or, where a class
-is used more than once, for `file.py::SFTConfig:LINE`.
+One recipe is one object of an argument class, or a trainer without arguments, which makes them itself. A script with
+several asks for `file.py::SFTConfig`, or, where a class is used more than once, for `file.py::SFTConfig:LINE`.
 """
 
 import ast
 from collections import Counter
+from collections.abc import Sequence
 
 from skill_tools.configs.config import Place
 from skill_tools.configs.draft import Draft
 from skill_tools.configs.python.constructions import Construction, constructions
+from skill_tools.configs.python.syntax import last_name
 from skill_tools.configs.source import Source
 from skill_tools.configs.vocabulary import load_vocabulary
-from skill_tools.dialects.transformers import CLASS, CLASSES, PACKAGES, TRANSFORMERS, arguments
+from skill_tools.dialects.transformers import CLASS, CLASSES, PACKAGES, TRAINERS, TRANSFORMERS, arguments
 from skill_tools.dialects.transformers.classes import GONE, accepted, nearest
+from skill_tools.dialects.transformers.our_line import imported_calls, write_line
 from skill_tools.errors import UnusableInput
 
 _SHOWN = 5
 
 
 def recipes(source: Source) -> dict[str, Construction]:
-    """Return the objects of argument classes that a script makes, each under the name that asks for it."""
-    made = constructions(source, CLASSES)
+    """Return the objects of argument classes that a script makes, each under the name that asks for it.
+
+    A trainer that is given none is among them: it makes them with their defaults.
+    """
+    return _named(source, constructions(source, CLASSES | TRAINERS.keys()))
+
+
+def _named(source: Source, every: Sequence[Construction]) -> dict[str, Construction]:
+    without = {each.place for each in every if _has_defaults(each)}
+    if without:
+        without &= _called_as_imported(source)
+    made = [each for each in every if each.kind in CLASSES or each.place in without]
     times = Counter(each.name for each in made)
     return {each.name if times[each.name] == 1 else f"{each.name}:{each.place.line}": each for each in made}
 
 
+def _has_defaults(made: Construction) -> bool:
+    """Return whether `made` is a trainer that nobody gives arguments, and no subclass, which may make others."""
+    given = [value for name, value, _ in made.values() if name == "args"]
+    is_trainer = made.kind in TRAINERS and made.name == made.kind
+    return (
+        is_trainer and not made.is_open and len(made.positional) < 2 and all(each is None for each in given)
+    )
+
+
+def _called_as_imported(source: Source) -> set[Place]:
+    """Return where a script calls a trainer by the name that it imports from them, and from nobody else."""
+    nodes = list(ast.walk(source.module))
+    theirs: dict[str, bool] = {}
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom):
+            for each in node.names:
+                name = each.asname or each.name
+                theirs[name] = theirs.get(name, True) and (node.module or "").partition(".")[0] in PACKAGES
+    return {
+        Place(source.name, node.lineno, node.col_offset + 1)
+        for node in nodes
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and theirs.get(node.func.id)
+    }
+
+
 def write_script(draft: Draft, source: Source) -> None:
     """Write the arguments that `source` makes; raises `UnusableInput` for none, and for several without a choice."""
-    found = recipes(source)
+    ours = imported_calls(source)
+    every = constructions(source, CLASSES | TRAINERS.keys() | ours)
+    everything = _named(source, every)
+    found = everything
     if source.recipe is not None:
         found = {name: each for name, each in found.items() if name == source.recipe}
     if len(found) != 1:
-        raise _unclear(source, list(recipes(source)))
+        raise _unclear(source, list(everything))
     (made,) = found.values()
+    if made.kind in TRAINERS:
+        _write_defaults(draft, source, made)
+    else:
+        _write_given(draft, source, made)
+    if len(everything) == 1:
+        write_line(draft, source, [each for each in every if each.kind in ours])
+
+
+def _write_defaults(draft: Draft, source: Source, made: Construction) -> None:
+    """Write what a trainer without arguments says: the class that it makes, and the model where it is a name."""
+    draft.set_key(CLASS, TRAINERS[made.kind], "class", made.place)
+    models = [value for name, value, _ in made.values() if name == "model"] or [*made.positional]
+    for model in models:
+        if isinstance(model, str):
+            arguments.write(draft, "model_name_or_path", arguments.with_place(model, made.place), source.name)
+
+
+def _write_given(draft: Draft, source: Source, made: Construction) -> None:
     is_theirs = made.name == made.kind and _comes_from_them(source.module, made.name)
     if is_theirs:
         draft.set_key(CLASS, made.kind, "class", made.place)
     if made.is_open:
         draft.may_be_set()
-    keywords = _keywords(source, made)
+    keywords = {item.arg for item in _call_of(source, made).keywords if item.arg}
     known = accepted(made.kind) | GONE
     names = load_vocabulary(TRANSFORMERS).names
     if made.positional:
@@ -53,12 +112,15 @@ def write_script(draft: Draft, source: Source) -> None:
             draft.note_unknown(f"{made.kind}.{name}", place, nearest=nearest(made.kind, name))
 
 
-def _keywords(source: Source, made: Construction) -> set[str]:
-    """Return the names that the call itself gives; what is assigned to the object later is no argument of it."""
-    for node in ast.walk(source.module):
-        if isinstance(node, ast.Call) and Place(source.name, node.lineno, node.col_offset + 1) == made.place:
-            return {item.arg for item in node.keywords if item.arg}
-    return set()
+def _call_of(source: Source, made: Construction) -> ast.Call:
+    """Return the call itself; what is assigned to the object later is no argument of it."""
+    return next(
+        node
+        for node in ast.walk(source.module)
+        if isinstance(node, ast.Call)
+        and Place(source.name, node.lineno, node.col_offset + 1) == made.place
+        and last_name(node.func) == made.name
+    )
 
 
 def _comes_from_them(module: ast.Module, name: str) -> bool:

@@ -5,9 +5,10 @@ from pathlib import Path
 import pytest
 
 from skill_tools.configs.config import Config
+from skill_tools.configs.source import Source
 from skill_tools.dialects import registry
-from skill_tools.dialects.read import read, read_text
-from skill_tools.errors import UnusableInput
+from skill_tools.dialects.read import read, read_text, readings
+from skill_tools.errors import Unrecognised, UnusableInput
 
 RECIPE = """\
 model_name_or_path: Qwen/Qwen3-8B
@@ -204,3 +205,85 @@ def test_the_file_of_the_launcher_belongs_to_the_run(tmp_path: Path) -> None:
     offload = config.settings["accelerate.fsdp_config.fsdp_offload_params"]
     assert (offload.value, Path(offload.place.file).name) == (True, "a.yaml")
     assert config.value("output_dir") == "out"
+
+
+DEFAULTS = (
+    "from trl import SFTTrainer\ntrainer = SFTTrainer('Qwen/Qwen3-8B', train_dataset=data)\ntrainer.train()\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments_class", "model"),
+    [
+        (DEFAULTS, "SFTConfig", "Qwen/Qwen3-8B"),
+        (
+            "from transformers import Trainer\nTrainer(model=model, args=None).train()\n",
+            "TrainingArguments",
+            None,
+        ),
+        (DEFAULTS.replace("train_dataset", "callbacks=[x], train_dataset"), "SFTConfig", "Qwen/Qwen3-8B"),
+    ],
+)
+def test_a_trainer_without_arguments_has_those_that_it_makes(
+    text: str, arguments_class: str, model: str | None
+) -> None:
+    config = read_text(text, "train.py")
+    assert (config.framework, config.value("arguments_class"), config.model_name) == (
+        "transformers",
+        arguments_class,
+        model,
+    )
+    assert not config.maybe_set
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "from lightning import Trainer\nTrainer(model)\n",
+        "import lightning as L\nfrom transformers import AutoModel\nL.Trainer(model)\n",
+        "import lightning as L\nfrom transformers import Trainer\nL.Trainer(max_epochs=3)\n",
+        "from transformers import Trainer\n\n\nclass Mine(Trainer):\n    pass\n\n\nMine(model)\n",
+        "from transformers import Trainer\nTrainer(model, parser.parse()[0])\n",
+        "from transformers import Trainer\nTrainer(model=model, args=args)\n",
+        "from transformers import Trainer\nTrainer(**everything)\n",
+        "from transformers import Trainer\ntrainer = Trainer(model)\ntrainer.args.bf16 = True\n",
+        "from transformers import Trainer\ntrainer = Trainer(model)\nprepare(trainer)\n",
+        "from somewhere import SFTTrainer\nfrom trl import apply_chat_template\nSFTTrainer(model)\n",
+    ],
+)
+def test_a_trainer_of_others_or_whose_arguments_are_not_seen_proves_nothing(text: str) -> None:
+    with pytest.raises(Unrecognised):
+        readings([Source("train.py", text)])
+
+
+OURS = f"from reference_impl.integrations.transformers import offload\n{DEFAULTS}"
+
+
+@pytest.mark.parametrize(
+    ("lines", "again"),
+    [
+        ("offload(trainer, optimizer=True)\noffload(trainer, weights=True)\n", True),
+        ("first = offload(trainer, optimizer=True)\nfirst.close()\noffload(trainer, weights=True)\n", None),
+        ("offload(trainer, optimizer=True)\ntrainer = other()\noffload(trainer, weights=True)\n", None),
+        ("offload(trainer, optimizer=True)\noffload(other, optimizer=True)\n", None),
+        ("if big:\n    offload(trainer, optimizer=True)\nelse:\n    offload(trainer, weights=True)\n", None),
+    ],
+)
+def test_two_lines_of_ours_count_only_where_both_are_run_on_one_trainer(
+    lines: str, again: bool | None
+) -> None:
+    config = read_text(OURS + lines, "train.py")
+    assert config.value("offload_call.again") is again
+    assert "offload_call.optimizer" in config.unresolved
+
+
+def test_our_line_is_read_where_it_is_ours_and_readable() -> None:
+    config = read_text(OURS + "with offload(trainer, plan):\n    trainer.train()\n", "train.py")
+    assert config.value("offload_call") == "offload"
+    assert "offload_call.plan" in config.unresolved
+    config = read_text(OURS + "offload(trainer, activations='layers', **more)\n", "train.py")
+    assert config.value("offload_call.activations") == "layers"
+    assert "offload_call.optimizer" in config.unresolved
+    theirs = DEFAULTS + "from somewhere import offload\n"
+    with pytest.raises(Unrecognised):  # it may change the arguments
+        readings([Source("train.py", theirs + "offload(trainer)\n")])
