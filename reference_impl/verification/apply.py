@@ -189,13 +189,15 @@ def _layer_streamer(
     max_grad_norm: float | None,
     device: torch.device | str | None,
 ) -> TrainableLayerStreamer:
+    options = dict(wanted)
+    states = TRAINED_STATES[options.pop("streamed_states", "exact")]
     return TrainableLayerStreamer(
         model,
         _fused(optimizer),
         max_grad_norm=max_grad_norm,
-        streaming=Streaming(**TRAINED_STATES[wanted.get("streamed_states", "exact")]),
-        inputs=wanted.get("inputs", "device"),
+        streaming=Streaming(**states),
         device=device,
+        **options,
     )
 
 

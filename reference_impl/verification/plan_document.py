@@ -161,7 +161,14 @@ def _weights(entry: str, found: Any) -> None:
 
 
 def _trained_layers(entry: str, found: Any) -> None:
-    _object({"inputs": _one_of(INPUTS), "streamed_states": _one_of(tuple(TRAINED_STATES))})(entry, found)
+    _object(
+        {
+            "inputs": _one_of(INPUTS),
+            "streamed_states": _one_of(tuple(TRAINED_STATES)),
+            "backward_overlap": _one_of(_OVERLAPS),
+            "resident_layers": _count,
+        }
+    )(entry, found)
 
 
 def _streamed_shards(entry: str, found: Any) -> None:

@@ -182,7 +182,8 @@ class Mode(NamedTuple):
     those of fine-grained offload. Under a budget `removed` is the share of the saved bytes that does not
     stay, `recomputed` the part of it that is computed again instead of moved. `recompute` None keeps the
     run's own. `weight_layers` are the frozen layers that are streamed, `trained_layers` says that all trained ones
-    are, or under FSDP2 their shards, with gradients and states (as `streamed_states`) on the host,
+    are, or under FSDP2 their shards, with gradients and states (as `streamed_states`) on the host; of their weights
+    those of `resident_layers` stay on the GPU, and with `updates_in_backward` their gradients do,
     `offload_parameters` is FSDP's or ZeRO's parameter and optimizer offload, `state_offload` Megatron's (dev)
     optimizer-state offload.
     """
@@ -205,6 +206,7 @@ class Mode(NamedTuple):
     weight_layers: int = 0
     weight_engine: WeightEngine = WeightEngine.REFERENCE
     trained_layers: bool = False
+    resident_layers: int = 0
     offload_parameters: bool = False
 
     @property

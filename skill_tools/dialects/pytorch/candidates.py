@@ -63,18 +63,24 @@ def _trained_layers(run: Run) -> Iterator[Candidate]:
     if run.adapter is not None or run.shape.num_layers < 2 or run.layout.gpus > 1:
         return
     forms = tuple(StreamedStates) if run.allows_other_numerics else (run.streamed_states,)
-    for states, on_host in product(forms, (False, True)):
+    # An update in backward uses each gradient as soon as there is one.
+    in_backward = (False,) if run.clips or run.micro_batches > 1 else (False, True)
+    residents = (0, *layer_counts(run))
+    for states, updates, resident, on_host in product(forms, in_backward, residents, (False, True)):
         arguments: dict[str, object] = {
             "trained_layers": True,
             "streamed_states": states,
+            "updates_in_backward": updates,
+            "resident_layers": resident,
             "recompute": Recompute(granularity="full"),
             "activation_engine": ActivationEngine.OWN_INPUTS if on_host else ActivationEngine.NONE,
         }
-        form = f" as {states} states" if states in _OTHER_NUMERICS else ""
-        inputs = ", layer inputs on the host" if on_host else ""
+        words = [f"trained layers streamed{f' as {states} states' if states in _OTHER_NUMERICS else ''}"]
+        words += [f"{resident} layers' weights resident"] * bool(resident)
+        words += ["updated in backward"] * updates + ["layer inputs on the host"] * on_host
         yield Candidate(
             Mode(**arguments),  # type: ignore[arg-type]
-            f"trained layers streamed{form}{inputs}",
+            ", ".join(words),
             (TRAINED, INPUTS) if on_host else (TRAINED,),
             {},
             rounds=_rounds(run, arguments),
@@ -99,12 +105,23 @@ def _streamed_shards(run: Run, advice: Advice) -> Iterator[Candidate]:
 def layer_streamer(mode: Mode) -> str:
     """Return the call that streams the trained layers of a loop's `model` and `optimizer`."""
     options = [f"streaming=Streaming({_STREAMING[mode.streamed_states]})"]
-    if mode.activation_engine is ActivationEngine.OWN_INPUTS:
-        options.append('inputs="host"')
+    options += [f"{name}={value!r}" for name, value in _beyond_defaults(mode).items()]
     return (
         f'TrainableLayerStreamer(model, optimizer, {", ".join(options)}), a model on the CPU with device="cuda"; '
         "call step() and zero_grad() of its .optimizer"
     )
+
+
+def _beyond_defaults(mode: Mode) -> dict[str, object]:
+    """Return the options of `TrainableLayerStreamer` that `mode` has other values of."""
+    options: dict[str, object] = {}
+    if mode.resident_layers:
+        options["resident_layers"] = mode.resident_layers
+    if mode.updates_in_backward:
+        options["backward_overlap"] = "update"
+    if mode.activation_engine is ActivationEngine.OWN_INPUTS:
+        options["inputs"] = "host"
+    return options
 
 
 def _rounds(run: Run, arguments: dict[str, object]) -> int:
@@ -196,11 +213,11 @@ def execute(mode: Mode, run: Run, peak_bytes: int) -> dict[str, object]:
     `peak_bytes` is what the allocator may reach in a step.
     """
     if mode.trained_layers and not run.is_fully_sharded:
-        on_host = mode.activation_engine is ActivationEngine.OWN_INPUTS
         return {
             "trained_layers": {
-                "inputs": "host" if on_host else "device",
+                "inputs": "device",
                 "streamed_states": str(mode.streamed_states),
+                **_beyond_defaults(mode),
             }
         }
     mechanisms: dict[str, object] = {}

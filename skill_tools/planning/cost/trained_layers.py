@@ -3,6 +3,8 @@
 A step with exact clipping lasts `max(T_b, 2 N / B) + max(T_f, (4 + S) N / B)`: backward hides the weights that come in
 and the gradients that leave, the next forward the weights and the states that pass. Both directions are in use at once,
 and an update takes no less than reading and writing its bytes in host memory does.
+Updated in backward, where nothing is clipped, it lasts `max(T_f, 2 N / B) + max(T_b, (2 + S) N / B)`, and the first
+block and what stands before it have nothing to hide behind. Weights that stay on the GPU travel in neither.
 Where gradients add up over several backwards, weights travel for each, and a gradient that has left comes back to be
 added to. The states of what stands outside the blocks come first and have nothing to hide behind. Explained in
 docs/larger-than-gpu.md.
@@ -22,26 +24,47 @@ def costs(run: Run, mode: Mode, memory: Memory, machine: Machine, speed: Pace) -
     held, times = memory.parameters.total, run.micro_batches
     weight_bytes, gradient_bytes = run.precision.weight_bytes, run.precision.gradient_bytes
     states_bytes = trained_layers.streamed_bytes(mode.streamed_states)
-    weights, gradients = weight_bytes * size.in_blocks, gradient_bytes * held
-
-    forward = _link_s(weights, memory.moved_bytes, machine)
-    backward = _link_s(weights + memory.moved_bytes, gradients, machine)
-    adding = _link_s(weights + memory.moved_bytes + gradients, gradients, machine)
-    update_in = weights + gradients + states_bytes * held
-    update_out = weights + states_bytes * held + memory.moved_bytes
-    update = max(
-        max(update_in, update_out) / machine.update_link, (update_in + update_out) / machine.update_dram
-    )
-    outside = (gradient_bytes + states_bytes) * size.outside / machine.update_link
-
+    gradients = gradient_bytes * held
+    weights = weight_bytes * size.in_blocks * trained_layers.streamed_share(run, mode)
     again = speed.layers_forward_s
     in_backward = speed.backward_s + again
-    hidden = [(forward, speed.forward_s)] * (times - 1)
-    hidden += [(backward, in_backward)] + [(adding, in_backward)] * (times - 1)
-    update_hidden = speed.forward_s + speed.gpu_update_s
-    return [
+    fixed = [
         Cost("recompute full", again * times, again * times, "the blocks' forward once more"),
         Cost("optimizer on the GPU", speed.gpu_update_s, speed.gpu_update_s, "28 B a parameter / HBM"),
+    ]
+
+    def update_s(inwards: float, outwards: float) -> float:
+        return max(max(inwards, outwards) / machine.update_link, (inwards + outwards) / machine.update_dram)
+
+    forward = _link_s(weights, memory.moved_bytes, machine)
+    states = states_bytes * held
+    if mode.updates_in_backward:
+        update = update_s(weights + states + memory.moved_bytes, weights + states)
+        last = states_bytes * (size.block + size.table) / machine.update_link
+        return [
+            *fixed,
+            Cost(
+                "trained layers for forward",
+                forward,
+                max(0.0, forward - speed.forward_s),
+                "2 B a parameter in / link - forward",
+            ),
+            Cost(
+                "trained layers and states in backward",
+                update,
+                max(last, update - in_backward - speed.gpu_update_s),
+                f"{weight_bytes + states_bytes:g} B a parameter in / link both ways - backward and update",
+            ),
+        ]
+    backward = _link_s(weights + memory.moved_bytes, gradients, machine)
+    adding = _link_s(weights + memory.moved_bytes + gradients, gradients, machine)
+    update = update_s(weights + gradients + states, weights + states + memory.moved_bytes)
+    outside = (gradient_bytes + states_bytes) * size.outside / machine.update_link
+
+    hidden = [(forward, speed.forward_s)] * (times - 1)
+    hidden += [(backward, in_backward)] + [(adding, in_backward)] * (times - 1)
+    return [
+        *fixed,
         Cost(
             "trained layers for forward and backward",
             sum(work for work, _ in hidden),
@@ -51,7 +74,7 @@ def costs(run: Run, mode: Mode, memory: Memory, machine: Machine, speed: Pace) -
         Cost(
             "states with the next forward",
             update,
-            max(outside, update - update_hidden),
+            max(outside, update - speed.forward_s - speed.gpu_update_s),
             f"{weight_bytes + gradient_bytes + states_bytes:g} B a parameter in / link both ways - forward and update",
         ),
     ]

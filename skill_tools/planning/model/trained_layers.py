@@ -37,42 +37,70 @@ def lines(run: Run, mode: Mode, local: LocalParameters) -> tuple[list[Line], lis
     """Return the GPU lines and the host lines of weights, gradients and states."""
     size, held = sizes(run, local.total), local.total
     weight_bytes, gradient_bytes = run.precision.weight_bytes, run.precision.gradient_bytes
-    blocks = min(reference.TRAINED_WINDOW_LAYERS, run.shape.num_layers)
-    leaving = size.block + max(size.block, size.table)
+    streamed = streamed_share(run, mode)
+    # What is updated in backward has been used, and stays for the time of another block.
+    blocks = min(reference.TRAINED_WINDOW_LAYERS + mode.updates_in_backward, run.shape.num_layers)
+    beside = size.block + max(size.block, size.table)
     states_bytes = streamed_bytes(mode.streamed_states)
-    elements = chunk_elements(mode.streamed_states, size)
+    elements = chunk_elements(mode.streamed_states, size, streamed)
+    chunks = f"{reference.SLOTS} chunks of {elements:,} elements"
     gpu = [
         Line(
             "weights outside the blocks",
             round(weight_bytes * size.outside),
             each(weight_bytes, size.outside, ""),
         ),
+        *_resident(run, mode, size),
         Line(
-            "window of blocks", round(weight_bytes * blocks * size.block), f"{blocks} blocks, 2 of them ahead"
+            "window of blocks",
+            round(weight_bytes * blocks * size.block * streamed),
+            f"{blocks} blocks, 2 of them ahead",
         ),
         Line(
             "gradients that leave",
-            round(gradient_bytes * leaving),
-            "one block's while they are made, and one block or table on its way",
+            round(gradient_bytes * beside),
+            "one block's while they are made, and one block or table "
+            + ("being used" if mode.updates_in_backward else "on its way"),
             # A trace says of its spans alone what they hold.
             "recompute" if run.traced is None else "step",
         ),
         Line(
             "streaming slots",
-            round(chunk_bytes(mode.streamed_states, gradient_bytes) * elements),
-            f"{reference.SLOTS} chunks of {elements:,} elements with their gradients, and the update's scratch",
+            round(
+                chunk_bytes(mode.streamed_states, 0 if mode.updates_in_backward else gradient_bytes)
+                * elements
+            ),
+            f"{chunks}{'' if mode.updates_in_backward else ' with their gradients'}, and the update's scratch",
         ),
     ]
     host = [
         Line(
-            "weights of blocks", round(weight_bytes * size.in_blocks), each(weight_bytes, size.in_blocks, "")
+            "weights of blocks",
+            round(weight_bytes * size.in_blocks * streamed),
+            each(weight_bytes, round(size.in_blocks * streamed), ""),
         ),
-        Line("gradients", round(gradient_bytes * held), each(gradient_bytes, held, "parameters")),
         Line(
             "masters and moments", round(states_bytes * held), each(states_bytes, held, mode.streamed_states)
         ),
     ]
+    if not mode.updates_in_backward:
+        host.insert(
+            1, Line("gradients", round(gradient_bytes * held), each(gradient_bytes, held, "parameters"))
+        )
     return gpu, host
+
+
+def streamed_share(run: Run, mode: Mode) -> float:
+    """Return the share of the blocks' weights that are on the host: every block keeps the same share of its own."""
+    return 1 - mode.resident_layers / run.shape.num_layers
+
+
+def _resident(run: Run, mode: Mode, size: Sizes) -> list[Line]:
+    """Return what of the blocks' weights stays on the GPU."""
+    if not mode.resident_layers:
+        return []
+    stays = round(run.precision.weight_bytes * size.in_blocks * (1 - streamed_share(run, mode)))
+    return [Line("resident weights of blocks", stays, f"{mode.resident_layers} layers' worth")]
 
 
 def streamed_bytes(states: StreamedStates) -> float:
@@ -80,9 +108,13 @@ def streamed_bytes(states: StreamedStates) -> float:
     return sum(reference.TRAINED_STATES[states])
 
 
-def chunk_elements(states: StreamedStates, size: Sizes) -> int:
-    """Return the elements of the longest chunk: none has more than a block's, or than all that stands outside them."""
-    return min(int(reference.CHUNK_BYTES // streamed_bytes(states)), max(size.block, size.outside))
+def chunk_elements(states: StreamedStates, size: Sizes, streamed: float = 1.0) -> int:
+    """Return the elements of the longest chunk, where this share of the blocks is on the host.
+
+    None has more than what a block has there, or than all that stays on the GPU.
+    """
+    stays = size.outside + round((1 - streamed) * size.in_blocks)
+    return min(int(reference.CHUNK_BYTES // streamed_bytes(states)), max(round(streamed * size.block), stays))
 
 
 def chunk_bytes(states: StreamedStates, gradient_bytes: float) -> float:

@@ -26,6 +26,7 @@ PLANS = [
     {"optimizer": {"offload_fraction": 0.7}, "activations": {"mode": "layers", "num_layers": 3}},
     {"trained_layers": {}},
     {"trained_layers": {"inputs": "host", "streamed_states": "exact"}},
+    {"trained_layers": {"resident_layers": 1, "backward_overlap": "update"}},
     {},
 ]
 

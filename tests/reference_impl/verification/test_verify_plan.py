@@ -19,6 +19,7 @@ from reference_impl.verification.verify_plan import COMPARED_STEPS, verify_plan
 from reference_impl.verification.workload import Workload
 from skill_tools.__main__ import main
 from skill_tools.bundle import schema_path
+from skill_tools.dialects.pytorch import candidates
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -450,22 +451,37 @@ def test_a_plan_for_adapters_is_verified_on_the_frozen_model_with_them(execute, 
     assert found.trained.losses == found.without_offload.losses
 
 
-@pytest.mark.parametrize("inputs", ["device", pytest.param("host", marks=pytest.mark.slow)])
-def test_a_plan_that_streams_trained_layers_is_true(made, tmp_path, inputs):
+@pytest.mark.parametrize(
+    ("words", "options"),
+    [
+        ("", {}),
+        (
+            ", 3 layers' weights resident, updated in backward",
+            {"resident_layers": 3, "backward_overlap": "update"},
+        ),
+        *(
+            pytest.param(words, options, marks=pytest.mark.slow)
+            for words, options in (
+                (", layer inputs on the host", {"inputs": "host"}),
+                (", 3 layers' weights resident", {"resident_layers": 3}),
+                (", updated in backward", {"backward_overlap": "update"}),
+            )
+        ),
+    ],
+)
+def test_a_plan_that_streams_trained_layers_is_true(made, tmp_path, monkeypatch, words, options):
     sizes = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 6, "vocab_size": 512}
-    plan = made(
-        "2GiB", "seq_length=64", "micro_batch_size=2", without=("optimizer-offload", "recompute"), **sizes
+    offered = candidates.candidates
+    only = f"trained layers streamed{words}"
+    monkeypatch.setattr(
+        candidates, "candidates", lambda *asked: (each for each in offered(*asked) if each.label == only)
     )
-    on_host = inputs == "host"
-    plan["recommendation"]["option"] = next(
-        option
-        for option in plan["alternatives"]
-        if option["mechanisms"] == ["trained-layer-streaming", *(["checkpoint-offload"] if on_host else [])]
-    )
-    plan["execute"] = {"trained_layers": {"inputs": inputs}}
+    plan = made("2GiB", "seq_length=64", "micro_batch_size=2", "max_grad_norm=0", **sizes)
+    streamed = {"inputs": "device", "streamed_states": "exact"}
+    assert plan["execute"] == {"trained_layers": streamed | options}
     (tmp_path / "plan.json").write_text(json.dumps(plan))
     verified = verify_plan(Device.of("cpu"), read_plan(tmp_path / "plan.json", steps=6))
-    peak, between_steps, host = verified.runs[plan["recommendation"]["option"]["label"]]
+    peak, between_steps, host = verified.runs[only]
     assert abs(peak.error) <= 0.06
     assert abs(between_steps.error) <= 0.01
     assert abs(host.error) <= 0.02
