@@ -104,8 +104,8 @@ def test_processes_are_counted_where_the_script_says_them() -> None:
 def test_megatrons_own_rules_have_ms_swifts_defaults() -> None:
     config = swift(f"megatron sft {MODEL} --optimizer_cpu_offload true\n")
     rules = found(config)
-    assert {"oc-precision-aware-missing-bridge", "sw-mcore-fraction"} <= rules
-    assert not rules & {"oc-fraction-zero", "oc-mlm-port-fraction"}
+    assert {"sw-hdo-masters", "sw-mcore-fraction"} <= rules
+    assert not rules & {"oc-fraction-zero", "oc-mlm-port-fraction", "oc-precision-aware-missing-bridge"}
     assert "oc-no-overlap" not in rules, "ms-swift has no argument for the overlap"
 
 
