@@ -20,6 +20,7 @@ from reference_impl.optimizers.streamed.slots import LEAST_SLOTS  # noqa: E402
 from reference_impl.optimizers.streamed.storage import StateFormat  # noqa: E402
 from reference_impl.optimizers.streamed.update import scratch_bytes_an_element  # noqa: E402
 from reference_impl.trained_layers import shard_streamer  # noqa: E402
+from reference_impl.trained_layers.segments import sum_in_fp32  # noqa: E402
 from reference_impl.verification.plan_document import STREAMED_STATES, TRAINED_STATES  # noqa: E402
 
 
@@ -37,6 +38,15 @@ def bf16_adam() -> StateBytes:
 
 def gradient_bytes() -> int:
     return torch.float32.itemsize
+
+
+def slice_sum_bytes() -> int:
+    """Bytes of an element of what is added up to the gradient of a bf16 parameter."""
+    param = torch.zeros(1, dtype=torch.bfloat16, requires_grad=True)
+    sum_in_fp32([param])
+    param.sum().backward()
+    assert param.grad is not None
+    return param.grad.itemsize
 
 
 def half_master_scratch_bytes() -> int:
@@ -73,6 +83,7 @@ NUMBERS: dict[str, Callable[[], Any]] = {
     "TRAINED_STATES": lambda: streamed_states(TRAINED_STATES),
     "HALF_MASTER_SCRATCH_BYTES": half_master_scratch_bytes,
     "GRADIENT_BYTES": gradient_bytes,
+    "SLICE_SUM_BYTES": slice_sum_bytes,
     "CPU_LINK_BYTES": lambda: bf16_adam().staging,
     "STREAMED_LINK_BYTES": lambda: bf16_adam().streamed,
     "CPU_DRAM_BYTES": lambda: bf16_adam().cpu_traffic,

@@ -167,6 +167,7 @@ def _trained_layers(entry: str, found: Any) -> None:
             "streamed_states": _one_of(tuple(TRAINED_STATES)),
             "backward_overlap": _one_of(_OVERLAPS),
             "resident_layers": _count,
+            "slices": _count,
         }
     )(entry, found)
 

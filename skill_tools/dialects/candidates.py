@@ -42,7 +42,8 @@ class Advice(Protocol):
 class Candidate(NamedTuple):
     """One way to run: its mode, the mechanisms it uses, and the settings that differ from the user's.
 
-    `rounds` counts the steps by which it rounds states more than the user has asked for.
+    `rounds` counts the steps by which it rounds states more than the user has asked for; to add up a batch's gradients
+    slice by slice, exactly but in another order, is one too.
     """
 
     mode: Mode

@@ -183,7 +183,8 @@ class Mode(NamedTuple):
     stay, `recomputed` the part of it that is computed again instead of moved. `recompute` None keeps the
     run's own. `weight_layers` are the frozen layers that are streamed, `trained_layers` says that all trained ones
     are, or under FSDP2 their shards, with gradients and states (as `streamed_states`) on the host; of their weights
-    those of `resident_layers` stay on the GPU, and with `updates_in_backward` their gradients do,
+    those of `resident_layers` stay on the GPU, with `updates_in_backward` their gradients do, and each layer takes a
+    batch in `slices`,
     `offload_parameters` is FSDP's or ZeRO's parameter and optimizer offload, `state_offload` Megatron's (dev)
     optimizer-state offload.
     """
@@ -207,6 +208,7 @@ class Mode(NamedTuple):
     weight_engine: WeightEngine = WeightEngine.REFERENCE
     trained_layers: bool = False
     resident_layers: int = 0
+    slices: int = 1
     offload_parameters: bool = False
 
     @property
@@ -226,4 +228,5 @@ class Mode(NamedTuple):
             removed=self.removed,
             recomputed=self.recomputed,
             recompute=self.recompute,
+            slices=self.slices,
         )

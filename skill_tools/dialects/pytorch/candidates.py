@@ -66,25 +66,34 @@ def _trained_layers(run: Run) -> Iterator[Candidate]:
     # An update in backward uses each gradient as soon as there is one.
     in_backward = (False,) if run.clips or run.micro_batches > 1 else (False, True)
     residents = (0, *layer_counts(run))
-    for states, updates, resident, on_host in product(forms, in_backward, residents, (False, True)):
+    choices = product(forms, in_backward, residents, _slice_counts(run), (False, True))
+    for states, updates, resident, slices, on_host in choices:
         arguments: dict[str, object] = {
             "trained_layers": True,
             "streamed_states": states,
             "updates_in_backward": updates,
             "resident_layers": resident,
+            "slices": slices,
             "recompute": Recompute(granularity="full"),
             "activation_engine": ActivationEngine.OWN_INPUTS if on_host else ActivationEngine.NONE,
         }
         words = [f"trained layers streamed{f' as {states} states' if states in _OTHER_NUMERICS else ''}"]
         words += [f"{resident} layers' weights resident"] * bool(resident)
-        words += ["updated in backward"] * updates + ["layer inputs on the host"] * on_host
+        words += ["updated in backward"] * updates + [f"in {slices} slices"] * (slices > 1)
+        words += ["layer inputs on the host"] * on_host
         yield Candidate(
             Mode(**arguments),  # type: ignore[arg-type]
             ", ".join(words),
             (TRAINED, INPUTS) if on_host else (TRAINED,),
             {},
-            rounds=_rounds(run, arguments),
+            rounds=_rounds(run, arguments) + (slices > 1),
         )
+
+
+def _slice_counts(run: Run) -> list[int]:
+    """Return into how many slices each layer may cut a micro-batch: 1, 4 and so on, and one for each sequence."""
+    powers = (4**exponent for exponent in range((run.micro_batch.bit_length() + 1) // 2))
+    return sorted({*powers, run.micro_batch})
 
 
 def _streamed_shards(run: Run, advice: Advice) -> Iterator[Candidate]:
@@ -117,6 +126,8 @@ def _beyond_defaults(mode: Mode) -> dict[str, object]:
     options: dict[str, object] = {}
     if mode.resident_layers:
         options["resident_layers"] = mode.resident_layers
+    if mode.slices > 1:
+        options["slices"] = mode.slices
     if mode.updates_in_backward:
         options["backward_overlap"] = "update"
     if mode.activation_engine is ActivationEngine.OWN_INPUTS:

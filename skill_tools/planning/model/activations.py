@@ -9,6 +9,7 @@ offloaded are copied one layer late, checkpointed inputs are double-buffered, an
 Explained in docs/activation-offloading.md.
 """
 
+import math
 from collections.abc import Iterable
 from functools import lru_cache
 from typing import NamedTuple
@@ -221,13 +222,22 @@ def kept_by_stage(run: Run, mode: Mode, stage: Stage) -> Kept:
         stays=stays * tokens,
         offloaded=offloaded * tokens,
         copied=copied * tokens,
-        layer=largest * tokens,
+        layer=in_slices(run, mode, largest * tokens),
         layer_when="recompute" if again else "backward",
         final_token_bytes=0.0 if everything and not mode.layers else 2 * input_bytes(run),
         logits_bytes=2.0 if mode.activation_engine is ActivationEngine.ON_DEMAND else 0.0,
         components=_components(run, mode, recompute, tuple(parts.values())),
         waiting=waiting * tokens,
     )
+
+
+def in_slices(run: Run, mode: Mode, work: float) -> float:
+    """Return what a layer's backward needs at once, `work` for a whole micro-batch, where it takes this in slices.
+
+    The gradients of the whole input and output are there beside a slice's work.
+    """
+    share = math.ceil(run.micro_batch / mode.slices) / run.micro_batch
+    return share * work + 2 * (1 - share) * input_bytes(run) * run.tokens
 
 
 def _needed_at_once(run: Run, parts: tuple[Part, ...]) -> float:

@@ -31,6 +31,7 @@ STREAMED_STATES = {
 # The same where trained layers stream, whose exact states have half masters.
 TRAINED_STATES = STREAMED_STATES | {"exact": (2.0, 8.0)}
 HALF_MASTER_SCRATCH_BYTES = 10  # on the device, of one chunk: an fp32 gradient and master, and a bf16 weight
+SLICE_SUM_BYTES = 4  # of an element whose gradient several slices add up on the device
 GRADIENT_BYTES = 4  # a streamed chunk's gradient on the device, in fp32
 
 # Bytes an element that one update moves: over the link one way, and through host memory (reads and writes).

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from skill_tools.dialects.run import Mode, Run
 from skill_tools.dialects.traced import TracedModel, TracedStep
 from skill_tools.planning.accounts import Line
-from skill_tools.planning.model.activations import Kept, loss_bytes
+from skill_tools.planning.model.activations import Kept, in_slices, loss_bytes
 from skill_tools.units import GIB
 
 
@@ -95,7 +95,8 @@ def _levels(run: Run, model: TracedModel, mode: Mode, kept: Kept) -> tuple[Level
     gone = max(found.saved_up_to[-1] - (kept.stays - kept.waiting), 0.0)
     levels = []
     loss = found.moments[0]._replace(work=loss_bytes(run, found.moments[0].work))
-    for index, moment in enumerate((loss, *found.moments[1:])):
+    blocks = [each._replace(work=in_slices(run, mode, each.work)) for each in found.moments[1:]]
+    for index, moment in enumerate((loss, *blocks)):
         away = _away(mode, found.saved_up_to, moment, index, gone)
         here = moment.saved - away + (0.0 if index else kept.waiting)
         moved = f", less {away / GIB:.2f} GiB that are away" if away else ""

@@ -40,7 +40,8 @@ def lines(run: Run, mode: Mode, local: LocalParameters) -> tuple[list[Line], lis
     streamed = streamed_share(run, mode)
     # What is updated in backward has been used, and stays for the time of another block.
     blocks = min(reference.TRAINED_WINDOW_LAYERS + mode.updates_in_backward, run.shape.num_layers)
-    beside = size.block + max(size.block, size.table)
+    # What several slices make adds up in fp32.
+    made_bytes = max(gradient_bytes, reference.SLICE_SUM_BYTES) if mode.slices > 1 else gradient_bytes
     states_bytes = streamed_bytes(mode.streamed_states)
     elements = chunk_elements(mode.streamed_states, size, streamed)
     chunks = f"{reference.SLOTS} chunks of {elements:,} elements"
@@ -58,8 +59,8 @@ def lines(run: Run, mode: Mode, local: LocalParameters) -> tuple[list[Line], lis
         ),
         Line(
             "gradients that leave",
-            round(gradient_bytes * beside),
-            "one block's while they are made, and one block or table "
+            round(made_bytes * size.block + gradient_bytes * max(size.block, size.table)),
+            f"one block's while they are made{', in fp32' * (mode.slices > 1)}, and one block or table "
             + ("being used" if mode.updates_in_backward else "on its way"),
             # A trace says of its spans alone what they hold.
             "recompute" if run.traced is None else "step",

@@ -123,7 +123,7 @@ def over(option: Option, budget: Budget) -> str:
 def preference(option: Option) -> tuple[float, int, int, int]:
     """Order by step time, then by host memory, by how little changes, and by GPU memory.
 
-    What rounds states more than the user has asked for has to be faster by `WORTH_ROUNDING` for each step.
+    What rounds more than the user has asked for has to be faster by `WORTH_ROUNDING` for each step.
     """
     return (
         round(option.time.total_s * WORTH_ROUNDING**option.candidate.rounds, 6),

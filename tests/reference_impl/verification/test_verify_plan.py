@@ -454,7 +454,7 @@ def test_a_plan_for_adapters_is_verified_on_the_frozen_model_with_them(execute, 
 @pytest.mark.parametrize(
     ("words", "options"),
     [
-        ("", {}),
+        (", in 8 slices", {"slices": 8}),
         (
             ", 3 layers' weights resident, updated in backward",
             {"resident_layers": 3, "backward_overlap": "update"},
@@ -462,6 +462,7 @@ def test_a_plan_for_adapters_is_verified_on_the_frozen_model_with_them(execute, 
         *(
             pytest.param(words, options, marks=pytest.mark.slow)
             for words, options in (
+                ("", {}),
                 (", layer inputs on the host", {"inputs": "host"}),
                 (", 3 layers' weights resident", {"resident_layers": 3}),
                 (", updated in backward", {"backward_overlap": "update"}),
@@ -476,7 +477,8 @@ def test_a_plan_that_streams_trained_layers_is_true(made, tmp_path, monkeypatch,
     monkeypatch.setattr(
         candidates, "candidates", lambda *asked: (each for each in offered(*asked) if each.label == only)
     )
-    plan = made("2GiB", "seq_length=64", "micro_batch_size=2", "max_grad_norm=0", **sizes)
+    batch = f"micro_batch_size={options.get('slices', 2)}"
+    plan = made("2GiB", "seq_length=64", batch, "max_grad_norm=0", **sizes)
     streamed = {"inputs": "device", "streamed_states": "exact"}
     assert plan["execute"] == {"trained_layers": streamed | options}
     (tmp_path / "plan.json").write_text(json.dumps(plan))
@@ -485,4 +487,5 @@ def test_a_plan_that_streams_trained_layers_is_true(made, tmp_path, monkeypatch,
     assert abs(peak.error) <= 0.06
     assert abs(between_steps.error) <= 0.01
     assert abs(host.error) <= 0.02
-    assert verified.max_loss_delta == 0
+    # Gradients of slices add up in fp32, and so in another order than a whole batch's.
+    assert verified.max_loss_delta <= (1e-3 if "slices" in options else 0)

@@ -88,6 +88,8 @@ modes = st.builds(
     recompute=st.sampled_from([None, Recompute(), Recompute(granularity="full")]),
     weight_layers=st.integers(min_value=0, max_value=8),
     weight_engine=st.sampled_from(WeightEngine),
+    resident_layers=st.integers(min_value=0, max_value=8),
+    slices=st.sampled_from([1, 2, 8]),
     offload_parameters=st.booleans(),
 )
 

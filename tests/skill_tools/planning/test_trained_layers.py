@@ -124,6 +124,15 @@ def test_the_step_is_as_long_as_backward_s_copies_and_the_update_s_where_nothing
     assert step.total_s <= 1.02 * (states_in + 2 * held / rates.duplex_copy)
 
 
+def test_a_batch_too_large_for_a_layer_is_taken_in_slices(capsys: pytest.CaptureFixture[str]) -> None:
+    given = ("--gpu-memory", "16GiB", "--host-memory", "512GiB", "--overrides", "fused_loss=true")
+    whole = plan(capsys, *given, "micro_batch_size=8")["execute"]["trained_layers"]
+    assert "slices" not in whole
+    found = plan(capsys, *given, "micro_batch_size=32")
+    assert found["execute"]["trained_layers"]["slices"] in {4, 16, 32}
+    assert "in fp32" in str(found["recommendation"]["option"]["memory"]["gpu"])
+
+
 def test_in_backward_the_states_pass_with_the_weights_that_stream_and_no_gradient() -> None:
     run, states = of_8b(seq_length=16, max_grad_norm=0), StreamedStates.COMPACT_8
     rates = machine.known("h200")._replace(update_dram=1e15)
