@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 # Engines that shard or own the parameters, and what to do instead.
 _ENGINES = {
-    "FSDP": "torch's fully_shard in the loop itself, whose DTensors HybridDeviceOptimizer takes",
+    "FSDP": "fsdp_version=2 of its plugin",
     "DEEPSPEED": "offload_optimizer in DeepSpeed's own file",
     "MEGATRON_LM": "reference_impl.optimizers.megatron",
 }
@@ -45,6 +45,9 @@ def offload(
     >>> with offload(accelerator, model, optimizer, activations="checkpoint"):
     ...     train(model, optimizer, data)  # the loop as it was
 
+    Under FSDP2 of Accelerate `accelerate.utils.fsdp2_prepare_model(accelerator, model)` shards the model before the
+    optimizer is made; `prepare` leaves both as they are.
+
     Gradients leave in the last backward of `accelerator.accumulate`. The optimizer stays the caller's: `close()`
     finishes its step and detaches it, and leaves it open.
 
@@ -57,11 +60,13 @@ def offload(
     Raises ValueError, before anything is changed, for what does not go together: the message says what to do.
     """
     kind = accelerator.distributed_type.name
-    if kind in _ENGINES:
+    if kind in _ENGINES and not accelerator.is_fsdp2:
         raise ValueError(
             f"{kind} of Accelerate does not go with offload(); expected one of the two; try: {_ENGINES[kind]}"
         )
     hosted = _hosted(optimizer)
+    if accelerator.is_fsdp2 and hosted is not None:
+        _check_sharded(hosted)
     given = plan is not None or activations is not None or weights
     wanted = (
         Wanted.of(plan, activations=activations, weights=weights) if given or hosted is None else Wanted()
@@ -89,6 +94,25 @@ def offload(
         raise
     handle.on_close = undo.close
     return handle
+
+
+def _check_sharded(optimizer: HostedOptimizer) -> None:
+    """Raise ValueError where `prepare` has sharded the model under the optimizer, or Accelerate cannot clip."""
+    given = [param for group in optimizer.param_groups for param in group["params"] if param.requires_grad]
+    if any(param not in optimizer.members for param in given):
+        raise ValueError(
+            "prepare() has sharded the model and given its optimizer other parameters than those it was made of; "
+            "expected an optimizer of sharded parameters; try model = "
+            "accelerate.utils.fsdp2_prepare_model(accelerator, model) before the optimizer is made"
+        )
+    if not isinstance(optimizer, HybridDeviceOptimizer) or optimizer._max_grad_norm is not None:
+        return
+    if any(map(optimizer._gradients.leaves_unseen, optimizer.members.values())):
+        raise ValueError(
+            "backward_overlap makes sharded gradients leave before accelerator.clip_grad_norm_ sees them; expected "
+            "gradients that stay until step(); try leaving backward_overlap out, or max_grad_norm= of the optimizer in "
+            "place of accelerator.clip_grad_norm_"
+        )
 
 
 def _hosted(optimizer: torch.optim.Optimizer | None) -> HostedOptimizer | None:

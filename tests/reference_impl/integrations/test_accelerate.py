@@ -9,14 +9,15 @@ from contextlib import nullcontext
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 pytest.importorskip(
     "accelerate.utils", reason="needs Accelerate: pip install -c constraints.txt '.[trainers]'"
 )
 
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
-from accelerate.utils import DistributedType
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, fsdp2_prepare_model
 
 from reference_impl import CpuUpdate, HybridDeviceOptimizer, OptimizerStateOffloader
 from reference_impl.integrations.accelerate import offload
@@ -50,11 +51,18 @@ def one_state():
 class Loop:
     """A user's loop: accumulation, clipping, a schedule; `run` takes micro-batches up to `until`."""
 
-    def __init__(self, make, *, micro_batches=1, clip=0.1):
+    def __init__(self, make, *, micro_batches=1, clip=0.1, plugin=None, is_sharded_first=True):
         AcceleratorState._reset_state(reset_partial_state=True)
         self.accelerator = Accelerator(cpu=True, gradient_accumulation_steps=micro_batches)
         torch.manual_seed(0)
         model = Decoder(DecoderShape())
+        if plugin is not None:
+            # Accelerate itself takes a plugin on GPUs alone.
+            for state in (PartialState(), self.accelerator.state):
+                state.distributed_type = DistributedType.FSDP
+            self.accelerator.state.fsdp_plugin = plugin
+            if make is not stock and is_sharded_first:
+                model = fsdp2_prepare_model(self.accelerator, model)
         self.made = make(model.parameters())
         schedule = torch.optim.lr_scheduler.LinearLR(self.made, 1.0, 0.5, 5)
         ids = torch.randint(0, 512, (24, 32), generator=torch.Generator().manual_seed(1))
@@ -160,6 +168,7 @@ def test_an_error_in_the_loop_leaves_a_plain_model_and_an_open_optimizer():
 def test_engines_that_own_the_parameters_are_refused(kind):
     loop = Loop(hybrid)
     loop.accelerator.state.distributed_type = DistributedType[kind]
+    loop.accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(fsdp_version=1)
     with pytest.raises(ValueError, match=f"{kind} of Accelerate does not go with"):
         offload(loop.accelerator, loop.model, loop.optimizer)
 
@@ -184,19 +193,16 @@ def two_processes(rank, folder, port):
     )
     torch.set_num_threads(1)
     expected = Loop(stock, micro_batches=2).run()
-    kept = Loop(lambda params: hybrid(params, backward_overlap="nothing"), micro_batches=2)
-    with offload(kept.accelerator, kept.model, kept.optimizer, activations=CHECKPOINT) as handle:
-        kept.run()
-        moved_bytes = handle.report.activation_bytes
-    kept.assert_is(expected)
-    refused = Loop(hybrid)
-    try:
-        offload(refused.accelerator, refused.model, refused.optimizer)
-        says = ""
-    except ValueError as error:
-        says = str(error)
+    found = {"moved_bytes": [], "left": []}
+    for overlap in ("nothing", "gradients"):
+        loop = Loop(lambda params, overlap=overlap: hybrid(params, backward_overlap=overlap), micro_batches=2)
+        with offload(loop.accelerator, loop.model, loop.optimizer, activations=CHECKPOINT) as handle:
+            loop.run()
+            found["moved_bytes"].append(handle.report.activation_bytes)
+        loop.assert_is(expected)
+        found["left"].append(loop.left)
     if rank == 0:
-        found = {"kind": kept.accelerator.distributed_type.name, "moved_bytes": moved_bytes, "says": says}
+        found["kind"] = loop.accelerator.distributed_type.name
         (folder / "found.json").write_text(json.dumps(found), encoding="utf-8")
     torch.distributed.destroy_process_group()
 
@@ -208,8 +214,69 @@ def test_two_processes_with_gradients_reduced_between_them(tmp_path):
     torch.multiprocessing.spawn(two_processes, (tmp_path, port), 2)
     found = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))
     assert found["kind"] == "MULTI_CPU"
-    assert found["moved_bytes"] > 0
-    assert "backward_overlap='nothing'" in found["says"]
+    assert min(found["moved_bytes"]) > 0
+    stayed, left = found["left"]
+    assert not any(stayed)
+    assert left == [(index + 1) % 2 == 0 for index in range(6)]
+
+
+def sharded(rank, folder, port):
+    """Train with FSDP2 of Accelerate on both ranks: its own with AdamW, and ours, saved and loaded on the way."""
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+    )
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+
+    def loop(make, **options):
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2,
+            auto_wrap_policy="transformer_based_wrap",
+            transformer_cls_names_to_wrap=["Block"],
+            cpu_ram_efficient_loading=False,
+        )
+        return Loop(make, micro_batches=3, plugin=plugin, **options)
+
+    def refusal(make, **options):
+        refused = loop(make, **options)
+        with pytest.raises(ValueError, match="expected") as caught:
+            offload(refused.accelerator, refused.model, refused.optimizer)
+        return str(caught.value)
+
+    expected = loop(stock).run()
+    moved_bytes = []
+    for make, mode in ((hybrid, "checkpoint"), (streamed, "layers")):
+        ours = loop(make)
+        activations = {"mode": mode, "min_bytes": 1}
+        with offload(ours.accelerator, ours.model, ours.optimizer, activations=activations) as handle:
+            ours.run(until=3)
+            ours.accelerator.save_state(folder / mode)
+            ours.accelerator.load_state(folder / mode)
+            ours.run(start=3)
+            moved_bytes.append(handle.report.activation_bytes)
+        ours.assert_is(expected)
+        assert all(isinstance(param, DTensor) for param in ours.model.parameters())
+        ours.made.close()
+    said = [
+        refusal(hybrid, is_sharded_first=False),
+        refusal(lambda params: hybrid(params, backward_overlap="gradients")),
+    ]
+    if rank == 0:
+        found = {"norms": expected.norms, "moved_bytes": moved_bytes, "said": said}
+        (folder / "found.json").write_text(json.dumps(found), encoding="utf-8")
+    torch.distributed.destroy_process_group()
+
+
+def test_two_processes_that_fsdp2_of_accelerate_shards(tmp_path):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    torch.multiprocessing.spawn(sharded, (tmp_path, port), 2)
+    found = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))
+    assert len(found["norms"]) == 2
+    assert min(found["moved_bytes"]) > 0
+    assert "fsdp2_prepare_model(accelerator, model) before" in found["said"][0]
+    assert "leaving backward_overlap out" in found["said"][1]
 
 
 def test_what_accelerate_must_keep_for_us():
