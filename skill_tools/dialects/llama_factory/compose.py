@@ -19,7 +19,7 @@ from skill_tools.configs.values import UNREADABLE
 from skill_tools.configs.yaml_lines import Node, as_omegaconf, parse, plain
 from skill_tools.dialects.deepspeed import DEEPSPEED, EMBEDDED, section
 from skill_tools.dialects.llama_factory import LLAMA_FACTORY
-from skill_tools.dialects.transformers import CLASS, TRANSFORMERS, arguments
+from skill_tools.dialects.transformers import CLASS, LAUNCHER, TRANSFORMERS, arguments
 from skill_tools.errors import UnusableInput
 
 _OVERRIDES = "<overrides>"
@@ -136,8 +136,11 @@ def _note_launch(draft: Draft, command: Command, start: int, file: str) -> None:
     devices = command.environment.get("CUDA_VISIBLE_DEVICES")
     if launched or _is_on(draft, "FORCE_TORCHRUN") or _is_on(draft, "USE_MCA"):
         draft.set_key(_LAUNCH, "distributed", _LAUNCH, place)
+        draft.set_key(LAUNCHER, min(launched, default="torchrun"), LAUNCHER, place)
     elif devices is not None and devices.resolved and devices.text.isdecimal():
-        draft.set_key(_LAUNCH, "single", _LAUNCH, Place(file, devices.line, devices.column))
+        place = Place(file, devices.line, devices.column)
+        draft.set_key(_LAUNCH, "single", _LAUNCH, place)
+        draft.set_key(LAUNCHER, "python", LAUNCHER, place)
     if "accelerate" in launched:
         draft.section_may_be_set(DEEPSPEED)
 

@@ -100,6 +100,21 @@ def test_what_it_passes_on_is_held_to_the_trainer(override: str, found: set[str]
     assert {finding.rule for finding in result.findings} == found
 
 
+@pytest.mark.parametrize(
+    ("start", "found"),
+    [
+        ("CUDA_VISIBLE_DEVICES=0 llamafactory-cli train", ["hf-fsdp-not-distributed"]),
+        ("CUDA_VISIBLE_DEVICES=0 FORCE_TORCHRUN=1 llamafactory-cli train", []),
+        ("accelerate launch src/train.py", []),
+    ],
+)
+def test_the_trainers_fsdp_needs_more_than_one_process(start: str, found: list[str]) -> None:
+    script = (
+        f"{start} --stage sft --finetuning_type full --model_name_or_path Qwen/Qwen3-8B --fsdp full_shard\n"
+    )
+    assert [finding.rule for finding in lint(composed(script, filename="run.sh")).findings] == found
+
+
 def test_an_argument_that_is_not_given_has_the_default_of_its_class() -> None:
     section = "deepspeed: {zero_optimization: {stage: 2}, gradient_accumulation_steps: 4}\n"
     text = YAML.partition("deepspeed")[0] + section
