@@ -27,12 +27,13 @@ def as_blocks(report: Report, *, show_undecided: bool = False, explain: bool = F
     paper = Paper.of_stdout()
     parts = ["\n".join(map(paper.line, read_lines(report)))] if report.read else []
     above: Finding | None = None
+    led_to: set[str] = set()
     for finding, others in folded(report.findings):
         is_first = above is None or above.place != finding.place  # the line is shown once in a row
         lines = list(_source_line(finding, report.texts, paper))
         heading = _heading(finding, paper, is_first=is_first)
         message = finding.beside or finding.message if lines else finding.message
-        block = _block(finding, message, others, paper, explain)
+        block = [*_block(finding, message, others, paper, explain), *_what_follows(finding, led_to, paper)]
         parts.append("\n".join([heading, *(lines if is_first else []), *block]))
         above = finding
     if show_undecided:
@@ -103,8 +104,14 @@ def _block(finding: Finding, message: str, others: int, paper: Paper, explain: b
     for line in finding.fix.diff.splitlines():
         if line.startswith(("+", "-")) and not line.startswith(("+++", "---")):
             yield f"{_INDENT * 2}{printable(line)}"
+
+
+def _what_follows(finding: Finding, led_to: set[str], paper: Paper) -> Iterator[str]:
+    """Yield what the remedy leads to, without the values, and the words once: several remedies may lead to one rule."""
     for each in finding.after:
-        yield _part(paper, "after this", f"{each.severity} {each.rule}: {each.message} → {each.remedy}")
+        said = "as above" if each.rule in led_to else f"{each.message.partition(': ')[0]} → {each.remedy}"
+        led_to.add(each.rule)
+        yield _part(paper, "after this", f"{each.severity} {each.rule}: {said}")
 
 
 def _part(paper: Paper, name: str, text: str) -> str:

@@ -96,11 +96,11 @@ def test_what_the_line_shows_is_not_said_again() -> None:
 def test_a_file_with_nineteen_faults_is_one_call_of_two_thousand_tokens(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two tokenizers took 1,973 and 1,990 tokens of the 7,070 characters."""
+    """Two tokenizers took 1,973 and 1,990 tokens of 7,070 characters, when there was one finding more."""
     monkeypatch.chdir(root() / "evals" / "files")
     assert main(["lint", "launch_70b.sh"]) == 1
     printed = capsys.readouterr().out
-    assert re.search(r"\n12 errors, 5 warnings, 2 info in 1 input; all \d+ rules decided\n$", printed)
+    assert re.search(r"\n12 errors, 4 warnings, 2 info in 1 input; all \d+ rules decided\n$", printed)
     assert len(printed) < 7100
 
 
