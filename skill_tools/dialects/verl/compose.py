@@ -12,7 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from skill_tools import knowledge
-from skill_tools.configs.config import Config, Place
+from skill_tools.configs.config import Config, Fault, Place
 from skill_tools.configs.draft import Draft
 from skill_tools.configs.folder import above, files_below
 from skill_tools.configs.hydra import looks_like_override, parse_override
@@ -46,6 +46,13 @@ _GROUPS = frozenset(
 )  # fmt: skip
 _ENGINES = frozenset({"dp", "fsdp", "megatron", "veomni", "torchtitan", "mindspeed", "automodel"})
 _STRATEGIES = {"dp": "fsdp"}  # of a model_engine whose name is not its strategy
+_ENGINE_GROUPS = frozenset({"model_engine", "actor", "ref", "critic"})
+# The section that the configurations of actor and reference model have for each engine, and no other one.
+_SECTION_OF = {
+    "dp": "fsdp_config",
+    **{engine: engine for engine in ("megatron", "veomni", "torchtitan", "mindspeed")},
+}
+_OF_ROLE = re.compile(rf"actor_rollout_ref\.(?:actor|ref)\.({'|'.join(_SECTION_OF.values())})\.")
 _CONFIGURATION = "verl/trainer/config"  # in a checkout
 _ACTOR = "actor_rollout_ref.actor.strategy"
 
@@ -157,9 +164,51 @@ def _write_words(
     name = _option(words, "--config-name", "-cn")
     if name is not None and "megatron" in name.text:
         _set_strategies(draft, "megatron", name, file)
+    engine = _engine(words, name) if is_closed else None
     for word in words:
-        if looks_like_override(word.text):
+        if engine and _is_of_another_engine(word, engine, folder):
+            key = word.text.partition("=")[0]
+            _note_other_engine(draft, key, engine, Place(file, word.line, word.column))
+        elif looks_like_override(word.text):
             _write_override(draft, word, file, is_closed=is_closed, folder=folder)
+
+
+def _engine(words: Sequence[Argument], name: Argument | None) -> str | None:
+    """Return the engine whose sections the run's configuration has; None where that is not plain."""
+    configuration = "ppo_trainer" if name is None else name.text.removesuffix(".yaml")
+    if configuration == "ppo_megatron_trainer":
+        return "megatron"
+    chosen = [word for word in words if word.text.partition("=")[0].partition("@")[0] in _ENGINE_GROUPS]
+    if configuration != "ppo_trainer" or len(chosen) > 1:
+        return None
+    if not chosen:
+        return "dp"
+    group, _, engine = chosen[0].text.partition("=")
+    is_plain = group == "model_engine" and chosen[0].resolved and chosen[0].certain
+    return engine if is_plain and engine in _SECTION_OF else None
+
+
+def _is_of_another_engine(word: Argument, engine: str, folder: Path | None) -> bool:
+    """Return whether an override without a plus is below a section that the configuration has for another engine.
+
+    In a fork, a checkout around `folder`, the actor's file may name that section all the same.
+    """
+    section = _OF_ROLE.match(word.text) if word.resolved else None
+    if section is None or section[1] == _SECTION_OF[engine]:
+        return False
+    base = above(folder, _CONFIGURATION)
+    if base is None:
+        return True
+    with suppress(UnusableInput):
+        return section[1] not in load(base / "actor" / f"{engine}_actor.yaml").text
+    return False
+
+
+def _note_other_engine(draft: Draft, key: str, engine: str, place: Place) -> None:
+    """Note the first of such keys: Hydra ends at it."""
+    rule = "verl-other-engine"
+    if not any(fault.rule == rule for fault in draft.faults):
+        draft.faults.append(Fault(rule, f"{key}, with model_engine {engine}", place))
 
 
 def _option(words: Sequence[Argument], *names: str) -> Argument | None:

@@ -183,3 +183,36 @@ def test_yaml_over_a_base_that_is_not_here() -> None:
 def test_python_is_refused() -> None:
     with pytest.raises(UnusableInput, match="is python"):
         read_text("import verl\n", "main.py", framework="verl")
+
+
+@pytest.mark.parametrize(
+    ("words", "is_refused"),
+    [
+        (f"{ACTOR}.strategy=megatron {ACTOR}.megatron.param_offload=True", True),
+        (f"--config-name=ppo_megatron_trainer {ACTOR}.fsdp_config.param_offload=True", True),
+        (f"model_engine=veomni {ACTOR}.fsdp_config.param_offload=True", True),
+        (f"model_engine=megatron {ACTOR}.megatron.param_offload=True", False),
+        (f"model_engine=$ENGINE {ACTOR}.megatron.param_offload=True", False),
+        (f"actor@actor_rollout_ref.actor=megatron_actor {ACTOR}.megatron.param_offload=True", False),
+        (f"--config-name=mine {ACTOR}.megatron.param_offload=True", False),
+        (f"{ACTOR}.strategy=megatron +{ACTOR}.megatron.param_offload=True", False),
+    ],
+)
+def test_a_key_of_another_engine_is_refused(words: str, is_refused: bool) -> None:
+    config = read_text(f"python3 -m verl.trainer.main_ppo {words}\n", "run.sh")
+    assert ("verl-other-engine" in found(config)) is is_refused
+
+
+def test_a_fork_may_have_the_sections_of_two_engines(tmp_path: Path) -> None:
+    actor = tmp_path / "verl" / "trainer" / "config" / "actor"
+    actor.mkdir(parents=True)
+    script = tmp_path / "run.sh"
+    script.write_text(f"python3 -m verl.trainer.main_ppo {ACTOR}.megatron.param_offload=True\n")
+    faults = []
+    for text in (
+        "fsdp_config: {}\n",
+        "defaults: [../engine@fsdp_config: fsdp, ../engine@megatron: megatron]\n",
+    ):
+        (actor / "dp_actor.yaml").write_text(text)
+        faults.append("verl-other-engine" in found(read([script])))
+    assert faults == [True, False]
