@@ -1,6 +1,7 @@
 import io
 import json
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -97,6 +98,29 @@ def test_ten_steps_are_bitwise_those_of_megatron(device, on_cuda, name, dtype, f
                 torch.testing.assert_close(
                     one["state"][index][key].cpu(), value.detach().cpu(), rtol=0, atol=0
                 )
+
+
+def reloaded(groups):
+    """Save parameter groups and load them as `load_common` does, by `torch.load` with its defaults."""
+    saved = io.BytesIO()
+    torch.save([{**group, "params": None} for group in groups], saved)
+    saved.seek(0)
+    return torch.load(saved, map_location="cpu")
+
+
+@pytest.mark.megatron
+@needs_release
+def test_their_groups_hold_classes_that_torch_load_refuses_and_ours_do_not(device, on_cuda):  # noqa: F811
+    """What the rule `oc-ckpt-classes` says."""
+    options = {**CLASSES, **ADAMW, "offload_fraction": 1.0, "pin_cpu_grads": device.is_accelerator}
+    theirs = their_class()(on_cuda(net(device)).parameters(), **options)
+    with pytest.raises(
+        pickle.UnpicklingError, match=r"Unsupported global: GLOBAL torch\.optim\.adamw\.AdamW"
+    ):
+        reloaded(theirs.state_dict()["param_groups"])
+    with HybridDeviceOptimizer(net(device).parameters(), **options) as ours:
+        groups = ours.state_dict()["param_groups"]
+        assert reloaded(groups) == [{**group, "params": None} for group in groups]
 
 
 @pytest.mark.megatron
