@@ -20,7 +20,7 @@ from reference_impl.device import Device
 from reference_impl.device.base import device_is_full
 from reference_impl.memory.ledger import Ledger, on_host
 from reference_impl.verification.apply import AppliedPlan, apply_plan
-from reference_impl.weights.storages import move, repeated_blocks
+from reference_impl.weights.storages import move
 
 STEPS = 2
 # The budget engine offloads everything in its first step, and decides by what that has shown.
@@ -68,9 +68,11 @@ class Task:
             yield
             return
         try:
-            if not streams_trained_layers(plan):
+            if streams_trained_layers(plan):
+                with on_host([*self.model.parameters(), *self.model.buffers()]):
+                    yield
+            else:
                 move(self.model, self.device.torch_device)
-            with on_host(self._streamed(plan)):
                 yield
         finally:
             move(self.model, torch.device("cpu"))
@@ -92,20 +94,12 @@ class Task:
         applied.optimizer.zero_grad()
 
     def tensors(self, plan: dict[str, Any]) -> list[torch.Tensor]:
-        """Return what is on the device before `plan` is applied, or comes there as a whole."""
+        """Return what is on the device before `plan` is applied."""
         leaves = torch.utils._pytree.tree_leaves(self.batch)
-        elsewhere = self._streamed(plan)
-        return [
-            *(each for each in (*self.model.parameters(), *self.model.buffers()) if each not in elsewhere),
-            *(leaf for leaf in leaves if isinstance(leaf, torch.Tensor)),
-        ]
-
-    def _streamed(self, plan: dict[str, Any]) -> set[torch.Tensor]:
-        """Return what `plan` brings from the host layer by layer."""
-        if not (self.on_host and streams_trained_layers(plan)):
-            return set()
-        blocks = repeated_blocks(self.model).values()
-        return {tensor for block in blocks for tensor in (*block.parameters(), *block.buffers())}
+        batch = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        if self.on_host and streams_trained_layers(plan):
+            return batch
+        return [*self.model.parameters(), *self.model.buffers(), *batch]
 
 
 def learns(plan: dict[str, Any]) -> bool:

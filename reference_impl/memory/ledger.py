@@ -126,6 +126,15 @@ def note_on_host(tensor: torch.Tensor) -> None:
         watch.left(storage)
 
 
+def note_on_device(tensor: torch.Tensor) -> None:
+    """Count the memory of `tensor`, if it was the host's, to the device tier."""
+    storage = tensor.untyped_storage()
+    if storage.data_ptr() in host_storages:
+        host_storages.discard(storage.data_ptr())
+        for watch in _active:
+            watch.watch([tensor])
+
+
 def device_bytes(device: Device) -> int | None:
     """Return the live device bytes; on the CPU twin None while no ledger is open, since nobody counts there."""
     if device.allocator is not None:

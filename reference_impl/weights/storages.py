@@ -19,6 +19,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from reference_impl.memory.ledger import note_on_device
+
 # Norm weights and biases: too small to be worth a check on every visit.
 MIN_BYTES = 2**14
 # The caching allocator's own alignment: matrix kernels choose their path by it, and results follow the path.
@@ -209,7 +211,9 @@ def move(model: nn.Module, device: torch.device) -> None:
     """
     by_storage: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
     for _, _, tensor, _ in plain_tensors(model):
-        if tensor.device != device:
+        if tensor.device == device:
+            note_on_device(tensor)
+        else:
             by_storage[tensor.untyped_storage()._cdata].append(tensor)
     for views in by_storage.values():
         moved = bytes_of(views[0]).to(device)

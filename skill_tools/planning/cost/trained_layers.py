@@ -23,7 +23,7 @@ def costs(run: Run, mode: Mode, memory: Memory, machine: Machine, speed: Pace) -
     size = trained_layers.sizes(run, memory.parameters.total)
     held, times = memory.parameters.total, run.micro_batches
     weight_bytes, gradient_bytes = run.precision.weight_bytes, run.precision.gradient_bytes
-    states_bytes = trained_layers.streamed_bytes(mode.streamed_states)
+    states_bytes = trained_layers.streamed_bytes(run, mode.streamed_states)
     gradients = gradient_bytes * held
     weights = weight_bytes * size.in_blocks * trained_layers.streamed_share(run, mode)
     again = speed.layers_forward_s

@@ -42,8 +42,8 @@ def lines(run: Run, mode: Mode, local: LocalParameters) -> tuple[list[Line], lis
     blocks = min(reference.TRAINED_WINDOW_LAYERS + mode.updates_in_backward, run.shape.num_layers)
     # What several slices make adds up in fp32.
     made_bytes = max(gradient_bytes, reference.SLICE_SUM_BYTES) if mode.slices > 1 else gradient_bytes
-    states_bytes = streamed_bytes(mode.streamed_states)
-    elements = chunk_elements(mode.streamed_states, size, streamed)
+    states_bytes = streamed_bytes(run, mode.streamed_states)
+    elements = chunk_elements(states_bytes, size, streamed)
     chunks = f"{reference.SLOTS} chunks of {elements:,} elements"
     gpu = [
         Line(
@@ -68,7 +68,7 @@ def lines(run: Run, mode: Mode, local: LocalParameters) -> tuple[list[Line], lis
         Line(
             "streaming slots",
             round(
-                chunk_bytes(mode.streamed_states, 0 if mode.updates_in_backward else gradient_bytes)
+                chunk_bytes(run, mode.streamed_states, 0 if mode.updates_in_backward else gradient_bytes)
                 * elements
             ),
             f"{chunks}{'' if mode.updates_in_backward else ' with their gradients'}, and the update's scratch",
@@ -104,21 +104,28 @@ def _resident(run: Run, mode: Mode, size: Sizes) -> list[Line]:
     return [Line("resident weights of blocks", stays, f"{mode.resident_layers} layers' worth")]
 
 
-def streamed_bytes(states: StreamedStates) -> float:
-    """Return the bytes of an element's states, which cross the link each way; exact ones have half masters."""
-    return sum(reference.TRAINED_STATES[states])
+def streamed_bytes(run: Run, states: StreamedStates) -> float:
+    """Return the bytes of an element's states, which cross the link each way.
+
+    Exact ones have half masters; an fp32 weight is its own master.
+    """
+    master_bytes, moments_bytes = reference.TRAINED_STATES[states]
+    return moments_bytes if run.precision.weight_bytes >= 4 else master_bytes + moments_bytes
 
 
-def chunk_elements(states: StreamedStates, size: Sizes, streamed: float = 1.0) -> int:
-    """Return the elements of the longest chunk, where this share of the blocks is on the host.
+def chunk_elements(states_bytes: float, size: Sizes, streamed: float) -> int:
+    """Return the elements of the longest chunk of so many bytes each, where this share of the blocks is on the host.
 
     None has more than what a block has there, or than all that stays on the GPU.
     """
     stays = size.outside + round((1 - streamed) * size.in_blocks)
-    return min(int(reference.CHUNK_BYTES // streamed_bytes(states)), max(round(streamed * size.block), stays))
+    return min(int(reference.CHUNK_BYTES // states_bytes), max(round(streamed * size.block), stays))
 
 
-def chunk_bytes(states: StreamedStates, gradient_bytes: float) -> float:
+def chunk_bytes(run: Run, states: StreamedStates, gradient_bytes: float) -> float:
     """Return the GPU bytes of an element in all slots, and in the scratch that only exact states need."""
-    scratch_bytes = reference.HALF_MASTER_SCRATCH_BYTES if states is StreamedStates.EXACT else 0
-    return reference.SLOTS * (streamed_bytes(states) + gradient_bytes) + scratch_bytes
+    scratch_bytes = 0
+    if states is StreamedStates.EXACT:
+        is_own_master = run.precision.weight_bytes >= 4
+        scratch_bytes = reference.GRADIENT_BYTES if is_own_master else reference.HALF_MASTER_SCRATCH_BYTES
+    return reference.SLOTS * (streamed_bytes(run, states) + gradient_bytes) + scratch_bytes

@@ -78,10 +78,8 @@ def test_a_model_larger_than_the_device_is_fitted_from_the_host():
         assert same(found, trained(applied, model))
     # The plan keeps the budget by itself.
     model, optimizer = make()
-    blocks = [param for block in model.layers for param in block.parameters()]
-    outside = [param for name, param in model.named_parameters() if not name.startswith("layers.")]
-    with on_host(blocks):
-        ledger = Ledger(Device.of("cpu"), track=[*outside, IDS], limit_bytes=budget)
+    with on_host(model.parameters()):
+        ledger = Ledger(Device.of("cpu"), track=[IDS], limit_bytes=budget)
         with ledger, apply_plan(model, optimizer, fitted.plan, device="cpu") as applied:
             train(model, applied.optimizer)
 
@@ -120,3 +118,20 @@ def test_weights_on_the_device_that_fill_it_are_better_on_the_host():
     ):
         fit(model, optimizer, IDS, loss_of, gpu_budget=weights_bytes())
     assert same(before, model.parameters())
+
+
+def test_layers_that_stay_count_on_the_device_and_the_others_on_the_host():
+    torch.manual_seed(0)
+    model = Decoder(SHAPE)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    in_blocks = sum(param.nbytes for block in model.layers for param in block.parameters())
+    whole = sum(param.nbytes for param in model.parameters())
+    plan = {"execute": {"trained_layers": {"resident_layers": 6}}}
+    with on_host(model.parameters()), Ledger(Device.of("cpu")) as ledger:
+        with apply_plan(model, optimizer, plan, device="cpu"):
+            streamed = in_blocks / 2
+            assert ledger.device_bytes >= whole - 1.05 * streamed
+            # Beside them gradients, and the two moments of weights that are their own masters.
+            assert ledger.host_bytes == pytest.approx(streamed + 3 * whole, rel=0.02)
+        # What stayed there is brought back by whoever has moved it.
+        assert ledger.device_bytes < whole - 0.9 * streamed

@@ -111,6 +111,13 @@ def test_the_host_holds_weights_gradients_and_states(states: str, gigabytes: flo
     assert [line.name for line in found.host] == ["weights of blocks", "gradients", "masters and moments"]
 
 
+def test_a_weight_in_fp32_is_its_own_master() -> None:
+    run = of_8b()
+    wide = run._replace(precision=run.precision._replace(weight_bytes=4, gradient_bytes=4))
+    found = {line.name: line.bytes for line in memory.estimate(wide, mode(StreamedStates.EXACT)).host}
+    assert found["masters and moments"] == 2 * found["gradients"]
+
+
 def test_the_step_is_as_long_as_backward_s_copies_and_the_update_s_where_nothing_is_computed() -> None:
     run, states = of_8b(seq_length=16), StreamedStates.COMPACT_8
     rates = machine.known("h200")._replace(update_dram=1e15)
@@ -119,7 +126,9 @@ def test_the_step_is_as_long_as_backward_s_copies_and_the_update_s_where_nothing
     size = trained_layers.sizes(run, held)
     speed = compute.pace(run, rates, found.parameters.shard)
     step = step_time.estimate(run, mode(states), found, rates, speed)
-    states_in = (2 * size.in_blocks + (2 + trained_layers.streamed_bytes(states)) * held) / rates.update_link
+    states_in = (
+        2 * size.in_blocks + (2 + trained_layers.streamed_bytes(run, states)) * held
+    ) / rates.update_link
     assert step.total_s >= states_in + 2 * size.in_blocks / rates.duplex_copy
     assert step.total_s <= 1.02 * (states_in + 2 * held / rates.duplex_copy)
 
@@ -143,7 +152,7 @@ def test_in_backward_the_states_pass_with_the_weights_that_stream_and_no_gradien
     step = step_time.estimate(
         run, chosen, found, rates, compute.pace(run, rates, found.parameters.shard)
     ).total_s
-    backward = (weights + trained_layers.streamed_bytes(states) * held) / rates.update_link
+    backward = (weights + trained_layers.streamed_bytes(run, states) * held) / rates.update_link
     assert backward + weights / rates.h2d_copy <= step <= 1.02 * (backward + weights / rates.h2d_copy)
 
 
