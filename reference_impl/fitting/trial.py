@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -141,6 +141,9 @@ def run(task: Task, plan: dict[str, Any], *, limit_bytes: int) -> Trial:
                     raise
                 # What the step's frames hold has to go before the plan can be taken off: weights may come back.
                 traceback.clear_frames(error.__traceback__)
+                # An update that has begun in backward is missed there; weights that are not back, by `Before.restore`.
+                with suppress(*_SHORT):
+                    applied.close()
     except _SHORT as error:
         short_of = _short_of(error)
         if not short_of:

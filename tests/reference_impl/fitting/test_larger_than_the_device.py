@@ -84,30 +84,41 @@ def test_a_model_larger_than_the_device_is_fitted_from_the_host():
             train(model, applied.optimizer)
 
 
+def operations_until(nth, monkeypatch, plan=None):
+    """Fit where the n-th operation of the trials fails, and find nothing changed; return how many there were."""
+    model, optimizer = make()
+    before = [param.clone() for param in model.parameters()]
+    budget = round(1.1 * weights_bytes())
+    with failing_trials(nth, monkeypatch) as failing:
+        try:
+            with fit(model, optimizer, IDS, loss_of, gpu_budget=budget, plan=plan, device="cpu") as fitted:
+                assert list(fitted.plan["execute"]) == ["trained_layers"]
+                assert same(before, model.state_dict().values())
+        except FitError:
+            # Where the plan with the least memory had too little, there is none with less.
+            assert nth > 0
+    assert same(before, model.parameters())
+    train(model, optimizer, steps=1)
+    return failing.done
+
+
 @pytest.mark.parametrize(
     "share",
     [0.3, *(pytest.param(share, marks=pytest.mark.slow) for share in (0.0, 0.1, 0.2, 0.45, 0.7, 0.9))],
 )
 def test_an_attempt_without_memory_leaves_everything_as_it_was(share, monkeypatch):
-    budget = round(1.1 * weights_bytes())
+    nth = 1 + int(share * operations_until(-1, monkeypatch))
+    assert operations_until(nth, monkeypatch) >= nth
 
-    def operations_until(nth):
-        model, optimizer = make()
-        before = [param.clone() for param in model.parameters()]
-        with failing_trials(nth, monkeypatch) as failing:
-            try:
-                with fit(model, optimizer, IDS, loss_of, gpu_budget=budget, device="cpu") as fitted:
-                    assert list(fitted.plan["execute"]) == ["trained_layers"]
-                    assert same(before, model.state_dict().values())
-            except FitError:
-                # Where the plan with the least memory had too little, there is none with less.
-                assert nth > 0
-        assert same(before, model.parameters())
-        train(model, optimizer, steps=1)
-        return failing.done
 
-    nth = 1 + int(share * operations_until(-1))
-    assert operations_until(nth) >= nth
+@pytest.mark.slow
+@pytest.mark.parametrize("share", [0.15, 0.3, 0.45, 0.6])
+def test_so_does_one_whose_update_has_begun_in_backward(share, monkeypatch):
+    with fit(*make(), IDS, loss_of, gpu_budget=round(1.1 * weights_bytes()), device="cpu") as fitted:
+        plan = fitted.plan
+    plan["execute"]["trained_layers"] = {"backward_overlap": "update"}
+    nth = 1 + int(share * operations_until(-1, monkeypatch, plan))
+    assert operations_until(nth, monkeypatch, plan) >= nth
 
 
 def test_weights_on_the_device_that_fill_it_are_better_on_the_host():
