@@ -15,7 +15,7 @@ from torch import nn
 
 from reference_impl.activations.offloader import Offloader
 from reference_impl.integrations.peers import check_peers, pause_checkpointing, second_offloader
-from reference_impl.integrations.wanted import Wanted
+from reference_impl.integrations.wanted import Wanted, agreed
 from reference_impl.memory.closing import ClosedAtExit, close_behind
 from reference_impl.optimizers import HybridDeviceOptimizer
 from reference_impl.optimizers.layout import Split
@@ -69,12 +69,19 @@ class Offloading(ClosedAtExit):
             )
         if self.optimizer is not None:
             self.optimizer.close()
-        self.optimizer = HybridDeviceOptimizer(params, **self.wanted.optimizer, **hyper_parameters)
+        self.optimizer = HybridDeviceOptimizer(params, **agreed(self.wanted.optimizer), **hyper_parameters)
         return self.optimizer
 
-    def attach(self, model: nn.Module, *, accumulating: Callable[[], bool] | None = None) -> None:
+    def attach(
+        self,
+        model: nn.Module,
+        *,
+        wrapped: nn.Module | None = None,
+        accumulating: Callable[[], bool] | None = None,
+    ) -> None:
         """Put everything that is wanted on `model`, which is on its device; or nothing, and raise what `check` raises.
 
+        `wrapped` is what DistributedDataParallel has made of the model: there gradients leave once they are reduced.
         `accumulating` says whether the backward that runs is of any micro-batch but the last. Calling it again for the
         same model only drops the gradients of a step that was given up; another model takes its place.
         """
@@ -96,7 +103,7 @@ class Offloading(ClosedAtExit):
                 self._activations = activation_offloader(model, **self.wanted.activations)
                 stack.push(self._activations)
             if self.optimizer is not None:
-                self.optimizer.attach(model)
+                self.optimizer.attach(model if wrapped is None else wrapped)
                 stack.callback(self.optimizer.detach)
         except BaseException as error:
             close_behind(error, stack.close)

@@ -62,7 +62,7 @@ def offload(
             HybridDeviceOptimizer,
             optimizer_arguments(trainer, wanted.optimizer),
         )
-    callback = callback_of(handle, lambda: events_that_read(trainer))
+    callback = callback_of(handle, lambda: events_that_read(trainer), lambda: trainer.model_wrapped)
     # First of all, so that weights are finished for the others.
     trainer.callback_handler.callbacks.insert(0, callback)
     # Exceptions leave `train` without `on_train_end`.
@@ -94,7 +94,7 @@ def offload_callback(
             "the plan offloads the optimizer, which a trainer makes before it calls back; expected a plan without; try "
             "offload(trainer, plan)"
         )
-    return callback_of(Offloading(wanted), tuple)
+    return callback_of(Offloading(wanted), tuple, lambda: None)
 
 
 def _detaching(train: Callable[..., Any], handle: Offloading) -> Callable[..., Any]:

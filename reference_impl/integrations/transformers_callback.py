@@ -12,6 +12,7 @@ from reference_impl.integrations.offloading import Offloading
 from reference_impl.optimizers import HybridDeviceOptimizer
 
 if TYPE_CHECKING:
+    from torch import nn
     from transformers import Trainer, TrainerCallback
 
 # What a trainer calls between a step and the next forward.
@@ -21,8 +22,12 @@ _AFTER_STEP = (
 )
 
 
-def callback_of(handle: Offloading, events_that_read: Callable[[], Iterable[str]]) -> TrainerCallback:
-    """Return the callback of `handle`; `events_that_read` is asked when training begins."""
+def callback_of(
+    handle: Offloading,
+    events_that_read: Callable[[], Iterable[str]],
+    wrapped: Callable[[], nn.Module | None],
+) -> TrainerCallback:
+    """Return the callback of `handle`; `events_that_read` and the `wrapped` model are asked when training begins."""
     from transformers import TrainerCallback
 
     class OffloadCallback(TrainerCallback):  # type: ignore[misc]
@@ -37,7 +42,11 @@ def callback_of(handle: Offloading, events_that_read: Callable[[], Iterable[str]
             for event in events_that_read():
                 setattr(self, event, self.finish_weights)
             gradient_state = kwargs["optimizer"].gradient_state
-            handle.attach(kwargs["model"], accumulating=lambda: not gradient_state.sync_gradients)
+            handle.attach(
+                kwargs["model"],
+                wrapped=wrapped(),
+                accumulating=lambda: not gradient_state.sync_gradients,
+            )
 
         def finish_weights(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             """Let whoever comes next read weights as they are."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from reference_impl.integrations.wanted import Options, Wanted
+from reference_impl.integrations.wanted import Options, Wanted, agreed
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -50,24 +50,15 @@ def check_trainer(trainer: Trainer, wanted: Wanted) -> None:
 
 def optimizer_arguments(trainer: Trainer, options: Options) -> dict[str, Any]:
     """Return the keywords of `HybridDeviceOptimizer` in `trainer`: its hyper-parameters and `options`."""
-    from transformers.training_args import ParallelMode
-
     _, hyper = trainer.optimizer_cls_and_kwargs or trainer.get_optimizer_cls_and_kwargs(
         trainer.args, trainer.model
     )
-    arguments = {name: value for name, value in hyper.items() if name not in _KERNEL} | dict(options)
-    overlap = arguments.get("backward_overlap", "gradients")
-    if trainer.args.parallel_mode == ParallelMode.DISTRIBUTED:
-        # DistributedDataParallel reduces gradients after our hooks.
-        fitting = "nothing"
-    else:
+    arguments = {name: value for name, value in hyper.items() if name not in _KERNEL} | agreed(options)
+    if arguments.get("backward_overlap") == "update":
         # Every trainer measures the norm before it steps.
-        fitting = "gradients" if overlap == "update" else overlap
-    if fitting != overlap and "backward_overlap" in options:
-        _LOG.warning(
-            "backward_overlap is %r instead of %r: the trainer has to see gradients", fitting, overlap
-        )
-    return arguments | {"backward_overlap": fitting}
+        _LOG.warning("backward_overlap is 'gradients' instead of 'update': the trainer has to see gradients")
+        arguments["backward_overlap"] = "gradients"
+    return arguments
 
 
 _Conflicts = Iterator[tuple[str, str, str]]

@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 
 from reference_impl.activations import ActivationOffloader, CheckpointOffloader
 from reference_impl.activations.attach import first_blocks
 from reference_impl.activations.offloader import EngineOptions
 from reference_impl.integrations.planned import Plan, check_planned_for, planned
-from reference_impl.optimizers import HybridDeviceOptimizer
+from reference_impl.optimizers import Budgets, HybridDeviceOptimizer
 from reference_impl.verification.plan_document import MODES
 from reference_impl.weights import FrozenLayerStreamer
 
@@ -101,6 +102,15 @@ class Wanted:
                 f"weights are to stream, but all parameters of {type(model).__name__} are trained; expected a frozen "
                 "base with adapters; try peft's get_peft_model, or leave weights out"
             )
+
+
+def agreed(options: Options) -> dict[str, Any]:
+    """Return `options` of the optimizer, by which all processes of this run, if several, take one `auto` split."""
+    several = dist.is_initialized() and dist.get_world_size() > 1
+    if options.get("split") != AUTO or not several:
+        return dict(options)
+    budgets = options.get("budgets", Budgets())
+    return {**options, "budgets": replace(budgets, ranks=budgets.ranks or dist.group.WORLD)}
 
 
 def _accepted(mechanism: Callable[..., Any]) -> frozenset[str]:

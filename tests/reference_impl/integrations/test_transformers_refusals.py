@@ -12,7 +12,6 @@ pytest.importorskip("accelerate", reason="needs accelerate: pip install -c const
 
 from tiny_llama import arguments, built, llama, rows
 from transformers import Trainer, TrainingArguments
-from transformers.training_args import ParallelMode
 
 from reference_impl import ActivationOffloader, HybridDeviceOptimizer
 from reference_impl.integrations.transformers import offload
@@ -180,9 +179,8 @@ def test_a_trainer_that_makes_its_own_optimizer_is_told_before_the_first_step(tm
     handle.close()
 
 
-def test_processes_that_reduce_gradients_keep_them_and_say_so(tmp_path, monkeypatch, caplog):
+def test_an_update_in_backward_would_come_before_the_norm(tmp_path, caplog):
     trainer = built(tmp_path)
-    monkeypatch.setattr(type(trainer.args), "parallel_mode", ParallelMode.DISTRIBUTED)
-    offload(trainer, optimizer={"backward_overlap": "gradients"})
-    assert trainer.optimizer_cls_and_kwargs[1]["backward_overlap"] == "nothing"
-    assert "backward_overlap is 'nothing' instead of 'gradients'" in caplog.text
+    offload(trainer, optimizer={"backward_overlap": "update"})
+    assert trainer.optimizer_cls_and_kwargs[1]["backward_overlap"] == "gradients"
+    assert "backward_overlap is 'gradients' instead of 'update'" in caplog.text
