@@ -51,7 +51,7 @@ def one_state():
 class Loop:
     """A user's loop: accumulation, clipping, a schedule; `run` takes micro-batches up to `until`."""
 
-    def __init__(self, make, *, micro_batches=1, clip=0.1, plugin=None, is_sharded_first=True):
+    def __init__(self, make, *, micro_batches=1, batch_size=2, clip=0.1, plugin=None, is_sharded_first=True):
         AcceleratorState._reset_state(reset_partial_state=True)
         self.accelerator = Accelerator(cpu=True, gradient_accumulation_steps=micro_batches)
         torch.manual_seed(0)
@@ -66,7 +66,7 @@ class Loop:
         self.made = make(model.parameters())
         schedule = torch.optim.lr_scheduler.LinearLR(self.made, 1.0, 0.5, 5)
         ids = torch.randint(0, 512, (24, 32), generator=torch.Generator().manual_seed(1))
-        data = torch.utils.data.DataLoader(ids, batch_size=2)
+        data = torch.utils.data.DataLoader(ids, batch_size=batch_size)
         self.model, self.optimizer, self.schedule, self.data = self.accelerator.prepare(
             model, self.made, schedule, data
         )
@@ -161,6 +161,39 @@ def test_an_error_in_the_loop_leaves_a_plain_model_and_an_open_optimizer():
     loop.optimizer.zero_grad()
     with offload(loop.accelerator, loop.model, loop.optimizer, activations=CHECKPOINT):
         loop.run(start=6)
+    loop.assert_is(expected)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("lost"), KeyboardInterrupt()], ids=["error", "interrupt"])
+def test_everything_at_once(error, tmp_path):
+    """Clipped, accumulated, evaluated every two steps, saved at step 5, cut short in step 6, and resumed."""
+    expected = Loop(stock, micro_batches=3, batch_size=1).run(until=24)
+
+    def run(loop, start, until):
+        for first in range(start, until, 6):
+            loop.run(start=first, until=min(first + 6, until))
+            with torch.no_grad():
+                loop.model.eval()(torch.zeros(1, 4, dtype=torch.int64))
+            loop.model.train()
+
+    def interrupted(loop):
+        with offload(loop.accelerator, loop.model, loop.optimizer, activations=CHECKPOINT):
+            run(loop, 0, 15)
+            loop.accelerator.save_state(tmp_path / "state")
+            with loop.accelerator.accumulate(loop.model):
+                loop.accelerator.backward(loop.model(torch.zeros(1, 4, dtype=torch.int64)).sum())
+            raise error
+
+    saved = Loop(hybrid, micro_batches=3, batch_size=1)
+    with pytest.raises(type(error)):
+        interrupted(saved)
+    saved.made.close()
+    loop = Loop(hybrid, micro_batches=3, batch_size=1)
+    with offload(loop.accelerator, loop.model, loop.optimizer, activations=CHECKPOINT):
+        loop.accelerator.load_state(tmp_path / "state")
+        loop.losses, loop.norms = saved.losses, saved.norms
+        run(loop, 15, 24)
+    assert len(loop.norms) == 8
     loop.assert_is(expected)
 
 

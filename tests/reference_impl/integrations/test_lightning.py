@@ -223,6 +223,32 @@ def test_adamw_resumes_from_ours(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("error", [RuntimeError("lost"), KeyboardInterrupt()], ids=["error", "interrupt"])
+def test_everything_at_once(error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clipped, accumulated, evaluated, cut short after the checkpoint of step 5, and resumed from it."""
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    options = {"gradient_clip_val": 0.1, "accumulate_grad_batches": 3, "val_check_interval": 6}
+
+    def run(make: MakeOptimizer, folder: Path) -> Model:
+        def fit(model: Model, **more: Any) -> None:
+            ours = [OffloadCallback(optimizer=True, activations=ACTIVATIONS)] if make is hybrid else []
+            keep = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=5, save_top_k=-1)
+            made = trainer(keep, *ours, enable_checkpointing=True, **options)
+            made.fit(model, batches(18), batches(1), **more)
+
+        first, second = Model(make), Model(make)
+        first.interrupt = 16, error
+        with pytest.raises(SystemExit if isinstance(error, KeyboardInterrupt) else RuntimeError):
+            fit(first)
+        assert_plain(first)
+        assert len(first.norms) == 5
+        fit(second, ckpt_path=folder / "step=5.ckpt")
+        second.losses, second.norms = first.losses + second.losses, first.norms + second.norms
+        return second
+
+    assert_same_training(run(hybrid, tmp_path / "ours"), run(stock, tmp_path / "stock"))
+
+
+@pytest.mark.parametrize("error", [RuntimeError("lost"), KeyboardInterrupt()], ids=["error", "interrupt"])
 @pytest.mark.parametrize("batch", [0, 3])
 def test_after_an_interruption_the_model_is_plain_and_trains_again(
     batch: int, error: BaseException, monkeypatch: pytest.MonkeyPatch
