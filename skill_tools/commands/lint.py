@@ -122,7 +122,9 @@ def run(args: argparse.Namespace) -> int:
         linted.take(group)
     linted.check_any()
     gathered = linted.report()
-    if not args.diff:
+    # A hook that has passed everything over is silent.
+    has_words = gathered.read or gathered.errors or args.format not in ("blocks", "concise")
+    if has_words and not args.diff:
         print(_rendered(gathered, args))
     return _exit_code(gathered, failing=_fails(gathered, Severity(args.fail_on)))
 

@@ -93,8 +93,6 @@ def read_lines(report: Report) -> list[str]:
     passed_over = f"; {report.passed_over} passed over, of no known framework" if report.passed_over else ""
     if len(report.read) <= _MOST_READ_LINES and not passed_over:
         return [_read_line(each) for each in report.read]
-    if not report.read:
-        return [passed_over.removeprefix("; ")]
     counts = Counter(each.label for each in report.read)
     named = ", ".join(f"{count} as {label}" for label, count in counts.most_common())
     return [f"read {named} (--format json says by what){passed_over}"]

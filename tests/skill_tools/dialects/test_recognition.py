@@ -108,9 +108,8 @@ def test_a_folder_of_look_alikes_is_passed_over_silently(
     paths = [str(path) for path in sorted(tmp_path.iterdir())]
     assert main(["lint", "--skip-unrecognized", *paths]) == 0
     assert main(["lint", "--skip-unrecognized", str(tmp_path)]) == 0
-    assert capsys.readouterr().err == ""
     assert main(["lint", "--skip-unrecognized", "--format", "concise", *paths]) == 0
-    assert capsys.readouterr().out.startswith(f"{len(paths)} passed over, of no known framework\n")
+    assert capsys.readouterr() == ("", "")
     assert main(["lint", str(tmp_path)]) == 2
     assert "no training configuration among" in capsys.readouterr().err
 
