@@ -147,20 +147,27 @@ class Window:
 
     def _hold(self, wanted: list[Visitor]) -> None:
         """Have `wanted` on the device, and of the others as many as fit, those that are needed first."""
+        loaded = self.loaded
         missing = [block for block in wanted if not block.is_loaded]
-        stale = [block for block in self.loaded if block not in wanted and not block.is_held]
-        upcoming = self._order.upcoming()
-        # Those that are not needed at all come first.
-        stale.sort(
-            key=lambda block: -upcoming.index(block.index) if block.index in upcoming else -len(upcoming)
-        )
-        excess = len(self.loaded) + len(missing) - max(self.capacity, len(wanted))
-        for block in stale[: max(excess, 0)]:
-            block.evict()
+        excess = len(loaded) + len(missing) - max(self.capacity, len(wanted))
+        if excess > 0:
+            for block in self._needed_last(loaded, excess, beside=wanted):
+                block.evict()
         for block in missing:
             block.load()
             self.loads += 1
             self.loaded_bytes += block.size_bytes
+
+    def _needed_last(self, loaded: list[Visitor], count: int, *, beside: list[Visitor]) -> list[Visitor]:
+        """Return up to `count` blocks that may go: those that are not needed at all, then those needed last."""
+        stale = [block for block in loaded if block not in beside and not block.is_held]
+        if len(stale) <= count:
+            return stale
+        upcoming = self._order.upcoming()
+        stale.sort(
+            key=lambda block: -upcoming.index(block.index) if block.index in upcoming else -len(upcoming)
+        )
+        return stale[:count]
 
     @property
     def _in_use(self) -> list[Visitor]:
