@@ -76,8 +76,8 @@ def spoken(paths: list[Path]) -> str:
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = main(["lint", "--skip-unrecognized", "--format", "concise", *map(str, paths)])
-    silent = code == 0 and not err.getvalue() and "in 0 inputs" in out.getvalue()
-    return "" if silent else f"exit code {code}: {out.getvalue()[:500]}{err.getvalue()[:500]}"
+    said = out.getvalue()[:500] + err.getvalue()[:500]
+    return f"exit code {code}: {said}" if code or said else ""
 
 
 def check(repository: str, commit: str) -> tuple[int, list[str]]:
