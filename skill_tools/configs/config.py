@@ -65,15 +65,16 @@ class Config(NamedTuple):
 
     `framework` is the name of its dialect, as `--framework` takes it. `complete` says that what is not set here has the
     framework's default (a launch script, an Axolotl YAML, a saved run config); an override file is not, since a recipe
-    that we do not see fills the rest. `versions` maps distribution names (`megatron-core`, `torch`) to the
-    release that the input itself states. `sources` keeps each file's text for fixes and suppressions. `model_name` is
-    the recipe, base model or architecture named by the input, if any. `unresolved` holds the keys that the input does
-    set, to something that cannot be read statically (a shell variable, a computed value, a file that is not here): they
-    are unknown, whatever their default. `maybe_set` holds those that nobody sets here but that something may set which
-    is not followed (a function of another module that is given the configuration, a sourced file that is not here):
-    their value is unknown, and so is whether they are set. `missing_files` holds the settings that name such a file.
-    `embeds` names the dialects of which it may hold a section; whatever is in such a section has a canonical key that
-    begins with the dialect's name. `faults` are those of an input's form, such as a key that stands there twice.
+    that we do not see fills the rest. `versions` maps distribution names (`megatron-core`, `torch`) to the release that
+    the input itself states. `sources` keeps each file's text for fixes and suppressions. `model_name` is the recipe,
+    base model or architecture named by the input, if any. `unresolved` holds the keys that the input does set, to
+    something that cannot be read statically (a shell variable, a computed value, a file that is not here): they are
+    unknown, whatever their default. `maybe_set` holds those that nobody sets here but that something may set which is
+    not followed (a function of another module that is given the configuration, a sourced file that is not here): their
+    value is unknown, and so is whether they are set. `outside` holds those of them that only the environment of the
+    process may set, so that they have their default unless it does. `missing_files` holds the settings that name such a
+    file. `embeds` names the dialects of which it may hold a section; whatever is in such a section has a canonical key
+    that begins with the dialect's name. `faults` are those of an input's form, such as a key that stands there twice.
     `shares` maps a dialect whose program this framework runs a part of to the paths of that part: the rules about it
     apply here, and its keys have that dialect's defaults where the framework has none.
     """
@@ -93,6 +94,7 @@ class Config(NamedTuple):
     embeds: tuple[str, ...] = ()
     faults: tuple[Fault, ...] = ()
     shares: Mapping[str, tuple[str, ...]] = MappingProxyType({})
+    outside: frozenset[str] = frozenset()
 
     def owner(self, key: str) -> str:
         """Return the dialect that says what the canonical `key` is: an embedded one, or the configuration's own."""

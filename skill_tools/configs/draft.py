@@ -45,6 +45,7 @@ class Draft:
         self._known_wrong: set[str] = set()
         self._unresolved: set[str] = set()
         self._maybe_set: set[str] = set()
+        self._outside: set[str] = set()
 
     def __contains__(self, key: str) -> bool:
         return key in self._settings
@@ -79,6 +80,11 @@ class Draft:
     def keys_may_be_set(self, names: Iterable[str]) -> None:
         """Note that something which is not followed may set the canonical keys `names`."""
         self._maybe_set.update(names)
+
+    def launcher_may_set(self, names: Iterable[str]) -> None:
+        """Note that the environment may set the canonical keys `names`, which have their default otherwise."""
+        self._maybe_set.update(names)
+        self._outside.update(names)
 
     def section_may_be_set(self, dialect: str) -> None:
         """Note that nothing is known of the section of an embedded dialect, not even which keys it sets."""
@@ -210,6 +216,7 @@ class Draft:
             embeds=self.embeds,
             faults=tuple(self.faults),
             shares=MappingProxyType(dict(self.shares)),
+            outside=frozenset(self._outside - self._settings.keys() - self._unresolved),
         )
 
     def _owner(self, spelling: str) -> tuple[str, str]:

@@ -54,6 +54,7 @@ class Dialect(ABC):
     may add a key at the end of a YAML file. `carry_out` is how to carry out a
     plan that changes no setting, `adapter` how `reference_impl` carries out a plain loop's `plan.json` in its trainer,
     and `adapter_without` what that plan must leave out because the trainer has no place for it.
+    `scripts` are the kinds of scripts that take settings in a form of their own (`in_script`).
     `no_plan` says why there is no plan, where a dialect has no `run` and no `candidates`.
     """
 
@@ -73,6 +74,7 @@ class Dialect(ABC):
     adapter = ""
     adapter_without: tuple[str, ...] = ("trained-layer-streaming",)
     no_plan = ""
+    scripts: tuple[Kind, ...] = ()
 
     @property
     def package(self) -> str:
@@ -90,6 +92,10 @@ class Dialect(ABC):
 
     def launched_by(self, run: "Run") -> str:
         """Return what launches `run` where no file of the framework says it."""
+        return ""
+
+    def answer_to_loop(self, text: str) -> str:
+        """Return what to do about a Python file that is nobody's configuration, if it is a loop of this dialect."""
         return ""
 
     @property
@@ -197,11 +203,25 @@ class Dialect(ABC):
 
         `dead` are unknown keys of the input that mean to offload, so that they should go.
         """
-        from skill_tools.dialects.patch import Patch, as_yaml, exports, in_named_files
+        from skill_tools.dialects.patch import Patch, exports, in_named_files
 
         line, own = exports(settings)
         others, here = in_named_files(own, config)
-        return Patch(self.name, settings, "", as_yaml(self.spelled(here, config)) + others, line)
+        written = self.in_form(self.spelled(here, config), config) if here else ""
+        if written and others and not written.endswith("\n"):
+            written += "\n"
+        return Patch(self.name, settings, "", written + others, line)
+
+    def in_form(self, spelled: Mapping[str, object], config: Config | None) -> str:
+        """Return settings under their spellings in the form of the file that was read."""
+        from skill_tools.dialects.patch import as_yaml, script_of
+
+        script = script_of(config) if self.scripts else None
+        return self.in_script(spelled, config, script) if script in self.scripts else as_yaml(spelled)
+
+    def in_script(self, spelled: Mapping[str, object], config: Config | None, script: Kind | None) -> str:
+        """Return the same for a script of one of the kinds `scripts`."""
+        raise NotImplementedError
 
     def spelled(self, settings: Mapping[str, object], config: Config | None) -> dict[str, object]:
         """Return `settings` under the framework's spellings, or those that `config` uses."""

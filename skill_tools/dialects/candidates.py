@@ -13,6 +13,7 @@ from skill_tools.dialects.run import Mode, Run
 
 OPTIMIZER = "optimizer-offload"
 OPTIMIZER_LABEL = "optimizer offload"
+NO_OFFLOAD = "no offload"
 LAYERS = "layer-activation-offload"
 FINE_GRAINED = "fine-grained-offload"
 STATES = "state-offload"
@@ -81,6 +82,11 @@ def at_fraction(candidate: Candidate, fraction: float) -> Candidate:
         ),
         settings=settings,
     )
+
+
+def without_recomputation(run: Run) -> str:
+    """Return what a candidate that recomputes nothing says of it: something only where the run does so now."""
+    return "" if run.recompute.granularity == "none" else "no recomputation"
 
 
 def changed(config: Config, wanted: Mapping[str, object]) -> dict[str, object]:

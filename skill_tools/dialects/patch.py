@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from skill_tools.configs.config import Config
+from skill_tools.configs.source import Kind, Source
 
 
 class Patch(NamedTuple):
@@ -52,6 +53,49 @@ def in_named_files(settings: Mapping[str, object], config: Config | None) -> tup
         lines.append(f"# in {file}:")
         lines += [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in _nested(entries).items()]
     return "".join(f"{line}\n" for line in lines), rest
+
+
+def script_of(config: Config | None) -> Kind | None:
+    """Return whether a script alone says what is trained, Python or a command; None where a file takes keys."""
+    kinds = (
+        {Source(name, text).kind for name, text in config.sources.items()} if config is not None else set()
+    )
+    if kinds & {Kind.YAML, Kind.TOML}:
+        return None
+    return next((kind for kind in (Kind.PYTHON, Kind.SHELL) if kind in kinds), None)
+
+
+def as_flags(arguments: Mapping[str, object]) -> str:
+    """Return options of a command line, `--bf16 true`; a section is JSON, a list its words."""
+    import shlex
+
+    return " ".join(f"--{name} {shlex.quote(_text(value))}" for name, value in arguments.items())
+
+
+def as_keywords(arguments: Mapping[str, object]) -> str:
+    """Return arguments of a Python call, `bf16=True`."""
+    return ", ".join(f"{name}={value!r}" for name, value in arguments.items())
+
+
+def as_assignments(spelled: Mapping[str, object]) -> str:
+    """Return dotted keys as words of a command line, `loss.chunks=8`."""
+    import shlex
+
+    return " ".join(shlex.quote(f"{dotted}={_text(value)}") for dotted, value in spelled.items())
+
+
+def arguments_of(spelled: Mapping[str, object], config: Config | None) -> dict[str, Any]:
+    """Return dotted keys as arguments: a section is one, with all that the input says of it."""
+    sections = {dotted.partition(".")[0] for dotted in spelled if "." in dotted}
+    present = config.settings.values() if config is not None else ()
+    said = {each.written: each.value for each in present if each.written.partition(".")[0] in sections}
+    return _nested({**{written: value for written, value in said.items() if "." in written}, **spelled})
+
+
+def _text(value: object) -> str:
+    import json
+
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def as_yaml(spelled: Mapping[str, object]) -> str:

@@ -188,10 +188,12 @@ def _evidence(sources: Sequence[Source]) -> dict[str, Evidence]:
 
 def _asked(source: Source) -> dict[str, Evidence]:
     """Ask each dialect that `source` may be of; a text without any of their marks is not even parsed."""
-    dialects: Sequence[Dialect] = registry.with_files()
-    if source.kind not in (Kind.PYTHON, Kind.SHELL):
+    if source.kind in (Kind.PYTHON, Kind.SHELL):
+        dialects: Sequence[Dialect] = registry.with_files()
+    else:
+        keyed = registry.with_keyed_files()
         dialects = [
-            each for each in dialects if not each.marks or any(mark in source.text for mark in each.marks)
+            each for each in keyed if not each.marks or any(mark in source.text for mark in each.marks)
         ]
     return {each.name: each.evidence(source) for each in dialects}
 
@@ -220,12 +222,25 @@ def _unrecognised(sources: Sequence[Source]) -> Unrecognised:
     if sources and not any(source.text.strip() for source in sources):
         expected = f"a configuration of {_listed([each.label for each in dialects])}"
         return Unrecognised(f"{names} is empty", expected=expected, attempt="the file that the run reads")
+    if answer := _answer_to_loop(sources):
+        return Unrecognised(
+            f"{names} is a training loop of its own, which no rule is about",
+            expected="a configuration, or a script of a framework",
+            attempt=answer,
+        )
     what = (
         f"{names} is no training configuration that is known" if names else "the overrides tell no framework"
     )
     looked_for = [f"{each.label} ({each.looks_for})" if each.looks_for else each.label for each in dialects]
     attempt = "--framework with its name, where it is one all the same"
     return Unrecognised(what, expected=f"what proves one: {_listed(looked_for)}", attempt=attempt)
+
+
+def _answer_to_loop(sources: Sequence[Source]) -> str:
+    """Return what to do instead where `sources` are a loop that needs no framework."""
+    loops = registry.named(registry.WITHOUT_FILES)
+    answers = (loops.answer_to_loop(source.text) for source in sources if source.kind is Kind.PYTHON)
+    return next(filter(None, answers), "")
 
 
 def _contradictory(sources: Sequence[Source], found: Mapping[str, Evidence]) -> Contradiction:

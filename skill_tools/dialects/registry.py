@@ -1,6 +1,7 @@
 """The dialects by name. A dialect is loaded when it is asked for; all are only if an input has to be recognised."""
 
 import importlib
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -20,8 +21,11 @@ _MODULES = {
     "verl": "skill_tools.dialects.verl.dialect",
     "nemo-rl": "skill_tools.dialects.nemo_rl.dialect",
     "prime-rl": "skill_tools.dialects.prime_rl.dialect",
+    "lightning": "skill_tools.dialects.lightning.dialect",
+    "fsdp2": "skill_tools.dialects.fsdp2.dialect",
     "transformers": "skill_tools.dialects.transformers.dialect",
 }
+_SCRIPTS_ALONE = frozenset(("lightning", "fsdp2"))  # not loaded to recognise a file with keys
 WITHOUT_FILES = "pytorch"  # what a plan is for where neither a file nor a framework is named
 _MODULES_WITHOUT_FILES = {WITHOUT_FILES: "skill_tools.dialects.pytorch.dialect"}
 
@@ -40,8 +44,16 @@ def named(name: str) -> Dialect:
 
 def with_files() -> tuple[Dialect, ...]:
     """Return the dialects that have configuration files, in the order in which evidence is weighed."""
-    added = (dialect for dialect, _ in _registered.values() if dialect.has_files)
-    return (*map(named, _MODULES), *added)
+    return (*map(named, _MODULES), *_added())
+
+
+def with_keyed_files() -> tuple[Dialect, ...]:
+    """Return those among them of which a YAML, JSON or TOML may be."""
+    return (*(named(name) for name in _MODULES if name not in _SCRIPTS_ALONE), *_added())
+
+
+def _added() -> Iterator[Dialect]:
+    return (dialect for dialect, _ in _registered.values() if dialect.has_files)
 
 
 def register(dialect: Dialect, data: Path) -> None:

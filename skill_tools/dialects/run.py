@@ -75,6 +75,7 @@ class StreamedStates(StrEnum):
 class Run(NamedTuple):
     """One training run. `micro_batches` are those one data-parallel rank does in a step.
 
+    Of a model without adapters `trained_share` of the weights is trained, and the rest frozen.
     `weight_shards` and `gradient_shards` are the ranks that share weights and gradients (FSDP, ZeRO);
     `shards_optimizer` is Megatron's distributed optimizer or its equals. `loss_bytes` are bytes per token
     and vocabulary entry that the loss keeps at its worst moment; `fused_activation` says that SwiGLU keeps
@@ -98,6 +99,7 @@ class Run(NamedTuple):
     recompute: Recompute = Recompute()
     adapter: Adapter | None = None
     shards_optimizer: bool = True
+    trained_share: float = 1.0
     weight_shards: int = 1
     gradient_shards: int = 1
     precision_aware: bool = False
@@ -185,8 +187,8 @@ class Mode(NamedTuple):
     are, or under FSDP2 their shards, with gradients and states (as `streamed_states`) on the host; of their weights
     those of `resident_layers` stay on the GPU, with `updates_in_backward` their gradients do, and each layer takes a
     batch in `slices`,
-    `offload_parameters` is FSDP's or ZeRO's parameter and optimizer offload, `state_offload` Megatron's (dev)
-    optimizer-state offload.
+    `offload_parameters` is FSDP's or ZeRO's parameter and optimizer offload, whose host memory DeepSpeed pins where
+    `pins` (its `pin_memory`), `state_offload` Megatron's (dev) optimizer-state offload.
     """
 
     optimizer_fraction: float = 0.0
@@ -210,6 +212,7 @@ class Mode(NamedTuple):
     resident_layers: int = 0
     slices: int = 1
     offload_parameters: bool = False
+    pins: bool = False
 
     @property
     def of_states(self) -> "Mode":

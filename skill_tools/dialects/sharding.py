@@ -9,10 +9,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from skill_tools.configs.config import Config
-from skill_tools.dialects.candidates import Candidate, changed
+from skill_tools.dialects.candidates import NO_OFFLOAD, Candidate, changed
 from skill_tools.dialects.run import Mode, Precision
 
-_STATE_BYTES = (("8bit", 2.0), ("4bit", 1.0), ("lion", 2.0), ("sgd", 2.0), ("adafactor", 0.1))
+# Of both moments: by what an optimizer's name says, first of all its precision, whatever the weights' is.
+_STATE_BYTES = (("8bit", 2.0), ("4bit", 1.0), ("32bit", 8.0), ("adafactor", 0.1))
+_ONE_MOMENT = ("lion", "sgd", "muon")
 
 
 class Sharding(NamedTuple):
@@ -34,8 +36,12 @@ def world_of(gpus: int | None, stage: int, assumptions: list[str]) -> int:
 
 def precision_of(sharding: Sharding, optimizer: str, assumptions: list[str], *, adapted: bool) -> Precision:
     """Return what Hugging Face keeps a parameter of a bf16 model under mixed precision."""
-    small = next((size for name, size in _STATE_BYTES if name in optimizer.lower()), None)
-    moments = 8.0 if small is None else small
+    name = optimizer.lower()
+    small = next((size for part, size in _STATE_BYTES if part in name), None)
+    count = 1 if any(part in name for part in _ONE_MOMENT) else 2
+    moments = 4.0 * count if small is None else small * count / 2
+    if name.startswith("paged"):
+        assumptions.append("paged states count as the GPU's; the driver pages what does not fit to the host")
     if adapted:
         return Precision(gradient_bytes=2, master_bytes=0, gradient_is_buffer=False)
     if sharding.stage and sharding.by_deepspeed:
@@ -52,7 +58,7 @@ def precision_of(sharding: Sharding, optimizer: str, assumptions: list[str], *, 
     return Precision(
         gradient_bytes=2,
         master_bytes=0,
-        moments_bytes=4.0 if small is None else small,
+        moments_bytes=2.0 * count if small is None else moments,
         gradient_is_buffer=False,
     )
 
@@ -71,9 +77,11 @@ def combined(config: Config, activations: Iterable[Part], weights: Iterable[Part
     ways = list(weights)
     for kept in activations:
         for held in ways:
+            mode = Mode(**{**kept.mode, **held.mode})  # type: ignore[arg-type]
+            nothing = "as it is" if mode.offload_parameters or mode.optimizer_fraction else NO_OFFLOAD
             yield Candidate(
-                Mode(**{**kept.mode, **held.mode}),  # type: ignore[arg-type]
-                " + ".join(label for label in (kept.label, held.label) if label) or "as it is",
+                mode,
+                " + ".join(label for label in (kept.label, held.label) if label) or nothing,
                 (*kept.mechanisms, *held.mechanisms),
                 changed(config, {**kept.settings, **held.settings}),
             )

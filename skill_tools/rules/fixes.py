@@ -179,8 +179,19 @@ def settings(config: Config, fix: RuleFix, keys: Keys) -> str:
     for key, value in fix.set.items():
         spelling = spelled(config, keys[key])
         if spelling is not None and not (spelling.startswith("--") and value is False):
-            lines.append(f"+{_spell(config.framework, spelling, value)}")
+            lines.append(f"+{_added(config, spelling, value)}")
     return "".join(f"{line}\n" for line in lines)
+
+
+def _added(config: Config, spelling: str, value: object) -> str:
+    """Write a setting that is new in the input."""
+    dialect = registry.named(config.framework)
+    if dialect.scripts:
+        from skill_tools.dialects.patch import script_of
+
+        if script_of(config) in dialect.scripts:
+            return dialect.in_form({spelling: value}, config)
+    return _spell(config.framework, spelling, value)
 
 
 def _spell(framework: str, written: str, value: object) -> str:

@@ -29,6 +29,7 @@ def build() -> dict[str, Any]:
         "vocabulary": {path.stem: knowledge.words(path.read_text(encoding="utf-8")) for path in vocabulary},
         "models": knowledge.load_yaml("models.yaml")["models"],
         "hardware": knowledge.load_yaml("hardware.yaml"),
+        "host_buffers": knowledge.load_yaml("host_buffers.yaml"),
         "messages": [_without_example(entry) for entry in knowledge.load_yaml("messages.yaml")],
     }
 

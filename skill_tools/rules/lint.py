@@ -30,9 +30,11 @@ def lint(
     rules: Sequence[Rule] | None = None,
     versions: Mapping[str, str] | None = None,
     keys: Mapping[str, Key] | None = None,
+    about: frozenset[str] | None = None,
 ) -> LintResult:
     """Hold `config` to `rules` (default: all that are known) and return what it breaks and what stays open.
 
+    With `about`, only the rules whose condition reads one of these keys are asked, and no fault of form is looked for.
     `versions` maps distribution names to the releases that the user states; they win over what the config
     itself says. Where a rule depends on a release that nobody stated, its finding is one step less severe and
     says so; it is only a note where today's releases are not among them. The same step where the default of one
@@ -48,12 +50,16 @@ def lint(
     if rules is None:
         rules = rules_about(dialects.union(config.shares))
         to_ask = _found_by_key(config, said, remembered.silent)
+        if about is not None:
+            to_ask = ((rule, silent) for rule, silent in to_ask if not about.isdisjoint(rule.keys))
     else:
         to_ask = _worth_asking(config, said, conditions.values())
     if config.shares:
         to_ask = chain(to_ask, _worth_asking(config, said, _shared(config, rules, scope.known_keys)))
     as_written = Scope(config, scope.known_keys, scope.versions, as_written=True)
-    findings = list(input_checks.check(config, rules, scope.known_keys, scope.versions))
+    findings = (
+        list(input_checks.check(config, rules, scope.known_keys, scope.versions)) if about is None else []
+    )
     undecided = []
     for rule, says_nothing in to_ask:
         asked = (rule.id,) if says_nothing else (rule.id, *map(said.get, rule.keys))

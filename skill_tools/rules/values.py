@@ -22,6 +22,7 @@ _RELEASE = re.compile(r"([a-z][a-z0-9-]*)([<>=!~].+)$")
 
 _HASHABLE = (bool, int, float, str)
 _MAYBE = "maybe"  # what `said` says of a key that something may set
+_OUTSIDE = "outside"  # and of one that the environment alone may set
 
 
 @cache
@@ -53,6 +54,7 @@ class Scope(dict[str, object]):
         self.known_keys = keys
         self.versions = versions
         self._as_written = as_written
+        self._maybe_set = config.maybe_set - config.outside if as_written else config.maybe_set
         self._unreadable = config.unresolved | {
             wrong.setting.key for wrong in config.wrong_types if not wrong.is_known
         }
@@ -60,6 +62,7 @@ class Scope(dict[str, object]):
     def said(self) -> dict[str, object]:
         """Return what the input says of each key, where it says anything; what is the same compares as equal."""
         said: dict[str, object] = dict.fromkeys(self.config.maybe_set, _MAYBE)
+        said |= dict.fromkeys(self.config.outside, _OUTSIDE)
         for key, setting in self.config.settings.items():
             value = setting.value
             said[key] = (type(value), value if isinstance(value, _HASHABLE) else repr(value))  # true is not 1
@@ -70,7 +73,7 @@ class Scope(dict[str, object]):
         return answer
 
     def _answer(self, name: str) -> object:
-        if name in self._unreadable or name in self.config.maybe_set:
+        if name in self._unreadable or name in self._maybe_set:
             return UNKNOWN
         if name in self.config.settings:
             return self.config.settings[name].value
@@ -88,7 +91,7 @@ class Scope(dict[str, object]):
     def _is_set(self, key: str) -> object:
         if key in self.config.settings or key in self._unreadable:
             return True
-        return UNKNOWN if key in self.config.maybe_set or self._left_to_recipe(key) else False
+        return UNKNOWN if key in self._maybe_set or self._left_to_recipe(key) else False
 
     def _decider(self, key: str) -> str:
         """Return the dialect whose default an unset `key` has: its owner's, or that of shared code."""
@@ -107,6 +110,8 @@ class Scope(dict[str, object]):
         if self._as_written or key not in self.known_keys:
             return False
         known = self.known_keys[key]
+        if key in self.config.outside:
+            return True
         return (not self.config.complete and known.recipe_sets) or self.config.framework in known.outside
 
 

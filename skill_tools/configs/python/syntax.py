@@ -2,6 +2,7 @@
 
 import ast
 import warnings
+from collections.abc import Collection
 
 from skill_tools.errors import UnusableInput
 
@@ -37,3 +38,12 @@ def dotted_name(node: ast.expr) -> str:
 def last_name(node: ast.expr) -> str:
     """Return the last name of what is called or inherited: `b` of `a.b` and of `f().b`, else the empty text."""
     return dotted_name(node).rpartition(".")[2] or (node.attr if isinstance(node, ast.Attribute) else "")
+
+
+def calls_one_of(text: str, names: Collection[str]) -> bool:
+    """Return whether Python `text` calls something of these names. A mention, such as in a docstring, is no call."""
+    try:
+        tree = parse(text, "")
+    except UnusableInput:
+        return False
+    return any(isinstance(node, ast.Call) and last_name(node.func) in names for node in ast.walk(tree))

@@ -6,4 +6,10 @@
 """
 
 ACCELERATE = "accelerate"
+FSDP_PLUGIN, DEEPSPEED_PLUGIN, ACCELERATOR = (
+    "FullyShardedDataParallelPlugin",
+    "DeepSpeedPlugin",
+    "Accelerator",
+)
+OUR_MODULE = "reference_impl.integrations.accelerate"  # whose line a script may hold
 EMBEDDED = (ACCELERATE, "deepspeed")  # what a draft embeds that may hold such a section

@@ -14,6 +14,7 @@ from skill_tools.dialects.candidates import (
     RECOMPUTE,
     SHARDED,
     Candidate,
+    without_recomputation,
 )
 from skill_tools.dialects.run import ActivationEngine, OptimizerEngine, Recompute, Run
 from skill_tools.dialects.sharding import Part, combined
@@ -28,7 +29,7 @@ def candidates(config: Config, run: Run) -> Iterator[Candidate]:
     """Yield every way to keep activations, with and without offloading weights or the optimizer."""
     kind = config.value("accelerate.distributed_type")
     if kind == "FSDP":
-        return combined(config, _activations(config), _fsdp_weights())
+        return combined(config, _activations(config, run), _fsdp_weights())
     if kind == "DEEPSPEED" and not config.value("accelerate.deepspeed_config.deepspeed_config_file"):
         return combined(config, [Part({})], _deepspeed_weights(config))
     mode = current(config, run)
@@ -40,10 +41,11 @@ def candidates(config: Config, run: Run) -> Iterator[Candidate]:
     return combined(config, [Part({})], [Part(held)])
 
 
-def _activations(config: Config) -> Iterator[Part]:
-    yield Part({"recompute": _NONE}, "no checkpointing", (), {_CHECKPOINTING: False, _OFFLOAD: False})
+def _activations(config: Config, run: Run) -> Iterator[Part]:
+    off: dict[str, object] = {_CHECKPOINTING: False, _OFFLOAD: False}
+    yield Part({"recompute": _NONE}, without_recomputation(run), (), off)
     on: dict[str, object] = {_CHECKPOINTING: True, _OFFLOAD: False}
-    yield Part({"recompute": _FULL}, "activation checkpointing", (RECOMPUTE,), on)
+    yield Part({"recompute": _FULL}, "FSDP's activation checkpointing", (RECOMPUTE,), on)
     if config.value(f"{FSDP}version", 1) == 2:
         yield Part(
             {"recompute": _FULL, "activation_engine": ActivationEngine.INPUTS},

@@ -34,6 +34,10 @@ def compose(sources: Sequence[Source], overrides: Sequence[str]) -> Config:
                 write_file(draft, source)
             case Kind.SHELL:
                 _write_script(draft, source)
+            case Kind.PYTHON:
+                from skill_tools.dialects.accelerate.python_script import write_script
+
+                write_script(draft, source)
             case _:
                 raise UnusableInput(
                     f"{source.name} is no configuration of Accelerate",

@@ -11,7 +11,7 @@ from skill_tools.configs.config import Setting
 from skill_tools.configs.draft import Draft
 from skill_tools.configs.source import Source
 from skill_tools.configs.tree import single_document, write_tree
-from skill_tools.dialects.accelerate.section import DEEPSPEED, origin
+from skill_tools.dialects.accelerate.section import DEEPSPEED, SCRIPT, origin
 from skill_tools.dialects.deepspeed import section
 
 _ZERO = "deepspeed.zero_optimization."
@@ -95,8 +95,9 @@ def _write_device(draft: Draft, stated: Setting, name: str) -> None:
         return
     _derive(draft, f"{_ZERO}{name}.device", "none" if device is stated else device.value, device)
     if device.value == "nvme":
+        in_script = f"{DEEPSPEED}{name}_nvme_path"
         variable = f"env.ACCELERATE_DEEPSPEED_{name.upper()}_NVME_PATH"
-        path = origin(draft, variable, device)
+        path = origin(draft, in_script if SCRIPT in draft else variable, device)
         _derive(draft, f"{_ZERO}{name}.nvme_path", "none" if path is device else path.value, path)
 
 

@@ -6,8 +6,16 @@ from typing import TYPE_CHECKING
 
 from skill_tools.configs.config import Config, UnknownKey
 from skill_tools.configs.keys import Key
-from skill_tools.configs.source import Source
-from skill_tools.dialects.accelerate import ACCELERATE, EMBEDDED
+from skill_tools.configs.python.syntax import calls_one_of
+from skill_tools.configs.source import Kind, Source
+from skill_tools.dialects.accelerate import (
+    ACCELERATE,
+    ACCELERATOR,
+    DEEPSPEED_PLUGIN,
+    EMBEDDED,
+    FSDP_PLUGIN,
+    OUR_MODULE,
+)
 from skill_tools.dialects.base import NONE, Dialect, Evidence
 
 if TYPE_CHECKING:
@@ -32,12 +40,33 @@ class Accelerate(Dialect):
     label = "Accelerate"
     embeds = EMBEDDED
     looks_for = (
-        "`distributed_type` with `compute_environment`, `num_processes` or a section, or `accelerate launch`"
+        "`distributed_type` with `compute_environment`, `num_processes` or a section, `accelerate launch`, or an "
+        "Accelerator with a plugin"
     )
     marks = ("distributed_type",)
+    scripts = (Kind.PYTHON, Kind.SHELL)
     adapter = (
         'reference_impl.integrations.accelerate.offload(accelerator, model, optimizer, plan="plan.json")'
     )
+
+    def evidence_in_python(self, text: str) -> Evidence:
+        """Take a plugin that a script makes for its Accelerator, or our line for it."""
+        if not re.search(r"^\s*(?:from|import) accelerate\b", text, re.MULTILINE):
+            return NONE
+        found = re.search(rf"\b(?:{FSDP_PLUGIN}|{DEEPSPEED_PLUGIN})(?=\()|\b{OUR_MODULE}\b", text)
+        made = re.search(rf"\b{ACCELERATOR}\(", text)
+        if not (found and made and calls_one_of(text, (ACCELERATOR,))):
+            return NONE
+        return Evidence(1, proof=f"{ACCELERATOR}, {found[0]}", yields=True)
+
+    def recipes(self, source: Source) -> Sequence[Source]:
+        """Return each Accelerator that a Python script gives a plugin, unless one is asked for."""
+        if source.kind is not Kind.PYTHON or source.recipe is not None:
+            return (source,)
+        from skill_tools.dialects.accelerate.python_script import recipes
+
+        names = list(recipes(source))
+        return [source.for_recipe(name) for name in names] if len(names) > 1 else (source,)
 
     def evidence_in_text(self, text: str) -> Evidence:
         """Take the launcher's command, unless the script that it runs is somebody's."""
@@ -61,6 +90,8 @@ class Accelerate(Dialect):
         """A field of a section is dropped; at the top it ends the launch, as an unknown option does."""
         if unknown.written.startswith("-"):
             return "acc-launch-option"
+        if unknown.written.startswith((FSDP_PLUGIN, DEEPSPEED_PLUGIN)):
+            return "acc-plugin-argument"
         return "acc-sub-key" if "." in unknown.written else "acc-top-key"
 
     def rule_for_type(self, key: Key | None) -> str:
@@ -88,6 +119,16 @@ class Accelerate(Dialect):
         from skill_tools.dialects.accelerate.candidates import candidates
 
         return candidates(config, run)
+
+    def in_script(self, spelled: Mapping[str, object], config: Config | None, script: Kind | None) -> str:
+        """Return options of the launcher for a command, and what a plugin is given for a Python script."""
+        if script is Kind.PYTHON:
+            from skill_tools.dialects.accelerate.python_script import as_plugins
+
+            return as_plugins(spelled)
+        from skill_tools.dialects.patch import as_flags
+
+        return as_flags({name.rpartition(".")[2]: value for name, value in spelled.items()})
 
     def levers(self, config: Config, run: "Run") -> "Iterator[Lever]":
         """Yield what its file, or the script, may change beside offloading."""

@@ -27,6 +27,7 @@ DEEPSPEED = "accelerate.deepspeed_config."
 MEGATRON = "accelerate.megatron_lm_config."
 
 _PREFIXES = {"fsdp_config": "fsdp_", "fp8_config": "fp8_", "dynamo_config": "dynamo_"}
+SCRIPT = f"{ACCELERATE}.script"
 _ACTIVE = {"FSDP": FSDP, "DEEPSPEED": DEEPSPEED, "MEGATRON_LM": MEGATRON}
 _NUMBERED = frozenset({"fsdp_sharding_strategy", "fsdp_backward_prefetch", "fsdp_state_dict_type"})
 _TRUTHS = {

@@ -4,7 +4,14 @@ from collections.abc import Iterator
 
 from skill_tools.configs.config import Config
 from skill_tools.dialects.axolotl.run import current
-from skill_tools.dialects.candidates import INPUTS, RECOMPUTE, SHARDED, WEIGHTS, Candidate
+from skill_tools.dialects.candidates import (
+    INPUTS,
+    RECOMPUTE,
+    SHARDED,
+    WEIGHTS,
+    Candidate,
+    without_recomputation,
+)
 from skill_tools.dialects.deepspeed import candidates as deepspeed
 from skill_tools.dialects.run import ActivationEngine, Recompute, Run, WeightEngine
 from skill_tools.dialects.sharding import Part, combined
@@ -20,7 +27,7 @@ def candidates(config: Config, run: Run) -> Iterator[Candidate]:
 def _activations(run: Run) -> Iterator[Part]:
     off: dict[str, object] = {"gradient_checkpointing": False, "activation_offloading": False}
     on: dict[str, object] = {"gradient_checkpointing": True}
-    yield Part({"recompute": _NONE}, "no checkpointing", (), off)
+    yield Part({"recompute": _NONE}, without_recomputation(run), (), off)
     yield Part(
         {"recompute": _FULL}, "gradient checkpointing", (RECOMPUTE,), on | {"activation_offloading": False}
     )

@@ -8,6 +8,7 @@ from pathlib import PurePath
 
 from skill_tools.configs.config import Config
 from skill_tools.dialects import fields
+from skill_tools.dialects.axolotl.unfrozen import trained_share
 from skill_tools.dialects.deepspeed import mode as zero
 from skill_tools.dialects.layout import Layout, checked
 from skill_tools.dialects.parameters import lora
@@ -15,7 +16,6 @@ from skill_tools.dialects.run import (
     ActivationEngine,
     Adapter,
     Mode,
-    OptimizerEngine,
     Recompute,
     Run,
     WeightEngine,
@@ -53,6 +53,7 @@ def build(config: Config, shape: ModelShape, *, gpus: int | None) -> Run:
         recompute=Recompute(granularity="full") if checkpoints(config) else Recompute(),
         adapter=adapter,
         shards_optimizer=stage >= 1,
+        trained_share=trained_share(config, shape, assumptions),
         weight_shards=world if stage >= 3 else 1,
         gradient_shards=world if stage >= 2 else 1,
         loss_bytes=0.5 if fuses_loss(config) else 12.0,
@@ -74,7 +75,9 @@ def fuses_loss(config: Config) -> bool:
 
 
 def checkpoints(config: Config) -> bool:
-    """Whether gradient checkpointing recomputes the layers (any spelling of it)."""
+    """Whether gradient checkpointing recomputes the layers (any spelling of it), or FSDP's own does."""
+    if fields.flag(config, "fsdp_config.activation_checkpointing"):
+        return True
     is_on = config.value("gradient_checkpointing") is True
     return is_on or fields.text(config, "gradient_checkpointing") in {"offload", "offload_disk", "unsloth"}
 
@@ -105,8 +108,12 @@ def current(config: Config, run: Run) -> Mode:
 
 def _of_sharding(config: Config, run: Run) -> Mode:
     """Return what FSDP or DeepSpeed offloads."""
-    if fields.flag(config, "fsdp_config.offload_params"):
-        return Mode(optimizer_engine=OptimizerEngine.CPU_ADAM, offload_parameters=True)
+    if (
+        config.value("fsdp")
+        or config.value("fsdp_config")
+        or fields.flag(config, "fsdp_config.offload_params")
+    ):
+        return Mode(offload_parameters=bool(fields.flag(config, "fsdp_config.offload_params")))
     return zero.mode(config, run)
 
 

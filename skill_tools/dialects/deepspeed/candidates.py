@@ -17,7 +17,7 @@ _DEVICE = f"{DEEPSPEED}.zero_optimization.offload_{{}}.device"
 
 def weights(config: Config, mode: Mode) -> Iterator[Part]:
     """Yield the ways that the section has; `mode` is the run as it stands, the only one where nothing is known."""
-    by_deepspeed: dict[str, object] = {"optimizer_engine": OptimizerEngine.CPU_ADAM}
+    by_deepspeed: dict[str, object] = {"optimizer_engine": OptimizerEngine.CPU_ADAM, "pins": mode.pins}
     level = stage(config) if is_used(config) else None
     if not level:
         yield Part(

@@ -41,10 +41,11 @@ def offloads_parameters(config: Config) -> bool:
 
 def mode(config: Config, run: Run) -> Mode:
     """Return what the section moves off the GPU in `run`."""
+    pins = bool(fields.flag(config, f"{_ZERO}.offload_optimizer.pin_memory"))
     if offloads_parameters(config):
-        return Mode(optimizer_engine=OptimizerEngine.CPU_ADAM, offload_parameters=True)
+        return Mode(optimizer_engine=OptimizerEngine.CPU_ADAM, offload_parameters=True, pins=pins)
     share = offloaded_share(config, run) if offloads_optimizer(config) else 0.0
-    return Mode(optimizer_engine=OptimizerEngine.CPU_ADAM, optimizer_fraction=share)
+    return Mode(optimizer_engine=OptimizerEngine.CPU_ADAM, optimizer_fraction=share, pins=pins)
 
 
 def offloaded_share(config: Config, run: Run) -> float:

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from skill_tools.configs.config import Config, UnknownKey
-from skill_tools.configs.source import Source
+from skill_tools.configs.source import Kind, Source
 from skill_tools.dialects.base import NONE, Dialect, Evidence
 from skill_tools.dialects.deepspeed import EMBEDDED
 from skill_tools.dialects.llama_factory import LLAMA_FACTORY
@@ -25,6 +25,7 @@ class LlamaFactory(Dialect):
 
     name = LLAMA_FACTORY
     label = "LLaMA-Factory"
+    scripts = (Kind.SHELL,)
     package = "llamafactory"
     adapter = (
         'from Python run_exp(args, callbacks=[offload_callback("plan.json")]), with offload_callback of '
@@ -82,6 +83,12 @@ class LlamaFactory(Dialect):
         from skill_tools.dialects.llama_factory.run import candidates
 
         return candidates(config)
+
+    def in_script(self, spelled: Mapping[str, object], config: Config | None, script: Kind | None) -> str:
+        """Return options of a command."""
+        from skill_tools.dialects.patch import arguments_of, as_flags
+
+        return as_flags(arguments_of(spelled, config))
 
     def levers(self, config: Config, run: "Run") -> "Iterator[Lever]":
         """Yield what its YAML may change beside offloading."""

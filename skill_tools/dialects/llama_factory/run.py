@@ -84,7 +84,7 @@ def candidates(config: Config) -> Iterator[Candidate]:
     states = _states(config)
     yield Candidate(
         states._replace(recompute=Recompute()),
-        "no checkpointing",
+        "no recomputation",
         (),
         changed(config, {_OFF: True, _UNSLOTH: False}),
     )

@@ -9,6 +9,7 @@ from skill_tools.dialects.candidates import (
     DISTRIBUTED,
     FINE_GRAINED,
     LAYERS,
+    NO_OFFLOAD,
     OPTIMIZER,
     OPTIMIZER_LABEL,
     RECOMPUTE,
@@ -16,6 +17,7 @@ from skill_tools.dialects.candidates import (
     Candidate,
     changed,
     layer_counts,
+    without_recomputation,
 )
 from skill_tools.dialects.megatron import BRIDGE, LM
 from skill_tools.dialects.run import STATE_CHUNK_BYTES, ActivationEngine, Mode, Recompute, Run
@@ -97,7 +99,7 @@ def candidates(config: Config, run: Run) -> Iterator[Candidate]:
         labels = [label for _, label, _ in parts if label]
         yield Candidate(
             Mode(**arguments),  # type: ignore[arg-type]
-            " + ".join(labels) or "as it is, without offload",
+            " + ".join(labels) or NO_OFFLOAD,
             tuple(
                 mechanism
                 for mechanism, used in (
@@ -128,8 +130,8 @@ def _recomputes_all(arguments: dict[str, object], run: Run) -> bool:
 
 def _recomputes(run: Run) -> Iterator[_Part]:
     yield {}, "", {}
-    if run.recompute.granularity != "none":
-        yield {"recompute": Recompute()}, "no recompute", {"recompute_granularity": None}
+    if label := without_recomputation(run):
+        yield {"recompute": Recompute()}, label, {"recompute_granularity": None}
     modules = ("layernorm", "moe_act") if run.shape.experts else ("layernorm",) if run.shape.uses_mla else ()
     if run.recompute.granularity == "none" and modules:
         yield (

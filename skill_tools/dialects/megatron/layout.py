@@ -15,6 +15,11 @@ from skill_tools.dialects.shapes import ModelShape
 from skill_tools.errors import UnusableInput
 
 _DIGITS = 5  # of a repetition; more layers than that are wrong whatever the rest is
+_SIZES = (
+    ("tensor_model_parallel_size", "TP"),
+    ("pipeline_model_parallel_size", "PP"),
+    ("expert_model_parallel_size", "EP"),
+)
 _UNEVEN = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
 
 
@@ -41,14 +46,11 @@ def of_megatron(config: Config, *, gpus: int | None, num_layers: int, moe: bool)
             assumptions.append(
                 "expert tensor parallel size 1: not set here, and Bridge's MoE recipes set it to 1"
             )
-    if not config.complete:
-        unset = [
-            short
-            for key, short in (("tensor_model_parallel_size", "TP"), ("pipeline_model_parallel_size", "PP"))
-            if fields.integer(config, key) is None
-        ]
-        if unset:
-            assumptions.append(f"{' and '.join(unset)} 1: not set here, a recipe may set it")
+    unset = [short for key, short in _SIZES[: 3 if moe else 2] if fields.integer(config, key) is None]
+    if unset and not config.complete:
+        *first, last = unset
+        named = f"{', '.join(first)} and {last}" if first else last
+        assumptions.append(f"{named} 1: not set here, a recipe may set it")
     chunks = _virtual_stages(config, num_layers, pipeline)
     world = gpus or fields.integer(config, "world_size", "env.WORLD_SIZE") or _launched(config)
     if world is None:

@@ -7,6 +7,7 @@ from skill_tools.dialects.candidates import (
     BUDGET,
     INPUTS,
     LAYERS,
+    NO_OFFLOAD,
     OPTIMIZER,
     OPTIMIZER_LABEL,
     RECOMPUTE,
@@ -15,6 +16,7 @@ from skill_tools.dialects.candidates import (
     Advice,
     Candidate,
     layer_counts,
+    without_recomputation,
 )
 from skill_tools.dialects.run import (
     ActivationEngine,
@@ -48,7 +50,7 @@ def candidates(run: Run, advice: Advice) -> Iterator[Candidate]:
         labels = [label for label in (activations[1], kept[1]) if label]
         yield Candidate(
             Mode(**(activations[0] | kept[0])),  # type: ignore[arg-type]
-            " + ".join(labels) or "as it is, without offload",
+            " + ".join(labels) or NO_OFFLOAD,
             (*activations[2], *kept[2]),
             {},
             rounds=_rounds(run, kept[0]),
@@ -111,7 +113,31 @@ def _streamed_shards(run: Run, advice: Advice) -> Iterator[Candidate]:
         )
 
 
-def layer_streamer(mode: Mode) -> str:
+def objects(mode: Mode, run: Run) -> Iterator[str]:
+    """Yield the one line that makes what carries out `mode`; none where that takes more than one mechanism."""
+    activations = mode.activation_engine is not ActivationEngine.NONE
+    if mode.trained_layers:
+        if not run.is_fully_sharded:
+            yield _layer_streamer(mode)
+    elif (
+        mode.optimizer_fraction and not activations and not (mode.recompute and mode.recompute != Recompute())
+    ):
+        yield _hybrid_optimizer(mode)
+
+
+def _hybrid_optimizer(mode: Mode) -> str:
+    """Return the optimizer that takes the place of the loop's AdamW."""
+    on_cpu = mode.optimizer_fraction - mode.streamed_fraction
+    split = (1 - mode.optimizer_fraction, mode.streamed_fraction, on_cpu)
+    options = [f"split=({', '.join(f'{share:.4g}' for share in split)})"]
+    if mode.streamed_states in _OTHER_NUMERICS:
+        options.append(f"streaming=Streaming({_STREAMING[mode.streamed_states]})")
+    if mode.updates_in_backward:
+        options.append('backward_overlap="update"')
+    return f"HybridDeviceOptimizer(model.parameters(), lr=..., {', '.join(options)}) for AdamW; then its attach(model)"
+
+
+def _layer_streamer(mode: Mode) -> str:
     """Return the call that streams the trained layers of a loop's `model` and `optimizer`."""
     options = [f"streaming=Streaming({_STREAMING[mode.streamed_states]})"]
     options += [f"{name}={value!r}" for name, value in _beyond_defaults(mode).items()]
@@ -143,7 +169,7 @@ def _rounds(run: Run, arguments: dict[str, object]) -> int:
 
 
 def _activations(run: Run, advice: Advice) -> Iterator[_Part]:
-    yield {"recompute": Recompute()}, "", ()
+    yield {"recompute": Recompute()}, without_recomputation(run), ()
     yield {"recompute": Recompute(granularity="full")}, "checkpointing", (RECOMPUTE,)
     yield (
         {"recompute": Recompute(granularity="full"), "activation_engine": ActivationEngine.OWN_INPUTS},

@@ -30,6 +30,7 @@ SETTINGS = (
     "sharding",
     "shard_dtype",
 )
+_CALLS_OF_A_LOOP = (".backward(", ".step(")
 _PLACE = Place("<overrides>", 1, 1)
 
 
@@ -44,6 +45,15 @@ class PyTorch(Dialect):
         'reference_impl.verification.apply.apply_plan(model, optimizer, "plan.json")'
     )
 
+    def answer_to_loop(self, text: str) -> str:
+        """Return where a loop's answer is: it makes gradients and steps an optimizer by itself."""
+        if not all(call in text for call in _CALLS_OF_A_LOOP):
+            return ""
+        return (
+            f"offload plan --framework {self.name} --model NAME --gpu NAME, which says what fits; "
+            "docs/pytorch-loop.md has the lines to add"
+        )
+
     def launched_by(self, run: "Run") -> str:
         """Return the lines that launch the loop on several GPUs and share its model between them."""
         if run.spread is None:
@@ -53,12 +63,19 @@ class PyTorch(Dialect):
         return launch(run)
 
     def carried_out_by(self, mode: "Mode", run: "Run") -> str:
-        """Return the call, and where trained layers stream on one GPU also the object that it makes."""
-        if not mode.trained_layers or run.is_fully_sharded:
-            return self.carry_out
-        from skill_tools.dialects.pytorch.candidates import layer_streamer
+        """Return the call, and the objects that it makes; a loop that checkpoints by itself has to stop first."""
+        from skill_tools.dialects.pytorch.candidates import objects
+        from skill_tools.dialects.run import Mode
 
-        return f"{self.carry_out}\nor make what it makes: {layer_streamer(mode)}"
+        checkpoints = run.recompute.granularity != "none"
+        recomputes = mode.recompute is not None and mode.recompute.granularity != "none"
+        if mode == Mode(recompute=mode.recompute) and recomputes == checkpoints:
+            return ""
+        lines = ["take checkpointing out of the loop"] * checkpoints
+        if mode != Mode(recompute=mode.recompute) or recomputes:
+            lines.append(self.carry_out)
+            lines += [f"or make what it makes: {made}" for made in objects(mode, run)]
+        return "\n".join(lines)
 
     @property
     def heading(self) -> str:

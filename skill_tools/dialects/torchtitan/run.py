@@ -9,7 +9,14 @@ from collections.abc import Iterator, Mapping
 
 from skill_tools.configs.config import Config
 from skill_tools.dialects import fields
-from skill_tools.dialects.candidates import RECOMPUTE, SHARDED, Candidate, changed
+from skill_tools.dialects.candidates import (
+    NO_OFFLOAD,
+    RECOMPUTE,
+    SHARDED,
+    Candidate,
+    changed,
+    without_recomputation,
+)
 from skill_tools.dialects.layout import Layout, checked
 from skill_tools.dialects.run import Mode, Precision, Recompute, Run
 from skill_tools.dialects.shapes import ModelShape
@@ -65,13 +72,13 @@ def current(config: Config, run: Run) -> Mode:
 def candidates(config: Config, run: Run) -> Iterator[Candidate]:
     """Yield checkpointing or none, with and without FSDP's CPU offload."""
     for recompute, label, mechanisms, mode in (
-        (Recompute(), "no checkpointing", (), "none"),
+        (Recompute(), without_recomputation(run), (), "none"),
         (_FULL, "full activation checkpointing", (RECOMPUTE,), "full"),
     ):
         for offloads in (False, True) if run.weight_shards > 1 else (False,):
             yield Candidate(
                 Mode(recompute=recompute, offload_parameters=offloads),
-                f"{label} + FSDP CPU offload" if offloads else label,
+                " + ".join(filter(None, (label, "FSDP CPU offload" * offloads))) or NO_OFFLOAD,
                 (*mechanisms, SHARDED) if offloads else mechanisms,
                 changed(config, {_CHECKPOINTS: mode, _OFFLOAD: offloads}),
             )

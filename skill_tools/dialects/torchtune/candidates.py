@@ -4,7 +4,16 @@ from collections.abc import Iterator
 
 from skill_tools.configs.config import Config
 from skill_tools.dialects import fields
-from skill_tools.dialects.candidates import INPUTS, RECOMPUTE, SHARDED, STATES, Candidate, changed
+from skill_tools.dialects.candidates import (
+    INPUTS,
+    NO_OFFLOAD,
+    RECOMPUTE,
+    SHARDED,
+    STATES,
+    Candidate,
+    changed,
+    without_recomputation,
+)
 from skill_tools.dialects.run import ActivationEngine, Mode, OptimizerEngine, Recompute, Run
 from skill_tools.dialects.torchtune.run import CPU_OPTIMIZER, is_sharded
 
@@ -13,24 +22,29 @@ _Part = tuple[dict[str, object], str, tuple[str, ...], dict[str, object]]
 
 def candidates(config: Config, run: Run) -> Iterator[Candidate]:
     """Yield every way to keep activations, with and without offloading weights or states."""
-    for activations in _activations():
+    for activations in _activations(run):
         for states in _states(config, run):
             labels = [label for label in (activations[1], states[1]) if label]
             yield Candidate(
                 Mode(**activations[0] | states[0]),  # type: ignore[arg-type]
-                " + ".join(labels),
+                " + ".join(labels) or NO_OFFLOAD,
                 (*activations[2], *states[2]),
                 changed(config, activations[3] | states[3]),
             )
 
 
-def _activations() -> Iterator[_Part]:
+def _activations(run: Run) -> Iterator[_Part]:
     checkpointing, offloading = (
         "torchtune.enable_activation_checkpointing",
         "torchtune.enable_activation_offloading",
     )
     full = Recompute(granularity="full")
-    yield {"recompute": Recompute()}, "no checkpointing", (), {checkpointing: False, offloading: False}
+    yield (
+        {"recompute": Recompute()},
+        without_recomputation(run),
+        (),
+        {checkpointing: False, offloading: False},
+    )
     settings: dict[str, object] = {checkpointing: True, offloading: False}
     yield {"recompute": full}, "activation checkpointing", (RECOMPUTE,), settings
     yield (

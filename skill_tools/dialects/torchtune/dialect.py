@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from skill_tools.configs.config import Config, UnknownKey
-from skill_tools.configs.source import Source
+from skill_tools.configs.source import Kind, Source
 from skill_tools.dialects.base import NONE, Dialect, Evidence
 from skill_tools.dialects.torchtune import TORCHTUNE
 
@@ -24,6 +24,7 @@ class TorchTune(Dialect):
 
     name = TORCHTUNE
     label = "torchtune"
+    scripts = (Kind.SHELL,)
     looks_for = "a section with `_component_: torchtune.…`, or the command `tune run`"
     marks = ("_component_",)
     adapter = (
@@ -77,6 +78,12 @@ class TorchTune(Dialect):
         from skill_tools.dialects.torchtune.candidates import candidates
 
         return candidates(config, run)
+
+    def in_script(self, spelled: Mapping[str, object], config: Config | None, script: Kind | None) -> str:
+        """Return words of a command."""
+        from skill_tools.dialects.patch import as_assignments
+
+        return as_assignments(spelled)
 
     def levers(self, config: Config, run: "Run") -> "Iterator[Lever]":
         """Yield what its YAML may change beside offloading."""

@@ -6,7 +6,7 @@ Under DeepSpeed, what its JSON may keep on the CPU (`deepspeed.candidates`). Apa
 from collections.abc import Iterator
 
 from skill_tools.configs.config import Config
-from skill_tools.dialects.candidates import INPUTS, RECOMPUTE, SHARDED, Candidate
+from skill_tools.dialects.candidates import INPUTS, RECOMPUTE, SHARDED, Candidate, without_recomputation
 from skill_tools.dialects.deepspeed import candidates as deepspeed
 from skill_tools.dialects.run import ActivationEngine, Recompute, Run
 from skill_tools.dialects.sharding import Part, combined
@@ -19,10 +19,10 @@ _PARAMETERS = "fsdp_config.cpu_offload"
 
 def candidates(config: Config, run: Run) -> Iterator[Candidate]:
     """Yield every way to keep activations, with and without offloading weights."""
-    return combined(config, _activations(config), _weights(config, run))
+    return combined(config, _activations(config, run), _weights(config, run))
 
 
-def _activations(config: Config) -> Iterator[Part]:
+def _activations(config: Config, run: Run) -> Iterator[Part]:
     """Yield the ways to keep activations; under FSDP its own checkpointing, which gathers each layer once."""
     renamed = config.value("activation_checkpointing") is not None
     switch = "activation_checkpointing" if renamed else "gradient_checkpointing"
@@ -30,9 +30,10 @@ def _activations(config: Config) -> Iterator[Part]:
     shards = bool(config.value("fsdp"))
     held: dict[str, object] = {"activation_offloading": False, offload: False}
     off = {switch: False, **held, **({_OWN: False} if shards else {})}
-    yield Part({"recompute": _NONE}, "no checkpointing", (), off)
+    yield Part({"recompute": _NONE}, without_recomputation(run), (), off)
     on = {**off, (_OWN if shards else switch): True}
-    yield Part({"recompute": _FULL}, "gradient checkpointing", (RECOMPUTE,), on)
+    whose = "FSDP's activation" if shards else "gradient"
+    yield Part({"recompute": _FULL}, f"{whose} checkpointing", (RECOMPUTE,), on)
     yield Part(
         {"recompute": _FULL, "activation_engine": ActivationEngine.INPUTS},
         "checkpointing with layer inputs offloaded",

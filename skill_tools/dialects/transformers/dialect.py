@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from skill_tools.configs.yaml_lines import Node
     from skill_tools.dialects.candidates import Advice, Candidate
     from skill_tools.dialects.levers import Lever
-    from skill_tools.dialects.patch import Patch
     from skill_tools.dialects.run import Mode, Run
     from skill_tools.dialects.shapes import ModelShape
 
@@ -59,6 +58,7 @@ class Transformers(Dialect):
     embeds = EMBEDDED
     looks_for = "output_dir with two of learning_rate, max_steps and their like, and model_name_or_path or dataset_name"
     marks = ("output_dir",)
+    scripts = (Kind.PYTHON, Kind.SHELL)
     adapter = 'reference_impl.integrations.transformers.offload(trainer, "plan.json")'
 
     def evidence_in_python(self, text: str) -> Evidence:
@@ -139,22 +139,15 @@ class Transformers(Dialect):
 
         return candidates(config, run)
 
-    def patch(
-        self, settings: Mapping[str, object], config: Config | None = None, *, dead: Sequence[str] = ()
-    ) -> "Patch":
-        """Return options for a script, and lines for a recipe."""
-        if config is None or not _is_on_a_command_line(config):
-            return super().patch(settings, config, dead=dead)
-        import json
+    def in_script(self, spelled: Mapping[str, object], config: Config | None, script: Kind | None) -> str:
+        """Return options for a command, and keywords for a Python script; `fsdp` is one text of words in both."""
+        from skill_tools.dialects.patch import arguments_of, as_flags, as_keywords
 
-        sections = ("deepspeed.", "env.")
-        own = {key: value for key, value in settings.items() if not key.startswith(sections)}
-        patch = super().patch({key: value for key, value in settings.items() if key not in own}, config)
-        flags = " ".join(
-            f"--{key} {value if isinstance(value, str) else json.dumps(value)}"
-            for key, value in self.spelled(own, config).items()
-        )
-        return patch._replace(settings=settings, text=f"{flags}\n{patch.text}" if flags else patch.text)
+        words = {
+            name: " ".join(value) if name == "fsdp" and isinstance(value, list) else value
+            for name, value in arguments_of(spelled, config).items()
+        }
+        return as_keywords(words) if script is Kind.PYTHON else as_flags(words)
 
     def levers(self, config: Config, run: "Run") -> "Iterator[Lever]":
         """Yield what a Trainer may change beside offloading."""
@@ -175,13 +168,6 @@ def _imported(text: str, *, theirs: bool) -> set[str]:
         for part in names.strip("() \n\t").split(",")
         if part.strip()
     }
-
-
-def _is_on_a_command_line(config: Config) -> bool:
-    """Return whether a script's command says what is trained, and no recipe that it names."""
-    said = config.settings.get("output_dir") or config.settings.get("micro_batch_size")
-    text = config.sources.get(said.place.file) if said is not None else None
-    return said is not None and text is not None and Source(said.place.file, text).kind is Kind.SHELL
 
 
 DIALECT = Transformers()

@@ -55,6 +55,8 @@ _SECTION_OF = {
 _OF_ROLE = re.compile(rf"actor_rollout_ref\.(?:actor|ref)\.({'|'.join(_SECTION_OF.values())})\.")
 _CONFIGURATION = "verl/trainer/config"  # in a checkout
 _ACTOR = "actor_rollout_ref.actor.strategy"
+_ADDED = "verl-plus-existing"
+_PPO = "main_ppo"
 
 
 def compose(sources: Sequence[Source], overrides: Sequence[str]) -> Config:
@@ -98,6 +100,9 @@ def _write_script(draft: Draft, source: Source) -> bool:
     if not is_closed:
         draft.may_be_set()
     _write_words(draft, words, source.name, is_closed=is_closed, folder=source.folder)
+    is_ppo = bool(programs) and all(_PPO in program for program in programs)
+    if is_closed and is_ppo and above(source.folder, _CONFIGURATION) is None:
+        _note_added_again(draft, words, source.name)
     return is_closed
 
 
@@ -209,6 +214,25 @@ def _note_other_engine(draft: Draft, key: str, engine: str, place: Place) -> Non
     rule = "verl-other-engine"
     if not any(fault.rule == rule for fault in draft.faults):
         draft.faults.append(Fault(rule, f"{key}, with model_engine {engine}", place))
+
+
+def _note_added_again(draft: Draft, words: Sequence[Argument], file: str) -> None:
+    """Note each plus before a key that has a value in verl's own configuration; a list or a dict is merged into it."""
+    filled = _filled(_engine(words, _option(words, "--config-name", "-cn")) or "")
+    removed = tuple(word.text[1:].partition("=")[0] for word in words if word.text.startswith("~"))
+    for word in words:
+        sign, _, rest = word.text.partition("+")
+        key, equals, value = rest.partition("=")
+        is_added = not sign and equals and word.certain and key in filled
+        if is_added and not value.startswith(("[", "{", "$", "+")) and not key.startswith(removed or " "):
+            draft.faults.append(Fault(_ADDED, word.text, Place(file, word.line, word.column)))
+
+
+@knowledge.derived
+def _filled(engine: str) -> frozenset[str]:
+    """Return the keys that have a value in the configuration for `engine` in every known release."""
+    names = (name.rpartition(" ") for name in knowledge.index()["vocabulary"]["verl_values"])
+    return frozenset(name for of, _, name in names if of in ("", engine) and engine in ("dp", "megatron"))
 
 
 def _option(words: Sequence[Argument], *names: str) -> Argument | None:

@@ -134,6 +134,8 @@ class Judge:
             "zero_missing",
             "type_missing",
             "options_since_1_15",
+            "script",
+            "offload_call",
         }
         ours |= {"deepspeed_fields_from_accelerate_config", "mpirun_hostfile", "dynamo_backend"}
         if beyond := options - known - ours - too_new:

@@ -13,7 +13,10 @@ TREES = sorted(path.parent for path in (HERE.parents[2] / "build" / "accelerate"
 @pytest.mark.skipif(
     not TREES, reason="no release of accelerate is unpacked; make test-accelerate fetches some"
 )
-def test_rules_and_release_agree() -> None:
-    command = [sys.executable, str(HERE / "judge.py"), "--configurations", "60", str(TREES[-1])]
+@pytest.mark.parametrize(
+    "words", [("judge.py", "--configurations", "60"), ("plugins.py", "--plugins", "200")]
+)
+def test_rules_and_release_agree(words: tuple[str, ...]) -> None:
+    command = [sys.executable, str(HERE / words[0]), *words[1:], str(TREES[-1])]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout + result.stderr

@@ -115,17 +115,24 @@ def test_overrides_alone_are_a_configuration(here: Path, capsys: pytest.CaptureF
 
 
 @pytest.mark.parametrize(
-    ("arguments", "hint"),
+    "words",
     [
-        (["good.yaml", "--overrides", "a.b=1", "c.d=2"], '--overrides "a.b=1 c.d=2"'),
-        (["--overrides", "good.yaml"], "offload lint good.yaml --overrides TEXT"),
+        ["good.yaml", "--overrides", "model.sequence_parallel=true", "model.pipeline_model_parallel_size=2"],
+        ["good.yaml", "--overrides", "model.sequence_parallel=true model.pipeline_model_parallel_size=2"],
+        ["--overrides", "model.sequence_parallel=true", "model.pipeline_model_parallel_size=2", "good.yaml"],
+        ["--overrides=model.sequence_parallel=true", "good.yaml", "model.pipeline_model_parallel_size=2"],
     ],
 )
-def test_files_and_overrides_in_each_others_place_are_told(
-    here: Path, arguments: list[str], hint: str, capsys: pytest.CaptureFixture[str]
+def test_overrides_are_words_or_one_text(
+    here: Path, words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["lint", *arguments]) == 2
-    assert capsys.readouterr().err.endswith(f"try {hint}\n")
+    assert main(["lint", *words, "--format", "json"]) == 1
+    assert "la-pp" in rules_in(capsys)
+
+
+def test_a_file_in_the_place_of_an_override_is_told(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["lint", "--overrides", "good.yaml"]) == 2
+    assert capsys.readouterr().err.endswith("try offload lint good.yaml --overrides KEY=VALUE\n")
 
 
 def test_standard_input_has_a_name(

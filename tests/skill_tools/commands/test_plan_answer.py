@@ -171,3 +171,49 @@ def test_more_host_memory_is_a_way_where_it_is_what_lacks(capsys: pytest.Capture
     budgets = ["--gpu", "h100", "--gpu-memory", "40GB", "--host-memory", "20GB"]
     assert main(["plan", "--model", "llama-3-8b", *budgets]) == 2
     assert "of host memory a node (--host-memory)" in capsys.readouterr().out
+
+
+LOOP = ("--framework", "pytorch", "--host-memory", "160GB")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            "--model llama-3.2-1b --gpu h100 --overrides recompute_granularity=full",
+            "fits with no recomputation:\ntake checkpointing out of the loop\nGPU:",
+        ),
+        ("--model llama-3.2-1b --gpu h100", "fits as it is: nothing to change\nGPU:"),
+        (
+            "--model llama-3-8b --gpus 8 --gpu rtx4090 --overrides recompute_granularity=full",
+            "fits as it is: nothing to change\n  torchrun",
+        ),
+        (
+            "--model llama-3-8b --gpu rtx4090 --overrides recompute_granularity=full",
+            "weights resident:\ntake checkpointing out of the loop\nto carry it out, save it",
+        ),
+        (
+            "--model llama-3.2-3b --gpu rtx4090 --only optimizer",
+            "split=(0.14, 0.86, 0)) for AdamW; then its attach(model)\nGPU:",
+        ),
+    ],
+)
+def test_a_loop_is_told_in_words_what_to_do(
+    words: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", *LOOP, *words.split()]) == 0
+    assert said in capsys.readouterr().out
+
+
+def test_rows_say_whose_checkpointing_it_is_and_that_there_is_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "accelerate.yaml"
+    run.write_text(
+        "compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\nnum_processes: 8\nmixed_precision: bf16\n"
+        "fsdp_config: {fsdp_version: 2, fsdp_activation_checkpointing: true}\n"
+    )
+    main(["plan", str(run), "--model", "llama-3-8b", "--gpu", "rtx4090", "--details"])
+    said = capsys.readouterr().out
+    assert "\n  FSDP's activation checkpointing + FSDP parameter offload " in said
+    assert "\n  no recomputation " in said

@@ -62,6 +62,23 @@ def test_the_report_says_what_failed(verified):
     document["rows"][0]["problems"] = []
 
 
+@pytest.mark.slow
+def test_every_mechanism_keeps_its_promise_where_hardly_anything_may_be_pinned(capsys):
+    assert main(["verify", "--device", "cpu", "--pinned-memory", "1MiB", "--format", "json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    jsonschema.validate(document, json.loads(schema_path("verify").read_text(encoding="utf-8")))
+    assert all(row["parameters_equal"] for row in document["rows"])
+    assert document["pinned"] == {"limit_bytes": 2**20, "peak_bytes": 2**20}
+    assert "page-locked at once: 1.00 MiB of 1.00 MiB" in measuring.verification(document)
+
+
+def test_a_limit_that_holds_no_ring_is_one_line(capsys):
+    assert main(["verify", "--device", "cpu", "--pinned-memory", "1000bytes"]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "expected 1 MiB or more" in error
+
+
 @pytest.mark.parametrize("device", ["cuda:99", "tpu", "xpu"])
 def test_a_device_that_is_not_there_is_one_line(device, capsys):
     assert main(["verify", "--device", device]) == 2

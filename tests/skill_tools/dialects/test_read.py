@@ -59,6 +59,13 @@ def test_what_is_not_recognised_asks_for_the_framework(text: str) -> None:
         read_text(text, "input")
 
 
+def test_a_loop_of_its_own_is_sent_to_its_plan_and_its_page() -> None:
+    loop = (Path(__file__).parents[3] / "evals" / "files" / "pytorch_loop.py").read_text(encoding="utf-8")
+    with pytest.raises(UnusableInput, match=r"plan --framework pytorch .*docs/pytorch-loop\.md") as refused:
+        read_text(loop, "train.py")
+    assert len(str(refused.value)) < 300
+
+
 def test_the_framework_can_be_said() -> None:
     assert read_text("bf16: true\n", "x.yaml", framework="axolotl").framework == "axolotl"
 

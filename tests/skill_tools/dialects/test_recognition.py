@@ -94,7 +94,7 @@ def test_what_has_no_mark_of_a_training_is_not_even_parsed(name: str) -> None:
 
 def test_each_framework_has_marks() -> None:
     """Without any, each YAML and JSON file of a folder would be parsed for it."""
-    assert [each.name for each in registry.with_files() if not each.marks] == []
+    assert [each.name for each in registry.with_keyed_files() if not each.marks] == []
 
 
 def test_a_folder_of_look_alikes_is_passed_over_silently(

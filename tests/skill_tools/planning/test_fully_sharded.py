@@ -248,11 +248,15 @@ def test_gradients_that_add_up_stay_on_the_gpu() -> None:
     assert lines(twice)["gradients"] == pytest.approx(4 * twice.parameters.shard, rel=1e-6)
 
 
-def test_beside_what_streams_the_cpu_s_gradients_stay_too() -> None:
-    """Reduced gradients of a block are one buffer."""
-    found = [memory.estimate(of("llama-3-8b", 4), offloaded(share)) for share in (0.0, 0.5, 1.0)]
-    assert "gradients" not in lines(found[0])
-    assert lines(found[1])["gradients"] == lines(found[2])["gradients"]
+def test_beside_what_streams_the_gradients_of_one_block_of_the_cpu_s_share_stay() -> None:
+    """Reduced gradients of a block are one buffer, and one block is cut so that shares are exact."""
+    found = [memory.estimate(of("llama-3-8b", 4), offloaded(share)) for share in (0.0, 0.5, 0.999, 1.0)]
+    none, half, most, everything = (lines(each).get("gradients", 0) for each in found)
+    shard, block = found[0].parameters.shard, (8.03e9 - 2 * 128_256 * 4096) / 32 / 4
+    assert none == 0
+    assert half == pytest.approx(4 * (shard / 2 + block), rel=0.01)
+    # What is left is smaller than a block.
+    assert most == everything == pytest.approx(4 * shard, rel=1e-6)
 
 
 def test_a_tied_table_stays_gathered_from_forward_to_the_end_of_backward() -> None:

@@ -117,6 +117,19 @@ def test_activation_rows(tokens: int, mode: Mode, peak_gb: float, step_s: float)
     check(without_optimizer, mode, peak_gb, step_s, updates=False)
 
 
+@pytest.mark.parametrize(
+    ("engine", "peak_gb"), [(ActivationEngine.NONE, 38.80), (ActivationEngine.OWN_INPUTS, 39.87)]
+)
+def test_recomputation_counts_gradients_inside_a_layer_and_inputs_in_flight(
+    engine: ActivationEngine, peak_gb: float
+) -> None:
+    """Two of the verified plans in card.yaml, whose predictions had neither."""
+    states = Precision(gradient_bytes=2, gradient_is_buffer=False)
+    given = run(ACTIVATION_MODEL, tokens=16384, seq_length=4096)._replace(precision=states)
+    found = memory.estimate(given, Mode(recompute=FULL, activation_engine=engine))
+    assert found.allocated_bytes / 1e9 == pytest.approx(peak_gb, rel=0.015)
+
+
 STREAMING_MODEL = decoder(hidden=4096, ffn=14336, layers=16, heads=32)
 AXOLOTL = Mode(weight_layers=16, weight_engine=WeightEngine.SWAPPED)
 STREAMING_ROWS = [

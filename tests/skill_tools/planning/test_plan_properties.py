@@ -20,7 +20,6 @@ from skill_tools.dialects.run import (
 from skill_tools.planning.cost import machine, optimizer
 from skill_tools.planning.model import activations, known_models, states
 from skill_tools.planning.model.memory import estimate
-from skill_tools.planning.model.states import HOST_BYTES_CPU_SHARE
 from skill_tools.planning.search import planner
 from skill_tools.planning.search.legality import with_settings
 from skill_tools.planning.search.options import HEADROOM, Budget
@@ -163,9 +162,8 @@ def test_more_memory_saved_by_the_optimizer_never_costs_less_host_memory(
     assert more.host_bytes_per_node >= less.host_bytes_per_node
     saved = less.between_steps_bytes - more.between_steps_bytes
     spent = (more.host_bytes_per_node - less.host_bytes_per_node) / run.layout.ranks_on_node
-    assert (
-        abs(spent - saved * HOST_BYTES_CPU_SHARE / 8) <= 64
-    )  # moments alone move, 16 B a parameter wait on the host
+    # Moments alone move; 16 B a parameter wait on the host, 8 of them in pinned blocks of up to twice their size.
+    assert saved * 16 / 8 - 64 <= spent <= saved * 24 / 8 + 64
 
 
 @given(st.floats(0.1, 500, allow_nan=False), st.sampled_from(["GiB", "GB", "MiB", "TB"]))

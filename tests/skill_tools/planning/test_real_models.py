@@ -114,7 +114,7 @@ def test_a_tied_tables_gradients_meet_at_the_end_of_backward() -> None:
     row = Row("qwen3-4b", 1, 2048, Mode(recompute=CHECKPOINTS), 0, BF16_STATES)
     traced, by_formula = (memory.estimate(run_of(row, by_trace=way), row.mode) for way in (True, False))
     assert by_formula.allocated_bytes == pytest.approx(traced.allocated_bytes, rel=0.01)
-    assert by_formula.gpu[2].name == "gradients of the tied table"
+    assert "gradients of the tied table" in [line.name for line in by_formula.gpu]
 
 
 @pytest.mark.parametrize("mode", [Mode(), off(1.0), Mode(recompute=CHECKPOINTS)])

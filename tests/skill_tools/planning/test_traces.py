@@ -237,13 +237,28 @@ def test_pinned_memory_is_a_budget_of_its_own(tmp_path: Path, capsys: pytest.Cap
     capped = planned(capsys, *words, "--pinned-memory", "1GiB")
     option = capped["recommendation"]["option"]
     assert option["memory"]["pinned_bytes_per_node"] <= 2**30 < free["memory"]["pinned_bytes_per_node"]
-    assert capped["budget"]["pinned_bytes_per_node"] == 2**30
-    # The CPU's own states are not pinned; what carries its gradients and weights is.
-    cpu = next(line for line in option["memory"]["host_per_rank"] if line["name"] == "optimizer state")
-    assert option["memory"]["pinned_bytes_per_node"] == pytest.approx(cpu["bytes"] / 7)
-    assert {each["limit"] for each in capped["alternatives"]} >= {"pinned memory"}
+    assert capped["budget"]["pinned_bytes_per_node"] == capped["execute"]["pinned_limit_bytes"] == 2**30
+    assert option["time"]["step_s"] >= free["time"]["step_s"]
     jsonschema.validate(capped, json.loads(schema_path("plan").read_text()))
-    assert main(["plan", "--model", "llama-3-8b", "--gpu-memory", "48GiB", "--pinned-memory", "1GiB"]) == 2
+
+
+def test_what_may_not_be_pinned_is_pageable_and_never_faster(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--model", "llama-3-8b", "--gpu-memory", "30GiB"]
+    free, capped, tight = (
+        planned(capsys, *words, *limit)["recommendation"]["option"]
+        for limit in ([], ["--pinned-memory", "8GiB"], ["--pinned-memory", "1GiB"])
+    )
+    assert "pageable_bytes_per_node" not in free["memory"]
+    for option, limit in ((capped, 8 << 30), (tight, 1 << 30)):
+        assert option["memory"]["pinned_bytes_per_node"] == limit
+        assert option["memory"]["pageable_bytes_per_node"] > 0
+    assert free["time"]["step_s"] <= capped["time"]["step_s"] <= tight["time"]["step_s"]
+
+
+def test_less_than_a_ring_takes_is_a_limit_that_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        main(["plan", "--model", "llama-3-8b", "--gpu-memory", "48GiB", "--pinned-memory", "1000bytes"]) == 2
+    )
     said = capsys.readouterr()
     assert "the least pins" in said.out
     assert "of pinned memory a node" in said.err

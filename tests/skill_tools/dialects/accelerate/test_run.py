@@ -66,7 +66,7 @@ def test_what_it_proposes_is_in_the_files_own_keys(plan: Any) -> None:
     found = plan(
         FSDP2.format(offload="false"),
         *("--model", "qwen3-8b", "--overrides", "seq_length=4096"),
-        *("--gpu", "h100", "--gpu-memory", "16GiB", "--host-memory", "900GiB"),
+        *("--gpu", "h100", "--gpu-memory", "20GiB", "--host-memory", "900GiB"),
     )
     settings = found["recommendation"]["patch"]["settings"]
     assert settings == {"accelerate.fsdp_config.fsdp_offload_params": True}

@@ -127,3 +127,24 @@ def test_the_launch_line_says_how_many_gpus(text: str, world: int | None) -> Non
     launched = config(tensor_model_parallel_size=2)._replace(sources={"run.sh": text})
     found = megatron_layout.of_megatron(launched, gpus=None, num_layers=4, moe=False)
     assert found.layout.gpus == (world or 2)
+
+
+@pytest.mark.parametrize(
+    ("values", "moe", "said"),
+    [
+        ({}, True, "TP, PP and EP 1: not set here, a recipe may set it"),
+        ({"tensor_model_parallel_size": 2}, True, "PP and EP 1: not set here, a recipe may set it"),
+        ({}, False, "TP and PP 1: not set here, a recipe may set it"),
+        (
+            {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 2},
+            True,
+            "EP 1: not set here, a recipe may set it",
+        ),
+    ],
+)
+def test_sizes_that_an_unseen_recipe_may_set_are_said(
+    values: dict[str, object], moe: bool, said: str
+) -> None:
+    """A perf recipe that imports its base is no whole configuration: what the base sets is unknown."""
+    found = megatron_layout.of_megatron(config("megatron-bridge", **values), gpus=16, num_layers=48, moe=moe)
+    assert said in found.assumptions

@@ -216,3 +216,35 @@ def test_a_fork_may_have_the_sections_of_two_engines(tmp_path: Path) -> None:
         (actor / "dp_actor.yaml").write_text(text)
         faults.append("verl-other-engine" in found(read([script])))
     assert faults == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("words", "is_refused"),
+    [
+        (f"+{ACTOR}.fsdp_config.param_offload=True", True),
+        ("+actor_rollout_ref.model.enable_gradient_checkpointing=True", True),
+        (f"model_engine=megatron +{ACTOR}.megatron.param_offload=True", True),
+        (f"++{ACTOR}.fsdp_config.param_offload=True", False),
+        (f"{ACTOR}.fsdp_config.param_offload=True", False),
+        (f"~{ACTOR}.fsdp_config +{ACTOR}.fsdp_config.param_offload=True", False),
+        (f"+{ACTOR}.fsdp_config.param_offload=$OFFLOAD", False),
+        (f"model_engine=megatron +{ACTOR}.fsdp_config.param_offload=True", False),
+        (f"model_engine=$ENGINE +{ACTOR}.fsdp_config.param_offload=True", False),
+        (f"--config-name=mine +{ACTOR}.fsdp_config.param_offload=True", False),
+        ("+actor_rollout_ref.rollout.engine_kwargs.vllm.swap_space=4", False),
+    ],
+)
+def test_a_plus_before_a_key_with_a_value_is_refused(words: str, is_refused: bool) -> None:
+    config = read_text(f"python3 -m verl.trainer.main_ppo {words}\n", "run.sh")
+    assert ("verl-plus-existing" in found(config)) is is_refused
+
+
+def test_another_program_or_a_fork_has_a_configuration_of_its_own(tmp_path: Path) -> None:
+    words = f"+{ACTOR}.fsdp_config.param_offload=True\n"
+    assert "verl-plus-existing" not in found(
+        read_text(f"python3 -m recipe.dapo.main_dapo {words}", "run.sh", framework="verl")
+    )
+    (tmp_path / "verl" / "trainer" / "config").mkdir(parents=True)
+    script = tmp_path / "run.sh"
+    script.write_text(f"python3 -m verl.trainer.main_ppo {words}")
+    assert "verl-plus-existing" not in found(read([script]))

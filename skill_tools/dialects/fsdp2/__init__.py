@@ -1,0 +1,7 @@
+"""FSDP2 in a plain script: `fully_shard` with an offload policy, in a loop that needs no trainer.
+
+- python_script: the policy, the backend of the process group, what clips, and this project's optimizers beside it
+"""
+
+FSDP2 = "fsdp2"
+SHARDS, POLICY = "fully_shard", "CPUOffloadPolicy"

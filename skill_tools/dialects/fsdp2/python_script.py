@@ -1,0 +1,69 @@
+"""Reads a Python script that shards by FSDP2: what offloads, which backends the process group has, what clips.
+
+Several models may be sharded in one script, each with a policy of its own; the policy counts where every one of them
+that is given a policy has it. A process group that is made elsewhere, or of a computed backend, may have any.
+"""
+
+from collections.abc import Sequence
+
+from skill_tools.configs.config import Config
+from skill_tools.configs.draft import Draft
+from skill_tools.configs.python.constructions import Construction, constructions
+from skill_tools.configs.python.values import Section
+from skill_tools.configs.source import Kind, Source
+from skill_tools.configs.values import UNREADABLE
+from skill_tools.dialects.fsdp2 import FSDP2, POLICY, SHARDS
+from skill_tools.errors import UnusableInput
+
+_GROUP, _CLIP = "init_process_group", "clip_grad_norm_"
+_OURS = ("HybridDeviceOptimizer", "OptimizerStateOffloader", "ShardStreamer")
+_BACKEND = "fsdp2.backend"
+
+
+def compose(sources: Sequence[Source], overrides: Sequence[str]) -> Config:
+    """Read the one script; raises `UnusableInput` for anything else."""
+    if len(sources) != 1 or sources[0].kind is not Kind.PYTHON or overrides:
+        raise UnusableInput(
+            f"{', '.join(source.name for source in sources) or 'overrides'}: FSDP2 is read from one Python script",
+            expected="the script that calls fully_shard",
+            attempt="that script alone, without --overrides and --compose",
+        )
+    (source,) = sources
+    draft = Draft(FSDP2)
+    draft.complete = True
+    draft.take(source)
+    made = constructions(source, {SHARDS, POLICY, _GROUP, _CLIP, *_OURS})
+    _write_policy(draft, [each for each in made if each.kind == SHARDS])
+    _write_backend(draft, [each for each in made if each.kind == _GROUP])
+    for each in [each for each in made if each.kind == _CLIP][:1]:
+        draft.set_key("fsdp2.clips", True, _CLIP, each.place)
+    if "reference_impl" in source.text:
+        for each in [each for each in made if each.kind in _OURS][:1]:
+            draft.set_key("fsdp2.beside", each.kind, each.kind, each.place)
+    return draft.finish()
+
+
+def _write_policy(draft: Draft, calls: Sequence[Construction]) -> None:
+    """Write whether the calls offload; left open where that is computed, or where calls differ."""
+    given = [
+        each.section.fields["offload_policy"][-1] for each in calls if "offload_policy" in each.section.fields
+    ]
+    is_open = any(each.is_open for each in calls)
+    policies = {value.made_by if isinstance(value, Section) else value for value, _ in given}
+    if is_open or len(policies) > 1 or UNREADABLE in policies:
+        draft.leave_open("fsdp2.offload_policy")
+    elif policies == {POLICY}:
+        draft.set_key("fsdp2.offload_policy", True, "offload_policy", given[0][1])
+
+
+def _write_backend(draft: Draft, calls: Sequence[Construction]) -> None:
+    """Write the backend that the one process group is given; none given is torch's choice, which depends on it."""
+    named = [
+        next((value for name, value, _ in each.values() if name == "backend"), None)
+        or next(iter(each.positional), UNREADABLE)
+        for each in calls
+    ]
+    if len(calls) == 1 and isinstance(named[0], str):
+        draft.set_key(_BACKEND, named[0], "backend", calls[0].place)
+    else:
+        draft.leave_open(_BACKEND)

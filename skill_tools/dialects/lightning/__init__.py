@@ -1,0 +1,15 @@
+"""Lightning: Python scripts that give a Trainer, or Fabric, a strategy that shards or offloads.
+
+- python_script: the strategy and what it is given; DeepSpeed's arguments become the JSON that the strategy makes
+"""
+
+LIGHTNING = "lightning"
+PACKAGES = ("lightning", "pytorch_lightning", "lightning_fabric")
+MAKERS = ("Trainer", "Fabric")
+FSDP_STRATEGY, DEEPSPEED_STRATEGY, PARALLEL_STRATEGY = (
+    "FSDPStrategy",
+    "DeepSpeedStrategy",
+    "ModelParallelStrategy",
+)
+OUR_MODULE = "reference_impl.integrations.lightning"  # whose callback a script may hold
+EMBEDDED = ("deepspeed", "fsdp2")  # a script under ModelParallelStrategy calls fully_shard itself

@@ -1,0 +1,69 @@
+"""Lightning as a dialect: a Python script that makes a Trainer or Fabric with a strategy."""
+
+import re
+from collections.abc import Sequence
+
+from skill_tools.configs.config import Config
+from skill_tools.configs.python.syntax import calls_one_of
+from skill_tools.configs.source import Kind, Source
+from skill_tools.dialects.base import NONE, Dialect, Evidence
+from skill_tools.dialects.lightning import (
+    DEEPSPEED_STRATEGY,
+    EMBEDDED,
+    FSDP_STRATEGY,
+    LIGHTNING,
+    MAKERS,
+    OUR_MODULE,
+    PACKAGES,
+    PARALLEL_STRATEGY,
+)
+
+_IMPORTS = re.compile(rf"^\s*(?:from|import) (?:{'|'.join(PACKAGES)})\b", re.MULTILINE)
+_MADE = re.compile(rf"\b(?:{'|'.join(MAKERS)})\(")
+_STRATEGY = re.compile(
+    rf"\b(?:{FSDP_STRATEGY}|{DEEPSPEED_STRATEGY}|{PARALLEL_STRATEGY})(?=\()|strategy\s*=\s*[\"'](?:fsdp|deepspeed)\w*[\"']"
+    rf"|\b{re.escape(OUR_MODULE)}\b"
+)
+
+
+class Lightning(Dialect):
+    """Lightning. A script is read, nothing is run; what a LightningCLI is given on its command line is not."""
+
+    name = LIGHTNING
+    label = "Lightning"
+    embeds = EMBEDDED
+    looks_for = "a Trainer or Fabric with FSDPStrategy or DeepSpeedStrategy"
+    example_file = "train.py"
+    form = "in the script"
+    language = "python"
+    assigns = "="
+    takes_new_keys = False
+    no_plan = "a Lightning script builds its model itself, so that no plan can see what it trains"
+    adapter = 'Trainer(callbacks=[reference_impl.integrations.lightning.OffloadCallback("plan.json")])'
+
+    def evidence_in_python(self, text: str) -> Evidence:
+        """Take a strategy that shards, or our callback, in a script that imports Lightning and makes its Trainer."""
+        if not _IMPORTS.search(text):
+            return NONE
+        made, found = _MADE.search(text), _STRATEGY.search(text)
+        if not (made and found and calls_one_of(text, MAKERS)):
+            return NONE
+        return Evidence(1, proof=f"{made[0][:-1]}, {found[0]}", yields=True)
+
+    def recipes(self, source: Source) -> Sequence[Source]:
+        """Return each Trainer and Fabric of a script that has a strategy, unless one is asked for."""
+        if source.kind is not Kind.PYTHON or source.recipe is not None:
+            return (source,)
+        from skill_tools.dialects.lightning.python_script import recipes
+
+        names = list(recipes(source))
+        return [source.for_recipe(name) for name in names] if len(names) > 1 else (source,)
+
+    def compose(self, sources: Sequence[Source], overrides: Sequence[str]) -> Config:
+        """Read one script."""
+        from skill_tools.dialects.lightning.python_script import compose
+
+        return compose(sources, overrides)
+
+
+DIALECT = Lightning()

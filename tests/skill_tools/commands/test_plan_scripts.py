@@ -1,0 +1,78 @@
+"""A plan for a script has the form of that script: options for a command, keywords for Python."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from skill_tools.__main__ import main
+
+MACHINE = (
+    "--model",
+    "llama-3-8b",
+    "--gpus",
+    "8",
+    "--gpu",
+    "rtx4090",
+    "--gpu-memory",
+    "28GiB",
+    "--host-memory",
+    "400GB",
+)
+TRAINER = (
+    "torchrun --nproc_per_node 8 train.py --model_name_or_path meta-llama/Llama-3.1-8B --output_dir out "
+    "--dataset_name imdb --learning_rate 1e-5 --per_device_train_batch_size 4 --bf16 true {}\n"
+)
+COMMANDS = {
+    "fsdp": (
+        TRAINER.format('--fsdp "full_shard" {}'),
+        "--fsdp_config '{\"activation_checkpointing\": true}'",
+    ),
+    "accelerate": (
+        "accelerate launch --use_fsdp --fsdp_version 2 --num_processes 8 --mixed_precision bf16 {} train.py "
+        "--model_name_or_path meta-llama/Llama-3.1-8B\n",
+        "--fsdp_activation_checkpointing true",
+    ),
+    "torchtune": (
+        "tune run --nproc_per_node 8 full_finetune_distributed --config llama3_1/8B_full "
+        "batch_size=4 enable_activation_checkpointing=false {}\n",
+        "enable_activation_checkpointing=true enable_activation_offloading=true",
+    ),
+}
+PYTHON = {
+    "trainer": (
+        "from transformers import Trainer, TrainingArguments\n\n"
+        'args = TrainingArguments("out", per_device_train_batch_size=4, bf16=True, fsdp="full_shard", '
+        'fsdp_config={"fsdp_version": 2})\n',
+        "fsdp_config={'fsdp_version': 2, 'activation_checkpointing': True}, fsdp='full_shard offload'",
+    ),
+    "accelerate": (
+        "from accelerate import Accelerator, FullyShardedDataParallelPlugin\n\n"
+        "plugin = FullyShardedDataParallelPlugin(fsdp_version=2, cpu_offload=True)\n"
+        'accelerator = Accelerator(fsdp_plugin=plugin, mixed_precision="bf16")\n',
+        "FullyShardedDataParallelPlugin(activation_checkpointing=True, cpu_offload=False)",
+    ),
+}
+
+
+def answer(path: Path, text: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    path.write_text(text, encoding="utf-8")
+    assert main(["plan", str(path), *MACHINE]) == 0
+    return capsys.readouterr().out.splitlines()
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_options_make_the_command_fit(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command, options = COMMANDS[name]
+    written = answer(tmp_path / "run.sh", command.format(""), capsys)[3].strip()
+    assert written.startswith(options)
+    again = answer(tmp_path / "run.sh", command.format(written), capsys)
+    assert again[1] == "fits as it is: nothing to change"
+
+
+@pytest.mark.parametrize("name", PYTHON)
+def test_keywords_are_python(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script, keywords = PYTHON[name]
+    written = answer(tmp_path / "train.py", script, capsys)[3].strip()
+    assert written == keywords
+    ast.parse(f"make({written})")
