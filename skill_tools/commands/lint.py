@@ -59,8 +59,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--overrides",
         action="append",
         default=[],
-        metavar="TEXT",
-        help="overrides as on the command line; repeatable",
+        metavar="SETTING",
+        help="overrides as on the command line, one or more words, or several in quotes; repeatable",
     )
     inputs.add_argument("--compose", action="store_true", help="treat all files as one configuration")
     inputs.add_argument(
@@ -280,6 +280,7 @@ class Linted:
 
 def _groups(args: argparse.Namespace) -> Iterator[Group]:
     """Group the inputs into configurations: each its own, or all one; a folder is each file in it."""
+    _tell_overrides_from_files(args)
     names = [*([args.stdin_filename] if args.stdin else []), *args.files]
     if not names and not args.overrides:
         raise UnusableInput(
@@ -287,7 +288,6 @@ def _groups(args: argparse.Namespace) -> Iterator[Group]:
             expected="FILE, --stdin or --overrides",
             attempt="offload lint run.yaml",
         )
-    _tell_overrides_from_files(args)
     if args.compose or args.overrides:
         yield Group(tuple(names))
         return
@@ -299,21 +299,22 @@ def _groups(args: argparse.Namespace) -> Iterator[Group]:
 
 
 def _tell_overrides_from_files(args: argparse.Namespace) -> None:
-    """Raise `UnusableInput` for a setting among the files, or a file as an override: here one text is one override."""
-    stray = [name for name in args.files if args.overrides and "=" in name and not os.path.exists(name)]
-    if stray:
-        raise UnusableInput(
-            f"{stray[0]!r} stands among the files",
-            expected="one TEXT after --overrides, in quotes where it holds several settings",
-            attempt=f'--overrides "{args.overrides[-1]} {" ".join(stray)}"',
-        )
+    """Take settings that follow --overrides from among the files; raises `UnusableInput` for a file as an override."""
+    if args.overrides:
+        args.overrides = [*args.overrides, *(name for name in args.files if _is_setting(name))]
+        args.files = [name for name in args.files if not _is_setting(name)]
     taken = [text for text in args.overrides if os.path.isfile(text)]
     if taken:
         raise UnusableInput(
             f"--overrides took the file {taken[0]!r}",
             expected="settings after --overrides",
-            attempt=f"offload lint {taken[0]} --overrides TEXT",
+            attempt=f"offload lint {taken[0]} --overrides KEY=VALUE",
         )
+
+
+def _is_setting(name: str) -> bool:
+    """Return whether a word among the files is an override: `model.bf16=true`, or Hydra's `~key`."""
+    return ("=" in name or name.startswith("~")) and not os.path.exists(name)
 
 
 def _source(name: str, args: argparse.Namespace) -> Source:

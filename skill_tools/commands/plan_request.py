@@ -19,6 +19,7 @@ from skill_tools.planning.model.shape_sources import UnknownShapeError
 from skill_tools.planning.search import planner
 from skill_tools.planning.search.options import HEADROOM, Budget, Prepared
 from skill_tools.planning.search.planner import Plan
+from skill_tools.planning.search.restriction import FAMILIES, Restriction, named
 from skill_tools.units import gib, is_bare_number, parse_bytes, seconds
 
 _MOST_GPUS = 1_000_000
@@ -61,6 +62,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--trace",
         metavar="FILE",
         help="the model's profile that `offload trace` wrote, which names the model too; many ship with theirs",
+    )
+    run.add_argument(
+        "--only",
+        action="append",
+        default=[],
+        metavar="MECHANISM",
+        help=f"search no other mechanism; repeatable, or with commas; {', '.join(FAMILIES)}, or one of --without's",
     )
     run.add_argument(
         "--without",
@@ -169,7 +177,7 @@ def _plan(args: argparse.Namespace, inputs: Sequence[str], *, what_if: Sequence[
         return Prepared(built, where, budget), notes
 
     (built, where, budget), notes = prepare(config, None)
-    versions, without = releases.stated(args), frozenset(args.without)
+    versions, restriction = releases.stated(args), Restriction(named(args.only), frozenset(args.without))
     plan = planner.make_plan(
         config,
         built._replace(assumptions=(*notes, *config.missing_file_notes(), *built.assumptions)),
@@ -178,14 +186,14 @@ def _plan(args: argparse.Namespace, inputs: Sequence[str], *, what_if: Sequence[
         shape_source=source,
         versions=versions,
         measured_step_s=_positive_time(args.step_time),
-        without=without,
+        restriction=restriction,
     )
     if plan.recommendation is not None:
         return plan
     from skill_tools.planning.search.ways_to_fit import Finder
 
     finder = Finder(
-        config, lambda config, gpus: prepare(config, gpus)[0], versions, plan.search.judged, without
+        config, lambda config, gpus: prepare(config, gpus)[0], versions, plan.search.judged, restriction
     )
     return plan._replace(ways=finder.three_cheapest(built))
 

@@ -2,6 +2,7 @@
 
   offload verify                    on the CUDA device if there is one, else on its CPU twin
   offload verify --device cpu --format json
+  offload verify --pinned-memory 1GB  under a limit on pinned host memory: what exceeds it is pageable
   offload verify --plan plan.json   the plan's own model, with and without the plan: predicted and measured
 
 Exit codes: 0 every loss agrees (bitwise where promised, else within 0.001) and every peak is within 5 percent of the
@@ -12,18 +13,23 @@ import argparse
 import importlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from skill_tools.errors import UnusableInput
 from skill_tools.reports import measuring
 from skill_tools.reports.measuring import OnStep, progress
+from skill_tools.units import parse_bytes
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the plan, the device and the output."""
     parser.add_argument(
         "--plan", metavar="FILE", help="output of `offload plan --framework pytorch --format json`"
+    )
+    parser.add_argument(
+        "--pinned-memory", metavar="AMOUNT", help="page-lock at most so much host memory, such as 1GB"
     )
     add_device(parser)
     parser.add_argument("--format", choices=("concise", "json"), default="concise", help="default: concise")
@@ -39,8 +45,9 @@ def run(args: argparse.Namespace) -> int:
     # Read when torch starts: without it a block may have up to 1 MiB more than was asked for, and peaks are judged.
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     device = chosen_device(args.device)
-    with progress() as on_step:
+    with progress() as on_step, _limit(args.pinned_memory) as pinned:
         document = _mechanisms(device, on_step) if args.plan is None else _plan(device, args.plan, on_step)
+        document = {**document, **pinned()}
     if args.format == "json":
         print(json.dumps(document, indent=2))
     else:
@@ -58,6 +65,24 @@ def chosen_device(name: str | None) -> Any:
             expected="cuda, cuda:N or cpu",
             attempt="--device cpu",
         ) from None
+
+
+@contextmanager
+def _limit(amount: str | None) -> Iterator[Callable[[], dict[str, Any]]]:
+    """Limit what is page-locked to `amount`; yield what says how much was. Raises `UnusableInput`."""
+    if amount is None:
+        yield dict
+        return
+    module = reference("reference_impl.memory.pinned")
+    try:
+        limit = module.limit_pinned_memory(parse_bytes(amount, option="--pinned-memory"))
+    except ValueError as error:
+        raise UnusableInput(
+            f"--pinned-memory {amount}: {error}", expected="1 MiB or more", attempt="--pinned-memory 1GB"
+        ) from None
+    book = module.pinned_book
+    with limit:
+        yield lambda: {"pinned": {"limit_bytes": book.limit_bytes, "peak_bytes": book.peak_bytes}}
 
 
 def _mechanisms(device: Any, on_step: OnStep) -> Mapping[str, Any]:

@@ -31,6 +31,7 @@ SECTIONS = (
     "vocabulary",
     "models",
     "hardware",
+    "host_buffers",
     "messages",
 )  # of the index, in this order
 _MERGED = ("spelling", "aliases", "default", "exists")  # what a key has for each framework

@@ -18,6 +18,7 @@ _RATES = (
     ("D2H, pinned", "d2h_pinned_GBs", "GB/s"),
     ("H2D, pinned", "h2d_pinned_GBs", "GB/s"),
     ("both ways at once", "duplex_total_GBs", "GB/s"),
+    ("pageable, one way while both run", "staged_GBs", "GB/s"),
     ("pinning", "pin_GBs", "GB/s"),
     ("host memory, triad", "host_triad_GBs", "GB/s"),
     ("device memory, copy", "hbm_GBs", "GB/s"),
@@ -76,7 +77,7 @@ def profile(document: Mapping[str, Any]) -> str:
         [
             f"{found['gpu']} ({gib(found['gpu_memory_bytes'])}), {found['cpus']} cores, "
             f"{gib(found['host_memory_bytes'])} of host memory free, torch {found['torch']}",
-            *(f"  {name:<36}{found[key]:>9.2f} {unit}" for name, key, unit in _RATES),
+            *(f"  {name:<36}{found[key]:>9.2f} {unit}" for name, key, unit in _RATES if key in found),
             f"  CPU update by threads: {threads}",
             f"measured in {document['probe_s']:.1f} s",
         ]
@@ -97,6 +98,10 @@ def verification(document: Mapping[str, Any]) -> str:
         *(f"  {formula}: {'; '.join(names)}" for formula, names in _by_formula(rows).items()),
     ]
     lines += [f"{row['name']}: {problem}" for row in rows for problem in row["problems"]]
+    if pinned := document.get("pinned"):
+        unit = _unit(pinned["limit_bytes"])
+        peak, limit = _amount(pinned["peak_bytes"], unit), _amount(pinned["limit_bytes"], unit)
+        lines.append(f"page-locked at once: {peak} of {limit}")
     failed = sum(bool(row["problems"]) for row in rows)
     lines.append(f"{len(rows) - failed} of {len(rows)} mechanisms keep their promise")
     return "\n".join(lines)

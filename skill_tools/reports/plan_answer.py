@@ -71,7 +71,7 @@ def has_changes(plan: Plan) -> bool:
 def _lines_to(plan: Plan, best: Option) -> tuple[str, str]:
     """Return the lines to change for `best`, and where there are none how it is carried out by hand."""
     dialect = registry.named(plan.run.dialect)
-    by_hand = dialect.carried_out_by(best.candidate.mode, plan.run) if best.candidate.mechanisms else ""
+    by_hand = dialect.carried_out_by(best.candidate.mode, plan.run)
     return change(plan.patch) if plan.patch else "", by_hand
 
 
@@ -126,7 +126,9 @@ def _host(plan: Plan, best: Option) -> str:
     of = f" of {gib(there)}" if there else ""
     before = plan.as_it_is.memory.host_bytes_per_node
     as_it_is = f"; as it is {both(before)}" if before else ""
-    return f"host: {both(taken)}{of} a node{as_it_is}"
+    behind = best.memory.pageable_bytes * best.memory.ranks_on_node
+    pageable = f", {gib(behind)} of it pageable, as it may not be pinned" if behind else ""
+    return f"host: {both(taken)}{of} a node{pageable}{as_it_is}"
 
 
 def _step(plan: Plan, best: Option) -> str:
@@ -152,6 +154,8 @@ def source_of_times(plan: Plan) -> str:
 
 def _unfit(plan: Plan, code: Code) -> Iterator[str]:
     yield f"nothing fits: {why_nothing_fits(plan)}"
+    if without := left_out(plan):
+        yield without
     if not plan.ways:
         framework = registry.named(plan.run.dialect).label
         yield f"neither does anything else that this tool knows of {framework}: a smaller model, or more memory"
@@ -160,6 +164,14 @@ def _unfit(plan: Plan, code: Code) -> Iterator[str]:
     if ours := carried_out_by_ours(plan):
         yield f"or, if that plan fits, {ours}"
     yield f"rests most on: {decisive.assumption(plan)}"
+
+
+def left_out(plan: Plan) -> str:
+    """Return which mechanisms the user has kept from the search, and what fits with them; empty for none."""
+    if not plan.search.left_out:
+        return ""
+    fits = plan.unrestricted.candidate.label if plan.unrestricted else "nothing either"
+    return f"left out, as --only and --without say: {', '.join(sorted(plan.search.left_out))}; with them fits: {fits}"
 
 
 def carried_out_by_ours(plan: Plan) -> str:

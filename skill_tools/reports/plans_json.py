@@ -7,13 +7,14 @@ from typing import Any
 from skill_tools.dialects import parameters, registry
 from skill_tools.dialects.run import Run
 from skill_tools.errors import printable_json
+from skill_tools.planning.cost import pageable
 from skill_tools.planning.model.memory import Memory
 from skill_tools.planning.search import decisive
 from skill_tools.planning.search.legality import RuledOut
 from skill_tools.planning.search.options import Budget, Option, Way
 from skill_tools.planning.search.planner import Plan
 from skill_tools.planning.search.situations import Situation
-from skill_tools.reports.plan_answer import why_nothing_fits
+from skill_tools.reports.plan_answer import left_out, why_nothing_fits
 
 SCHEMA_VERSION = "1.0"
 
@@ -53,7 +54,8 @@ def document(plan: Plan) -> dict[str, Any]:
             }
         found["execute"] = _execute(plan.recommendation, plan)
     else:
-        found["errors"] = [{"kind": "nothing-fits", "message": why_nothing_fits(plan)}]
+        message = "; ".join(filter(None, (why_nothing_fits(plan), left_out(plan))))
+        found["errors"] = [{"kind": "nothing-fits", "message": message}]
         found["ways"] = [_way(way, plan) for way in plan.ways]
     found["rests_most_on"] = decisive.assumption(plan)
     shape = {key: value for key, value in run.shape._asdict().items() if value and key != "name"}
@@ -139,7 +141,12 @@ def _traced(run: Run) -> dict[str, Any]:
 
 def _execute(option: Option, plan: Plan) -> dict[str, object] | None:
     dialect = registry.named(plan.run.dialect)
-    return dialect.execute(option.candidate.mode, plan.run, option.memory.allocated_bytes)
+    found = dialect.execute(option.candidate.mode, plan.run, option.memory.allocated_bytes)
+    if found is None or plan.budget.pinned_bytes is None:
+        return found
+    limit_bytes = plan.budget.pinned_bytes // option.memory.ranks_on_node
+    # Under less there is no ring, so that nothing is pageable that the plan does not count as pinned.
+    return found | ({"pinned_limit_bytes": limit_bytes} if limit_bytes >= pageable.LEAST_LIMIT_BYTES else {})
 
 
 def _option(option: Option, plan: Plan, way: Way | None = None) -> dict[str, Any]:
@@ -171,9 +178,15 @@ def _memory(memory: Memory) -> dict[str, Any]:
         "between_steps_bytes": memory.between_steps_bytes,
         "host_bytes_per_node": memory.host_bytes_per_node,
         "pinned_bytes_per_node": memory.pinned_bytes_per_node,
+        **_pageable(memory),
         "gpu": [line._asdict() for line in memory.gpu],
         "host_per_rank": [line._asdict() for line in memory.host],
     }
+
+
+def _pageable(memory: Memory) -> dict[str, int]:
+    bytes_per_node = memory.pageable_bytes * memory.ranks_on_node
+    return {"pageable_bytes_per_node": bytes_per_node} if bytes_per_node else {}
 
 
 def _rules(rules: tuple[RuledOut, ...]) -> list[dict[str, str]]:

@@ -36,6 +36,7 @@ _SIZES = (
     "hbm_GBs",
     "peer_GBs",
     "network_GBs",
+    "staged_GBs",
     "gpu_memory_bytes",
     "host_memory_bytes",
     "pinned_memory_bytes",
@@ -52,6 +53,7 @@ class Machine(NamedTuple):
     memory bandwidth, `cpu_adam` one rank's fused CPU AdamW. `hybrid` and `hybrid_overlap` are measured
     rates of Megatron's HybridDeviceOptimizer, copies included, or None. `update_link`, `update_dram` and `update_cpu`
     are what the reference implementation's optimizer reaches of the link, one way, of host memory and of the cores.
+    `staged_copy` is one direction of copies of pageable memory while the other runs too, 0 where nobody measured it.
     `peers` is what a rank receives in a collective inside a node, over the link where `peers_on_link`; `network` is its
     share of what a node receives from others. `measured` says that the rates come from this machine.
     """
@@ -79,6 +81,7 @@ class Machine(NamedTuple):
     hybrid_overlap: float | None = None
     measured: bool = False
     pinned_memory_bytes: int = 0
+    staged_copy: float = 0.0
 
 
 def model_constants() -> Mapping[str, float]:
@@ -201,6 +204,7 @@ def from_profile(data: Mapping[str, Any], *, name: str, source: str) -> Machine:
         gpu_memory_bytes=round(data.get("gpu_memory_bytes", 0)),
         host_memory_bytes=round(data.get("host_memory_bytes", 0)),
         pinned_memory_bytes=round(data.get("pinned_memory_bytes", 0)),
+        staged_copy=data.get("staged_GBs", 0) * 1e9,
         gpus_per_node=round(data.get("gpus_per_node", 1)),
         gemm=data["bf16_matmul_TFLOPs"] * 1e12,
         hbm=data.get("hbm_GBs", 4800) * 1e9,
@@ -293,5 +297,6 @@ def read_profile(path: str, *, ranks: int = 1) -> Machine:
         cpu_adam=found.cpu_adam / ranks,
         cpu_adam_per_tensor=found.cpu_adam_per_tensor / ranks,
         update_dram=found.update_dram / ranks,
+        staged_copy=found.staged_copy / ranks,
         update_cpu=found.update_cpu / ranks,
     )

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from skill_tools.dialects.run import Mode, OptimizerEngine, Run
 from skill_tools.planning.accounts import Cost
-from skill_tools.planning.cost import collectives, copies, streamed_shards, trained_layers
+from skill_tools.planning.cost import collectives, copies, pageable, streamed_shards, trained_layers
 from skill_tools.planning.cost.compute import Pace
 from skill_tools.planning.cost.machine import Machine
 from skill_tools.planning.cost.optimizer import Compute, offloaded_update
@@ -31,6 +31,7 @@ class StepTime(NamedTuple):
 
 def estimate(run: Run, mode: Mode, memory: Memory, machine: Machine, speed: Pace) -> StepTime:
     """Return the step time of `run` under `mode`."""
+    machine = pageable.slowed(machine, memory)
     if mode.trained_layers and not run.is_fully_sharded:
         found = trained_layers.costs(run, mode, memory, machine, speed)
         return StepTime(speed.step_s, tuple(found), machine.measured)

@@ -69,6 +69,7 @@ def _scaled(machine: Machine, *, compute: float, link: float, host: float) -> Ma
         cpu_adam=machine.cpu_adam * host,
         cpu_adam_per_tensor=machine.cpu_adam_per_tensor * host,
         update_dram=machine.update_dram * host,
+        staged_copy=machine.staged_copy * host,
         update_cpu=machine.update_cpu * host,
         hybrid=None if machine.hybrid is None else machine.hybrid * host,
         hybrid_overlap=None if machine.hybrid_overlap is None else machine.hybrid_overlap * host,

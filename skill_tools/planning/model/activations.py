@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from functools import lru_cache
 from typing import NamedTuple
 
+from skill_tools.dialects import parameters
 from skill_tools.dialects.layout import Stage, stages
 from skill_tools.dialects.run import ActivationEngine, Mode, Recompute, Run
 from skill_tools.dialects.shapes import ModelShape
@@ -181,7 +182,7 @@ class Kept(NamedTuple):
     duplicates that an engine copies again. `layer` is what backward needs of one layer at once, alive at
     `layer_when`. `final_token_bytes` are the final norm's tensors a token, `logits_bytes` the bytes of one logit
     that wait for their copy. `components` says in words what the largest layer keeps on the GPU. Of `stays`, `waiting`
-    is there only until it is copied.
+    is there only until it is copied. Beside it `inputs_in_flight` are layer inputs that wait, or have come early.
     """
 
     stays: float
@@ -193,6 +194,7 @@ class Kept(NamedTuple):
     logits_bytes: float
     components: str = ""
     waiting: float = 0.0
+    inputs_in_flight: float = 0.0
 
 
 def kept_by_stage(run: Run, mode: Mode, stage: Stage) -> Kept:
@@ -206,7 +208,7 @@ def kept_by_stage(run: Run, mode: Mode, stage: Stage) -> Kept:
     for position, index in enumerate(indices):
         stay, moved, twice = _layer(run, mode, recompute, parts[run.shape.is_moe(index)], position)
         stays, offloaded, copied = stays + stay, offloaded + moved, copied + moved + twice
-    waiting = _waiting(run, mode, largest, offloaded)
+    waiting, in_flight = _waiting(run, mode, largest, offloaded), _inputs_in_flight(run, mode, offloaded)
     stays += waiting
     tokens = run.tokens
     engine = mode.activation_engine
@@ -216,18 +218,20 @@ def kept_by_stage(run: Run, mode: Mode, stage: Stage) -> Kept:
         ActivationEngine.OWN_INPUTS,
     }
     again = recompute.granularity == "full" or (everything and not mode.layers) or bool(mode.removed)
+    inner = max((_inner_gradients(run, mode, layer, moe=moe) for moe, layer in parts.items()), default=0.0)
     if mode.activation_engine is ActivationEngine.SAVE_ON_CPU:
-        largest = max(_one_module(layer) for layer in parts.values())
+        largest, inner = max(_one_module(layer) for layer in parts.values()), 0.0
     return Kept(
         stays=stays * tokens,
         offloaded=offloaded * tokens,
         copied=copied * tokens,
-        layer=in_slices(run, mode, largest * tokens),
+        layer=in_slices(run, mode, largest * tokens) + inner,
         layer_when="recompute" if again else "backward",
         final_token_bytes=0.0 if everything and not mode.layers else 2 * input_bytes(run),
         logits_bytes=2.0 if mode.activation_engine is ActivationEngine.ON_DEMAND else 0.0,
         components=_components(run, mode, recompute, tuple(parts.values())),
         waiting=waiting * tokens,
+        inputs_in_flight=in_flight * tokens,
     )
 
 
@@ -236,13 +240,30 @@ def in_slices(run: Run, mode: Mode, work: float) -> float:
 
     The gradients of the whole input and output are there beside a slice's work.
     """
-    share = math.ceil(run.micro_batch / mode.slices) / run.micro_batch
+    share = _share_of_slice(run, mode)
     return share * work + 2 * (1 - share) * input_bytes(run) * run.tokens
+
+
+def _share_of_slice(run: Run, mode: Mode) -> float:
+    return math.ceil(run.micro_batch / mode.slices) / run.micro_batch
 
 
 def _needed_at_once(run: Run, parts: tuple[Part, ...]) -> float:
     """Bytes a token that backward needs of one layer at once."""
     return sum(part.token_bytes for part in parts if not (run.tiled_mlp and "MLP" in part.name))
+
+
+def _inner_gradients(run: Run, mode: Mode, parts: tuple[Part, ...], *, moe: bool) -> float:
+    """Bytes of the gradients that the backward of an eager MLP has beside all that its layer has saved.
+
+    At the activation function these are as many as its results, whose own gradient has taken the place of one. The
+    gradients of the layer's weights come after that: only what exceeds them counts.
+    """
+    if not run.is_eager or run.tiled_mlp:
+        return 0.0
+    inner = sum(part.token_bytes for part in parts if part.name.endswith("activation output"))
+    made = 0 if run.adapter else run.precision.gradient_bytes * parameters.layer(run.shape, moe=moe).total
+    return max(_share_of_slice(run, mode) * inner * run.tokens - made, 0.0)
 
 
 def _components(run: Run, mode: Mode, recompute: Recompute, kinds: tuple[tuple[Part, ...], ...]) -> str:
@@ -318,6 +339,14 @@ def _waiting(run: Run, mode: Mode, largest: float, offloaded: float) -> float:
         case ActivationEngine.OWN_LAYERS:
             return min(IN_FLIGHT_BYTES / run.tokens, offloaded)
     return 0.0
+
+
+def _inputs_in_flight(run: Run, mode: Mode, offloaded: float) -> float:
+    """Bytes a token of offloaded layer inputs that are on the GPU all the same: the host runs ahead of the copies."""
+    if mode.activation_engine is not ActivationEngine.OWN_INPUTS:
+        return 0.0
+    # However large it is, one comes ahead of its use.
+    return max(min(IN_FLIGHT_BYTES / run.tokens, offloaded), min(input_bytes(run), offloaded))
 
 
 def input_bytes(run: Run) -> float:

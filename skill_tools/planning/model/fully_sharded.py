@@ -53,28 +53,65 @@ def lines(run: Run, held: int) -> list[Line]:
     return found
 
 
-def gradients_leave(run: Run, mode: Mode) -> bool:
-    """Whether gradients of the CPU's share free memory in backward.
+def around_groups(run: Run, layer: int, ends: int) -> list[Line]:
+    """Return what FSDP2 needs beside a rank's shards where a trainer wraps layers of so many elements, and the root.
 
-    Those of one block are parts of one buffer, which stays as long as any of them does: where the block's other
-    parameters stream, until they are updated. Where backwards add up, all stay until the last.
+    `ends` are the root's: embedding and head. Frozen weights are gathered as they are, 4-bit ones packed, and have no
+    gradients; the ends are never packed. Collectives run on streams of their own, and what the allocator has given to
+    one stream no other takes. So the flat buffers of gathers and reduce-scatters stay reserved beside the tensors that
+    they are copied from and to.
     """
-    ours = mode.optimizer_engine is OptimizerEngine.REFERENCE
-    return ours and not mode.streamed_fraction and run.micro_batches == 1
+    wide = 2 if run.adapter is None else run.adapter.base_weight_bytes
+    found = [
+        Line("gathered layers", round(2 * wide * layer), f"2 layers x {wide:g} B a parameter", "step"),
+        Line("gathered embedding and head", 2 * ends, each(2, ends, "parameters of the root group"), "step"),
+    ]
+    flat, of = 2 * wide * layer + 2 * ends, "gathers of two layers and the root"
+    if run.adapter is None:
+        found += [
+            Line("gradients of a layer", 2 * layer, each(2, layer, "parameters"), "recompute"),
+            Line("gradients of embedding and head", 2 * ends, each(2, ends, "parameters"), "recompute"),
+        ]
+        flat += 2 * layer + 2 * ends
+        of += ", reduce-scatters of a layer and the root"
+    return [*found, Line("buffers of collectives", round(flat), of, "reserve")] if run.reserves else found
+
+
+def gradients_leave(run: Run, mode: Mode) -> bool:
+    """Whether gradients of the CPU's share free memory in backward; where backwards add up, all stay until the last."""
+    return mode.optimizer_engine is OptimizerEngine.REFERENCE and run.micro_batches == 1
+
+
+def cut_block(run: Run, mode: Mode, shard: int) -> int:
+    """Return the elements of the CPU's share of `shard` whose gradients stay beside what streams.
+
+    Those of one block are parts of one buffer, which stays as long as any of them does. Blocks go to one share as a
+    whole, but for the one by which shares are exact.
+    """
+    if not (run.is_fully_sharded and mode.streamed_fraction):
+        return 0
+    return min(_block_shard(run, shard), _on_cpu(mode, shard))
 
 
 def leaving(run: Run, mode: Mode, shard: int) -> list[Line]:
     """Return the gradients of the CPU's share of `shard` that have been reduced and not yet copied."""
-    on_cpu = round((mode.optimizer_fraction - mode.streamed_fraction) * shard)
+    on_cpu = _on_cpu(mode, shard) - cut_block(run, mode, shard)
     if not (run.is_fully_sharded and on_cpu and gradients_leave(run, mode)):
         return []
     wide = run.precision.gradient_bytes
-    block = _sizes(run, shard * run.weight_shards).block // run.weight_shards
-    waiting = reference.GRADIENTS_IN_FLIGHT_BYTES + wide * _UNCOUNTED * block
+    waiting = reference.GRADIENTS_IN_FLIGHT_BYTES + wide * _UNCOUNTED * _block_shard(run, shard)
     formula = (
         f"{reference.GRADIENTS_IN_FLIGHT_BYTES >> 30} GiB on their way, and the shards of {_UNCOUNTED} blocks"
     )
     return [Line("gradients to the host", round(min(waiting, wide * on_cpu)), formula, "backward")]
+
+
+def _on_cpu(mode: Mode, shard: int) -> int:
+    return round((mode.optimizer_fraction - mode.streamed_fraction) * shard)
+
+
+def _block_shard(run: Run, shard: int) -> int:
+    return _sizes(run, shard * run.weight_shards).block // run.weight_shards
 
 
 def on_the_host(run: Run, mode: Mode, local: LocalParameters) -> tuple[list[Line], list[Line]]:

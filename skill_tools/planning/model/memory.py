@@ -17,6 +17,7 @@ from skill_tools.dialects.run import Mode, Run
 from skill_tools.planning.accounts import Line
 from skill_tools.planning.model import activations, states, traced_moments
 from skill_tools.planning.model.activations import Kept
+from skill_tools.planning.model.reference_numbers import IN_FLIGHT_BYTES
 from skill_tools.units import GIB
 
 CONTEXT_BYTES = round(0.75 * GIB)
@@ -34,7 +35,8 @@ class Memory(NamedTuple):
     """The answer for one mode: GPU lines of the most loaded stage, host lines of one rank.
 
     `moved_bytes` are the activations that one micro-batch sends to the host, `copied_bytes` what that copies
-    including duplicates, `in_flight` the micro-batches alive at once, `pinned_bytes` what of `host` is page-locked.
+    including duplicates, `in_flight` the micro-batches alive at once, `pinned_bytes` what of `host` is page-locked,
+    `pageable_bytes` what would be, if a limit allowed it (`pageable`).
     """
 
     stage: int
@@ -46,6 +48,7 @@ class Memory(NamedTuple):
     moved_bytes: float
     copied_bytes: float
     pinned_bytes: int = 0
+    pageable_bytes: int = 0
 
     @property
     def between_steps_bytes(self) -> int:
@@ -86,13 +89,18 @@ def _of_stage(run: Run, mode: Mode, stage: Stage) -> Memory:
     local = _counted(run) or layout.local_parameters(
         run.shape, run.layout, stage, sharded=run.shards_optimizer or mode.shards_optimizer
     )
+    if run.trained_share < 1:
+        local = local._replace(
+            dense_shard=round(local.dense_shard * run.trained_share),
+            expert_shard=round(local.expert_shard * run.trained_share),
+        )
     gpu, host = states.lines(run, mode.of_states, local)
     found = _activations(run, mode.of_activations, stage)
     alive = _alive(run, mode, gpu, found)
     return Memory(
         stage=stage.rank,
         parameters=local,
-        gpu=(*alive, *_reserve(run)),
+        gpu=(*alive, *(line for line in gpu if line.when == "reserve"), *_reserve(run)),
         host=(*host, *found.host),
         ranks_on_node=run.layout.ranks_on_node,
         in_flight=found.in_flight,
@@ -117,6 +125,7 @@ def _alive(run: Run, mode: Mode, lines: Sequence[Line], found: "_Activations") -
     grows = frozenset() if run.precision.gradient_is_buffer else states.GRADIENTS
     held = sum(line.bytes for line in lines if line.name in grows)
     steady = [line for line in lines if line.when in {"always", "step"} and line.name not in grows]
+    steady += _inputs_in_flight(run, found.kept)
     in_update = [
         line
         for line in lines
@@ -178,6 +187,7 @@ def _activation_lines(run: Run, mode: Mode, stage: Stage, found: Kept, flight: f
             found.layer_when,
         ),
     ]
+    lines += _inputs_in_flight(run, found)
     if not stage.has_head:
         return lines
     tensor = run.layout.tensor
@@ -192,6 +202,18 @@ def _activation_lines(run: Run, mode: Mode, stage: Stage, found: Kept, flight: f
             Line("final norm", final, f"{found.final_token_bytes:g} B x {run.tokens} tokens", "loss")
         )
     return lines
+
+
+def _inputs_in_flight(run: Run, found: Kept) -> list[Line]:
+    """Return what is there of offloaded layer inputs: one comes ahead of its use, others wait for their copy out."""
+    if not found.inputs_in_flight:
+        return []
+    ahead = min(activations.input_bytes(run) * run.tokens, found.inputs_in_flight)
+    waiting = f"of at most {IN_FLIGHT_BYTES / GIB:g} GiB that the host may run ahead of"
+    return [
+        Line("layer input that comes early", round(ahead), "one layer's", "step"),
+        Line("layer inputs in flight", round(found.inputs_in_flight - ahead), waiting, "step"),
+    ]
 
 
 def _reserve(run: Run) -> list[Line]:

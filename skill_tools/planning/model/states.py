@@ -21,13 +21,15 @@ from skill_tools.dialects.run import (
     WeightEngine,
 )
 from skill_tools.planning.accounts import Line, each
-from skill_tools.planning.model import fully_sharded, trained_layers
+from skill_tools.planning.model import fully_sharded, pinned_blocks, trained_layers
 from skill_tools.planning.model import reference_numbers as reference
 from skill_tools.units import gib
 
-CUBLAS_BYTES = 32 << 20
+# Each thread that multiplies matrices has a workspace of its own: the user's in forward, autograd's in backward.
+CUBLAS_BYTES = 2 * (32 << 20)
 GRADIENTS = frozenset({"gradients", "adapter gradients"})
-HOST_BYTES_CPU_SHARE = 16  # frameworks' engines: fp32 master, gradient and two moments
+_STATE, _ROUNDING = "optimizer state", "rounding of pinned blocks"
+_PINNED_SHARDS = frozenset({"weights", "gradients", _ROUNDING})
 
 
 @lru_cache(maxsize=1024)
@@ -59,20 +61,43 @@ def _lines(run: Run, mode: Mode, local: LocalParameters) -> tuple[list[Line], li
     gpu += [gradients, *_tied_sum(run), *states] if gradients.bytes else states
     gpu += leaving
     if mode.offload_parameters:
-        return _gathered(run, mode, local), [Line(line.name, line.bytes, line.formula) for line in gpu]
+        return _gathered(run, mode, local), _sharded_host(run, mode, gpu, local.shard)
     return [*gpu, *_gathered(run, mode, local)], host
 
 
+def _sharded_host(run: Run, mode: Mode, lines: list[Line], shard: int) -> list[Line]:
+    """Return what FSDP or ZeRO-3 keeps on the host of a rank: weights, and what updates `shard` elements of them."""
+    if mode.optimizer_engine is OptimizerEngine.CPU_ADAM:
+        kept = [line for line in lines if line.name == "weights"] + [_updated(run, mode, shard)]
+    else:
+        kept = [line for line in lines if line.name != "cuBLAS workspace"]
+    return [Line(line.name, line.bytes, line.formula) for line in kept] + _rounding(run, mode, shard)
+
+
+def _updated(run: Run, mode: Mode, elements: int) -> Line:
+    """Return what a peer keeps on the host of `elements` that it updates there."""
+    kept_bytes = pinned_blocks.state_bytes(run, mode)
+    return Line(_STATE, round(kept_bytes * elements), each(kept_bytes, elements, "updated on the CPU"))
+
+
+def _rounding(run: Run, mode: Mode, elements: int) -> list[Line]:
+    """Return what the rounding of a peer's pinned blocks adds, if anything."""
+    empty = pinned_blocks.rounding_bytes(run, mode, elements)
+    formula = "torch rounds each up to a power of two"
+    return [Line(_ROUNDING, empty, formula)] if empty else []
+
+
 def _around_weights(run: Run) -> list[Line]:
-    """What is allocated with a traced model's weights: the allocator's rounding, and what cuBLAS takes for good."""
-    if run.traced is None:
-        return []
-    rounding = (run.traced.weights_allocated_bytes - run.traced.weights_bytes) // run.weight_shards
-    rounded = (
-        [Line("rounding of the weights", rounding, "the allocator's units of 2 MiB")] if rounding else []
-    )
-    library = [Line("cuBLAS workspace", CUBLAS_BYTES, "32 MiB a process, as on Hopper")]
-    return [*rounded, *(library if run.reserves else [])]
+    """What is allocated with the weights: a traced model's rounding, and what cuBLAS takes for good."""
+    found = []
+    if run.traced is not None:
+        rounding = (run.traced.weights_allocated_bytes - run.traced.weights_bytes) // run.weight_shards
+        found += [Line("rounding of the weights", rounding, "the allocator's units of 2 MiB")] * bool(
+            rounding
+        )
+    if run.reserves:
+        found += [Line("cuBLAS workspace", CUBLAS_BYTES, "32 MiB for forward and for backward, as on Hopper")]
+    return found
 
 
 def _tied_sum(run: Run) -> list[Line]:
@@ -86,9 +111,10 @@ def _tied_sum(run: Run) -> list[Line]:
 
 
 def _gradients(run: Run, mode: Mode, local: LocalParameters) -> Line:
-    precision, held = run.precision, local.total // run.gradient_shards
+    precision, held = run.precision, round(local.total * run.trained_share) // run.gradient_shards
     if mode.optimizer_engine is OptimizerEngine.REFERENCE and not _gradients_stay(run, mode):
-        held = round(held * (1 - mode.optimizer_fraction + mode.streamed_fraction))
+        cut = fully_sharded.cut_block(run, mode, held)
+        held = round(held * (1 - mode.optimizer_fraction + mode.streamed_fraction)) + cut
     formula = each(precision.gradient_bytes, held, "parameters")
     amount = round(precision.gradient_bytes * held)
     if precision.gradient_is_buffer or mode.optimizer_engine is OptimizerEngine.TORCHAO_GRADIENTS:
@@ -145,16 +171,26 @@ def _optimizer(run: Run, mode: Mode, shard: int) -> tuple[list[Line], list[Line]
 
 
 def pinned_bytes(run: Run, mode: Mode, host: Iterable[Line]) -> int:
-    """Return what of the `host` lines is page-locked for copies: all but the states that our own CPU share keeps.
+    """Return what of the `host` lines is page-locked for copies: of states that are updated on the CPU not all.
 
-    Of those only the staging is, which carries a gradient down and a weight up.
+    Of those the reference implementation pins the staging, which carries a gradient down and a weight up, and peers
+    what `pinned_blocks` says.
     """
     pinned = {line.name: line.bytes for line in host}
-    if mode.optimizer_engine is OptimizerEngine.REFERENCE and "optimizer state" in pinned:
-        staging_bytes = run.precision.weight_bytes
-        whole = reference.STATE_BYTES + staging_bytes
-        pinned["optimizer state"] = round(pinned["optimizer state"] * staging_bytes / whole)
+    if mode.offload_parameters and run.adapter is None:
+        is_pinned = mode.pins or mode.optimizer_engine is not OptimizerEngine.CPU_ADAM
+        kept = _PINNED_SHARDS | {_STATE} if is_pinned else frozenset()
+        pinned = {name: size for name, size in pinned.items() if name in kept}
+    if _STATE in pinned:
+        pinned[_STATE] = round(pinned[_STATE] * _pinned_share(run, mode))
     return sum(pinned.values())
+
+
+def _pinned_share(run: Run, mode: Mode) -> float:
+    """Return the pinned share of the states that are updated on the CPU."""
+    if mode.optimizer_engine is OptimizerEngine.REFERENCE:
+        return run.precision.weight_bytes / (reference.STATE_BYTES + run.precision.weight_bytes)
+    return pinned_blocks.pinned_bytes(run, mode, 1) / pinned_blocks.state_bytes(run, mode)
 
 
 def ring_bytes(
@@ -193,17 +229,13 @@ def _copies_gradients(run: Run, mode: Mode, masters_move: bool) -> bool:
 
 
 def _hosted(run: Run, mode: Mode, cpu: int, streamed: int) -> list[Line]:
-    cpu_bytes: float = HOST_BYTES_CPU_SHARE
-    if mode.optimizer_engine is OptimizerEngine.REFERENCE:
+    lines = []
+    if cpu and mode.optimizer_engine is OptimizerEngine.REFERENCE:
         # The staging buffer in the weight's dtype carries the gradient down and the weight up.
         cpu_bytes = reference.STATE_BYTES + run.precision.weight_bytes
-    if mode.optimizer_engine in {OptimizerEngine.TORCHAO, OptimizerEngine.TORCHAO_GRADIENTS}:
-        cpu_bytes = 8  # bf16 weight, gradient and two moments
-    lines = []
-    if cpu:
-        lines.append(
-            Line("optimizer state", round(cpu_bytes * cpu), each(cpu_bytes, cpu, "updated on the CPU"))
-        )
+        lines.append(Line(_STATE, round(cpu_bytes * cpu), each(cpu_bytes, cpu, "updated on the CPU")))
+    elif cpu:
+        lines += [_updated(run, mode, cpu), *_rounding(run, mode, cpu)]
     if streamed:
         kept_bytes = streamed_bytes(mode.streamed_states, own_master=not _own_master_bytes(run))
         amount = round(kept_bytes * streamed)
@@ -214,23 +246,28 @@ def _hosted(run: Run, mode: Mode, cpu: int, streamed: int) -> list[Line]:
 
 def _adapter(run: Run, adapter: Adapter, mode: Mode, local: LocalParameters) -> tuple[list[Line], list[Line]]:
     held = local.total // run.weight_shards
-    base = round(adapter.base_weight_bytes * held)
+    base, formula = _frozen(run, adapter, local)
     trained = adapter.parameters // run.weight_shards
-    formula = each(adapter.base_weight_bytes, held, "frozen parameters")
     wide = adapter.weight_bytes
     whole = wide + (8 if wide >= 4 else 12)
-    gpu = [
+    adapters = [
         Line(
             "adapter weights and states", round(whole * trained), each(whole, trained, "adapter parameters")
         ),
         Line(
             "adapter gradients", round(wide * trained), each(wide, trained, "adapter parameters"), "backward"
         ),
-        *_around_weights(run),
     ]
+    gpu = [*adapters, *_around_weights(run)]
     if mode.offload_parameters:
-        return [*gpu, *_gathered(run, mode, local)], [Line("base weights", base, formula)]
-    streamed = _streamed_weights(run, mode, base, local)
+        rounding = _rounding(run, mode, held) if mode.optimizer_engine is not OptimizerEngine.CPU_ADAM else []
+        host = [Line(line.name, line.bytes, line.formula) for line in adapters]
+        return [*_around_weights(run), *_gathered(run, mode, local)], [
+            Line("base weights", base, formula),
+            *host,
+            *rounding,
+        ]
+    streamed = _streamed_weights(run, mode, adapter, local)
     if not streamed:
         return [*gpu, Line("base weights", base, formula), *_gathered(run, mode, local)], []
     ring = min(window_bytes(run, mode, streamed), streamed)
@@ -247,12 +284,25 @@ def _adapter(run: Run, adapter: Adapter, mode: Mode, local: LocalParameters) -> 
     ]
 
 
-def _streamed_weights(run: Run, mode: Mode, base: int, local: LocalParameters) -> int:
+def _frozen(run: Run, adapter: Adapter, local: LocalParameters) -> tuple[int, str]:
+    """Return the bytes of a rank's frozen weights: embedding and head are not quantized with the layers."""
+    ends = min(_ends(run), local.total) // run.weight_shards
+    packed, held = adapter.base_weight_bytes, local.total // run.weight_shards
+    if packed >= 2 or run.traced is not None:
+        return round(packed * held), each(packed, held, "frozen parameters")
+    formula = f"{each(packed, held - ends, 'frozen parameters')}, {each(2, ends, 'of embedding and head')}"
+    return round(packed * (held - ends)) + 2 * ends, formula
+
+
+def _ends(run: Run) -> int:
+    return run.shape.vocab * run.shape.hidden * (1 if run.shape.tied_embeddings else 2)
+
+
+def _streamed_weights(run: Run, mode: Mode, adapter: Adapter, local: LocalParameters) -> int:
     if not mode.weight_layers:
         return 0
-    ends = run.shape.vocab * run.shape.hidden * (1 if run.shape.tied_embeddings else 2)
-    in_layers = max(local.total - ends, 0) / local.total
-    return round(base * in_layers * mode.weight_layers / run.shape.num_layers)
+    layers = max(local.total - _ends(run), 0) // run.weight_shards
+    return round(adapter.base_weight_bytes * layers * mode.weight_layers / run.shape.num_layers)
 
 
 def window_bytes(run: Run, mode: Mode, streamed: int) -> int:
@@ -276,13 +326,16 @@ def _frees_nothing(run: Run, mode: Mode) -> bool:
 
 
 def _gathered(run: Run, mode: Mode, local: LocalParameters) -> list[Line]:
-    """Return what FSDP or ZeRO-3 gathers in bf16: the layer that runs, the next one, and all the time both ends."""
+    """Return what FSDP or ZeRO-3 gathers: the layer that runs, the next one, and all the time both ends."""
     if run.is_fully_sharded:
         return fully_sharded.lines(run, local.total)
     if run.weight_shards == 1 and not mode.offload_parameters:
         return []
     ends = min(parameters.embedding(run.shape).total + parameters.head(run.shape).total, local.total)
-    layer = round(2 * (local.total - ends) / run.shape.num_layers)
+    layer = round((local.total - ends) / run.shape.num_layers)
+    if run.is_eager and mode.optimizer_engine is not OptimizerEngine.CPU_ADAM:
+        return fully_sharded.around_groups(run, layer, ends)
+    layer *= 2
     return [
         Line("gathered layers", 2 * layer, "2 layers x 2 B a parameter", "step"),
         Line("gathered embedding and head", 2 * ends, each(2, ends, "parameters of the root group"), "step"),

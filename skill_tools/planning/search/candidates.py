@@ -12,13 +12,14 @@ from skill_tools.configs.config import Config
 from skill_tools.dialects.base import Dialect
 from skill_tools.dialects.candidates import DISTRIBUTED, OPTIMIZER, RECOMPUTE, Candidate, at_fraction
 from skill_tools.dialects.run import Mode, Run
-from skill_tools.planning.cost import optimizer, recompute, step_time
+from skill_tools.planning.cost import optimizer, pageable, recompute, step_time
 from skill_tools.planning.cost.compute import Pace
 from skill_tools.planning.cost.machine import Machine
 from skill_tools.planning.model import memory
 from skill_tools.planning.model.memory import Memory
 from skill_tools.planning.search.legality import LEGAL, Judge, Legality, RuledOut
 from skill_tools.planning.search.options import Budget, Option, limit_of, preference
+from skill_tools.planning.search.restriction import EVERYTHING, Restriction
 
 _STEPS = 100
 
@@ -52,7 +53,8 @@ class MachineAdvice(NamedTuple):
 class Search:
     """Candidates of one configuration, judged once and then asked for any budget.
 
-    A `judge` that another search has used knows its answers already.
+    A `judge` that another search has used knows its answers already. `left_out` names the mechanisms that the
+    restriction has kept from the search.
     """
 
     def __init__(
@@ -64,7 +66,7 @@ class Search:
         speed: Pace,
         *,
         versions: Mapping[str, str],
-        without: frozenset[str] = frozenset(),
+        restriction: Restriction = EVERYTHING,
         judge: Judge | None = None,
     ) -> None:
         self._dialect = dialect
@@ -72,10 +74,13 @@ class Search:
         self.judged = judge or Judge(config, versions)
         self._legal: list[tuple[Candidate, Legality]] = []
         self.ruled_out: list[Forbidden] = []
+        self.left_out: set[str] = set()
         self.considered = 0
         self._memories: dict[Mode, Memory] = {}
         for candidate in dialect.candidates(config, run, MachineAdvice(run, machine, speed)):
-            if without.intersection(candidate.mechanisms):
+            left_out = restriction.left_out(candidate, run)
+            if left_out:
+                self.left_out |= left_out
                 continue
             self.considered += _STEPS if candidate.mode.optimizer_fraction else 1
             legality = self.judge(candidate)
@@ -112,6 +117,7 @@ class Search:
         return sorted(found, key=lambda option: (not option.fits, preference(option)))
 
     def _option(self, candidate: Candidate, legality: Legality, found: Memory, budget: Budget) -> Option:
+        found = pageable.within(found, candidate.mode, budget.pinned_bytes)
         step = step_time.estimate(self._run, candidate.mode, found, self._machine, self.speed)
         return Option(candidate, found, step, legality, limit_of(found, budget))
 

@@ -15,7 +15,10 @@ _ORDER = (
     (r"^sequence length \d", "--overrides with yours"),
     (r"^micro-batch \d", "--overrides with yours"),
     (r"^\d+ GPUs?\b", "--gpus with yours"),
-    (r"^(TP|PP)\b.*a recipe may set it", "give the recipe before this file, or --overrides with its sizes"),
+    (
+        r"^(TP|PP|EP)\b.*a recipe may set it",
+        "give the recipe before this file, or --overrides with its sizes",
+    ),
     (r"^no activation recompute: not set here", "give the recipe before this file"),
     (r"^no gradient checkpointing in the script", ""),
     (r"^every weight is trained", ""),

@@ -13,7 +13,7 @@ from skill_tools.configs.config import Config, Place, Setting
 from skill_tools.configs.keys import load_keys
 from skill_tools.dialects.candidates import Candidate
 from skill_tools.rules.finding import Finding, Severity
-from skill_tools.rules.knowledge import Rule, load_rules
+from skill_tools.rules.knowledge import rules_about
 from skill_tools.rules.lint import lint
 
 _PLAN = Place("<plan>", 1, 1)
@@ -86,7 +86,8 @@ class Judge:
         if not own:
             return LEGAL
         laid = with_settings(self._config, candidate.settings)
-        linted = lint(laid, rules=_rules_about(own), versions=self._versions)
+        linted = lint(laid, about=own, versions=self._versions)
+        serious = _serious(laid.dialects().union(laid.shares))
         about = [finding for finding in linted.findings if own & set(finding.observed)]
         return Legality(
             tuple(_line(finding) for finding in about if finding.severity is Severity.ERROR),
@@ -94,7 +95,7 @@ class Judge:
             tuple(
                 Condition(each.rule, each.title, each.missing)
                 for each in linted.undecided
-                if each.rule in _serious()
+                if each.rule in serious
             ),
         )
 
@@ -106,22 +107,9 @@ def _carrying_out(mechanism: str) -> frozenset[str]:
 
 
 @knowledge.derived
-def _rules_about(keys: frozenset[str]) -> tuple[Rule, ...]:
-    """Return the rules whose condition names one of `keys`: no other rule can find fault with them."""
-    about = frozenset[int]().union(*map(_naming, keys))
-    return tuple(rule for index, rule in enumerate(load_rules()) if index in about)
-
-
-@knowledge.derived
-def _naming(key: str) -> frozenset[int]:
-    """Return the places of the rules whose condition names `key`."""
-    return frozenset(index for index, rule in enumerate(load_rules()) if key in rule.when)
-
-
-@knowledge.derived
-def _serious() -> frozenset[str]:
-    """Return the rules that rule a candidate out where they hold."""
-    return frozenset(rule.id for rule in load_rules() if rule.severity is Severity.ERROR)
+def _serious(dialects: frozenset[str]) -> frozenset[str]:
+    """Return the rules about `dialects` that rule a candidate out where they hold."""
+    return frozenset(rule.id for rule in rules_about(dialects) if rule.severity is Severity.ERROR)
 
 
 def _line(finding: Finding) -> RuledOut:

@@ -14,6 +14,7 @@ from skill_tools.dialects.candidates import (
     FINE_GRAINED,
     INPUTS,
     LAYERS,
+    NO_OFFLOAD,
     OPTIMIZER,
     SHARDED,
     STATES,
@@ -33,6 +34,7 @@ from skill_tools.planning.search import sensitivity
 from skill_tools.planning.search.candidates import Forbidden, Search
 from skill_tools.planning.search.legality import LEGAL, RuledOut
 from skill_tools.planning.search.options import HOST_MEMORY, PINNED_MEMORY, Budget, Option, Way
+from skill_tools.planning.search.restriction import EVERYTHING, Restriction
 from skill_tools.rules.input_checks import dead_keys
 
 _ALTERNATIVES = 8
@@ -40,9 +42,9 @@ _LITTLE_MORE = 1.05  # half of what a predicted step time is usually wrong by
 
 
 class Plan(NamedTuple):
-    """The answer. `recommendation` is None when nothing legal fits; `floor` is then the smallest there is, and `ways`
-    are what fits by other means. `simpler` is an option with fewer mechanisms at nearly the same time, `search` answers
-    for other budgets.
+    """The answer. `recommendation` is None when nothing legal fits; `floor` is then the smallest there is, `ways`
+    are what fits by other means, `unrestricted` is what fits with the mechanisms that the user leaves out. `simpler` is
+    an option with fewer mechanisms at nearly the same time, `search` answers for other budgets.
 
     `ruled_out` pairs a mechanism's name with the rules against it, `sensitivity` a change with its answer.
     """
@@ -66,6 +68,7 @@ class Plan(NamedTuple):
     assumptions: tuple[str, ...]
     measured_step_s: float | None = None
     ways: tuple[Way, ...] = ()
+    unrestricted: Option | None = None
 
     def time_range(self, option: Option) -> TimeRange:
         """Return the seconds between which a step of `option` lies, as far as the machine's rates are known."""
@@ -97,15 +100,19 @@ def make_plan(
     shape_source: str,
     versions: Mapping[str, str],
     measured_step_s: float | None = None,
-    without: frozenset[str] = frozenset(),
+    restriction: Restriction = EVERYTHING,
 ) -> Plan:
-    """Return the plan for `run` on `machine` under `budget`, from candidates that use no mechanism of `without`."""
+    """Return the plan for `run` on `machine` under `budget`, from the candidates that `restriction` lets through."""
     dialect = registry.named(run.dialect)
     shard = memory.estimate(run).parameters.shard
     speed = compute.pace(run, machine, shard, measured_step_s=measured_step_s)
-    search = Search(config, dialect, run, machine, speed, versions=versions, without=without)
+    search = Search(config, dialect, run, machine, speed, versions=versions, restriction=restriction)
     options = search.options(budget)
     best = options[0] if options[0].fits else None
+    unrestricted = None
+    if best is None and search.left_out:
+        everything = Search(config, dialect, run, machine, speed, versions=versions, judge=search.judged)
+        unrestricted = next((option for option in everything.options(budget) if option.fits), None)
     simpler = _simpler(options) if best else None
     current = _as_it_is(dialect.current(config, run))
     return Plan(
@@ -114,7 +121,7 @@ def make_plan(
         machine=machine,
         budget=budget,
         as_it_is=search.evaluate(current, search.judge_as_it_is(current), budget),
-        without_offload=search.evaluate(Candidate(Mode(), "without offload", (), {}), LEGAL, budget),
+        without_offload=search.evaluate(Candidate(Mode(), NO_OFFLOAD, (), {}), LEGAL, budget),
         recommendation=best,
         patch=_patch(best, dialect, config),
         simpler=simpler,
@@ -137,6 +144,7 @@ def make_plan(
             *(dialect.cautions(best.candidate.settings) if best else ()),
         ),
         measured_step_s=measured_step_s,
+        unrestricted=unrestricted,
     )
 
 

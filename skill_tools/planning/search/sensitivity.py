@@ -7,7 +7,7 @@ evaluated again; for the link, the fitting options are timed again.
 from collections.abc import Callable, Sequence
 
 from skill_tools.dialects.run import Run
-from skill_tools.planning.cost import step_time
+from skill_tools.planning.cost import pageable, step_time
 from skill_tools.planning.cost.machine import Machine
 from skill_tools.planning.model import memory
 from skill_tools.planning.search.candidates import Search
@@ -65,7 +65,8 @@ def _other_budget(search: Search, budget: Budget, factor: float, best: Option) -
 
 
 def _larger(change: str, run: Run, budget: Budget, best: Option) -> tuple[str, str]:
-    found = memory.estimate(run, best.candidate.mode)
+    mode = best.candidate.mode
+    found = pageable.within(memory.estimate(run, mode), mode, budget.pinned_bytes)
     limit = limit_of(found, budget)
     needs = f"{gib(found.device_bytes)} a GPU"
     return change, f"no longer fits the {limit}: {needs}; plan again" if limit else f"still fits: {needs}"

@@ -19,6 +19,7 @@ from skill_tools.planning.model import memory
 from skill_tools.planning.search.candidates import Search
 from skill_tools.planning.search.legality import Judge, with_settings
 from skill_tools.planning.search.options import Prepared, Way
+from skill_tools.planning.search.restriction import Restriction
 from skill_tools.rules.finding import Severity
 from skill_tools.rules.lint import lint
 
@@ -52,10 +53,10 @@ class Finder:
         prepare: Prepare,
         versions: Mapping[str, str],
         judge: Judge,
-        without: frozenset[str],
+        restriction: Restriction,
     ) -> None:
         self._config, self._prepare, self._versions = config, prepare, versions
-        self._judge, self._without = judge, without
+        self._judge, self._restriction = judge, restriction
         self._errors_before = self._errors(config)
 
     def three_cheapest(self, run: Run) -> tuple[Way, ...]:
@@ -122,7 +123,7 @@ class Finder:
             machine,
             speed,
             versions=self._versions,
-            without=self._without,
+            restriction=self._restriction,
             judge=self._judge,
         )
         fitting = (option for option in search.options(budget._replace(host_bytes=host_bytes)) if option.fits)

@@ -1,0 +1,76 @@
+"""Which mechanisms a search may use: those that `--only` names, none of those that `--without` names.
+
+What is said of offload leaves recomputation as the run has it, unless a mechanism that is asked for brings its own.
+"""
+
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+from typing import NamedTuple
+
+from skill_tools.dialects.candidates import (
+    BUDGET,
+    DISTRIBUTED,
+    FINE_GRAINED,
+    INPUTS,
+    LAYERS,
+    MECHANISMS,
+    OPTIMIZER,
+    RECOMPUTE,
+    SHARDED,
+    STATES,
+    TRAINED,
+    WEIGHTS,
+    Candidate,
+)
+from skill_tools.dialects.run import Run
+from skill_tools.errors import UnusableInput
+
+_OF_ACTIVATIONS = (LAYERS, FINE_GRAINED, BUDGET, INPUTS)
+FAMILIES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "optimizer": (OPTIMIZER, STATES),
+        "activations": _OF_ACTIVATIONS,
+        "weights": (WEIGHTS, TRAINED, SHARDED),
+        "layers": (WEIGHTS, TRAINED),
+    }
+)
+_BRING_THEIR_RECOMPUTATION = frozenset({*_OF_ACTIVATIONS, TRAINED, RECOMPUTE})
+_NEED_DISTRIBUTED = frozenset({OPTIMIZER, STATES})
+
+
+class Restriction(NamedTuple):
+    """The mechanisms that a plan is restricted to (none named: all), and those that it does without."""
+
+    only: frozenset[str] = frozenset()
+    without: frozenset[str] = frozenset()
+
+    def left_out(self, candidate: Candidate, run: Run) -> frozenset[str]:
+        """Return what `candidate` uses although it may not; empty where it may be searched."""
+        used = frozenset(candidate.mechanisms)
+        refused = used & self.without
+        if not self.only:
+            return refused
+        recompute = candidate.mode.recompute or run.recompute
+        stays = recompute.granularity == run.recompute.granularity
+        allowed = self.only
+        if stays:
+            allowed |= {RECOMPUTE}
+        if used & _NEED_DISTRIBUTED:
+            allowed |= {DISTRIBUTED}
+        refused |= used - allowed
+        return refused if refused or stays or used & _BRING_THEIR_RECOMPUTATION else frozenset({RECOMPUTE})
+
+
+EVERYTHING = Restriction()
+
+
+def named(words: Iterable[str]) -> frozenset[str]:
+    """Return the mechanisms that `words` name, a family's too; raises `UnusableInput` for a name of nothing."""
+    names = [name for word in words for name in word.split(",")]
+    known = (*FAMILIES, *MECHANISMS)
+    for name in names:
+        if name not in known:
+            raise UnusableInput(
+                f"--only {name!r}", expected=f"one of {', '.join(known)}", attempt="--only optimizer"
+            )
+    return frozenset(mechanism for name in names for mechanism in FAMILIES.get(name, (name,)))
