@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from reference_impl.activations import ActivationOffloader, CheckpointOffloader
+from reference_impl.memory.pinned import limit_pinned_memory
 from reference_impl.optimizers import Budgets, CpuUpdate, HybridDeviceOptimizer, Streaming
 from reference_impl.weights import FrozenLayerStreamer
 
@@ -32,6 +33,7 @@ __all__ = [
     "TrainableLayerStreamer",
     "apply_plan",
     "fit",
+    "limit_pinned_memory",
     "probe",
     "trace",
 ]

@@ -6,6 +6,7 @@ import shlex
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from markdown_it import MarkdownIt
@@ -73,6 +74,26 @@ def test_a_python_snippet_of_a_page_runs(
     namespace = {"torch": torch, "model": model, "batches": [torch.randn(4, 64).bfloat16()]}
     exec(compile(snippet, page, "exec"), namespace)
     assert "reference_impl" in sys.modules
+
+
+def test_the_loop_of_its_page_resumes_bitwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch", reason="needs torch: pip install -c constraints.txt '.[reference]'")
+    (loop,) = (
+        code for page, code in fences("python") if page == "docs/pytorch-loop.md" and "def train" in code
+    )
+    monkeypatch.chdir(tmp_path)
+    namespace = {"model": torch.nn.Linear(64, 64).bfloat16(), "batches": [torch.randn(4, 64).bfloat16()]}
+    exec(compile(loop, "docs/pytorch-loop.md", "exec"), namespace)
+
+    def run(*parts: int) -> dict[str, Any]:
+        torch.manual_seed(0)
+        model, batches = torch.nn.Linear(64, 64).bfloat16(), torch.randn(2, 4, 64).bfloat16()
+        checkpoint = None
+        for steps in parts:
+            checkpoint = namespace["train"](model, list(batches), steps, checkpoint)
+        return checkpoint
+
+    torch.testing.assert_close(run(3, 3), run(6), rtol=0, atol=0)
 
 
 def test_the_picture_in_the_readme_is_the_plan_that_it_prints(tmp_path: Path) -> None:

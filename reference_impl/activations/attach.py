@@ -224,6 +224,24 @@ def first_blocks(model: nn.Module, num_layers: int | None) -> list[nn.Module]:
     return blocks[:num_layers]
 
 
+def refuse_checkpointing(model: nn.Module, instead: str) -> None:
+    """Raise ValueError where Hugging Face's checkpointing of `model` is on, beside which `instead` computes again."""
+    for name, module in model.named_modules():
+        if _computes_again(module):
+            raise ValueError(
+                f"{name or type(model).__name__} has gradient_checkpointing switched on, and {instead} computes layers "
+                "again too; expected one of the two; try model.gradient_checkpointing_disable()"
+            )
+
+
+def _computes_again(module: nn.Module) -> bool:
+    if getattr(module, "gradient_checkpointing", False) is True:
+        return True
+    # The older name warns where there is the newer one.
+    newer = getattr(module, "is_activation_checkpointing", None)
+    return (getattr(module, "is_gradient_checkpointing", False) if newer is None else newer) is True
+
+
 def named_layers(model: nn.Module, layers: Iterable[str | nn.Module]) -> list[nn.Module]:
     """Return the modules that `layers` names or holds.
 

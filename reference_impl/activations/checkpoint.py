@@ -28,6 +28,7 @@ from reference_impl.activations.attach import (
     first_blocks,
     modules_called,
     named_layers,
+    refuse_checkpointing,
 )
 from reference_impl.activations.offloader import EngineOptions, Offloader
 from reference_impl.activations.policy import AtMost, Share
@@ -77,9 +78,11 @@ class CheckpointOffloader(Offloader):
             options: see `EngineOptions`.
 
         Raises:
-            ValueError: an option out of range, or a name that matches nothing.
+            ValueError: an option out of range, a name that matches nothing, or a model whose own gradient
+                checkpointing is on.
         """
         check_one_choice(num_layers=num_layers, layers=layers)
+        refuse_checkpointing(model, "CheckpointOffloader")
         chosen = first_blocks(model, num_layers) if layers is None else named_layers(model, layers)
         kept = modules_called(model, keep)
         super().__init__(model, **options)

@@ -12,12 +12,35 @@ accelerator is one more class: a module beside `cuda`, imported here.
   alternate between two streams so that it gets between them.
 - update stream: where optimizer updates run beside the forward.
 - pinned: page-locked host memory, which copies read and write without the host's help.
+- pageable: all other host memory. Copies to and from it pass through pinned memory (`StagedCopies`).
 
 Explained in docs/design.md (decisions 5 and 10 to 12).
 """
 
-from reference_impl.device.base import REACHED, Allocator, Device, Event, Mark, device_is_lost
+from reference_impl.device.base import (
+    REACHED,
+    Allocator,
+    Device,
+    Event,
+    Mark,
+    StagedCopies,
+    Together,
+    device_is_lost,
+    together,
+)
 from reference_impl.device.cpu_twin import CpuTwin
 from reference_impl.device.cuda import CudaDevice
 
-__all__ = ["REACHED", "Allocator", "CpuTwin", "CudaDevice", "Device", "Event", "Mark", "device_is_lost"]
+__all__ = [
+    "REACHED",
+    "Allocator",
+    "CpuTwin",
+    "CudaDevice",
+    "Device",
+    "Event",
+    "Mark",
+    "StagedCopies",
+    "Together",
+    "device_is_lost",
+    "together",
+]

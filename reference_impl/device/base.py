@@ -47,6 +47,46 @@ class Reached:
 REACHED = Reached()
 
 
+class Together:
+    """Several events as one: a device waits for those of its own work, a thread for all."""
+
+    __slots__ = ("events",)
+
+    def __init__(self, events: tuple[Event, ...]) -> None:
+        self.events = events
+
+    def query(self) -> bool:
+        """Return whether all are reached."""
+        return all(event.query() for event in self.events)
+
+    def synchronize(self) -> None:
+        """Wait for one after the other; raises what one of them raises."""
+        for event in self.events:
+            event.synchronize()
+
+
+def together(*events: Event) -> Event:
+    """Return one event that is reached when all of `events` are."""
+    if events[1:] == (REACHED,):
+        # Of every copy to pinned memory.
+        return events[0]
+    pending = tuple(event for event in events if event is not REACHED)
+    return Together(pending) if len(pending) > 1 else (pending or (REACHED,))[0]
+
+
+class StagedCopies(Protocol):
+    """Copies between a device and pageable host memory, on the live current stream."""
+
+    def copy_out(self, host: torch.Tensor, source: torch.Tensor) -> Event:
+        """Start filling `host`; return what its readers on the host wait for beside the stream."""
+
+    def copy_in(self, target: torch.Tensor, host: torch.Tensor) -> None:
+        """Start filling `target`, after all that is on its way into `host`, which may be written on return."""
+
+    def synchronize(self) -> None:
+        """Wait until all that was copied out is where it belongs."""
+
+
 # What CUDA and its libraries say where memory is short: pinned memory, an event, a library's handle.
 _SHORT_OF_MEMORY = ("out of memory", "ALLOC_FAILED", "NOT_INITIALIZED")
 
@@ -130,6 +170,8 @@ class Device(ABC):
         # Whose small copies are waited for: while there is any, bulk copies alternate between two streams. That costs
         # something, so nobody else pays for it.
         self.latency_sensitive: weakref.WeakSet[object] = weakref.WeakSet()
+        # By its address, pageable memory that copies reach through pinned memory only; see `memory.staged`.
+        self.pageable: dict[int, StagedCopies] = {}
 
     @staticmethod
     def of(device: torch.device | str) -> Device:
@@ -208,7 +250,7 @@ class Device(ABC):
 
     @abstractmethod
     def wait(self, event: Event) -> None:
-        """Make the live current stream wait for `event`; the host goes on."""
+        """Make the live current stream wait for `event`, or for those of one that are its own; the host goes on."""
 
     @abstractmethod
     def on_d2h(self, size_bytes: int = 0) -> AbstractContextManager[object]:
@@ -237,9 +279,15 @@ class Device(ABC):
     def on(self, stream: Any) -> AbstractContextManager[object]:
         """Make somebody else's `stream` current, such as one of FSDP. Nothing may be allocated inside."""
 
-    @abstractmethod
     def synchronize(self) -> None:
-        """Block until all work of this device is done. Not for the hot path."""
+        """Block until all work of this device is done, and what it has copied is there. Not for the hot path."""
+        self.finish_work()
+        for staged in set(self.pageable.values()):
+            staged.synchronize()
+
+    @abstractmethod
+    def finish_work(self) -> None:
+        """Block until every stream of the device is done."""
 
     @abstractmethod
     def refuse_capture(self, what: str) -> None:
@@ -256,9 +304,19 @@ class Device(ABC):
     def unpin(self, address: int) -> None:
         """Undo `pin` of the memory at `address`."""
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy between host and device on the live current stream; the host goes on. Allocates nothing."""
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> Event:
+        """Copy between host and device on the live current stream; the host goes on. Allocates nothing.
+
+        Returns what readers of a `target` on the host wait for beside the stream: nothing, unless it is pageable.
+        """
+        if self.pageable:
+            if (staged := self.pageable.get(target.untyped_storage().data_ptr())) is not None:
+                return staged.copy_out(target, source)
+            if (staged := self.pageable.get(source.untyped_storage().data_ptr())) is not None:
+                staged.copy_in(target, source)
+                return REACHED
         target.copy_(source, non_blocking=True)
+        return REACHED
 
     def copy_out(
         self, host: torch.Tensor, source: torch.Tensor, *, after: Iterable[Event], for_threads: bool = False
@@ -270,8 +328,8 @@ class Device(ABC):
         with self.on_d2h_for_threads() if for_threads else self.on_d2h(host.nbytes):
             for event in after:
                 self.wait(event)
-            host.copy_(source, non_blocking=True)
-            return self.record(for_threads=for_threads)
+            landed = self.copy(host, source)
+            return together(self.record(for_threads=for_threads), landed)
 
     def copy_in(self, target: torch.Tensor, host: torch.Tensor, *, after: Iterable[Event]) -> Event:
         """Start the H2D copy of `host` into `target` (same dtype and numel) once all of `after` are reached.
@@ -281,7 +339,7 @@ class Device(ABC):
         with self.on_h2d(host.nbytes):
             for event in after:
                 self.wait(event)
-            target.copy_(host, non_blocking=True)
+            self.copy(target, host)
             return self.record()
 
 

@@ -94,7 +94,7 @@ class CpuTwin(Device, torch_type="cpu"):
         """Return a context that changes nothing."""
         return nullcontext()
 
-    def synchronize(self) -> None:
+    def finish_work(self) -> None:
         """Return at once."""
 
     def refuse_capture(self, what: str) -> None:

@@ -12,7 +12,7 @@ from functools import cached_property
 
 import torch
 
-from reference_impl.device.base import Device, Event, Mark
+from reference_impl.device.base import Device, Event, Mark, Together
 
 # A latency-sensitive copy waits 1.2 ms at most.
 _TURN_BYTES = 64 * 2**20
@@ -198,6 +198,9 @@ class CudaDevice(Device, torch_type="cuda"):
         """Enqueue the wait; the CPU twin's event needs none."""
         if isinstance(event, torch.cuda.Event):
             torch.cuda.current_stream(self._index).wait_event(event)
+        elif isinstance(event, Together):
+            for each in event.events:
+                self.wait(each)
 
     def on_d2h(self, size_bytes: int = 0) -> AbstractContextManager[object]:
         """Switch to the D2H stream."""
@@ -223,7 +226,7 @@ class CudaDevice(Device, torch_type="cuda"):
         """Switch to it."""
         return OnStream(stream)
 
-    def synchronize(self) -> None:
+    def finish_work(self) -> None:
         """Wait for every stream of the device."""
         torch.cuda.synchronize(self.torch_device)
 
@@ -241,7 +244,8 @@ class CudaDevice(Device, torch_type="cuda"):
         if int(code) != 0:
             raise RuntimeError(
                 f"cudaHostRegister of {memory.numel() / 2**30:.2f} GiB failed with code {int(code)}; expected 0; "
-                "try raising the memlock limit (ulimit -l unlimited)"
+                "try raising the memlock limit (ulimit -l unlimited), or limit_pinned_memory(), behind which the rest "
+                "is pageable"
             )
 
     def unpin(self, address: int) -> None:

@@ -3,8 +3,8 @@
 FSDP2 gathers each module's parameters on streams of its own, ahead of the module. An optimizer that writes shards
 asynchronously needs that stream, and whoever keeps shards elsewhere has to hand them over there; torch has no public
 names for either. This is the only module that uses private names of `torch.distributed.fsdp`; `missing_name` and
-`missing_shard_name` say which one a release of torch does not have. Those of the former are the same in torch
-2.11, 2.12 and 2.13, except that a state has either one group or several; those of the latter were read in torch 2.13.
+`missing_shard_name` say which one a release of torch does not have. All are the same in torch 2.11, 2.12 and 2.13,
+except that a state has either one group or several.
 
 Explained in docs/distributed.md.
 """
@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed import _composable_state
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -30,6 +31,7 @@ _SHARDS, _PARAM, _MEMORY, _PADDED = (
     "padded_sharded_param_size",
 )
 _TAKE_OVER, _LOOK_FOR_EXTENSIONS = "reset_sharded_param", "_init_extensions"
+_SHARDED_MODULES = "_module_state_mapping"
 _RESHARDS_ELSEWHERE = "_use_post_forward_mesh"
 
 # Returns a shard, padded and flat, on the device, for a gather on the live current stream.
@@ -166,6 +168,24 @@ def shards_by_gather(model: nn.Module) -> list[list[Shard]]:
                 )
             found.append([Shard(shard) for shard in getattr(group, _SHARDS)])
     return [shards for shards in found if shards]
+
+
+def reductions() -> dict[torch.Tensor, object]:
+    """Return for each sharded parameter of this process what tells its reduction from others, hashable.
+
+    One reduction makes the gradients of all its parameters in one buffer, which is freed with the last of them. Where
+    this torch has other private names, nothing is known of any parameter.
+    """
+    known: list[nn.Module] = list(getattr(_composable_state, _SHARDED_MODULES, ()))
+    if any(missing_shard_name(module) is not None for module in known):
+        return {}
+    return {
+        getattr(shard, _PARAM): group
+        for module in known
+        if isinstance(module, FSDPModule)
+        for group in _groups(getattr(module, _GET_STATE)())
+        for shard in getattr(group, _SHARDS)
+    }
 
 
 def gathered_groups(model: nn.Module) -> list[GatheredGroup]:

@@ -6,7 +6,9 @@ Explained in docs/distributed.md.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -69,19 +71,41 @@ class Together:
         """Wait until every rank is here."""
         self.least([0.0])
 
+    def everyones(self, value: object) -> list[Any]:
+        """Return the `value` of every rank, the same list on all of them; it is pickled.
+
+        Every rank has to call it, and the host waits.
+        """
+        values = [value]
+        for group in self._groups:
+            found: list[list[object]] = [[]] * group.size()
+            dist.all_gather_object(found, values, group=group)
+            values = [each for part in found for each in part]
+        return values
+
     def agree(self, error: Exception | None) -> None:
         """Raise on every rank where any has met an error: its own, or a RuntimeError that quotes the first other one.
 
         Every rank has to call it, and the host waits.
         """
-        said: list[str | None] = [None if error is None else f"rank {dist.get_rank()}: {error}"]
-        for group in self._groups:
-            found: list[list[str | None]] = [[]] * group.size()
-            dist.all_gather_object(found, said, group=group)
-            said = [each for part in found for each in part]
+        said = self.everyones(None if error is None else f"rank {dist.get_rank()}: {error}")
         if error is not None:
             error.add_note(f"on rank {dist.get_rank()}")
             raise error
         for each in said:
             if each is not None:
                 raise RuntimeError(f"another rank has failed, so this one ends too: {each}")
+
+
+@contextmanager
+def alike(ranks: Together | None) -> Iterator[None]:
+    """Let a block end on all of `ranks` as it ends on any: with an error where one has met an error, see `agree`."""
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as met:
+        if ranks is None:
+            raise
+        error = met
+    if ranks is not None:
+        ranks.agree(error)

@@ -8,6 +8,7 @@ Explained in docs/fitting.md. Terms:
 - residual: the bytes that a trial measured beyond its plan's prediction.
 """
 
-from reference_impl.fitting.fit import FitError, Fitted, fit
+from reference_impl.fitting.checks import FitError
+from reference_impl.fitting.fit import Fitted, fit
 
 __all__ = ["FitError", "Fitted", "fit"]

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -52,17 +51,20 @@ class Before:
             state.update({name: value.to(devices[name]) for name, value in _tensors_of(state)})
 
 
-@contextmanager
-def without_caches(model: nn.Module) -> Iterator[None]:
-    """Have a Hugging Face model keep no keys and values for generating, which recomputation would append to twice."""
+def without_caches(model: nn.Module) -> Callable[[], None]:
+    """Have a Hugging Face model keep no keys and values for generating, which recomputation would append to twice.
+
+    Return what undoes it.
+    """
     configs = {id(config): config for config in _configs(model) if getattr(config, "use_cache", False)}
     for config in configs.values():
         config.use_cache = False
-    try:
-        yield
-    finally:
+
+    def undo() -> None:
         for config in configs.values():
             config.use_cache = True
+
+    return undo
 
 
 def _configs(model: nn.Module) -> Iterator[Any]:

@@ -14,56 +14,58 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
-from reference_impl.device import Device
+from reference_impl.activations.attach import refuse_checkpointing
+from reference_impl.fitting import checks
 from reference_impl.fitting.before import Before, without_caches
+from reference_impl.fitting.checks import Budget, FitError
 from reference_impl.fitting.planner import Plan, Planner, RefusedPlanError, complete
-from reference_impl.fitting.search import Search
+from reference_impl.fitting.search import Search, fastest
 from reference_impl.fitting.trial import Loss, Task
-from reference_impl.memory.closing import ClosedAtExit
+from reference_impl.memory.closing import ClosedAtExit, close_behind, undo_all
 from reference_impl.memory.host import available_bytes
 from reference_impl.verification.apply import AppliedPlan
-from reference_impl.verification.plan_document import execute_section, read_document
-from reference_impl.verification.trace import own_loss
+from reference_impl.verification.trace import NoLossError
 from reference_impl.verification.trace_profile import profile_batch
 
 _LOG = logging.getLogger(__name__)
 
-Budget = int | Literal["auto"]
 # Of what the host has, the rest is for whoever else allocates there: the data loader, torch, the kernel.
 _HOST_SHARE = 0.9
 # The formula is within this of most Hugging Face models (docs/tracing.md).
 _FORMULA_ERROR = 0.08
 
 
-class FitError(ValueError):
-    """No offload of this package trains the model here, or nobody can say which: the sentence says why."""
-
-
 class Fitted(ClosedAtExit):
     """A model under the plan that was settled on; a context manager.
 
-    `optimizer` is the one to step. `plan` is the document of `schema/plan.schema.json`, with what was measured under
-    `fitted`; `apply_plan` takes it. `summary` is one line.
+    `optimizer` is the one to step, and `loss(model, batch)` the loss that it was fitted for: of several, the fastest.
+    `plan` is the document of `schema/plan.schema.json`, with what was measured under `fitted`; `apply_plan` takes it.
+    `summary` is one line.
     """
 
-    def __init__(self, applied: AppliedPlan, plan: Plan, summary: str, stack: ExitStack) -> None:
+    def __init__(
+        self, applied: AppliedPlan, loss: Loss, plan: Plan, summary: str, undo: list[Callable[[], None]]
+    ) -> None:
         self.optimizer = applied.optimizer
+        self.loss = loss
         self.plan = plan
         self.summary = summary
-        self._stack = stack
+        self._undo = undo
 
     def close(self) -> None:
-        """Leave the model as it was and give the host memory back. Calling it again does nothing."""
-        self._stack.close()
+        """Leave the model as it was and where it was, and give the host memory back.
+
+        All of it is done, and the first error is raised at the end. Again, it does what has failed.
+        """
+        undo_all(self._undo)
 
     def __enter__(self) -> Self:
         """Return this; the plan is in force already."""
@@ -74,7 +76,7 @@ def fit(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     batch: Any,
-    loss: Loss | None = None,
+    loss: Loss | Sequence[Loss] | None = None,
     *,
     gpu_budget: Budget = "auto",
     host_budget: Budget = "auto",
@@ -93,126 +95,107 @@ def fit(
         model: on its device, or on the CPU with `device`, with its blocks in an `nn.ModuleList`.
         optimizer: a `torch.optim.AdamW`; what is fitted takes its groups and states over.
         batch: keyword arguments as a mapping, or one positional argument.
-        loss: `loss(model, batch)` returns a scalar tensor; by default it is the `loss` of what the model returns.
+        loss: `loss(model, batch)` returns a scalar tensor; by default it is the `loss` of what the model returns. Of
+            several, which say the same in other kernels (all logits at once, or chunks of them), the one that trains
+            fastest within the budget is `fitted.loss`; each is tried.
         gpu_budget: bytes that torch's allocator may reserve; by default all that the device has free.
         host_budget: bytes of host memory for what is offloaded; by default nine tenths of what is available.
         pinned_budget: bytes of it that may be page-locked; by default as much as the machine has been found to take.
-        max_grad_norm: clip the global norm exactly, in the optimizer.
+        max_grad_norm: clip the global norm exactly, in the optimizer; None or 0 clips nothing.
         plan: the plan to try first, a document of `offload plan --format json` or its path.
         allow_other_numerics: let a plan round optimizer states, which `fitted.plan` then says.
         device: where to run a model whose weights are on the CPU, because they may be larger than it; they are on the
             CPU again after `close()`. The batch is there already.
 
-    Raises FitError where nothing fits, or where the model cannot be traced and no config describes it; ValueError for
-    another optimizer and several ranks. The model and the optimizer are then as they were.
+    Raises FitError where nothing fits, where the model cannot be traced and no config describes it, or for a loss that
+    is no scalar; ValueError for another optimizer or one of another model, a model or batch without values or
+    elsewhere, an argument out of range, and several ranks. The model and the optimizer are then as they were.
     """
-    on, starts_on = _one_device(model, device)
-    _check(optimizer)
-    _check_budgets(gpu_budget=gpu_budget, host_budget=host_budget, pinned_budget=pinned_budget)
-    first = None if plan is None else complete(_planned(plan))
-    if loss is None and not isinstance(batch, Mapping | torch.Tensor):
-        raise ValueError(
-            f"the batch is {type(batch).__name__}; expected a mapping of keyword arguments, or one tensor; try "
-            "loss=lambda model, batch: ..., which calls the model as you do"
+    on, starts_on = checks.one_device(model, device)
+    # Whether anything is computed again, the plan decides.
+    refuse_checkpointing(model, "fit, where its plan says so,")
+    checks.check_optimizer(optimizer, model)
+    checks.check_budgets(gpu_budget=gpu_budget, host_budget=host_budget, pinned_budget=pinned_budget)
+    checks.check_batch(batch, on, calls_itself=loss is None)
+    losses = checks.losses_of(loss)
+    first = None if plan is None else complete(checks.planned(plan))
+    tasks = [
+        Task(
+            model=model,
+            optimizer=optimizer,
+            batch=batch,
+            loss=checks.scalar(each),
+            max_grad_norm=checks.norm_of(max_grad_norm),
+            device=on,
+            on_host=device is not None and starts_on.type == "cpu",
         )
-    task = Task(
-        model=model,
-        optimizer=optimizer,
-        batch=batch,
-        loss=loss or own_loss,
-        max_grad_norm=max_grad_norm,
-        device=on,
-        on_host=device is not None and starts_on.type == "cpu",
-    )
+        for each in losses
+    ]
     model.zero_grad(set_to_none=True)
-    with ExitStack() as stack:
-        stack.enter_context(without_caches(model))
-        described, error_share = _described(task)
+    undo: list[Callable[[], None]] = [without_caches(model)]
+    try:
+        described = [_described(task) for task in tasks]
         before = Before(model, optimizer, on)
         try:
-            budget_bytes, host_bytes = _budgets(task, gpu_budget, host_budget)
-            sequences, tokens = _size(batch)
-            planner = Planner(
-                described,
-                sequences=sequences,
-                tokens=tokens,
-                host_bytes=host_bytes,
-                pinned_bytes=None if pinned_budget == "auto" else pinned_budget,
-                allow_other_numerics=allow_other_numerics,
-            )
-            search = Search(task, before, planner, budget_bytes, error_share=error_share, first=first)
-            settled = search.settle()
+            budget_bytes, host_bytes = _budgets(tasks[0], gpu_budget, host_budget)
+            sequences, tokens = checks.size(batch)
+            other_bytes = tasks[0].other_bytes()
+            searches = [
+                Search(
+                    task,
+                    before,
+                    Planner(
+                        model_described,
+                        sequences=sequences,
+                        tokens=tokens,
+                        host_bytes=host_bytes,
+                        pinned_bytes=None if pinned_budget == "auto" else pinned_budget,
+                        allow_other_numerics=allow_other_numerics,
+                    ),
+                    budget_bytes,
+                    other_bytes=other_bytes,
+                    error_share=error_share,
+                    first=first,
+                )
+                for task, (model_described, error_share) in zip(tasks, described, strict=True)
+            ]
+            chosen, settled = fastest(searches)
+            task = tasks[chosen]
             if gpu_budget != "auto" and on.allocator is not None:
                 # What somebody has set is a fence until the end.
                 on.allocator.limit(budget_bytes)
-                stack.callback(on.allocator.limit, None)
-            stack.enter_context(task.moved(settled.plan))
-            applied = stack.enter_context(task.apply(settled.plan))
+                undo.append(partial(on.allocator.limit, None))
+            undo.append(task.put_back)
+            task.place(settled.plan)
+            applied = task.apply(settled.plan)
+            undo.append(applied.close)
         except BaseException as error:
             before.restore()
             before.give_back()
             if isinstance(error, RefusedPlanError):
                 raise FitError(f"nothing fits {budget_bytes / 2**30:.2f} GiB: {error}") from None
             raise
-        optimizer.state.clear()
-        document = settled.plan | {"fitted": settled.measured(budget_bytes)}
-        fitted = Fitted(applied, document, settled.summary(budget_bytes), stack.pop_all())
+    except BaseException as error:
+        close_behind(error, lambda: undo_all(undo))
+        raise
+    optimizer.state.clear()
+    measured, summary = settled.measured(budget_bytes), settled.summary(budget_bytes)
+    if len(losses) > 1:
+        measured["loss"] = chosen
+        summary += f"; loss {chosen} of those given"
+    fitted = Fitted(applied, losses[chosen], settled.plan | {"fitted": measured}, summary, undo)
     _LOG.info(fitted.summary)
     return fitted
 
 
-def _planned(plan: Plan | str | Path) -> Plan:
-    execute_section(plan)
-    document = dict(read_document(plan))
-    if "recommendation" not in document:
-        raise ValueError(
-            "the plan predicts nothing; expected one of `offload plan --format json`; try no plan"
-        )
-    return document
-
-
-def _one_device(model: nn.Module, wanted: torch.device | str | None) -> tuple[Device, torch.device]:
-    """Return where `model` runs, `wanted` or where it is, and where its weights are."""
-    params = list(model.parameters())
-    devices = {param.device for param in params}
-    if len(devices) != 1:
-        raise ValueError(
-            f"the model's parameters are on {', '.join(sorted(map(str, devices))) or 'no device'}; expected one; try "
-            'model.to("cuda")'
-        )
-    if not any(param.requires_grad for param in params):
-        raise ValueError(
-            f"no parameter of {type(model).__name__} requires a gradient; expected some to train"
-        )
-    (there,) = devices
-    on = Device.of(there if wanted is None else wanted)
-    if there.type != "cpu" and there != on.torch_device:
-        raise ValueError(
-            f"device is {wanted}, and the model's parameters are on {there}; expected them there or on the CPU; try "
-            f"device={str(there)!r}"
-        )
-    return on, there
-
-
-def _check(optimizer: torch.optim.Optimizer) -> None:
-    if type(optimizer) is not torch.optim.AdamW:
-        raise ValueError(
-            f"fit offloads AdamW's state; got {type(optimizer).__name__}; try torch.optim.AdamW(model.parameters())"
-        )
-    distributed = torch.distributed
-    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
-        raise ValueError(
-            f"{distributed.get_world_size()} ranks; expected one, because each would settle on a plan of its own; try "
-            "`offload plan --gpus N`, and apply_plan on each rank"
-        )
-
-
 def _described(task: Task) -> tuple[Mapping[str, Any], float]:
     """Return what the planner is told of the model, and by how much its bytes may be wrong."""
-    _, tokens = _size(task.batch)
+    _, tokens = checks.size(task.batch)
     config = _config(task.model)
     try:
         profile = profile_batch(task.model, task.batch, task.loss, tokens=tokens)
+    except (FitError, NoLossError):
+        raise
     except Exception as error:  # the model's own code runs: it may raise anything
         said = (str(error).splitlines() or [type(error).__name__])[0].partition("; expected")[0]
         if config is None:
@@ -255,26 +238,6 @@ def _least(model: nn.Module) -> str:
         f"its weights take {weights / 2**30:.2f} GiB, its gradients and states {states / 2**30:.2f} GiB, and what "
         "forward saves comes on top, by no known amount"
     )
-
-
-def _size(batch: Any) -> tuple[int, int]:
-    """Return sequences and tokens of `batch`, by its integers if there are any, else by its first tensor."""
-    tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim()]
-    ids = [tensor for tensor in tensors if not tensor.is_floating_point() and tensor.dim() >= 2]
-    if not tensors:
-        raise ValueError(
-            f"the batch ({type(batch).__name__}) holds no tensor; expected its sequences; try the batch that is "
-            "trained on"
-        )
-    shape = (ids or tensors)[0].shape
-    return shape[0], shape[1] if len(shape) > 1 else 1
-
-
-def _check_budgets(**budgets: Budget) -> None:
-    for name, given in budgets.items():
-        is_bytes = isinstance(given, int) and not isinstance(given, bool) and given > 0
-        if given != "auto" and not is_bytes:
-            raise ValueError(f"{name} is {given!r}; expected bytes above zero, or 'auto'; try 'auto'")
 
 
 def _budgets(task: Task, gpu_budget: Budget, host_budget: Budget) -> tuple[int, int]:

@@ -7,7 +7,8 @@ their end. Explained in docs/fitting.md.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from reference_impl.fitting import trial
@@ -61,7 +62,7 @@ class Settled:
 class Search:
     """Tries plans for `task` until one is good, `first` before others, if there is one.
 
-    `error_share` of the budget is what the planner may be wrong by.
+    `error_share` of the budget is what the planner may be wrong by; `other_bytes` of it no plan counts.
     """
 
     def __init__(
@@ -71,13 +72,14 @@ class Search:
         planner: Planner,
         budget_bytes: int,
         *,
+        other_bytes: int,
         error_share: float,
         first: Plan | None = None,
     ) -> None:
         self._task, self._before, self._planner = task, before, planner
         self._budget_bytes = budget_bytes
         self._aim = round((1 - HEADROOM) * budget_bytes)
-        self._asked = round((1 - error_share) * self._aim)
+        self._asked = max(round((1 - error_share) * self._aim) - other_bytes, 1)
         # On the twin its engine needs an open ledger, which a user's training does not have.
         counts = task.device.allocator is not None
         self._without = frozenset((_TRAINED_LAYERS,) if counts else (_TRAINED_LAYERS, _BUDGET_ENGINE))
@@ -112,7 +114,7 @@ class Search:
             raise RefusedPlanError(
                 f"{plans} plans had too little memory; expected one to fit; try a smaller batch"
             )
-        plan, found = min(self._good, key=self._preference)
+        plan, found = min(self._good, key=lambda good: self.preference(*good))
         return Settled(plan=plan, trial=found, steps=steps, plans=plans)
 
     def _next(self) -> Plan:
@@ -177,12 +179,32 @@ class Search:
                 return mechanisms - frozenset(option["mechanisms"])
         return frozenset()
 
-    def _preference(self, tried: tuple[Plan, Trial]) -> tuple[bool, float]:
+    def preference(self, plan: Plan, found: Trial) -> tuple[bool, float]:
         """Order by whether the headroom is kept, then by time: measured, or on the twin as predicted."""
-        plan, found = tried
         is_tight = found.retried or found.peak_device_bytes > self._aim
         on_device = self._task.device.is_accelerator
         return is_tight, found.step_s if on_device else plan["recommendation"]["option"]["time"]["step_s"]
+
+
+def fastest(searches: Sequence[Search]) -> tuple[int, Settled]:
+    """Let all of them settle, and return the number of the best and what it has settled on, with the steps of all.
+
+    Raises RefusedPlanError, the first one's, where none has a plan.
+    """
+    settled: dict[int, Settled] = {}
+    refused: list[RefusedPlanError] = []
+    for index, search in enumerate(searches):
+        try:
+            settled[index] = search.settle()
+        except RefusedPlanError as error:
+            refused.append(error)
+    if not settled:
+        raise refused[0]
+    best = min(
+        settled, key=lambda index: searches[index].preference(settled[index].plan, settled[index].trial)
+    )
+    steps, plans = (sum(getattr(each, name) for each in settled.values()) for name in ("steps", "plans"))
+    return best, replace(settled[best], steps=steps, plans=plans)
 
 
 def _predicted(plan: Plan) -> int:

@@ -18,8 +18,12 @@ from torch import nn
 from reference_impl.activations.budget import BudgetError
 from reference_impl.device import Device
 from reference_impl.device.base import device_is_full
-from reference_impl.memory.ledger import Ledger, on_host
+from reference_impl.memory.closing import closed_behind
+from reference_impl.memory.host import host_storages
+from reference_impl.memory.ledger import Ledger, note_on_host
+from reference_impl.optimizers.stand_in import GradientStandIn
 from reference_impl.verification.apply import AppliedPlan, apply_plan
+from reference_impl.verification.trace_ledger import allocated_bytes
 from reference_impl.weights.storages import move
 
 STEPS = 2
@@ -61,21 +65,33 @@ class Task:
     device: Device
     on_host: bool
 
+    def place(self, plan: dict[str, Any]) -> None:
+        """Have weights that are on the host where `plan` takes them from."""
+        if not self.on_host:
+            return
+        if streams_trained_layers(plan):
+            for tensor in self._tensors():
+                note_on_host(tensor)
+        else:
+            move(self.model, self.device.torch_device)
+
+    def put_back(self) -> None:
+        """Have weights that were on the host there again; it may be called twice.
+
+        Gradients go along; those that were offloaded have no values any more, and are dropped.
+        """
+        if self.on_host:
+            # They may have other memory by now.
+            host_storages.difference_update(each.untyped_storage().data_ptr() for each in self._tensors())
+            _drop_stand_ins(self.model)
+            move(self.model, torch.device("cpu"))
+
     @contextmanager
     def moved(self, plan: dict[str, Any]) -> Iterator[None]:
         """Have weights that are on the host where `plan` takes them from; put them back in the end."""
-        if not self.on_host:
+        with closed_behind(self.put_back):
+            self.place(plan)
             yield
-            return
-        try:
-            if streams_trained_layers(plan):
-                with on_host([*self.model.parameters(), *self.model.buffers()]):
-                    yield
-            else:
-                move(self.model, self.device.torch_device)
-                yield
-        finally:
-            move(self.model, torch.device("cpu"))
 
     def apply(self, plan: dict[str, Any]) -> AppliedPlan:
         """Put `plan` on the model."""
@@ -99,7 +115,37 @@ class Task:
         batch = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         if self.on_host and streams_trained_layers(plan):
             return batch
-        return [*self.model.parameters(), *self.model.buffers(), *batch]
+        return [*self._tensors(), *batch]
+
+    def _tensors(self) -> list[torch.Tensor]:
+        return [*self.model.parameters(), *self.model.buffers()]
+
+    def other_bytes(self) -> int:
+        """Return what the device holds all the time beside the weights: tensors of others, workspaces of cuBLAS.
+
+        No plan counts it. The optimizer's states are on the host by now, and no gradients are left.
+        """
+        allocator = self.device.allocator
+        if allocator is None:
+            return 0
+        _take_workspaces(self.device)
+        storages = [param.untyped_storage() for param in self.model.parameters() if not self.on_host]
+        weights = {storage._cdata: allocated_bytes(storage.nbytes()) for storage in storages}
+        return max(allocator.live_bytes - sum(weights.values()), 0)
+
+
+@torch.enable_grad()
+def _take_workspaces(device: Device) -> None:
+    """Multiply matrices in forward and backward: for each, cuBLAS takes memory that it keeps."""
+    matrix = torch.ones(16, 16, device=device.torch_device, requires_grad=True)
+    (matrix @ matrix).sum().backward()
+
+
+def _drop_stand_ins(model: nn.Module) -> None:
+    """Drop what a plan has left in the place of offloaded gradients: nobody can move it to another device."""
+    for param in model.parameters():
+        if isinstance(param.grad, GradientStandIn):
+            param.grad = None
 
 
 def learns(plan: dict[str, Any]) -> bool:

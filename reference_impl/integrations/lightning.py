@@ -7,7 +7,6 @@ docs/trainers.md.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import ExitStack
 from typing import Any
 
 from reference_impl.integrations.lightning_checks import (
@@ -19,7 +18,7 @@ from reference_impl.integrations.lightning_checks import (
 from reference_impl.integrations.offloading import Offloading
 from reference_impl.integrations.planned import Plan
 from reference_impl.integrations.wanted import Options, Wanted
-from reference_impl.memory.closing import close_behind
+from reference_impl.memory.closing import close_behind, undo_all
 from reference_impl.optimizers import HybridDeviceOptimizer
 from reference_impl.optimizers.hosted import HostedOptimizer
 
@@ -121,20 +120,13 @@ class OffloadCallback(Callback):  # type: ignore[misc]
 
     def close(self) -> None:
         """Give the host memory of the optimizers back. Idempotent."""
-        with ExitStack() as stack:
-            stack.callback(self.offloading.close)
-            for optimizer in self._optimizers:
-                stack.callback(optimizer.close)
+        undo_all([self.offloading.close, *(optimizer.close for optimizer in self._optimizers)])
 
     def _detach(self) -> None:
         self._more_batches_follow = False
         forward, self._forward = self._forward, None
-        with ExitStack() as stack:
-            stack.callback(self.offloading.detach)
-            if forward is not None:
-                stack.callback(forward.stop)
-            for optimizer in self._optimizers:
-                stack.callback(optimizer.detach)
+        stop = [] if forward is None else [forward.stop]
+        undo_all([self.offloading.detach, *stop, *(optimizer.detach for optimizer in self._optimizers)])
 
 
 def _hosted(trainer: Trainer) -> list[HostedOptimizer]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -16,7 +15,7 @@ from torch import nn
 from reference_impl.activations.offloader import Offloader
 from reference_impl.integrations.peers import check_peers, pause_checkpointing, second_offloader
 from reference_impl.integrations.wanted import Wanted, agreed
-from reference_impl.memory.closing import ClosedAtExit, close_behind
+from reference_impl.memory.closing import ClosedAtExit, close_behind, undo_all
 from reference_impl.optimizers import HybridDeviceOptimizer
 from reference_impl.optimizers.layout import Split
 from reference_impl.verification.apply import activation_offloader
@@ -53,7 +52,7 @@ class Offloading(ClosedAtExit):
         self.optimizer: HybridDeviceOptimizer | None = None
         self.on_close: Callable[[], None] | None = None
         self._model: weakref.ref[nn.Module] | None = None
-        self._attached = ExitStack()
+        self._attached: list[Callable[[], None]] = []
         self._activations: Offloader | None = None
         self._weights: FrozenLayerStreamer | None = None
         self._report = OffloadReport()
@@ -94,22 +93,23 @@ class Offloading(ClosedAtExit):
             return
         self.detach()
         self.check(model)
-        stack = ExitStack()
+        undo: list[Callable[[], None]] = []
         try:
             if self.wanted.weights is not None:
-                self._weights = stack.enter_context(FrozenLayerStreamer(model, **self.wanted.weights))
+                self._weights = FrozenLayerStreamer(model, **self.wanted.weights)
+                undo.append(self._weights.close)
             if self.wanted.activations is not None:
-                stack.callback(pause_checkpointing(model))
+                undo.append(pause_checkpointing(model))
                 self._activations = activation_offloader(model, **self.wanted.activations)
-                stack.push(self._activations)
+                undo.append(self._activations.close)
             if self.optimizer is not None:
                 self.optimizer.attach(model if wrapped is None else wrapped)
-                stack.callback(self.optimizer.detach)
+                undo.append(self.optimizer.detach)
         except BaseException as error:
-            close_behind(error, stack.close)
+            close_behind(error, lambda: undo_all(undo))
             raise
-        stack.callback(self._keep_report)
-        self._attached, self._model = stack, weakref.ref(model)
+        undo.append(self._keep_report)
+        self._attached, self._model = undo, weakref.ref(model)
         _in_force[model] = weakref.ref(self)
 
     def check(self, model: nn.Module) -> None:
@@ -121,21 +121,29 @@ class Offloading(ClosedAtExit):
         self.wanted.check(model)
 
     def detach(self) -> None:
-        """Leave the model as it was, with finished weights; the optimizer lives on. Idempotent."""
+        """Leave the model as it was, with finished weights; the optimizer lives on.
+
+        Idempotent; after an error it takes off what is still on the model.
+        """
         model, self._model = None if self._model is None else self._model(), None
         if model is not None:
             _in_force.pop(model, None)
-        self._attached.close()
+        undo_all(self._attached)
 
     def close(self) -> None:
-        """Detach, give all host memory back, and the trainer what was changed on it. Idempotent."""
-        with ExitStack() as stack:
-            on_close, self.on_close = self.on_close, None
-            if on_close is not None:
-                stack.callback(on_close)
-            if self.optimizer is not None:
-                stack.callback(self.optimizer.close)
-            stack.callback(self.detach)
+        """Detach, give all host memory back, and the trainer what was changed on it.
+
+        Idempotent. All of it is done, and the first error is raised at the end; again, it does what has failed.
+        """
+        steps: list[Callable[[], None]] = [self._give_back]
+        if self.optimizer is not None:
+            steps.append(self.optimizer.close)
+        undo_all([*steps, self.detach])
+
+    def _give_back(self) -> None:
+        on_close, self.on_close = self.on_close, None
+        if on_close is not None:
+            on_close()
 
     @property
     def report(self) -> OffloadReport:

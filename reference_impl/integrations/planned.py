@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 
 from reference_impl.activations.attach import find_blocks
+from reference_impl.memory.pinned import limit_pinned_memory, pinned_book
 from reference_impl.verification.apply import activation_options, optimizer_options
 from reference_impl.verification.plan_document import execute_section
 
@@ -27,8 +28,9 @@ _TOLERANCES = {"layers": 0.0, "parameters": 0.05}
 def planned(plan: Plan) -> dict[str, Any]:
     """Return the arguments of `Wanted` that `plan`, a document or its path, stands for.
 
-    A plan that offloads nothing, because the run fits, is carried out with a warning. Raises ValueError for what is no
-    plan for PyTorch, and OSError for a file that cannot be read.
+    A plan that offloads nothing, because the run fits, is carried out with a warning; its limit on pinned memory holds
+    from here on. Raises ValueError for what is no plan for PyTorch, OSError for a file that cannot be read, and
+    RuntimeError where more is pinned already than the plan allows.
     """
     execute = execute_section(plan)
     document = plan if isinstance(plan, Mapping) else json.loads(Path(plan).read_text(encoding="utf-8"))
@@ -44,7 +46,11 @@ def planned(plan: Plan) -> dict[str, Any]:
             "trainer is not served; expected a plan for one GPU, or for replicas; try `offload plan --overrides "
             "sharding=replicas`, or reference_impl.verification.apply.apply_plan in a loop of your own"
         )
-    if not execute:
+    limit_bytes = execute.get("pinned_limit_bytes")
+    if limit_bytes is not None and pinned_book.limit_bytes is None:
+        # Until the process ends, which is a trainer's.
+        limit_pinned_memory(limit_bytes)
+    if not execute.keys() - {"pinned_limit_bytes"}:
         warnings.warn(
             "the plan offloads nothing, because its run fits without; if yours runs out of memory, plan for less: "
             "offload plan --gpu-memory",

@@ -16,14 +16,16 @@ import threading
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
 
 import torch
 
 from reference_impl.device import REACHED, Device, Event
+from reference_impl.memory.closing import undo_all
 from reference_impl.memory.host import HostMemoryError, host_book
 from reference_impl.memory.interrupts import deferred_interrupts
+from reference_impl.memory.pinned import pinned_book
 from reference_impl.memory.slab import Slab, SlabSupply
+from reference_impl.memory.staged import ring_of
 
 ALIGNMENT_BYTES = 256
 _SLAB_BYTES = 256 * 2**20
@@ -64,7 +66,8 @@ class _Live:
 class HostArena:
     """Host memory of one mechanism, at most `limit_bytes` in slabs of `slab_bytes` or more.
 
-    `pinned=False` is for state that only the CPU touches: no copy may read or write it asynchronously.
+    `pinned=False` is for state that only the CPU touches: no copy may read or write it asynchronously. What may not be
+    pinned (see `memory.pinned`) is pageable, and its copies are staged.
     """
 
     def __init__(
@@ -104,9 +107,25 @@ class HostArena:
         return sum(slab.size_bytes for slab in self._slabs)
 
     def reserve(self, size_bytes: int) -> None:
-        """Pin one slab of `size_bytes` now, so that no step pays for it. Raises HostMemoryError."""
+        """Make one slab of `size_bytes` now, so that no step pays for it. Raises HostMemoryError."""
         while not self._grow(size_bytes):
             pass
+
+    def reserve_blocks(self, sizes: Iterable[int]) -> None:
+        """Make one slab for blocks of these sizes, or two where only the first of them may be pinned.
+
+        They have to be allocated in this order. Raises HostMemoryError.
+        """
+        first_bytes = rest_bytes = 0
+        left_bytes = pinned_book.left_bytes() if self._pinned else None
+        for size_bytes in map(_aligned, sizes):
+            if rest_bytes or (left_bytes is not None and first_bytes + size_bytes > left_bytes):
+                rest_bytes += size_bytes
+            else:
+                first_bytes += size_bytes
+        for reserved_bytes in (first_bytes, rest_bytes):
+            if reserved_bytes:
+                self.reserve(reserved_bytes)
 
     def expect(self, sizes: Iterable[int]) -> None:
         """Prepare for blocks of these sizes, in this order, in the background; what is free already counts.
@@ -171,17 +190,13 @@ class HostArena:
 
     def close(self) -> None:
         """Wait for copies in flight and unlock all slabs. Calling it again does nothing."""
-        with ExitStack() as last:
-            # Also where the device is gone: then no copy is in flight.
-            last.callback(self._drop_all)
-            last.callback(self._supply.close)
-            self._device.synchronize()
+        # The memory goes also where the device is gone: then no copy is in flight.
+        undo_all([self._drop_all, self._supply.close, self._device.synchronize])
 
     def _drop_all(self) -> None:
         with deferred_interrupts(), self._lock:
             self._take_back()
-            for slab in self._slabs:
-                slab.close()
+            undo_all([slab.close for slab in self._slabs])
             self._slabs.clear()
             self._free.clear()
             self._recycled.clear()
@@ -210,11 +225,11 @@ class HostArena:
         return blocks.popleft() if blocks else None
 
     def _carve(self, size_bytes: int) -> HostBlock | None:
-        """Cut the smallest free range that is large enough."""
+        """Cut the smallest free range that is large enough, pinned if there is one."""
         fitting = [block for block in self._free if block.size_bytes >= size_bytes]
         if not fitting:
             return None
-        best = min(fitting, key=lambda block: block.size_bytes)
+        best = min(fitting, key=lambda block: (not block.slab.is_pinned, block.size_bytes))
         carved = HostBlock(best.slab, best.offset, size_bytes)
         best.offset += size_bytes
         best.size_bytes -= size_bytes
@@ -257,8 +272,18 @@ class HostArena:
                 raise HostMemoryError(
                     needed_bytes=size_bytes, available_bytes=left_bytes, remedy=self._remedy
                 )
+            if self._pinned and (may_pin := pinned_book.left_bytes()) is not None and size_bytes <= may_pin:
+                # Rounded up it would be pageable.
+                left_bytes = may_pin if left_bytes is None else min(left_bytes, may_pin)
         return self._add(
-            Slab(self._device, size_bytes, remedy=self._remedy, pinned=self._pinned, most_bytes=left_bytes)
+            Slab(
+                self._device,
+                size_bytes,
+                remedy=self._remedy,
+                pinned=self._pinned,
+                or_pageable=True,
+                most_bytes=left_bytes,
+            )
         )
 
     @property
@@ -282,6 +307,8 @@ class HostArena:
 
     def _add(self, slab: Slab) -> bool:
         """Take a new slab, unless another thread's has used up the limit meanwhile; return whether it is taken."""
+        if self._pinned and not slab.is_pinned:
+            ring_of(self._device).serve(slab)
         with deferred_interrupts(), self._lock:
             left_bytes = self._left_bytes
             if left_bytes is not None and slab.size_bytes > left_bytes:

@@ -44,12 +44,23 @@ def close_behind(error: BaseException | None, close: Callable[[], None]) -> None
         error.add_note(f"closing has failed too: {type(failure).__name__}: {failure}; try close() again")
 
 
+@contextmanager
+def closed_behind(close: Callable[[], None]) -> Iterator[None]:
+    """Call `close` behind the block, also where it raises; what the block has raised stays what is raised."""
+    try:
+        yield
+    except BaseException as error:
+        close_behind(error, close)
+        raise
+    close()
+
+
 class ClosedAtExit(ABC):
     """What a `with` block closes at its end; an exception that has left the block stays the one that is raised."""
 
     @abstractmethod
     def close(self) -> None:
-        """Give everything back. Calling it again does nothing."""
+        """Give everything back. Again, it goes on with what has failed; once all is given back, it does nothing."""
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -190,11 +190,7 @@ class DiskTier:
 
     def close(self) -> None:
         """Wait for the threads and give everything back. Calling it again does nothing."""
-        self.writer.close()
-        self.reader.close()
-        self.sweep()
-        self.staging.close()
-        self.file.close()
+        undo_all([self.file.close, self.staging.close, self.sweep, self.reader.close, self.writer.close])
 
     def _raise_failure(self) -> None:
         failure, self._failure = self._failure, None

@@ -1,7 +1,7 @@
 """Accounting of the host tier: how many bytes mechanisms hold on the host, and how many the host still has.
 
 `host_book` counts what arenas hand out (live) and what they have reserved (pinned slabs), with the peak since
-the last reset. `available_bytes` reads what the kernel and the container still grant, because running out of
+the last reset. `available_by_pool` reads what the kernel and the container still grant, because running out of
 host memory kills a job without a traceback.
 
 Explained in docs/activation-offloading.md.
@@ -9,6 +9,7 @@ Explained in docs/activation-offloading.md.
 
 from __future__ import annotations
 
+import os
 import threading
 from pathlib import Path
 
@@ -18,9 +19,11 @@ from reference_impl.memory.interrupts import deferred_interrupts
 class HostMemoryError(MemoryError):
     """The host cannot hold what was asked for; raised before anything is allocated."""
 
-    def __init__(self, *, needed_bytes: int, available_bytes: int, remedy: str) -> None:
+    def __init__(
+        self, *, needed_bytes: int, available_bytes: int, remedy: str, kind: str = "host memory"
+    ) -> None:
         super().__init__(
-            f"host memory: {needed_bytes / 2**30:.2f} GiB needed, "
+            f"{kind}: {needed_bytes / 2**30:.2f} GiB needed, "
             f"{available_bytes / 2**30:.2f} GiB available; {remedy}"
         )
         self.needed_bytes = needed_bytes
@@ -56,16 +59,26 @@ host_book = HostBook()
 host_storages: set[int] = set()
 
 
-def available_bytes() -> int:
-    """Return the host memory that can still be taken: the least of the kernel's and the container's answer.
+def available_by_pool() -> dict[str, int]:
+    """Return the bytes that can still be taken of the host's memory, and of the container's if it has a limit.
 
-    Sources: `MemAvailable` of /proc/meminfo, and `memory.max` less `memory.current` of cgroup v2.
+    Processes that share a pool know it by the same key. Sources: `MemAvailable` of /proc/meminfo, and `memory.max` less
+    `memory.current` of cgroup v2.
     """
     lines = Path("/proc/meminfo").read_text().splitlines()
     available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    limit, current = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    kernel = boot.read_text().strip() if boot.is_file() else os.uname().nodename
+    pools = {f"host {kernel}": available}
+    group = Path("/sys/fs/cgroup")
+    limit, current = group / "memory.max", group / "memory.current"
     if limit.is_file() and current.is_file():
         granted = limit.read_text().strip()
         if granted != "max":
-            available = min(available, int(granted) - int(current.read_text()))
-    return max(available, 0)
+            pools[f"container {kernel} {group.stat().st_ino}"] = int(granted) - int(current.read_text())
+    return pools
+
+
+def available_bytes() -> int:
+    """Return the host memory that can still be taken: the least of the kernel's and the container's answer."""
+    return max(min(available_by_pool().values()), 0)

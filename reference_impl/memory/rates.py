@@ -16,12 +16,15 @@ import torch
 
 from reference_impl.device import Device, Event
 from reference_impl.memory.arena import HostArena
+from reference_impl.memory.pinned import limit_pinned_memory
 from reference_impl.memory.slab import Slab
 from reference_impl.memory.spill_file import SpillFile
 
 _TRIES = 3
 _COPIES_A_TRY = 8
 _LINK_PROBE_BYTES = 128 * 2**20
+# Of which the ring takes a quarter, all that it ever takes.
+_STAGED_LIMIT_BYTES = 2**30
 
 
 def best_seconds(run: Callable[[], object], *, tries: int = _TRIES) -> float:
@@ -86,6 +89,15 @@ def copy_rates(device: Device, size_bytes: int) -> CopyRates:
             h2d=size_bytes / seconds(copies.back),
             duplex=2 * size_bytes / seconds(copies.out, copies.back),
         )
+
+
+def staged_rate(device: Device, size_bytes: int) -> float:
+    """Return bytes/s one way, of pageable memory through the pinned ring, while both ways run.
+
+    Raises RuntimeError where more than the ring is pinned already.
+    """
+    with limit_pinned_memory(min(_STAGED_LIMIT_BYTES, size_bytes)):
+        return copy_rates(device, size_bytes).duplex / 2
 
 
 @dataclass(frozen=True, kw_only=True)

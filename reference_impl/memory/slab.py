@@ -26,6 +26,7 @@ import torch
 from reference_impl.device import Device
 from reference_impl.memory.host import HostMemoryError, available_bytes, host_book, host_storages
 from reference_impl.memory.interrupts import deferred_interrupts
+from reference_impl.memory.pinned import PinnedMemoryError, pinned_book
 from reference_impl.memory.worker import result_of
 
 _HUGE_PAGE_BYTES = 2 * 2**20
@@ -69,9 +70,10 @@ class Slab:
     """`bytes` is a flat uint8 tensor of zeros of `size_bytes`, or of up to a huge page more, but within `most_bytes`.
 
     With `pinned` it is page-locked where the device's copies need that; state that only the CPU touches needs none.
+    `or_pageable`: where so much may not be pinned it is not, which `is_pinned` says. `for_ring`: it is the ring's.
 
-    Raises HostMemoryError when the host lacks the memory, before anything is taken, and RuntimeError when the
-    driver refuses to register the pages (usually the memlock limit).
+    Raises HostMemoryError when the host lacks the memory, before anything is taken, PinnedMemoryError when so much may
+    not be pinned, and RuntimeError when the driver refuses to register the pages (usually the memlock limit).
     """
 
     def __init__(
@@ -81,6 +83,8 @@ class Slab:
         *,
         remedy: str,
         pinned: bool = True,
+        or_pageable: bool = False,
+        for_ring: bool = False,
         touching_threads: int = TOUCHING_THREADS,
         most_bytes: int | None = None,
     ) -> None:
@@ -89,21 +93,27 @@ class Slab:
         self.size_bytes = (
             rounded_bytes if most_bytes is None else max(min(rounded_bytes, most_bytes), size_bytes)
         )
-        is_promised = False
+        is_promised = is_counted = False
         try:
             with deferred_interrupts():
                 _promises.make(self.size_bytes, remedy)
                 is_promised = True
-            self._map(device, pinned, touching_threads)
+            with deferred_interrupts():
+                is_counted = pinned and _may_pin(self.size_bytes, or_pageable, for_ring=for_ring)
+            self.is_pinned = is_counted
+            self._map(device, touching_threads, for_ring=for_ring)
+            is_counted = False
         finally:
-            if is_promised:
-                with deferred_interrupts():
+            with deferred_interrupts():
+                if is_counted and not hasattr(self, "_finalizer"):
+                    pinned_book.give_back(self.size_bytes, for_ring=for_ring)
+                if is_promised:
                     _promises.keep(self.size_bytes)
 
-    def _map(self, device: Device, pinned: bool, touching_threads: int) -> None:
+    def _map(self, device: Device, touching_threads: int, *, for_ring: bool) -> None:
         pages = mmap.mmap(-1, self.size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         pages.madvise(mmap.MADV_HUGEPAGE)
-        if pinned and device.pins_host_memory:
+        if self.is_pinned and device.pins_host_memory:
             # A forked child must neither copy locked pages nor make the parent write to others.
             pages.madvise(mmap.MADV_DONTFORK)
         self.bytes = torch.frombuffer(pages, dtype=torch.uint8)
@@ -111,19 +121,21 @@ class Slab:
         try:
             host_storages.add(address)
             _touch(self.bytes, touching_threads)
-            self._lock(device if pinned else None, address)
+            self._lock(device, address, for_ring=for_ring)
         except BaseException:
             if not hasattr(self, "_finalizer"):
                 host_storages.discard(address)
             raise
 
-    def _lock(self, pinned_for: Device | None, address: int) -> None:
+    def _lock(self, device: Device, address: int, *, for_ring: bool) -> None:
         # What is locked and counted is sure to be released.
         with deferred_interrupts():
-            if pinned_for is not None:
-                pinned_for.pin(self.bytes)
+            if self.is_pinned:
+                device.pin(self.bytes)
             host_book.add(reserved=self.size_bytes)
-            self._finalizer = weakref.finalize(self, _release_dropped, address, self.size_bytes, pinned_for)
+            self._finalizer = weakref.finalize(
+                self, _release_dropped, device, address, self.size_bytes, self.is_pinned, for_ring
+            )
 
     @property
     def is_open(self) -> bool:
@@ -158,19 +170,32 @@ def _populate(bytes_: torch.Tensor) -> None:
             part.zero_()
 
 
-def _release(address: int, size_bytes: int, pinned_for: Device | None) -> None:
+def _may_pin(size_bytes: int, or_pageable: bool, *, for_ring: bool) -> bool:
+    """Count `size_bytes` as pinned; return False where they may not be, which raises unless they are `or_pageable`."""
+    try:
+        pinned_book.take(size_bytes, for_ring=for_ring)
+    except PinnedMemoryError:
+        if not or_pageable:
+            raise
+        return False
+    return True
+
+
+def _release(device: Device, address: int, size_bytes: int, is_pinned: bool, for_ring: bool) -> None:
     with deferred_interrupts():
         host_storages.discard(address)
         host_book.add(reserved=-size_bytes)
-        if pinned_for is not None:
-            pinned_for.unpin(address)
+        device.pageable.pop(address, None)
+        if is_pinned:
+            device.unpin(address)
+            pinned_book.give_back(size_bytes, for_ring=for_ring)
 
 
-def _release_dropped(address: int, size_bytes: int, pinned_for: Device | None) -> None:
+def _release_dropped(device: Device, address: int, size_bytes: int, is_pinned: bool, for_ring: bool) -> None:
     """Release a slab that nobody has closed: copies may still use it."""
-    if pinned_for is not None:
-        pinned_for.synchronize()
-    _release(address, size_bytes, pinned_for)
+    if is_pinned:
+        device.finish_work()
+    _release(device, address, size_bytes, is_pinned, for_ring)
 
 
 class SlabSupply:
@@ -207,6 +232,7 @@ class SlabSupply:
                 size_bytes,
                 remedy=self._remedy,
                 pinned=self._pinned,
+                or_pageable=True,
                 touching_threads=1,
                 most_bytes=most_bytes,
             )

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ParamSpec
 
 import torch
@@ -45,6 +45,7 @@ class ForwardWaits:
         device: where they are.
         wait_for: makes the live current stream wait for members.
         refresh_masters: makes the masters of members from their parameters.
+        told: what makes gathers wait runs inside it, so that the optimizer hears of a device that is lost.
         gates: False where gathers cannot wait, because step() does.
     """
 
@@ -56,6 +57,7 @@ class ForwardWaits:
         device: Device,
         wait_for: Wait,
         refresh_masters: Wait,
+        told: Callable[[], AbstractContextManager[None]] = nullcontext,
         gates: bool = True,
     ) -> None:
         self._model = weakref.ref(model)
@@ -77,7 +79,7 @@ class ForwardWaits:
 
         self._device = device
         self._gates = Gates(
-            gathered_groups(model) if gates else [], members, device=device, wait_for=self._wait
+            gathered_groups(model) if gates else [], members, device=device, wait_for=self._wait, told=told
         )
         if self._gates:
             checks.check_in_model(model, members)
@@ -201,8 +203,9 @@ class Gates:
         *,
         device: Device,
         wait_for: Wait,
+        told: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        self._device, self._wait = device, wait_for
+        self._device, self._wait, self._told = device, wait_for, told
         self._step = 0
         self._gates = [
             Gate(group, [members[param] for param in group.params if param in members]) for group in groups
@@ -247,10 +250,11 @@ class Gates:
             # In the first forward the root lets the gathers' streams wait for the current one.
             self._wait(waiting)
             return
-        with self._device.on(stream):
-            self._wait(waiting)
-            weights_are_new = self._device.record()
-        self._device.wait(weights_are_new)
+        with self._told():
+            with self._device.on(stream):
+                self._wait(waiting)
+                weights_are_new = self._device.record()
+            self._device.wait(weights_are_new)
 
     def _drop_old(self, gate: Gate) -> None:
         """Drop what was gathered from the weights before the last step: FSDP2 would take it for the new ones."""
@@ -273,10 +277,11 @@ class Gates:
         """Let all gathers run behind what the live current stream has been given, which may make all weights new."""
         streams = {id(stream): stream for gate in self._gates if (stream := gate.group.stream) is not None}
         if streams:
-            now = self._device.record()
-            for stream in streams.values():
-                with self._device.on(stream):
-                    self._device.wait(now)
+            with self._told():
+                now = self._device.record()
+                for stream in streams.values():
+                    with self._device.on(stream):
+                        self._device.wait(now)
         for gate in self._gates if all_are_new else ():
             if not gate.group.is_gathered:
                 gate.opened = self._step

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 import torch
 
-from reference_impl.device import Device, Event
+from reference_impl.device import REACHED, Device, Event, together
 from reference_impl.memory.in_flight import InFlight
 from reference_impl.optimizers.checks import check_used_in_time
 from reference_impl.optimizers.layout import Member, Piece, gradient_of
@@ -31,6 +31,8 @@ class GradientMover:
         self._device = device
         self._in_flight = InFlight(device, limit_bytes=in_flight_bytes)
         self._targets: dict[Piece, torch.Tensor] = {}
+        # The last copy that ends in pageable memory.
+        self._landed: Event = REACHED
         self.norms: dict[Member, torch.Tensor] = {}
 
     def add(self, targets: Mapping[Piece, torch.Tensor]) -> None:
@@ -75,8 +77,11 @@ class GradientMover:
             self._device.wait(computed)
             self._device.wait(member.published)
             for piece in member.pieces:
-                self._device.copy(self._targets[piece], flat[piece.start : piece.stop])
-            arrival = self._device.record()
+                landed = self._device.copy(self._targets[piece], flat[piece.start : piece.stop])
+                if landed is not REACHED:
+                    # It comes behind those before it.
+                    self._landed = landed
+            arrival = together(self._device.record(), self._landed)
         # To wait for a copy that frees nothing would be of no use.
         self._in_flight.hold(arrival, gradient, gradient.nbytes if frees else 0)
         return arrival
@@ -84,7 +89,7 @@ class GradientMover:
     def arrived(self) -> Event:
         """Return the event for threads after which all gradients sent off so far are on the host."""
         with self._device.on_d2h_for_threads():
-            return self._device.record(for_threads=True)
+            return together(self._device.record(for_threads=True), self._landed)
 
     def fence(self) -> None:
         """Make the live current stream wait until all gradients in flight have been read."""

@@ -9,7 +9,7 @@ import operator
 import os
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Self
 
@@ -21,6 +21,7 @@ from reference_impl.distributed.fsdp2 import missing_name
 from reference_impl.optimizers import checks
 from reference_impl.optimizers.forward_waits import ForwardWaits
 from reference_impl.optimizers.layout import Member
+from reference_impl.optimizers.step import Failures
 
 # All that have not been collected, so that two do not train one parameter.
 _open: weakref.WeakSet[HostedOptimizer] = weakref.WeakSet()
@@ -33,6 +34,7 @@ class HostedOptimizer(torch.optim.Optimizer, ABC):
     """
 
     _device: Device
+    _failures: Failures
 
     # GradScaler hands over its scale and overflow flag instead of touching the gradients itself.
     _step_supports_amp_scaling = True
@@ -43,6 +45,8 @@ class HostedOptimizer(torch.optim.Optimizer, ABC):
         self._waits: ForwardWaits | None = None
         self._gathers_can_wait = True
         self._pid = os.getpid()
+        # What `close` has not brought to its end.
+        self._unclosed: list[Callable[[], None]] = []
         super().__init__(params, defaults)
         _open.add(self)
 
@@ -70,7 +74,7 @@ class HostedOptimizer(torch.optim.Optimizer, ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Finish, take all hooks off and give the host memory back."""
+        """Finish, take all hooks off and give the host memory back; again, go on with what could not be given back."""
 
     @property
     def members(self) -> Mapping[torch.Tensor, Member]:
@@ -94,6 +98,7 @@ class HostedOptimizer(torch.optim.Optimizer, ABC):
             device=self._device,
             wait_for=self._wait_for,
             refresh_masters=self._refresh,
+            told=self._failures.told,
             gates=missing is None,
         )
         self._gathers_can_wait = missing is None

@@ -20,6 +20,7 @@ import torch
 
 from reference_impl.device import Event
 from reference_impl.distributed.mesh import norm_reduction
+from reference_impl.memory.closing import closed_behind, undo_all
 from reference_impl.memory.interrupts import deferred_interrupts
 from reference_impl.optimizers import checks
 from reference_impl.optimizers.algorithms import Adam, Algorithm, group_defaults
@@ -27,7 +28,7 @@ from reference_impl.optimizers.backward_hooks import BackwardHooks
 from reference_impl.optimizers.clip_decision import ClipDecision, decide
 from reference_impl.optimizers.cpu.step import CpuStep
 from reference_impl.optimizers.gradients import Gradients, factors_of, has_others, put_in_place, standing_on
-from reference_impl.optimizers.layout import Member, local_numel
+from reference_impl.optimizers.layout import Member
 from reference_impl.optimizers.options import Budgets, CpuUpdate, Options, Streaming, take_moved_keywords
 from reference_impl.optimizers.shares import Shares
 from reference_impl.optimizers.state_dict import SavedOptimizer
@@ -179,7 +180,7 @@ class HybridDeviceOptimizer(SavedOptimizer):
         params = [each for each in trained if each[0] not in self._members]
         self._check_unshared(param for param, _ in params)
         members = self._open.lay_out(params, first_order=len(self._members), offload=self._filter)
-        self._open.add(members, total_numel=max(sum(local_numel(param) for param, _ in params), 1))
+        self._open.add(members)
         with deferred_interrupts():
             self._members.update((member.param, member) for member in members)
             self._backward.hear(members, where_they_leave=not self._open.prefetches)
@@ -450,24 +451,25 @@ class HybridDeviceOptimizer(SavedOptimizer):
 
         Raises, once all is given back, what has kept a step from being finished; a broken optimizer closes quietly.
         """
-        if self._shares is None:
-            return
-        checks.check_alive(closed=False, made_by=self._pid)
-        self._backward.close()
-        if self._waits is not None:
-            self._waits.close()
+        if self._shares is not None:
+            checks.check_alive(closed=False, made_by=self._pid)
+        with closed_behind(self._give_back):
+            if self._shares is not None:
+                self._unclosed.append(self._shares.close)
+                self._backward.close()
+                if self._waits is not None:
+                    self._waits.close()
+                self._finish_for_close()
+
+    def _give_back(self) -> None:
+        self._failures.forget_forward()
+        self._shares = self._begun = self._in_backward = None
+        self._unwritten.clear()
         try:
-            self._finish_for_close()
-        finally:
-            self._failures.forget_forward()
-            shares, self._shares = self._shares, None
-            self._begun = self._in_backward = None
-            self._unwritten.clear()
-            try:
-                shares.close()
-            except Exception:
-                if self._failures.first is None:
-                    raise
+            undo_all(self._unclosed)
+        except Exception:
+            if self._failures.first is None:
+                raise
 
     def _finish_for_close(self) -> None:
         begun_in_backward = self._in_backward is not None and not self._is_asked

@@ -6,13 +6,14 @@ A share is a number of elements, exact to `ALIGNMENT`, because every element cos
 stay on the device in part. What the forward uses last is offloaded first: its gradient is final first in backward,
 and its new weight is needed last in the next forward, so it has the most time to hide. Of the offloaded elements, as
 many as can be prefetched before the update begins are streamed first. Then parameters alternate between the streamed
-and the CPU share, so that both keep the forward's pace. Pure arithmetic over shapes; the tensors behind it are
-`cpu.buckets` and `streamed.chunks`.
+and the CPU share, so that both keep the forward's pace. Those whose gradients one reduction makes (FSDP2) go to one
+share together: the memory of the gradients is one buffer, which is freed with the last of them. Pure arithmetic over
+shapes; the tensors behind it are `cpu.buckets` and `streamed.chunks`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -178,12 +179,14 @@ def members_of(
     offload: Callable[[torch.Tensor], bool] | None,
     streamed: float = 0.0,
     ahead: int = 0,
+    reductions: Mapping[torch.Tensor, object] | None = None,
 ) -> list[Member]:
     """Split `params` (each with its group, in forward order) into resident and offloaded elements.
 
     `offload` decides whole parameters; without it the last `fraction` of all elements is offloaded. The share
     `streamed` of these streams, the CPU updates the rest. The first `ahead` elements stream, because they come in
-    before the update: that is how long a start the CPU has on the forward.
+    before the update: that is how long a start the CPU has on the forward. `reductions` are those of the parameters
+    whose gradients are reduced with others.
     """
     listed = list(params)
     members = [
@@ -194,36 +197,47 @@ def members_of(
         for member in members:
             if offload(member.param):
                 member.resident = 0
-        return _alternate(members, streamed, ahead)
-    wanted = round(fraction * sum(local_numel(param) for param, _ in listed))
-    for member in reversed(members):
-        taken = min(wanted, member.resident)
-        # Round the cut so that both parts start aligned; a whole parameter needs no rounding.
-        member.resident = min(aligned(member.resident - taken), member.resident)
-        wanted -= taken
-    return _alternate(members, streamed, ahead)
+    else:
+        wanted = round(fraction * sum(local_numel(param) for param, _ in listed))
+        for member in reversed(members):
+            taken = min(wanted, member.resident)
+            # Round the cut so that both parts start aligned; a whole parameter needs no rounding.
+            member.resident = min(aligned(member.resident - taken), member.resident)
+            wanted -= taken
+    _alternate(_units(members, reductions or {}), streamed, ahead)
+    return members
 
 
-def _alternate(members: list[Member], streamed: float, ahead: int) -> list[Member]:
-    """Let whole members stream: the first `ahead` elements, then whenever the stream is behind the rest of its share.
+def _units(members: Iterable[Member], reductions: Mapping[torch.Tensor, object]) -> list[list[Member]]:
+    """Return what is not to be split, of the members that are offloaded, in the order of the first ones."""
+    units: dict[object, list[Member]] = {}
+    for member in members:
+        if member.on_cpu:
+            units.setdefault(reductions.get(member.param, member), []).append(member)
+    return list(units.values())
 
-    What is left over or missing then is moved, from the last member on.
+
+def _alternate(units: Sequence[Sequence[Member]], streamed: float, ahead: int) -> None:
+    """Let whole units stream: the first `ahead` elements, then whenever the stream is behind the rest of its share.
+
+    What is left over or missing then is moved, from the last unit on: at most one is cut, and one member in it.
     """
-    offloaded = {member: member.on_cpu for member in members if member.on_cpu}
-    total = sum(offloaded.values())
+    total = sum(member.on_cpu for unit in units for member in unit)
     wanted = streamed * total
     ahead = min(ahead, int(wanted))
     pace = (wanted - ahead) / max(total - ahead, 1)
     seen = taken = 0
-    for member, numel in offloaded.items():
+    for unit in units:
+        numel = sum(member.on_cpu for member in unit)
         seen += numel
         due = min(seen, ahead) + pace * max(seen - ahead, 0)
         if due - taken >= numel / 2:
-            member.streamed = numel
             taken += numel
+            for member in unit:
+                member.streamed = member.on_cpu
     missing = round(wanted - taken)
-    for member, numel in reversed(offloaded.items()):
-        moved = max(min(missing, numel - member.streamed), -member.streamed)
+    for member in reversed([member for unit in units for member in unit]):
+        numel = member.streamed + member.on_cpu
+        moved = max(min(missing, member.on_cpu), -member.streamed)
         missing -= moved
         member.streamed = min(aligned(member.streamed + moved), numel)
-    return members

@@ -16,6 +16,10 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from reference_impl.device import REACHED, Device, Event
+from reference_impl.distributed.fsdp2 import reductions
+from reference_impl.distributed.host_room import HostNeed, require_room
+from reference_impl.distributed.ranks import Together
+from reference_impl.memory.closing import undo_all
 from reference_impl.memory.interrupts import deferred_interrupts
 from reference_impl.optimizers.algorithms import Algorithm
 from reference_impl.optimizers.cpu.buckets import Bucket
@@ -28,6 +32,7 @@ from reference_impl.optimizers.step import Operation
 
 if TYPE_CHECKING:
     from reference_impl.optimizers.split import StateBytes
+    from reference_impl.optimizers.streamed.chunks import Part
     from reference_impl.optimizers.streamed.share import StreamedShare
 
 
@@ -57,6 +62,7 @@ class Shares:
         whole_members: bool,
     ) -> None:
         self._device = device
+        self._ranks = options.budgets.ranks
         self._members: list[Member] = []
         self._resident = ResidentShare(algorithm)
         self._streamed: StreamedShare | None = None
@@ -68,7 +74,6 @@ class Shares:
             # So many elements may come in during backward: those that the next forward needs first.
             self._ahead = int(options.streaming.prefetch_bytes / max(each.streamed, 1))
             if split == "auto":
-                from reference_impl.distributed.ranks import Together
                 from reference_impl.optimizers.auto_split import fastest_split_here
 
                 split = fastest_split_here(
@@ -79,7 +84,7 @@ class Shares:
                     ring_bytes=self._streamed.ring_bytes,
                     # How much does come in, the length of a backward says, which nobody knows yet.
                     hidden_bytes=options.streaming.prefetch_bytes // 2,
-                    ranks=Together.of(params, options.budgets.ranks),
+                    ranks=Together.of(params, self._ranks),
                 )
         self.split = Split(*split)
         self._cpu = CpuShare(device, algorithm, options.cpu, whole_members=whole_members)
@@ -102,27 +107,44 @@ class Shares:
             streamed=self.split.streamed_of_offloaded,
             ahead=max(self._ahead - sum(member.streamed for member in self._members), 0),
             offload=offload,
+            reductions=reductions(),
         )
 
-    def add(self, members: Sequence[Member], *, total_numel: int) -> None:
+    def add(self, members: Sequence[Member]) -> None:
         """Make the state of new members, masters from their parameters; all or nothing.
 
-        Raises HostMemoryError, ValueError and torch.OutOfMemoryError.
+        Raises HostMemoryError, on all ranks that train sharded members alike, ValueError and torch.OutOfMemoryError.
         """
+        self._require_room(members)
         try:
             for member in members:
                 if member.resident or not (member.streamed or member.on_cpu):
                     self._resident.add(member)
-            self._cpu.add(members, total_numel=total_numel)
+            self._cpu.add(members)
             # Last, because it takes back itself what it has not finished.
             if self._streamed is not None:
-                _add_streamed(self._streamed, [member for member in members if member.streamed])
+                self._streamed.add(_parts(members))
         except BaseException:
             with deferred_interrupts():
                 self._resident.forget(members)
                 self._cpu.forget(members)
             raise
         self._members.extend(members)
+
+    def _require_room(self, members: Sequence[Member]) -> None:
+        """Raise HostMemoryError unless the host has the memory for `members`, of ranks that train together for all."""
+        staging, states = self._cpu.host_bytes(members)
+        items = {"staging of the CPU share": staging, "its masters and moments": states}
+        if self._streamed is not None:
+            items["streamed states"] = self._streamed.host_bytes(_parts(members))
+        resident = sum(member.resident for member in members)
+        leaving = sum(member.streamed + member.on_cpu for member in members)
+        share = leaving / max(resident + leaving, 1)
+        require_room(
+            HostNeed(items=items),
+            Together.of([member.param for member in members], self._ranks) if members else None,
+            remedy=lambda fits: f"try offload_fraction={0.9 * fits * share:.2f} or less",
+        )
 
     @property
     def prefetches(self) -> bool:
@@ -288,13 +310,12 @@ class Shares:
 
     def close(self) -> None:
         """Stop the workers and give the memory of both tiers back."""
+        streamed = [] if self._streamed is None else [self._streamed.close]
         try:
-            self._cpu.close()
+            undo_all([*streamed, self._cpu.close])
         finally:
             # Closing waits itself, and has said so if the device is lost.
             self._dropped.detach()
-            if self._streamed is not None:
-                self._streamed.close()
 
 
 class _BucketQueue:
@@ -339,16 +360,16 @@ def _streamed_share(device: Device, algorithm: Algorithm, streaming: Streaming) 
     )
 
 
-def _add_streamed(share: StreamedShare, members: Sequence[Member]) -> None:
+def _parts(members: Iterable[Member]) -> dict[Member, Part]:
+    """Return what streams of each of `members`."""
     from reference_impl.optimizers.streamed.chunks import Part
 
     # A parameter that the CPU updates in part is published as one, so its streamed part waits for that.
-    share.add(
-        {
-            member: Part(range(member.resident, member.on_device), is_split=member.on_cpu > 0)
-            for member in members
-        }
-    )
+    return {
+        member: Part(range(member.resident, member.on_device), is_split=member.on_cpu > 0)
+        for member in members
+        if member.streamed
+    }
 
 
 def _state_bytes(sizes: Iterable[tuple[int, int]], algorithm: Algorithm, streaming: Streaming) -> StateBytes:

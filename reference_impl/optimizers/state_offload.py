@@ -27,6 +27,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from reference_impl.distributed.mesh import norm_reduction
+from reference_impl.memory.closing import closed_behind, undo_all
 from reference_impl.memory.interrupts import deferred_interrupts
 from reference_impl.optimizers import checks
 from reference_impl.optimizers.clip_decision import ClipDecision, decide
@@ -240,16 +241,17 @@ class OptimizerStateOffloader(SavedOptimizer):
         ]
         self._check_unshared(param for param, _ in params)
         members = self._lay_out(params)
-        parts = {
-            member: Part(
-                streamed=range(member.resident, member.param_local.numel()),
-                resident=range(member.resident),
-            )
-            for member in members
-        }
+        parts = {m: Part(range(m.resident, m.param_local.numel()), range(m.resident)) for m in members}
+        self._require_room(parts)
         self.streamed.add(parts)
         self._members.update({member.param: member for member in members})
         self._admitted(members)
+
+    def _require_room(self, parts: Mapping[Member, Part]) -> None:
+        """Raise HostMemoryError unless the host has the memory for `parts`, on all ranks alike."""
+        self.streamed.require_room(
+            parts, remedy=lambda fits: f"try fraction={0.9 * fits * self._fraction:.2f} or less"
+        )
 
     def _lay_out(self, params: Sequence[tuple[torch.Tensor, int]]) -> list[Member]:
         """Say which elements of `params`, each with its group, stay and which stream."""
@@ -471,27 +473,26 @@ class OptimizerStateOffloader(SavedOptimizer):
 
     def close(self) -> None:
         """Finish, take all hooks off and free the host memory, also where finishing raises. Again, it does nothing."""
-        with self._lock:
-            share = self._open_share
-            if share is None:
-                return
-            try:
+        with self._lock, closed_behind(self._give_back):
+            if self._open_share is not None:
+                self._unclosed.append(self._open_share.close)
                 if self._failures.first is None:
                     with self._working():
                         self._resume()
                         self._wait_for_all()
-            finally:
-                with deferred_interrupts():
-                    self._unhook()
-                    if self._waits is not None:
-                        self._waits.close()
-                    self._failures.forget_forward()
-                    self._open_share = None
-                    self._left.clear()
-                    self._read, self._taken = {}, {}
-                    # Of a broken optimizer everybody knows the error.
-                    with suppress(Exception) if self._failures.first else nullcontext():
-                        share.close()
+
+    def _give_back(self) -> None:
+        with deferred_interrupts():
+            self._unhook()
+            if self._waits is not None:
+                self._waits.close()
+            self._failures.forget_forward()
+            self._open_share = None
+            self._left.clear()
+            self._read, self._taken = {}, {}
+            # Of a broken optimizer everybody knows the error.
+            with suppress(Exception) if self._failures.first else nullcontext():
+                undo_all(self._unclosed)
 
     def _check_usable(self) -> None:
         super()._check_usable()

@@ -14,6 +14,8 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+from reference_impl.activations.attach import Forward, wrap_forward
+
 _IGNORED = -100
 
 
@@ -44,13 +46,21 @@ def chunked_cross_entropy(
         )
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens={chunk_tokens}; expected at least 1; try 1024")
-    with torch.no_grad():
-        # Of no token: whoever has hooked the head hears that its weight is read now.
-        head(hidden.detach().flatten(0, -2)[:0])
-    loss: torch.Tensor = _ChunkedCrossEntropy.apply(
-        hidden.flatten(0, -2), head.weight, labels.flatten(), chunk_tokens
-    )
-    return loss
+
+    def instead(_: Forward, module: nn.Module, args: tuple[Any, ...], __: dict[str, Any]) -> torch.Tensor:
+        (states,) = args
+        loss: torch.Tensor = _ChunkedCrossEntropy.apply(
+            states.flatten(0, -2), module.weight, labels.flatten(), chunk_tokens
+        )
+        return loss
+
+    # Within the head's own call: whoever has hooked it, to bring its weight or to free it, hears of its use.
+    undo = wrap_forward(head, instead)
+    try:
+        found: torch.Tensor = head(hidden)
+    finally:
+        undo()
+    return found
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):

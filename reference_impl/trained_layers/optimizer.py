@@ -26,6 +26,7 @@ from reference_impl.optimizers.layout import Member, Piece
 from reference_impl.optimizers.options import Streaming
 from reference_impl.optimizers.stand_in import GradientStandIn
 from reference_impl.optimizers.state_offload import OptimizerStateOffloader
+from reference_impl.optimizers.streamed.chunks import Part
 
 
 class VisitingWeights(Protocol):
@@ -127,6 +128,9 @@ class LayersOptimizer(OptimizerStateOffloader):
     def changed(self, params: Iterable[torch.Tensor]) -> None:
         """Make new masters of weights that the user has written."""
         super()._refresh([self._members[param] for param in params])
+
+    def _require_room(self, parts: Mapping[Member, Part]) -> None:
+        """The streamer has made sure, of weights and gradients too."""
 
     def _lay_out(self, params: Sequence[tuple[torch.Tensor, int]]) -> list[Member]:
         members = super()._lay_out(params)

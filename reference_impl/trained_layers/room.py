@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from reference_impl.memory.host import HostMemoryError, available_bytes
-from reference_impl.memory.slab import RESERVE_BYTES
+from reference_impl.distributed.host_room import HostNeed, require_room
+from reference_impl.distributed.ranks import Together
 from reference_impl.optimizers.algorithms import Algorithm
 from reference_impl.optimizers.options import Streaming
 from reference_impl.optimizers.split import state_bytes
@@ -57,16 +57,15 @@ def host_bytes(
 
 
 def check_room(
-    needed: HostBytes, storages: Sequence[Sequence[BlockStorage]], streaming: Streaming, *, ranks: int = 1
+    needed: HostBytes,
+    storages: Sequence[Sequence[BlockStorage]],
+    streaming: Streaming,
+    ranks: Together | None = None,
 ) -> None:
-    """Raise HostMemoryError, which names each item, unless each of the host's `ranks` can have what is `needed`.
+    """Raise HostMemoryError, which names each item, unless hosts have what is `needed` by each of `ranks`.
 
-    The weights of blocks that are on the host already are let go of one by one.
+    The weights of blocks that are on the host already are let go of one by one. All ranks have to call it.
     """
-    freed = sum(s.size_bytes for block in storages for s in block if s.device.type == "cpu")
-    there = (available_bytes() - RESERVE_BYTES) // ranks + freed
-    if needed.total <= there:
-        return
     choices = []
     if streaming.compact_low_bits is None:
         if not streaming.hi_lo_masters:
@@ -74,17 +73,16 @@ def check_room(
         if streaming.moments_dtype == torch.float32:
             choices.append("moments_dtype=torch.bfloat16, 4 bytes less")
         choices.append("Streaming(compact_low_bits=8), 3.1 bytes in place of 12")
-    choices.append("freezing some layers")
-    items = ", ".join(
-        f"{name} {size / 1e9:.1f} GB"
-        for name, size in (
-            ("weights of blocks", needed.weights),
-            ("gradients", needed.gradients),
-            ("masters and moments", needed.states),
-        )
-    )
-    raise HostMemoryError(
-        needed_bytes=needed.total,
-        available_bytes=max(there, 0),
-        remedy=f"{items}; try {', or '.join(choices)}",
+    choices.append("freezing some layers" if ranks is None else "more hosts")
+    require_room(
+        HostNeed(
+            items={
+                "weights of blocks": needed.weights,
+                "gradients": needed.gradients,
+                "masters and moments": needed.states,
+            },
+            freed_bytes=sum(s.size_bytes for block in storages for s in block if s.device.type == "cpu"),
+        ),
+        ranks,
+        remedy=lambda fits: f"try {', or '.join(choices)}",
     )

@@ -20,9 +20,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from reference_impl.distributed.fsdp2 import gathered_groups, missing_shard_name, shards_by_gather
+from reference_impl.device import Device
+from reference_impl.distributed.fsdp2 import Shard, gathered_groups, missing_shard_name, shards_by_gather
 from reference_impl.distributed.mesh import local_of
-from reference_impl.distributed.ranks import Together, local_ranks
+from reference_impl.distributed.ranks import Together, alike
 from reference_impl.memory.closing import ClosedAtExit, undo_all
 from reference_impl.optimizers import checks
 from reference_impl.optimizers.options import Streaming
@@ -63,7 +64,8 @@ class ShardStreamer(ClosedAtExit):
     Raises on every rank, before anything is moved: ValueError for a model that is not sharded, an offload policy, a
     smaller mesh after forward, a trained parameter without a group or an option out of range; TypeError for an
     optimizer that is none of the three; RuntimeError that names a private name that this torch does not have;
-    HostMemoryError, item by item, on a rank whose host has not the room, and RuntimeError that names it on others.
+    HostMemoryError, item by item, where the ranks of a host need more than it has. Of what one rank alone has met,
+    the others raise a RuntimeError that names it.
     """
 
     def __init__(
@@ -83,43 +85,39 @@ class ShardStreamer(ClosedAtExit):
         # What has been gathered is dropped: modules show their shards then.
         gathered_groups(model)
         ranks = Together.of(model.parameters())
-        error: Exception | None = None
+        self._model = model
         try:
-            try:
-                self._attach(model, optimizer, max_grad_norm, streaming, prefetch)
-            except Exception as failed:
-                error = failed
-            if ranks is not None:
-                ranks.agree(error)
-            elif error is not None:
-                raise error
+            with alike(ranks):
+                algorithm = algorithm_of(optimizer)
+                for group in optimizer.param_groups:
+                    check_group(algorithm, group)
+                checks.check_clipping(max_grad_norm=max_grad_norm, updates_in_backward=False)
+                check_params(model, optimizer)
+                trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+                checks.check_in_model(model, trained)
+                device = checks.one_device(trained)
+                check_streaming(streaming, algorithm, device)
+                _check_shards(model)
+                shards = shards_by_gather(model)
+                storages = [storages_of(each) for each in shards]
+                needed = host_bytes(storages, [local_of(param) for param in trained], algorithm, streaming)
+            check_room(needed, storages, streaming, ranks)
+            with alike(ranks):
+                self._attach(device, shards, optimizer, max_grad_norm, streaming, prefetch)
         except BaseException:
             self.close()
             raise
 
     def _attach(
         self,
-        model: nn.Module,
+        device: Device,
+        shards: list[list[Shard]],
         optimizer: torch.optim.Optimizer,
         max_grad_norm: float | None,
         streaming: Streaming,
         prefetch: int,
     ) -> None:
-        self._model = model
-        algorithm = algorithm_of(optimizer)
-        for group in optimizer.param_groups:
-            check_group(algorithm, group)
-        checks.check_clipping(max_grad_norm=max_grad_norm, updates_in_backward=False)
-        check_params(model, optimizer)
-        trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-        checks.check_in_model(model, trained)
-        device = checks.one_device(trained)
-        check_streaming(streaming, algorithm, device)
-        _check_shards(model)
-        shards = shards_by_gather(model)
-        storages = [storages_of(each) for each in shards]
-        needed = host_bytes(storages, [local_of(param) for param in trained], algorithm, streaming)
-        check_room(needed, storages, streaming, ranks=local_ranks())
+        model, storages = self._model, [storages_of(each) for each in shards]
         # The gradients of one gather may leave while the next ones are made.
         in_flight_bytes = max(layout(each)[1] for each in storages)
         self._shards = StreamedShards(
@@ -129,6 +127,7 @@ class ShardStreamer(ClosedAtExit):
             {param: name for name, param in model.named_parameters()},
             prefetch=prefetch,
             settle=lambda params, ahead: self.optimizer.settle(params, ahead),
+            told=lambda: self.optimizer.told(),
         )
         self._undo.append(self._shards.close)
         self.optimizer = ShardOptimizer(

@@ -11,6 +11,7 @@ Explained in docs/distributed.md.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 
 import torch
@@ -19,6 +20,7 @@ from reference_impl.device import REACHED, Device, Event
 from reference_impl.distributed.fsdp2 import Read, Shard
 from reference_impl.distributed.mesh import local_of, shard_like
 from reference_impl.memory.absent import mark_absent, mark_present
+from reference_impl.memory.closing import past_a_lost_device, undo_all
 from reference_impl.memory.interrupts import deferred_interrupts
 from reference_impl.memory.ledger import resize_storage
 from reference_impl.weights.order import Kind
@@ -196,7 +198,8 @@ class StreamedShards:
     """All blocks of a model, at most `prefetch + 1` of them on the device.
 
     The optimizer sees the homes of its parameters, and those that are on the device or on their way (`ahead`). `names`
-    are those of all parameters. Raises HostMemoryError; then the model is as it was.
+    are those of all parameters. What runs in a gather is inside `told`, so that the optimizer hears of a device that is
+    lost. Raises HostMemoryError; then the model is as it was.
     """
 
     def __init__(
@@ -208,9 +211,11 @@ class StreamedShards:
         *,
         prefetch: int,
         settle: Settle,
+        told: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self._homes = homes
         self._settle = settle
+        self._told = told
         self._names = names
         self._kind = Kind.FORWARD
         self._is_stale = False
@@ -302,8 +307,10 @@ class StreamedShards:
 
     def close(self) -> None:
         """Give every shard device memory of its own again, and the host memory back; nothing updates them any more."""
-        self._lend([param for param in self._places if param not in self._lent])
-        self._homes.close()
+        with past_a_lost_device():
+            undo_all([partial(self._lend, [param]) for param in self._places if param not in self._lent])
+        with past_a_lost_device():
+            self._homes.close()
 
     def _lend(self, params: Iterable[torch.Tensor]) -> None:
         for param in params:
@@ -341,12 +348,13 @@ class StreamedShards:
 
     def _gather(self, block: ShardBlock, index: int) -> torch.Tensor:
         """Return a shard to a gather, whose first one says that its block is needed."""
-        if index == 0:
-            self._reload_stale()
-            in_backward = torch._C._current_graph_task_id() != -1
-            self.window.before_gather(block, Kind.BACKWARD if in_backward else self._kind)
-            self._settle(block.trained, self.ahead)
-        return block.gather(index)
+        with self._told():
+            if index == 0:
+                self._reload_stale()
+                in_backward = torch._C._current_graph_task_id() != -1
+                self.window.before_gather(block, Kind.BACKWARD if in_backward else self._kind)
+                self._settle(block.trained, self.ahead)
+            return block.gather(index)
 
 
 def storages_of(shards: Iterable[Shard]) -> list[BlockStorage]:

@@ -19,6 +19,7 @@ from typing import Literal, Self
 import torch
 from torch import nn
 
+from reference_impl.activations.attach import refuse_checkpointing
 from reference_impl.activations.checkpoint import CheckpointOffloader
 from reference_impl.memory.closing import ClosedAtExit, undo_all
 from reference_impl.optimizers import checks
@@ -77,7 +78,8 @@ class TrainableLayerStreamer(ClosedAtExit):
         slices: micro-batches that each block takes one after the other, of one batch: its weights travel once for all,
             and its gradients add up in fp32 and are rounded once.
         inputs: where the layers' inputs wait for backward: `device` or `host`.
-        layers: the blocks, where they cannot be found by structure.
+        layers: the blocks, where they cannot be found by structure, or `[embedding, *blocks, head]` where these two are
+            to stream as well.
         device: where `model` runs, when its weights are still on the CPU.
 
     Bitwise contract: with exact states (the default, hi/lo masters too) as `OptimizerStateOffloader`; bf16 moments are
@@ -109,7 +111,7 @@ class TrainableLayerStreamer(ClosedAtExit):
         checks.check_model(model, serves_data_parallel=False)
         updates = backward_overlap == "update"
         checks.check_clipping(max_grad_norm=max_grad_norm, updates_in_backward=updates)
-        _check_computed_once(model)
+        refuse_checkpointing(model, "TrainableLayerStreamer")
         algorithm = algorithm_of(optimizer)
         for group in optimizer.param_groups:
             check_group(algorithm, group)
@@ -159,12 +161,13 @@ class TrainableLayerStreamer(ClosedAtExit):
                 )
             self._undo.append(self.optimizer.close)
             self.optimizer.attach(model)
+            blocks = _recomputed(modules)
             if slices > 1:
-                inside = {param for module in modules for param in module.parameters() if param.requires_grad}
+                inside = {param for block in blocks for param in block.parameters() if param.requires_grad}
                 self._undo.append(sum_in_fp32(inside))
             if inputs == "host":
-                self._undo.append(CheckpointOffloader(model, layers=modules, min_bytes=MIN_BYTES).close)
-            for module in modules:
+                self._undo.append(CheckpointOffloader(model, layers=blocks, min_bytes=MIN_BYTES).close)
+            for module in blocks:
                 self._undo.append(recompute_in_slices(module, slices, recomputes=inputs == "device"))
         except BaseException:
             self.close()
@@ -194,6 +197,11 @@ class TrainableLayerStreamer(ClosedAtExit):
         return self
 
 
+def _recomputed(modules: list[nn.Module]) -> list[nn.Module]:
+    """Return `modules` without an embedding and a head, which keep nothing that is worth computing again."""
+    return [module for module in modules if not isinstance(module, nn.Embedding | nn.Linear)] or modules
+
+
 def _check_options(*, prefetch: int, slices: int, inputs: str, backward_overlap: str) -> None:
     """Raise ValueError for an option out of range."""
     if backward_overlap not in ("gradients", "update"):
@@ -206,16 +214,6 @@ def _check_options(*, prefetch: int, slices: int, inputs: str, backward_overlap:
         raise ValueError(f"slices={slices}; expected at least 1; try 1")
     if inputs not in ("device", "host"):
         raise ValueError(f"inputs={inputs!r}; expected 'device' or 'host'; try 'device'")
-
-
-def _check_computed_once(model: nn.Module) -> None:
-    """Raise ValueError where the model's layers are computed again in backward already."""
-    for name, module in model.named_modules():
-        if getattr(module, "gradient_checkpointing", False) is True:
-            raise ValueError(
-                f"{name or type(model).__name__} has gradient_checkpointing switched on; expected it off, because "
-                "every block is computed again here; try model.gradient_checkpointing_disable()"
-            )
 
 
 def _check_blocks(model: nn.Module, modules: list[nn.Module], storages: list[list[BlockStorage]]) -> None:

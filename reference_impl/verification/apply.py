@@ -7,8 +7,7 @@ good. Explained in docs/choosing.md.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -16,11 +15,12 @@ import torch
 from torch import nn
 
 from reference_impl.activations import ActivationOffloader, CheckpointOffloader
-from reference_impl.activations.attach import first_blocks
+from reference_impl.activations.attach import first_blocks, refuse_checkpointing
 from reference_impl.activations.offloader import Offloader
 from reference_impl.device import Device
 from reference_impl.distributed.mesh import ranks_of_shards
-from reference_impl.memory.closing import ClosedAtExit, close_behind
+from reference_impl.memory.closing import ClosedAtExit, close_behind, undo_all
+from reference_impl.memory.pinned import limit_pinned_memory, pinned_book
 from reference_impl.optimizers import HybridDeviceOptimizer, Streaming
 from reference_impl.trained_layers import ShardStreamer, TrainableLayerStreamer
 from reference_impl.trained_layers.shard_streamer import CHUNK_BYTES
@@ -35,6 +35,7 @@ from reference_impl.verification.plan_document import (
 from reference_impl.verification.watch import StepWatch
 from reference_impl.weights import FrozenLayerStreamer
 
+_RECOMPUTING = ("checkpoint", "recompute")
 _EVERYTHING = 2**62  # bytes that stay on the device: recompute without offload
 
 
@@ -45,14 +46,19 @@ class AppliedPlan(ClosedAtExit):
     first steps with what the plan has predicted, and says it in one line.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, stack: ExitStack, watch: StepWatch) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, undo: list[Callable[[], None]], watch: StepWatch
+    ) -> None:
         self.optimizer = optimizer
         self.watch = watch
-        self._stack = stack
+        self._undo = undo
 
     def close(self) -> None:
-        """Leave the model as it was and give the host memory back. Calling it again does nothing."""
-        self._stack.close()
+        """Leave the model as it was and give the host memory back.
+
+        All mechanisms are closed, and the first error is raised at the end. Again, it closes those that have failed.
+        """
+        undo_all(self._undo)
 
     def __enter__(self) -> Self:
         """Return the applied plan, which is in force already."""
@@ -106,29 +112,36 @@ def apply_plan(
     if activations.get("mode") == "layers":
         # Before weights are moved: what the model itself refuses.
         first_blocks(model, activations["num_layers"])
-    stack = ExitStack()
+    if activations.get("mode") in _RECOMPUTING:
+        refuse_checkpointing(model, f"the plan's activations mode {activations['mode']!r}")
+    undo: list[Callable[[], None]] = []
+    if (limit_bytes := execute.get("pinned_limit_bytes")) is not None and pinned_book.limit_bytes is None:
+        undo.append(limit_pinned_memory(limit_bytes).close)
     # Where shards live on the host, parameters are there too.
     trains_on = next(model.parameters()).device if shards is not None else None
     try:
         if (weights := execute.get("weights")) is not None:
-            stack.enter_context(FrozenLayerStreamer(model, **weights))
+            undo.append(FrozenLayerStreamer(model, **weights).close)
         if activations:
-            stack.enter_context(activation_offloader(model, **activation_options(activations)))
+            undo.append(activation_offloader(model, **activation_options(activations)).close)
         stepped = optimizer
         if layers is not None:
             streamer = _layer_streamer(model, optimizer, layers, max_grad_norm, device)
-            stepped = stack.enter_context(streamer).optimizer
+            undo.append(streamer.close)
+            stepped = streamer.optimizer
         if shards is not None:
-            stepped = stack.enter_context(_shard_streamer(model, optimizer, shards, max_grad_norm)).optimizer
+            sharded = _shard_streamer(model, optimizer, shards, max_grad_norm)
+            undo.append(sharded.close)
+            stepped = sharded.optimizer
         if wanted is not None:
             stepped = offloading = _optimizer(optimizer, wanted, max_grad_norm)
-            stack.callback(offloading.close)
+            undo.append(offloading.close)
             offloading.attach(model)
         watch = StepWatch(stepped, Device.of(trains_on or next(model.parameters()).device), document)
-        stack.callback(watch.close)
-        return AppliedPlan(stepped, stack, watch)
+        undo.append(watch.close)
+        return AppliedPlan(stepped, undo, watch)
     except BaseException as error:
-        close_behind(error, stack.close)
+        close_behind(error, lambda: undo_all(undo))
         raise
 
 

@@ -84,10 +84,11 @@ def execute_section(plan: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
         "weights": _weights,
         "trained_layers": _trained_layers,
         "streamed_shards": _streamed_shards,
+        "pinned_limit_bytes": _count,
     }
     _object(checks)("execute", execute)
-    if "trained_layers" in execute and len(execute) > 1:
-        others = [name for name in execute if name != "trained_layers"]
+    others = [name for name in execute if name not in ("trained_layers", "pinned_limit_bytes")]
+    if "trained_layers" in execute and others:
         raise _wrong(
             "execute", others, "nothing beside trained_layers, which moves all of it", "another plan"
         )

@@ -25,6 +25,7 @@ from torch import nn
 from reference_impl.device import Device
 from reference_impl.memory import rates
 from reference_impl.memory.host import available_bytes
+from reference_impl.memory.pinned import pinned_book
 from reference_impl.memory.rates import best_seconds
 from reference_impl.optimizers import HybridDeviceOptimizer
 from reference_impl.optimizers.cpu.rate import cpu_update_rates
@@ -104,9 +105,17 @@ def _copies(device: Device, sizes: ProbeSizes) -> dict[str, Any]:
         "d2h_pinned_GBs": copies.d2h / 1e9,
         "h2d_pinned_GBs": copies.h2d / 1e9,
         "duplex_total_GBs": copies.duplex / 1e9,
+        **_staged(device, sizes),
         "pin_GBs": rates.pin_rate(device, sizes.pin_bytes) / 1e9,
         **_pinned_limit(device, sizes),
     }
+
+
+def _staged(device: Device, sizes: ProbeSizes) -> dict[str, float]:
+    """Return how fast pageable memory is copied, unless others of this process have pinned memory or limited it."""
+    if pinned_book.pinned_bytes or pinned_book.limit_bytes is not None:
+        return {}
+    return {"staged_GBs": rates.staged_rate(device, sizes.copy_bytes) / 1e9}
 
 
 def _pinned_limit(device: Device, sizes: ProbeSizes) -> dict[str, int]:

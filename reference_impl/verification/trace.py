@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -77,7 +78,8 @@ def trace(
     values only one thing is asked: whether an `attention_mask` masks something.
     `loss(model, batch)` returns a scalar tensor; by default it is the `loss` of what the model returns.
     `checkpointing` recomputes each block in backward. `attention` is CUDA's flash or memory-efficient kernel in place
-    of `scaled_dot_product_attention`, which on meta would be the matrix products; "as written" leaves it alone.
+    of `scaled_dot_product_attention`, which on meta would be the matrix products, and dropout is CUDA's fused kernel;
+    "as written" leaves both alone.
 
     The model is left as it was: a copy without weights is run. Raises ValueError for a model without blocks where they
     are to be recomputed, or a loss that is no scalar; `UnknownValueError` for a forward that depends on what tensors
@@ -99,7 +101,7 @@ def trace(
     )
     for param in trained:
         param.register_post_accumulate_grad_hook(lambda param: ledger.finish_gradient(param.grad))
-    with _attention(attention), ledger:
+    with _cuda_kernels(attention), ledger:
         result = _scalar(loss(copied, batch))
         saved = _saved_by(ledger.alive())
         result.backward()
@@ -177,15 +179,19 @@ def _tensors(batch: Any) -> Iterator[torch.Tensor]:
     return (leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor))
 
 
+class NoLossError(ValueError):
+    """What the model returns for the batch holds no loss."""
+
+
 def own_loss(model: nn.Module, batch: Any) -> torch.Tensor:
     """Return the `loss` of what the model returns for `batch`, or that itself where it is a tensor.
 
-    Raises ValueError where there is none.
+    Raises NoLossError where there is none.
     """
     out = model(**batch) if isinstance(batch, Mapping) else model(batch)
     loss = out if isinstance(out, torch.Tensor) else getattr(out, "loss", None)
     if loss is None:
-        raise ValueError(
+        raise NoLossError(
             f"{type(model).__name__} returned {type(out).__name__} without a loss; expected a tensor or a `loss`; try "
             "`labels` in the batch, or loss=lambda model, batch: ..."
         )
@@ -238,21 +244,36 @@ def _saved_by(births: list[Birth]) -> dict[str, int]:
 
 
 @contextmanager
-def _attention(attention: Attention) -> Iterator[None]:
-    """Have CUDA's kernels stand for `scaled_dot_product_attention` while a step is traced.
+def _cuda_kernels(attention: Attention) -> Iterator[None]:
+    """Have CUDA's kernels stand for `scaled_dot_product_attention` and `dropout`, unless all is to be as written.
 
-    The function is replaced and not overridden by a mode: recomputation inside backward does not see such a mode, and
+    The functions are replaced and not overridden by a mode: recomputation inside backward does not see such a mode, and
     would save another number of tensors.
     """
     if attention == "as written":
         yield
         return
-    before = functional.scaled_dot_product_attention
+    before = functional.dropout, functional.scaled_dot_product_attention
+    functional.dropout = partial(_cuda_dropout, functional.dropout)
     functional.scaled_dot_product_attention = _cuda_attention
     try:
         yield
     finally:
-        functional.scaled_dot_product_attention = before
+        functional.dropout, functional.scaled_dot_product_attention = before
+
+
+def _cuda_dropout(
+    otherwise: Callable[..., torch.Tensor],
+    input: torch.Tensor,
+    p: float = 0.5,
+    training: bool = True,
+    inplace: bool = False,
+) -> torch.Tensor:
+    """Dropout as CUDA's fused kernel saves it: a mask of a byte an element, where the CPU keeps one of its dtype."""
+    if inplace or not (training and 0 < p < 1):
+        return otherwise(input, p, training, inplace)
+    dropped: torch.Tensor = aten.native_dropout(input, p, training)[0]
+    return dropped
 
 
 def _cuda_attention(

@@ -211,15 +211,19 @@ def test_diagnose_tells_the_first_step_from_the_usual_one(grader: Any) -> None:
 
 
 def test_plan_finds_the_fraction_that_fits(grader: Any) -> None:
-    words = ("--model", "qwen3-30b-a3b", "--gpus", "16", "--gpu", "h100", "--gpu-memory", "44GB")
-    plan = json.loads(printed_by("plan", "--format", "json", str(FILES / "override_30b.yaml"), *words))
-    options = [plan["recommendation"]["option"], *plan["alternatives"]]
-    (only,) = (one for one in options if one["label"].startswith("optimizer offload"))
-    numbers = {
-        "optimizer_offload_fraction": only["settings"]["optimizer_offload_fraction"],
-        "host_gib_per_node": only["memory"]["host_bytes_per_node"] / 2**30,
-    }
-    assert grader.grade("fraction-that-fits", {"numbers": numbers})["passed"]
+    words = ("--model", "qwen3-30b-a3b", "--gpus", "16", "--gpu", "h100", "--only", "optimizer")
+    whole_bytes = 44e9
+    for budget_bytes in (whole_bytes, whole_bytes / 0.95):  # with 5 % left free, and all 44 GB filled
+        amounts = ("--gpu-memory", f"{budget_bytes / 1e9:.2f}GB")
+        plan = json.loads(
+            printed_by("plan", "--format", "json", str(FILES / "override_30b.yaml"), *words, *amounts)
+        )
+        best = plan["recommendation"]["option"]
+        numbers = {
+            "optimizer_offload_fraction": best["settings"]["optimizer_offload_fraction"],
+            "host_gib_per_node": best["memory"]["host_bytes_per_node"] / 2**30,
+        }
+        assert grader.grade("fraction-that-fits", {"numbers": numbers})["passed"]
 
 
 LOOP_CHANGES = {
@@ -234,6 +238,9 @@ def test_the_loop_can_be_repaired_and_trains(grader: Any, monkeypatch: pytest.Mo
     torch = pytest.importorskip("torch", reason="needs torch: pip install -c constraints.txt '.[reference]'")
     text = replaced((FILES / "pytorch_loop.py").read_text(encoding="utf-8"), LOOP_CHANGES)
     assert grader.grade("patch-pytorch-loop", {"files": {"pytorch_loop.py": text}})["passed"]
+    for share, whole in ((", split=(0.0, 1.0, 0.0)", True), ("", True), (", split=(0.5, 0.5, 0.0)", False)):
+        other = text.replace(", offload_fraction=1.0", share)
+        assert grader.grade("patch-pytorch-loop", {"files": {"pytorch_loop.py": other}})["passed"] is whole
 
     class Model(torch.nn.Linear):  # type: ignore[misc, name-defined]
         def forward(self, tokens: Any) -> Any:

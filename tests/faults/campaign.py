@@ -28,7 +28,16 @@ from typing import Any, NamedTuple
 # The status of a child in which the campaign itself has failed.
 _OUR_FAULT = 3
 HERE = Path(__file__).resolve().parent
-CAMPAIGNS = ("optimizers", "layers", "memory", "signals", "layers-signals", "memory-signals")
+CAMPAIGNS = (
+    "optimizers",
+    "layers",
+    "shards",
+    "memory",
+    "signals",
+    "layers-signals",
+    "shards-signals",
+    "memory-signals",
+)
 
 
 class Result(NamedTuple):
@@ -102,14 +111,15 @@ def _case(campaign: str, seed: int) -> tuple[object, Any]:
     """Return the case of a seed and what judges it."""
     import judge
     import memory_cases
-    from settings import layers_settings, settings
+    from settings import layers_settings, settings, shards_settings
 
     if campaign.startswith("memory"):
         make = memory_cases.case_of if campaign == "memory" else memory_cases.interrupted_case_of
         held = make(seed)
         return held, lambda: memory_cases.judge(held)
     make_case = judge.interrupted_case_of if campaign.endswith("signals") else judge.case_of
-    case = make_case(seed, matrix=layers_settings() if campaign.startswith("layers") else settings())
+    matrices = {"layers": layers_settings, "shards": shards_settings}
+    case = make_case(seed, matrix=matrices.get(campaign.removesuffix("-signals"), settings)())
     return case, lambda: judge.judge(case)
 
 

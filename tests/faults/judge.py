@@ -156,7 +156,8 @@ def duration_s(setting: Setting) -> float:
 def interrupted_case_of(seed: int, *, matrix: list[Setting]) -> Case:
     """Return the case of a seed in which SIGINT comes: every other one at a bytecode, the others after a time."""
     random, setting = shuffled(seed), _setting(seed, matrix)
-    if seed % 2:
+    # In FSDP2's own code it leaves a model behind with which no loop can go on.
+    if seed % 2 and setting.kind != "shards":
         interrupt = Interrupt(None, random.random() * duration_s(setting))
     else:
         before, until = bytecodes(setting)
@@ -250,6 +251,7 @@ class _Run:
         status = getattr(self._optimizer, "status", None)
         told = f"raised in step {step}, {phase}, status {status}"
         self._injector.enter(STEPS, "after")
+        self._trainee.recover()
         try:
             closed = self._act(step, phase, status)
             if closed is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +21,7 @@ from reference_impl.optimizers.cpu.publish import Publisher
 from reference_impl.optimizers.cpu.workers import DeadlineWorkers
 from reference_impl.optimizers.streamed.slots import Slots
 from reference_impl.optimizers.streamed.update import ChunkUpdate
+from reference_impl.trained_layers import shards
 
 Wrapper = Callable[..., Any]
 
@@ -186,6 +187,11 @@ def interrupts_at_once() -> None:
     interrupts.deferred_interrupts.__exit__ = lambda self, *_: None
 
 
+def lost_device_hides_the_rest() -> None:
+    """Closing streamed shards stops where the device is lost."""
+    shards.past_a_lost_device = nullcontext
+
+
 def _module(owner: type) -> Any:
     return importlib.import_module(owner.__module__)
 
@@ -201,4 +207,5 @@ MUTATIONS: dict[str, Mutation] = {
     "step-counted-twice": Mutation(step_counted_twice),
     "begun-step-dropped": Mutation(begun_step_dropped, "optimizers:60:120"),
     "interrupts-at-once": Mutation(interrupts_at_once, "signals:60:200"),
+    "lost-device-hides-the-rest": Mutation(lost_device_hides_the_rest, "shards:0:20"),
 }

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import campaign
 import pytest
+from settings import needs_recovery
 
 FAST = {"optimizers": 120, "signals": 10, "memory": 30, "memory-signals": 6}
 # `make test-faults` runs twenty times as many, which takes longer than the slow tier may.
@@ -15,8 +16,10 @@ TIMES = int(os.environ.get("FAULT_SEEDS_TIMES", "1"))
 SLOW = {
     "optimizers": 330 * TIMES,
     "layers": 40 * TIMES,
+    "shards": 40 * TIMES,
     "signals": 15 * TIMES,
     "layers-signals": 10 * TIMES,
+    "shards-signals": 10 * TIMES,
     "memory": 50 * TIMES,
     "memory-signals": 15 * TIMES,
 }
@@ -55,4 +58,5 @@ def test_every_case_is_exact_or_says_that_it_is_broken(results, name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SLOW)
 def test_many_more_seeds(name):
+    needs_recovery(name)
     assert_all_pass(in_halves({name: FAST.get(name, 0)}, {name: SLOW[name]}), name, SLOW[name])

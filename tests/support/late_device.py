@@ -68,6 +68,7 @@ class LateTwin(CpuTwin):
 
     def copy(self, target, source):
         self.do(lambda: target.copy_(source))
+        return REACHED
 
     def copy_out(self, host, source, *, after, for_threads=False):
         with self.on_d2h_for_threads() if for_threads else self.on_d2h():

@@ -17,7 +17,7 @@ import torch
 
 from reference_impl.device import Device
 from reference_impl.memory.arena import ALIGNMENT_BYTES, HostArena, HostBlock
-from reference_impl.memory.host import HostMemoryError, available_bytes
+from reference_impl.memory.closing import undo_all
 from reference_impl.optimizers.layout import ALIGNMENT, Member, Piece, aligned
 
 
@@ -105,24 +105,11 @@ class BucketMemory:
         self._state = HostArena(device, pinned=False)
         self._blocks: dict[Bucket, list[tuple[HostArena, HostBlock]]] = {}
 
-    def add(self, plans: Sequence[BucketPlan], *, total_numel: int) -> list[Bucket]:
-        """Make the buckets of `plans`.
-
-        Raises HostMemoryError before anything is taken, naming the share of `total_numel` that would fit.
-        """
-        staging_bytes = sum(_aligned_bytes(plan.numel * plan.dtype.itemsize) for plan in plans)
+    def add(self, plans: Sequence[BucketPlan]) -> list[Bucket]:
+        """Make the buckets of `plans`. Raises HostMemoryError; then nothing has been handed out."""
         state_bytes = sum(_aligned_bytes(plan.numel * 4) * (1 + self._moments) for plan in plans)
-        needed, available = staging_bytes + state_bytes, available_bytes()
-        if needed > 0.95 * available:
-            numel = sum(plan.numel for plan in plans)
-            fits = 0.9 * available / needed * numel / total_numel
-            raise HostMemoryError(
-                needed_bytes=needed,
-                available_bytes=available,
-                remedy=f"try offload_fraction={fits:.2f} or less",
-            )
         if plans:
-            self._staging.reserve(staging_bytes)
+            self._staging.reserve_blocks(plan.numel * plan.dtype.itemsize for plan in plans)
             self._state.reserve(state_bytes)
         made: list[Bucket] = []
         try:
@@ -141,10 +128,7 @@ class BucketMemory:
 
     def close(self) -> None:
         """Give all host memory back."""
-        try:
-            self._staging.close()
-        finally:
-            self._state.close()
+        undo_all([self._state.close, self._staging.close])
 
     def _bucket(self, plan: BucketPlan) -> Bucket:
         blocks: list[tuple[HostArena, HostBlock]] = []

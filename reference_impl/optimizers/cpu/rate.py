@@ -33,7 +33,7 @@ def cpu_update_rates(device: Device, numel: int, threads: Iterable[int]) -> dict
     members[0].step.fill_(1)
     memory = BucketMemory(device, moments=len(Adam().moments), pinned=True)
     try:
-        buckets = memory.add(plan_buckets(members, bucket_elements=_BUCKET_ELEMENTS), total_numel=numel)
+        buckets = memory.add(plan_buckets(members, bucket_elements=_BUCKET_ELEMENTS))
         tasks = [task for bucket in buckets for task in cut_tasks(bucket)]
         return {count: numel / _update_seconds(tasks, count) for count in threads}
     finally:

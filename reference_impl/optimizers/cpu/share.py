@@ -10,12 +10,12 @@ from __future__ import annotations
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 
 import torch
 
 from reference_impl.device import Device, Event
 from reference_impl.memory.arena import HostArena
+from reference_impl.memory.closing import undo_all
 from reference_impl.optimizers.algorithms import Algorithm
 from reference_impl.optimizers.clip_decision import ClipDecision
 from reference_impl.optimizers.cpu.buckets import Bucket, BucketMemory, plan_buckets
@@ -58,12 +58,18 @@ class CpuShare:
         self._tasks: dict[Bucket, tuple[Task, ...]] = {}
         self._buckets: dict[Piece, Bucket] = {}
 
-    def add(self, members: Sequence[Member], *, total_numel: int) -> None:
+    def host_bytes(self, members: Iterable[Member]) -> tuple[int, int]:
+        """Return what `add` takes of the host for `members`: staging buffers, and masters with moments."""
+        elements = [(member.on_cpu, member.dtype.itemsize) for member in members]
+        staging = sum(numel * size for numel, size in elements)
+        return staging, sum(4 * (1 + len(self._moments)) * numel for numel, _ in elements)
+
+    def add(self, members: Sequence[Member]) -> None:
         """Make buckets for new members, masters from their parameters. Raises HostMemoryError first of all."""
         plans = plan_buckets(
             members, bucket_elements=self._bucket_elements, whole_members=self._whole_members
         )
-        buckets = self._memory.add(plans, total_numel=total_numel)
+        buckets = self._memory.add(plans)
         for bucket in buckets:
             self._tasks[bucket] = cut_tasks(bucket)
             self._buckets.update(dict.fromkeys(bucket.pieces, bucket))
@@ -249,14 +255,13 @@ class CpuShare:
 
     def close(self) -> None:
         """Stop the workers and give the host memory back."""
-        with ExitStack() as last:
-            last.callback(self._numbers.close)
-            last.callback(self._memory.close)
-            # Pieces and members know each other, and a parameter should not have to wait for the garbage collector.
-            for piece in self._buckets:
-                last.callback(piece.member.pieces.clear)
-            last.callback(self._device.latency_sensitive.discard, self)
-            last.callback(self._workers.close)
+        undo_all([self._numbers.close, self._memory.close, self._forget_pieces, self._workers.close])
+
+    def _forget_pieces(self) -> None:
+        self._device.latency_sensitive.discard(self)
+        # Pieces and members know each other, and a parameter should not have to wait for the garbage collector.
+        for piece in self._buckets:
+            piece.member.pieces.clear()
 
 
 class _TaskUpdate:

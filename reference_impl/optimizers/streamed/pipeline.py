@@ -29,7 +29,7 @@ from itertools import takewhile
 
 import torch
 
-from reference_impl.device import Device, Event
+from reference_impl.device import Device, Event, Together, together
 from reference_impl.memory.interrupts import deferred_interrupts
 from reference_impl.memory.ring import Slot
 from reference_impl.optimizers.algorithms import Algorithm
@@ -297,13 +297,15 @@ class StreamedPipeline:
 
     def _send_home(self, chunk: Chunk, step: StreamedStep, updated: Event) -> Event:
         """Copy the new weights of `chunk` to where they live, and return the event after which they are there."""
-        stored = updated
+        stored = [updated]
         for piece in chunk.pieces:
             home = piece.member.home
             if home is not None and piece.member in step.gradients:
                 part = slice(piece.start, piece.stop)
-                stored = self._device.copy_out(home.host[part], home.device[part], after=(updated,))
-        return stored
+                copied = self._device.copy_out(home.host[part], home.device[part], after=(updated,))
+                # A stream's copies come one after the other.
+                stored = [each for each in stored if isinstance(each, Together)] + [copied]
+        return together(*stored)
 
     def _update_head(
         self,

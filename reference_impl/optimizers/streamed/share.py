@@ -12,13 +12,16 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from reference_impl.device import REACHED, Device, Event
+from reference_impl.distributed.host_room import HostNeed, require_room
+from reference_impl.distributed.ranks import Together
+from reference_impl.memory.closing import undo_all
 from reference_impl.memory.interrupts import deferred_interrupts
 from reference_impl.optimizers.algorithms import Algorithm
 from reference_impl.optimizers.clip_decision import ClipDecision
@@ -91,6 +94,15 @@ class StreamedShare:
         # Copies in flight use buffers that die with this object.
         self._dropped = weakref.finalize(self, device.synchronize)
         self._dropped.atexit = False
+
+    def host_bytes(self, parts: Mapping[Member, Part]) -> int:
+        """Return what `add` takes of the host for these parts."""
+        return self._storage.host_bytes(parts)
+
+    def require_room(self, parts: Mapping[Member, Part], *, remedy: Callable[[float], str]) -> None:
+        """Raise HostMemoryError unless the host has what `add` takes, of ranks that train sharded members for all."""
+        need = HostNeed(items={"masters and moments": self.host_bytes(parts)})
+        require_room(need, Together.of(member.param for member in parts), remedy=remedy)
 
     @torch.no_grad()
     def add(self, parts: Mapping[Member, Part]) -> None:
@@ -342,14 +354,13 @@ class StreamedShare:
 
     def close(self) -> None:
         """Wait for all copies and free the memory on the device and on the host. What is not queued yet is dropped."""
-        try:
-            self._storage.close()
-        finally:
-            self._dropped.detach()
-            # The views of the host's pages, and the device buffers.
-            self._chunks.clear()
-            self._gradients.clear()
-            self._prepared = None
-            self._weights.clear()
-            self._states = StreamedStates(self._weights)
-            self._pipeline.close()
+        undo_all([self._pipeline.close, self._drop_views, self._storage.close])
+
+    def _drop_views(self) -> None:
+        """Let go of the views of the host's pages, and of the device buffers."""
+        self._dropped.detach()
+        self._chunks.clear()
+        self._gradients.clear()
+        self._prepared = None
+        self._weights.clear()
+        self._states = StreamedStates(self._weights)

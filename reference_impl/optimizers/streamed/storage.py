@@ -193,6 +193,15 @@ class StateStorage:
         """Return the device bytes that the update of one such chunk needs beside its slot."""
         return self.chunk_elements(dtype) * scratch_bytes_an_element(self._fields(dtype))
 
+    def host_bytes(self, parts: Mapping[Member, Part]) -> int:
+        """Return what `make` takes of the host for these parts, but for gaps of alignment."""
+        found = 0.0
+        for member, part in parts.items():
+            fields = self._fields(member.dtype, packed=not self._format.keeps_exact(member.param))
+            each = sum(field.dtype.itemsize / field.block for field in fields)
+            found += len(part.streamed) * (each + self._gradient_bytes(member.dtype))
+        return round(found)
+
     def make(self, parts: Mapping[Member, Part]) -> list[Chunk]:
         """Return new chunks for parts of members, all states zero.
 
@@ -251,12 +260,20 @@ class StateStorage:
             for pieces, numel in plans
         ]
         if listed and not resident:
-            needed_bytes = sum(
-                _reserved(bytes_of(fields, numel))
-                + _reserved(numel * self._gradient_bytes(pieces[0].member.param.dtype))
+            blocks = [
+                size_bytes
                 for pieces, numel, fields in listed
-            )
-            if needed_bytes > self._spare_bytes:
+                for size_bytes in (
+                    bytes_of(fields, numel),
+                    numel * self._gradient_bytes(pieces[0].member.param.dtype),
+                )
+                if size_bytes
+            ]
+            needed_bytes = sum(map(_reserved, blocks))
+            if self._spare_bytes == 0:
+                self._arena.reserve_blocks(blocks)
+                self._spare_bytes = needed_bytes
+            elif needed_bytes > self._spare_bytes:
                 self._arena.reserve(needed_bytes - self._spare_bytes)
                 self._spare_bytes = needed_bytes
             self._spare_bytes -= needed_bytes

@@ -48,8 +48,7 @@ def test_a_rank_that_fails_ends_the_others_with_its_error(place, engine, how, sa
     assert "nobody has failed" not in done.stderr
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_everything_off_is_refused_on_every_rank_where_one_cannot(tmp_path, ranks):
-    """The error names the rank and what is missing there, and the model is as it was."""
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_what_one_rank_cannot_is_refused_on_every_rank(tmp_path, ranks):
+    """The error names the rank and what is missing there, and model and host are as they were."""
     run_ranks(poor_rank.__file__, ranks, str(tmp_path / "store"))

@@ -4,6 +4,7 @@ import itertools
 import threading
 import warnings
 
+import freed_ranks
 import pytest
 import sharded_ranks
 import torch
@@ -94,6 +95,17 @@ def test_groups_are_what_is_gathered_together():
     (group,) = fsdp2.gathered_groups(together)
     assert group.modules == tuple(together.layers)
     assert group.params == tuple(together.layers.parameters())
+
+
+def test_a_reduction_is_that_of_all_parameters_that_are_gathered_together(monkeypatch):
+    model, unsharded = net(), Net()
+    groups = fsdp2.gathered_groups(model)
+    found = fsdp2.reductions()
+    assert [len({found[param] for param in group.params}) for group in groups] == [1, 1, 1]
+    assert len({found[param] for param in model.parameters()}) == 3
+    assert not any(param in found for param in unsharded.parameters())
+    monkeypatch.setattr(fsdp2, "_SHARDED_MODULES", "of_tomorrow")
+    assert fsdp2.reductions() == {}
 
 
 @pytest.mark.parametrize("name", [fsdp2._CONTEXT, fsdp2._PREFETCHED, fsdp2._STREAM, fsdp2._PENDING])
@@ -261,6 +273,11 @@ def test_states_come_in_early_also_where_backward_frees_nothing(monkeypatch, is_
 def test_two_ranks_train_as_torch_does(tmp_path):
     cases = ["prefetched,thirds,reduced", "grouped,cpu,update,unclipped", "hsdp,offloader", "blocks,auto"]
     run_ranks(sharded_ranks.__file__, 2, str(tmp_path / "store"), "cpu", *cases)
+
+
+def test_beside_what_streams_the_gradients_of_the_cpus_share_are_freed(tmp_path):
+    """A reduction goes to one share as a whole; its gradients are one buffer."""
+    run_ranks(freed_ranks.__file__, 2, str(tmp_path / "store"))
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ from reference_impl.device.cpu_twin import CpuTwin
 from reference_impl.fitting import FitError
 from reference_impl.memory.host import host_book
 from reference_impl.memory.ledger import Ledger
+from reference_impl.trained_layers import chunked_cross_entropy
 from reference_impl.verification.model import Decoder, DecoderShape, add_lora
 from skill_tools.bundle import schema_path
 
@@ -218,9 +219,8 @@ def test_states_are_rounded_only_with_the_users_word():
         assert losses.isfinite().all()
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("planner_in_process")
-@pytest.mark.parametrize("is_known", [True, False])
+@pytest.mark.parametrize("is_known", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_machine_that_refuses_to_pin_gets_a_plan_that_pins_less(is_known, monkeypatch):
     def refuse(device, memory):
         raise RuntimeError("cudaHostRegister of 0.01 GiB failed with code 2; expected 0")
@@ -243,6 +243,15 @@ class Questions(Model):
         return out if out.detach().sum().item() > 1e9 else 2 * out
 
 
+class Silent(Model):
+    def forward(self, ids):
+        super().forward(ids)
+
+
+class Checkpointed(Model):
+    is_gradient_checkpointing = True
+
+
 class Shared(Model):
     def __init__(self):
         super().__init__()
@@ -258,10 +267,31 @@ class Shared(Model):
         (lambda kept: kept.update(model=nn.Embedding(300, 300)), "no nn.ModuleList"),
         (lambda kept: kept.update(batch=(IDS,), loss=None), "the batch is tuple"),
         (lambda kept: kept.update(batch={}), "holds no tensor"),
+        (
+            lambda kept: kept.update(model=Checkpointed()),
+            "Checkpointed has gradient_checkpointing switched on",
+        ),
         (lambda kept: kept.update(gpu_budget=-1), "gpu_budget is -1"),
         (lambda kept: kept.update(host_budget="much"), "host_budget is 'much'"),
         (lambda kept: kept.update(pinned_budget=0), "pinned_budget is 0"),
+        (lambda kept: kept.update(gpu_budget="24GiB"), "gpu_budget is '24GiB'; expected bytes above zero"),
         (lambda kept: kept.update(gpu_budget=1000), "nothing fits"),
+        (lambda kept: kept.update(model=kept["model"].to("meta")), "Model is on meta"),
+        (lambda kept: kept.update(batch=IDS.to("meta")), "batch is on meta, and the model runs on cpu"),
+        (lambda kept: kept.update(batch={"ids": IDS.to("meta")}), "batch is on meta"),
+        (lambda kept: kept.update(device="gpu"), "device is 'gpu'; expected a CUDA device"),
+        (lambda kept: kept.update(max_grad_norm=-1.0), "max_grad_norm is -1.0"),
+        (lambda kept: kept.update(max_grad_norm=float("nan")), "max_grad_norm is nan"),
+        (lambda kept: kept.update(loss="mean"), "loss is 'mean'; expected loss"),
+        (lambda kept: kept.update(loss=[]), r"loss is \[\]"),
+        (lambda kept: kept.update(loss=lambda model, ids: model(ids)), r"a tensor of shape \(4, 64, 300\)"),
+        (lambda kept: kept.update(loss=lambda model, ids: 1.0), "the loss returned float; expected a scalar"),
+        (lambda kept: kept.update(loss=lambda *given: loss_of(*given).detach()), "requires no gradient"),
+        (lambda kept: kept.update(model=Silent(), loss=None), "returned NoneType without a loss"),
+        (
+            lambda kept: kept.update(kind=lambda *_, **__: torch.optim.AdamW(make()[0].parameters())),
+            "24 parameters that Model has not, one of shape",
+        ),
         (lambda kept: kept.update(kind=torch.optim.SGD), "SGD"),
     ],
 )
@@ -272,7 +302,55 @@ def test_what_cannot_be_fitted_is_said_in_a_sentence_and_nothing_has_changed(cha
     before = [param.clone() for param in model.parameters()]
     with pytest.raises(ValueError, match=said):
         fit(model, kept.pop("kind")(model.parameters(), lr=0.1), batch, loss, **kept)
-    assert same(before, list(model.parameters()))
+    # Tensors on meta have no values to compare.
+    assert before[0].is_meta or same(before, model.parameters())
+
+
+def lean(model, ids):
+    """The loss in chunks of 32 tokens."""
+    kept = []
+    handle = model.head.register_forward_pre_hook(lambda _, args: kept.append(args[0]) or (args[0][:, :0],))
+    try:
+        model(ids)
+    finally:
+        handle.remove()
+    return chunked_cross_entropy(model.head, kept[0], ids, chunk_tokens=32)
+
+
+@pytest.mark.usefixtures("planner_in_process")
+def test_of_several_losses_the_fastest_that_fits_is_taken(monkeypatch):
+    def made():
+        torch.manual_seed(0)
+        model = Decoder(DecoderShape(hidden=64, ffn=128, layers=3, vocab=8192))
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    model, optimizer = made()
+    with fit(model, optimizer, IDS, [lean, loss_of]) as fitted:
+        assert fitted.loss is loss_of
+        assert fitted.plan["fitted"]["loss"] == 1
+        whole = fitted.plan["fitted"]["peak_device_bytes"]
+    model, optimizer = made()
+    with pytest.raises(FitError, match="nothing fits"):
+        fit(model, optimizer, IDS, loss_of, gpu_budget=round(0.45 * whole))
+    with fit(model, optimizer, IDS, [loss_of, lean], gpu_budget=round(0.45 * whole)) as fitted:
+        assert fitted.loss is lean
+        assert fitted.plan["fitted"]["loss"] == 1
+        assert fitted.plan["fitted"]["peak_device_bytes"] <= 0.45 * whole
+        assert fitted.summary.endswith("; loss 1 of those given")
+        jsonschema.validate(fitted.plan, json.loads(schema_path("plan").read_text()))
+        fitted.loss(model, IDS).backward()
+        fitted.optimizer.step()
+
+
+@pytest.mark.usefixtures("planner_in_process")
+def test_a_norm_of_zero_clips_nothing_to_the_bit():
+    found = []
+    for max_grad_norm in (None, 0, 0.0):
+        model, optimizer = make()
+        budget = round(0.8 * whole_peak())
+        with fit(model, optimizer, IDS, loss_of, gpu_budget=budget, max_grad_norm=max_grad_norm) as fitted:
+            found.append(train(model, fitted.optimizer))
+    assert all(same(*each) for other in found[1:] for each in zip(found[0], other, strict=True))
 
 
 @pytest.mark.usefixtures("planner_in_process")

@@ -56,3 +56,26 @@ def test_what_fits_nowhere_is_refused_and_the_card_is_free_again():
         fit(model, optimizer, ids, loss_of, gpu_budget=400 * MIB)
     assert torch.cuda.memory_allocated() <= weights + 64 * MIB
     loss_of(model, ids).backward()
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("budget_mib", [6000, 700])
+def test_a_model_on_the_host_is_trained_on_the_gpu_and_is_on_the_host_again(budget_mib):
+    torch.manual_seed(0)
+    model = Decoder(SHAPE).bfloat16()
+    before = [param.clone() for param in model.parameters()]
+    ids = torch.randint(SHAPE.vocab, (1, 256), device="cuda")
+    torch.cuda.reset_peak_memory_stats()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    with fit(model, optimizer, ids, loss_of, gpu_budget=budget_mib * MIB, device="cuda") as fitted:
+        # No zero_grad() at the end: what stands on the gradients goes with the plan.
+        for _ in range(3):
+            fitted.optimizer.zero_grad()
+            loss = loss_of(model, ids)
+            loss.backward()
+            fitted.optimizer.step()
+        assert loss.isfinite()
+        assert torch.cuda.max_memory_reserved() <= budget_mib * MIB
+    assert all(param.device.type == "cpu" for param in model.parameters())
+    assert all(param.isfinite().all() for param in model.parameters())
+    assert not all(torch.equal(*each) for each in zip(before, model.parameters(), strict=True))

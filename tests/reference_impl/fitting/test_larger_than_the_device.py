@@ -6,11 +6,14 @@ from failing_trials import failing_trials
 
 from reference_impl import apply_plan, fit
 from reference_impl.device import Device
-from reference_impl.fitting import FitError
+from reference_impl.fitting import FitError, trial
+from reference_impl.fitting.trial import Task
 from reference_impl.memory.host import host_book, host_storages
 from reference_impl.memory.ledger import Ledger, on_host
+from reference_impl.optimizers.stand_in import GradientStandIn
 from reference_impl.verification.model import Decoder, DecoderShape, decoder_loss
 from reference_impl.verification.plan_document import TRAINED_STATES
+from reference_impl.weights.storages import move
 from skill_tools.planning.model import reference_numbers
 
 IDS = torch.arange(32).reshape(2, 16) % 300
@@ -119,6 +122,57 @@ def test_so_does_one_whose_update_has_begun_in_backward(share, monkeypatch):
     plan["execute"]["trained_layers"] = {"backward_overlap": "update"}
     nth = 1 + int(share * operations_until(-1, monkeypatch, plan))
     assert operations_until(nth, monkeypatch, plan) >= nth
+
+
+def task_of(model, optimizer):
+    device = Device.of("cpu")
+    return Task(
+        model=model, optimizer=optimizer, batch=IDS, loss=loss_of, max_grad_norm=None, device=device, on_host=True
+    )  # fmt: skip
+
+
+def out_of_memory(*_):
+    raise torch.OutOfMemoryError("CUDA out of memory (injected)")
+
+
+@pytest.mark.parametrize("when", ["in backward", "before the step"])
+@pytest.mark.parametrize(
+    "execute",
+    [
+        {"optimizer": {"offload_fraction": 1.0}},
+        {"optimizer": {"offload_fraction": 0.5, "backward_overlap": "update"}},
+        {"trained_layers": {}},
+        {"trained_layers": {"backward_overlap": "update"}},
+    ],
+)
+def test_gradients_that_had_left_do_not_stay_when_the_model_moves_back(execute, when, monkeypatch):
+    def moving(model, device):
+        for param in model.parameters():
+            if param.grad is not None:
+                # What a move to another device does; on the twin no tensor has to move.
+                param.grad.to("meta")
+        move(model, device)
+
+    model, optimizer = make()
+    if when == "in backward":
+        model.layers[0].register_full_backward_pre_hook(out_of_memory)
+    else:
+        monkeypatch.setattr(Task, "step", lambda task, _: out_of_memory(task.loss(model, IDS).backward()))
+    monkeypatch.setattr(trial, "move", moving)
+    found = trial.run(task_of(model, optimizer), {"execute": execute}, limit_bytes=2**40)
+    assert (found.short_of, found.steps) == ("device", 0)
+    assert not any(isinstance(param.grad, GradientStandIn) for param in model.parameters())
+
+
+def test_closing_without_zero_grad_moves_the_model_back_too():
+    model, optimizer = make()
+    task = task_of(model, optimizer)
+    plan = {"execute": {"optimizer": {"offload_fraction": 1.0}}}
+    with task.moved(plan), task.apply(plan) as applied:
+        loss_of(model, IDS).backward()
+        applied.optimizer.step()
+        assert all(isinstance(param.grad, GradientStandIn) for param in model.parameters())
+    assert all(param.grad is None for param in model.parameters())
 
 
 def test_weights_on_the_device_that_fill_it_are_better_on_the_host():

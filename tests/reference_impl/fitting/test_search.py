@@ -3,11 +3,12 @@
 from types import SimpleNamespace
 
 import pytest
+from torch import nn
 
 from reference_impl.fitting import trial
 from reference_impl.fitting.planner import RefusedPlanError
 from reference_impl.fitting.search import Search
-from reference_impl.fitting.trial import Trial
+from reference_impl.fitting.trial import Task, Trial
 
 BUDGET = 1000
 LAST_RESORT = frozenset({"trained-layer-streaming"})
@@ -64,7 +65,7 @@ class Planner:
 def played(monkeypatch):
     """Settle where each trial is what `answers` gives for its plan."""
 
-    def settle(planner, *answers, on_gpu=True, on_host=False, budget=BUDGET):
+    def settle(planner, *answers, on_gpu=True, on_host=False, budget=BUDGET, other_bytes=0):
         left, limits = list(answers), []
 
         def run(task, tried, *, limit_bytes):
@@ -75,7 +76,8 @@ def played(monkeypatch):
         monkeypatch.setattr(trial, "run", run)
         device = SimpleNamespace(is_accelerator=on_gpu, allocator=object(), torch_device="cuda:0")
         task = SimpleNamespace(device=device, on_host=on_host)
-        search = Search(task, SimpleNamespace(restore=lambda: None), planner, budget, error_share=0.0)
+        before = SimpleNamespace(restore=lambda: None)
+        search = Search(task, before, planner, budget, other_bytes=other_bytes, error_share=0.0)
         settled = search.settle()
         assert set(limits) == {budget}
         assert not left
@@ -93,6 +95,25 @@ def test_the_first_question_leaves_headroom_and_a_good_plan_is_the_last(played):
     settled = played(planner, took(940))
     assert planner.asked == [(950, LAST_RESORT)]
     assert (settled.steps, settled.plans) == (2, 1)
+
+
+def test_what_no_plan_counts_is_left_free_from_the_start(played):
+    planner = Planner()
+    settled = played(planner, took(945), other_bytes=60)
+    assert planner.asked == [(890, LAST_RESORT)]
+    assert settled.plans == 1
+
+
+@pytest.mark.parametrize("on_host", [False, True])
+def test_tensors_of_others_and_workspaces_are_counted_beside_the_weights(on_host):
+    model = nn.Linear(300, 300)
+    model.tied = model.weight
+    device = SimpleNamespace(allocator=SimpleNamespace(live_bytes=10**6), torch_device="cpu")
+    task = Task(
+        model=model, optimizer=None, batch=None, loss=None, max_grad_norm=None, device=device, on_host=on_host
+    )
+    # 360,000 and 1,200 bytes in whole blocks of 512.
+    assert task.other_bytes() == 10**6 - (0 if on_host else 360_448 + 1_536)
 
 
 def test_a_peak_above_the_headroom_is_corrected_by_what_the_plan_was_wrong_by(played):

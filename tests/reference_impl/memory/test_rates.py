@@ -1,8 +1,10 @@
 import pytest
 import torch
 
+from reference_impl.device import Device
 from reference_impl.device.cpu_twin import CpuTwin
 from reference_impl.memory import rates
+from reference_impl.memory.pinned import pinned_book
 
 pytestmark = pytest.mark.usefixtures("host_memory_comes_back")
 
@@ -39,6 +41,12 @@ class Stingy(CpuTwin):
 
     def unpin(self, address):
         del self.pinned[address]
+
+
+def test_pageable_copies_are_timed_and_the_limit_is_lifted_again():
+    assert rates.staged_rate(Device.of("cpu"), 2**22) > 0
+    assert pinned_book.limit_bytes is None
+    assert pinned_book.pinned_bytes == 0
 
 
 def test_the_limit_of_pinned_memory_is_found_and_all_is_unlocked_again():

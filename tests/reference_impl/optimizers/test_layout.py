@@ -89,3 +89,24 @@ def test_stream_and_cpu_keep_the_forwards_pace_behind_what_comes_in_ahead(count,
         expected = seen if seen <= ahead else ahead + pace * (seen - ahead)
         assert abs(so_far - expected) <= 640 + ALIGNMENT
     assert sum(0 < member.streamed < 640 for member in members) <= 1
+
+
+@given(shapes, st.integers(1, 6), st.floats(0, 1), st.integers(0, 30000))
+def test_what_is_reduced_together_goes_to_one_share(sizes, count, streamed, ahead):
+    params = [torch.zeros(size) for size in sizes]
+    reductions = {param: index % count for index, param in enumerate(params)}
+    members = members_of(
+        [(param, 0) for param in params],
+        first_order=0,
+        fraction=1.0,
+        offload=None,
+        streamed=streamed,
+        ahead=ahead,
+        reductions=reductions,
+    )
+    assert abs(sum(member.streamed for member in members) - streamed * sum(sizes)) <= ALIGNMENT
+    streams, on_cpu = (
+        {reductions[member.param] for member in members if getattr(member, share)}
+        for share in ("streamed", "on_cpu")
+    )
+    assert len(streams & on_cpu) <= 1

@@ -4,8 +4,9 @@ import pytest
 import torch
 from optimizer_training import twins
 
-from reference_impl import HybridDeviceOptimizer
-from reference_impl.memory.host import HostMemoryError
+from reference_impl import HybridDeviceOptimizer, OptimizerStateOffloader
+from reference_impl.distributed import host_room
+from reference_impl.memory.host import HostMemoryError, host_book
 
 
 @pytest.mark.parametrize(
@@ -59,7 +60,15 @@ def test_sparse_gradients_are_named(device):
 
 
 def test_host_memory_is_checked_before_anything_is_taken(device, monkeypatch):
-    monkeypatch.setattr("reference_impl.optimizers.cpu.buckets.available_bytes", lambda: 100_000)
+    monkeypatch.setattr(host_room, "available_by_pool", lambda: {"host": 2**30 + 100_000})
     model, _ = twins(device)
-    with pytest.raises(HostMemoryError, match=r"GiB needed.*GiB available; try offload_fraction=0\."):
-        HybridDeviceOptimizer(model.parameters())
+    before = (host_book.live_bytes, host_book.reserved_bytes)
+    match = (
+        r"GiB needed.*GiB available; staging of the CPU share \d.*, its masters and moments \d.*, streamed states \d.*"
+        r"; try offload_fraction=0\.\d\d or less"
+    )
+    with pytest.raises(HostMemoryError, match=match):
+        HybridDeviceOptimizer(model.parameters(), split=(0, 0.5, 0.5))
+    with pytest.raises(HostMemoryError, match=r"masters and moments \d.*; try fraction=0\.\d\d or less"):
+        OptimizerStateOffloader(torch.optim.AdamW(model.parameters(), fused=True))
+    assert (host_book.live_bytes, host_book.reserved_bytes) == before

@@ -6,9 +6,9 @@ from layers_trainee import assert_same, batches, decoder, resident, streamed, tr
 from torch import nn
 
 from reference_impl import TrainableLayerStreamer
+from reference_impl.distributed import host_room
 from reference_impl.memory.host import HostMemoryError
 from reference_impl.optimizers.options import Streaming
-from reference_impl.trained_layers import room
 
 pytestmark = pytest.mark.usefixtures("host_memory_comes_back")
 
@@ -31,7 +31,7 @@ def test_a_host_without_the_room_is_told_item_by_item(device, monkeypatch):
         r"GiB needed.*weights of blocks 0\.\d GB, gradients 0\.\d GB, masters and moments 0\.\d GB; "
         r"try Streaming\(hi_lo_masters=True\).*freezing"
     )
-    monkeypatch.setattr(room, "available_bytes", lambda: -(2**30))
+    monkeypatch.setattr(host_room, "available_by_pool", lambda: {"host": 2**20})
     refused(model, HostMemoryError, match)
 
 

@@ -127,6 +127,7 @@ class Clocks(CpuTwin):
         target.copy_(source)
         self.run("a copy", LAYER_MS * source.nbytes / LAYER_BYTES, reads=[source], writes=[target])
         self.copied[self.stream] = self.copied.get(self.stream, 0) + source.nbytes
+        return REACHED
 
     def copy_out(self, host, source, *, after, for_threads=False):
         return self._copy("d2h", host, source, after)

@@ -1,14 +1,16 @@
 import json
 import runpy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from reference_impl.activations import CheckpointOffloader
 from reference_impl.device import Device
 from reference_impl.memory.ledger import Ledger
+from reference_impl.memory.pinned import limit_pinned_memory, pinned_book
 from reference_impl.optimizers import HybridDeviceOptimizer
 from reference_impl.verification.apply import apply_plan
 from reference_impl.verification.model import Decoder, DecoderShape, add_lora
@@ -28,6 +30,11 @@ PLANS = [
     {"trained_layers": {"inputs": "host", "streamed_states": "exact"}},
     {"trained_layers": {"resident_layers": 1, "backward_overlap": "update"}},
     {},
+]
+LIMITED = [
+    {"optimizer": {"offload_fraction": 1.0, "split": {"streamed": 0.5, "cpu": 0.5}}},
+    {"activations": {"mode": "layers", "num_layers": 2}, "optimizer": {"offload_fraction": 0.5}},
+    {"trained_layers": {"inputs": "host"}},
 ]
 
 
@@ -63,6 +70,28 @@ def test_an_applied_plan_trains_to_the_same_bits(execute: Mapping[str, Any]) -> 
         assert torch.stack(losses(model, applied.optimizer)).equal(torch.stack(expected))
 
 
+@pytest.mark.parametrize("execute", LIMITED, ids=str)
+def test_a_plan_under_a_limit_pins_no_more_than_that(execute: Mapping[str, Any]) -> None:
+    reference, model = decoder(), decoder()
+    expected = losses(reference, adamw(reference))
+    plan = {"execute": execute | {"pinned_limit_bytes": 2**21}}
+    with apply_plan(model, adamw(model), plan) as applied:
+        assert losses(model, applied.optimizer) == expected
+        assert pinned_book.limit_bytes == 2**21
+        assert 0 < pinned_book.peak_bytes <= 2**21
+    assert pinned_book.limit_bytes is None
+    assert pinned_book.pinned_bytes == 0
+
+
+def test_a_plan_keeps_to_the_limit_that_is_there() -> None:
+    model = decoder()
+    plan = {"execute": {"optimizer": {"offload_fraction": 1.0}, "pinned_limit_bytes": 2**24}}
+    with limit_pinned_memory(2**21):
+        with apply_plan(model, adamw(model), plan):
+            assert pinned_book.limit_bytes == 2**21
+        assert pinned_book.limit_bytes == 2**21
+
+
 def test_a_plan_of_the_planner_is_applied_from_its_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -84,6 +113,62 @@ def test_state_that_the_optimizer_has_already_is_taken_over() -> None:
     expected = losses(reference, reference_optimizer)
     with apply_plan(model, optimizer, {"execute": {"optimizer": {"offload_fraction": 1.0}}}) as applied:
         assert torch.stack(losses(model, applied.optimizer)).equal(torch.stack(expected))
+
+
+class SaysSo(Decoder):
+    """As a Hugging Face model says it."""
+
+    is_gradient_checkpointing = True
+
+
+def switched_on() -> Decoder:
+    model = decoder()
+    model.layers[1].gradient_checkpointing = True
+    return model
+
+
+@pytest.mark.parametrize("make", [lambda: SaysSo(DecoderShape()), switched_on])
+@pytest.mark.parametrize(
+    "execute",
+    [
+        {"activations": {"mode": "checkpoint"}},
+        {"activations": {"mode": "recompute"}, "optimizer": {"offload_fraction": 0.5}},
+        {"trained_layers": {}},
+        {"trained_layers": {"inputs": "host"}},
+    ],
+    ids=str,
+)
+def test_layers_are_not_computed_again_by_two(
+    make: Callable[[], Decoder], execute: Mapping[str, Any]
+) -> None:
+    model = make()
+    before = [(param, param.clone()) for param in model.parameters()]
+    with pytest.raises(
+        ValueError, match=r"has gradient_checkpointing switched on, and .*checkpointing_disable"
+    ):
+        apply_plan(model, adamw(model), {"execute": execute})
+    assert all(torch.equal(*pair) for pair in before)
+    with apply_plan(model, adamw(model), {"execute": {"optimizer": {"offload_fraction": 0.5}}}) as applied:
+        losses(model, applied.optimizer, steps=1)
+
+
+def test_a_checkpointing_model_of_transformers_is_refused_until_it_is_switched_off() -> None:
+    # A folder of our tests has the name of the package, and is found where that is not installed.
+    llama = pytest.importorskip("transformers.models.llama", reason="transformers is not installed")
+    config = llama.LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, vocab_size=64
+    )
+    model = llama.LlamaForCausalLM(config)
+    model.gradient_checkpointing_enable()
+    with pytest.raises(
+        ValueError, match="LlamaForCausalLM has gradient_checkpointing switched on, and Checkpoint"
+    ):
+        CheckpointOffloader(model)
+    model.gradient_checkpointing_disable()
+    ids = torch.arange(16).reshape(1, 16)
+    with CheckpointOffloader(model, min_bytes=1) as offloader:
+        model(input_ids=ids, labels=ids).loss.backward()
+        assert offloader.offloaded_bytes > 0
 
 
 def test_closing_leaves_the_model_as_it_was() -> None:

@@ -290,3 +290,37 @@ def test_the_command_prints_peaks_and_writes_the_profile(tmp_path, capsys):
     said = capsys.readouterr().out
     assert "Qwen3ForCausalLM, bfloat16, 1 x 4096 tokens" in said
     assert json.loads(out.read_text())["model"] == "Qwen3ForCausalLM"
+
+
+class Dropped(nn.Module):
+    """Blocks of a linear and a dropout whose result the next linear saves."""
+
+    def __init__(self, share, *, layers=3, width=64):
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, width), nn.Dropout(share)) for _ in range(layers)
+        )
+
+    def forward(self, hidden):
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return hidden.float().sum()
+
+
+def test_dropout_keeps_a_byte_an_element_as_on_cuda_and_the_elements_own_as_written():
+    batch = torch.ones(8, 128, 64)
+    kept, dropped, written = (
+        trace(Dropped(share), batch, lambda model, batch: model(batch), attention=attention).layer_bytes[0]
+        for share, attention in ((0.0, "flash"), (0.1, "flash"), (0.1, "as written"))
+    )
+    assert dropped - kept == batch.numel()
+    assert written - kept == 4 * batch.numel()
+
+
+def test_dropout_as_written_is_the_twins_to_the_byte():
+    model, batch = Dropped(0.1), torch.ones(8, 128, 64)
+    profile = trace(model, batch, lambda model, batch: model(batch), attention="as written")
+    with Ledger(Device.of("cpu"), track=[*model.parameters(), batch]) as ledger:
+        before = ledger.device_bytes
+        model(batch).backward()
+        assert profile.peak_bytes == ledger.peak_device_bytes - before

@@ -29,7 +29,7 @@ def buckets_of(listed, *, bucket_elements=2**20, groups=2):
     members = members_of(params, first_order=0, fraction=1.0, offload=None)
     plans = plan_buckets(members, bucket_elements=bucket_elements)
     memory = BucketMemory(Device.of("cpu"), moments=2, pinned=False)
-    return memory, members, memory.add(plans, total_numel=sum(listed))
+    return memory, members, memory.add(plans)
 
 
 @settings(max_examples=40)

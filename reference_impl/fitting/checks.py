@@ -1,0 +1,176 @@
+"""What `fit` asks of its arguments, before anything is traced or moved; each refusal is one sentence.
+
+Explained in docs/fitting.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from reference_impl.device import Device
+from reference_impl.fitting.planner import Plan
+from reference_impl.fitting.trial import Loss
+from reference_impl.verification.plan_document import execute_section, read_document
+from reference_impl.verification.trace import own_loss
+
+Budget = int | Literal["auto"]
+
+
+class FitError(ValueError):
+    """No offload of this package trains the model here, or nobody can say which: the sentence says why."""
+
+
+def planned(plan: Plan | str | Path) -> Plan:
+    """Return `plan` as a document. Raises ValueError for one that predicts nothing."""
+    execute_section(plan)
+    document = dict(read_document(plan))
+    if "recommendation" not in document:
+        raise ValueError(
+            "the plan predicts nothing; expected one of `offload plan --format json`; try no plan"
+        )
+    return document
+
+
+def one_device(model: nn.Module, wanted: torch.device | str | None) -> tuple[Device, torch.device]:
+    """Return where `model` runs, `wanted` or where it is, and where its weights are.
+
+    Raises ValueError for a model on no device or several, without values, or with nothing to train.
+    """
+    params = list(model.parameters())
+    devices = {param.device for param in params}
+    if len(devices) != 1:
+        raise ValueError(
+            f"the model's parameters are on {', '.join(sorted(map(str, devices))) or 'no device'}; expected one; try "
+            'model.to("cuda")'
+        )
+    if not any(param.requires_grad for param in params):
+        raise ValueError(
+            f"no parameter of {type(model).__name__} requires a gradient; expected some to train"
+        )
+    (there,) = devices
+    if there.type == "meta":
+        raise ValueError(
+            f"{type(model).__name__} is on meta, where weights have no values; expected some to train; try "
+            'model.to_empty(device="cpu") and its weights, or from_pretrained'
+        )
+    on = _named(there if wanted is None else wanted)
+    if there.type != "cpu" and there != on.torch_device:
+        raise ValueError(
+            f"device is {wanted}, and the model's parameters are on {there}; expected them there or on the CPU; try "
+            f"device={str(there)!r}"
+        )
+    return on, there
+
+
+def _named(device: torch.device | str) -> Device:
+    try:
+        return Device.of(device)
+    except (RuntimeError, TypeError, AssertionError) as error:
+        # torch lists all types there are.
+        raise ValueError(f"device is {device!r}; expected a CUDA device, or the CPU; try 'cuda'") from error
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    """Raise ValueError for anything but AdamW of parameters of `model`, in one process."""
+    if type(optimizer) is not torch.optim.AdamW:
+        raise ValueError(
+            f"fit offloads AdamW's state; got {type(optimizer).__name__}; try torch.optim.AdamW(model.parameters())"
+        )
+    own = set(model.parameters())
+    others = [p for group in optimizer.param_groups for p in group["params"] if p not in own]
+    if others:
+        raise ValueError(
+            f"the optimizer has {len(others)} parameters that {type(model).__name__} has not, one of shape "
+            f"{tuple(others[0].shape)}; expected the model's own; try torch.optim.AdamW(model.parameters()) once the "
+            "model is final"
+        )
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
+        raise ValueError(
+            f"{distributed.get_world_size()} ranks; expected one, because each would settle on a plan of its own; try "
+            "`offload plan --gpus N`, and apply_plan on each rank"
+        )
+
+
+def losses_of(given: Loss | Sequence[Loss] | None) -> list[Loss]:
+    """Return the losses to choose from. Raises ValueError for what cannot be called, or none."""
+    if given is None:
+        return [own_loss]
+    losses = list(given) if isinstance(given, Sequence) else [given]
+    if not losses or not all(callable(each) for each in losses):
+        raise ValueError(
+            f"loss is {given!r}; expected loss(model, batch), or a list of several; try lambda model, batch: "
+            "model(**batch).loss"
+        )
+    return losses
+
+
+def scalar(loss: Loss) -> Loss:
+    """Return `loss` with a check of what it returns. That raises FitError for anything but one number to minimise."""
+
+    def checked(model: nn.Module, batch: Any) -> torch.Tensor:
+        found: object = loss(model, batch)
+        if not isinstance(found, torch.Tensor):
+            what = type(found).__name__
+        elif found.numel() != 1:
+            what = f"a tensor of shape {tuple(found.shape)}"
+        elif not found.requires_grad:
+            what = "a tensor that requires no gradient"
+        else:
+            return found
+        raise FitError(
+            f"the loss returned {what}; expected a scalar tensor that backward() starts from; try its mean"
+        )
+
+    return checked
+
+
+def norm_of(given: float | None) -> float | None:
+    """Return the norm to clip to, or None for no clipping. Raises ValueError for what is no norm."""
+    is_number = isinstance(given, int | float) and not isinstance(given, bool)
+    # Of NaN it does not hold.
+    if given is not None and not (is_number and given >= 0):
+        raise ValueError(f"max_grad_norm is {given!r}; expected a number of at least 0, or None; try 1.0")
+    return given or None
+
+
+def check_batch(batch: Any, device: Device, *, calls_itself: bool) -> None:
+    """Raise ValueError for a batch that is not on `device`, or that nobody knows how to give to the model."""
+    if calls_itself and not isinstance(batch, Mapping | torch.Tensor):
+        raise ValueError(
+            f"the batch is {type(batch).__name__}; expected a mapping of keyword arguments, or one tensor; try "
+            "loss=lambda model, batch: ..., which calls the model as you do"
+        )
+    for leaf in tree_leaves(dict(batch) if isinstance(batch, Mapping) else batch):
+        if isinstance(leaf, torch.Tensor) and leaf.device != device.torch_device:
+            raise ValueError(
+                f"the batch is on {leaf.device}, and the model runs on {device.torch_device}; expected both there; try "
+                f"batch.to({str(device.torch_device)!r})"
+            )
+
+
+def check_budgets(**budgets: Budget) -> None:
+    """Raise ValueError for a budget that is no number of bytes."""
+    for name, given in budgets.items():
+        is_bytes = isinstance(given, int) and not isinstance(given, bool) and given > 0
+        if given != "auto" and not is_bytes:
+            raise ValueError(f"{name} is {given!r}; expected bytes above zero, or 'auto'; try 'auto'")
+
+
+def size(batch: Any) -> tuple[int, int]:
+    """Return sequences and tokens of `batch`, by its integers if there are any, else by its first tensor."""
+    tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim()]
+    ids = [tensor for tensor in tensors if not tensor.is_floating_point() and tensor.dim() >= 2]
+    if not tensors:
+        raise ValueError(
+            f"the batch ({type(batch).__name__}) holds no tensor; expected its sequences; try the batch that is "
+            "trained on"
+        )
+    shape = (ids or tensors)[0].shape
+    return shape[0], shape[1] if len(shape) > 1 else 1
