@@ -39,6 +39,7 @@ import itertools
 import json
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -416,7 +417,19 @@ def main() -> None:
                 engine = args.engine.upper()
                 draw(args.trace, args.figure, f"{args.trace_row}, {sizes[0]} tokens a rank, {engine}")
     dist.barrier()
+    leave()
+
+
+def leave() -> None:
+    """End this rank at once.
+
+    Torch's caches keep gloo's threads beyond `destroy_process_group`. One that frees a tensor while Python finalizes
+    aborts the process ("terminate called without an active exception", pytorch/pytorch issue 190489).
+    """
     dist.destroy_process_group()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":
