@@ -4,6 +4,7 @@
     python benchmarks/larger_than_gpu.py --model qwen3-4b --rows resident,exact,lo8,fsdp2  # one after another
     python benchmarks/larger_than_gpu.py --model llama-3-8b --sequences 4 \\
         --rows resident,lo8:memory=10:inputs=host,lo8:memory=16:resident=9,packed:memory=16:no-clip
+    python benchmarks/larger_than_gpu.py --model qwen3-4b --rows lo8:memory=8 --trace trace.json --figure timeline.svg
     python benchmarks/larger_than_gpu.py --model tiny  # any machine
 
 A row is full training in bf16 with AdamW, random weights, and exact clipping unless `no-clip`: forward, backward
@@ -25,6 +26,7 @@ import argparse
 import json
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
@@ -35,10 +37,12 @@ import stream_limits
 import torch
 import torch.distributed as dist
 from caches import forget_caches
+from draw_trace import draw
 from machine import machine, print_table
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from trace_overlap import REPEATED, record
 
 from reference_impl import HybridDeviceOptimizer, Streaming, TrainableLayerStreamer
 from reference_impl.device import Device
@@ -306,8 +310,11 @@ def limit_of(row: Row, streamer: TrainableLayerStreamer, known: Limits) -> float
     )
 
 
-def measure(row: Row, setting: Setting, known: Limits) -> dict[str, Any]:
-    """Train a few steps of a row; return times in seconds and sizes in decimal GB."""
+def measure(row: Row, setting: Setting, known: Limits, trace: Path | None = None) -> dict[str, Any]:
+    """Train a few steps of a row; return times in seconds and sizes in decimal GB.
+
+    Where `trace` is given, more steps follow, of which it gets a Perfetto trace, and the result their overlap.
+    """
     device = setting.device
     with suppress(OSError):
         # The process's peak begins anew where the kernel allows it.
@@ -342,22 +349,33 @@ def measure(row: Row, setting: Setting, known: Limits) -> dict[str, Any]:
             losses += [step() for _ in range(setting.steps)]
             device.synchronize()
             step_s = (time.perf_counter() - start) / setting.steps
-            return {
-                "step_s": step_s,
-                "limit_s": "" if streamer is None else limit_of(row, streamer, known),
-                "tokens_per_s": round(setting.sequences * setting.tokens / step_s),
+            sizes = {
                 "gpu_gb": ledger.peak_device_bytes / 1e9,
                 "gpu_reserved_gb": reserved_gb(device),
                 "pinned_gb": host_book.reserved_bytes / 1e9,
                 "host_gb": process_gb("VmRSS"),
                 "host_peak_gb": process_gb("VmHWM"),
                 "late_loads": 0 if streamer is None else streamer.report.weights.late_loads - late,
+            }
+            return {
+                "step_s": step_s,
+                "limit_s": "" if streamer is None else limit_of(row, streamer, known),
+                "tokens_per_s": round(setting.sequences * setting.tokens / step_s),
+                **sizes,
                 "attach_s": attached_s,
                 "losses": [round(loss.item(), 4) for loss in losses],
+                **({} if trace is None else {"overlap": record(lambda: repeat(step), trace)}),
             }
     finally:
         if limited:
             torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def repeat(step: Callable[[], object]) -> None:
+    """Take three steps, one behind the other, each with its mark in a trace."""
+    for _ in range(3):
+        with torch.profiler.record_function(REPEATED):
+            step()
 
 
 def reserved_gb(device: Device) -> float:
@@ -401,7 +419,11 @@ def arguments() -> tuple[argparse.Namespace, list[tuple[str, Row]]]:
     parser.add_argument("--inputs", choices=("device", "host"), default="device")
     parser.add_argument("--chunk-tokens", type=int, default=1024, help="tokens whose logits exist at once")
     parser.add_argument("--out", type=Path, help="write all numbers as JSON")
+    parser.add_argument("--trace", type=Path, help="write a Perfetto trace of the last row")
+    parser.add_argument("--figure", type=Path, help="draw one step of --trace as an SVG")
     args = parser.parse_args()
+    if args.figure and not args.trace:
+        parser.error("--figure draws a trace; expected --trace with it; try --trace trace.json")
     defaults = Row(
         form=RESIDENT,
         max_grad_norm=None if args.no_clip else MAX_NORM,
@@ -428,14 +450,15 @@ def main() -> None:
     known = limits(setting)
     report: dict[str, Any] = {
         "machine": {**machine(device), **versions(), **vars(known.compute), **vars(known.link)},
-        "setting": {**vars(args), "out": str(args.out), "tokens": setting.tokens},
+        "setting": {**{name: str(value) for name, value in vars(args).items()}, "tokens": setting.tokens},
         "rows": [],
     }
     print(json.dumps(report["machine"]), flush=True)
     baseline: float | None = None
-    for text, row in rows:
+    for number, (text, row) in enumerate(rows, 1):
+        trace = args.trace if number == len(rows) else None
         try:
-            result = {"row": text, **measure(row, setting, known)}
+            result = {"row": text, **measure(row, setting, known, trace)}
         except (MemoryError, torch.OutOfMemoryError) as error:
             result = {"row": text, "failed": str(error).splitlines()[0]}
         if row.form == RESIDENT:
@@ -447,7 +470,11 @@ def main() -> None:
         if args.out:
             args.out.write_text(json.dumps(report, indent=1))
     print()
-    print_table([{k: v for k, v in result.items() if k != "losses"} for result in report["rows"]])
+    print_table(
+        [{k: v for k, v in result.items() if k not in ("losses", "overlap")} for result in report["rows"]]
+    )
+    if args.figure:
+        draw(args.trace, args.figure, f"{args.model}, {text}, {args.sequences} x {tokens} tokens a step")
 
 
 if __name__ == "__main__":

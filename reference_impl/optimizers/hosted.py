@@ -27,6 +27,25 @@ from reference_impl.optimizers.step import Failures
 _open: weakref.WeakSet[HostedOptimizer] = weakref.WeakSet()
 
 
+class _OfOneStep:
+    """An attribute that GradScaler sets before `step()` and deletes after it; deleting it twice is no error."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, optimizer: HostedOptimizer | None, owner: type) -> Any:
+        try:
+            return vars(optimizer)[self._name]
+        except (KeyError, TypeError):
+            raise AttributeError(f"{owner.__name__} has no {self._name}: no GradScaler has set it") from None
+
+    def __set__(self, optimizer: HostedOptimizer, value: Any) -> None:
+        vars(optimizer)[self._name] = value
+
+    def __delete__(self, optimizer: HostedOptimizer) -> None:
+        vars(optimizer).pop(self._name, None)
+
+
 class HostedOptimizer(torch.optim.Optimizer, ABC):
     """A `torch.optim.Optimizer` whose `step()` may return before its weights are new.
 
@@ -38,6 +57,8 @@ class HostedOptimizer(torch.optim.Optimizer, ABC):
 
     # GradScaler hands over its scale and overflow flag instead of touching the gradients itself.
     _step_supports_amp_scaling = True
+    grad_scale = _OfOneStep()
+    found_inf = _OfOneStep()
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         self._members: dict[torch.Tensor, Member] = {}
@@ -158,14 +179,31 @@ class HostedOptimizer(torch.optim.Optimizer, ABC):
             ),
         )
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients, and what GradScaler has said of them."""
+        self._take_scale()
+        super().zero_grad(set_to_none)
+
+    def _take_scale(self) -> dict[str, Any]:
+        """Return the scale and the overflow flag of this step, and forget those that GradScaler has set.
+
+        It would multiply its next scale by the old one, where an error or a signal kept it from deleting that.
+        """
+        said = {
+            "loss_scale": getattr(self, "grad_scale", None),
+            "found_inf": getattr(self, "found_inf", None),
+        }
+        if said["found_inf"] is not None:
+            del self.found_inf, self.grad_scale
+        return said
+
     @contextmanager
     def _scaled_once(self) -> Iterator[None]:
-        """Forget what GradScaler has set for a step that raises: it would multiply its next scale by the old one."""
+        """Forget what GradScaler has set for a step that raises."""
         try:
             yield
         except BaseException:
-            for name in ("grad_scale", "found_inf"):
-                self.__dict__.pop(name, None)
+            self._take_scale()
             raise
 
     def _check_usable(self) -> None:

@@ -364,16 +364,15 @@ class HybridDeviceOptimizer(SavedOptimizer):
         self, sent_off: Mapping[Member, Event], gradients: Mapping[Member, torch.Tensor]
     ) -> ClipDecision | None:
         """Decide over all gradients, on the device; None when there are none."""
-        found = getattr(self, "found_inf", None)
-        if found is not None:
+        scale = self._take_scale()
+        if scale["found_inf"] is not None:
             checks.check_scaler(member for member in sent_off if self._gradients.leaves_unseen(member))
         decision = decide(
             self._gradients.norms(sent_off, gradients),
             self._device,
             reduce_norm_squared=self._reduce_norm_squared,
             max_norm=self._max_grad_norm,
-            loss_scale=getattr(self, "grad_scale", None),
-            found_inf=found,
+            **scale,
         )
         self.grad_norm = None if decision is None else decision.norm
         return decision

@@ -311,8 +311,7 @@ class OptimizerStateOffloader(SavedOptimizer):
             self._device,
             reduce_norm_squared=self._reduce_norm_squared,
             max_norm=self._max_grad_norm,
-            loss_scale=getattr(self, "grad_scale", None),
-            found_inf=getattr(self, "found_inf", None),
+            **self._take_scale(),
         )
         self._taken = {}
         if decision is None:

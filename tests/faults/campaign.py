@@ -37,6 +37,9 @@ CAMPAIGNS = (
     "layers-signals",
     "shards-signals",
     "memory-signals",
+    # Each run has other ones. In FSDP2's own code a signal leaves a model behind with which no loop can go on.
+    "timed-signals",
+    "timed-layers-signals",
 )
 
 
@@ -117,9 +120,13 @@ def _case(campaign: str, seed: int) -> tuple[object, Any]:
         make = memory_cases.case_of if campaign == "memory" else memory_cases.interrupted_case_of
         held = make(seed)
         return held, lambda: memory_cases.judge(held)
-    make_case = judge.interrupted_case_of if campaign.endswith("signals") else judge.case_of
     matrices = {"layers": layers_settings, "shards": shards_settings}
-    case = make_case(seed, matrix=matrices.get(campaign.removesuffix("-signals"), settings)())
+    what = campaign.removeprefix("timed-").removesuffix("-signals")
+    matrix = matrices.get(what, settings)()
+    if campaign.endswith("signals"):
+        case = judge.interrupted_case_of(seed, matrix=matrix, is_timed=campaign.startswith("timed-"))
+    else:
+        case = judge.case_of(seed, matrix=matrix)
     return case, lambda: judge.judge(case)
 
 

@@ -1,8 +1,7 @@
 """Real signals at a chosen or at a random moment of training.
 
-`Interrupt.comes` sends SIGINT to this process: either before the n-th bytecode that the package runs on the main
-thread, which is the same in every run, or from another thread after a time, which may be anywhere, inside torch and the
-standard library too.
+`Interrupt.comes` sends SIGINT to this process: either before the n-th bytecode that the package, or torch around a
+step, runs on the main thread, or from another thread after a time, which may be anywhere and is another in each run.
 """
 
 from __future__ import annotations
@@ -22,6 +21,8 @@ from injector import Injector
 
 import reference_impl
 
+# What runs between the user's loop and the package in a step.
+AROUND_A_STEP = ("torch/amp/grad_scaler.py", "torch/optim/optimizer.py", "/contextlib.py")
 _PACKAGE = os.path.dirname(reference_impl.__file__) + os.sep
 
 
@@ -70,7 +71,9 @@ class Interrupt:
 
 
 @contextmanager
-def counted(nth: int | None, send: Callable[[], None], *, also: tuple[str, ...] = ()) -> Iterator[list[int]]:
+def counted(
+    nth: int | None, send: Callable[[], None], *, also: tuple[str, ...] = AROUND_A_STEP
+) -> Iterator[list[int]]:
     """Count bytecodes of the package on this thread, into the list that is returned; call `send` before the `nth`.
 
     Those of files whose paths end like `also` count too.

@@ -153,11 +153,10 @@ def duration_s(setting: Setting) -> float:
         return seconds_of(lambda: train(trainee, injector, 0))
 
 
-def interrupted_case_of(seed: int, *, matrix: list[Setting]) -> Case:
-    """Return the case of a seed in which SIGINT comes: every other one at a bytecode, the others after a time."""
+def interrupted_case_of(seed: int, *, matrix: list[Setting], is_timed: bool) -> Case:
+    """Return the case of a seed in which SIGINT comes: at a bytecode, or after a time where it `is_timed`."""
     random, setting = shuffled(seed), _setting(seed, matrix)
-    # In FSDP2's own code it leaves a model behind with which no loop can go on.
-    if seed % 2 and setting.kind != "shards":
+    if is_timed:
         interrupt = Interrupt(None, random.random() * duration_s(setting))
     else:
         before, until = bytecodes(setting)
@@ -251,7 +250,7 @@ class _Run:
         status = getattr(self._optimizer, "status", None)
         told = f"raised in step {step}, {phase}, status {status}"
         self._injector.enter(STEPS, "after")
-        self._trainee.recover()
+        self._trainee.recover(interrupted=isinstance(self._case.fault, Interrupt))
         try:
             closed = self._act(step, phase, status)
             if closed is not None:

@@ -179,14 +179,6 @@ def begun_step_dropped() -> None:
     failed = faults()
 
 
-def interrupts_at_once() -> None:
-    """Signals are not deferred."""
-    from reference_impl.memory import interrupts
-
-    interrupts.deferred_interrupts.__enter__ = lambda self: self
-    interrupts.deferred_interrupts.__exit__ = lambda self, *_: None
-
-
 def lost_device_hides_the_rest() -> None:
     """Closing streamed shards stops where the device is lost."""
     shards.past_a_lost_device = nullcontext
@@ -206,6 +198,5 @@ MUTATIONS: dict[str, Mutation] = {
     "worker-error-swallowed": Mutation(worker_error_swallowed),
     "step-counted-twice": Mutation(step_counted_twice),
     "begun-step-dropped": Mutation(begun_step_dropped, "optimizers:60:120"),
-    "interrupts-at-once": Mutation(interrupts_at_once, "signals:60:200"),
     "lost-device-hides-the-rest": Mutation(lost_device_hides_the_rest, "shards:0:20"),
 }

@@ -306,12 +306,15 @@ class Trainee:
         if self.setting.attached:
             self.optimizer.attach(self.model)
         loop = self.setting.loop
-        # A power of two, so that the bits are the same whether or not it has grown.
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, enabled=loop == "scaled")
+        self.scaler = self._new_scaler()
         self.average: Any = None
         if loop == "averaged":
             # Of the last weights alone: which steps it has missed does not show, and what is no weight does.
             self.average = AveragedModel(self.model, avg_fn=lambda _, weight, __: weight.clone())
+
+    def _new_scaler(self) -> torch.amp.GradScaler:
+        # A power of two, so that the bits are the same whether or not it has grown.
+        return torch.amp.GradScaler("cpu", init_scale=2.0**8, enabled=self.setting.loop == "scaled")
 
     def _optimizer(self) -> Any:
         options = dict(self.setting.options)
@@ -371,11 +374,14 @@ class Trainee:
         told = self.setting.kind in ("hybrid", "shards")
         return self.optimizer.accumulate() if more and told else nullcontext()
 
-    def recover(self) -> None:
-        """Do what FSDP2 asks of a loop that has caught an error, and what `reset_iter_state` of torch 2.13 leaves out.
+    def recover(self, *, interrupted: bool) -> None:
+        """Do what GradScaler and FSDP2 ask of a loop that has caught an error.
 
-        That is a group of whose parameters only some are whole, and the gradients of whole parameters.
+        A scaler that was interrupted may believe that the next step has been taken. Of FSDP2, `reset_iter_state` of
+        torch 2.13 leaves out a group of whose parameters only some are whole, and the gradients of whole parameters.
         """
+        if interrupted:
+            self.scaler = self._new_scaler()
         if self.setting.kind != "shards":
             return
         modules = (*self.model.layers, self.model)

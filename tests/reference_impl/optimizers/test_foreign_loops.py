@@ -352,3 +352,40 @@ def test_sgd_of_torch_is_continued_with_its_momentum(device, build):
         train(model, ours, data[2:])
         train(plain, theirs, data[2:])
         torch.testing.assert_close(model.state_dict(), plain.state_dict())
+
+
+@BOTH
+@pytest.mark.parametrize("is_taken", [False, True])
+def test_ctrl_c_in_what_grad_scaler_does_around_the_step(device, build, is_taken):
+    """Torch multiplies its scale by the one that it has not deleted."""
+
+    def weights(interrupted):
+        model, data = fresh(device), batches(device.torch_device, 4)
+        with build(model, backward_overlap="nothing") if build is half else build(model) as optimizer:
+            scaler = new_scaler()
+            for index, batch in enumerate(data):
+                if index == 1 and not interrupted and not is_taken:
+                    continue
+                scaler.scale(model(batch)).backward()
+                if index == 1 and interrupted:
+                    hook = optimizer.register_step_post_hook if is_taken else optimizer.register_step_pre_hook
+                    handle = hook(raise_interrupt)
+                    with pytest.raises(KeyboardInterrupt):
+                        scaler.step(optimizer)
+                    handle.remove()
+                    scaler = new_scaler()
+                else:
+                    scaler.step(optimizer)
+                    scaler.update()
+                # Trainers drop gradients by the model; whoever leaves a batch out, by the optimizer.
+                (model if is_taken else optimizer).zero_grad()
+            optimizer.synchronize()
+            return [param.detach().clone() for param in model.parameters()]
+
+    def new_scaler():
+        return torch.amp.GradScaler(device.torch_device.type, init_scale=2.0**8)
+
+    def raise_interrupt(*_):
+        raise KeyboardInterrupt
+
+    assert all(map(torch.equal, weights(interrupted=True), weights(interrupted=False)))
