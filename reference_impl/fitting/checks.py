@@ -17,7 +17,7 @@ from reference_impl.device import Device
 from reference_impl.fitting.planner import Plan
 from reference_impl.fitting.trial import Loss
 from reference_impl.verification.plan_document import execute_section, read_document
-from reference_impl.verification.trace import own_loss
+from reference_impl.verification.trace import check_callable_with, own_loss
 
 Budget = int | Literal["auto"]
 
@@ -142,11 +142,8 @@ def norm_of(given: float | None) -> float | None:
 
 def check_batch(batch: Any, device: Device, *, calls_itself: bool) -> None:
     """Raise ValueError for a batch that is not on `device`, or that nobody knows how to give to the model."""
-    if calls_itself and not isinstance(batch, Mapping | torch.Tensor):
-        raise ValueError(
-            f"the batch is {type(batch).__name__}; expected a mapping of keyword arguments, or one tensor; try "
-            "loss=lambda model, batch: ..., which calls the model as you do"
-        )
+    if calls_itself:
+        check_callable_with(batch)
     for leaf in tree_leaves(dict(batch) if isinstance(batch, Mapping) else batch):
         if isinstance(leaf, torch.Tensor) and leaf.device != device.torch_device:
             raise ValueError(

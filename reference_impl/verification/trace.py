@@ -9,13 +9,14 @@ Explained in docs/tracing.md.
 from __future__ import annotations
 
 import copy
+import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -32,6 +33,15 @@ Attention = Literal["flash", "as written"]
 aten = torch.ops.aten
 
 
+class Held(NamedTuple):
+    """Storages that one operation made in modules of one name, whose numbers are `*`."""
+
+    module: str
+    operation: str
+    storages: int
+    size_bytes: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class TracedStep:
     """What one step of a model takes beyond its weights, its gradients' optimizer and the inputs. Sizes in bytes.
@@ -42,8 +52,9 @@ class TracedStep:
     begins, then each block's backward is one. Finished gradients are in it; they are not in `peaks_without_gradients`,
     which holds where each leaves as it is finished, as under `HybridDeviceOptimizer`.
     `flops` counts matrix products and attention, `moved_bytes` what all other kernels read and write, `kernels` both.
-    `saved_by` is what lives when the loss is there, by the operation that made it. `assumptions` is what was taken for
-    granted.
+    `saved_by` is what lives when the loss is there, by the operation that made it; `alive_at_peak` what makes up the
+    highest of `peaks`, the largest first, with the modules in whose forward it was made: "gradients" are the finished
+    ones, and "backward" all else that backward made. `assumptions` is what was taken for granted.
     """
 
     weights_bytes: int
@@ -56,6 +67,7 @@ class TracedStep:
     moved_bytes: int
     kernels: int
     saved_by: dict[str, int]
+    alive_at_peak: tuple[Held, ...]
     assumptions: tuple[str, ...]
 
     @property
@@ -94,6 +106,7 @@ def trace(
     ledger = TraceLedger(answer=not is_padded)
     ledger.resident([*copied.parameters(), *copied.buffers(), *_tensors(batch)])
     watch = _BlockWatch(ledger, blocks)
+    _name_modules(copied, ledger)
     if checkpointing:
         _recompute(copied, blocks)
     assumptions = (
@@ -121,6 +134,7 @@ def trace(
         moved_bytes=sum(ledger.moved_bytes.values()),
         kernels=sum(ledger.kernels.values()),
         saved_by=saved,
+        alive_at_peak=_held(ledger.alive_at_peak()),
         assumptions=tuple(assumptions),
     )
 
@@ -155,6 +169,21 @@ class _BlockWatch:
         return leave
 
 
+def _name_modules(model: nn.Module, ledger: TraceLedger) -> None:
+    """Have the ledger know in which module's forward each operation runs."""
+    for name, module in model.named_modules():
+        named = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name) or type(module).__name__
+
+        def enter(module: nn.Module, args: Any, named: str = named) -> None:
+            ledger.modules.append(named)
+
+        def leave(module: nn.Module, args: Any, result: Any) -> None:
+            ledger.modules.pop()
+
+        module.register_forward_pre_hook(enter)
+        module.register_forward_hook(leave, always_call=True)
+
+
 def _on_meta(model: nn.Module) -> nn.Module:
     """Return a copy of `model` whose parameters and buffers have no memory; ties stay ties."""
     memo: dict[int, Any] = {}
@@ -166,7 +195,25 @@ def _on_meta(model: nn.Module) -> nn.Module:
 
 
 def _batch_on_meta(batch: Any) -> Any:
-    return tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf, batch)
+    return tree_map(_leaf_on_meta, batch)
+
+
+def _leaf_on_meta(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return leaf.to("meta")
+    if isinstance(
+        leaf, MutableMapping
+    ):  # such as transformers' BatchEncoding, which pytrees do not look into
+        moved = copy.copy(leaf)
+        for name, value in leaf.items():
+            moved[name] = _batch_on_meta(value)
+        return moved
+    if any(isinstance(each, torch.Tensor) for each in getattr(leaf, "__dict__", {}).values()):
+        raise ValueError(
+            f"a trace does not see the tensors in {type(leaf).__name__}; expected mappings, lists and tuples of "
+            "tensors; try a mapping of them, and loss=lambda model, batch: ..."
+        )
+    return leaf
 
 
 def _is_padded(batch: Any) -> bool:
@@ -176,7 +223,20 @@ def _is_padded(batch: Any) -> bool:
 
 
 def _tensors(batch: Any) -> Iterator[torch.Tensor]:
-    return (leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor))
+    for leaf in tree_leaves(batch):
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
+        elif isinstance(leaf, MutableMapping):
+            yield from _tensors(dict(leaf))
+
+
+def check_callable_with(batch: Any) -> None:
+    """Raise ValueError for a batch that does not say how the model is called with it."""
+    if not isinstance(batch, Mapping | torch.Tensor):
+        raise ValueError(
+            f"the batch is {type(batch).__name__}; expected a mapping of keyword arguments, or one tensor; try "
+            "loss=lambda model, batch: ..., which calls the model as you do"
+        )
 
 
 class NoLossError(ValueError):
@@ -186,8 +246,9 @@ class NoLossError(ValueError):
 def own_loss(model: nn.Module, batch: Any) -> torch.Tensor:
     """Return the `loss` of what the model returns for `batch`, or that itself where it is a tensor.
 
-    Raises NoLossError where there is none.
+    Raises NoLossError where there is none, and ValueError for a batch that is neither a mapping nor a tensor.
     """
+    check_callable_with(batch)
     out = model(**batch) if isinstance(batch, Mapping) else model(batch)
     loss = out if isinstance(out, torch.Tensor) else getattr(out, "loss", None)
     if loss is None:
@@ -243,6 +304,16 @@ def _saved_by(births: list[Birth]) -> dict[str, int]:
     return dict(counted.most_common())
 
 
+def _held(births: list[Birth]) -> tuple[Held, ...]:
+    sizes: Counter[tuple[str, str]] = Counter()
+    counts: Counter[tuple[str, str]] = Counter()
+    for birth in births:
+        made = birth.module or "backward", birth.operation.removesuffix(".default")
+        sizes[made] += birth.size_bytes
+        counts[made] += 1
+    return tuple(Held(*made, counts[made], size_bytes) for made, size_bytes in sizes.most_common())
+
+
 @contextmanager
 def _cuda_kernels(attention: Attention) -> Iterator[None]:
     """Have CUDA's kernels stand for `scaled_dot_product_attention` and `dropout`, unless all is to be as written.
@@ -287,7 +358,7 @@ def _cuda_attention(
     enable_gqa: bool = False,
 ) -> torch.Tensor:
     """Attention as CUDA's backends save it: (batch, heads, tokens, head size), and 4 bytes a row and head."""
-    if attn_mask is None and query.shape[-1] <= 256:
+    if attn_mask is None and query.shape[-1] == value.shape[-1] <= 256:
         return aten._scaled_dot_product_flash_attention(  # type: ignore[no-any-return]
             query, key, value, dropout_p, is_causal, scale=scale
         )[0]

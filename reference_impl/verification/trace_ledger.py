@@ -12,7 +12,8 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -22,15 +23,33 @@ from torch.utils.flop_counter import flop_registry
 aten = torch.ops.aten
 
 
-class Birth(NamedTuple):
-    """A storage: its size, and the operation that made it."""
+GRADIENTS = "gradients"  # where finished gradients are, instead of in the module that made them
+
+
+@dataclass(slots=True)
+class Birth:
+    """A storage: its size, the operation that made it and the module in whose forward, and how long it lived.
+
+    `born` and `died` count operations; it was alive after each from `born` to `died`, or to the end where that is None.
+    """
 
     size_bytes: int
     operation: str
+    module: str
+    born: int
+    died: int | None = None
+
+    def is_alive_after(self, operation: int) -> bool:
+        """Whether it is there when the operation of that number ends."""
+        return self.born <= operation and (self.died is None or operation <= self.died)
 
 
 class UnknownValueError(RuntimeError):
     """The model asked what a tensor holds; on meta tensors nobody knows."""
+
+
+class NoKernelError(RuntimeError):
+    """The model calls a kernel that does not say which results it makes."""
 
 
 class TraceLedger(TorchDispatchMode):
@@ -40,7 +59,7 @@ class TraceLedger(TorchDispatchMode):
     `peaks` is the most of the first in each span, `peaks_without_gradients` the most without the second, as where each
     gradient leaves when it is finished. `flops` and `moved_bytes` say what kernels compute, read and write. Views make
     no storage, and operations in place none either. A question for one bool is answered with `answer` and counted in
-    `assumed`.
+    `assumed`. `modules` is the stack of names of the modules whose forward runs.
     """
 
     def __init__(self, *, answer: bool = True) -> None:
@@ -55,6 +74,11 @@ class TraceLedger(TorchDispatchMode):
         self.peaks: dict[str, int] = {}
         self.peaks_without_gradients: dict[str, int] = {}
         self.assumed = 0
+        self.modules: list[str] = []
+        self._operations = 0
+        self._peak_bytes = 0
+        self._peak_operation = 0
+        self._births: list[Birth] = []
         self._alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], Birth]] = {}
         self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
@@ -64,7 +88,8 @@ class TraceLedger(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is aten._local_scalar_dense.default:
             return self._answer(args[0])
-        result = func(*args, **kwargs)
+        self._operations += 1
+        result = self._run(func, args, kwargs)
         made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         if not func.is_view:
             read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
@@ -85,19 +110,33 @@ class TraceLedger(TorchDispatchMode):
 
     def finish_gradient(self, gradient: torch.Tensor) -> None:
         """Note that `gradient` is the finished one of a parameter."""
-        self.gradient_bytes += gradient.untyped_storage().nbytes()
+        storage = gradient.untyped_storage()
+        self.gradient_bytes += storage.nbytes()
+        self._alive[storage._cdata][1].module = GRADIENTS
 
     def alive(self) -> list[Birth]:
         """Return what lives now, in the order of birth."""
         return [birth for _, birth in self._alive.values()]
 
+    def alive_at_peak(self) -> list[Birth]:
+        """Return what lived when the most bytes did, in the order of birth."""
+        return [birth for birth in self._births if birth.is_alive_after(self._peak_operation)]
+
+    def _run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        try:
+            return func(*args, **kwargs)
+        except NotImplementedError as error:
+            # Torch says so of what depends on values, and of kernels that nobody has described.
+            if func.namespace == "aten":
+                raise _unknown(f"what `{func}` returns, which depends on the values of a tensor") from error
+            raise NoKernelError(
+                f"`{func}` has no fake implementation, which says the shapes of its results; expected one of each "
+                "custom kernel; try torch.library.register_fake"
+            ) from error
+
     def _answer(self, tensor: torch.Tensor) -> bool:
         if tensor.dtype is not torch.bool:
-            raise UnknownValueError(
-                f"the forward asks for the value of a {str(tensor.dtype).removeprefix('torch.')} tensor, which a trace "
-                "does not have; expected a forward whose operations follow from shapes; try the formula "
-                "(`offload plan --model NAME`), or a trace of the parts that do not ask"
-            )
+            raise _unknown(f"the value of a {str(tensor.dtype).removeprefix('torch.')} tensor")
         self.assumed += 1
         return self._answered
 
@@ -118,7 +157,9 @@ class TraceLedger(TorchDispatchMode):
             known = self._known.get(key)
             if known is not None and known() is not None:
                 continue
-            birth = Birth(storage.nbytes(), operation)
+            module = self.modules[-1] if self.modules else ""
+            birth = Birth(storage.nbytes(), operation, module, self._operations)
+            self._births.append(birth)
             self._known[key] = reference = weakref.ref(storage, self._forget(key))
             self._alive[key] = reference, birth
             self.live_bytes += birth.size_bytes
@@ -126,6 +167,8 @@ class TraceLedger(TorchDispatchMode):
 
     def _note_peak(self) -> None:
         span, rest_bytes = self.span, self.live_bytes - self.gradient_bytes
+        if self.live_bytes > self._peak_bytes:
+            self._peak_bytes, self._peak_operation = self.live_bytes, self._operations
         self.peaks[span] = max(self.peaks.get(span, 0), self.live_bytes)
         self.peaks_without_gradients[span] = max(self.peaks_without_gradients.get(span, 0), rest_bytes)
 
@@ -135,9 +178,18 @@ class TraceLedger(TorchDispatchMode):
                 return
             del self._known[key]
             _, birth = self._alive.pop(key)
+            birth.died = self._operations
             self.live_bytes -= birth.size_bytes
 
         return forget
+
+
+def _unknown(asked: str) -> UnknownValueError:
+    return UnknownValueError(
+        f"the forward asks for {asked}, which a trace does not have; expected a forward whose operations follow from "
+        "shapes; try the formula (`offload plan config.json`, or `--model NAME`), or a trace of the parts that do not "
+        "ask"
+    )
 
 
 def allocated_bytes(size_bytes: int) -> int:

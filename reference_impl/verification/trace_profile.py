@@ -18,9 +18,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from reference_impl.verification.trace import Attention, Loss, TracedStep, trace
+from reference_impl.verification.trace import Attention, Held, Loss, TracedStep, trace
 
-SCHEMA_VERSION = "1.0"
+SCHEMA_VERSION = "1.1"
+_MOST_HELD = 20
 
 
 def profile_model(
@@ -111,7 +112,17 @@ def _step(
         "moved_bytes": grows(one.moved_bytes, longer.moved_bytes, two.moved_bytes),
         "kernels": one.kernels,
         "saved_by": one.saved_by,
+        "alive_at_peak": [each._asdict() for each in _largest(one.alive_at_peak)],
     }
+
+
+def _largest(held: tuple[Held, ...]) -> tuple[Held, ...]:
+    """Return the largest, and the rest in one."""
+    rest = held[_MOST_HELD:]
+    if not rest:
+        return held
+    storages, size_bytes = sum(each.storages for each in rest), sum(each.size_bytes for each in rest)
+    return *held[:_MOST_HELD], Held("all else", "several", storages, size_bytes)
 
 
 def _document(

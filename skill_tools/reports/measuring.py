@@ -5,6 +5,7 @@ Each result is the document that `--format json` prints, of `schema/profile.sche
 """
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -40,7 +41,7 @@ _WAYS = {
     (True, False): "blocks recomputed",
     (True, True): "blocks recomputed, gradients leave",
 }
-_MOST_OPERATIONS = 5
+_MOST_MODULES = 8
 
 
 @contextmanager
@@ -215,18 +216,32 @@ def traced(
     """Return the profile in lines; `peaks` are the most bytes beyond the weights, and the span, by way of training."""
     versions = ", ".join(f"{name} {release}" for name, release in document["versions"].items())
     shape = f"{sequences} x {tokens} tokens"
+    unit = _unit(max(size_bytes for size_bytes, _ in peaks.values()))
+    weights, gradients = document["weights_allocated_bytes"], document["gradients_bytes"]
     lines = [
         f"{document['model']}, {document['dtype']}, {shape}; traced with {versions}",
-        f"weights {gib(document['weights_allocated_bytes'])}, gradients {gib(document['gradients_bytes'])}",
+        f"weights {_amount(weights, unit)}, gradients {_amount(gradients, unit)}",
         "most bytes of forward and backward beyond the weights:",
     ]
     width = max(map(len, _WAYS.values()))
     for way, (size_bytes, span) in peaks.items():
-        lines.append(f"  {_WAYS[way]:<{width}}  {gib(size_bytes):>10}  in {span}")
-    first = document["steps"][0]
-    lines.append(f"alive when the loss is there, 1 x {document['traced_tokens']} tokens, by what made it:")
-    for operation, size_bytes in list(first["saved_by"].items())[:_MOST_OPERATIONS]:
-        lines.append(f"  {operation:<{width}}  {gib(size_bytes):>10}")
+        lines.append(f"  {_WAYS[way]:<{width}}  {_amount(size_bytes, unit):>12}  in {span}")
+    lines.append(
+        f"alive at the peak as it is, 1 x {document['traced_tokens']} tokens, by the module that made it:"
+    )
+    alive = _by_module(document["steps"][0]["alive_at_peak"])
+    width = max(len(module) for module, _ in alive)
+    lines += [f"  {module:<{width}}  {_amount(size_bytes, unit):>12}" for module, size_bytes in alive]
     lines += [f"assumed: {each}" for each in document["assumptions"]]
     lines.append("optimizer states are not in it; `offload plan` adds them")
     return "\n".join(lines)
+
+
+def _by_module(held: Sequence[Mapping[str, Any]]) -> list[tuple[str, int]]:
+    """Return the modules that made the most of what is alive, each with its bytes, and the rest in one."""
+    sizes: Counter[str] = Counter()
+    for each in held:
+        sizes[each["module"]] += each["size_bytes"]
+    rest = sizes.pop("all else", 0)
+    most = sizes.most_common(_MOST_MODULES)
+    return [*most, ("all else", sizes.total() + rest - sum(size_bytes for _, size_bytes in most))]

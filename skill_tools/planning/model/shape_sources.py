@@ -230,12 +230,13 @@ def from_config_json(path: str) -> ModelShape:
 def from_entries(data: dict[str, Any], path: str) -> ModelShape:
     """Build the shape from the entries of a config.json that came from `path`."""
     inner = data.get("text_config")
+    architecture = (data.get("architectures") or [""])[0]
     data = inner if isinstance(inner, dict) else data
     if any(key in data for key in _HYBRID):
         raise UnusableInput(
             f"{path} describes a model with linear-attention or state-space layers",
-            expected="a decoder of attention and MLP or expert layers",
-            attempt="a 20-step run with torch.cuda.max_memory_allocated, because this shape is not modelled",
+            expected="a decoder of attention and MLP or expert layers, or such a model traced",
+            attempt=f"offload trace {path} --out profile.json, then offload plan --trace profile.json",
         )
     known = {
         "num_layers": "num_hidden_layers",
@@ -253,7 +254,7 @@ def from_entries(data: dict[str, Any], path: str) -> ModelShape:
         )
     values: dict[str, Any] = {name: data[key] for name, key in known.items()}
     values |= _json_attention(data) | _json_experts(data)
-    architecture = (data.get("architectures") or [data.get("model_type", "")])[0]
+    architecture = architecture or data.get("model_type", "")
     return checked(ModelShape(name=f"{architecture or 'model'} of {path}", **values))
 
 

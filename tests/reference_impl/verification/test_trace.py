@@ -1,6 +1,9 @@
 """A trace says what a step takes: the ledger of the CPU twin, which runs the step, counts the same bytes."""
 
+import collections
 import json
+import re
+import types
 
 import pytest
 import torch
@@ -11,7 +14,12 @@ from torch.utils.checkpoint import checkpoint
 from reference_impl.device import Device
 from reference_impl.memory.ledger import Ledger
 from reference_impl.verification.trace import trace
-from reference_impl.verification.trace_ledger import TraceLedger, UnknownValueError, allocated_bytes
+from reference_impl.verification.trace_ledger import (
+    NoKernelError,
+    TraceLedger,
+    UnknownValueError,
+    allocated_bytes,
+)
 from reference_impl.verification.trace_profile import at, peak_bytes, profile_model
 from skill_tools.__main__ import main
 
@@ -101,6 +109,32 @@ def test_the_peak_is_that_of_the_step_to_the_byte(is_tied, recomputes):
     model.recomputes = recomputes
     assert step.peak_bytes == measured(model, ids)
     assert max(step.peaks_without_gradients.values()) == measured(model, ids, frees_gradients=True)
+
+
+@pytest.mark.parametrize("recomputes", WAYS)
+def test_what_is_alive_at_the_peak_is_the_peak_by_the_module_that_made_it(recomputes):
+    model = Model(layers=3)
+    step = trace(model, batch(), loss_of, checkpointing=recomputes)
+    assert sum(each.size_bytes for each in step.alive_at_peak) == step.peak_bytes
+    held = {(each.module, each.operation): each for each in step.alive_at_peak}
+    ups = held.get(("blocks.*.up", "aten.addmm"))
+    if recomputes:
+        assert ups is None
+    else:
+        assert (ups.storages, ups.size_bytes) == (3, 3 * 2 * 64 * 4 * 32 * 4)
+
+
+def test_finished_gradients_are_told_from_what_backward_makes_on_its_way():
+    model = Model(words=10)  # of so few words the end of backward decides, where most gradients are there
+    (found,) = (
+        each.size_bytes
+        for each in trace(model, batch(1, 2), loss_of).alive_at_peak
+        if each.module == "gradients" and each.operation == "aten.mm"
+    )
+    matrices = [
+        param for param in model.parameters() if param.dim() == 2 and param is not model.embedding.weight
+    ]
+    assert found == sum(param.nbytes for param in matrices)
 
 
 def test_weights_that_are_tied_count_once():
@@ -220,6 +254,76 @@ def test_a_forward_that_depends_on_values_is_refused():
         trace(Asks(), batch(), loss_of)
 
 
+def test_a_result_whose_size_depends_on_values_is_refused():
+    class Picks(Model):
+        def forward(self, ids):
+            return super().forward(ids[ids.nonzero(as_tuple=True)][None])
+
+    with pytest.raises(
+        UnknownValueError, match=r"`aten\.nonzero\.default`.*whose operations follow from shapes"
+    ):
+        trace(Picks(), batch(), loss_of)
+
+
+def test_a_kernel_without_a_fake_version_is_named():
+    with torch.library._scoped_library("of_a_test", "FRAGMENT") as library:
+        library.define("twice(Tensor x) -> Tensor")
+        library.impl("twice", lambda x: 2 * x, "CPU")
+
+        class Custom(Model):
+            def forward(self, ids):
+                return torch.ops.of_a_test.twice(super().forward(ids))
+
+        with pytest.raises(NoKernelError, match=r"`of_a_test\.twice\.default` has no fake.*register_fake"):
+            trace(Custom(), batch(), loss_of)
+
+
+class Mapped(collections.UserDict):
+    """A batch as transformers' tokenizers return it: a mapping that no pytree looks into."""
+
+
+def test_a_mapping_of_any_class_is_a_batch():
+    class WithLoss(Model):
+        def forward(self, ids, labels):
+            assert ids.is_meta
+            return type("Output", (), {"loss": loss_of(super().forward, ids)})
+
+    ids = batch()
+    given = Mapped(ids=ids, labels=ids)
+    assert trace(WithLoss(), given).peak_bytes == trace(Model(), ids, loss_of).peak_bytes
+    assert given["ids"] is ids
+
+
+@pytest.mark.parametrize(
+    ("given", "loss", "message"),
+    [
+        ((batch(), batch()), None, "the batch is tuple; expected a mapping of keyword arguments"),
+        (None, None, "the batch is NoneType"),
+        (
+            types.SimpleNamespace(ids=batch()),
+            lambda model, given: 0,
+            "does not see the tensors in SimpleNamespace",
+        ),
+    ],
+)
+def test_a_batch_that_nobody_knows_how_to_give_is_refused(given, loss, message):
+    with pytest.raises(ValueError, match=message):
+        trace(Model(), given, loss)
+
+
+def test_values_of_another_size_than_queries_take_the_memory_efficient_kernel():
+    """As in multi-head latent attention; flash attention's kernel has one size for all three."""
+
+    def loss(model, x):
+        query = model(x).view(1, 64, 4, 24).transpose(1, 2)
+        result = functional.scaled_dot_product_attention(query, query, query[..., :16], is_causal=True)
+        assert result.shape == (1, 4, 64, 16)
+        return result.sum()
+
+    held = trace(nn.Linear(96, 96), torch.zeros(1, 64, 96), loss).saved_by
+    assert any("efficient_attention" in operation for operation in held)
+
+
 def test_a_question_for_a_truth_value_is_an_assumption():
     class Asks(Model):
         def forward(self, ids):
@@ -289,7 +393,48 @@ def test_the_command_prints_peaks_and_writes_the_profile(tmp_path, capsys):
     assert main(["trace", str(tmp_path), "--tokens", "4096", "--out", str(out)]) == 0
     said = capsys.readouterr().out
     assert "Qwen3ForCausalLM, bfloat16, 1 x 4096 tokens" in said
-    assert json.loads(out.read_text())["model"] == "Qwen3ForCausalLM"
+    assert re.search(r"model\.layers\.\*\.[\w.]+ +[1-9]\d*\.\d\d MiB", said)
+    document = json.loads(out.read_text())
+    assert document["model"] == "Qwen3ForCausalLM"
+    assert document["parameters"] == document["weights_bytes"] // 2
+
+
+HYBRID = {
+    "model_type": "qwen3_next", "architectures": ["Qwen3NextForCausalLM"], "hidden_size": 64,
+    "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    "intermediate_size": 128, "vocab_size": 1000, "num_experts": 4, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+}  # fmt: skip
+WITH_A_TOWER = {
+    "model_type": "llava", "architectures": ["LlavaForConditionalGeneration"], "image_token_index": 999,
+    "text_config": {
+        "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "vocab_size": 1000,
+    },
+    "vision_config": {
+        "model_type": "clip_vision_model", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "image_size": 28, "patch_size": 14, "projection_dim": 32,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("config", "notes"), [(HYBRID, []), (WITH_A_TOWER, ["text alone: no vision is given to the model"])]
+)
+def test_what_no_shape_describes_is_planned_by_its_trace(tmp_path, capsys, config, notes):
+    pytest.importorskip("transformers.modeling_utils", reason="transformers is not installed")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    out = str(tmp_path / "profile.json")
+    assert main(["trace", str(tmp_path), "--tokens", "512", "--out", out]) == 0
+    said = json.loads((tmp_path / "profile.json").read_text())
+    assert [each for each in said["assumptions"] if each.startswith("text alone")] == notes
+    capsys.readouterr()
+    assert main(["plan", "--trace", out, "--gpu", "h100", "--format", "json"]) == 0
+    lines = json.loads(capsys.readouterr().out)["as_it_is"]["memory"]["gpu"]
+    held = {line["name"]: line["bytes"] for line in lines}
+    assert held["weights"] == said["weights_bytes"]
+    assert held["moments"] == 8 * said["parameters"]
 
 
 class Dropped(nn.Module):
