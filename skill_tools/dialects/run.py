@@ -86,7 +86,7 @@ class Run(NamedTuple):
     that head and loss are one kernel, which makes the logits in chunks. `reserves` False counts tensors alone: nothing
     is set aside for CUDA's context, its libraries and fragmentation. `streamed_states` are what the user asks for;
     `allows_other_numerics` lets a plan choose among all of them. `spread` is there if a plain loop runs on several
-    GPUs.
+    GPUs. `tower` are the parameters of a vision tower that no text reaches: it has neither gradients nor states.
     """
 
     dialect: str
@@ -115,6 +115,7 @@ class Run(NamedTuple):
     reserves: bool = True
     streamed_states: StreamedStates = StreamedStates.EXACT
     allows_other_numerics: bool = False
+    tower: int = 0
     spread: Spread | None = None
     assumptions: tuple[str, ...] = ()
 

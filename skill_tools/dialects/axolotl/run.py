@@ -1,11 +1,13 @@
 """Builds the planner's run from an Axolotl configuration: full fine-tuning, LoRA or QLoRA, sharded or not.
 
 Axolotl trains Hugging Face models eagerly. What Hugging Face decides and the YAML does not say (dtypes of states,
-mixed precision under FSDP) is a stated assumption. RL trainers and multimodal towers are not modelled.
+mixed precision under FSDP) is a stated assumption. RL trainers are not modelled, nor images: a vision tower takes
+memory and sees none.
 """
 
 from pathlib import PurePath
 
+from skill_tools import knowledge
 from skill_tools.configs.config import Config
 from skill_tools.dialects import fields
 from skill_tools.dialects.axolotl.unfrozen import trained_share
@@ -54,6 +56,7 @@ def build(config: Config, shape: ModelShape, *, gpus: int | None) -> Run:
         adapter=adapter,
         shards_optimizer=stage >= 1,
         trained_share=trained_share(config, shape, assumptions),
+        tower=_tower(config, shape, assumptions),
         weight_shards=world if stage >= 3 else 1,
         gradient_shards=world if stage >= 2 else 1,
         loss_bytes=0.5 if fuses_loss(config) else 12.0,
@@ -63,6 +66,18 @@ def build(config: Config, shape: ModelShape, *, gpus: int | None) -> Run:
         norm_bytes=0.0 if fields.flag(config, "liger_rms_norm") else 4.0,
         assumptions=tuple(assumptions),
     )
+
+
+def _tower(config: Config, shape: ModelShape, assumptions: list[str]) -> int:
+    """Return the parameters of the model's vision tower, which is loaded unless the class is a text model's."""
+    tower: int = knowledge.index()["models"].get(shape.name, {}).get("tower", 0)
+    if not tower or (fields.text(config, "model_type") or "").endswith("ForCausalLM"):
+        return 0
+    assumptions.append(
+        f"a vision tower of {tower / 1e9:.2f}e9 parameters that sees no image, not packed; a model_type that ends in "
+        "ForCausalLM loads none"
+    )
+    return tower
 
 
 def fuses_loss(config: Config) -> bool:

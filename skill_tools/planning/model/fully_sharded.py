@@ -56,17 +56,18 @@ def lines(run: Run, held: int) -> list[Line]:
 def around_groups(run: Run, layer: int, ends: int) -> list[Line]:
     """Return what FSDP2 needs beside a rank's shards where a trainer wraps layers of so many elements, and the root.
 
-    `ends` are the root's: embedding and head. Frozen weights are gathered as they are, 4-bit ones packed, and have no
-    gradients; the ends are never packed. Collectives run on streams of their own, and what the allocator has given to
-    one stream no other takes. So the flat buffers of gathers and reduce-scatters stay reserved beside the tensors that
-    they are copied from and to.
+    `ends` are the root's: embedding and head; a vision tower is gathered with them. Frozen weights are gathered as they
+    are, 4-bit ones packed, and have no gradients; the ends are never packed. Collectives run on streams of their own,
+    and what the allocator has given to one stream no other takes. So the flat buffers of gathers and reduce-scatters
+    stay reserved beside the tensors that they are copied from and to.
     """
     wide = 2 if run.adapter is None else run.adapter.base_weight_bytes
+    root = ends + run.tower
     found = [
         Line("gathered layers", round(2 * wide * layer), f"2 layers x {wide:g} B a parameter", "step"),
-        Line("gathered embedding and head", 2 * ends, each(2, ends, "parameters of the root group"), "step"),
+        Line("gathered embedding and head", 2 * root, each(2, root, "parameters of the root group"), "step"),
     ]
-    flat, of = 2 * wide * layer + 2 * ends, "gathers of two layers and the root"
+    flat, of = 2 * wide * layer + 2 * root, "gathers of two layers and the root"
     if run.adapter is None:
         found += [
             Line("gradients of a layer", 2 * layer, each(2, layer, "parameters"), "recompute"),

@@ -14,7 +14,7 @@ from skill_tools import knowledge
 from skill_tools.dialects.shapes import ModelShape
 from skill_tools.errors import UnusableInput
 
-_NOT_SHAPE = ("names", "source", "parameters")
+_NOT_SHAPE = ("names", "source", "parameters", "tower")
 
 
 def entries() -> dict[str, dict[str, Any]]:

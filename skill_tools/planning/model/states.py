@@ -54,7 +54,7 @@ def _lines(run: Run, mode: Mode, local: LocalParameters) -> tuple[list[Line], li
             "weights", round(precision.weight_bytes * held), each(precision.weight_bytes, held, "parameters")
         )
     ]
-    gpu += _around_weights(run)
+    gpu += [*_tower(run, precision.weight_bytes), *_around_weights(run)]
     gradients = _gradients(run, mode, local)
     leaving = fully_sharded.leaving(run, mode, local.shard)
     states, host = _optimizer(run, mode, local.shard)
@@ -98,6 +98,12 @@ def _around_weights(run: Run) -> list[Line]:
     if run.reserves:
         found += [Line("cuBLAS workspace", CUBLAS_BYTES, "32 MiB for forward and for backward, as on Hopper")]
     return found
+
+
+def _tower(run: Run, each_bytes: float) -> list[Line]:
+    held = run.tower // run.weight_shards
+    formula = each(each_bytes, held, "parameters that no text reaches")
+    return [Line("vision tower", round(each_bytes * held), formula)] if held else []
 
 
 def _tied_sum(run: Run) -> list[Line]:
@@ -258,10 +264,11 @@ def _adapter(run: Run, adapter: Adapter, mode: Mode, local: LocalParameters) -> 
             "adapter gradients", round(wide * trained), each(wide, trained, "adapter parameters"), "backward"
         ),
     ]
-    gpu = [*adapters, *_around_weights(run)]
+    tower = _tower(run, 2)
+    gpu = [*adapters, *tower, *_around_weights(run)]
     if mode.offload_parameters:
         rounding = _rounding(run, mode, held) if mode.optimizer_engine is not OptimizerEngine.CPU_ADAM else []
-        host = [Line(line.name, line.bytes, line.formula) for line in adapters]
+        host = [Line(line.name, line.bytes, line.formula) for line in (*tower, *adapters)]
         return [*_around_weights(run), *_gathered(run, mode, local)], [
             Line("base weights", base, formula),
             *host,

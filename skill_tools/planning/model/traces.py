@@ -62,6 +62,9 @@ def run_of(path: str, run: Run, *, names_the_model: bool) -> Run:
             expected="the rank that is trained",
             attempt=f"offload trace config.json --lora-rank {run.adapter.rank}",
         )
+    if found.is_counted:
+        # A tower was counted with the model.
+        run = run._replace(tower=0)
     if is_adapted:
         return run._replace(traced=found, adapter=_adapter(found))
     if not found.is_counted or run.is_fully_sharded:
