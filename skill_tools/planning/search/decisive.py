@@ -1,8 +1,8 @@
 """The one assumption that changes a plan's answer most, with what would replace it by a fact.
 
-Assumptions about the run come before those of the computation: a missing file, then the sizes of the run, then the
-machine, then the formulas. Within each, the one that changes more bytes comes first. Apart because the reports of
-plans and of diagnoses both print it.
+Assumptions about the run come before those of the computation: a missing file, then the sizes of the run, of which the
+layout's divide weights and states, then the machine, then the formulas. Within each, the one that changes more bytes
+comes first. Apart because the reports of plans and of diagnoses both print it.
 """
 
 import re
@@ -12,13 +12,13 @@ from skill_tools.planning.search.planner import Plan
 _COMPUTED = "memory of forward and backward: a formula"
 _ORDER = (
     (r"no such file beside it", "give that file"),
-    (r"^sequence length \d", "--overrides with yours"),
-    (r"^micro-batch \d", "--overrides with yours"),
-    (r"^\d+ GPUs?\b", "--gpus with yours"),
     (
         r"^(TP|PP|EP)\b.*a recipe may set it",
         "give the recipe before this file, or --overrides with its sizes",
     ),
+    (r"^sequence length \d", "--overrides with yours"),
+    (r"^micro-batch \d", "--overrides with yours"),
+    (r"^\d+ GPUs?\b", "--gpus with yours"),
     (r"^no activation recompute: not set here", "give the recipe before this file"),
     (r"^no gradient checkpointing in the script", ""),
     (r"^every weight is trained", ""),

@@ -36,6 +36,15 @@ bf16: true
 gradient_checkpointing: true
 datasets: [{path: tatsu-lab/alpaca, type: alpaca}]
 """
+IMPORTED = """\
+from megatron.bridge.perf_recipes.qwen import qwen3_30b_a3b_pretrain_base
+
+
+def my_config():
+    cfg = qwen3_30b_a3b_pretrain_base()
+    cfg.model.pipeline_model_parallel_size = 1
+    return cfg
+"""
 LLAMA_FACTORY = """\
 model_name_or_path: meta-llama/Llama-3.1-8B-Instruct
 stage: sft
@@ -112,6 +121,14 @@ def test_the_answer_is_ten_lines_and_leaves_headroom(
     jsonschema.validate(plan, SCHEMA)
     taken = plan["recommendation"]["option"]["memory"]["device_bytes"]
     assert taken <= 0.95 * plan["budget"]["gpu_bytes"]
+
+
+def test_the_layout_of_an_imported_recipe_is_said_to_be_unknown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "recipe.py").write_text(IMPORTED, encoding="utf-8")
+    main(["plan", str(tmp_path / "recipe.py"), "--gpu", "h100", "--gpus", "16"])
+    assert "rests most on: TP and EP 1: not set here, a recipe may set it" in capsys.readouterr().out
 
 
 def ways(name: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
