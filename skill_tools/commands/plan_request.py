@@ -14,7 +14,7 @@ from skill_tools.dialects.shapes import ModelShape
 from skill_tools.errors import UnusableInput
 from skill_tools.planning.cost import machine
 from skill_tools.planning.cost.machine import Machine
-from skill_tools.planning.model import known_models, shape_sources, traces
+from skill_tools.planning.model import known_models, memory, shape_sources, traces
 from skill_tools.planning.model.shape_sources import UnknownShapeError
 from skill_tools.planning.search import planner
 from skill_tools.planning.search.options import HEADROOM, Budget, Prepared
@@ -46,7 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     budgets.add_argument(
         "--gpu",
         metavar="NAME",
-        help="a GPU as you or nvidia-smi call it: 4090, A100-40GB, MI300X; four numbers; or auto: as probed here",
+        help="a GPU as you or nvidia-smi call it: 4090, A100-40GB, MI300X; four numbers; or auto: the one "
+        "that is here, as probed, or as torch finds it",
     )
     budgets.add_argument("--profile", metavar="FILE", help="rates that `offload probe` measured, as JSON")
     budgets.add_argument(
@@ -257,16 +258,40 @@ def _machine(args: argparse.Namespace, built: Run) -> Machine:
         if kept is not None:
             return kept
         if args.gpu == AUTO:
-            raise UnusableInput(
-                "--gpu auto: nobody has measured this machine",
-                expected=f"its profile in {kept_profile.path()}",
-                attempt="offload probe, once, or --gpu NAME",
-            )
+            return _present(built)
     return machine.known(args.gpu or "h100", ranks_on_node=built.layout.ranks_on_node)
 
 
-def _unnamed(where: Machine) -> str:
+def _present(built: Run) -> Machine:
+    """Return the known machine with the card that torch finds here, less what other processes hold of it."""
+    from skill_tools.commands.verify import chosen_device
+    from skill_tools.planning.cost import kept_profile
+
+    try:
+        device = chosen_device(None)
+    except UnusableInput:  # no torch
+        device = None
+    if device is None or not device.is_accelerator:
+        raise UnusableInput(
+            "--gpu auto: nobody has measured this machine, and torch finds no GPU",
+            expected=f"its profile in {kept_profile.path()}, or its card",
+            attempt="offload probe, once, or --gpu NAME",
+        )
+    known = machine.known(device.name, ranks_on_node=built.layout.ranks_on_node)
+    total = device.allocator.total_bytes
+    # To ask takes a context of our own, which a plan counts by itself.
+    others = max(total - device.allocator.free_bytes() - memory.CONTEXT_BYTES, 0)
+    return known._replace(gpu_memory_bytes=max(min(known.gpu_memory_bytes, total) - others, 0))
+
+
+def _unnamed(args: argparse.Namespace, where: Machine) -> str:
     """Say which rates stand for a GPU that was not named."""
+    if not where.measured and args.gpu == AUTO:
+        taken = machine.known(where.name).gpu_memory_bytes - where.gpu_memory_bytes
+        return (
+            f"GPU: {where.name}, which is here, less {gib(taken)} that others hold; `offload probe`, run once, keeps "
+            "this machine's rates"
+        )
     if not where.measured:
         return "GPU: h100 rates, because --gpu was not given; `offload probe`, run once, keeps this machine's"
     from skill_tools.planning.cost import kept_profile
@@ -283,7 +308,7 @@ def _unnamed(where: Machine) -> str:
 def _budget(args: argparse.Namespace, where: Machine) -> tuple[Budget, tuple[str, ...]]:
     notes = []
     if args.gpu in {None, AUTO} and not args.profile:
-        notes.append(_unnamed(where))
+        notes.append(_unnamed(args, where))
     if args.gpu_memory is not None and args.tensor_memory is not None:
         raise UnusableInput(
             "--gpu-memory and --tensor-memory are both given",

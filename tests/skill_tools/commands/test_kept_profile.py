@@ -1,6 +1,7 @@
 """The machine's profile that `offload probe` keeps and `offload plan` finds."""
 
 import json
+import types
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,8 @@ from typing import Any
 import pytest
 
 from skill_tools.__main__ import main
-from skill_tools.planning.cost import kept_profile
+from skill_tools.planning.cost import kept_profile, machine
+from skill_tools.planning.model import memory
 
 RATES = {
     "gpu": "NVIDIA H100",
@@ -60,7 +62,56 @@ def test_an_old_one_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert any("40 days old, offload probe measures again" in line for line in planned(capsys)["assumptions"])
 
 
-def test_without_one_auto_is_refused_and_a_plan_says_what_it_took(capsys: pytest.CaptureFixture[str]) -> None:
+class Card:
+    """What is asked of a device of the engine: this one has a name, and others hold some of its memory."""
+
+    is_accelerator = True
+
+    def __init__(self, name: str, total_bytes: int, held_bytes: int) -> None:
+        self.name, self.total_bytes, self._held_bytes = name, total_bytes, held_bytes
+        self.allocator = self
+
+    def free_bytes(self) -> int:
+        return self.total_bytes - self._held_bytes - memory.CONTEXT_BYTES
+
+
+def here(monkeypatch: pytest.MonkeyPatch, card: object) -> None:
+    monkeypatch.setattr("skill_tools.commands.verify.chosen_device", lambda name: card)
+
+
+@pytest.mark.parametrize("held", [0, 8 << 30])
+def test_auto_takes_the_card_that_is_there_less_what_others_hold(
+    held: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = machine.known("h100").gpu_memory_bytes
+    here(monkeypatch, Card("NVIDIA H100 80GB HBM3", whole + (1 << 20), held))
+    plan = planned(capsys, "--gpu", "auto")
+    assert plan["machine"]["name"] == "h100"
+    assert not plan["machine"]["measured"]
+    assert plan["budget"]["gpu_bytes"] == whole - held
+    assert any(f"h100, which is here, less {held >> 30}.0 GiB" in line for line in plan["assumptions"])
+
+
+def test_what_was_probed_comes_before_the_card_that_is_there(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep()
+    here(monkeypatch, Card("NVIDIA L40S", 44 << 30, 0))
+    assert planned(capsys, "--gpu", "auto")["machine"]["measured"]
+
+
+def test_a_card_that_nobody_wrote_down_is_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here(monkeypatch, Card("NVIDIA Unheard Of", 44 << 30, 0))
+    assert main(["plan", "--model", "llama-3-8b", "--gpu", "auto"]) == 2
+    assert "'NVIDIA Unheard Of' is not known" in capsys.readouterr().err
+
+
+def test_without_one_auto_is_refused_and_a_plan_says_what_it_took(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here(monkeypatch, types.SimpleNamespace(is_accelerator=False))
     assert any("h100 rates, because --gpu was not given" in line for line in planned(capsys)["assumptions"])
     assert main(["plan", "--model", "llama-3-8b", "--gpu", "auto"]) == 2
     assert "offload probe, once" in capsys.readouterr().err
