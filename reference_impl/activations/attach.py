@@ -230,7 +230,8 @@ def refuse_checkpointing(model: nn.Module, instead: str) -> None:
         if _computes_again(module):
             raise ValueError(
                 f"{name or type(model).__name__} has gradient_checkpointing switched on, and {instead} computes layers "
-                "again too; expected one of the two; try model.gradient_checkpointing_disable()"
+                "again too; expected one of the two; try model.activation_checkpointing_disable(), or "
+                "model.gradient_checkpointing_disable() before transformers 5.23"
             )
 
 
