@@ -75,7 +75,8 @@ class StreamedStates(StrEnum):
 class Run(NamedTuple):
     """One training run. `micro_batches` are those one data-parallel rank does in a step.
 
-    Of a model without adapters `trained_share` of the weights is trained, and the rest frozen.
+    Of a model without adapters `trained_share` of the weights is trained, and the rest frozen; before the first that is
+    trained are `layers_without_gradients`.
     `weight_shards` and `gradient_shards` are the ranks that share weights and gradients (FSDP, ZeRO);
     `shards_optimizer` is Megatron's distributed optimizer or its equals. `loss_bytes` are bytes per token
     and vocabulary entry that the loss keeps at its worst moment; `fused_activation` says that SwiGLU keeps
@@ -100,6 +101,7 @@ class Run(NamedTuple):
     adapter: Adapter | None = None
     shards_optimizer: bool = True
     trained_share: float = 1.0
+    layers_without_gradients: int = 0
     weight_shards: int = 1
     gradient_shards: int = 1
     precision_aware: bool = False

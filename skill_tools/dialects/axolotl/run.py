@@ -10,7 +10,7 @@ from pathlib import PurePath
 from skill_tools import knowledge
 from skill_tools.configs.config import Config
 from skill_tools.dialects import fields
-from skill_tools.dialects.axolotl.unfrozen import trained_share
+from skill_tools.dialects.axolotl.unfrozen import trained
 from skill_tools.dialects.deepspeed import mode as zero
 from skill_tools.dialects.layout import Layout, checked
 from skill_tools.dialects.parameters import lora
@@ -39,6 +39,7 @@ def build(config: Config, shape: ModelShape, *, gpus: int | None) -> Run:
         seq_length = 2048
         assumptions.append("sequence length 2048: sequence_len is not set; --overrides sequence_len=N")
     adapter = _adapter(config, shape, assumptions)
+    part = trained(config, shape, assumptions)
     return Run(
         dialect=config.framework,
         shape=shape,
@@ -55,7 +56,8 @@ def build(config: Config, shape: ModelShape, *, gpus: int | None) -> Run:
         recompute=Recompute(granularity="full") if checkpoints(config) else Recompute(),
         adapter=adapter,
         shards_optimizer=stage >= 1,
-        trained_share=trained_share(config, shape, assumptions),
+        trained_share=part.share,
+        layers_without_gradients=part.layers_without,
         tower=_tower(config, shape, assumptions),
         weight_shards=world if stage >= 3 else 1,
         gradient_shards=world if stage >= 2 else 1,

@@ -9,6 +9,7 @@ The entries are somebody's input: one that could take long, or is no expression,
 
 import re
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from skill_tools.configs.config import Config
 from skill_tools.dialects import parameters
@@ -18,28 +19,49 @@ _ROWS = re.compile(r"(.+)\[[0-9]*(?::[0-9]*)?\]")
 # A repeated group may take for ever; names need none.
 _PLAIN = re.compile(r"[A-Za-z0-9_.^$\[\]\-+*\\?|]{1,200}")
 _MOST_REPEATS = 4
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _MIXTURES = ("mlp", "block_sparse_moe", "feed_forward")
 
 
-def trained_share(config: Config, shape: ModelShape, assumptions: list[str]) -> float:
-    """Return the share of the model's elements that is trained: all, where the setting is absent or says nothing."""
+class Trained(NamedTuple):
+    """The `share` of a model's elements that is trained, and its first `layers_without` layers, before all of it.
+
+    Through those no gradient goes, so autograd saves nothing of them.
+    """
+
+    share: float = 1.0
+    layers_without: int = 0
+
+
+def trained(config: Config, shape: ModelShape, assumptions: list[str]) -> Trained:
+    """Return what is trained: all, where the setting is absent or says nothing."""
     written = config.value("unfrozen_parameters")
     if not written or config.value("adapter"):
-        return 1.0
+        return Trained()
     wanted = [str(each) for each in written] if isinstance(written, list) else [str(written)]
     patterns = [_pattern(each) for each in wanted]
     known = [each for each in patterns if each is not None]
-    trained = sum(
-        size
+    matched = [
+        (names[0], size)
         for names, size in tensors(shape)
         if any(pattern.match(name) for pattern in known for name in names)
-    )
-    whole = parameters.model(shape).total
-    if len(known) < len(wanted) or not trained:
+    ]
+    if len(known) < len(wanted) or not matched:
         assumptions.append("unfrozen_parameters is not understood: every weight is counted as trained")
-        return 1.0
-    assumptions.append(f"unfrozen_parameters leaves {trained / whole:.0%} of the weights to be trained")
-    return min(trained / whole, 1.0)
+        return Trained()
+    share = min(sum(size for _, size in matched) / parameters.model(shape).total, 1.0)
+    without = min(_layers_before(name, shape) for name, _ in matched)
+    said = f"; the {without} layers before them save nothing, unless they are checkpointed" if without else ""
+    assumptions.append(f"unfrozen_parameters leaves {share:.0%} of the weights to be trained{said}")
+    return Trained(share, without)
+
+
+def _layers_before(name: str, shape: ModelShape) -> int:
+    """Return how many layers run before the parameter called `name`; a tied table is at both ends."""
+    layer = _LAYER.match(name)
+    if layer:
+        return int(layer.group(1))
+    return 0 if name.startswith("model.embed_tokens") else shape.num_layers
 
 
 def tensors(shape: ModelShape) -> Iterator[tuple[tuple[str, ...], int]]:

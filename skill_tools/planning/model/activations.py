@@ -198,14 +198,22 @@ class Kept(NamedTuple):
 
 
 def kept_by_stage(run: Run, mode: Mode, stage: Stage) -> Kept:
-    """Return what the stage's layers keep under `mode`."""
+    """Return what the stage's layers keep under `mode`.
+
+    Layers through which no gradient goes keep nothing. Checkpointing has their inputs require gradients, so that they
+    keep those.
+    """
     recompute = mode.recompute or run.recompute
+    without = 0 if recompute.granularity == "full" else run.layers_without_gradients
     prediction = (run.shape.num_layers - 1,) * (run.shape.mtp_layers if stage.has_head else 0)
     indices = (*stage.layers, *prediction)
-    parts = {moe: layer_parts(run, moe=moe) for moe in {run.shape.is_moe(i) for i in indices}}
+    kinds = {run.shape.is_moe(index) for index in indices if index >= without}
+    parts = {moe: layer_parts(run, moe=moe) for moe in kinds}
     largest = max((_needed_at_once(run, layer) for layer in parts.values()), default=0.0)
     stays = offloaded = copied = 0.0
     for position, index in enumerate(indices):
+        if index < without:
+            continue
         stay, moved, twice = _layer(run, mode, recompute, parts[run.shape.is_moe(index)], position)
         stays, offloaded, copied = stays + stay, offloaded + moved, copied + moved + twice
     waiting, in_flight = _waiting(run, mode, largest, offloaded), _inputs_in_flight(run, mode, offloaded)
@@ -220,7 +228,7 @@ def kept_by_stage(run: Run, mode: Mode, stage: Stage) -> Kept:
     again = recompute.granularity == "full" or (everything and not mode.layers) or bool(mode.removed)
     inner = max((_inner_gradients(run, mode, layer, moe=moe) for moe, layer in parts.items()), default=0.0)
     if mode.activation_engine is ActivationEngine.SAVE_ON_CPU:
-        largest, inner = max(_one_module(layer) for layer in parts.values()), 0.0
+        largest, inner = max((_one_module(layer) for layer in parts.values()), default=0.0), 0.0
     return Kept(
         stays=stays * tokens,
         offloaded=offloaded * tokens,

@@ -138,6 +138,24 @@ def test_gradients_and_states_are_those_of_what_is_unfrozen(as_it_is: Answer) ->
     assert found["gradients"] == pytest.approx(4 * head / 8, rel=1e-3)
 
 
+def test_layers_before_what_is_unfrozen_save_nothing_unless_they_are_checkpointed(as_it_is: Answer) -> None:
+    def saved(entries: str, **options: object) -> int:
+        more = f"{CUT}\nunfrozen_parameters: {entries}"
+        return bytes_of(as_it_is("meta-llama/Llama-3.1-8B", 8, more, offloads="false", **options)).get(
+            "activations", 0
+        )
+
+    everything = saved("[^model.embed_tokens.weight$]")
+    assert saved('["model.layers.2[4-9].mlp", "model.layers.3[01].mlp"]') == pytest.approx(
+        everything / 4, rel=0.02
+    )
+    assert saved("[^lm_head.weight$]") < everything / 500  # the final norm's
+    # Checkpointing has the embedding's result require gradients, so all layers keep their input.
+    assert saved("[^lm_head.weight$]", checkpoints="true") == saved(
+        "[^model.embed_tokens.weight$]", checkpoints="true"
+    )
+
+
 @pytest.mark.parametrize(
     ("optimizer", "whole", "sharded"),
     [

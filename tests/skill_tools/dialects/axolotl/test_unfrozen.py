@@ -17,7 +17,7 @@ class Settings:
 
 def share(written, model="mixtral-8x22b"):
     said = []
-    return unfrozen.trained_share(Settings(written), known_models.shape(model), said), said
+    return unfrozen.trained(Settings(written), known_models.shape(model), said).share, said
 
 
 @pytest.mark.parametrize("model", ["llama-3-8b", "mixtral-8x7b", "llama-3.2-1b"])
@@ -44,6 +44,22 @@ def test_a_mixture_s_experts_go_by_their_model_s_name():
     found, said = share(["model.layers.3[01]+.block_sparse_moe.experts"], "mixtral-8x7b")
     assert found == pytest.approx(2 * experts / parameters.model(shape).total)
     assert "of the weights to be trained" in said[0]
+
+
+@pytest.mark.parametrize(
+    ("written", "layers"),
+    [
+        (["^lm_head.weight$"], 32),
+        (["^lm_head.weight$", "model.layers.3[01].mlp"], 30),
+        (["model.layers.3[01].mlp", "^model.embed_tokens.weight$[:32000]"], 0),
+        (["model.layers.[0-9]+.self_attn"], 0),
+    ],
+)
+def test_the_layers_before_all_that_is_trained_are_counted(written, layers):
+    said = []
+    found = unfrozen.trained(Settings(written), known_models.shape("llama-3-8b"), said)
+    assert found.layers_without == layers
+    assert (f"the {layers} layers before them save nothing" in said[0]) == (layers > 0)
 
 
 @pytest.mark.parametrize("written", [["(a+)+$"], ["model.layers.["], ["nothing.of.it"], ["x" * 300], [3.5]])
