@@ -19,6 +19,7 @@ from skill_tools.planning.model import known_models
 
 _WORD = re.compile(r"[A-Za-z][\w./-]{5,}\d[\w./-]*")  # long enough for a model's name, with a digit in it
 _JSON_BYTES = 4 << 20
+_TEXT_ALONE = ", its text decoder alone; offload trace counts the whole model"
 _HYBRID = ("linear_num_key_heads", "mamba_num_heads", "ssm_state_size", "state_size", "layer_types_linear")
 
 
@@ -29,7 +30,8 @@ class UnknownShapeError(UnusableInput):
 def shape_of(config: Config | None, *, model: str | None, config_json: str | None) -> tuple[ModelShape, str]:
     """Return the shape and, in words, where it came from; raise `UnusableInput` when nothing says it."""
     if config_json is not None:
-        return _changed(from_config_json(config_json), config), config_json
+        shape, note = from_config_json(config_json)
+        return _changed(shape, config), f"{config_json}{note}"
     if model is not None:
         named = known_models.require(model)
         return _changed(named, config), f"known model {named.name}"
@@ -222,13 +224,15 @@ def _text_of(path: str) -> bytes:
     return read_bytes(path, _JSON_BYTES, expected="a Hugging Face config.json")
 
 
-def from_config_json(path: str) -> ModelShape:
-    """Build the shape from a Hugging Face config.json; of a multimodal model, its text decoder."""
-    return from_entries(json.loads(_text_of(path)), path)
+def from_config_json(path: str) -> tuple[ModelShape, str]:
+    """Build the shape from a Hugging Face config.json, and say what is left out of a multimodal model's."""
+    data = json.loads(_text_of(path))
+    has_tower = any(isinstance(data.get(name), dict) for name in ("vision_config", "audio_config"))
+    return from_entries(data, path), _TEXT_ALONE if has_tower else ""
 
 
 def from_entries(data: dict[str, Any], path: str) -> ModelShape:
-    """Build the shape from the entries of a config.json that came from `path`."""
+    """Build the shape from the entries of a config.json that came from `path`; of a multimodal model, its decoder's."""
     inner = data.get("text_config")
     architecture = (data.get("architectures") or [""])[0]
     data = inner if isinstance(inner, dict) else data

@@ -144,10 +144,11 @@ def model_of(data: Mapping[str, Any]) -> TracedModel:
     library = data["versions"].get("transformers")
     made_with = f"transformers {library}" if library else f"torch {data['versions']['torch']}"
     attention = data.get("attention_implementation") or f"{data['attention']} attention"
+    given = ", text alone" if any(each.startswith("text alone") for each in data["assumptions"]) else ""
     config = data.get("config")
     element_bytes = _ELEMENT_BYTES[data["dtype"]]
     return TracedModel(
-        source=f"{data['model']} traced, {made_with}, {attention}",
+        source=f"{data['model']} traced, {made_with}, {attention}{given}",
         config=dict(config) if config else None,
         element_bytes=element_bytes,
         weights_bytes=_bytes(data["weights_bytes"]),

@@ -431,7 +431,9 @@ def test_what_no_shape_describes_is_planned_by_its_trace(tmp_path, capsys, confi
     assert [each for each in said["assumptions"] if each.startswith("text alone")] == notes
     capsys.readouterr()
     assert main(["plan", "--trace", out, "--gpu", "h100", "--format", "json"]) == 0
-    lines = json.loads(capsys.readouterr().out)["as_it_is"]["memory"]["gpu"]
+    plan = json.loads(capsys.readouterr().out)
+    assert any(line.endswith(", sdpa, text alone") for line in plan["assumptions"]) == bool(notes)
+    lines = plan["as_it_is"]["memory"]["gpu"]
     held = {line["name"]: line["bytes"] for line in lines}
     assert held["weights"] == said["weights_bytes"]
     assert held["moments"] == 8 * said["parameters"]

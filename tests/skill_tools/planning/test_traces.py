@@ -152,12 +152,8 @@ def test_what_ships_is_what_a_trace_gives(tmp_path: Path) -> None:
 
 def test_a_profile_alone_names_its_model(profile: dict[str, Any], tmp_path: Path) -> None:
     """Nothing else says which model it is: not its config, nor, of a model that was counted, its parameters."""
-    by_config = json.loads(QWEN.read_text())
-    counted = {
-        "parameters": 4_022_468_096,
-        "trained_parameters": 4_022_468_096,
-        "largest_parameter": [151936, 2560],
-    }
+    counted = {name: profile.pop(name) for name in ("parameters", "trained_parameters", "largest_parameter")}
+    by_config = dict(profile)
     (tmp_path / "config.json").write_text(json.dumps(by_config))
     del profile["config"]
     (tmp_path / "counted.json").write_text(json.dumps(profile | counted))
@@ -278,3 +274,16 @@ def test_a_probe_that_met_the_limit_says_it_to_the_plan(
     plan = json.loads(capsys.readouterr().out)
     assert plan["budget"]["pinned_bytes_per_node"] == 2**30
     assert any("where this machine refused more" in line for line in plan["assumptions"])
+
+
+def test_a_config_of_a_model_that_takes_images_says_that_its_decoder_is_planned(
+    tmp_path: Path, profile: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = {
+        "model_type": "some_vlm",
+        "text_config": profile["config"],
+        "vision_config": {"hidden_size": 1024},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    plan = planned(capsys, tmp_path / "config.json")
+    assert plan["model"]["source"].endswith("its text decoder alone; offload trace counts the whole model")
