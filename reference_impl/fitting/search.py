@@ -25,6 +25,10 @@ _MOST_PLANS = 12
 _LESS = 0.08
 # Room beside the headroom that is worth another plan, of the budget.
 _UNUSED = 0.05
+_RETRIED = (
+    "; the allocator gives its cache back in every step, which takes time: try "
+    "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+)
 _BUDGET_ENGINE = "activation-budget"
 # The last resort: the weights themselves leave.
 _TRAINED_LAYERS = "trained-layer-streaming"
@@ -48,6 +52,7 @@ class Settled:
             "step_s": self.trial.step_s,
             "steps": self.steps,
             "plans": self.plans,
+            "retried": self.trial.retried,
         }
 
     def summary(self, budget_bytes: int) -> str:
@@ -56,6 +61,7 @@ class Settled:
             f"fit: {self.plan['recommendation']['option']['label']}: {self.trial.peak_device_bytes / 2**30:.2f} of "
             f"{budget_bytes / 2**30:.2f} GiB on the device, {self.trial.peak_host_bytes / 2**30:.2f} GiB on the host, "
             f"{self.trial.step_s:.3f} s a step; {self.plans} plans in {self.steps} steps"
+            + (_RETRIED if self.trial.retried else "")
         )
 
 

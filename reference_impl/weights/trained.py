@@ -222,7 +222,15 @@ class TrainedWeights(LayerStreamer):
         with self._told():
             super()._before_forward(block)
             if block.is_streamed:
-                self._settle(self._params[block.index], self.ahead)
+                self._settle(self._params[block.index], self._next_to_update(block))
+
+    def _next_to_update(self, block: StreamedBlock) -> list[torch.Tensor]:
+        """Return the parameters of blocks that come after `block`, but for the last, whose weights come in now.
+
+        Its states would wait for them in every slot, and the link would idle until one of these is free again.
+        """
+        coming = [each for each in self._window.loaded if each.index > block.index]
+        return [param for each in coming[:-1] or coming for param in self._params[each.index]]
 
     def _after_forward(self, block: StreamedBlock) -> None:
         with self._told():

@@ -162,6 +162,13 @@ def test_where_the_cache_had_to_be_given_back_less_is_asked_for_and_kept(played)
     settled = played(planner, took(940, retried=True, step_s=0.5), took(860, step_s=0.8))
     assert planner.asked[1][0] == 950 - 80
     assert settled.trial.peak_device_bytes == 860
+    assert "expandable_segments" not in settled.summary(1000)
+
+
+def test_a_cache_that_is_given_back_in_every_step_is_said(played):
+    settled = played(Planner(plan(940)), took(940, retried=True), took(860, retried=True))
+    assert settled.measured(1000)["retried"]
+    assert "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True" in settled.summary(1000)
 
 
 @pytest.mark.parametrize(("rival_s", "chosen_s"), [(0.7, 0.7), (1.4, 1.0)])

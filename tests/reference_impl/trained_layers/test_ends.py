@@ -54,7 +54,7 @@ def test_a_loss_in_chunks_brings_its_head(device, overlap):
 
 def peak_bytes(device, names_ends):
     gc.collect()
-    model = decoder(device, hidden=256, heads=4, ffn=64)
+    model = decoder(device, hidden=1024, heads=4, ffn=64)
     layers = [model.embedding, *model.layers, model.head] if names_ends else None
     ids = batches(device, 3, sequences=1)
     with (
@@ -70,7 +70,8 @@ def peak_bytes(device, names_ends):
 def test_the_device_holds_neither_table(device):
     stay, table_bytes = peak_bytes(device, names_ends=False)
     leave, _ = peak_bytes(device, names_ends=True)
-    assert leave <= stay - 2 * table_bytes, (stay, leave, table_bytes)
+    # CUDA rounds each tensor up to 512 bytes.
+    assert leave <= stay - 2 * table_bytes + 16 * 512, (stay, leave, table_bytes)
 
 
 def test_tied_tables_are_refused_by_name(device):
