@@ -335,7 +335,7 @@ def _budget(args: argparse.Namespace, where: Machine) -> tuple[Budget, tuple[str
         host_bytes = parse_bytes(args.host_memory, option="--host-memory")
     elif host_bytes:
         notes.append(
-            f"host memory: {gib(host_bytes)} a node, what this run's GPUs have of a {where.name} machine's; "
+            f"host memory: {gib(host_bytes)} a node, what this run's GPUs have of the {where.name}'s machine; "
             "--host-memory with yours"
         )
     pinned_bytes = where.pinned_memory_bytes or None

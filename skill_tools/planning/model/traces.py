@@ -12,7 +12,7 @@ from typing import Any
 from skill_tools import knowledge
 from skill_tools.bundle import knowledge_path
 from skill_tools.configs.files import read_bytes
-from skill_tools.dialects import parameters
+from skill_tools.dialects import parameters, registry
 from skill_tools.dialects.run import Adapter, Run
 from skill_tools.dialects.shapes import ModelShape, checked
 from skill_tools.dialects.traced import Growth, Span, TracedModel, TracedStep
@@ -62,13 +62,15 @@ def run_of(path: str, run: Run, *, names_the_model: bool) -> Run:
             expected="the rank that is trained",
             attempt=f"offload trace config.json --lora-rank {run.adapter.rank}",
         )
+    # The loss was traced as it is written; a framework may fuse it.
+    run = run._replace(fused_loss=run.fused_loss or run.loss_bytes < 1)
     if found.is_counted:
         # A tower was counted with the model.
         run = run._replace(tower=0)
     if is_adapted:
         return run._replace(traced=found, adapter=_adapter(found))
-    if not found.is_counted or run.is_fully_sharded:
-        # Shards have a dtype of their own, and are gathered in the one that was traced.
+    if not found.is_counted or run.is_fully_sharded or registry.named(run.dialect).has_files:
+        # Shards have a dtype of their own, and are gathered in the one that was traced; so has what a framework trains.
         return run._replace(traced=found)
     wide = found.element_bytes
     precision = run.precision._replace(
@@ -219,7 +221,7 @@ def _check_run(path: str, run: Run, *, is_adapted: bool) -> None:
     why = [f"{name} {size}" for name, size in sizes if size > 1]
     if run.adapter is not None and not is_adapted:
         why.append("adapters")
-    if not run.is_eager:
+    if not run.is_eager or run.fused_activation:
         why.append("fused kernels")
     if why:
         raise UnusableInput(

@@ -287,3 +287,45 @@ def test_a_config_of_a_model_that_takes_images_says_that_its_decoder_is_planned(
     (tmp_path / "config.json").write_text(json.dumps(whole))
     plan = planned(capsys, tmp_path / "config.json")
     assert plan["model"]["source"].endswith("its text decoder alone; offload trace counts the whole model")
+
+
+AXOLOTL = """\
+base_model: Qwen/Qwen3-4B
+sequence_len: 8192
+micro_batch_size: 4
+optimizer: adamw_torch_fused
+learning_rate: 2e-5
+bf16: true
+gradient_checkpointing: true
+"""
+CUT = "plugins: [axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin]"
+LIGER = "plugins: [axolotl.integrations.liger.LigerPlugin]\nliger_glu_activation: true"
+
+
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_a_profile_leaves_a_framework_its_precision_and_its_loss(is_fused: bool, tmp_path: Path) -> None:
+    """Trained in bf16 without masters, as this framework does; a fused loss never has all logits at once."""
+    (tmp_path / "run.yaml").write_text(AXOLOTL + CUT * is_fused)
+    formula, traced = (
+        _lines(str(tmp_path / "run.yaml"), "--gpus", "1", *words) for words in ((), ("--trace", str(QWEN)))
+    )
+    assert "master weights" not in traced
+    assert traced["moments"] == pytest.approx(formula["moments"], rel=1e-3)
+    logits = 12 * 4 * 8192 * 151936
+    assert (traced["logits, loss and work"] > logits) == (not is_fused)
+    assert sum(traced.values()) == pytest.approx(sum(formula.values()), rel=0.08)
+
+
+def test_a_profile_of_plain_kernels_is_refused_where_others_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run.yaml").write_text(AXOLOTL + LIGER)
+    assert "fused kernels" in refusal(capsys, tmp_path / "run.yaml", "--gpus", "1", "--trace", QWEN)
+
+
+def _lines(*words: str) -> dict[str, int]:
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        main(["plan", *words, "--gpu", "h100", "--format", "json"])
+    lines = json.loads(said.getvalue())["as_it_is"]["memory"]["gpu"]
+    return {line["name"]: line["bytes"] for line in lines}
