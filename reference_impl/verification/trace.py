@@ -273,10 +273,11 @@ def _recompute(model: nn.Module, blocks: list[nn.Module]) -> None:
         raise ValueError(
             f"{type(model).__name__} has no nn.ModuleList of blocks to recompute; expected one; try checkpointing=False"
         )
-    config: Any = getattr(model, "config", None)
-    if getattr(config, "use_cache", False):
-        # A cache would keep what is to be recomputed; transformers turns it off too.
-        config.use_cache = False
+    for module in model.modules():  # the decoder of an encoder and decoder has a configuration of its own
+        config: Any = getattr(module, "config", None)
+        if getattr(config, "use_cache", False):
+            # A cache would keep what is to be recomputed; transformers turns it off too.
+            config.use_cache = False
     for block in blocks:
         block.forward = _checkpointed(block.forward)
 

@@ -345,6 +345,22 @@ def test_what_cannot_be_a_loss_is_refused(loss, options, message):
         trace(Model(), batch(), loss, **options)
 
 
+def test_no_part_of_a_model_caches_what_is_to_be_recomputed():
+    """An encoder and decoder has configurations of its own in both."""
+    model = Model()
+    model.config, model.head.config = (types.SimpleNamespace(use_cache=True) for _ in range(2))
+    seen = []
+
+    def loss(model, ids):
+        seen.append((model.config.use_cache, model.head.config.use_cache))
+        return loss_of(model, ids)
+
+    trace(model, batch(), loss, checkpointing=True)
+    assert seen == [(False, False)]
+    assert model.config.use_cache
+    assert model.head.config.use_cache
+
+
 def test_a_model_without_blocks_cannot_be_recomputed():
     with pytest.raises(ValueError, match=r"has no nn\.ModuleList of blocks"):
         trace(nn.Linear(4, 4), torch.zeros(2, 4), lambda model, x: model(x).sum(), checkpointing=True)
