@@ -242,10 +242,7 @@ def _traced(args: argparse.Namespace, built: Run, *, names_the_model: bool) -> R
     """Return the run with the profile of its model: the user's, or one that ships where a trace describes the run."""
     if args.trace:
         return traces.run_of(args.trace, built, names_the_model=names_the_model)
-    if registry.named(built.dialect).has_files or built.adapter is not None:
-        return built
-    found = traces.of_shape(built.shape)
-    return built if found is None else built._replace(traced=found)
+    return traces.with_what_ships(built)
 
 
 def _machine(args: argparse.Namespace, built: Run) -> Machine:

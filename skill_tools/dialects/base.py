@@ -55,6 +55,7 @@ class Dialect(ABC):
     plan that changes no setting, `adapter` how `reference_impl` carries out a plain loop's `plan.json` in its trainer,
     and `adapter_without` what that plan must leave out because the trainer has no place for it.
     `scripts` are the kinds of scripts that take settings in a form of their own (`in_script`).
+    `runs_hugging_face` says that it trains transformers' own code, of which traces ship.
     `no_plan` says why there is no plan, where a dialect has no `run` and no `candidates`.
     """
 
@@ -75,6 +76,7 @@ class Dialect(ABC):
     adapter_without: tuple[str, ...] = ("trained-layer-streaming",)
     no_plan = ""
     scripts: tuple[Kind, ...] = ()
+    runs_hugging_face = False
 
     @property
     def package(self) -> str:

@@ -38,6 +38,7 @@ class Accelerate(Dialect):
 
     name = ACCELERATE
     label = "Accelerate"
+    runs_hugging_face = True
     embeds = EMBEDDED
     looks_for = (
         "`distributed_type` with `compute_environment`, `num_processes` or a section, `accelerate launch`, or an "

@@ -40,6 +40,7 @@ class Axolotl(Dialect):
 
     name = AXOLOTL
     label = "Axolotl"
+    runs_hugging_face = True
     embeds = EMBEDDED
     looks_for = "base_model and adapter, datasets or another key of training"
     marks = (

@@ -25,6 +25,7 @@ class LlamaFactory(Dialect):
 
     name = LLAMA_FACTORY
     label = "LLaMA-Factory"
+    runs_hugging_face = True
     scripts = (Kind.SHELL,)
     package = "llamafactory"
     adapter = (

@@ -55,6 +55,7 @@ class Transformers(Dialect):
 
     name = TRANSFORMERS
     label = "Transformers"
+    runs_hugging_face = True
     embeds = EMBEDDED
     looks_for = "output_dir with two of learning_rate, max_steps and their like, and model_name_or_path or dataset_name"
     marks = ("output_dir",)

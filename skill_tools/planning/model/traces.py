@@ -31,6 +31,19 @@ def of_shape(shape: ModelShape) -> TracedModel | None:
     return None if name is None else _shipped(name)
 
 
+def with_what_ships(run: Run) -> Run:
+    """Return `run` with the profile that ships for its model, where each GPU runs the traced code on all of it."""
+    dialect = registry.named(run.dialect)
+    if run.adapter is not None or not (dialect.runs_hugging_face or not dialect.has_files):
+        return run
+    if dialect.has_files and (_beyond(run) or run.weight_shards > 1 or run.trained_share < 1):
+        return run
+    found = of_shape(run.shape)
+    if found is None or (dialect.has_files and run.precision.weight_bytes != found.element_bytes):
+        return run
+    return _of_model(run, found)
+
+
 @knowledge.derived
 def names() -> tuple[str, ...]:
     """Return the known models that ship traced."""
@@ -62,21 +75,24 @@ def run_of(path: str, run: Run, *, names_the_model: bool) -> Run:
             expected="the rank that is trained",
             attempt=f"offload trace config.json --lora-rank {run.adapter.rank}",
         )
-    # The loss was traced as it is written; a framework may fuse it.
-    run = run._replace(fused_loss=run.fused_loss or run.loss_bytes < 1)
     if found.is_counted:
         # A tower was counted with the model.
         run = run._replace(tower=0)
     if is_adapted:
-        return run._replace(traced=found, adapter=_adapter(found))
+        return _of_model(run, found)._replace(adapter=_adapter(found))
     if not found.is_counted or run.is_fully_sharded or registry.named(run.dialect).has_files:
         # Shards have a dtype of their own, and are gathered in the one that was traced; so has what a framework trains.
-        return run._replace(traced=found)
+        return _of_model(run, found)
     wide = found.element_bytes
     precision = run.precision._replace(
         weight_bytes=wide, gradient_bytes=wide, master_bytes=0 if wide >= 4 else 4
     )
-    return run._replace(traced=found, precision=precision, widens_gradients=wide < 4)
+    return _of_model(run, found)._replace(precision=precision, widens_gradients=wide < 4)
+
+
+def _of_model(run: Run, found: TracedModel) -> Run:
+    # The loss was traced as it is written; a framework may fuse it.
+    return run._replace(traced=found, fused_loss=run.fused_loss or run.loss_bytes < 1)
 
 
 def shape_in(path: str) -> tuple[ModelShape, str]:
@@ -216,16 +232,20 @@ def _check_model(path: str, class_name: str, found: TracedModel, shape: ModelSha
 
 
 def _check_run(path: str, run: Run, *, is_adapted: bool) -> None:
-    layout = run.layout
-    sizes = (("TP", layout.tensor), ("PP", layout.pipeline), ("CP", layout.context), ("EP", layout.expert))
-    why = [f"{name} {size}" for name, size in sizes if size > 1]
+    why = _beyond(run)
     if run.adapter is not None and not is_adapted:
         why.append("adapters")
-    if not run.is_eager or run.fused_activation:
-        why.append("fused kernels")
     if why:
         raise UnusableInput(
             f"{path} describes one GPU that trains all weights eagerly; this run has {', '.join(why)}",
             expected="a run of the traced code on each GPU",
             attempt="the same command without --trace, which estimates by formula",
         )
+
+
+def _beyond(run: Run) -> list[str]:
+    """Return what a run has that a trace of one GPU's eager code does not."""
+    layout = run.layout
+    sizes = (("TP", layout.tensor), ("PP", layout.pipeline), ("CP", layout.context), ("EP", layout.expert))
+    found = [f"{name} {size}" for name, size in sizes if size > 1]
+    return [*found, "fused kernels"] if not run.is_eager or run.fused_activation else found
