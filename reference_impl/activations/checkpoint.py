@@ -11,8 +11,8 @@ Explained in docs/activation-offloading.md.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Unpack
 
 import torch
@@ -32,7 +32,7 @@ from reference_impl.activations.attach import (
 )
 from reference_impl.activations.offloader import EngineOptions, Offloader
 from reference_impl.activations.policy import AtMost, Share
-from reference_impl.activations.run import MovedTensor
+from reference_impl.activations.run import MovedTensor, Run
 from reference_impl.activations.tokens import KeptTensor
 
 _EXPENSIVE = {
@@ -85,6 +85,8 @@ class CheckpointOffloader(Offloader):
         refuse_checkpointing(model, "CheckpointOffloader")
         chosen = first_blocks(model, num_layers) if layers is None else named_layers(model, layers)
         kept = modules_called(model, keep)
+        # A copy hides behind its own layer's forward: nothing has to be left waiting beyond that.
+        options = {"in_flight_bytes": 0, **options}
         super().__init__(model, **options)
         self._share = Share(keep_last_bytes=keep_last_bytes)
         self._results: list[ExpensiveResults] = []
@@ -95,8 +97,13 @@ class CheckpointOffloader(Offloader):
             self._wrap(layer, self._around_layer)
         self._follow(blocks_or_none(model) or chosen, chosen)
 
-    def _outside_layers(self, model: nn.Module) -> AbstractContextManager[object]:
-        return self.engine.saving(model, self._outside)
+    @contextmanager
+    def _outside_layers(self, model: nn.Module, run: Run) -> Iterator[None]:
+        with self.engine.saving(model, self._outside):
+            yield
+        # Backward would use what waits longer without its copy, and hold it until the host sees the copy's end: with the
+        # host far ahead, that is after the optimizer's step.
+        self.engine.headroom.let_all_go(run)
 
     def _around_layer(
         self, forward: Forward, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -105,10 +112,11 @@ class CheckpointOffloader(Offloader):
             return forward(*args, **kwargs)
         # Only what checkpoint gets by position is saved through the engine.
         leaves, structure = tree_flatten((args, kwargs))
-        self._outside.limit_bytes = max(
+        input_bytes = max(
             (leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()),
             default=0,
         )
+        self._outside.limit_bytes = input_bytes
         results = ExpensiveResults(lambda tensor: self.engine.save(tensor, self._share))
 
         def body(*inputs: Any) -> Any:
@@ -120,7 +128,8 @@ class CheckpointOffloader(Offloader):
             finally:
                 self._results.pop()
 
-        with self.engine.saving(layer, self._share):
+        # The layer's caller holds the input while the layer runs: until then it takes no memory to wait for its copy.
+        with self.engine.saving(layer, self._share), self.engine.headroom.allowing(input_bytes):
             return recomputed(body, *leaves)
 
     def _around_kept(

@@ -155,6 +155,16 @@ class Headroom:
         with self._letting_go(run):
             self.in_flight.hold(copied, original, original.numel())
 
+    @contextmanager
+    def allowing(self, size_bytes: int) -> Iterator[None]:
+        """Allow at least `size_bytes` to wait within the context, whatever else is known."""
+        before = self._in_flight_bytes
+        self._in_flight_bytes = max(before, size_bytes)
+        try:
+            yield
+        finally:
+            self._in_flight_bytes = before
+
     def end_forward_segment(self, run: Run) -> None:
         """Go on to the next segment of the forward, with only as many copies waiting as it has headroom for."""
         self._segment += 1
@@ -167,6 +177,11 @@ class Headroom:
         free = self._free["loss"]
         with self._letting_go(run, "loss"):
             self._trim(free[0] if free else 0)
+
+    def let_all_go(self, run: Run) -> None:
+        """Let every original go: the live current stream waits for the copies that are not over."""
+        with self._letting_go(run):
+            self.in_flight.clear()
 
     def start_backward(self, run: Run) -> None:
         """Note that the loss's own backward is over."""

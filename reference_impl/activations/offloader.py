@@ -33,7 +33,8 @@ class EngineOptions(TypedDict, total=False):
     """Options of every activation offloader.
 
     min_bytes: smaller storages stay on the device (1 MiB).
-    in_flight_bytes: how much may wait for its copy out in any case (512 MiB); less lowers the peak.
+    in_flight_bytes: how much may wait for its copy out in any case (512 MiB; with a budget or recomputed layers 0); less lowers
+        the peak.
     double_buffering: bring the next storages back while the last ones are used; False: one at a time.
     host_limit_bytes: the most pinned host memory to take; None: what the host has.
     reserve_bytes: pinned host memory to take at once (0), so that the first step waits for none. What a step has taken
@@ -175,7 +176,7 @@ class Offloader(ClosedAtExit):
     ) -> Any:
         with self.engine.running(model) as run:
             self._start_run(run)
-            with self._outside_layers(model):
+            with self._outside_layers(model, run):
                 result = forward(*args, **kwargs)
             self.engine.start_loss(run)
         if run.has_saved:
@@ -183,8 +184,8 @@ class Offloader(ClosedAtExit):
         self._announce_backward(result, run)
         return result
 
-    def _outside_layers(self, model: nn.Module) -> AbstractContextManager[object]:
-        """Return a context for what `model` saves outside its layers; a mechanism leaves that alone by default."""
+    def _outside_layers(self, model: nn.Module, run: Run) -> AbstractContextManager[object]:
+        """Return a context for what `model` saves outside its layers in `run`, by default one that leaves it alone."""
         return nullcontext()
 
     def _start_run(self, run: Run) -> None:

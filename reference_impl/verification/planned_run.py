@@ -23,7 +23,6 @@ from reference_impl.verification.workload import Workload
 _SIZES = ("num_layers", "hidden", "ffn", "heads", "kv_heads", "vocab")
 _SERVED = {"gated_mlp": True, "norms_per_layer": 2, "moe_every": 1}
 _OF_CUDA = frozenset({"cuBLAS workspace", "rounding of the weights"})
-_IN_FLIGHT = "layer inputs in flight"
 _SPLITS = ("tensor", "pipeline", "context", "expert")
 _MAKE_ONE = "offload plan --framework pytorch --format json"
 
@@ -55,8 +54,7 @@ class PlanError(ValueError):
 class Predicted:
     """What a plan says of one rank: bytes, and seconds a step.
 
-    Of the device's bytes `of_cuda_bytes` are CUDA's own, and `in_flight_bytes` of the peak wait for a copy: on the CPU
-    twin there are neither.
+    Of the device's bytes `of_cuda_bytes` are CUDA's own: on the CPU twin there are none.
     """
 
     label: str
@@ -65,7 +63,6 @@ class Predicted:
     host_bytes: int
     step_s: float
     of_cuda_bytes: int = 0
-    in_flight_bytes: int = 0
 
     def on(self, device: Device) -> Predicted:
         """Return what the plan says of `device`."""
@@ -73,7 +70,7 @@ class Predicted:
             return self
         return replace(
             self,
-            peak_device_bytes=self.peak_device_bytes - self.of_cuda_bytes - self.in_flight_bytes,
+            peak_device_bytes=self.peak_device_bytes - self.of_cuda_bytes,
             between_steps_bytes=self.between_steps_bytes - self.of_cuda_bytes,
         )
 
@@ -196,6 +193,5 @@ def _predicted(option: Mapping[str, Any]) -> Predicted:
         between_steps_bytes=memory["between_steps_bytes"],
         host_bytes=sum(line["bytes"] for line in memory["host_per_rank"]),
         of_cuda_bytes=sum(line["bytes"] for line in memory["gpu"] if line["name"] in _OF_CUDA),
-        in_flight_bytes=sum(line["bytes"] for line in memory["gpu"] if line["name"] == _IN_FLIGHT),
         step_s=option["time"]["step_s"],
     )

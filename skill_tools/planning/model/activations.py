@@ -182,7 +182,7 @@ class Kept(NamedTuple):
     duplicates that an engine copies again. `layer` is what backward needs of one layer at once, alive at
     `layer_when`. `final_token_bytes` are the final norm's tensors a token, `logits_bytes` the bytes of one logit
     that wait for their copy. `components` says in words what the largest layer keeps on the GPU. Of `stays`, `waiting`
-    is there only until it is copied. Beside it `inputs_in_flight` are layer inputs that wait, or have come early.
+    is there only until it is copied. Beside it `early_input` is an offloaded layer input that has come before its use.
     """
 
     stays: float
@@ -194,7 +194,7 @@ class Kept(NamedTuple):
     logits_bytes: float
     components: str = ""
     waiting: float = 0.0
-    inputs_in_flight: float = 0.0
+    early_input: float = 0.0
 
 
 def kept_by_stage(run: Run, mode: Mode, stage: Stage) -> Kept:
@@ -216,7 +216,7 @@ def kept_by_stage(run: Run, mode: Mode, stage: Stage) -> Kept:
             continue
         stay, moved, twice = _layer(run, mode, recompute, parts[run.shape.is_moe(index)], position)
         stays, offloaded, copied = stays + stay, offloaded + moved, copied + moved + twice
-    waiting, in_flight = _waiting(run, mode, largest, offloaded), _inputs_in_flight(run, mode, offloaded)
+    waiting = _waiting(run, mode, largest, offloaded)
     stays += waiting
     tokens = run.tokens
     engine = mode.activation_engine
@@ -239,7 +239,7 @@ def kept_by_stage(run: Run, mode: Mode, stage: Stage) -> Kept:
         logits_bytes=2.0 if mode.activation_engine is ActivationEngine.ON_DEMAND else 0.0,
         components=_components(run, mode, recompute, tuple(parts.values())),
         waiting=waiting * tokens,
-        inputs_in_flight=in_flight * tokens,
+        early_input=_early_input(run, mode, offloaded) * tokens,
     )
 
 
@@ -349,12 +349,11 @@ def _waiting(run: Run, mode: Mode, largest: float, offloaded: float) -> float:
     return 0.0
 
 
-def _inputs_in_flight(run: Run, mode: Mode, offloaded: float) -> float:
-    """Bytes a token of offloaded layer inputs that are on the GPU all the same: the host runs ahead of the copies."""
+def _early_input(run: Run, mode: Mode, offloaded: float) -> float:
+    """Bytes a token of the offloaded layer input that comes back before its use, however large it is."""
     if mode.activation_engine is not ActivationEngine.OWN_INPUTS:
         return 0.0
-    # However large it is, one comes ahead of its use.
-    return max(min(IN_FLIGHT_BYTES / run.tokens, offloaded), min(input_bytes(run), offloaded))
+    return min(input_bytes(run), offloaded)
 
 
 def input_bytes(run: Run) -> float:

@@ -17,7 +17,6 @@ from skill_tools.dialects.run import Mode, Run
 from skill_tools.planning.accounts import Line
 from skill_tools.planning.model import activations, states, traced_moments
 from skill_tools.planning.model.activations import Kept
-from skill_tools.planning.model.reference_numbers import IN_FLIGHT_BYTES
 from skill_tools.units import GIB
 
 CONTEXT_BYTES = round(0.75 * GIB)
@@ -125,7 +124,7 @@ def _alive(run: Run, mode: Mode, lines: Sequence[Line], found: "_Activations") -
     grows = frozenset() if run.precision.gradient_is_buffer else states.GRADIENTS
     held = sum(line.bytes for line in lines if line.name in grows)
     steady = [line for line in lines if line.when in {"always", "step"} and line.name not in grows]
-    steady += _inputs_in_flight(run, found.kept)
+    steady += _early_input(found.kept)
     in_update = [
         line
         for line in lines
@@ -187,7 +186,7 @@ def _activation_lines(run: Run, mode: Mode, stage: Stage, found: Kept, flight: f
             found.layer_when,
         ),
     ]
-    lines += _inputs_in_flight(run, found)
+    lines += _early_input(found)
     if not stage.has_head:
         return lines
     tensor = run.layout.tensor
@@ -204,16 +203,11 @@ def _activation_lines(run: Run, mode: Mode, stage: Stage, found: Kept, flight: f
     return lines
 
 
-def _inputs_in_flight(run: Run, found: Kept) -> list[Line]:
-    """Return what is there of offloaded layer inputs: one comes ahead of its use, others wait for their copy out."""
-    if not found.inputs_in_flight:
+def _early_input(found: Kept) -> list[Line]:
+    """Return the offloaded layer input that comes before its use; the copies of others out hide behind their layers."""
+    if not found.early_input:
         return []
-    ahead = min(activations.input_bytes(run) * run.tokens, found.inputs_in_flight)
-    waiting = f"of at most {IN_FLIGHT_BYTES / GIB:g} GiB that the host may run ahead of"
-    return [
-        Line("layer input that comes early", round(ahead), "one layer's", "step"),
-        Line("layer inputs in flight", round(found.inputs_in_flight - ahead), waiting, "step"),
-    ]
+    return [Line("layer input that comes early", round(found.early_input), "one layer's", "step")]
 
 
 def _reserve(run: Run) -> list[Line]:
