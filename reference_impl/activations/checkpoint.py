@@ -101,8 +101,8 @@ class CheckpointOffloader(Offloader):
     def _outside_layers(self, model: nn.Module, run: Run) -> Iterator[None]:
         with self.engine.saving(model, self._outside):
             yield
-        # Backward would use what waits longer without its copy, and hold it until the host sees the copy's end: with the
-        # host far ahead, that is after the optimizer's step.
+        # Backward would use what waits longer without its copy, and hold it until the host sees the copy's end: with
+        # the host far ahead, that is after the optimizer's step.
         self.engine.headroom.let_all_go(run)
 
     def _around_layer(

@@ -33,8 +33,8 @@ class EngineOptions(TypedDict, total=False):
     """Options of every activation offloader.
 
     min_bytes: smaller storages stay on the device (1 MiB).
-    in_flight_bytes: how much may wait for its copy out in any case (512 MiB; with a budget or recomputed layers 0); less lowers
-        the peak.
+    in_flight_bytes: how much may wait for its copy out in any case (512 MiB; with a budget or recomputed layers 0);
+        less lowers the peak.
     double_buffering: bring the next storages back while the last ones are used; False: one at a time.
     host_limit_bytes: the most pinned host memory to take; None: what the host has.
     reserve_bytes: pinned host memory to take at once (0), so that the first step waits for none. What a step has taken

@@ -98,7 +98,12 @@ def trained(attach, tokens, *, is_inside, steps=4):
 @pytest.mark.parametrize("tokens", [1024, 64], ids=["at the logits", "in the optimizer"])
 def test_late_copies_take_no_more_than_blocking_ones(tokens, is_inside):
     losses, peaks, left = trained(blocking, tokens, is_inside=is_inside)
-    offloaded = trained(lambda model: CheckpointOffloader(model, min_bytes=2**14), tokens, is_inside=is_inside)
+    offloaded = trained(
+        lambda model: CheckpointOffloader(model, min_bytes=2**14), tokens, is_inside=is_inside
+    )
     assert offloaded[0] == losses
-    assert all(ours <= theirs for ours, theirs in zip(offloaded[1], peaks, strict=True)), (offloaded[1], peaks)
+    assert all(ours <= theirs for ours, theirs in zip(offloaded[1], peaks, strict=True)), (
+        offloaded[1],
+        peaks,
+    )
     assert offloaded[2] == left
