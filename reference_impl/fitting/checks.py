@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from reference_impl.device import Device
@@ -35,6 +37,18 @@ def planned(plan: Plan | str | Path) -> Plan:
             "the plan predicts nothing; expected one of `offload plan --format json`; try no plan"
         )
     return document
+
+
+def check_one_rank(model: nn.Module) -> None:
+    """Raise ValueError where several ranks train, or where `model` is sharded, if only over one."""
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    if ranks == 1 and not any(isinstance(param, DTensor) for param in model.parameters()):
+        return
+    raise ValueError(
+        f"fit on {ranks} rank{'s' * (ranks > 1)} with {type(model).__name__}; expected one rank and a model that is "
+        "not sharded, because each rank would settle on a plan of its own; try offload plan --framework pytorch --gpus "
+        f'{max(ranks, 2)} --format json > plan.json, then apply_plan(model, optimizer, "plan.json") on every rank'
+    )
 
 
 def one_device(model: nn.Module, wanted: torch.device | str | None) -> tuple[Device, torch.device]:
@@ -77,7 +91,7 @@ def _named(device: torch.device | str) -> Device:
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    """Raise ValueError for anything but AdamW of parameters of `model`, in one process."""
+    """Raise ValueError for anything but AdamW of parameters of `model`."""
     if type(optimizer) is not torch.optim.AdamW:
         raise ValueError(
             f"fit offloads AdamW's state; got {type(optimizer).__name__}; try torch.optim.AdamW(model.parameters())"
@@ -89,12 +103,6 @@ def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
             f"the optimizer has {len(others)} parameters that {type(model).__name__} has not, one of shape "
             f"{tuple(others[0].shape)}; expected the model's own; try torch.optim.AdamW(model.parameters()) once the "
             "model is final"
-        )
-    distributed = torch.distributed
-    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
-        raise ValueError(
-            f"{distributed.get_world_size()} ranks; expected one, because each would settle on a plan of its own; try "
-            "`offload plan --gpus N`, and apply_plan on each rank"
         )
 
 

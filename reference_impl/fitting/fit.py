@@ -109,8 +109,10 @@ def fit(
 
     Raises FitError where nothing fits, where the model cannot be traced and no config describes it, or for a loss that
     is no scalar; ValueError for another optimizer or one of another model, a model or batch without values or
-    elsewhere, an argument out of range, and several ranks. The model and the optimizer are then as they were.
+    elsewhere, an argument out of range, several ranks and a sharded model. The model and the optimizer are then as they
+    were.
     """
+    checks.check_one_rank(model)
     on, starts_on = checks.one_device(model, device)
     # Whether anything is computed again, the plan decides.
     refuse_checkpointing(model, "fit, where its plan says so,")

@@ -4,7 +4,7 @@
 
 Every plan has to train to the same bits, with a half of the steps taken before it is applied. One without a section on
 sharding is for replicas, and trains as DistributedDataParallel does. Plans for one GPU, for another number of ranks and
-for other shards are refused on every rank. Ends with an error where anything differs.
+for other shards are refused on every rank, and so is `fit`. Ends with an error where anything differs.
 """
 
 import json
@@ -22,7 +22,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from reference_impl import apply_plan
+from reference_impl import apply_plan, fit
 from reference_impl.verification.model import Decoder, DecoderShape, decoder_loss
 from reference_impl.verification.plan_document import execute_section
 
@@ -84,6 +84,23 @@ def refused(model, execute, *words):
         apply_plan(model, adamw(model), {"execute": execute})
 
 
+def fit_is_refused(model):
+    """On every rank, before anything is traced or moved."""
+    optimizer, ids = adamw(model), batches()[0]
+    decoder_loss(model(ids), ids).backward()
+    before = [(param, each.clone()) for param in model.parameters() for each in (param.detach(), param.grad)]
+    with pytest.raises(
+        ValueError, match=r"fit on 2 ranks with \w+; .* try offload plan .* --gpus 2 .* apply_plan"
+    ):
+        fit(model, optimizer, ids, lambda model, ids: decoder_loss(model(ids), ids))
+    assert not optimizer.state
+    now = [each for param in model.parameters() for each in (param.detach(), param.grad)]
+    for (_, old), new in zip(before, now, strict=True):
+        old, new = (each.to_local() if isinstance(each, DTensor) else each for each in (old, new))
+        assert torch.equal(old, new)
+    optimizer.zero_grad()
+
+
 def main(rank, ranks, store, *plans):
     dist.init_process_group(
         "gloo",
@@ -100,6 +117,8 @@ def main(rank, ranks, store, *plans):
     refused(model, {"sharding": sharding | {"ranks": 4}}, "over 4 ranks", "over 2 ranks", "--gpus 2")
     refused(Decoder(DecoderShape()), {"sharding": sharding}, "over 2 ranks", "--gpus 1", "fully_shard")
     refused(decoder(torch.bfloat16), {"sharding": sharding}, "float32", "bfloat16", "shard_dtype")
+    fit_is_refused(model)
+    fit_is_refused(replica())
     train(model, adamw(model), batches()[:1])
     dist.barrier()
     # All ranks remove the store's file as they let go of it, and torch waits for minutes for one that is just gone.
