@@ -126,7 +126,8 @@ def on_the_host(run: Run, mode: Mode, local: LocalParameters) -> tuple[list[Line
     whole = size.outside if run.shape.tied_embeddings else size.table
     largest, block = max(size.block, whole) // run.weight_shards, size.block // run.weight_shards
     states_bytes = streamed_bytes(run, mode)
-    elements = min(int(reference.SHARD_CHUNK_BYTES // states_bytes), shard)
+    # No chunk has parameters of two gathers.
+    elements = min(int(reference.SHARD_CHUNK_BYTES // states_bytes), largest)
     blocks = reference.SHARD_WINDOW_BLOCKS
     gpu = [
         Line(
