@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 from reference_impl.device import Device
@@ -23,6 +23,7 @@ from reference_impl.memory.host import host_book, host_storages
 
 _active: list[_StorageWatch] = []
 _open_on_allocators: list[Ledger] = []
+_resize = torch.UntypedStorage.resize_
 
 
 class _StorageWatch(TorchDispatchMode):
@@ -31,6 +32,7 @@ class _StorageWatch(TorchDispatchMode):
     def __init__(self, limit_bytes: int | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._limit_bytes = limit_bytes
+        self.is_paused = False
         self.live_bytes = 0
         self.peak_bytes = 0
         self.marked_peak_bytes = 0
@@ -45,9 +47,14 @@ class _StorageWatch(TorchDispatchMode):
 
     def watch(self, tensors: Iterable[torch.Tensor]) -> None:
         """Start following the storages of `tensors` that are not followed yet; on `meta` none has memory."""
+        if self.is_paused:
+            return
         for tensor in tensors:
-            if tensor.is_meta or type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+            if tensor.is_meta:
+                continue
+            if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
                 # A subclass that handles operations itself has no memory but that of the tensors inside it.
+                self.watch(_inner_tensors(tensor))
                 continue
             storage = tensor.untyped_storage()
             key = storage._cdata
@@ -94,13 +101,38 @@ class _StorageWatch(TorchDispatchMode):
         self.marked_peak_bytes = max(self.marked_peak_bytes, self.live_bytes)
 
 
-def resize_storage(storage: torch.UntypedStorage, size_bytes: int) -> None:
-    """Change a storage's size and tell every open ledger. A size of 0 frees its memory under living views."""
+def _inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
+    if not is_traceable_wrapper_subclass(tensor):
+        return []
+    names, _ = tensor.__tensor_flatten__()
+    parts = [getattr(tensor, name) for name in names]
+    return [part for part in parts if isinstance(part, torch.Tensor)]
+
+
+def resize_storage(storage: torch.UntypedStorage, size_bytes: int) -> torch.UntypedStorage:
+    """Change a storage's size, tell every open ledger, and return it. A size of 0 frees its memory under living views.
+
+    While a ledger watches operations, this takes the place of the storage's own method, which is no operation: FSDP2
+    frees by it what it has gathered.
+    """
     for watch in _active:
         watch.check_room(size_bytes - storage.nbytes())
-    storage.resize_(size_bytes)
+    _resize(storage, size_bytes)
     for watch in _active:
         watch.resized(storage)
+    return storage
+
+
+@contextmanager
+def unseen() -> Iterator[None]:
+    """Leave out what is made inside, which only the CPU twin takes, and nobody keeps."""
+    for watch in _active:
+        watch.is_paused = True
+    try:
+        yield
+    finally:
+        for watch in _active:
+            watch.is_paused = False
 
 
 @contextmanager
@@ -185,6 +217,7 @@ class Ledger:
             self._watch.watch(self._track)
             self._watch.__enter__()  # type: ignore[no-untyped-call]
             _active.append(self._watch)
+            torch.UntypedStorage.resize_ = resize_storage  # type: ignore[assignment, method-assign]
         else:
             _open_on_allocators.append(self)
             self._limit(self._limit_bytes)
@@ -198,6 +231,8 @@ class Ledger:
         """Stop watching; the peaks stay readable."""
         if self._watch is not None:
             _active.remove(self._watch)
+            if not _active:
+                torch.UntypedStorage.resize_ = _resize  # type: ignore[method-assign]
             self._watch.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
         else:
             self.read_peak()

@@ -12,12 +12,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from reference_impl.distributed.mesh import local_of
+
 # The fp32 copy of the gradients never takes more than this many elements.
 _CHUNK_ELEMENTS = 64 * 2**20
 
 
 class PlainAdamW:
     """AdamW over fp32 masters of `model`'s trainable parameters, with exact clipping to `max_grad_norm`.
+
+    A parameter in fp32 is its own master.
 
     Device bytes a bf16 parameter: 4 master and 8 moments between steps, and in `step` 4 for the fp32 gradients of
     one chunk.
@@ -52,7 +56,10 @@ class _Chunk:
 
     def __init__(self, params: Sequence[nn.Parameter], options: Mapping[str, Any]) -> None:
         self._params = params
-        self._masters = [nn.Parameter(param.detach().float()) for param in params]
+        self._masters = [
+            param if param.dtype == torch.float32 else nn.Parameter(param.detach().float())
+            for param in params
+        ]
         self._adamw = torch.optim.AdamW(self._masters, fused=True, **options)
 
     def step(self, scale: torch.Tensor | None) -> None:
@@ -62,7 +69,8 @@ class _Chunk:
         self._adamw.grad_scale = scale  # type: ignore[attr-defined]
         self._adamw.step()
         for param, master in zip(self._params, self._masters, strict=True):
-            param.copy_(master)
+            if param is not master:
+                param.copy_(master)
             master.grad = None
 
 
@@ -70,7 +78,7 @@ def _cut(params: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
     """Yield lists of at most `_CHUNK_ELEMENTS`, or one parameter."""
     chunk: list[nn.Parameter] = []
     for param in params:
-        if chunk and sum(other.numel() for other in chunk) + param.numel() > _CHUNK_ELEMENTS:
+        if chunk and sum(local_of(each).numel() for each in (*chunk, param)) > _CHUNK_ELEMENTS:
             yield chunk
             chunk = []
         chunk.append(param)

@@ -1,7 +1,8 @@
 """A plan as a run that can be trained and measured: the model that it is for, and the numbers that it predicts.
 
-A plan by a trace is for the model that was traced. The decoder here is dense, gated and untied, on one GPU; any other
-plan is refused by name, because a comparison with another model would prove nothing.
+A plan by a trace is for the model that was traced. The decoder here is dense, gated and untied. On several GPUs each
+has a shard or a replica of the model. Any other plan is refused by name, because a comparison with another model would
+prove nothing.
 
 Explained in docs/choosing.md.
 """
@@ -18,11 +19,14 @@ from typing import Any, Self
 
 from reference_impl.device import Device
 from reference_impl.verification.model import DecoderShape
+from reference_impl.verification.plan_document import SHARD_DTYPES
+from reference_impl.verification.spread import Spread
 from reference_impl.verification.workload import Workload
 
 _SIZES = ("num_layers", "hidden", "ffn", "heads", "kv_heads", "vocab")
 _SERVED = {"gated_mlp": True, "norms_per_layer": 2, "moe_every": 1}
 _OF_CUDA = frozenset({"cuBLAS workspace", "rounding of the weights"})
+_IN_FLIGHT = "gradients to the host"
 _SPLITS = ("tensor", "pipeline", "context", "expert")
 _MAKE_ONE = "offload plan --framework pytorch --format json"
 
@@ -54,7 +58,8 @@ class PlanError(ValueError):
 class Predicted:
     """What a plan says of one rank: bytes, and seconds a step.
 
-    Of the device's bytes `of_cuda_bytes` are CUDA's own: on the CPU twin there are none.
+    Of the device's bytes `of_cuda_bytes` are CUDA's own, and `in_flight_bytes` of the peak wait for a copy: on the CPU
+    twin there are neither.
     """
 
     label: str
@@ -63,6 +68,7 @@ class Predicted:
     host_bytes: int
     step_s: float
     of_cuda_bytes: int = 0
+    in_flight_bytes: int = 0
 
     def on(self, device: Device) -> Predicted:
         """Return what the plan says of `device`."""
@@ -70,7 +76,7 @@ class Predicted:
             return self
         return replace(
             self,
-            peak_device_bytes=self.peak_device_bytes - self.of_cuda_bytes,
+            peak_device_bytes=self.peak_device_bytes - self.of_cuda_bytes - self.in_flight_bytes,
             between_steps_bytes=self.between_steps_bytes - self.of_cuda_bytes,
         )
 
@@ -117,11 +123,11 @@ def read_plan(path: str | Path, *, steps: int = 12) -> PlannedRun:
 def _planned_run(document: Mapping[str, Any], steps: int) -> PlannedRun:
     layout = document["layout"]
     split = [f"{name} {layout[name]}" for name in _SPLITS if layout[name] != 1]
-    if layout.get("sharding") == "fsdp2":
-        split.append(f"FSDP2 {layout['gpus']}")
     if split:
         raise PlanError(
-            f"the plan splits its model ({', '.join(split)})", expected="one GPU a replica", attempt=_MAKE_ONE
+            f"the plan splits its model ({', '.join(split)})",
+            expected="shards of FSDP2, or replicas",
+            attempt=_MAKE_ONE,
         )
     return PlannedRun(
         workload=_workload(
@@ -131,12 +137,21 @@ def _planned_run(document: Mapping[str, Any], steps: int) -> PlannedRun:
             micro_batches=layout["micro_batches"],
             steps=steps,
             lora_rank=document["model"].get("adapter", {}).get("rank", 0),
+            spread=_spread(layout, document["execute"]),
         ),
         document=document,
         machine=document["machine"]["name"],
         with_plan=_predicted(document["recommendation"]["option"]),
         without_offload=_predicted(document["without_offload"]),
     )
+
+
+def _spread(layout: Mapping[str, Any], execute: Mapping[str, Any]) -> Spread | None:
+    """Return how the ranks of a plan have its model, or None for a plan of one."""
+    if layout["gpus"] == 1:
+        return None
+    sharding = execute.get("sharding")
+    return Spread(ranks=layout["gpus"], shards=sharding and SHARD_DTYPES[sharding["weights"]])
 
 
 def _workload(model: Mapping[str, Any], **batch: Any) -> Workload:
@@ -193,5 +208,6 @@ def _predicted(option: Mapping[str, Any]) -> Predicted:
         between_steps_bytes=memory["between_steps_bytes"],
         host_bytes=sum(line["bytes"] for line in memory["host_per_rank"]),
         of_cuda_bytes=sum(line["bytes"] for line in memory["gpu"] if line["name"] in _OF_CUDA),
+        in_flight_bytes=sum(line["bytes"] for line in memory["gpu"] if line["name"] == _IN_FLIGHT),
         step_s=option["time"]["step_s"],
     )

@@ -8,30 +8,28 @@ Explained in docs/choosing.md.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from reference_impl.activations.budget import BudgetError
 from reference_impl.device import Device
+from reference_impl.distributed.launch import RankError, Report, launch
 from reference_impl.memory.host import HostMemoryError, available_bytes
+from reference_impl.memory.pinned import pinned_book
 from reference_impl.verification.apply import apply_plan
 from reference_impl.verification.attachments import OPTIONS, plain
 from reference_impl.verification.kernels import always_in_fixed_order
 from reference_impl.verification.plain import PlainAdamW
 from reference_impl.verification.planned_run import PlanError, PlannedRun, Predicted
 from reference_impl.verification.steps import Progress, Steps, unseen
-from reference_impl.verification.train import (
-    Attach,
-    Trained,
-    Trainer,
-    train,
-)
+from reference_impl.verification.train import Attach, Trained, Trainer, train
 from reference_impl.verification.verify import (
     MAX_LOSS_DELTA,
     MAX_MEMORY_ERROR,
@@ -39,6 +37,8 @@ from reference_impl.verification.verify import (
     loss_delta,
 )
 
+# Of a process that has loaded torch.
+_PROCESS_BYTES = 2**28
 # Updates that a plan got wrong show after one; further steps only let rounding errors grow.
 COMPARED_STEPS = 4
 
@@ -138,13 +138,31 @@ class PlanVerification:
         }
 
 
+@dataclass(frozen=True)
+class _Run:
+    """One training of a plan's model: with the plan or without it, for `steps` or those of the workload.
+
+    Without `fixed_order` it is about the kernels that users get, so the order of additions is left to them.
+    """
+
+    label: str
+    has_plan: bool
+    fixed_order: bool = False
+    steps: int | None = None
+
+
 def verify_plan(device: Device, planned: PlannedRun, *, progress: Progress = unseen) -> PlanVerification:
-    """Train with the plan and, where it fits, without. Raises PlanError when it cannot be trained here."""
+    """Train with the plan and, where it fits, without. Raises PlanError when it cannot be trained here.
+
+    A plan for several GPUs is trained by as many processes, each with a GPU of its own or as a CPU twin.
+    """
     planned = replace(
         planned, with_plan=planned.with_plan.on(device), without_offload=planned.without_offload.on(device)
     )
+    if planned.workload.spread is not None:
+        _check_ranks(device, planned.workload.spread.ranks)
     free_bytes = _free_bytes(device)
-    needed_bytes = _needed_bytes(device, planned.with_plan)
+    needed_bytes = _needed_bytes(device, planned, planned.with_plan)
     if needed_bytes > free_bytes:
         raise PlanError(
             f"the plan needs {needed_bytes / 2**30:.1f} GiB and {device.name} has "
@@ -152,22 +170,21 @@ def verify_plan(device: Device, planned: PlannedRun, *, progress: Progress = uns
             expected="memory for its model",
             attempt="a plan for a smaller model or a shorter sequence",
         )
-    compares = _needed_bytes(device, planned.without_offload) <= free_bytes
+    compares = _needed_bytes(device, planned, planned.without_offload) <= free_bytes
     compares_apart = compares and not always_in_fixed_order(device)
     total = planned.workload.steps * (1 + compares) + 2 * COMPARED_STEPS * compares_apart
     steps = Steps(progress, total=total)
-    # The measured runs are about the kernels that users get, so the order of additions is left to them.
-    measured = partial(_train, device, planned, fixed_order=False)
-    baseline = measured(plain(), steps.of("without offload")) if compares else None
+    measured = [_Run("without offload", has_plan=False)] * compares
+    measured.append(_Run(planned.with_plan.label, has_plan=True))
     try:
-        trained = measured(_applied(planned), steps.of(planned.with_plan.label))
+        *baseline, trained = _trained(device, planned, measured, steps)
     except (BudgetError, HostMemoryError) as error:
         raise PlanError.of(
             error,
             "the plan cannot be kept here: ",
             attempt="a plan with --gpu-memory and --host-memory as they are here",
         ) from None
-    compared = None if baseline is None else (baseline, trained)
+    compared = (baseline[0], trained) if baseline else None
     if compares_apart:
         compared = _in_fixed_order(device, planned, steps)
     return PlanVerification(
@@ -175,9 +192,25 @@ def verify_plan(device: Device, planned: PlannedRun, *, progress: Progress = uns
         is_timed=device.is_accelerator,
         planned=planned,
         trained=trained,
-        without_offload=baseline,
+        without_offload=baseline[0] if baseline else None,
         compared=compared,
     )
+
+
+def _check_ranks(device: Device, ranks: int) -> None:
+    """Raise PlanError where this machine does not have a device for each rank, or limits what only one process sees."""
+    if device.is_accelerator and device.count() < ranks:
+        raise PlanError(
+            f"the plan is for {ranks} GPUs and {device.count()} are here",
+            expected="one for each rank",
+            attempt="--device cpu, where a rank needs no GPU",
+        )
+    if pinned_book.limit_bytes is not None:
+        raise PlanError(
+            f"a limit of pinned memory, which is this process's, and a plan of {ranks} ranks",
+            expected="a plan of one GPU with it",
+            attempt="offload plan --pinned-memory: the plan then sets the limit on each rank",
+        )
 
 
 def _in_fixed_order(device: Device, planned: PlannedRun, steps: Steps) -> tuple[Trained, Trained] | None:
@@ -185,32 +218,56 @@ def _in_fixed_order(device: Device, planned: PlannedRun, steps: Steps) -> tuple[
 
     Return None where these kernels, which take more memory than those that the plan is about, do not fit.
     """
-    run = partial(_train, device, planned, fixed_order=True, steps=COMPARED_STEPS)
+    runs = [
+        _Run("losses without offload", has_plan=False, fixed_order=True, steps=COMPARED_STEPS),
+        _Run(f"losses, {planned.with_plan.label}", has_plan=True, fixed_order=True, steps=COMPARED_STEPS),
+    ]
     try:
-        return (
-            run(plain(), steps.of("losses without offload")),
-            run(_applied(planned), steps.of(f"losses, {planned.with_plan.label}")),
-        )
+        without, with_plan = _trained(device, planned, runs, steps)
     except (BudgetError, HostMemoryError, torch.OutOfMemoryError):
         return None
+    return without, with_plan
 
 
-def _train(
-    device: Device,
-    planned: PlannedRun,
-    attach: Attach,
-    on_step: Callable[[], None],
-    *,
-    fixed_order: bool,
-    steps: int | None = None,
-) -> Trained:
+def _trained(device: Device, planned: PlannedRun, runs: Sequence[_Run], steps: Steps) -> list[Trained]:
+    """Train `runs` one after the other, here or on all ranks of the plan."""
+    on_step = {run.label: steps.of(run.label) for run in runs}
+    spread = planned.workload.spread
+    if spread is None:
+        return [_train(device, planned, run, on_step[run.label]) for run in runs]
+    try:
+        ranks = launch(spread.ranks, device, partial(_of_rank, planned, runs), lambda label: on_step[label]())
+    except RankError as error:
+        raise PlanError.of(error, attempt="a plan for fewer GPUs or a smaller model") from None
+    return [_of_all(each) for each in zip(*ranks, strict=True)]
+
+
+def _of_rank(planned: PlannedRun, runs: Sequence[_Run], device: Device, report: Report) -> list[Trained]:
+    """Train `runs` as one rank; the first one reports each step by its run's label."""
+    reports = report if dist.get_rank() == 0 else lambda _: None
+    return [_train(device, planned, run, partial(reports, run.label)) for run in runs]
+
+
+def _of_all(ranks: Sequence[Trained]) -> Trained:
+    """Return the most that any rank took of each, and the losses of all, one rank's behind the other's."""
+    return Trained(
+        losses=[loss for rank in ranks for loss in rank.losses],
+        parameters={},
+        peak_device_bytes=max(rank.peak_device_bytes for rank in ranks),
+        between_steps_bytes=max(rank.between_steps_bytes for rank in ranks),
+        peak_host_bytes=max(rank.peak_host_bytes for rank in ranks),
+        step_s=max(rank.step_s for rank in ranks),
+    )
+
+
+def _train(device: Device, planned: PlannedRun, run: _Run, on_step: Callable[[], None]) -> Trained:
     trained = train(
         planned.workload,
         device,
-        attach,
-        fixed_order=fixed_order,
+        _applied(planned) if run.has_plan else plain(),
+        fixed_order=run.fixed_order,
         is_timed=device.is_accelerator,
-        steps=steps,
+        steps=run.steps,
         on_step=on_step,
     )
     # Nobody asks for the parameters, and their host memory belongs to the runs that follow.
@@ -220,7 +277,7 @@ def _train(
 def _applied(planned: PlannedRun) -> Attach:
     @contextmanager
     def attach(model: nn.Module) -> Iterator[Trainer]:
-        offloads = {"optimizer", "trained_layers"} & set(planned.document["execute"])
+        offloads = {"optimizer", "trained_layers", "streamed_shards"} & set(planned.document["execute"])
         optimizer: Any = (
             torch.optim.AdamW(model.parameters(), **OPTIONS) if offloads else PlainAdamW(model, **OPTIONS)
         )
@@ -247,9 +304,13 @@ def _quantity(name: str, predicted: float, measured: float) -> Quantity:
     return Quantity(name=name, predicted=predicted, measured=measured, error=error)
 
 
-def _needed_bytes(device: Device, predicted: Predicted) -> int:
-    """What a run takes of the device; the CPU twin's two tiers are one memory."""
-    return predicted.peak_device_bytes + (0 if device.is_accelerator else predicted.host_bytes)
+def _needed_bytes(device: Device, planned: PlannedRun, predicted: Predicted) -> int:
+    """What a run takes of the device; the CPU twin's two tiers, and those of all ranks, are one memory."""
+    if device.is_accelerator:
+        return predicted.peak_device_bytes
+    spread = planned.workload.spread
+    needed_bytes = predicted.peak_device_bytes + predicted.host_bytes
+    return needed_bytes if spread is None else spread.ranks * (needed_bytes + _PROCESS_BYTES)
 
 
 def _free_bytes(device: Device) -> int:

@@ -10,10 +10,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from reference_impl.device import Device
 from reference_impl.verification.model import Decoder, DecoderShape, add_lora, decoder_loss
+from reference_impl.verification.spread import Spread
 
 # Peaks are those of the third to fifth step: states exist and the activation engine has learnt its headroom. The
 # ledger of the CPU twin slows every operation down, so the steps after them are timed.
@@ -24,7 +26,8 @@ FIRST_MEASURED, FIRST_TIMED = 2, 5
 class Workload:
     """What is trained: a decoder in `dtype` for `steps`, each on `micro_batches` random batches of (batch, tokens).
 
-    With a `lora_rank` everything but adapters of that rank is frozen.
+    With a `lora_rank` everything but adapters of that rank is frozen. With a `spread` every rank of it trains on
+    batches of its own.
     """
 
     shape: DecoderShape
@@ -34,6 +37,7 @@ class Workload:
     micro_batches: int = 1
     dtype: torch.dtype = torch.bfloat16
     lora_rank: int = 0
+    spread: Spread | None = None
 
     def __post_init__(self) -> None:
         """Raise ValueError when no step would be timed."""
@@ -47,8 +51,10 @@ class Workload:
             return sum(param.numel() for param in self.new_model().parameters())
 
     def model(self, device: Device) -> Any:
-        """Return the same model at every call."""
+        """Return the same model at every call, or this rank's part of it."""
         torch.manual_seed(0)
+        if self.spread is not None:
+            return self.spread.model(self.new_model, device)
         with device.torch_device:
             return self.new_model()
 
@@ -65,7 +71,7 @@ class Workload:
 
     def batches(self, device: Device) -> Iterator[torch.Tensor]:
         """Yield the same int64 ids (micro_batches, batch, tokens) at every call, one tensor a step."""
-        generator = torch.Generator().manual_seed(0)
+        generator = torch.Generator().manual_seed(0 if self.spread is None else dist.get_rank())
         size = (self.micro_batches, self.batch, self.tokens)
         for _ in range(self.steps):
             yield torch.randint(self.shape.vocab, size, generator=generator).to(device.torch_device)
@@ -81,4 +87,5 @@ class Workload:
             "micro_batches": self.micro_batches,
             "steps": self.steps,
             "lora_rank": self.lora_rank,
+            **({} if self.spread is None else self.spread.describe()),
         }

@@ -160,7 +160,7 @@ def verified_plan(document: Mapping[str, Any]) -> str:
     work, plan = document["workload"], document["plan"]
     lines = [
         f"{document['device']}, torch {document['torch']}; the plan is for {plan['machine']}: a decoder of "
-        f"{work['parameters'] / 1e6:.1f}e6 parameters in {work['dtype']}{_lora(work)}, "
+        f"{work['parameters'] / 1e6:.1f}e6 parameters in {work['dtype']}{_lora(work)}{_ranks(work)}, "
         f"{work['micro_batches']} x {work['batch']} x {work['tokens']} tokens, {work['steps']} steps"
     ]
     for run in plan["runs"]:
@@ -183,6 +183,11 @@ def verified_plan(document: Mapping[str, Any]) -> str:
 def _lora(work: Mapping[str, Any]) -> str:
     rank = work.get("lora_rank", 0)
     return f", frozen but for adapters of rank {rank}" if rank else ""
+
+
+def _ranks(work: Mapping[str, Any]) -> str:
+    how = f"FSDP2 with shards in {work['shard_dtype']}" if "shard_dtype" in work else "a replica each"
+    return f" on {work['ranks']} ranks, {how}" if "ranks" in work else ""
 
 
 def _plan_row(cells: tuple[str, ...]) -> str:

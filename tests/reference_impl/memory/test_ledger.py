@@ -1,8 +1,12 @@
+import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
+from reference_impl.device import Device
 from reference_impl.memory.arena import HostArena
-from reference_impl.memory.ledger import Ledger, resize_storage
+from reference_impl.memory.ledger import Ledger, resize_storage, unseen
 
 MIB = 2**20
 
@@ -50,6 +54,38 @@ def test_resized_storage_leaves_the_book(device):
         assert full - ledger.device_bytes == MIB
         resize_storage(tensor.untyped_storage(), MIB)
         assert ledger.device_bytes == full
+
+
+def test_memory_that_others_free_under_their_tensors_leaves_the_book(device):
+    with Ledger(device) as ledger:
+        tensor = torch.empty(MIB, dtype=torch.uint8, device=device.torch_device)
+        full = ledger.device_bytes
+        tensor.untyped_storage().resize_(0)
+        assert full - ledger.device_bytes == MIB
+        tensor.untyped_storage().resize_(MIB)
+        assert ledger.device_bytes == full
+    assert torch.UntypedStorage.resize_ is not resize_storage
+
+
+@pytest.mark.usefixtures("group")
+def test_what_is_inside_a_sharded_tensor_counts():
+    sharded = distribute_tensor(
+        torch.empty(MIB, dtype=torch.uint8), init_device_mesh("cpu", (1,)), [Shard(0)]
+    )
+    with Ledger(Device.of("cpu")) as ledger:
+        other = torch.zeros_like(sharded)
+        assert ledger.device_bytes == MIB
+        del other
+        assert ledger.device_bytes == 0
+
+
+def test_what_only_the_twin_takes_is_left_out():
+    with Ledger(Device.of("cpu")) as ledger:
+        with unseen():
+            left_out = torch.empty(MIB, dtype=torch.uint8)
+        assert ledger.device_bytes == 0
+        seen = torch.empty(MIB, dtype=torch.uint8)
+        assert ledger.device_bytes == seen.nbytes == left_out.nbytes
 
 
 def test_host_tier_is_apart_from_the_device_tier(device):

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from reference_impl.activations import ActivationOffloader
+from reference_impl.memory.ledger import Ledger
 from reference_impl.verification.attachments import plain
 from reference_impl.verification.model import DecoderShape, decoder_loss
 from reference_impl.verification.plain import PlainAdamW
@@ -120,6 +121,21 @@ def test_a_gradient_that_never_comes_leaves_a_parameter_as_it_is(device):
     optimizer.step()
     changed = [name for name, param in model.named_parameters() if not torch.equal(param, before[name])]
     assert changed == ["head.weight"]
+
+
+def test_a_parameter_in_fp32_is_its_own_master(device):
+    model, other = (replace(SMALL, dtype=torch.float32).model(device) for _ in range(2))
+    ours, torchs = PlainAdamW(model, lr=0.1), torch.optim.AdamW(other.parameters(), lr=0.1, fused=True)
+    for each, optimizer in ((model, ours), (other, torchs)):
+        for param in each.parameters():
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+    assert all(map(torch.equal, model.parameters(), other.parameters()))
+    with Ledger(device) as ledger:
+        before = ledger.device_bytes
+        kept = PlainAdamW(model, lr=0.1)
+        assert ledger.device_bytes == before
+    assert kept is not None
 
 
 def test_adapters_alone_are_trained(device):
