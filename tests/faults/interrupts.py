@@ -28,10 +28,11 @@ _PACKAGE = os.path.dirname(reference_impl.__file__) + os.sep
 
 @dataclass(frozen=True)
 class Interrupt:
-    """SIGINT before bytecode `nth`, or after `delay_s` seconds of training."""
+    """SIGINT before bytecode `nth`, counted as by `counted`, or after `delay_s` seconds of training."""
 
     nth: int | None
     delay_s: float = 0.0
+    also: tuple[str, ...] = AROUND_A_STEP
     may_break = False
 
     def __str__(self) -> str:
@@ -48,7 +49,7 @@ class Interrupt:
             injector.error = KeyboardInterrupt()
             os.kill(os.getpid(), signal.SIGINT)
 
-        with self._timed(send) if self.nth is None else counted(self.nth, send):
+        with self._timed(send) if self.nth is None else counted(self.nth, send, also=self.also):
             yield
             # What is still under way must not hit the judge.
             signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -184,7 +184,7 @@ def bytecodes(way: Way) -> tuple[int, int]:
     trainee = Trainee(way, Injector())
     with _directory(way) as directory:
         offloader = way.wrap(trainee.model, directory)
-        with counted(None, lambda: None) as count:
+        with counted(None, lambda: None, also=()) as count:
             trainee.train(0, stop=1)
             before = count[0]
             trainee.train(1, stop=STEPS - 1)
@@ -197,7 +197,9 @@ def interrupted_case_of(seed: int) -> Case:
     random = shuffled(seed)
     way = WAYS[seed % len(WAYS)]
     before, until = bytecodes(way)
-    return Case(way, Interrupt(random.randint(before + 1, until)), random.choice(ACTIONS))
+    # The optimizer is torch's own, which an interrupt may leave half done.
+    interrupt = Interrupt(random.randint(before + 1, until), also=())
+    return Case(way, interrupt, random.choice(ACTIONS))
 
 
 def judge(case: Case) -> Outcome:
