@@ -215,11 +215,13 @@ class Shares:
         operations += self._resident.operations(split, groups, decision)
         if buckets:
             operations.append(update.mark)
-        operations += [partial(update.submit, bucket) for bucket in first]
+        if first:
+            operations.append(partial(update.submit, first))
         operations += self._resident.operations(whole, groups, decision)
         if self._streamed is not None:
             operations += [self._streamed.begin, self._streamed.advance]
-        operations += [partial(update.submit, bucket) for bucket in last]
+        if last:
+            operations.append(partial(update.submit, last))
         return operations
 
     def _take(self, step: CpuStep, arrivals: Mapping[Member, Event], streamed: Iterable[Member]) -> None:
@@ -241,7 +243,7 @@ class Shares:
         arrived = self._cpu.arrived()
         members = dict.fromkeys(piece.member for piece in bucket.pieces)
         self._cpu.take(step, {m: m.arrival for m in members if m.arrival is not None})
-        self._cpu.submit(bucket, step, self._new_weights, arrived=arrived, last_use=None)
+        self._cpu.submit([bucket], step, self._new_weights, arrived=arrived, last_use=None)
 
     def _new_weights(self, member: Member) -> Iterator[NewWeights]:
         """Yield the new weights of a member that the device has and its parameter has not."""
@@ -336,10 +338,10 @@ class _BucketQueue:
         """Remember what the live current stream has now: the last use of old weights, the split members' update."""
         self._last_use, self._arrived = self._device.record(), self._cpu.arrived()
 
-    def submit(self, bucket: Bucket) -> None:
-        """Queue the update of a bucket."""
+    def submit(self, buckets: Sequence[Bucket]) -> None:
+        """Queue the updates of `buckets`, all or none."""
         self._cpu.submit(
-            bucket, self._step, self._new_weights, arrived=self._arrived, last_use=self._last_use
+            buckets, self._step, self._new_weights, arrived=self._arrived, last_use=self._last_use
         )
 
 

@@ -166,26 +166,30 @@ class CpuShare:
 
     def submit(
         self,
-        bucket: Bucket,
+        buckets: Sequence[Bucket],
         step: CpuStep,
         new_weights: Callable[[Member], Iterable[NewWeights]],
         *,
         arrived: Event,
         last_use: Event | None,
     ) -> None:
-        """Queue a bucket's update behind `arrived`; weights are overwritten behind `last_use`, or each one's gradient.
+        """Queue the updates of `buckets` behind `arrived`, all or none.
 
-        Only members whose gradient the step has taken take part: of another that of the next step may stand in staging.
-        `new_weights` yields the parts of a member that the device has updated and that go out with the CPU's.
+        Weights are overwritten behind `last_use`, or each one's gradient. Only members whose gradient the step has
+        taken take part: of another that of the next step may stand in staging. `new_weights` yields the parts of a
+        member that the device has updated and that go out with the CPU's. The workers wake up once: a bucket at a
+        time, they took Python's lock from a caller who had not queued the next.
         """
-        present = Counter(piece.member for piece in bucket.pieces if piece.member in step.arrivals)
-        update = BucketUpdate(step, present, len(self._tasks[bucket]), new_weights, last_use)
-        deadline = bucket.deadline
-        self._workers.submit(
-            [Job(deadline, arrived, _TaskUpdate(self, task, update)) for task in self._tasks[bucket]]
-        )
-        step.queued.add(bucket)
-        bucket.sent.clear()
+        jobs = []
+        for bucket in buckets:
+            present = Counter(piece.member for piece in bucket.pieces if piece.member in step.arrivals)
+            tasks = self._tasks[bucket]
+            update = BucketUpdate(step, present, len(tasks), new_weights, last_use)
+            jobs += [Job(bucket.deadline, arrived, _TaskUpdate(self, task, update)) for task in tasks]
+        self._workers.submit(jobs)
+        step.queued.update(buckets)
+        for bucket in buckets:
+            bucket.sent.clear()
 
     def run_kernel(self, task: Task, step: CpuStep, present: Container[Member]) -> None:
         """Update a task's members that are `present`, on the calling worker.

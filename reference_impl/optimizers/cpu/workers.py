@@ -13,7 +13,6 @@ docs/optimizer-offloading.md, "Timeline of a step".
 from __future__ import annotations
 
 import atexit
-import bisect
 import os
 import threading
 import weakref
@@ -64,8 +63,7 @@ class _Queue:
 
     def put(self, jobs: Sequence[Job]) -> None:
         with self.changed:
-            for job in jobs:
-                bisect.insort(self.waiting, job, key=lambda job: job.deadline)
+            self.waiting = sorted([*self.waiting, *jobs], key=lambda job: job.deadline)
             self.changed.notify(len(jobs))
 
     def take(self) -> Job | None:
