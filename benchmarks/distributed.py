@@ -25,9 +25,9 @@ A trace of rank 0 in one row, and a drawing of one step:
     torchrun --standalone --nproc-per-node 2 benchmarks/distributed.py --rows none --tokens 8192 \\
         --trace trace.json --trace-row "streamed, exact" --figure docs/figures/fsdp2-timeline.svg
 
-A row is one optimizer in training: forward, backward, step, zero_grad. fp32 parameters, bf16 compute (under DDP by
-autocast), full activation checkpointing; gradients are clipped exactly, but not in torch's offloading row, whose
-clipping is a pass over the host. `--rows` leaves out what a host has no memory for.
+A row is one optimizer in training: forward, backward, step, zero_grad. fp32 parameters, unless a row says bf16, bf16
+compute (under DDP by autocast), full activation checkpointing; gradients are clipped exactly, but not in torch's
+offloading row, whose clipping is a pass over the host. `--rows` leaves out what a host has no memory for.
 A time is the median of the steps after warming up, from one end of the compute stream's work to the next, on the
 slowest rank; the host runs ahead. The peak is the allocator's, the largest of all ranks, in GB of 10**9 bytes.
 """
@@ -42,7 +42,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -95,16 +95,17 @@ class Plain:
 
 @dataclass(frozen=True)
 class Row:
-    """How an optimizer is built, and whether FSDP2 keeps the shards on the host."""
+    """How an optimizer is built, whether FSDP2 keeps the shards on the host, and in which dtype."""
 
     build: Callable[[nn.Module], Any]
     torch_offloads: bool = False
+    dtype: torch.dtype = torch.float32
 
     def model(self, engine: str, shape: DecoderShape, device: Device) -> nn.Module:
         """Return the model that the row trains."""
         if engine == "ddp":
             return replicated(shape, device)
-        return sharded(shape, device, torch_offloads=self.torch_offloads)
+        return sharded(shape, device, torch_offloads=self.torch_offloads, dtype=self.dtype)
 
 
 def ours(**options: Any) -> Row:
@@ -146,7 +147,11 @@ def rows(engine: str, slots_bytes: int) -> dict[str, Row]:
     }
     if engine == "ddp":
         return both
+    packed = Streaming(prefetch_bytes=slots_bytes, hi_lo_masters=True, moments_dtype=torch.bfloat16)
     return both | {
+        "bf16 shards, half masters, bf16 moments": replace(
+            ours(split=(0.0, 1.0, 0.0), streaming=packed), dtype=torch.bfloat16
+        ),
         "auto": ours(split="auto", streaming=exact),
         "everything off, exact": Row(lambda model: EverythingOff(model, Streaming(chunk_bytes=CHUNK_BYTES))),
         "everything off, bf16 moments": Row(
@@ -158,10 +163,10 @@ def rows(engine: str, slots_bytes: int) -> dict[str, Row]:
     }
 
 
-def sharded(shape: DecoderShape, device: Device, *, torch_offloads: bool) -> nn.Module:
-    """Return a decoder with the same weights in every row; no rank ever holds all of them."""
+def sharded(shape: DecoderShape, device: Device, *, torch_offloads: bool, dtype: torch.dtype) -> nn.Module:
+    """Return a decoder with the same weights in every row, rounded to `dtype`; no rank ever holds all of them."""
     with torch.device("meta"):
-        model = Decoder(shape)
+        model = Decoder(shape).to(dtype)
     options: dict[str, Any] = {
         "mesh": init_device_mesh(device.torch_device.type, (dist.get_world_size(),)),
         "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
