@@ -294,6 +294,9 @@ def main(rank, ranks, store, place, *cases):
         timeout=timedelta(seconds=40),
     )
     warnings.simplefilter("error", UserWarning)
+    # What torch says of CUDA.
+    for told in ("Requested unified CUBLASLT workspace", r"barrier\(\): using the device"):
+        warnings.filterwarnings("ignore", told)
     for torch_says in ("find_unused_parameters=True was specified", "Detected call of `lr_scheduler"):
         warnings.filterwarnings("ignore", torch_says)
     # `added` means to be told.
