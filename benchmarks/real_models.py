@@ -81,7 +81,7 @@ def run_case(case: Case, *, tiny: bool, all_plans: bool) -> dict[str, Any]:
         start = time.perf_counter()
         try:
             with (
-                Ledger(device, track=task.tensors()) as ledger,
+                Ledger(device, track=task.tensors(_RESIDENT)) as ledger,
                 fit(model, _adamw(model), batch, objective, gpu_budget=budget) as fitted,
             ):
                 row |= {"fit_s": time.perf_counter() - start, **_predicted(fitted.plan)}
@@ -110,6 +110,7 @@ def _task(model: torch.nn.Module, batch: Any, objective: trial.Loss, device: Dev
         loss=objective,
         max_grad_norm=None,
         device=device,
+        on_host=False,
     )
 
 
@@ -143,7 +144,7 @@ def _retries(device: Device) -> int:
 def _run(task: trial.Task, plan: Plan, batches: Sequence[Any]) -> dict[str, Any]:
     """Train under `plan`, which nothing corrects."""
     with (
-        Ledger(task.device, track=task.tensors()) as ledger,
+        Ledger(task.device, track=task.tensors(plan)) as ledger,
         apply_plan(task.model, task.optimizer, plan) as applied,
     ):
         return _steps(task, applied.optimizer, batches, ledger)

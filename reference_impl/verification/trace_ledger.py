@@ -143,7 +143,7 @@ class TraceLedger(TorchDispatchMode):
     def _count(self, func: Any, args: Any, kwargs: Any, result: Any, touched: list[torch.Tensor]) -> None:
         span = self.span
         self.kernels[span] = self.kernels.get(span, 0) + 1
-        flops = _FLOPS.get(func._overloadpacket)
+        flops = FLOPS.get(func._overloadpacket)
         if flops is not None:
             self.flops[span] = self.flops.get(span, 0) + flops(args, kwargs, result)
             return
@@ -209,13 +209,21 @@ def _registered(packet: Any) -> Callable[..., int]:
     return lambda args, kwargs, result: int(flop_registry[packet](*args, **kwargs, out_val=result))
 
 
-def _halved_if_causal(packet: Any, position: int) -> Callable[..., int]:
-    """The registry counts causal attention in full; a kernel leaves out what the mask hides."""
-    counted = _registered(packet)
+def _attention(query: int, causal: int, *, score_products: int, value_products: int) -> Callable[..., int]:
+    """Return what counts an attention kernel, by the heads of its query, which may be more than those of its keys.
+
+    Torch's registry refuses such shapes up to 2.12, and counts causal attention in full; a kernel leaves out what the
+    mask hides. `query` and `causal` are the places of the arguments, by the schemas of `native_functions.yaml`. Of the
+    kernel's matrix products, `score_products` are as long as a key and `value_products` as a value.
+    """
 
     def flops(args: Any, kwargs: Any, result: Any) -> int:
-        is_causal = kwargs.get("is_causal", args[position] if len(args) > position else False)
-        return counted(args, kwargs, result) // (2 if is_causal else 1)
+        is_causal = kwargs.get("is_causal", args[causal] if len(args) > causal else False)
+        batch, heads, queries, key_size = args[query].shape
+        keys, value_size = args[query + 2].shape[-2:]
+        product = 2 * batch * heads * queries * keys
+        whole = int(product * (score_products * key_size + value_products * value_size))
+        return whole // (2 if is_causal else 1)
 
     return flops
 
@@ -230,13 +238,12 @@ def _grouped_mm(args: Any, kwargs: Any, result: Any) -> int:
     return int(2 * rows.shape[0] * matrices.shape[-1] * matrices.shape[-2])
 
 
-_FLOPS: dict[Any, Callable[..., int]] = {packet: _registered(packet) for packet in flop_registry}
-# Where `is_causal` stands among the arguments, by the schemas of `native_functions.yaml`.
-for _name, _position in {
-    "_scaled_dot_product_flash_attention": 4,
-    "_scaled_dot_product_flash_attention_backward": 11,
-    "_scaled_dot_product_efficient_attention": 6,
-    "_scaled_dot_product_efficient_attention_backward": 11,
-}.items():
-    _FLOPS[getattr(aten, _name)] = _halved_if_causal(getattr(aten, _name), _position)
-_FLOPS[aten._grouped_mm] = _grouped_mm
+# What counts a kernel's floating-point operations from its arguments and result.
+FLOPS: dict[Any, Callable[..., int]] = {packet: _registered(packet) for packet in flop_registry}
+# Where `is_causal` stands among the arguments of the kernel and of its backward.
+for _name, _forward, _backward in (("flash", 4, 11), ("efficient", 6, 11), ("cudnn", 6, 14)):
+    _kernel = f"_scaled_dot_product_{_name}_attention"
+    FLOPS[getattr(aten, _kernel)] = _attention(0, _forward, score_products=1, value_products=1)
+    # The scores are computed again, then the gradients of query and key; those of scores and value.
+    FLOPS[getattr(aten, f"{_kernel}_backward")] = _attention(1, _backward, score_products=3, value_products=2)
+FLOPS[aten._grouped_mm] = _grouped_mm
