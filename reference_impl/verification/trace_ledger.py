@@ -212,7 +212,7 @@ def _registered(packet: Any) -> Callable[..., int]:
 def _attention(query: int, causal: int, *, score_products: int, value_products: int) -> Callable[..., int]:
     """Return what counts an attention kernel, by the heads of its query, which may be more than those of its keys.
 
-    Torch's registry refuses such shapes up to 2.12, and counts causal attention in full; a kernel leaves out what the
+    Torch's registry refuses such shapes before 2.12, and counts causal attention in full; a kernel leaves out what the
     mask hides. `query` and `causal` are the places of the arguments, by the schemas of `native_functions.yaml`. Of the
     kernel's matrix products, `score_products` are as long as a key and `value_products` as a value.
     """

@@ -229,7 +229,7 @@ def test_causal_attention_counts_half_and_saves_no_scores():
 @pytest.mark.parametrize("kernel", ["flash", "efficient", "cudnn"])
 @pytest.mark.parametrize("key_heads", [8, 2])
 def test_attention_counts_its_query_heads_without_torchs_registry(kernel, key_heads):
-    # Up to torch 2.12 the registry refuses fewer heads of keys than of queries; later ones agree with ours.
+    # Before torch 2.12 the registry refuses fewer heads of keys than of queries; later ones agree with ours.
     query, out = (torch.empty(3, 8, 40, size, device="meta") for size in (16, 24))
     key, value = (torch.empty(3, key_heads, 56, size, device="meta") for size in (16, 24))
     named = {"query": query, "key": key, "value": value, "grad_out": out, "grad_out_": out, "out": out}
