@@ -4,7 +4,10 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
+# The packages of this checkout, where they are not installed.
+ROOT = str(Path(__file__).resolve().parents[2])
 # Results of matrix products depend on how their memory is aligned, unless MKL is asked not to look.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_CBWR": "COMPATIBLE"}
 
@@ -12,6 +15,7 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_CBWR": "COMPATIBLE"}
 def run_ranks(program, ranks, *words, timeout_s=150):
     """Call `program RANK RANKS WORDS...` for all ranks; raise AssertionError with what the failing one said."""
     environment = {**os.environ, **ENVIRONMENT, "LOCAL_WORLD_SIZE": str(ranks), "WORLD_SIZE": str(ranks)}
+    environment["PYTHONPATH"] = os.pathsep.join([ROOT, *filter(None, [os.environ.get("PYTHONPATH")])])
     processes = [
         subprocess.Popen(
             [sys.executable, program, str(rank), str(ranks), *words],
