@@ -39,7 +39,8 @@ class WrappedCall:
         self._beneath = module.__dict__.get(slot)
         self._arounds: list[Around] = []
         self._undo_state: Callable[[], None] = change_copies(module, self._take_out)
-        module.__dict__[slot] = self._method = self._make_method()
+        self._method: types.MethodType | None = self._make_method()
+        module.__dict__[slot] = self._method
 
     @staticmethod
     def on(module: nn.Module) -> WrappedCall:
@@ -55,7 +56,7 @@ class WrappedCall:
     @property
     def is_in_place(self) -> bool:
         """Whether it is still what the module calls."""
-        return self._module.__dict__.get(self._slot) is self._method
+        return self._method is not None and self._module.__dict__.get(self._slot) is self._method
 
     def add(self, around: Around) -> Callable[[], None]:
         """Run `around` outside all others; return what undoes it."""
@@ -78,6 +79,8 @@ class WrappedCall:
             del self._module.__dict__[self._slot]
         else:
             self._module.__dict__[self._slot] = self._beneath
+        # It knows this one, and the module with its weights would have to wait for the garbage collector.
+        self._method = None
 
     def _take_out(self, state: dict[str, Any]) -> None:
         """Make `state` of a copy what it is without wrappers."""
@@ -159,10 +162,12 @@ def change_copies(module: nn.Module, change: ChangeState) -> Callable[[], None]:
         get_state.changes = changes  # type: ignore[attr-defined]
         module.__dict__["__getstate__"] = get_state
     changes.append(change)
+    # Let go of once it is undone: whoever has `undo` is often whom `change` knows.
+    held = [change]
 
     def undo() -> None:
-        if change in changes:
-            changes.remove(change)
+        if held:
+            changes.remove(held.pop())
         if not changes and getattr(module.__dict__.get("__getstate__"), "changes", None) is changes:
             del module.__dict__["__getstate__"]
 

@@ -97,6 +97,24 @@ def test_nothing_stays(attach, graph_is_alive, tmp_path):
     assert threads() <= threads_before
 
 
+@pytest.mark.parametrize("attach", [plain, reserving, with_weights, with_disk, streamed, streamed_from_files])
+def test_once_closed_a_model_does_not_wait_for_the_garbage_collector(attach, tmp_path):
+    def train():
+        model = Model()
+        with attach(model, tmp_path):
+            model(torch.ones(256, 128)).sum().backward()
+        return weakref.ref(model)
+
+    # What torch makes at its first use may hold it for a while.
+    train()
+    gc.collect()
+    gc.disable()
+    try:
+        assert train()() is None
+    finally:
+        gc.enable()
+
+
 def test_a_write_that_is_under_way_ends_first(tmp_path, monkeypatch):
     entered, leave, real = threading.Event(), threading.Event(), os.pwrite
 
