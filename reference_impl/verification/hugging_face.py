@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +80,26 @@ def add_adapters(model: nn.Module, rank: int) -> nn.Module:
 
     adapted: nn.Module = peft.get_peft_model(model, peft.LoraConfig(r=rank, target_modules="all-linear"))
     return adapted.train()
+
+
+def image_batch(entries: Mapping[str, Any], images: int, dtype: str) -> Callable[[int, int], dict[str, Any]]:
+    """Return what makes a batch like `text_batch`, with `images` of the config's size in each sequence.
+
+    Their tokens are in the length; which they are makes no difference on `meta`. Raises ValueError for a config that
+    names no size.
+    """
+    size = (entries.get("vision_config") or {}).get("image_size")
+    if not isinstance(size, int):
+        raise ValueError(
+            f"vision_config has image_size={size!r}; expected the side of square images in pixels"
+        )
+
+    def batch(sequences: int, length: int) -> dict[str, Any]:
+        shape = (sequences * images, 3, size, size)
+        pixels = torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+        return text_batch(sequences, length) | {"pixel_values": pixels}
+
+    return batch
 
 
 def text_batch(sequences: int, length: int) -> dict[str, torch.Tensor]:

@@ -1,8 +1,9 @@
-"""A model profile: what a step of a model takes at any batch and length, from traces at three shapes.
+"""A model profile: what a step of a model takes at any batch and length, from traces at a few shapes.
 
 Every size of a step is `fixed + a * tokens + b * tokens * length` for a batch of sequences of `length`: weights and
 their gradients do not grow, activations grow with tokens, and what attention saves of its scores or masks with tokens
-times length. Three traces give the three numbers.
+times length. Three traces give the three numbers. Where each sequence has something of a fixed size, such as images,
+`+ c * sequences` is added, and a fourth trace.
 
 Explained in docs/tracing.md.
 """
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch import nn
 
 from reference_impl.verification.trace import Attention, Held, Loss, TracedStep, trace
 
-SCHEMA_VERSION = "1.1"
+SCHEMA_VERSION = "1.2"
 _MOST_HELD = 20
 
 
@@ -31,24 +32,27 @@ def profile_model(
     *,
     tokens: int = 2048,
     attention: Attention = "flash",
+    images: int = 0,
 ) -> dict[str, Any]:
     """Return the profile of `model` as `schema/model-profile.schema.json` has it.
 
     `make_batch(sequences, length)` returns what `loss`, by default the model itself, takes. It is asked for one
-    sequence of `tokens`, one of twice that, and two of `tokens`. Raises what `trace` raises.
+    sequence of `tokens`, one of twice that, and two of `tokens`; one of three times that too, if each sequence has
+    `images` in it. Raises what `trace` raises.
     """
 
-    def traced(sequences: int, length: int, checkpointing: bool) -> TracedStep:
+    def traced(sequences: int, length: int) -> TracedStep:
         batch = make_batch(sequences, length)
         return trace(model, batch, loss, checkpointing=checkpointing, attention=attention)
 
     steps = []
     for checkpointing in (False, True):
-        one = traced(1, tokens, checkpointing)
-        longer, two = traced(1, 2 * tokens, checkpointing), traced(2, tokens, checkpointing)
-        grows = functools.partial(_growth, tokens=tokens)
-        steps.append(_step(checkpointing, one, longer, two, grows))
-    return _document(model, one, steps, tokens, attention)
+        found = [traced(1, tokens), traced(1, 2 * tokens), traced(2, tokens)]
+        if images:
+            found.append(traced(1, 3 * tokens))
+        steps.append(_step(checkpointing, found, functools.partial(_growth, tokens)))
+    document = _document(model, found[0], steps, tokens, attention)
+    return document | ({"images": images} if images else {})
 
 
 def profile_batch(
@@ -60,8 +64,8 @@ def profile_batch(
     for a model without blocks, or one that runs a block twice.
     """
 
-    def stays(one: int, longer: int, two: int) -> dict[str, float]:
-        return {"fixed": one, "per_token": 0, "per_token_and_length": 0}
+    def stays(size: int) -> dict[str, float]:
+        return {"fixed": size, "per_token": 0, "per_token_and_length": 0}
 
     steps = []
     for checkpointing in (False, True):
@@ -71,7 +75,7 @@ def profile_batch(
                 f"{len(one.layer_bytes)} blocks of {type(model).__name__} have {len(one.peaks) - 1} backwards; "
                 "expected each block to run once, and backward to reach it; try blocks of their own"
             )
-        steps.append(_step(checkpointing, one, one, one, stays))
+        steps.append(_step(checkpointing, [one], stays))
     return _document(model, one, steps, tokens, attention) | counted(model)
 
 
@@ -91,25 +95,22 @@ def counted(model: nn.Module) -> dict[str, Any]:
 
 
 def _step(
-    checkpointing: bool,
-    one: TracedStep,
-    longer: TracedStep,
-    two: TracedStep,
-    grows: Callable[[int, int, int], dict[str, float]],
+    checkpointing: bool, traces: Sequence[TracedStep], grows: Callable[..., dict[str, float]]
 ) -> dict[str, Any]:
+    """Return a step whose sizes `grows` makes of what they are in each of `traces`."""
+    one = traces[0]
+
     def each(name: str) -> dict[str, dict[str, float]]:
-        of_one, of_longer, of_two = (getattr(step, name) for step in (one, longer, two))
-        return {span: grows(of_one[span], of_longer[span], of_two[span]) for span in of_one}
+        sizes = [getattr(step, name) for step in traces]
+        return {span: grows(*(of_trace[span] for of_trace in sizes)) for span in sizes[0]}
 
     return {
         "checkpointing": checkpointing,
         "peaks": each("peaks"),
         "peaks_without_gradients": each("peaks_without_gradients"),
-        "layers": [
-            grows(*sizes) for sizes in zip(one.layer_bytes, longer.layer_bytes, two.layer_bytes, strict=True)
-        ],
-        "flops": grows(one.flops, longer.flops, two.flops),
-        "moved_bytes": grows(one.moved_bytes, longer.moved_bytes, two.moved_bytes),
+        "layers": [grows(*sizes) for sizes in zip(*(trace.layer_bytes for trace in traces), strict=True)],
+        "flops": grows(*(trace.flops for trace in traces)),
+        "moved_bytes": grows(*(trace.moved_bytes for trace in traces)),
         "kernels": one.kernels,
         "saved_by": one.saved_by,
         "alive_at_peak": [each._asdict() for each in _largest(one.alive_at_peak)],
@@ -164,20 +165,31 @@ def at(growth: Mapping[str, float], sequences: int, length: int) -> int:
     """Return the size that grows as `growth` says, for `sequences` of `length` tokens."""
     tokens = sequences * length
     return round(
-        growth["fixed"] + growth["per_token"] * tokens + growth["per_token_and_length"] * tokens * length
+        growth["fixed"]
+        + growth["per_token"] * tokens
+        + growth["per_token_and_length"] * tokens * length
+        + growth.get("per_sequence", 0) * sequences
     )
 
 
-def _growth(one: int, longer: int, two: int, tokens: int) -> dict[str, float]:
-    """Solve for the three numbers, from (1, tokens), (1, 2 * tokens) and (2, tokens)."""
-    squared = (longer - two) / (2 * tokens**2)
-    linear = (two - one) / tokens - squared * tokens
-    fixed = one - linear * tokens - squared * tokens**2
-    return {
-        "fixed": _short(fixed),
+def _growth(tokens: int, one: int, longer: int, two: int, longest: int | None = None) -> dict[str, float]:
+    """Solve for what a size grows by, from (1, tokens), (1, 2 * tokens), (2, tokens) and perhaps (1, 3 * tokens).
+
+    Without the last nothing grows with sequences alone.
+    """
+    if longest is None:
+        squared, of_sequences = (longer - two) / (2 * tokens**2), 0.0
+        linear = (two - one) / tokens - squared * tokens
+    else:
+        squared = (longest - 2 * longer + one) / (2 * tokens**2)
+        linear = (longer - one) / tokens - 3 * squared * tokens
+        of_sequences = two - one - linear * tokens - squared * tokens**2
+    growth = {
+        "fixed": _short(one - of_sequences - linear * tokens - squared * tokens**2),
         "per_token": _short(linear),
         "per_token_and_length": _short(squared),
     }
+    return growth if longest is None else growth | {"per_sequence": _short(of_sequences)}
 
 
 def _short(number: float) -> float:

@@ -3,6 +3,7 @@
   offload trace config.json                     the folder of a model does as well, or a profile of it
   offload trace config.json --sequences 4 --tokens 4096 --out profile.json
   offload trace config.json --lora-rank 16      the frozen model with peft's adapters
+  offload trace config.json --images 1          with an image in each sequence, of a model that takes images
 
 It prints the peak beyond the weights with and without checkpointing, and what is saved for backward. Optimizer states
 are not in it: `offload plan` adds them. Exit codes: 0 traced, 2 unusable input, or no torch or transformers, 3 a fault
@@ -39,6 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--lora-rank", type=int, metavar="R", help="freeze the model, and train peft's LoRA of this rank"
     )
+    parser.add_argument(
+        "--images", type=int, default=0, metavar="N", help="images in each sequence; default: text alone"
+    )
     parser.add_argument("--out", metavar="FILE", help="write the model profile as JSON")
     parser.add_argument("--format", choices=("concise", "json"), default="concise", help="default: concise")
 
@@ -49,7 +53,9 @@ def run(args: argparse.Namespace) -> int:
     for option, value in given.items():
         if not 1 <= value <= 2**20:
             raise UnusableInput(f"{option} {value}", expected="1 to 1048576", attempt=f"{option} 2048")
-    profile = _profile(args.config, args.dtype, args.lora_rank)
+    if not 0 <= args.images <= 2**10:
+        raise UnusableInput(f"--images {args.images}", expected="0 to 1024", attempt="--images 1")
+    profile = _profile(args.config, args.dtype, args.lora_rank, args.images)
     if args.out:
         try:
             Path(args.out).write_text(as_text(profile), encoding="utf-8")
@@ -84,13 +90,14 @@ def _object(entries: Mapping[str, Any]) -> str:
     return "{\n" + ",\n".join(lines) + "\n}"
 
 
-def _profile(config: str, dtype: str, lora_rank: int | None) -> dict[str, Any]:
+def _profile(config: str, dtype: str, lora_rank: int | None, images: int) -> dict[str, Any]:
     hugging_face = reference("reference_impl.verification.hugging_face")
     trace_profile = reference("reference_impl.verification.trace_profile")
     try:
         entries = hugging_face.read_config(config)
         model = hugging_face.model_from(entries, dtype)
         name = type(model).__name__
+        make_batch = hugging_face.image_batch(entries, images, dtype) if images else hugging_face.text_batch
         if lora_rank:
             model = hugging_face.add_adapters(model, lora_rank)
     except ImportError as error:
@@ -107,7 +114,7 @@ def _profile(config: str, dtype: str, lora_rank: int | None) -> dict[str, Any]:
             attempt="offload trace MODEL_FOLDER",
         ) from None
     try:
-        document: dict[str, Any] = trace_profile.profile_model(model, hugging_face.text_batch)
+        document: dict[str, Any] = trace_profile.profile_model(model, make_batch, images=images)
         implementation = getattr(getattr(model, "config", None), "_attn_implementation", None)
         if implementation:
             document["attention_implementation"] = implementation
@@ -115,7 +122,7 @@ def _profile(config: str, dtype: str, lora_rank: int | None) -> dict[str, Any]:
         document["assumptions"] += [
             f"text alone: no {name} is given to the model"
             for name in _BESIDE_TEXT
-            if f"{name}_config" in entries
+            if f"{name}_config" in entries and not (images and name == "vision")
         ]
         # A shape describes decoders alone: not vision towers, not layers with a state.
         document |= trace_profile.counted(model)

@@ -1,6 +1,7 @@
 """A model whose step was traced: how its bytes and its work grow with the batch (`offload trace` writes it).
 
-A size is `fixed + per_token * tokens + per_token_and_length * tokens * length`. Explained in docs/tracing.md.
+A size is `fixed + per_token * tokens + per_token_and_length * tokens * length + per_sequence * sequences`. Explained in
+docs/tracing.md.
 """
 
 from typing import NamedTuple
@@ -12,11 +13,12 @@ class Growth(NamedTuple):
     fixed: float
     per_token: float
     per_token_and_length: float
+    per_sequence: float = 0
 
     def at(self, sequences: int, length: int) -> float:
         """Return the size for `sequences` of `length` tokens each."""
-        tokens = sequences * length
-        return self.fixed + self.per_token * tokens + self.per_token_and_length * tokens * length
+        of_a_sequence = self.per_token * length + self.per_token_and_length * length**2 + self.per_sequence
+        return self.fixed + sequences * of_a_sequence
 
 
 class Span(NamedTuple):

@@ -163,6 +163,8 @@ def model_of(data: Mapping[str, Any]) -> TracedModel:
     made_with = f"transformers {library}" if library else f"torch {data['versions']['torch']}"
     attention = data.get("attention_implementation") or f"{data['attention']} attention"
     given = ", text alone" if any(each.startswith("text alone") for each in data["assumptions"]) else ""
+    if data.get("images"):
+        given = f", {data['images']} images a sequence"
     config = data.get("config")
     element_bytes = _ELEMENT_BYTES[data["dtype"]]
     return TracedModel(
@@ -196,7 +198,9 @@ def _step(data: Mapping[str, Any]) -> TracedStep:
 
 
 def _growth(data: Mapping[str, Any]) -> Growth:
-    found = Growth(data["fixed"], data["per_token"], data["per_token_and_length"])
+    found = Growth(
+        data["fixed"], data["per_token"], data["per_token_and_length"], data.get("per_sequence", 0)
+    )
     if not all(isinstance(number, int | float) and math.isfinite(number) for number in found):
         raise ValueError(f"{found} is no growth")
     return found

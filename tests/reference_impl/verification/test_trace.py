@@ -199,6 +199,37 @@ def test_what_grows_with_the_square_of_the_length_is_told_apart():
     assert at(growth, 5, 200) == pytest.approx(step.peaks["forward and loss"], rel=1e-3)
 
 
+class WithAnImage(Model):
+    """Beside the text each sequence has an image of one size, whose features take the places of some words."""
+
+    def __init__(self):
+        super().__init__()
+        self.tower = nn.Sequential(nn.Linear(48, 192), nn.GELU(), nn.Linear(192, 32))
+
+
+def with_image(model, batch):
+    text, image = batch
+    features = model.tower(image).mean(1, keepdim=True)
+    return loss_of(model, text) + features.square().sum()
+
+
+def test_what_each_sequence_takes_whatever_its_length_is_in_the_profile():
+    def make(sequences, length):
+        return batch(sequences, length), torch.zeros(sequences, 50, 48)
+
+    profile = profile_model(WithAnImage(), make, with_image, tokens=256, images=1)
+    step = profile["steps"][0]
+    assert step["flops"]["per_sequence"] >= 50 * 2 * 48 * 192
+    assert profile["images"] == 1
+    traced = trace(WithAnImage(), make(3, 640), with_image)
+    assert at(step["flops"], 3, 640) == pytest.approx(traced.flops, rel=1e-6)
+    for span, growth in step["peaks"].items():
+        assert at(growth, 3, 640) == pytest.approx(traced.peaks[span], rel=1e-3)
+    # A profile of text alone would count it as tokens, and be wrong where sequences are longer.
+    text = profile_model(WithAnImage(), make, with_image, tokens=256)["steps"][0]
+    assert abs(at(text["flops"], 3, 640) - traced.flops) > 1e-3 * traced.flops
+
+
 def test_a_profile_follows_its_schema():
     jsonschema = pytest.importorskip("jsonschema", reason="jsonschema is not installed")
     from skill_tools import bundle
@@ -408,6 +439,37 @@ WITH_A_TOWER = {
         "num_attention_heads": 4, "image_size": 28, "patch_size": 14, "projection_dim": 32,
     },
 }  # fmt: skip
+
+
+def test_a_model_is_traced_with_images(tmp_path, capsys):
+    pytest.importorskip("transformers.modeling_utils", reason="transformers is not installed")
+    jsonschema = pytest.importorskip("jsonschema", reason="jsonschema is not installed")
+    from reference_impl.verification.hugging_face import image_batch, model_from
+    from skill_tools import bundle
+
+    (tmp_path / "config.json").write_text(json.dumps(WITH_A_TOWER))
+    out = str(tmp_path / "profile.json")
+    assert main(["trace", str(tmp_path), "--images", "2", "--tokens", "64", "--out", out]) == 0
+    profile = json.loads((tmp_path / "profile.json").read_text())
+    jsonschema.validate(
+        profile, json.loads((bundle.root() / "schema" / "model-profile.schema.json").read_text())
+    )
+    assert not any("vision" in each for each in profile["assumptions"])
+    step = trace(model_from(WITH_A_TOWER), image_batch(WITH_A_TOWER, 2, "bfloat16")(3, 5000))
+    assert at(profile["steps"][0]["flops"], 3, 5000) == pytest.approx(step.flops, rel=1e-6)
+    assert peak_bytes(profile, 3, 5000)[0] == pytest.approx(step.peak_bytes, rel=2e-3)
+    capsys.readouterr()
+    assert main(["plan", "--trace", out, "--gpu", "h100", "--format", "json"]) == 0
+    assert any("2 images a sequence" in line for line in json.loads(capsys.readouterr().out)["assumptions"])
+
+
+@pytest.mark.parametrize(("config", "images"), [(HYBRID, "1"), (WITH_A_TOWER, "-1"), (WITH_A_TOWER, "2000")])
+def test_images_that_cannot_be_are_refused(tmp_path, capsys, config, images):
+    if images == "1":
+        pytest.importorskip("transformers.modeling_utils", reason="transformers is not installed")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert main(["trace", str(tmp_path), "--images", images]) == 2
+    assert "image" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
