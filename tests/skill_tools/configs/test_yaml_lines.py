@@ -105,7 +105,8 @@ def test_merge_keys_yield_to_written_ones_and_keep_their_own_place() -> None:
     text = "base: &b {lr: 1, wd: 2}\nrun:\n  lr: 3\n  <<: *b\nboth:\n  <<: [{lr: 7}, *b]\n"
     root = only(text)
     assert plain(root) == {"base": {"lr": 1, "wd": 2}, "run": {"lr": 3, "wd": 2}, "both": {"lr": 7, "wd": 2}}
-    assert plain(root) == yaml.safe_load(text)
+    # Of several mappings that are merged the first wins, by the specification and PyYAML 6.0.3; by 6.0.4 the last does.
+    assert plain(root)["run"] == yaml.safe_load(text)["run"]
     run = root.value["run"].value  # type: ignore[index]
     assert (run["lr"].line, run["wd"].line) == (3, 1)
 
