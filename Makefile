@@ -7,6 +7,9 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses $(WORKERS) --dist works
 AXOLOTL_RELEASES := 0.12.2 0.13.2 0.14.0 0.15.0 0.16.1 0.17.0 0.18.0 0.19.0 0.20.0 0.21.0
 TRANSFORMERS_RELEASES := 4.57.3 5.0.0 5.8.0 5.10.4 5.14.1 5.17.0 5.23.0
 
+# Where it is set, every process of the tests compiles the packages again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: setup demo test test-all test-faults check lint-code render docs clean
 .PHONY: test-trainers test-trainers-axolotl test-axolotl test-megatron test-transformers test-deepspeed test-accelerate test-torchtune test-llama-factory test-rl
 .PHONY: test-mutations test-damage test-recognition traces
@@ -29,7 +32,7 @@ lint-code: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/mypy --config-file= $(CALLS_ALONE) benchmarks
+	$(BIN)/mypy --config-file= --cache-dir=.mypy_cache/benchmarks $(CALLS_ALONE) benchmarks
 
 check: setup lint-code
 	$(BIN)/offload card check

@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 from machine import machine, print_table
-from real_model_cases import CASES, GIB, Case, entries, fused_loss, loss, make_batch, make_model
+from real_model_cases import CASES, GIB, Case, entries, chunked_loss, loss, make_batch, make_model
 
 from reference_impl import apply_plan, fit
 from reference_impl.device import Device
@@ -66,7 +66,7 @@ def run_case(case: Case, *, tiny: bool, all_plans: bool) -> dict[str, Any]:
     device = Device.available()
     tokens = _TINY_TOKENS if tiny else case.tokens
     config = entries(case, tiny=tiny)
-    objective = fused_loss if case.fused_loss else loss
+    objective = chunked_loss if case.chunked_loss else loss
     with _held(case, device):
         model = make_model(case, config, device.torch_device)
         batch = make_batch(case, config, tokens, device.torch_device, seed=0)
