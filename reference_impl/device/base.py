@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any, ClassVar, Protocol
@@ -129,7 +129,14 @@ class Allocator(Protocol):
 
     @property
     def retries(self) -> int:
-        """How often the cache had to be given back before memory was found: a step in which it rises is slow."""
+        """How often the cache had to be given back before memory was found."""
+
+    @property
+    def segments_grow(self) -> bool:
+        """Whether a segment can grow: if not, a cache in pieces has no room for a tensor that is longer than each."""
+
+    def let_segments_grow(self) -> Callable[[], None]:
+        """Let segments grow, of the whole process, and return what undoes it; the user's environment comes first."""
 
     def limit(self, limit_bytes: int | None) -> None:
         """Refuse to take more than `limit_bytes` from the driver, cache included; None lifts it."""

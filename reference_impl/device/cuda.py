@@ -6,14 +6,19 @@ Explained in docs/design.md (decisions 5 and 10 to 12).
 from __future__ import annotations
 
 import gc
+import os
 import threading
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 
 from reference_impl.device.base import Device, Event, Mark, Together
 
+# Where a user says how torch's allocator is to work.
+_ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+_GROWING = "expandable_segments"
 # A latency-sensitive copy waits 1.2 ms at most.
 _TURN_BYTES = 64 * 2**20
 
@@ -80,6 +85,7 @@ class CachingAllocator:
 
     def __init__(self, torch_device: torch.device) -> None:
         self._torch_device = torch_device
+        self.segments_grow = f"{_GROWING}:True" in _allocator_settings()
 
     @property
     def live_bytes(self) -> int:
@@ -101,6 +107,20 @@ class CachingAllocator:
         """Read one number of the statistics."""
         return int(torch.cuda.memory_stats_as_nested_dict(self._torch_device)["num_alloc_retries"])
 
+    def let_segments_grow(self) -> Callable[[], None]:
+        """Set what the environment variable would, beside what it says already."""
+        settings = _allocator_settings()
+        if self.segments_grow or _GROWING in settings or torch.cuda.get_allocator_backend() != "native":
+            return lambda: None
+
+        def choose(grow: bool) -> None:
+            # What is not named here goes back to its default.
+            torch._C._accelerator_setAllocatorSettings(f"{settings},{_GROWING}:{grow}".lstrip(","))
+            self.segments_grow = grow
+
+        choose(True)
+        return partial(choose, False)
+
     def limit(self, limit_bytes: int | None) -> None:
         """Set the share of the device that the allocator may reserve."""
         share = 1.0 if limit_bytes is None else min(limit_bytes / self.total_bytes, 1.0)
@@ -116,6 +136,10 @@ class CachingAllocator:
     def total_bytes(self) -> int:
         """Ask the driver."""
         return int(torch.cuda.mem_get_info(self._torch_device)[1])
+
+
+def _allocator_settings() -> str:
+    return next((os.environ[name] for name in _ALLOCATOR_VARIABLES if os.environ.get(name)), "")
 
 
 class CudaDevice(Device, torch_type="cuda"):

@@ -228,4 +228,6 @@ def _short_of(error: BaseException) -> str:
 
 
 def _retries(device: Device) -> int:
-    return 0 if device.allocator is None else device.allocator.retries
+    """Count what a cache in pieces has cost; where segments grow, a cache that is given back was merely full."""
+    allocator = device.allocator
+    return 0 if allocator is None or allocator.segments_grow else allocator.retries

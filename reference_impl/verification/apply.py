@@ -115,6 +115,10 @@ def apply_plan(
     if activations.get("mode") in _RECOMPUTING:
         refuse_checkpointing(model, f"the plan's activations mode {activations['mode']!r}")
     undo: list[Callable[[], None]] = []
+    on = Device.of(device or next(model.parameters()).device)
+    if on.allocator is not None:
+        # Optimizer states, gradients and activations leave room in pieces of all sizes.
+        undo.append(on.allocator.let_segments_grow())
     if (limit_bytes := execute.get("pinned_limit_bytes")) is not None and pinned_book.limit_bytes is None:
         undo.append(limit_pinned_memory(limit_bytes).close)
     # Where shards live on the host, parameters are there too.

@@ -1,5 +1,8 @@
 import ast
 import contextlib
+import os
+import subprocess
+import sys
 import weakref
 from pathlib import Path
 
@@ -7,6 +10,7 @@ import pytest
 import torch
 
 from reference_impl.device import CpuTwin, Device, device_is_lost
+from reference_impl.device.cuda import CachingAllocator
 
 REFERENCE_IMPL = Path(__file__).resolve().parents[2] / "reference_impl"
 
@@ -221,3 +225,55 @@ def test_the_host_queues_hundreds_of_copies_and_waits_for_none():
 )
 def test_a_device_that_is_short_of_memory_is_not_lost(error, is_lost):
     assert device_is_lost(error) is is_lost
+
+
+@pytest.mark.parametrize(
+    ("said", "chosen"),
+    [
+        ({}, ["expandable_segments:True", "expandable_segments:False"]),
+        (
+            {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"},
+            [
+                "max_split_size_mb:64,expandable_segments:True",
+                "max_split_size_mb:64,expandable_segments:False",
+            ],
+        ),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}, []),
+        ({"PYTORCH_ALLOC_CONF": "expandable_segments:False"}, []),
+    ],
+)
+def test_segments_grow_unless_the_user_has_chosen(monkeypatch, said, chosen):
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in said.items():
+        monkeypatch.setenv(name, value)
+    asked = []
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", asked.append)
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
+    allocator = CachingAllocator(torch.device("cuda", 0))
+    before = allocator.segments_grow
+    undo = allocator.let_segments_grow()
+    assert allocator.segments_grow == (before or bool(chosen))
+    allocator.let_segments_grow()()  # who finds it done undoes nothing
+    undo()
+    assert asked == chosen
+    assert allocator.segments_grow == before
+
+
+@pytest.mark.cuda
+def test_a_plan_lets_torchs_segments_grow():
+    program = """
+import torch
+from reference_impl import apply_plan
+def grows():
+    return torch.cuda.memory._snapshot()["allocator_settings"]["expandable_segments"]
+model = torch.nn.Linear(8, 8, device="cuda")
+with apply_plan(model, torch.optim.AdamW(model.parameters()), {"execute": {"optimizer": {"offload_fraction": 1.0}}}):
+    assert grows()
+    held = torch.ones(2**20, device="cuda")
+assert not grows()
+print(held.sum().item())
+"""
+    environment = {name: value for name, value in os.environ.items() if "ALLOC_CONF" not in name}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stdout.strip()) == (0, str(float(2**20))), done.stderr

@@ -153,8 +153,8 @@ class StreamedPipeline:
         """Queue the update of `members`, and unless told not to, of as many chunks that follow as are queued ahead."""
         until = self._queue.chunks_until
         wanted = max((until.get(member, 0) for member in members), default=0)
-        if wanted:
-            self._queue_until(wanted + self._ahead if ahead else wanted)
+        # Without a chunk, as an empty shard is, they wait for the step's beginning alone.
+        self._queue_until(wanted + self._ahead if ahead and wanted else wanted)
         self._slots.free_retired()
 
     def queue_what_stays(self) -> None:

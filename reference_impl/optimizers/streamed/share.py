@@ -263,7 +263,8 @@ class StreamedShare:
         self._prefetchable = None
         queue, self._prepared = self._prepared, None
         if queue is not None and queue.step is not None:
-            self._decision, self._gradients = queue.step.decision, dict(queue.step.gradients)
+            # The same mapping, so that a gradient is free once this share lets go of it.
+            self._decision, self._gradients = queue.step.decision, queue.step.gradients
             self._pipeline.begin(queue)
 
     @torch.no_grad()

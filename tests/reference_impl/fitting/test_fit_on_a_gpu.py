@@ -33,16 +33,12 @@ def test_a_budget_is_kept_in_the_trials_and_after_them(budget_mib):
         assert all(torch.equal(a, b.cpu()) for a, b in zip(before, model.parameters(), strict=True))
         assert torch.equal(state, torch.cuda.get_rng_state())
         torch.cuda.reset_peak_memory_stats()
-        retries = []
         for _ in range(6):
             loss_of(model, ids).backward()
             fitted.optimizer.step()
             fitted.optimizer.zero_grad()
-            retries.append(torch.cuda.memory_stats()["num_alloc_retries"])
         fitted.optimizer.synchronize()
         assert torch.cuda.max_memory_reserved() <= budget_mib * MIB
-        # The first steps find the sizes that the allocator keeps; where it keeps too many small ones, `fit` says so.
-        assert retries[-1] == retries[1] or fitted.plan["fitted"]["retried"], retries
         assert torch.cuda.max_memory_allocated() == pytest.approx(
             fitted.plan["fitted"]["peak_device_bytes"], rel=0.02
         )

@@ -1,4 +1,5 @@
 import copy
+import weakref
 
 import pytest
 import torch
@@ -167,3 +168,29 @@ def test_close_gives_the_host_memory_back(device):
     share.update(gradients([weight], 0), None, GROUPS)
     share.close()
     assert host_book.reserved_bytes == before
+
+
+def test_a_gradient_is_free_once_its_weight_is_waited_for(device, share):
+    """And not at the end of the step: what forward has not reached yet waits for it."""
+    members = members_of(torch.nn.ModuleList(layer(device) for _ in range(40)))
+    share.add({member: Part(range(member.param.numel())) for member in members})
+    given = gradients(members, 0)
+    alive = [weakref.ref(each) for each in given.values()]
+    share.update(given, None, GROUPS)
+    del given
+    for count, member in enumerate(members, start=1):
+        share.wait_for([member])
+        assert [each() is not None for each in alive] == [place >= count for place in range(len(alive))]
+        if count < len(members) // 2:
+            assert share.is_begun
+
+
+def test_a_member_without_elements_is_counted_although_its_step_began_late(device, share):
+    """As the shard of a rank that got none."""
+    weight, bias = members_of(layer(device))
+    share.add({weight: Part(range(weight.param.numel())), bias: Part(range(0))})
+    share.prepare(gradients([weight, bias], 0), None, GROUPS)
+    share.begin()
+    share.wait_for([bias])
+    share.wait_for([weight])
+    assert share.steps[weight].item() == share.steps[bias].item() == 1
