@@ -1,14 +1,15 @@
 """The share of the state that stays on the device, updated by the fused GPU kernel.
 
 Masters and moments are fp32; an fp32 parameter is its own master unless the CPU updates another part of it. The
-update runs in chunks, so that the fp32 copy of the gradients never takes more than one chunk. Explained in
-docs/optimizer-offloading.md.
+update runs in chunks, and within a member that is longer in parts of it, so that the fp32 copy of the gradients never
+takes more than `CHUNK_ELEMENTS`. Explained in docs/optimizer-offloading.md.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -127,33 +128,41 @@ class _ChunkUpdate:
         self._fp32: list[torch.Tensor] = []
 
     def operations(self) -> Iterator[Operation]:
-        """Yield what it consists of; all memory is allocated by the first."""
-        yield self._widen
-        yield self._count
-        yield self._run_kernel
+        """Yield what it consists of; all memory is allocated by the first, and again by each part of a long member."""
+        # A member without elements is counted, too.
+        longest = max(1, *(state.member.resident for state in self._states))
+        for start in range(0, longest, CHUNK_ELEMENTS):
+            part = slice(start, start + CHUNK_ELEMENTS)
+            yield partial(self._widen, part)
+            if start == 0:
+                yield self._count
+            yield partial(self._run_kernel, part)
         if self._found_inf is not None:
             yield self._uncount_skipped
         yield self._write_weights
 
-    def _widen(self) -> None:
+    def _widen(self, part: slice) -> None:
         # The kernel writes the scaled gradient back, so it gets a copy also where none is needed to widen.
         copies = self._grad_scale is not None
         for state in self._states:
             state.follow()
         self._fp32 = [
-            state.member.flat(gradient)[: state.member.resident].to(torch.float32, copy=copies)
+            state.member.flat(gradient)[: state.member.resident][part].to(torch.float32, copy=copies)
             for state, gradient in zip(self._states, self._gradients, strict=True)
         ]
 
     def _count(self) -> None:
         torch._foreach_add_(self._steps, 1)
 
-    def _run_kernel(self) -> None:
+    def _run_kernel(self, part: slice) -> None:
         states = self._states
         self._algorithm.update(
-            [state.master for state in states],
+            [state.master[part] for state in states],
             self._fp32,
-            [[state.moments[index] for state in states] for index in range(len(self._algorithm.moments))],
+            [
+                [state.moments[index][part] for state in states]
+                for index in range(len(self._algorithm.moments))
+            ],
             self._steps,
             self._group,
             grad_scale=self._grad_scale,

@@ -160,9 +160,8 @@ def _optimizer(run: Run, mode: Mode, shard: int) -> tuple[list[Line], list[Line]
             Line("fp32 copy of gradients", 4 * resident, each(4, resident, "kept by HybridDeviceOptimizer"))
         )
     if run.widens_gradients and resident and moments_bytes:
-        largest = run.shape.vocab * run.shape.hidden // run.weight_shards
-        widened = min(resident, max(reference.WIDENED_ELEMENTS, largest))
-        formula = each(4, widened, "widened at once: a list of tensors, or the largest one")
+        widened = min(resident, reference.WIDENED_ELEMENTS)
+        formula = each(4, widened, "widened at once")
         gpu.append(Line("fp32 gradients", 4 * widened, formula, "update"))
     if not fraction:
         return gpu, []

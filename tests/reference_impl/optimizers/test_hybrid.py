@@ -10,7 +10,7 @@ from optimizer_training import OPTIONS, assert_same_weights, train, twins
 from reference_impl import CpuUpdate, HybridDeviceOptimizer
 from reference_impl.memory.host import host_book
 from reference_impl.memory.ledger import Ledger
-from reference_impl.optimizers import SGD, Adam
+from reference_impl.optimizers import SGD, Adam, resident
 from reference_impl.optimizers.stand_in import GradientStandIn
 
 
@@ -379,3 +379,26 @@ def test_channels_last_parameters_keep_their_layout(device):
                 opt.zero_grad()
         for left, right in zip(model.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(left, right)
+
+
+def test_a_long_member_is_widened_in_parts(device, make, monkeypatch):
+    """What is on the device in fp32 for the update is a chunk at most, however long a table is."""
+    peaks, models = [], []
+    for elements in (2**26, 96):
+        monkeypatch.setattr(resident, "CHUNK_ELEMENTS", elements)
+        model, plain = twins(device)
+        optimizer = make(model, offload_fraction=0.0, max_grad_norm=0.05)
+        data = batches(device.torch_device, 4)
+        train(model, optimizer, data[:1])
+        with Ledger(device, track=list(model.parameters())) as ledger:
+            loss = model(data[1]).float().square().mean()
+            loss.backward()
+            ledger.reset_peak()
+            optimizer.step()
+            peaks.append(ledger.peak_device_bytes - ledger.device_bytes)
+            optimizer.zero_grad()
+        train(model, optimizer, data[2:])
+        models.append(model)
+    assert_same_weights(*models)
+    largest = max(param.numel() for param in models[0].parameters())
+    assert peaks[1] <= peaks[0] - 4 * (largest - 96)
