@@ -209,7 +209,12 @@ def _judged(row: dict[str, Any], *, tiny: bool) -> dict[str, Any]:
         "unused": 1 - row["peak_bytes"] / row["budget_bytes"],
         "step_error": row["step_s"] / row["predicted_s"] - 1,
     }
-    moves = row["execute"].get("activations") or row["execute"]["optimizer"]["offload_fraction"]
+    execute = row["execute"]
+    moves = (
+        execute.get("activations")
+        or "trained_layers" in execute
+        or execute.get("optimizer", {}).get("offload_fraction")
+    )
     found = {
         f"{row['fit_steps']} steps to fit": row["fit_steps"] > MOST_STEPS,
         "the peak is above the budget": row["peak_bytes"] > row["budget_bytes"],

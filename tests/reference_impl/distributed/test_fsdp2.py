@@ -275,6 +275,7 @@ def test_two_ranks_train_as_torch_does(tmp_path):
     run_ranks(sharded_ranks.__file__, 2, str(tmp_path / "store"), "cpu", *cases)
 
 
+@pytest.mark.slow
 def test_beside_what_streams_the_gradients_of_the_cpus_share_are_freed(tmp_path):
     """A reduction goes to one share as a whole; its gradients are one buffer."""
     run_ranks(freed_ranks.__file__, 2, str(tmp_path / "store"))

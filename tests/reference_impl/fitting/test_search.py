@@ -23,7 +23,7 @@ def plan(allocated, *, mode="recompute", mechanisms=("recompute",), rivals=()):
         "label": mode,
         "mechanisms": list(mechanisms),
         "memory": memory,
-        "time": {"step_s": allocated / 100},
+        "time": {"step_s": allocated / 100, "most_s": allocated / 80},
     }
     return {
         "recommendation": {"option": option},
@@ -129,6 +129,22 @@ def test_room_that_is_left_is_asked_for(played):
     settled = played(planner, took(800), took(945, step_s=0.9))
     assert planner.asked[1][0] == 950 + (945 - 800)
     assert settled.trial.peak_device_bytes == 945
+
+
+def test_a_plan_whose_time_is_wrong_by_far_gives_way_to_another_mechanism_whatever_the_steps(played):
+    mechanisms = ("activation-budget", "optimizer-offload")
+    first = plan(945, mode="budget", mechanisms=mechanisms, rivals=[(("optimizer-offload",), 10.0)])
+    planner = Planner(first)
+    settled = played(planner, took(800, steps=3, step_s=30.0), took(945, step_s=11.0))
+    assert planner.asked == [(950, LAST_RESORT), (950, LAST_RESORT | {"activation-budget"})]
+    assert (settled.trial.step_s, settled.steps, settled.plans) == (11.0, 5, 2)
+
+
+def test_a_plan_that_is_a_little_slower_than_said_is_the_last_within_four_steps(played):
+    mechanisms = ("activation-budget", "optimizer-offload")
+    first = plan(945, mode="budget", mechanisms=mechanisms, rivals=[(("optimizer-offload",), 10.0)])
+    settled = played(Planner(first), took(940, steps=3, step_s=15.0))
+    assert (settled.steps, settled.plans) == (3, 1)
 
 
 def test_a_correction_that_finds_no_memory_leaves_the_plan_before(played):

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from optimizer_reference import MasterAdamW, batches
-from optimizer_training import OPTIONS, assert_same_weights, train, twins
+from optimizer_training import OPTIONS, assert_same_weights, fresh, train, twins
 
 from reference_impl import CpuUpdate, HybridDeviceOptimizer
 from reference_impl.memory.host import host_book
@@ -386,7 +386,7 @@ def test_a_long_member_is_widened_in_parts(device, make, monkeypatch):
     peaks, models = [], []
     for elements in (2**26, 96):
         monkeypatch.setattr(resident, "CHUNK_ELEMENTS", elements)
-        model, plain = twins(device)
+        model = fresh(device)
         optimizer = make(model, offload_fraction=0.0, max_grad_norm=0.05)
         data = batches(device.torch_device, 4)
         train(model, optimizer, data[:1])

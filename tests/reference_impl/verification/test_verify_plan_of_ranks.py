@@ -76,6 +76,7 @@ def host_error(found: PlanVerification) -> float | None:
     return next(iter(found.runs.values()))[2].error
 
 
+@pytest.mark.slow
 def test_the_command_trains_shards_with_their_states_in_part_on_the_cpu(
     made: Make, capsys: pytest.CaptureFixture[str]
 ) -> None:
