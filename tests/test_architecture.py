@@ -5,7 +5,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -51,14 +51,23 @@ def room(path: Path) -> str:
     return path.relative_to(ROOT).with_suffix("").parts[1]
 
 
-def imported(path: Path) -> Iterator[str]:
+@cache
+def nodes(path: Path) -> tuple[ast.AST, ...]:
+    """All of a file's syntax tree."""
+    return tuple(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+
+
+@cache
+def imported(path: Path) -> tuple[str, ...]:
     """Every module that a file imports, also inside functions."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    found: list[str] = []
+    for node in nodes(path):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found += (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{relative(path)} imports relatively"
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            found += (f"{node.module}.{alias.name}" for alias in node.names)
+    return tuple(found)
 
 
 def climbing(paths: list[Path], package: str, floors: dict[str, int]) -> list[str]:
@@ -100,11 +109,7 @@ def test_skill_tools_reaches_for_nothing_dangerous(path: Path) -> None:
     dangerous = {
         m for m in imported(path) for banned in BANNED_MODULES if m == banned or m.startswith(f"{banned}.")
     }
-    calls = [
-        node
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
-    ]
+    calls = [node for node in nodes(path) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
     dangerous |= {call.func.id for call in calls if call.func.id in BANNED_CALLS}  # type: ignore[attr-defined]
     dynamic = [call for call in calls if call.func.id in {"getattr", "setattr"}]  # type: ignore[attr-defined]
     assert not dangerous
@@ -158,7 +163,7 @@ def test_no_module_is_short_and_used_once_without_a_reason() -> None:
         if length(path) < SHORTEST_MODULE
         and counts[module_name(path)] == 1
         and path.name != "__init__.py"
-        and not STANDS_ALONE.search(ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "")
+        and not STANDS_ALONE.search(ast.get_docstring(nodes(path)[0]) or "")
     ]
     advice = f"under {SHORTEST_MODULE} lines with one importer; try to merge it, or say 'Apart because ...'"
     assert not alone, listed(advice, alone)
@@ -170,7 +175,7 @@ def listed(title: str, offenders: list[str]) -> str:
 
 @pytest.mark.parametrize("path", [*SKILL_TOOLS, *REFERENCE_IMPL], ids=relative)
 def test_a_file_says_why_it_exists(path: Path) -> None:
-    assert ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))), "no module docstring"
+    assert ast.get_docstring(nodes(path)[0]), "no module docstring"
 
 
 def loaded_by(code: str) -> set[str]:
@@ -205,7 +210,7 @@ FRAMEWORK = re.compile(
 
 def named_frameworks(path: Path) -> set[str]:
     """Every framework that a file's code names: in a text that is no docstring, or in a name."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    tree = nodes(path)[0]
     prose = {
         id(node.body[0].value)
         for node in ast.walk(tree)

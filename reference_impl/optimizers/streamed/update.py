@@ -40,8 +40,8 @@ class StreamedStep:
     """What one optimizer step applies.
 
     `gradients` have the shape of their parameters; one may be taken out once its update is queued, which frees its
-    memory. `steps` are the step counters, 0-dim fp32 on the device, and count
-    this step already. `groups` are the hyper-parameters by group. Without a `decision` gradients are used as they are.
+    memory. `steps` are the step counters, 0-dim fp32 on the device, and count this step already. `groups` are the
+    hyper-parameters by group. Without a `decision` gradients are used as they are.
     Of chunks whose gradients are on the host `gradients` only names the members; those on the host are whole after
     `arrived`, and are multiplied by each of their member's `factors`, in their own dtype.
     """
