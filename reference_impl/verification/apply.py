@@ -75,6 +75,9 @@ def apply_plan(
 ) -> AppliedPlan:
     """Put the mechanisms of `plan` on `model` and `optimizer`.
 
+    Until `close()` segments of torch's allocator grow on a GPU (`expandable_segments`), in the whole process, unless
+    PYTORCH_CUDA_ALLOC_CONF says that they do not.
+
     >>> with apply_plan(model, torch.optim.AdamW(model.parameters()), "plan.json") as applied:
     ...     for batch in batches:
     ...         model(batch).backward()
