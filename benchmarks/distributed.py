@@ -16,6 +16,10 @@ The same code at toy size, on any machine:
 
     torchrun --standalone --nproc-per-node 2 benchmarks/distributed.py --tiny [--engine ddp]
 
+Two replicas of two shards each (HSDP):
+
+    torchrun --standalone --nproc-per-node 4 benchmarks/distributed.py --replicas 2 --rows streamed --out hsdp.json
+
 Everything off against torch's CPUOffloadPolicy alone:
 
     torchrun --standalone --nproc-per-node 2 benchmarks/distributed.py --rows everything,CPUOffload --tokens 4096,16384
@@ -29,7 +33,11 @@ A row is one optimizer in training: forward, backward, step, zero_grad. fp32 par
 compute (under DDP by autocast), full activation checkpointing; gradients are clipped exactly, but not in torch's
 offloading row, whose clipping is a pass over the host. `--rows` leaves out what a host has no memory for.
 A time is the median of the steps after warming up, from one end of the compute stream's work to the next, on the
-slowest rank; the host runs ahead. The peak is the allocator's, the largest of all ranks, in GB of 10**9 bytes.
+slowest rank; the host runs ahead. The first step is that of a row's first batch size. The peak is the allocator's, the
+largest of all ranks, in GB of 10**9 bytes.
+
+`least` is the ratio that the rates allow, measured on all ranks at once: a step lasts backward, three quarters of the
+step without offload or the copies in it, and then what is left of the copies or of the CPU's update, or forward.
 """
 
 from __future__ import annotations
@@ -62,6 +70,7 @@ from trace_overlap import REPEATED, record
 
 from reference_impl import HybridDeviceOptimizer, ShardStreamer, Streaming
 from reference_impl.device import Device
+from reference_impl.memory.rates import host_rate
 from reference_impl.verification.model import Decoder, DecoderShape, decoder_loss
 
 OPTIONS: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}
@@ -94,21 +103,63 @@ class Plain:
 
 
 @dataclass(frozen=True)
+class Traffic:
+    """Bytes for each parameter of a rank: on its link, both ways, in backward and from step to forward; of host memory.
+
+    What a step streams may come in during backward (`comes_early`), into the slots.
+    """
+
+    in_backward: int = 0
+    after_it: int = 0
+    host: int = 0
+    comes_early: bool = False
+
+    def least_s(self, base_s: float, numel: int, slots_bytes: int, link: float, host: float) -> float:
+        """Return the seconds of a step that takes `base_s` without offload; `link` and `host` are bytes/s of a rank."""
+        backward_s = max(0.75 * base_s, self.in_backward * numel / link)
+        left = float(self.after_it * numel)
+        if self.comes_early:
+            # As much goes out of the slots in the same time.
+            left -= min(2 * slots_bytes, left, link * backward_s)
+        return backward_s + max(0.25 * base_s, left / link, self.host * numel / host)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which engine spreads the model over the ranks; FSDP2 may shard it in each of several replicas."""
+
+    engine: str
+    replicas: int = 1
+
+    @property
+    def mesh_shape(self) -> tuple[int, ...]:
+        """Shards, or replicas and shards."""
+        ranks = dist.get_world_size()
+        return (self.replicas, ranks // self.replicas) if self.replicas > 1 else (ranks,)
+
+    @property
+    def shards(self) -> int:
+        """How many ranks share one copy of the model."""
+        return 1 if self.engine == "ddp" else self.mesh_shape[-1]
+
+
+@dataclass(frozen=True)
 class Row:
-    """How an optimizer is built, whether FSDP2 keeps the shards on the host, and in which dtype."""
+    """How an optimizer is built, whether FSDP2 keeps the shards on the host, in which dtype, and what it moves."""
 
     build: Callable[[nn.Module], Any]
     torch_offloads: bool = False
     dtype: torch.dtype = torch.float32
+    traffic: Traffic | None = None
 
-    def model(self, engine: str, shape: DecoderShape, device: Device) -> nn.Module:
+    def model(self, layout: Layout, shape: DecoderShape, device: Device) -> nn.Module:
         """Return the model that the row trains."""
-        if engine == "ddp":
+        if layout.engine == "ddp":
             return replicated(shape, device)
-        return sharded(shape, device, torch_offloads=self.torch_offloads, dtype=self.dtype)
+        return sharded(shape, device, layout, torch_offloads=self.torch_offloads, dtype=self.dtype)
 
 
-def ours(**options: Any) -> Row:
+def ours(traffic: Traffic | None = None, **options: Any) -> Row:
     """Return a row of our optimizer, attached and clipping exactly."""
 
     def build(model: nn.Module) -> HybridDeviceOptimizer:
@@ -118,7 +169,7 @@ def ours(**options: Any) -> Row:
         optimizer.attach(model)
         return optimizer
 
-    return Row(build)
+    return Row(build, traffic=traffic)
 
 
 class EverythingOff:
@@ -136,39 +187,54 @@ class EverythingOff:
 def rows(engine: str, slots_bytes: int) -> dict[str, Row]:
     """Return every row of the table by name; states may come in early into `slots_bytes`."""
     exact = Streaming(prefetch_bytes=slots_bytes)
+    bf16 = replace(exact, moments_dtype=torch.bfloat16)
+    packed = replace(bf16, hi_lo_masters=True)
     both = {
         "none": Row(lambda model: Plain(model, clips=True)),
-        "streamed, exact": ours(split=(0.0, 1.0, 0.0), streaming=exact),
-        "streamed, bf16 moments": ours(
-            split=(0.0, 1.0, 0.0),
-            streaming=Streaming(prefetch_bytes=slots_bytes, moments_dtype=torch.bfloat16),
+        "streamed, exact": ours(
+            Traffic(after_it=16, comes_early=True), split=(0.0, 1.0, 0.0), streaming=exact
         ),
-        "on the CPU": ours(split=(0.0, 0.0, 1.0)),
+        "streamed, bf16 moments": ours(
+            Traffic(after_it=8, comes_early=True), split=(0.0, 1.0, 0.0), streaming=bf16
+        ),
+        # The update reads four numbers and writes three; before it the gradient arrives, after it the weight leaves.
+        "on the CPU": ours(Traffic(in_backward=4, after_it=4, host=32), split=(0.0, 0.0, 1.0)),
     }
     if engine == "ddp":
         return both
-    packed = Streaming(prefetch_bytes=slots_bytes, hi_lo_masters=True, moments_dtype=torch.bfloat16)
     return both | {
         "bf16 shards, half masters, bf16 moments": replace(
-            ours(split=(0.0, 1.0, 0.0), streaming=packed), dtype=torch.bfloat16
+            ours(Traffic(after_it=12, comes_early=True), split=(0.0, 1.0, 0.0), streaming=packed),
+            dtype=torch.bfloat16,
         ),
         "auto": ours(split="auto", streaming=exact),
-        "everything off, exact": Row(lambda model: EverythingOff(model, Streaming(chunk_bytes=CHUNK_BYTES))),
-        "everything off, bf16 moments": Row(
-            lambda model: EverythingOff(
-                model, Streaming(chunk_bytes=CHUNK_BYTES, moments_dtype=torch.bfloat16)
-            )
+        # Backward: weights in, gradients out. Then these and the moments come in, weights and moments leave.
+        "everything off, exact": off(Traffic(in_backward=8, after_it=28), Streaming(chunk_bytes=CHUNK_BYTES)),
+        "everything off, bf16 moments": off(
+            Traffic(in_backward=8, after_it=20),
+            Streaming(chunk_bytes=CHUNK_BYTES, moments_dtype=torch.bfloat16),
         ),
         "CPUOffloadPolicy, unclipped": Row(lambda model: Plain(model, clips=False), torch_offloads=True),
     }
 
 
-def sharded(shape: DecoderShape, device: Device, *, torch_offloads: bool, dtype: torch.dtype) -> nn.Module:
+def off(traffic: Traffic, streaming: Streaming) -> Row:
+    """Return a row of our streamer of shards."""
+    return Row(lambda model: EverythingOff(model, streaming), traffic=traffic)
+
+
+def sharded(
+    shape: DecoderShape, device: Device, layout: Layout, *, torch_offloads: bool, dtype: torch.dtype
+) -> nn.Module:
     """Return a decoder with the same weights in every row, rounded to `dtype`; no rank ever holds all of them."""
     with torch.device("meta"):
         model = Decoder(shape).to(dtype)
     options: dict[str, Any] = {
-        "mesh": init_device_mesh(device.torch_device.type, (dist.get_world_size(),)),
+        "mesh": init_device_mesh(
+            device.torch_device.type,
+            layout.mesh_shape,
+            mesh_dim_names=("replicate", "shard")[-len(layout.mesh_shape) :],
+        ),
         "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
     }
     if torch_offloads:
@@ -179,7 +245,7 @@ def sharded(shape: DecoderShape, device: Device, *, torch_offloads: bool, dtype:
     fully_shard([model.norm, model.head], **options)
     fully_shard(model, **options)
     model.to_empty(device="cpu" if torch_offloads else device.torch_device)
-    fill(model, device)
+    fill(model, device, shard=dist.get_rank() % layout.shards)
     return model
 
 
@@ -190,13 +256,13 @@ def replicated(shape: DecoderShape, device: Device) -> nn.Module:
     for index, layer in enumerate(model.layers):
         model.layers[index] = checkpoint_wrapper(layer)
     model.to_empty(device=device.torch_device)
-    fill(model, device)
+    fill(model, device, shard=0)
     return DistributedDataParallel(model, gradient_as_bucket_view=True)
 
 
-def fill(model: nn.Module, device: Device) -> None:
-    """Give a model on `device`, or this rank's shards of it, the weights that every row begins with."""
-    torch.manual_seed(dist.get_rank())
+def fill(model: nn.Module, device: Device, *, shard: int) -> None:
+    """Give a model on `device`, or its shard of this number, the weights that every row begins with."""
+    torch.manual_seed(shard)
     with torch.no_grad():
         for param in model.parameters():
             local = param.to_local() if isinstance(param, DTensor) else param
@@ -219,8 +285,7 @@ def train(model: nn.Module, optimizer: Any, device: Device, ids: torch.Tensor, s
     for step in range(WARM_UP + steps):
         if step == WARM_UP and device.allocator:
             device.allocator.reset_peak()
-        if step >= WARM_UP:
-            marks.append(device.mark())
+        marks.append(device.mark())
         loss = loss_of(model, device, ids)
         loss.backward()
         optimizer.step()
@@ -232,7 +297,8 @@ def train(model: nn.Module, optimizer: Any, device: Device, ids: torch.Tensor, s
     device.synchronize()
     times = [before.seconds_until(after) for before, after in itertools.pairwise(marks)]
     return {
-        "step_s": statistics.median(times),
+        "first_step_s": times[0],
+        "step_s": statistics.median(times[WARM_UP:]),
         "peak_gb": device.allocator.peak_bytes / 1e9 if device.allocator else 0.0,
         "times_s": times,
         "loss": [round(float(loss), 4) for loss in losses],
@@ -240,29 +306,26 @@ def train(model: nn.Module, optimizer: Any, device: Device, ids: torch.Tensor, s
 
 
 def measure(
-    row: Row, engine: str, shape: DecoderShape, device: Device, batches: list[int], tokens: int, steps: int
+    row: Row, layout: Layout, shape: DecoderShape, device: Device, batches: list[int], tokens: int, steps: int
 ) -> dict[str, Any]:
     """Build a row once and train it at each batch size; return what this rank has measured, or its error.
 
     An error that all ranks meet, such as too little memory, ends the row; one of a single rank ends the run.
     """
     try:
-        return _measured(row, engine, shape, device, batches, tokens, steps)
+        return _measured(row, layout, shape, device, batches, tokens, steps)
     except Exception as error:
         return {"error": repr(error)}
 
 
 def _measured(
-    row: Row, engine: str, shape: DecoderShape, device: Device, batches: list[int], tokens: int, steps: int
+    row: Row, layout: Layout, shape: DecoderShape, device: Device, batches: list[int], tokens: int, steps: int
 ) -> dict[str, Any]:
     forget_caches(device)
     begun = time.perf_counter()
-    threads = torch.get_num_threads()
-    if row.torch_offloads:
-        # Its AdamW runs on the host, and torchrun allows it one thread.
-        ranks = int(os.environ["LOCAL_WORLD_SIZE"])
-        torch.set_num_threads(max(len(os.sched_getaffinity(0)) // ranks, 1))
-    model = row.model(engine, shape, device)
+    # One that offloads by torch runs AdamW on the host, and torchrun allows one thread.
+    torch.set_num_threads(threads_of_a_rank() if row.torch_offloads else 1)
+    model = row.model(layout, shape, device)
     generator = torch.Generator().manual_seed(dist.get_rank())
     optimizer = row.build(model)
     device.synchronize()
@@ -274,17 +337,17 @@ def _measured(
             found[str(batch * tokens)] = train(model, optimizer, device, ids.to(device.torch_device), steps)
     finally:
         optimizer.close()
-        torch.set_num_threads(threads)
     split = getattr(optimizer, "split", None)
-    return {"build_s": built_s, "split": split and list(split), "tokens": found}
+    numel = sum(param.numel() for param in model.parameters()) // layout.shards
+    return {"build_s": built_s, "split": split and list(split), "numel": numel, "tokens": found}
 
 
 def trace(
-    row: Row, engine: str, shape: DecoderShape, device: Device, batch: int, tokens: int, path: Path
+    row: Row, layout: Layout, shape: DecoderShape, device: Device, batch: int, tokens: int, path: Path
 ) -> Any:
     """Train a row on every rank; write a trace of rank 0 in its steady state and return its overlap there."""
     forget_caches(device)
-    model = row.model(engine, shape, device)
+    model = row.model(layout, shape, device)
     optimizer = row.build(model)
     ids = torch.randint(0, shape.vocab, (batch, tokens), device=device.torch_device)
 
@@ -314,7 +377,7 @@ def of_all_ranks(value: Any) -> list[Any]:
     return found
 
 
-def summary(name: str, ranks: list[Any], total: str, base: float | None) -> dict[str, object]:
+def summary(name: str, ranks: list[Any], total: str, base_s: float | None) -> dict[str, object]:
     """Return a line of the table for `total` tokens: the slowest rank, the largest peak."""
     errors = [f"rank {number}: {rank['error']}" for number, rank in enumerate(ranks) if "error" in rank]
     if errors:
@@ -325,12 +388,28 @@ def summary(name: str, ranks: list[Any], total: str, base: float | None) -> dict
         "row": name,
         "tokens": total,
         "step_s": step_s,
-        "ratio": step_s / (base or step_s),
+        "ratio": step_s / (base_s or step_s),
+        "least": "",
         "peak_gb": max(each["peak_gb"] for each in of_size),
+        "first_step_s": max(each["first_step_s"] for each in of_size),
         "build_s": max(rank["build_s"] for rank in ranks),
         "split": " ".join(f"{share:.2f}" for share in ranks[0]["split"] or ()),
         "loss": of_size[0]["loss"][-1],
     }
+
+
+def threads_of_a_rank() -> int:
+    """Return this rank's part of the host's cores."""
+    return max(len(os.sched_getaffinity(0)) // int(os.environ["LOCAL_WORLD_SIZE"]), 1)
+
+
+def rates(device: Device) -> dict[str, object]:
+    """Return what this machine is and, on CUDA, what its link and the host's memory carry, in GB/s."""
+    facts = machine(device)
+    if device.is_accelerator:
+        torch.set_num_threads(threads_of_a_rank())
+        facts["host_gb_per_s"] = round(host_rate(device, 2**29) / 1e9, 1)
+    return facts
 
 
 def arguments() -> argparse.Namespace:
@@ -340,6 +419,7 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--tiny", action="store_true", help="toy size, any machine")
     parser.add_argument("--engine", choices=["fsdp2", "ddp"], default="fsdp2")
+    parser.add_argument("--replicas", type=int, default=1, help="of the shards, under FSDP2 (HSDP)")
     parser.add_argument("--layers", type=int, default=25)
     parser.add_argument("--hidden", type=int, default=3072)
     parser.add_argument("--ffn", type=int, default=8192)
@@ -383,7 +463,7 @@ def main() -> None:
         slots_bytes = int(args.slots_gb * 1e9)
     is_first = dist.get_rank() == 0
     # All ranks at once: they share the host's memory.
-    report: dict[str, Any] = {"machine": of_all_ranks(machine(device)), "shape": vars(shape), "rows": {}}
+    report: dict[str, Any] = {"machine": of_all_ranks(rates(device)), "shape": vars(shape), "rows": {}}
     report["ranks"] = dist.get_world_size()
     report["arguments"] = {
         name: value if isinstance(value, int | float | str) else str(value)
@@ -391,6 +471,11 @@ def main() -> None:
     }
     if is_first:
         print(json.dumps(report["machine"]))
+    layout = Layout(args.engine, args.replicas)
+    link, host = (
+        min(each.get(rate, 0) for each in report["machine"]) * 1e9
+        for rate in ("duplex_gb_per_s", "host_gb_per_s")
+    )
     wanted = [part for part in args.rows.split(",") if part]
     table: list[dict[str, object]] = []
     base: dict[str, float] = {}
@@ -399,12 +484,16 @@ def main() -> None:
             continue
         dist.barrier()
         batches = [size // sequence for size in sizes]
-        ranks = of_all_ranks(measure(row, args.engine, shape, device, batches, sequence, args.steps))
+        ranks = of_all_ranks(measure(row, layout, shape, device, batches, sequence, args.steps))
         report["rows"][name] = ranks
         for size in sizes:
             line = summary(name, ranks, str(size), base.get(str(size)))
             if name == "none" and "error" not in line:
                 base[str(size)] = float(str(line["step_s"]))
+            elif row.traffic and link and "error" not in line:
+                base_s = base[str(size)]
+                least_s = row.traffic.least_s(base_s, ranks[0]["numel"], slots_bytes, link, host)
+                line["least"] = least_s / base_s
             table.append(line)
             if is_first:
                 print(json.dumps(line), flush=True)
@@ -415,7 +504,7 @@ def main() -> None:
         print_table(table)
     if args.trace:
         row = rows(args.engine, slots_bytes)[args.trace_row]
-        overlap = trace(row, args.engine, shape, device, sizes[0] // sequence, sequence, args.trace)
+        overlap = trace(row, layout, shape, device, sizes[0] // sequence, sequence, args.trace)
         if is_first:
             print("overlap", overlap)
             if args.figure:

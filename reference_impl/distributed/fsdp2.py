@@ -121,8 +121,10 @@ class Shard:
         same = self.param._local_tensor is self.local and getattr(shard, _PARAM) is self.param
         return same and memory.untyped_storage()._cdata == self.memory.untyped_storage()._cdata
 
-    def serve(self, read: Read) -> None:
+    def serve(self, read: Read, when_read: Callable[[], None]) -> None:
         """Let every gather call `read` instead of reading the memory, until `stop_serving`.
+
+        It calls `when_read` when all that reads the shard has been given to the stream of `read`.
 
         This is the protocol that FSDP2 has for tensors of other classes (`fsdp_pre_all_gather`), on the local tensor.
         """
@@ -135,13 +137,14 @@ class Shard:
             dtype = mp_policy.param_dtype if shard.is_floating_point() else None
             return (shard.to(dtype or shard.dtype).view(padded),), None
 
-        def after(
+        def afterwards(
             gathered: tuple[torch.Tensor, ...], metadata: None, dtype: torch.dtype, *, out: Any = None
         ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+            when_read()
             return gathered[0], ()
 
         local: Any = self.local
-        local.fsdp_pre_all_gather, local.fsdp_post_all_gather = before, after
+        local.fsdp_pre_all_gather, local.fsdp_post_all_gather = before, afterwards
         getattr(self._shard, _LOOK_FOR_EXTENSIONS)()
 
     def stop_serving(self) -> None:

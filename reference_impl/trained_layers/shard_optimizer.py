@@ -66,6 +66,11 @@ class ShardOptimizer(TrainedLayersOptimizer):
         if not self._closed:
             self._store.discard(self._members.values())
 
+    def end_forward(self) -> None:
+        """Free the slots of an update that the forward has carried out."""
+        with self._working():
+            self.streamed.free_slots()
+
     @torch.no_grad()
     def _on_final(self, param: torch.Tensor) -> None:
         member = self._members[param]

@@ -119,7 +119,7 @@ class ShardStreamer(ClosedAtExit):
     ) -> None:
         model, storages = self._model, [storages_of(each) for each in shards]
         # The gradients of one gather may leave while the next ones are made.
-        in_flight_bytes = max(layout(each)[1] for each in storages)
+        in_flight_bytes = 0
         self._shards = StreamedShards(
             device,
             Homes(device, storages, remedy=_REMEDY),
@@ -204,6 +204,11 @@ def _hooks(model: nn.Module, shards: StreamedShards, optimizer: ShardOptimizer) 
     def begin_forward(module: nn.Module, args: Any) -> None:
         shards.begin_forward(trains=torch.is_grad_enabled())
 
+    def end_forward(module: nn.Module, args: Any, output: Any) -> None:
+        if torch.is_grad_enabled():
+            shards.end_forward()
+            optimizer.end_forward()
+
     def put_host_shards(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
         for name, param in module._parameters.items():
             if param is not None and param in shards and state_dict.get(prefix + name, param) is not param:
@@ -216,7 +221,10 @@ def _hooks(model: nn.Module, shards: StreamedShards, optimizer: ShardOptimizer) 
         own = [param for param in module._parameters.values() if param is not None and param in shards]
         optimizer.changed(shards.take_back(own))
 
-    handles = [model.register_forward_pre_hook(torch.compiler.disable(begin_forward), prepend=True)]
+    handles = [
+        model.register_forward_pre_hook(torch.compiler.disable(begin_forward), prepend=True),
+        model.register_forward_hook(torch.compiler.disable(end_forward)),
+    ]
     for module in model.modules():
         if any(param is not None and param in shards for param in module._parameters.values()):
             handles += [

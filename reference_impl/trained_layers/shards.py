@@ -5,6 +5,9 @@ memory. A window brings the next block while FSDP2 gathers this one, in forward 
 has learnt from the last step. What a gather reads is handed over inside the gather itself, on its stream, so whatever
 starts it (a forward, backward, a prefetch, recomputation, `unshard()`) finds the right memory.
 
+Forward has one slot more than backward, for the block that is updated while the next one comes. Between them, when the
+loss often takes the most memory of a step, there is none.
+
 Explained in docs/distributed.md.
 """
 
@@ -47,16 +50,32 @@ class DeviceSlot:
 
 
 class DeviceSlots:
-    """Slots that blocks take and give back; one more is allocated where all are taken, for good."""
+    """Slots that blocks take and give back; one more is allocated where all are taken.
+
+    They belong to `stream`, the compute stream, wherever they are taken: what it allocates after `free` may be the same
+    memory.
+    """
 
     def __init__(self, device: Device, slot_bytes: int) -> None:
         self._device = device
         self._slot_bytes = slot_bytes
         self._idle: list[DeviceSlot] = []
+        self.stream = device.current_stream()
 
     def take(self) -> DeviceSlot:
         """Return an idle slot, or a new one."""
-        return self._idle.pop(0) if self._idle else DeviceSlot(self._device, self._slot_bytes)
+        if self._idle:
+            return self._idle.pop(0)
+        with self._device.on(self.stream):
+            return DeviceSlot(self._device, self._slot_bytes)
+
+    def free(self) -> None:
+        """Return the memory of idle slots to the allocator; the compute stream waits for the copies that use it."""
+        with self._device.on(self.stream):
+            for slot in self._idle:
+                for event in slot.free:
+                    self._device.wait(event)
+        self._idle.clear()
 
     def give_back(self, slot: DeviceSlot, *, after: Iterable[Event]) -> None:
         """Let the next block have `slot` once all of `after` are reached."""
@@ -158,14 +177,16 @@ class ShardBlock:
         """Return where the parameter of shard `index` lives."""
         return Home(self._homes, self, self._offsets[index], self.shards[index].local, visit)
 
-    def leave(self, index: int, read: Read, name: str) -> None:
-        """Free the memory of shard `index`, whose home has it all; gathers call `read`, everybody else gets an error.
+    def leave(self, index: int, *, read: Read, after: Callable[[], None], name: str) -> None:
+        """Free the memory of shard `index`, whose home has it all.
+
+        Gathers call `read`, and `after` once they have read it; everybody else gets an error.
 
         One element stays: FSDP2 takes a parameter without any memory for one that was replaced.
         """
         shard = self.shards[index]
         with deferred_interrupts():
-            shard.serve(read)
+            shard.serve(read, after)
             resize_storage(shard.memory.untyped_storage(), min(shard.memory.itemsize, self._sizes[index]))
             for tensor in (shard.local, shard.param):
                 mark_absent(tensor, name, _ON_HOST)
@@ -195,7 +216,7 @@ class ShardBlock:
 
 
 class StreamedShards:
-    """All blocks of a model, at most `prefetch + 1` of them on the device.
+    """All blocks of a model, at most `prefetch` of them on the device in backward, one more in forward.
 
     The optimizer sees the homes of its parameters, and those that are on the device or on their way (`ahead`). `names`
     are those of all parameters. What runs in a gather is inside `told`, so that the optimizer hears of a device that is
@@ -217,6 +238,7 @@ class StreamedShards:
         self._settle = settle
         self._told = told
         self._names = names
+        self._device = device
         self._kind = Kind.FORWARD
         self._is_stale = False
         self._places: dict[torch.Tensor, tuple[ShardBlock, int]] = {}
@@ -237,7 +259,8 @@ class StreamedShards:
             }
             self._lent.update(self._places)
             self._leave(self._places)
-            self.window = Window(self._blocks, min(prefetch + 1, len(shards)))
+            self._prefetch = prefetch
+            self.window = Window(self._blocks, prefetch + 1)
         except BaseException:
             self.close()
             raise
@@ -258,6 +281,7 @@ class StreamedShards:
         Raises RuntimeError for a parameter that has been replaced or moved.
         """
         self._kind = Kind.FORWARD if trains else Kind.EVALUATE
+        self._slots.stream = self._device.current_stream()
         for block in self._blocks:
             for shard in block.shards:
                 if not shard.is_ours:
@@ -266,6 +290,14 @@ class StreamedShards:
                         "to stay; try load_state_dict without assign=True, and dtype or device before the streamer is "
                         "made"
                     )
+        self.window.capacity = self._prefetch + 1
+        self.window.advance()
+
+    def end_forward(self) -> None:
+        """Free the slots of a forward whose backward follows."""
+        with self._told(), deferred_interrupts():
+            self.window.release_at_turn()
+            self._slots.free()
 
     def reload(self) -> None:
         """Bring the shards anew that are on the device before they are used next: somebody has written their homes."""
@@ -325,7 +357,12 @@ class StreamedShards:
     def _leave(self, params: Iterable[torch.Tensor]) -> None:
         for param in params:
             block, index = self._places[param]
-            block.leave(index, partial(self._gather, block, index), self._names[param])
+            block.leave(
+                index,
+                read=partial(self._gather, block, index),
+                after=partial(self._after_gather, block),
+                name=self._names[param],
+            )
             self._lent.discard(param)
 
     def _settle_at_home(self, params: Iterable[torch.Tensor]) -> None:
@@ -352,9 +389,15 @@ class StreamedShards:
             if index == 0:
                 self._reload_stale()
                 in_backward = torch._C._current_graph_task_id() != -1
+                self.window.capacity = self._prefetch + (not in_backward)
                 self.window.before_gather(block, Kind.BACKWARD if in_backward else self._kind)
                 self._settle(block.trained, self.ahead)
             return block.gather(index)
+
+    def _after_gather(self, block: ShardBlock) -> None:
+        """Let the next block have the memory of `block`, which its gather has read."""
+        with self._told():
+            self.window.after_forward(block)
 
 
 def storages_of(shards: Iterable[Shard]) -> list[BlockStorage]:

@@ -53,6 +53,11 @@ class VisitOrder:
         if len(self._log) > _LOG_LENGTH:
             self._shorten()
 
+    @property
+    def turns(self) -> bool:
+        """Whether the next visit is one of a backward, as far as is known."""
+        return self._next < len(self._log) and self._log[self._next][0] is Kind.BACKWARD
+
     def upcoming(self) -> list[int]:
         """Return the blocks of the next visits, as far as they are known; a block may come more than once."""
         return [block for _, block in self._log[self._next : self._next + _LOOKAHEAD]]

@@ -80,7 +80,7 @@ class Window:
         self._visit(Kind.FORWARD if torch.is_grad_enabled() else Kind.EVALUATE, block)
 
     def after_forward(self, block: Visitor) -> None:
-        """Let `block` go, unless it is needed again soon."""
+        """Let `block` go, unless it is needed again soon; shards, once their gather has read them."""
         self._in_forward = None
         self.advance()
 
@@ -113,6 +113,14 @@ class Window:
         """
         self._in_forward = block
         self._visit(kind, block)
+
+    def release_at_turn(self) -> None:
+        """Free all that may go if backward needs blocks again; its first visit brings what it needs."""
+        if self._order.turns:
+            self._in_forward = None
+            for block in self.loaded:
+                if not block.is_held:
+                    block.evict()
 
     def forget(self, block: Visitor) -> None:
         """Take note that the weights of `block` do not stream for now."""

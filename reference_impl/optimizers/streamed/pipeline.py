@@ -130,7 +130,11 @@ class StreamedPipeline:
         )
 
     def plan(self, chunks: Sequence[Chunk], step: StreamedStep, *, at_once: int) -> ChunkQueue:
-        """Plan to update `chunks` in this order, and to queue `at_once` or more of them at once; changes nothing."""
+        """Plan to update `chunks` in this order, and to queue `at_once` or more of them at once.
+
+        Slots that were freed are allocated again on the live current stream; nothing else changes.
+        """
+        self._slots.restore()
         until = {piece.member: count for count, chunk in enumerate(chunks, start=1) for piece in chunk.pieces}
         return ChunkQueue(list(chunks), until, step, max(at_once, self._ahead))
 
@@ -183,6 +187,12 @@ class StreamedPipeline:
             except (torch.OutOfMemoryError, MemoryError):
                 # The chunks come in with the step instead.
                 self._settle()
+
+    def free_slots(self) -> None:
+        """Free the slots until `plan`, unless a step has begun or chunks have come in: to the live current stream."""
+        if not self.is_begun and not self._loaded:
+            with deferred_interrupts():
+                self._slots.free()
 
     def drop_prefetched(self) -> None:
         """Block until the chunks that were prefetched have come in, and drop them: their storage may be written."""

@@ -290,6 +290,10 @@ class StreamedShare:
             limit_bytes = None if sharded else self._freed.limit_bytes(self._pipeline.extra_bytes)
             self._pipeline.prefetch(self._prefetchable, limit_bytes=limit_bytes)
 
+    def free_slots(self) -> None:
+        """Free the slots that chunks pass through until the next step, unless one is under way."""
+        self._pipeline.free_slots()
+
     def queue(self, members: Iterable[Member]) -> None:
         """Queue the updates of `members`, of what comes before them, and of weights behind them that have no home."""
         self._pipeline.queue_for([member for member in members if member in self._gradients], ahead=False)

@@ -50,6 +50,23 @@ class Slots:
             self.idle = idle
         self._most = most
 
+    def free(self) -> None:
+        """Return the memory of all slots, which are idle, to the allocator, until `restore`.
+
+        The live current stream, which they were allocated on, waits for the copies that use them.
+        """
+        for slot in (*self.idle, *self._retired):
+            self._device.wait(slot.free)
+        self.idle.clear()
+        self._retired.clear()
+        self._count = 0
+
+    def restore(self) -> None:
+        """Allocate the permanent slots on the live current stream if they were freed. Changes nothing when it raises."""
+        if self._count < self._permanent:
+            self.idle = deque(DeviceRing(self._device, slot_bytes=self._slot_bytes, slots=self._permanent).slots)
+            self._count = self._permanent
+
     def take(self) -> Slot:
         """Take the idle slot that becomes free first. Raises IndexError when none is idle."""
         return self.idle.popleft()

@@ -1,4 +1,4 @@
-"""Two GPUs and NCCL: what the CPU twin shows by order alone, with streams that can run ahead of each other.
+"""Two GPUs or four, and NCCL: what the CPU twin shows by order alone, with streams that can run ahead of each other.
 
 On the CPU's share the bits are those of the CPU's kernel, and weights are compared within its rounding; all else is
 compared to the bit, and replicas always are. Under DDP every rank's streams are delayed at random.
@@ -27,6 +27,12 @@ SHARDED = (
     "kept,resident,clipped",
     "root,streamed,unclipped",
 )
+REPLICATED_SHARDS = (
+    "hsdp,streamed,clipped",
+    "hsdp,offloader,clipped,reduced",
+    "hsdp,resident,unclipped,unreduced",
+    "hsdp,everything,clipped",
+)
 REPLICATED = (
     "splits",
     "views,cpu,clipped",
@@ -52,3 +58,11 @@ def test_sharded_models_train_as_torch_does(tmp_path):
 
 def test_replicated_models_train_as_torch_does(tmp_path):
     run_ranks(ddp_ranks.__file__, 2, str(tmp_path / "store"), "cuda", *REPLICATED, timeout_s=280)
+
+
+def test_two_replicas_train_as_torch_does(tmp_path):
+    """Of two shards each where there are four GPUs, else of one."""
+    ranks = 4 if torch.cuda.device_count() >= 4 else 2
+    run_ranks(
+        sharded_ranks.__file__, ranks, str(tmp_path / "store"), "cuda", *REPLICATED_SHARDS, timeout_s=280
+    )

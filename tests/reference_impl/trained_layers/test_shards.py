@@ -97,20 +97,37 @@ def test_this_torch_has_every_private_name(monkeypatch):
                 streamed(net())
 
 
-def test_the_device_holds_two_modules_shards():
-    """Beside them three chunks of states and gradients. What FSDP2 gathers it resizes, which no ledger sees."""
-    model = net()
+@pytest.mark.parametrize("prefetch", [1, 2])
+def test_forward_holds_a_module_more_than_backward_and_the_loss_none(prefetch):
+    """Beside them three chunks of states and gradients in forward. What FSDP2 gathers it resizes: no ledger sees it."""
+    model, slots_bytes = net(), 3 * (2048 + 1024)
     with Ledger(Device.of("cpu"), track=[param.to_local() for param in model.parameters()]) as ledger:
         assert ledger.device_bytes == LAYERS * LAYER_BYTES
-        with streamed(model) as streamer:
-            chunks_bytes = 3 * (2048 + 1024) + 1024
-            assert 0 <= ledger.device_bytes - 2 * LAYER_BYTES - chunks_bytes < 2048
-            train(model, streamer.optimizer, data_of(3))
-            slots = [block._slot for block in streamer._shards.window.loaded]
-            assert [slot.bytes.nbytes for slot in (*slots, *streamer._shards._slots._idle)] == 2 * [
-                LAYER_BYTES
-            ]
-    assert_same(weights(model), trained_plainly(data_of(3)))
+        with streamed(model, prefetch=prefetch) as streamer:
+            shards = streamer._shards
+            held = {"forward": set(), "backward": set()}
+
+            def slots():
+                return len(shards.window.loaded) + len(shards._slots._idle)
+
+            def look(layer, args, output):
+                held["forward"].add(slots())
+                # Behind FSDP2's own hook, which gathers.
+                output.register_hook(lambda _: held["backward"].add(slots()))
+
+            for layer in model.layers:
+                layer.register_forward_hook(look)
+            train(model, streamer.optimizer, data_of(2))
+            in_step_bytes = ledger.device_bytes
+            loss = model(data_of(1)[0])
+            assert slots() == 0
+            # The activations of six layers and the scratch of a chunk.
+            left_bytes = in_step_bytes - prefetch * LAYER_BYTES - slots_bytes
+            assert abs(ledger.device_bytes - left_bytes) < 2 * LAYERS * 3 * WIDTH * 4
+            loss.backward()
+            streamer.optimizer.step()
+            assert held == {"forward": {prefetch + 1}, "backward": {prefetch}}
+    assert_same(weights(model), trained_plainly([*data_of(2), *data_of(1)]))
 
 
 @pytest.mark.parametrize("keeps", [False, True])
@@ -121,9 +138,10 @@ def test_copies_come_a_module_ahead_both_ways(keeps):
         train(model, streamer.optimizer, data_of(2))
         late, loads = window.late_loads, window.loads
         train(model, streamer.optimizer, data_of(4))
-        assert window.late_loads == late
-        # In forward and in backward; two stay at each turn.
-        assert window.loads - loads == 4 * (LAYERS if keeps else 2 * (LAYERS - 2))
+        # The first gather of backward: nothing is on the device while the loss is computed.
+        assert window.late_loads - late == (0 if keeps else 4)
+        # In forward and in backward, whose last module stays for the next forward.
+        assert window.loads - loads == 4 * (LAYERS if keeps else 2 * LAYERS - 1)
 
 
 @pytest.mark.parametrize("seed", range(2))
