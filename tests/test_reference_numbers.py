@@ -75,7 +75,7 @@ NUMBERS: dict[str, Callable[[], Any]] = {
     "IN_FLIGHT_BYTES": lambda: default(reference_impl.ActivationOffloader, "in_flight_bytes"),
     "GRADIENTS_IN_FLIGHT_BYTES": lambda: default(GradientMover, "in_flight_bytes"),
     "SHARD_CHUNK_BYTES": lambda: shard_streamer.CHUNK_BYTES,
-    "SHARD_WINDOW_BLOCKS": lambda: 1 + default(reference_impl.ShardStreamer, "prefetch"),
+    "SHARD_PREFETCH_BLOCKS": lambda: default(reference_impl.ShardStreamer, "prefetch"),
     "WINDOW_LAYERS": lambda: 1 + default(reference_impl.FrozenLayerStreamer, "prefetch"),
     "STATE_BYTES": lambda: bf16_adam().streamed,
     "TRAINED_WINDOW_LAYERS": lambda: 1 + default(reference_impl.TrainableLayerStreamer, "prefetch"),

@@ -284,7 +284,7 @@ class Device(ABC):
 
     @abstractmethod
     def on(self, stream: Any) -> AbstractContextManager[object]:
-        """Make another `stream` current, such as one of FSDP. Nothing may be allocated inside, but on a compute stream."""
+        """Make another `stream` current, such as one of FSDP. Only on a compute stream may anything be allocated."""
 
     def synchronize(self) -> None:
         """Block until all work of this device is done, and what it has copied is there. Not for the hot path."""

@@ -32,7 +32,6 @@ from reference_impl.trained_layers.checks import check_params, check_streaming
 from reference_impl.trained_layers.room import check_room, host_bytes
 from reference_impl.trained_layers.shard_optimizer import ShardOptimizer
 from reference_impl.trained_layers.shards import StreamedShards, storages_of
-from reference_impl.weights.storages import layout
 from reference_impl.weights.trained import Homes
 
 # A chunk's states, its gradients and a copy of these are on the device three times: small ones keep the peak low, and
@@ -118,8 +117,6 @@ class ShardStreamer(ClosedAtExit):
         prefetch: int,
     ) -> None:
         model, storages = self._model, [storages_of(each) for each in shards]
-        # The gradients of one gather may leave while the next ones are made.
-        in_flight_bytes = 0
         self._shards = StreamedShards(
             device,
             Homes(device, storages, remedy=_REMEDY),
@@ -136,7 +133,6 @@ class ShardStreamer(ClosedAtExit):
             device,
             streaming=streaming,
             max_grad_norm=max_grad_norm,
-            in_flight_bytes=in_flight_bytes,
         )
         self._undo.append(self.optimizer.close)
         self.optimizer.attach(model)

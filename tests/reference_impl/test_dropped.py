@@ -77,7 +77,15 @@ def threads():
 
 
 @pytest.mark.parametrize("graph_is_alive", [pytest.param(False, marks=pytest.mark.slow), True])
-@pytest.mark.parametrize("attach", [plain, reserving, with_weights, with_disk, streamed, streamed_from_files])
+@pytest.mark.parametrize(
+    "attach",
+    [
+        reserving,
+        with_disk,
+        streamed,
+        *(pytest.param(each, marks=pytest.mark.slow) for each in (plain, with_weights, streamed_from_files)),
+    ],
+)
 def test_nothing_stays(attach, graph_is_alive, tmp_path):
     def train():
         model = Model()

@@ -127,6 +127,14 @@ class Chunk:
         return is_rounded(self.fields)
 
     @property
+    def launch_cost(self) -> int:
+        """How long the host takes to launch its update, where one fused kernel of torch's is 1.
+
+        Rounded moments take a compiled kernel a piece, 0.1 to 0.2 ms each.
+        """
+        return 4 * len(self.pieces) if self.rounded else 1
+
+    @property
     def compact(self) -> bool:
         """Whether moments are stored in 8 bits, with scales."""
         return is_compact(self.fields)

@@ -26,13 +26,13 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from itertools import groupby
 from types import FunctionType
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.nn.functional import pad
 
 from reference_impl.device import Device
-from reference_impl.optimizers.algorithms import Algorithm, Formula
+from reference_impl.optimizers.algorithms import Algorithm, Formula, group_defaults
 from reference_impl.optimizers.layout import Member
 
 Tensors = Sequence[torch.Tensor]
@@ -244,7 +244,16 @@ def compiled(function: Callable[..., None], *kind: object) -> Callable[..., None
     code object, and raises at the ninth, so each kind is a code object of its own.
     """
     own = FunctionType(function.__code__.replace(), function.__globals__)
-    return torch.compile(own, dynamic=True, fullgraph=True)
+    return torch.compile(own, dynamic=True, fullgraph=True, options={"guard_filter_fn": _of_tensors})
+
+
+def _of_tensors(guards: Sequence[Any]) -> list[bool]:
+    """Say which of the compiler's guards are checked at each call.
+
+    Those of tensors and sizes; all else that a kernel is specialised on is in its `kind`. To check it too would take a
+    third of the host's time for a call, which the forward waits for.
+    """
+    return [guard.guard_type in ("TENSOR_MATCH", "SHAPE_ENV", "GRAD_MODE") for guard in guards]
 
 
 def blocks(numel: int) -> list[slice]:
@@ -377,9 +386,17 @@ class RoundedUpdate:
     def __init__(self, device: Device, algorithm: Algorithm) -> None:
         self._algorithm = algorithm
         self._kernel = Resumable(device)
+        # Of this step, each number as a storage of its own. The compiler would build a kernel for every place that a
+        # number has in a table.
+        self._apart: dict[torch.Tensor, torch.Tensor] = {}
         # The scale and the overflow flag of steps that have none.
         self._one = torch.ones((), device=device.torch_device)
         self._zero = torch.zeros((), device=device.torch_device)
+
+    def any_numbers(self) -> torch.Tensor:
+        """Return a row of numbers as those of `numbers` are, of the defaults."""
+        table = self._algorithm.numbers_by_step(group_defaults(self._algorithm), self._zero[None])
+        return aligned_rows(table)[0]
 
     def numbers(
         self,
@@ -388,6 +405,7 @@ class RoundedUpdate:
         groups: Sequence[Mapping[str, object]],
     ) -> dict[Member, torch.Tensor]:
         """Return each member's row of numbers for the formula: its group's hyper-parameters at its step."""
+        self._apart.clear()
         found: dict[Member, torch.Tensor] = {}
         for group, alike in groupby(sorted(members, key=_group), key=_group):
             listed = list(alike)
@@ -417,10 +435,15 @@ class RoundedUpdate:
         formula = self._algorithm.formula
         self._kernel.run(
             operands.gradient.numel(),
-            # The compiler would build a kernel for every place that a number has in a table.
-            lambda: operands.run_kernel(formula, Scalars(*map(apart, scalars))),
+            lambda: operands.run_kernel(formula, Scalars(*map(self._own, scalars))),
             lambda part: operands.part(part).writes(formula, scalars._replace(first=first + part.start)),
         )
+
+    def _own(self, number: torch.Tensor) -> torch.Tensor:
+        own = self._apart.get(number)
+        if own is None:
+            own = self._apart[number] = apart(number)
+        return own
 
 
 def _group(member: Member) -> int:

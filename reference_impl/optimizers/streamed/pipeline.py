@@ -3,10 +3,10 @@
 Copies in run on the H2D stream, updates on a stream of their own, copies out on the D2H stream. The events of a chunk
 order its three stages, and the event of a slot orders its next chunk behind its last. As soon as the copy out of a
 chunk is queued, its slot takes the next chunk that is still to be copied in, long before that one's turn, so that both
-directions of the link begin at once. The host waits for nothing, and queues at most `_QUEUED_AHEAD` chunks beyond what
-somebody waits for: a full launch queue would make it wait until most of the update is done, before the forward that
-should hide the update has been launched. Slots that become free at the end take the first chunks of the next step,
-which therefore arrive behind forward and backward.
+directions of the link begin at once. The host waits for nothing, and queues few chunks (`_QUEUED_AHEAD`) beyond what
+somebody waits for: the forward that should hide the update is launched after them, and a full launch queue would make
+the host wait until most of the update is done. Slots that become free at the end take the first chunks of the next
+step, which therefore arrive behind forward and backward.
 
 The pipeline knows chunks and gradients. `share` decides which of them take part and who waits for the weights. Every
 slot is either idle, or holds a chunk in `_loaded`, or is retired; it moves between these where nothing can fail.
@@ -38,7 +38,7 @@ from reference_impl.optimizers.streamed.chunks import Chunk
 from reference_impl.optimizers.streamed.slots import LEAST_SLOTS, Slots
 from reference_impl.optimizers.streamed.update import ChunkUpdate, StreamedStep
 
-# A chunk takes up to ten launches, and a stream holds about a thousand before the host has to wait.
+# Chunks of `launch_cost` 1, which take up to ten launches; a stream holds about a thousand before the host has to wait.
 _QUEUED_AHEAD = 64
 
 
@@ -46,13 +46,15 @@ _QUEUED_AHEAD = 64
 class ChunkQueue:
     """The chunks that one step updates, in order, and what it applies: None once all of them are queued.
 
-    `chunks_until` counts, for each member, how many of them make its weight new. `at_once` are queued at once.
+    `chunks_until` counts, for each member, how many of them make its weight new. `at_once` are queued at once, and
+    `ahead` beyond what somebody waits for.
     """
 
     chunks: list[Chunk]
     chunks_until: Mapping[Member, int]
     step: StreamedStep | None
     at_once: int
+    ahead: int = 0
 
 
 class StreamedPipeline:
@@ -63,7 +65,7 @@ class StreamedPipeline:
     """
 
     def __init__(self, device: Device, algorithm: Algorithm, *, ahead: int | None = None) -> None:
-        """Queue at most `ahead` chunks beyond what somebody waits for, by default `_QUEUED_AHEAD`."""
+        """Queue chunks of at most `ahead` launches beyond what somebody waits for, by default `_QUEUED_AHEAD`."""
         self._device = device
         self._ahead = _QUEUED_AHEAD if ahead is None else ahead
         self._update = ChunkUpdate(device, algorithm)
@@ -136,7 +138,9 @@ class StreamedPipeline:
         """
         self._slots.restore()
         until = {piece.member: count for count, chunk in enumerate(chunks, start=1) for piece in chunk.pieces}
-        return ChunkQueue(list(chunks), until, step, max(at_once, self._ahead))
+        cost = sum(chunk.launch_cost for chunk in chunks)
+        ahead = -(-self._ahead * len(chunks) // cost) if chunks else 0
+        return ChunkQueue(list(chunks), until, step, max(at_once, ahead), ahead)
 
     def begin(self, queue: ChunkQueue) -> None:
         """Begin a step that was planned, once the last one is finished; `advance` carries it out. Does not raise.
@@ -158,7 +162,7 @@ class StreamedPipeline:
         until = self._queue.chunks_until
         wanted = max((until.get(member, 0) for member in members), default=0)
         # Without a chunk, as an empty shard is, they wait for the step's beginning alone.
-        self._queue_until(wanted + self._ahead if ahead and wanted else wanted)
+        self._queue_until(wanted + self._queue.ahead if ahead and wanted else wanted)
         self._slots.free_retired()
 
     def queue_what_stays(self) -> None:

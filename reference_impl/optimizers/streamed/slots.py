@@ -62,9 +62,11 @@ class Slots:
         self._count = 0
 
     def restore(self) -> None:
-        """Allocate the permanent slots on the live current stream if they were freed. Changes nothing when it raises."""
+        """Allocate the permanent slots on the live current stream if they were freed; or raise, and change nothing."""
         if self._count < self._permanent:
-            self.idle = deque(DeviceRing(self._device, slot_bytes=self._slot_bytes, slots=self._permanent).slots)
+            self.idle = deque(
+                DeviceRing(self._device, slot_bytes=self._slot_bytes, slots=self._permanent).slots
+            )
             self._count = self._permanent
 
     def take(self) -> Slot:

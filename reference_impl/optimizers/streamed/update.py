@@ -14,7 +14,7 @@ Explained in docs/optimizer-state-offloading.md.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -29,6 +29,8 @@ from reference_impl.optimizers.streamed.chunks import (
     Chunk,
     Field,
     StreamedWeights,
+    alignment_of,
+    bytes_of,
     is_rounded,
     scale_of,
 )
@@ -73,6 +75,7 @@ class ChunkUpdate:
     """Runs the kernels of one chunk after another on the live current stream."""
 
     def __init__(self, device: Device, algorithm: Algorithm) -> None:
+        self._device = device
         self._algorithm = algorithm
         self._scratch = Scratch(device)
         self._rounded = packing.RoundedUpdate(device, algorithm)
@@ -82,8 +85,43 @@ class ChunkUpdate:
         self._scaled = 0
 
     def allocate(self, chunks: Sequence[Chunk]) -> None:
-        """Allocate the scratch of `chunks`, all there are, on the live current stream. No update may be running."""
+        """Allocate the scratch of `chunks`, all there are, on the live current stream. No update may be running.
+
+        Kernels that are compiled, which takes seconds, are built here and not in the first step.
+        """
         self._scratch.allocate(chunks)
+        if self._device.compiles:
+            kinds = {(chunk.pieces[0].member.param.dtype, chunk.fields): chunk for chunk in chunks}
+            # As they will run: the compiler builds another one for each mode.
+            with torch.inference_mode(False), torch.no_grad():
+                for chunk in kinds.values():
+                    self._build(chunk)
+
+    def _build(self, chunk: Chunk) -> None:
+        """Update a few elements like those of `chunk`, so that its kernels are there."""
+        member, numel = chunk.pieces[0].member, alignment_of(chunk.fields)
+        piece = Piece(member, 0, numel, 0)
+        weight = torch.zeros(numel, dtype=member.param.dtype, device=self._device.torch_device)
+        buffer = torch.zeros(
+            bytes_of(chunk.fields, numel), dtype=torch.uint8, device=self._device.torch_device
+        )
+        few = replace(
+            chunk,
+            pieces=(piece,),
+            numel=numel,
+            masters=None if chunk.masters is None else weight.float(),
+        )
+        if chunk.has(LOW) and not chunk.rounded:
+            self._scratch.build(few, buffer)
+        if chunk.rounded:
+            self._rounded.update(
+                self._operands(few, buffer, piece, torch.zeros_like(weight), weight),
+                first=next(iter(chunk.noise_offsets.values())),
+                step=torch.zeros((), device=self._device.torch_device),
+                numbers=self._rounded.any_numbers(),
+                grad_scale=None,
+                found_inf=None,
+            )
 
     def begin(self, step: StreamedStep, chunks: Sequence[Chunk]) -> None:
         """Compute the numbers that `run` needs for `chunks`, on the live current stream, behind which all must run."""
@@ -167,7 +205,7 @@ class ChunkUpdate:
         """Run the one kernel that does everything, once a piece."""
         for piece, gradient in list(gradients.items())[self._done :]:
             self._rounded.update(
-                self._operands(chunk, buffer, piece, gradient, step),
+                self._operands(chunk, buffer, piece, gradient, step.weights.of(piece)),
                 first=chunk.noise_offsets[piece],
                 step=step.steps[piece.member],
                 numbers=self._numbers[piece.member],
@@ -177,10 +215,15 @@ class ChunkUpdate:
             self._done += 1
 
     def _operands(
-        self, chunk: Chunk, buffer: torch.Tensor, piece: Piece, gradient: torch.Tensor, step: StreamedStep
+        self,
+        chunk: Chunk,
+        buffer: torch.Tensor,
+        piece: Piece,
+        gradient: torch.Tensor,
+        weight: torch.Tensor,
     ) -> packing.PieceOperands:
         """Return what the kernel updates of `piece`."""
-        weight, moments = step.weights.of(piece), self._algorithm.moments
+        moments = self._algorithm.moments
         master = chunk.field(MASTER, buffer) if chunk.has(MASTER) else chunk.masters
         is_own_master = master is None and not chunk.has(LOW)
         whole = weight if is_own_master else None if master is None else _part(master, piece)
@@ -260,6 +303,12 @@ class Scratch:
         if states.pop(LOW, None) is not None:
             states[MASTER] = self._masters[: chunk.numel]
         return states
+
+    def build(self, chunk: Chunk, buffer: torch.Tensor) -> None:
+        """Run the kernels for a chunk with hi/lo masters, whose states and the scratch may be overwritten."""
+        halves = self._halves(chunk, buffer)
+        self._packer.unpack(halves)
+        self._packer.pack(halves)
 
     def pack(self, chunk: Chunk, buffer: torch.Tensor) -> None:
         """Write the `states` back to `buffer`."""

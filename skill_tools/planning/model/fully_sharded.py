@@ -118,8 +118,8 @@ def _block_shard(run: Run, shard: int) -> int:
 def on_the_host(run: Run, mode: Mode, local: LocalParameters) -> tuple[list[Line], list[Line]]:
     """Return the GPU lines and the host lines of a rank whose shards, gradients and states live on the host.
 
-    `ShardStreamer` has the shards of a few gathers on the GPU, and chunks of states with their gradients twice: as they
-    came, and as the update wants them.
+    In backward `ShardStreamer` has the shards of the next gather on the GPU; in forward it has those of one gather more,
+    and chunks of states with their gradients twice: as they came, and as the update wants them.
     """
     size, shard = _sizes(run, local.total), local.shard
     weight_bytes, gradient_bytes = run.precision.weight_bytes, run.precision.gradient_bytes
@@ -128,23 +128,31 @@ def on_the_host(run: Run, mode: Mode, local: LocalParameters) -> tuple[list[Line
     states_bytes = streamed_bytes(run, mode)
     # No chunk has parameters of two gathers.
     elements = min(int(reference.SHARD_CHUNK_BYTES // states_bytes), largest)
-    blocks = reference.SHARD_WINDOW_BLOCKS
+    blocks = reference.SHARD_PREFETCH_BLOCKS
     gpu = [
         Line(
             "shards of gathers",
             round(blocks * weight_bytes * largest),
             f"{blocks} x {each(weight_bytes, largest, 'parameters of the largest')}",
+            "recompute",
+        ),
+        Line(
+            "shards of gathers in forward",
+            round((blocks + 1) * weight_bytes * largest),
+            f"{blocks + 1} x {each(weight_bytes, largest, 'parameters of the largest')}",
+            "between",
         ),
         Line(
             "gradients to the host",
-            round(2 * gradient_bytes * block),
-            f"2 x {each(gradient_bytes, block, 'parameters')}: reduced, and on their way",
+            round(gradient_bytes * block),
+            f"{each(gradient_bytes, block, 'parameters')}: reduced, and on their way",
             "recompute",
         ),
         Line(
             "streaming slots",
             round(reference.SLOTS * (states_bytes + 2 * gradient_bytes) * elements),
             f"{reference.SLOTS} chunks of {elements:,} elements with their gradients twice",
+            "between",
         ),
         *lines(run, local.total),
     ]

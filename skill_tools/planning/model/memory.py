@@ -27,6 +27,7 @@ _MOMENTS = (
     ("always", "step", "backward", "recompute"),
     ("always", "step", "backward", "ties"),
     ("always", "backward", "update"),
+    ("always", "between", "step"),
 )
 
 
@@ -35,7 +36,8 @@ class Memory(NamedTuple):
 
     `moved_bytes` are the activations that one micro-batch sends to the host, `copied_bytes` what that copies
     including duplicates, `in_flight` the micro-batches alive at once, `pinned_bytes` what of `host` is page-locked,
-    `pageable_bytes` what would be, if a limit allowed it (`pageable`).
+    `pageable_bytes` what would be, if a limit allowed it (`pageable`). `between_bytes` are the GPU bytes that are freed
+    before backward and allocated by the next step.
     """
 
     stage: int
@@ -48,11 +50,12 @@ class Memory(NamedTuple):
     copied_bytes: float
     pinned_bytes: int = 0
     pageable_bytes: int = 0
+    between_bytes: int = 0
 
     @property
     def between_steps_bytes(self) -> int:
         """GPU bytes allocated when no activation is alive."""
-        return sum(line.bytes for line in self.gpu if line.when == "always")
+        return self.between_bytes + sum(line.bytes for line in self.gpu if line.when == "always")
 
     @property
     def allocated_bytes(self) -> int:
@@ -106,6 +109,7 @@ def _of_stage(run: Run, mode: Mode, stage: Stage) -> Memory:
         moved_bytes=found.kept.offloaded,
         copied_bytes=found.kept.copied,
         pinned_bytes=states.pinned_bytes(run, mode, (*host, *found.host)),
+        between_bytes=sum(line.bytes for line in gpu if line.when == "between"),
     )
 
 

@@ -14,8 +14,8 @@ IN_FLIGHT_BYTES = 512 << 20  # in_flight_bytes: activations that may wait for th
 GRADIENTS_IN_FLIGHT_BYTES = (
     2 << 30
 )  # in_flight_bytes of `GradientMover`: gradients that may wait for their copy
-SHARD_CHUNK_BYTES = 32 << 20  # chunk_bytes of `ShardStreamer`, and one more than its `prefetch` below
-SHARD_WINDOW_BLOCKS = 2
+SHARD_CHUNK_BYTES = 32 << 20  # chunk_bytes of `ShardStreamer`; below its `prefetch`: one more in forward
+SHARD_PREFETCH_BLOCKS = 1
 WINDOW_LAYERS = 3  # prefetch + 1: the frozen layer in use, and two that come in ahead
 TRAINED_WINDOW_LAYERS = 3  # the same of `TrainableLayerStreamer`
 

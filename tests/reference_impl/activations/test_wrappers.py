@@ -172,7 +172,10 @@ def compile_blocks(model):
         layer.compile(backend="eager")
 
 
-@pytest.mark.parametrize("compile_", [compile_blocks, lambda model: model.compile(backend="eager")])
+@pytest.mark.parametrize(
+    "compile_",
+    [compile_blocks, pytest.param(lambda model: model.compile(backend="eager"), marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize(
     "make", [KINDS["Linear"], pytest.param(KINDS["Sequential"], marks=pytest.mark.slow)], ids=KINDS
 )

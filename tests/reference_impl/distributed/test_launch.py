@@ -12,6 +12,7 @@ from reference_impl.memory.host import HostMemoryError
 TWIN = Device.of("cpu")
 
 
+@pytest.mark.slow
 def test_results_come_back_by_rank_and_reports_at_once() -> None:
     reports: list[int] = []
     assert launch(2, TWIN, launched_ranks.add_up, reports.append) == [(3, "0", "2"), (3, "1", "2")]

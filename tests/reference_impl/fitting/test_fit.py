@@ -220,7 +220,8 @@ def test_states_are_rounded_only_with_the_users_word():
 
 
 @pytest.mark.usefixtures("planner_in_process")
-@pytest.mark.parametrize("is_known", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("is_known", [True, False])
 def test_a_machine_that_refuses_to_pin_gets_a_plan_that_pins_less(is_known, monkeypatch):
     def refuse(device, memory):
         raise RuntimeError("cudaHostRegister of 0.01 GiB failed with code 2; expected 0")
@@ -317,6 +318,7 @@ def lean(model, ids):
     return chunked_cross_entropy(model.head, kept[0], ids, chunk_tokens=32)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("planner_in_process")
 def test_of_several_losses_the_fastest_that_fits_is_taken(monkeypatch):
     def made():

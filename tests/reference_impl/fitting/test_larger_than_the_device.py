@@ -64,6 +64,7 @@ def trained(fitted, model):
     return [*train(model, fitted.optimizer), *(value.clone() for value in model.state_dict().values())]
 
 
+@pytest.mark.slow
 def test_a_model_larger_than_the_device_is_fitted_from_the_host():
     model, optimizer = make()
     before, noted = [param.clone() for param in model.parameters()], set(host_storages)
@@ -133,7 +134,7 @@ def out_of_memory(*_):
     raise torch.OutOfMemoryError("CUDA out of memory (injected)")
 
 
-@pytest.mark.parametrize("when", ["in backward", "before the step"])
+@pytest.mark.parametrize("when", ["in backward", pytest.param("before the step", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "execute",
     [

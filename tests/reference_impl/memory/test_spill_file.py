@@ -118,6 +118,7 @@ def test_more_than_the_disk_has_is_refused_at_once(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_killed_process_leaves_nothing(tmp_path):
     script = f"""
         import os, signal

@@ -83,6 +83,7 @@ optimizer.close()
     assert len(one.split()) == 8
 
 
+@pytest.mark.slow
 def test_a_forked_child_is_told_and_the_parent_goes_on(device):
     if device.is_accelerator:
         pytest.skip("CUDA itself refuses a forked child")

@@ -169,7 +169,7 @@ def test_as_many_bytes_travel_as_promised(device, low_bits, dtype, bytes_each):
         assert host_book.live_bytes - before == pytest.approx(sum(sent), abs=256 * len(sent))
 
 
-@pytest.mark.parametrize("fraction", [0.5, 1.0])
+@pytest.mark.parametrize("fraction", [0.5, pytest.param(1.0, marks=pytest.mark.slow)])
 def test_device_bytes_between_steps_are_the_ring_and_what_stays(device, fraction):
     model = torch.nn.Sequential(*(torch.nn.Linear(256, 256, dtype=torch.bfloat16) for _ in range(8)))
     model.to(device.torch_device)
@@ -266,6 +266,7 @@ def test_bad_options_are_named(device, options, words):
             for each in [
                 (torch.bfloat16, {"compact_low_bits": 16}),
                 (torch.bfloat16, {"hi_lo_masters": True, "moments_dtype": torch.bfloat16}),
+                (torch.bfloat16, {"hi_lo_masters": True}),
                 (torch.bfloat16, {"moments_dtype": torch.bfloat16}),
                 (torch.float32, {"compact_low_bits": 8}),
                 (torch.float32, {"moments_dtype": torch.bfloat16}),
@@ -294,9 +295,12 @@ def test_one_kernel_is_built_for_all_cuts(monkeypatch, dtype, options):
         model = fresh(device, dtype)
         cut = {"fraction": fraction, "chunk_bytes": chunk_bytes, "max_grad_norm": max_grad_norm}
         with build(model, **cut, **options) as optimizer:
+            # Before the first step, with the numbers and offsets of any. Exact moments unpack, then pack.
+            kernels = 2 if options == {"hi_lo_masters": True} else 1
+            assert len(built) == kernels
             train(model, optimizer, batches(device.torch_device, 2))
     packing.compiled.cache_clear()
-    assert len(built) == 1
+    assert len(built) == kernels
 
 
 @pytest.mark.cuda

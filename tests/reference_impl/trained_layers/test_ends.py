@@ -67,6 +67,7 @@ def peak_bytes(device, names_ends):
         return ledger.peak_device_bytes, model.head.weight.nbytes
 
 
+@pytest.mark.slow
 def test_the_device_holds_neither_table(device):
     stay, table_bytes = peak_bytes(device, names_ends=False)
     leave, _ = peak_bytes(device, names_ends=True)

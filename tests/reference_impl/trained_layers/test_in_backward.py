@@ -93,6 +93,7 @@ def peak_bytes_of(device, layers, chunk_bytes):
     return peak_bytes, layer_bytes, outside_bytes
 
 
+@pytest.mark.slow
 def test_the_device_holds_the_gradients_of_two_blocks_at_most(device):
     chunk_bytes = 2**20
     few, _, _ = peak_bytes_of(device, 6, chunk_bytes)

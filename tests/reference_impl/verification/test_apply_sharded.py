@@ -24,6 +24,7 @@ def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, An
     return document
 
 
+@pytest.mark.slow
 def test_a_plan_for_two_ranks_trains_as_fsdp2_does_and_others_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

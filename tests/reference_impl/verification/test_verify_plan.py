@@ -123,6 +123,7 @@ def test_the_planner_knows_what_the_twin_takes(written):
     assert host.measured == 0
 
 
+@pytest.mark.slow
 def test_an_executed_mechanism_shows_in_what_is_measured(written):
     path = written(execute={"optimizer": {"offload_fraction": 1.0}, "activations": {"mode": "recompute"}})
     found = verify_plan(Device.of("cpu"), read_plan(path, steps=6))
@@ -136,6 +137,7 @@ def test_an_executed_mechanism_shows_in_what_is_measured(written):
     jsonschema.validate(found.document(), schema)
 
 
+@pytest.mark.slow
 def test_a_split_plan_takes_what_it_says(written):
     split = {"resident": 0.25, "streamed": 0.5, "cpu": 0.25}
     path = written(execute={"optimizer": {"offload_fraction": 0.75, "split": split}})
@@ -147,6 +149,7 @@ def test_a_split_plan_takes_what_it_says(written):
     assert found.trained.losses == found.without_offload.losses
 
 
+@pytest.mark.slow
 def test_states_in_fewer_bits_take_what_they_promise_and_may_round_losses(written):
     compact = {"offload_fraction": 1.0, "split": {"streamed": 1.0}, "streamed_states": "compact-8"}
     found = verify_plan(Device.of("cpu"), read_plan(written(execute={"optimizer": compact}), steps=6))
@@ -218,6 +221,7 @@ def test_what_does_not_fit_without_offload_is_left_out(written):
     assert found.document()["plan"]["max_loss_delta"] is None
 
 
+@pytest.mark.slow
 def test_the_twin_trains_twice_and_judges_these_losses(written, runs):
     runs.change = losses_off_in(2)
     seen = []

@@ -47,6 +47,7 @@ def test_the_repository_is_in_step(capsys: pytest.CaptureFixture[str]) -> None:
     assert check(capsys) == []
 
 
+@pytest.mark.slow
 def test_a_table_changed_by_hand_is_found_and_mended(
     checkout: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -136,6 +137,7 @@ WRONG_DOCUMENTS = [
 ]
 
 
+@pytest.mark.slow
 def test_wrong_documents_are_all_named(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (checkout / "docs" / "new.md").write_text("<!-- card:wishes -->\n<!-- /card -->\n", encoding="utf-8")
     for page, old, new, _ in WRONG_DOCUMENTS:

@@ -194,3 +194,21 @@ def test_a_member_without_elements_is_counted_although_its_step_began_late(devic
     share.wait_for([bias])
     share.wait_for([weight])
     assert share.steps[weight].item() == share.steps[bias].item() == 1
+
+
+@pytest.mark.parametrize(("moments", "queued"), [(torch.float32, 64), (torch.bfloat16, 4)])
+def test_the_host_queues_little_ahead_of_the_forward(device, moments, queued):
+    """Rounded moments take a compiled kernel a piece. The forward is launched after all that is queued."""
+    state_format = StateFormat(moments_dtype=moments)
+    params = [torch.nn.Parameter(torch.ones(64, device=device.torch_device)) for _ in range(400)]
+    members = [Member(param, 0, order, resident=0) for order, param in enumerate(params)]
+    # Four pieces a chunk.
+    chunk_bytes = 4 * 64 * 2 * moments.itemsize
+    share = StreamedShare(device, Adam(), chunk_bytes=chunk_bytes, state_format=state_format)
+    share.add({member: Part(streamed=range(64)) for member in members})
+    assert len(share.chunks) == 100
+    share.update(gradients(members, 0), None, GROUPS)
+    assert share.unqueued == 100 - queued
+    share.wait_for(members[:4])
+    assert share.unqueued == 99 - queued
+    share.close()
