@@ -118,8 +118,8 @@ def _block_shard(run: Run, shard: int) -> int:
 def on_the_host(run: Run, mode: Mode, local: LocalParameters) -> tuple[list[Line], list[Line]]:
     """Return the GPU lines and the host lines of a rank whose shards, gradients and states live on the host.
 
-    In backward `ShardStreamer` has the shards of the next gather on the GPU; in forward it has those of one gather more,
-    and chunks of states with their gradients twice: as they came, and as the update wants them.
+    In backward `ShardStreamer` has the shards of the next gather on the GPU. In forward it has those of one gather more
+    and chunks of states, with their gradients twice: as they came, and as the update wants them.
     """
     size, shard = _sizes(run, local.total), local.shard
     weight_bytes, gradient_bytes = run.precision.weight_bytes, run.precision.gradient_bytes
