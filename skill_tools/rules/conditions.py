@@ -50,7 +50,10 @@ class Condition(NamedTuple):
         return answer, list(dict.fromkeys(missing)) if missing else missing
 
     def deciding_names(self, scope: Scope) -> list[str]:
-        """Return the names that made a condition which holds in `scope` hold, in the order of the text."""
+        """Return the names that made a condition which holds in `scope` hold, in the order of the text.
+
+        Where `scope` leaves open which part of an `or` holds, those of all its parts.
+        """
         return list(dict.fromkeys(_deciding(self.root, scope, True)))
 
 
@@ -73,7 +76,9 @@ def _deciding(node: Node, scope: Scope, answer: bool) -> Iterator[str]:
     elif node.kind == "not":
         yield from _deciding(node.parts[0], scope, not answer)
     elif answer is (node.kind == "or"):  # one true part decides an `or`, one false part an `and`
-        yield from _deciding(next(part for part in node.parts if _is(part, answer, scope)), scope, answer)
+        deciding = next(((part,) for part in node.parts if _is(part, answer, scope)), node.parts)
+        for part in deciding:
+            yield from _deciding(part, scope, answer)
     else:
         for part in node.parts:
             yield from _deciding(part, scope, answer)

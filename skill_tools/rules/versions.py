@@ -204,11 +204,11 @@ def admits(specifier: str, version: str) -> bool:
 @cache
 def is_version(text: str) -> bool:
     """Return whether `text` is a version at all."""
-    from packaging.version import InvalidVersion, Version
+    from packaging.version import Version
 
     try:
         Version(text)
-    except InvalidVersion:
+    except ValueError:  # InvalidVersion is one, and so is what Python says of a number of too many digits
         return False
     return True
 

@@ -47,6 +47,7 @@ def test_the_page_has_means_uplift_effort_and_what_was_not_run(tmp_path: Path, b
     assert "by made-up" in page
 
 
+@pytest.mark.slow
 def test_the_page_is_that_of_the_results_that_are_kept(tmp_path: Path, benchmark_script: Any) -> None:
     page = tmp_path / "page.md"
     assert benchmark_script.main([str(root() / "evals" / "results.jsonl"), "--output", str(page)]) == 0

@@ -10,11 +10,11 @@ import campaign
 import pytest
 from settings import needs_recovery
 
-FAST = {"optimizers": 60, "signals": 10, "memory": 30, "memory-signals": 6}
+FAST = {"optimizers": 40, "signals": 10, "memory": 30, "memory-signals": 6}
 # `make test-faults` runs twenty times as many, which takes longer than the slow tier may.
 TIMES = int(os.environ.get("FAULT_SEEDS_TIMES", "1"))
 SLOW = {
-    "optimizers": 420 * TIMES,
+    "optimizers": 440 * TIMES,
     "layers": 40 * TIMES,
     "shards": 40 * TIMES,
     "signals": 15 * TIMES,

@@ -105,7 +105,15 @@ def test_nothing_stays(attach, graph_is_alive, tmp_path):
     assert threads() <= threads_before
 
 
-@pytest.mark.parametrize("attach", [plain, reserving, with_weights, with_disk, streamed, streamed_from_files])
+@pytest.mark.parametrize(
+    "attach",
+    [
+        reserving,
+        with_disk,
+        streamed,
+        *(pytest.param(each, marks=pytest.mark.slow) for each in (plain, with_weights, streamed_from_files)),
+    ],
+)
 def test_once_closed_a_model_does_not_wait_for_the_garbage_collector(attach, tmp_path):
     def train():
         model = Model()

@@ -96,7 +96,11 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("attached", [False, True], ids=["in step()", "behind the forward"])
+@pytest.mark.parametrize(
+    "attached",
+    [pytest.param(False, marks=pytest.mark.slow), True],
+    ids=["in step()", "behind the forward"],
+)
 def test_an_optimizer_with_states_on_the_host(device, nothing_left, name, attached):
     expected = trained(device, OPTIMIZERS[name], attached=attached)
     with nothing_left():
@@ -172,7 +176,7 @@ def test_a_plan_that_a_trainer_is_given_limits_its_process():
     assert pinned_book.limit_bytes == 2**22
 
 
-@pytest.mark.parametrize("slices", [1, 2])
+@pytest.mark.parametrize("slices", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_trained_layers(device, nothing_left, slices):
     def run():
         model = layers_trainee.decoder(device)

@@ -3,6 +3,7 @@
 A model that does not divide is refused, as Megatron would refuse it after the nodes have started.
 """
 
+import math
 import re
 from typing import NamedTuple
 
@@ -184,7 +185,8 @@ def check(shape: ModelShape, layout: Layout, config: Config) -> tuple[str, ...]:
 def _divides(count: int, what: str, size: int, name: str) -> None:
     if count % size == 0:
         return
-    nearest = max(each for each in range(1, size) if count % each == 0)
+    small = [each for each in range(1, math.isqrt(count) + 1) if count % each == 0]
+    nearest = max(each for low in small for each in (low, count // low) if each < size)
     raise UnusableInput(
         f"{count} {what} do not divide over {name} = {size}",
         expected=f"a divisor of {count}",

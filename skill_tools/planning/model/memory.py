@@ -1,19 +1,19 @@
 """Memory of one run under one mode: GPU bytes line by line for the most loaded stage, and host bytes.
 
-The peak is at one of five moments of a step: the start of backward (all activations and the loss), the recompute
-of a layer, the end of backward (all gradients, then the sum of a tied table's), or the update. Of a traced model they
-are the spans of its trace, and the update. `allocated` is that peak; `between_steps` is what
-stays when no activation is alive, which Megatron logs as allocated memory; `device` adds CUDA's context and
-communicators.
+The peak is at one of six moments of a step: the end of forward, the start of backward (all activations and the loss),
+the recompute of a layer, the end of backward (all gradients, then the sum of a tied table's), or the update. Of a
+traced model they are the spans of its trace, and the update. `allocated` is that peak; `between_steps` is what stays
+when no activation is alive, which Megatron logs as allocated memory; `device` adds CUDA's context and communicators.
 """
 
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from skill_tools.dialects import layout
-from skill_tools.dialects.layout import LocalParameters, Stage
+from skill_tools.dialects import layout, parameters
+from skill_tools.dialects.layout import Layout, LocalParameters, Stage
 from skill_tools.dialects.run import Mode, Run
+from skill_tools.dialects.shapes import ModelShape
 from skill_tools.planning.accounts import Line
 from skill_tools.planning.model import activations, states, traced_moments
 from skill_tools.planning.model.activations import Kept
@@ -81,10 +81,20 @@ class Memory(NamedTuple):
 def estimate(run: Run, mode: Mode | None = None) -> Memory:
     """Return the memory of the most loaded pipeline stage of `run` under `mode`."""
     chosen = mode or Mode()
-    answers = [_of_stage(run, chosen, stage) for stage in layout.stages(run.shape, run.layout)]
+    answers = [_of_stage(run, chosen, stage) for stage in _differing(run.shape, run.layout)]
     worst = max(answers, key=lambda answer: answer.device_bytes)
     host = max(answers, key=lambda answer: answer.host_bytes_per_node)
     return worst if host is worst else worst._replace(host=host.host, pinned_bytes=host.pinned_bytes)
+
+
+@lru_cache(maxsize=64)
+def _differing(shape: ModelShape, spread: Layout) -> tuple[Stage, ...]:
+    """Return the stages, of those that are alike the first, which has the most micro-batches in flight."""
+    found = {
+        (parameters.layers(shape, stage.layers), stage.has_embedding, stage.has_head): stage
+        for stage in reversed(layout.stages(shape, spread))
+    }
+    return tuple(found.values())
 
 
 def _of_stage(run: Run, mode: Mode, stage: Stage) -> Memory:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from skill_tools.configs.config import Config
 from skill_tools.dialects.base import Dialect
 from skill_tools.dialects.candidates import DISTRIBUTED, OPTIMIZER, RECOMPUTE, Candidate, at_fraction
-from skill_tools.dialects.run import Mode, Run
+from skill_tools.dialects.run import Mode, OptimizerEngine, Run
 from skill_tools.planning.cost import optimizer, pageable, recompute, step_time
 from skill_tools.planning.cost.compute import Pace
 from skill_tools.planning.cost.machine import Machine
@@ -132,6 +132,9 @@ class Search:
         without = candidate.mode._replace(optimizer_fraction=0.0, streamed_fraction=0.0)
         if self._memory(without).device_bytes <= budget.most_gpu_bytes:
             return None
+        if candidate.mode.optimizer_engine is OptimizerEngine.CPU_ADAM:
+            # DeepSpeed's share stays what it is.
+            return self._option(candidate, legality, found, budget)
         partial = self.judge(at_fraction(candidate, 1 / _STEPS))
         if found.device_bytes > budget.most_gpu_bytes or not partial.legal:
             return self._option(candidate, legality, found, budget)

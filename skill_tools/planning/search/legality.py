@@ -56,7 +56,10 @@ def with_settings(config: Config, settings: Mapping[str, object]) -> Config:
     for key, value in settings.items():
         old = config.settings.get(key)
         laid[key] = Setting(key, value, old.written if old else key, old.place if old else _PLAN)
-    return config._replace(settings=laid, unresolved=config.unresolved - set(settings))
+    known = set(settings)
+    return config._replace(
+        settings=laid, unresolved=config.unresolved - known, maybe_set=config.maybe_set - known
+    )
 
 
 class Judge:

@@ -88,6 +88,7 @@ def test_the_host_holds_what_was_said(device):
     assert report.host.states == 12 * params
 
 
+@pytest.mark.slow
 def test_inputs_of_layers_wait_on_the_host(device):
     # On a GPU the bytes of an input are to be more than what an allocator rounds up.
     layers, tokens = 6, 1024 if device.is_accelerator else 256

@@ -114,6 +114,7 @@ def losses_off_in(number):
     return change
 
 
+@pytest.mark.slow
 def test_the_planner_knows_what_the_twin_takes(written):
     found = verify_plan(Device.of("cpu"), read_plan(written(), steps=6))
     assert found.problems == []
@@ -373,6 +374,7 @@ def test_a_budget_that_cannot_be_kept_is_one_line(made, tmp_path, capsys):
     assert error.count("expected") == error.count("; try ") == 1
 
 
+@pytest.mark.slow
 def test_a_budget_is_counted_in_all_steps_of_the_twin(written):
     path = written(execute={"activations": {"mode": "budget", "budget_bytes": 2**31}})
     found = verify_plan(Device.of("cpu"), read_plan(path, steps=6))
@@ -386,6 +388,7 @@ def test_a_mechanism_that_is_not_here_is_one_line(written, capsys):
     assert "execute has 'teleport'" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_command_prints_predicted_beside_measured(written, capsys):
     assert main(["verify", "--device", "cpu", "--plan", str(written())]) == 0
     text = capsys.readouterr().out

@@ -1,6 +1,7 @@
 """A plan for a script has the form of that script: options for a command, keywords for Python."""
 
 import ast
+import json
 from pathlib import Path
 
 import pytest
@@ -76,3 +77,18 @@ def test_keywords_are_python(name: str, tmp_path: Path, capsys: pytest.CaptureFi
     written = answer(tmp_path / "train.py", script, capsys)[3].strip()
     assert written == keywords
     ast.parse(f"make({written})")
+
+
+def test_deepspeed_s_share_of_the_optimizer_is_all_of_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A smaller one that fits is no plan: nothing that the plan prints would make it smaller."""
+    zero = {"stage": 3, "offload_optimizer": {"device": "cpu"}}
+    (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": zero, "bf16": {"enabled": True}}))
+    script = tmp_path / "run.sh"
+    script.write_text(TRAINER.format(f"--gradient_checkpointing true --deepspeed {tmp_path / 'ds.json'}"))
+    main(["plan", str(script), *MACHINE[:-1], "60GB", "--gpu-memory", "80GiB"])
+    out = capsys.readouterr().out
+    assert "does not fit as it is" in out
+    assert "nothing to change" not in out
+    assert "optimizer offload" not in out

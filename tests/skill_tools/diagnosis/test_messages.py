@@ -160,3 +160,8 @@ def test_numbers_that_are_none_are_left_out(number: str) -> None:
         f"CPU Virtual Memory:  used = {number} GB, percent = {number}%\n"
     )
     assert diagnose(log(text)).conclusion is not None
+
+
+def test_the_line_that_every_cpu_adam_prints_is_no_fault() -> None:
+    """The text of a message begins with it: in YAML a bare ` #` would end the value there."""
+    assert not messages.find(log("Adam Optimizer #0 is created with AVX512 arithmetic capability."))

@@ -18,7 +18,7 @@ from skill_tools.dialects.run import (
     WeightEngine,
 )
 from skill_tools.planning.cost import machine, optimizer
-from skill_tools.planning.model import activations, known_models, states
+from skill_tools.planning.model import activations, known_models, memory, states
 from skill_tools.planning.model.memory import estimate
 from skill_tools.planning.search import planner
 from skill_tools.planning.search.legality import with_settings
@@ -235,3 +235,22 @@ def test_a_host_with_little_memory_streams_what_the_cpu_would_need_more_for() ->
     assert ample.streamed_fraction < ample.optimizer_fraction / 2
     tight = chosen(round(12.2 * shard / (1 - HEADROOM)))
     assert tight.streamed_fraction == tight.optimizer_fraction
+
+
+def test_what_a_plan_sets_is_known_of_then() -> None:
+    """Where something that is not seen may set a key, a plan that sets it is judged with its value."""
+    key = "optimizer_offload_fraction"
+    laid = with_settings(config()._replace(maybe_set=frozenset({key})), {key: 0.5})
+    assert laid.value(key) == 0.5
+    assert not laid.maybe_set
+
+
+@given(st.integers(1, 60), st.sampled_from([1, 2, 3, 8, 16]), st.booleans())
+def test_stages_that_are_alike_need_no_estimate_each(layers: int, pipeline: int, moe: bool) -> None:
+    """Of them the first has the most micro-batches in flight."""
+    shape = known_models.shape("deepseek-v2-lite" if moe else "llama-3.2-1b")._replace(num_layers=layers)
+    run = megatron_run.build(config(pipeline_model_parallel_size=pipeline), shape, gpus=pipeline)
+    every = [memory._of_stage(run, Mode(), stage) for stage in layout.stages(run.shape, run.layout)]
+    found = estimate(run)
+    assert found.device_bytes == max(each.device_bytes for each in every)
+    assert found.host_bytes_per_node == max(each.host_bytes_per_node for each in every)

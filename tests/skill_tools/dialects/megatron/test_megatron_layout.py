@@ -148,3 +148,9 @@ def test_sizes_that_an_unseen_recipe_may_set_are_said(
     """A perf recipe that imports its base is no whole configuration: what the base sets is unknown."""
     found = megatron_layout.of_megatron(config("megatron-bridge", **values), gpus=16, num_layers=48, moe=moe)
     assert said in found.assumptions
+
+
+def test_a_size_that_divides_nothing_is_refused_at_once() -> None:
+    huge = config(tensor_model_parallel_size=10**12)
+    with pytest.raises(UnusableInput, match="expected a divisor of 32; try tensor_model_parallel_size=32"):
+        megatron_run.build(huge, known_models.shape("llama-3-8b"), gpus=10**12)
