@@ -60,7 +60,9 @@ def remember(patched: pytest.MonkeyPatch, made: list[Trainee]) -> None:
     patched.setattr(Trainee, "_optimizer", lambda self: (made.append(self), real(self))[1])
 
 
-@pytest.mark.parametrize("setting", CHOSEN, ids=str)
+@pytest.mark.parametrize(
+    "setting", [*CHOSEN[::2], *(pytest.param(each, marks=pytest.mark.slow) for each in CHOSEN[1::2])], ids=str
+)
 def test_a_constructor_that_fails_leaves_nothing(setting, monkeypatch):
     wanted = undisturbed(setting, None)
     for fault in faults(setting):

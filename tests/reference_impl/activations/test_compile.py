@@ -26,7 +26,9 @@ def compile_blocks(model):
         model.layers[index] = torch.compile(block, backend="aot_eager")
 
 
-@pytest.mark.parametrize("how", [compile_blocks_in_place, compile_blocks])
+@pytest.mark.parametrize(
+    "how", [pytest.param(compile_blocks_in_place, marks=pytest.mark.slow), compile_blocks]
+)
 def test_compiled_blocks(trainee, how):
     how(trainee.model)
     expected = trainee.step()

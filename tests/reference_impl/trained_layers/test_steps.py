@@ -66,7 +66,7 @@ def test_with_inputs_on_the_host(device, dtype):
     compare(device, dtype=dtype, inputs="host")
 
 
-@pytest.mark.parametrize("inputs", ["device", "host"])
+@pytest.mark.parametrize("inputs", [pytest.param("device", marks=pytest.mark.slow), "host"])
 def test_in_slices_of_the_batch(device, inputs):
     compare(device, slices=2, inputs=inputs)
 

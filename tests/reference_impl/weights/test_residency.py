@@ -1,6 +1,6 @@
 import re
 
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from reference_impl.weights.residency import allowances, device_bytes, fraction_within, kept_bytes
@@ -34,6 +34,7 @@ def test_half_of_the_published_decoder_is_half_of_every_layer():
     assert saved > 3.0e9
 
 
+@settings(max_examples=40)
 @given(BLOCKS, st.integers(0, 20_000), st.integers(1, 4))
 @example([[300, 30], [1] * 8], 700, 4)
 def test_a_budget_is_kept_or_refused(blocks, budget_bytes, window):
