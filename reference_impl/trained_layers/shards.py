@@ -290,8 +290,9 @@ class StreamedShards:
                         "to stay; try load_state_dict without assign=True, and dtype or device before the streamer is "
                         "made"
                     )
-        self.window.capacity = self._prefetch + 1
-        self.window.advance()
+        with self._told():
+            self.window.capacity = self._prefetch + 1
+            self.window.advance()
 
     def end_forward(self) -> None:
         """Free the slots of a forward whose backward follows."""
