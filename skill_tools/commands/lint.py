@@ -29,7 +29,7 @@ from skill_tools.commands import releases
 from skill_tools.configs.config import Config
 from skill_tools.configs.files import replace_text
 from skill_tools.configs.folder import files_below
-from skill_tools.configs.releases import Stated, stated_beside, stated_in
+from skill_tools.configs.releases import Stated, stated_beside
 from skill_tools.configs.source import MAX_BYTES, Source, decode, load
 from skill_tools.dialects import registry
 from skill_tools.dialects.read import Contradiction, Reading, readings
@@ -246,11 +246,10 @@ class Linted:
         folder = next((str(source.folder) for source in reading.sources if source.folder is not None), None)
         if folder is not None and folder not in self._beside:
             self._beside[folder] = stated_beside(folder)
-        stated = dict(self._beside.get(folder or "", {}))
-        if config.versions:
-            for name, text in config.sources.items():
-                stated |= stated_in(text, "" if name == reading.sources[0].name else name)
-        return {**stated, **self._stated_by_user}
+        beside = self._beside.get(folder or "", {})
+        if not reading.sources:
+            return {**beside, **self._stated_by_user}
+        return {**releases.of_input(config, beside, reading.sources[0].name), **self._stated_by_user}
 
     def _repair(self, reading: Reading, found: LintResult) -> LintResult:
         """Fix the sources on disk and return what is left, or print the difference and return `found`."""

@@ -2,10 +2,11 @@
 
 import argparse
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from skill_tools.commands import releases
 from skill_tools.configs.config import Config
+from skill_tools.configs.releases import Stated, stated_beside
 from skill_tools.configs.source import looks_like_configuration
 from skill_tools.dialects import registry
 from skill_tools.dialects.candidates import MECHANISMS
@@ -143,6 +144,20 @@ def make_plan(args: argparse.Namespace, inputs: Sequence[str]) -> Plan:
     return plan._replace(sensitivity=(_without_what_if(before, plan), *plan.sensitivity))
 
 
+def _releases(args: argparse.Namespace, config: Config, files: Sequence[str]) -> dict[str, Stated]:
+    """Return the releases of this run as `lint` finds them: the user's word goes before the input's."""
+    beside = stated_beside(os.path.dirname(files[0])) if files and files[0] != "-" else {}
+    found = releases.of_input(config, beside, files[0]) if files else {}
+    return {**found, **releases.stated_by_user(args)}
+
+
+def _release_notes(stated: Mapping[str, Stated], config: Config) -> Iterator[str]:
+    """Say which releases the rules were asked for that nobody named on the command line."""
+    for name, each in releases.that_matter(stated, config).items():
+        if each.where != "--target":
+            yield f"release: {name} {each.version} ({each.where}); --target names another"
+
+
 def _without_what_if(before: Plan, plan: Plan) -> tuple[str, str]:
     """Say what the recommendation was before the what-if, for comparison."""
     best, now = before.recommendation, plan.recommendation
@@ -178,7 +193,10 @@ def _plan(args: argparse.Namespace, inputs: Sequence[str], *, what_if: Sequence[
         return Prepared(built, where, budget), notes
 
     (built, where, budget), notes = prepare(config, None)
-    versions, restriction = releases.stated(args), Restriction(named(args.only), frozenset(args.without))
+    stated = _releases(args, config, files)
+    versions = {name: each.version for name, each in stated.items()}
+    notes = (*notes, *_release_notes(stated, config))
+    restriction = Restriction(named(args.only), frozenset(args.without))
     plan = planner.make_plan(
         config,
         built._replace(assumptions=(*notes, *config.missing_file_notes(), *built.assumptions)),

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from skill_tools import knowledge
 from skill_tools.configs.config import Config
-from skill_tools.configs.releases import Stated
+from skill_tools.configs.releases import Stated, stated_in
 from skill_tools.configs.source import load
 from skill_tools.errors import UnusableInput
 from skill_tools.rules.knowledge import rules_about
@@ -34,6 +34,15 @@ def stated_by_user(args: argparse.Namespace) -> dict[str, Stated]:
         **{name: Stated(version, str(args.versions)) for name, version in listed.items()},
         **{name: Stated(version, "--target") for name, version in targets.items()},
     }
+
+
+def of_input(config: Config, beside: Mapping[str, Stated], first: str) -> dict[str, Stated]:
+    """Return the releases that the input states, whose first file is `first`, else those stated `beside` it."""
+    found = dict(beside)
+    if config.versions:
+        for name, text in config.sources.items():
+            found |= stated_in(text, "" if name == first else name)
+    return found
 
 
 def that_matter(found: Mapping[str, Stated], config: Config) -> dict[str, Stated]:

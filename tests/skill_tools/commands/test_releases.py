@@ -59,3 +59,22 @@ def test_known_releases_and_other_spellings_pass_in_silence(
 ) -> None:
     assert main([*command, "--target", target]) != 2
     assert capsys.readouterr().err == ""
+
+
+def test_a_plan_is_of_the_releases_that_lint_finds(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Offloading of layer inputs came to Axolotl later: a plan beside an older pin leaves it out, and says why."""
+    file = tmp_path / "lora.yaml"
+    file.write_text(
+        "base_model: meta-llama/Llama-3.1-8B\nadapter: lora\nlora_r: 16\nlora_target_linear: true\n"
+        "sequence_len: 8192\nmicro_batch_size: 2\ngradient_checkpointing: true\nbf16: true\n"
+    )
+    asked = ["plan", str(file), "--gpu", "h100", "--gpu-memory", "40GiB", "--details"]
+    main(asked)
+    assert "activation_offloading: hidden_states" in capsys.readouterr().out
+    (tmp_path / "requirements.txt").write_text("axolotl==0.13.0\n")
+    main(asked)
+    out = capsys.readouterr().out
+    assert "activation_offloading: hidden_states" not in out
+    assert "release: axolotl 0.13.0 (requirements.txt line 1)" in out
