@@ -41,8 +41,8 @@ class PyTorch(Dialect):
     label = "a plain PyTorch loop"
     has_files = False
     carry_out = (
-        "to carry it out, save it (--format json > plan.json), then call in the loop "
-        'reference_impl.verification.apply.apply_plan(model, optimizer, "plan.json")'
+        "to carry it out, save it (--format json > plan.json), then train inside "
+        '`with reference_impl.apply_plan(model, optimizer, "plan.json") as applied:` and step applied.optimizer'
     )
 
     def answer_to_loop(self, text: str) -> str:
