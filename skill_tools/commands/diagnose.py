@@ -19,7 +19,7 @@ from skill_tools.configs.source import looks_like_configuration
 from skill_tools.diagnosis import diagnosis
 from skill_tools.diagnosis.diagnosis import Diagnosis
 from skill_tools.diagnosis.log import Log, read_log
-from skill_tools.errors import UnusableInput, printable_lines
+from skill_tools.errors import Unrecognised, UnusableInput, printable_lines
 from skill_tools.planning.model import known_models
 from skill_tools.planning.model.shape_sources import UnknownShapeError
 from skill_tools.planning.search.planner import Plan
@@ -50,7 +50,13 @@ def run(args: argparse.Namespace) -> int:
     """Print what the log says; return 1 when something was recognised, else 0."""
     plan_request.check(args)
     log = _log(args)
-    framework, findings = _findings(args)
+    try:
+        framework, findings = _findings(args)
+    except Unrecognised as problem:
+        # The log says enough by itself, as beside a loop of the user's own.
+        print(f"offload: {problem}", file=sys.stderr)
+        args.inputs = []
+        framework, findings = "", ()
     found = diagnosis.diagnose(
         log, findings=findings, framework=framework, known_gpu=_known_gpu, known_model=known_models.of_size
     )

@@ -222,3 +222,19 @@ def test_a_log_that_the_overrides_took_is_named(tmp_path: Path, capsys: pytest.C
     log.write_text(OOM, encoding="utf-8")
     assert main(["diagnose", "--overrides", "seq_length=4096", str(log)]) == 2
     assert "putting files before --overrides" in capsys.readouterr().err
+
+
+def test_a_log_beside_a_loop_of_the_users_own_is_diagnosed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "train.log").write_text(
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.\n"
+    )
+    (tmp_path / "train.py").write_text(
+        "import torch\n\noptimizer = torch.optim.AdamW(model.parameters())\nfor batch in batches:\n"
+        "    loss = model(batch)\n    loss.backward()\n    optimizer.step()\n    optimizer.zero_grad()\n"
+    )
+    assert main(["diagnose", str(tmp_path / "train.log"), str(tmp_path / "train.py")]) == 1
+    out, err = capsys.readouterr()
+    assert "cause: the GPU had no room" in out
+    assert "is a training loop of its own" in err
