@@ -20,6 +20,10 @@ class Unrecognised(UnusableInput):
     """The input is no configuration that is known: no proof fits it, or it sets nothing after all."""
 
 
+class OwnLoop(Unrecognised):
+    """The input is a training loop of the user's own, which needs no configuration."""
+
+
 def printable(text: str) -> str:
     """Return `text` with everything escaped that a terminal would obey instead of showing it."""
     if text.isprintable():

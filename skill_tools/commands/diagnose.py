@@ -19,7 +19,7 @@ from skill_tools.configs.source import looks_like_configuration
 from skill_tools.diagnosis import diagnosis
 from skill_tools.diagnosis.diagnosis import Diagnosis
 from skill_tools.diagnosis.log import Log, read_log
-from skill_tools.errors import Unrecognised, UnusableInput, printable_lines
+from skill_tools.errors import OwnLoop, UnusableInput, printable_lines
 from skill_tools.planning.model import known_models
 from skill_tools.planning.model.shape_sources import UnknownShapeError
 from skill_tools.planning.search.planner import Plan
@@ -52,8 +52,8 @@ def run(args: argparse.Namespace) -> int:
     log = _log(args)
     try:
         framework, findings = _findings(args)
-    except Unrecognised as problem:
-        # The log says enough by itself, as beside a loop of the user's own.
+    except OwnLoop as problem:
+        # The log says enough by itself.
         print(f"offload: {problem}", file=sys.stderr)
         args.inputs = []
         framework, findings = "", ()
@@ -125,7 +125,10 @@ def _findings(args: argparse.Namespace) -> tuple[str, tuple[Finding, ...]]:
     from skill_tools.rules.lint import lint
 
     config = plan_request.read_config(args, args.inputs)
-    return config.framework, lint(config, versions=releases.stated(args)).findings
+    stated = releases.of_run(args, config, args.inputs)
+    return config.framework, lint(
+        config, versions={name: each.version for name, each in stated.items()}
+    ).findings
 
 
 def _plan(args: argparse.Namespace, found: Diagnosis) -> tuple[Plan | None, str]:

@@ -94,7 +94,9 @@ def _by_situation(args: argparse.Namespace, unknown: UnknownShapeError) -> int:
     from skill_tools.reports import plans, plans_json
 
     files = [path for path in args.inputs if not shape_sources.is_config_json(path)]
-    rows = situations.table(plan_request.read_config(args, files), releases.stated(args))
+    config = plan_request.read_config(args, files)
+    stated = releases.of_run(args, config, files)
+    rows = situations.table(config, {name: each.version for name, each in stated.items()})
     if args.format == "json":
         print(plans_json.situations_as_json(rows, str(unknown)))
     else:

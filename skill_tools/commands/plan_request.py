@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from skill_tools.commands import releases
 from skill_tools.configs.config import Config
-from skill_tools.configs.releases import Stated, stated_beside
+from skill_tools.configs.releases import Stated
 from skill_tools.configs.source import looks_like_configuration
 from skill_tools.dialects import registry
 from skill_tools.dialects.candidates import MECHANISMS
@@ -144,13 +144,6 @@ def make_plan(args: argparse.Namespace, inputs: Sequence[str]) -> Plan:
     return plan._replace(sensitivity=(_without_what_if(before, plan), *plan.sensitivity))
 
 
-def _releases(args: argparse.Namespace, config: Config, files: Sequence[str]) -> dict[str, Stated]:
-    """Return the releases of this run as `lint` finds them: the user's word goes before the input's."""
-    beside = stated_beside(os.path.dirname(files[0])) if files and files[0] != "-" else {}
-    found = releases.of_input(config, beside, files[0]) if files else {}
-    return {**found, **releases.stated_by_user(args)}
-
-
 def _release_notes(stated: Mapping[str, Stated], config: Config) -> Iterator[str]:
     """Say which releases the rules were asked for that nobody named on the command line."""
     for name, each in releases.that_matter(stated, config).items():
@@ -193,7 +186,7 @@ def _plan(args: argparse.Namespace, inputs: Sequence[str], *, what_if: Sequence[
         return Prepared(built, where, budget), notes
 
     (built, where, budget), notes = prepare(config, None)
-    stated = _releases(args, config, files)
+    stated = releases.of_run(args, config, files)
     versions = {name: each.version for name, each in stated.items()}
     notes = (*notes, *_release_notes(stated, config))
     restriction = Restriction(named(args.only), frozenset(args.without))

@@ -1,25 +1,21 @@
 """Reads the releases on a command line, `--target` and `--versions`, and decides which of all stated ones apply."""
 
 import argparse
+import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from skill_tools import knowledge
 from skill_tools.configs.config import Config
-from skill_tools.configs.releases import Stated, stated_in
+from skill_tools.configs.releases import Stated, stated_beside, stated_in
 from skill_tools.configs.source import load
 from skill_tools.errors import UnusableInput
 from skill_tools.rules.knowledge import rules_about
 from skill_tools.rules.versions import read_targets, read_versions_text
 
 
-def stated(args: argparse.Namespace) -> dict[str, str]:
-    """Return the stated releases, a distribution's name to its version; `--target` wins over `--versions`."""
-    return {name: each.version for name, each in stated_by_user(args).items()}
-
-
 def stated_by_user(args: argparse.Namespace) -> dict[str, Stated]:
-    """Return the same with the option that states each."""
+    """Return the stated releases by distribution, with the option of each; `--target` wins over `--versions`."""
     listed: dict[str, str] = {}
     if args.versions:
         listed = read_versions_text(load(args.versions).text)
@@ -43,6 +39,13 @@ def of_input(config: Config, beside: Mapping[str, Stated], first: str) -> dict[s
         for name, text in config.sources.items():
             found |= stated_in(text, "" if name == first else name)
     return found
+
+
+def of_run(args: argparse.Namespace, config: Config, files: Sequence[str]) -> dict[str, Stated]:
+    """Return the releases of a run of `files`: the user's word goes before the input's, that before its folder's."""
+    beside = stated_beside(os.path.dirname(files[0])) if files and files[0] != "-" else {}
+    found = of_input(config, beside, files[0]) if files else {}
+    return {**found, **stated_by_user(args)}
 
 
 def that_matter(found: Mapping[str, Stated], config: Config) -> dict[str, Stated]:

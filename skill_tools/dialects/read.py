@@ -14,7 +14,7 @@ from skill_tools.configs.config import Config
 from skill_tools.configs.source import Kind, Source, load
 from skill_tools.dialects import registry
 from skill_tools.dialects.base import NONE, Dialect, Evidence
-from skill_tools.errors import Unrecognised, UnusableInput
+from skill_tools.errors import OwnLoop, Unrecognised, UnusableInput
 
 _PLENTY = 15
 
@@ -223,7 +223,7 @@ def _unrecognised(sources: Sequence[Source]) -> Unrecognised:
         expected = f"a configuration of {_listed([each.label for each in dialects])}"
         return Unrecognised(f"{names} is empty", expected=expected, attempt="the file that the run reads")
     if answer := _answer_to_loop(sources):
-        return Unrecognised(
+        return OwnLoop(
             f"{names} is a training loop of its own, which no rule is about",
             expected="a configuration, or a script of a framework",
             attempt=answer,

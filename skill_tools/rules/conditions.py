@@ -50,10 +50,7 @@ class Condition(NamedTuple):
         return answer, list(dict.fromkeys(missing)) if missing else missing
 
     def deciding_names(self, scope: Scope) -> list[str]:
-        """Return the names that made a condition which holds in `scope` hold, in the order of the text.
-
-        Where `scope` leaves open which part of an `or` holds, those of all its parts.
-        """
+        """Return the names that made a condition which holds in `scope` hold, in the order of the text."""
         return list(dict.fromkeys(_deciding(self.root, scope, True)))
 
 
@@ -76,9 +73,7 @@ def _deciding(node: Node, scope: Scope, answer: bool) -> Iterator[str]:
     elif node.kind == "not":
         yield from _deciding(node.parts[0], scope, not answer)
     elif answer is (node.kind == "or"):  # one true part decides an `or`, one false part an `and`
-        deciding = next(((part,) for part in node.parts if _is(part, answer, scope)), node.parts)
-        for part in deciding:
-            yield from _deciding(part, scope, answer)
+        yield from _deciding(next(part for part in node.parts if _is(part, answer, scope)), scope, answer)
     else:
         for part in node.parts:
             yield from _deciding(part, scope, answer)

@@ -46,15 +46,13 @@ _QUEUED_AHEAD = 64
 class ChunkQueue:
     """The chunks that one step updates, in order, and what it applies: None once all of them are queued.
 
-    `chunks_until` counts, for each member, how many of them make its weight new. `at_once` are queued at once, and
-    `ahead` beyond what somebody waits for.
+    `chunks_until` counts, for each member, how many of them make its weight new. `at_once` are queued at once.
     """
 
     chunks: list[Chunk]
     chunks_until: Mapping[Member, int]
     step: StreamedStep | None
     at_once: int
-    ahead: int = 0
 
 
 class StreamedPipeline:
@@ -67,7 +65,9 @@ class StreamedPipeline:
     def __init__(self, device: Device, algorithm: Algorithm, *, ahead: int | None = None) -> None:
         """Queue chunks of at most `ahead` launches beyond what somebody waits for, by default `_QUEUED_AHEAD`."""
         self._device = device
-        self._ahead = _QUEUED_AHEAD if ahead is None else ahead
+        self._launches_ahead = _QUEUED_AHEAD if ahead is None else ahead
+        # The chunks that so many launches are.
+        self._ahead = 0
         self._update = ChunkUpdate(device, algorithm)
         self._slots = Slots(device)
         # Chunks on the device or on their way in, not updated yet, in the order of their copies.
@@ -126,6 +126,8 @@ class StreamedPipeline:
         self.finish()
         self.drop_prefetched()
         self._update.allocate(chunks)
+        cost = sum(chunk.launch_cost for chunk in chunks)
+        self._ahead = -(-self._launches_ahead * len(chunks) // max(cost, 1))
         sizes = [chunk.slot_bytes for chunk in chunks if not chunk.resident]
         self._slots.allocate(
             max(sizes, default=0), permanent=min(LEAST_SLOTS, len(sizes)), most=min(slots, len(sizes))
@@ -138,9 +140,7 @@ class StreamedPipeline:
         """
         self._slots.restore()
         until = {piece.member: count for count, chunk in enumerate(chunks, start=1) for piece in chunk.pieces}
-        cost = sum(chunk.launch_cost for chunk in chunks)
-        ahead = -(-self._ahead * len(chunks) // cost) if chunks else 0
-        return ChunkQueue(list(chunks), until, step, max(at_once, ahead), ahead)
+        return ChunkQueue(list(chunks), until, step, max(at_once, self._ahead))
 
     def begin(self, queue: ChunkQueue) -> None:
         """Begin a step that was planned, once the last one is finished; `advance` carries it out. Does not raise.
@@ -162,7 +162,7 @@ class StreamedPipeline:
         until = self._queue.chunks_until
         wanted = max((until.get(member, 0) for member in members), default=0)
         # Without a chunk, as an empty shard is, they wait for the step's beginning alone.
-        self._queue_until(wanted + self._queue.ahead if ahead and wanted else wanted)
+        self._queue_until(wanted + self._ahead if ahead and wanted else wanted)
         self._slots.free_retired()
 
     def queue_what_stays(self) -> None:

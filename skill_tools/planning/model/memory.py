@@ -147,9 +147,12 @@ def _alive(run: Run, mode: Mode, lines: Sequence[Line], found: "_Activations") -
     in_blocks = tuple(
         line for line in lines if line.when in {"recompute", "backward"} and line.name not in states.GRADIENTS
     )
+    in_forward = [
+        line for line in lines if line.when in {"always", "between", "step"} and line.name not in grows
+    ]
     passes = traced_moments.worst(run, run.traced, mode.of_activations, found.kept, held, in_blocks)
     in_passes = [*steady, *passes]
-    return max(in_passes, in_update, key=lambda alive: sum([line.bytes for line in alive]))
+    return max(in_passes, in_update, in_forward, key=lambda alive: sum([line.bytes for line in alive]))
 
 
 def _worst_moment(lines: Sequence[Line]) -> list[Line]:

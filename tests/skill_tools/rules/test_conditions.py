@@ -133,9 +133,3 @@ def test_names_of_keys_of_set_keys_and_of_releases() -> None:
 def test_anything_else_is_refused(text: str) -> None:
     with pytest.raises(ConditionError):
         parse(text)
-
-
-def test_where_no_part_of_an_or_decides_all_have_a_say() -> None:
-    """As in the scope of what is written, without the defaults that made the condition hold."""
-    scope = {"a": UNKNOWN, "b": UNKNOWN, "c": True}
-    assert parse("(a or b) and c").deciding_names(scope) == ["a", "b", "c"]
