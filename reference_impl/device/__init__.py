@@ -8,8 +8,8 @@ accelerator is one more class: a module beside `cuda`, imported here.
 - D2H, H2D: copies device to host and host to device, each direction on streams of its own.
 - event: a point in a stream's work. A copy waits for the events it is given and returns the event of its end.
 - mark: an event that keeps its time.
-- latency-sensitive: a small copy that a thread or a forward waits for. It has a stream of its own, and bulk copies
-  alternate between two streams so that it gets between them.
+- latency-sensitive: a small copy that a thread or a forward waits for. It has another stream, and bulk copies alternate
+  between two streams so that it gets between them.
 - update stream: where optimizer updates run beside the forward.
 - pinned: page-locked host memory, which copies read and write without the host's help.
 - pageable: all other host memory. Copies to and from it pass through pinned memory (`StagedCopies`).

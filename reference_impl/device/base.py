@@ -174,8 +174,8 @@ class Device(ABC):
 
     def __init__(self, torch_device: torch.device) -> None:
         self.torch_device = torch_device
-        # Whose small copies are waited for: while there is any, bulk copies alternate between two streams. That costs
-        # something, so nobody else pays for it.
+        # Whose small copies out are waited for: while there is any, bulk copies out alternate between two streams. That
+        # costs something, so nobody else pays for it.
         self.latency_sensitive: weakref.WeakSet[object] = weakref.WeakSet()
         # By its address, pageable memory that copies reach through pinned memory only; see `memory.staged`.
         self.pageable: dict[int, StagedCopies] = {}

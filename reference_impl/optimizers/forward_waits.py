@@ -77,15 +77,11 @@ class ForwardWaits:
             self._wait(own)
             self._gates.order_gathers(all_are_new=False)
 
-        self._device = device
         self._gates = Gates(
             gathered_groups(model) if gates else [], members, device=device, wait_for=self._wait, told=told
         )
         if self._gates:
             checks.check_in_model(model, members)
-            # FSDP2 copies a table of sizes in before each module that it has gathered: behind all states, forward
-            # would begin once the last of them has arrived.
-            device.latency_sensitive.add(self)
         for module in model.modules():
             own = _owned(module, members)
             if not own:
@@ -174,7 +170,6 @@ class ForwardWaits:
 
     def close(self) -> None:
         """Take all hooks off the model."""
-        self._device.latency_sensitive.discard(self)
         for handle in self._handles:
             handle.remove()
 

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from reference_impl.device import CpuTwin, Device, device_is_lost
-from reference_impl.device.cuda import CachingAllocator
+from reference_impl.device.cuda import CachingAllocator, parts_of
 
 REFERENCE_IMPL = Path(__file__).resolve().parents[2] / "reference_impl"
 
@@ -103,7 +105,8 @@ def test_gigabytes_let_a_small_copy_through(way):
     device.latency_sensitive.add(somebody)
     host = torch.empty(2**27, dtype=torch.uint8, pin_memory=True)
     there = torch.zeros(2**27, dtype=torch.uint8, device="cuda")
-    small, small_there = torch.empty(1024, pin_memory=True), torch.zeros(1024, device="cuda")
+    # Below 24 kB a copy does not need the engine.
+    small, small_there = torch.empty(2**14, pin_memory=True), torch.zeros(2**14, device="cuda")
     torch.cuda._sleep(100_000_000)
     asleep = device.record()
     for _ in range(32):
@@ -123,7 +126,49 @@ def test_gigabytes_let_a_small_copy_through(way):
 
 
 @pytest.mark.cuda
-def test_large_copies_take_turns_only_while_somebody_waits_for_small_ones(monkeypatch):
+def test_a_batch_of_tokens_passes_a_long_copy_that_is_under_way():
+    device = Device.of("cuda")
+    host = torch.empty(2**30, dtype=torch.uint8, pin_memory=True)
+    there = torch.empty(2**30, dtype=torch.uint8, device="cuda")
+    tokens = torch.zeros(4, 4096, dtype=torch.int64).pin_memory()
+    torch.cuda._sleep(100_000_000)
+    asleep = device.record()
+    copied = device.copy_in(there, host, after=[asleep])
+    with torch.cuda.stream(torch.cuda.Stream()):
+        device.wait(asleep)
+        tokens.to("cuda", non_blocking=True)
+        through = device.record()
+    through.synchronize()
+    assert not copied.query()
+    device.synchronize()
+
+
+@pytest.mark.cuda
+def test_a_long_copy_in_arrives_whole():
+    device = Device.of("cuda")
+    numel = 5 * 2**24 // 8 + 3
+    host = torch.arange(numel).pin_memory()
+    there = torch.empty(numel, dtype=torch.int64, device="cuda")
+    device.wait(device.copy_in(there, host, after=[device.record()]))
+    assert torch.equal(there, torch.arange(numel, device="cuda"))
+
+
+@given(numel=st.integers(0, 200), part_bytes=st.integers(8, 100))
+def test_parts_are_the_whole_tensor_in_order(numel, part_bytes):
+    tensor = torch.arange(numel)
+    parts = [tensor[part] for part in parts_of(tensor, part_bytes)]
+    assert torch.equal(torch.cat(parts), tensor)
+    assert all(part.nbytes <= part_bytes for part in parts)
+
+
+def test_a_tensor_that_is_not_flat_is_one_part():
+    tensor = torch.zeros(4, 4)
+    assert [tensor[part].shape for part in parts_of(tensor, 8)] == [tensor.shape]
+    assert [torch.zeros(())[part].shape for part in parts_of(torch.zeros(()), 8)] == [torch.Size([])]
+
+
+@pytest.mark.cuda
+def test_large_copies_out_take_turns_only_while_somebody_waits_for_small_ones(monkeypatch):
     """Waiting for one's turn costs up to 7 % of the link."""
     device = Device.of("cuda")
     # Optimizers of other tests may not be collected yet.

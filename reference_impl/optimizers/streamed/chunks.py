@@ -25,6 +25,8 @@ from reference_impl.optimizers.layout import ALIGNMENT, Member, Piece, aligned
 LOW = "master_low"
 # Pieces in a compact chunk begin at multiples of so many elements, so that their scales begin at 16 bytes.
 COMPACT_ALIGNMENT = 8 * ALIGNMENT
+# Of storage, whose copies take the launches of one kernel.
+_COST_1_BYTES = 128 * 2**20
 _SECTION_BYTES = 256
 
 
@@ -130,9 +132,9 @@ class Chunk:
     def launch_cost(self) -> int:
         """How long the host takes to launch its update, where one fused kernel of torch's is 1.
 
-        Rounded moments take a compiled kernel a piece, 0.1 to 0.2 ms each.
+        Rounded moments take a compiled kernel a piece, 0.1 to 0.2 ms each. Long storage comes in in many parts.
         """
-        return 4 * len(self.pieces) if self.rounded else 1
+        return max(4 * len(self.pieces) if self.rounded else 1, self.storage.nbytes // _COST_1_BYTES)
 
     @property
     def compact(self) -> bool:

@@ -15,7 +15,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
 from reference_impl import Streaming
-from reference_impl.device import Device
 from reference_impl.device.cpu_twin import CpuTwin
 from reference_impl.distributed import fsdp2
 from reference_impl.optimizers.streamed.slots import FreedMemory
@@ -148,17 +147,6 @@ def test_what_was_gathered_too_early_is_gathered_again(make):
         optimizer.step()
         optimizer.synchronize()
         assert_same(weights(model), trained_plainly(data))
-
-
-def test_bulk_copies_give_way_to_the_copies_of_gathers():
-    sensitive = Device.of("cpu").latency_sensitive
-    before = len(sensitive)
-    model = net()
-    with hybrid(model, split=(0, 1, 0)) as optimizer:
-        assert len(sensitive) == before
-        optimizer.attach(model)
-        assert len(sensitive) == before + 1
-    assert len(sensitive) == before
 
 
 def test_what_was_gathered_after_synchronize_is_kept():
