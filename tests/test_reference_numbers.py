@@ -51,7 +51,7 @@ def slice_sum_bytes() -> int:
 
 def half_master_scratch_bytes() -> int:
     fields = StateFormat(hi_lo_masters=True).fields(torch.bfloat16, Adam().moments)
-    return scratch_bytes_an_element(fields)
+    return scratch_bytes_an_element(fields, torch.bfloat16, is_joined=True)
 
 
 def streamed_states(

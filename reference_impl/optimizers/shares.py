@@ -81,7 +81,7 @@ class Shares:
                     each,
                     device,
                     options.budgets,
-                    ring_bytes=self._streamed.ring_bytes,
+                    ring_bytes=self._streamed.ring_bytes(params),
                     # How much does come in, the length of a backward says, which nobody knows yet.
                     hidden_bytes=options.streaming.prefetch_bytes // 2,
                     ranks=Together.of(params, self._ranks),

@@ -8,7 +8,7 @@ Explained in docs/optimizer-offloading.md. Terms:
 """
 
 from reference_impl.optimizers.algorithms.adam import Adam
-from reference_impl.optimizers.algorithms.base import Algorithm, Formula, group_defaults
+from reference_impl.optimizers.algorithms.base import Algorithm, Formula, Numbers, group_defaults
 from reference_impl.optimizers.algorithms.sgd import SGD
 
-__all__ = ["SGD", "Adam", "Algorithm", "Formula", "group_defaults"]
+__all__ = ["SGD", "Adam", "Algorithm", "Formula", "Numbers", "group_defaults"]

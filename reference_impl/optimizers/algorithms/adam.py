@@ -11,6 +11,7 @@ from torch import Tensor
 
 from reference_impl.optimizers.algorithms.base import (
     Formula,
+    Numbers,
     Tensors,
     check_learning_rate,
     check_numbers,
@@ -188,10 +189,10 @@ def adam_blocks(
 
 
 def adam_formula(
-    master: torch.Tensor, gradient: torch.Tensor, moments: Sequence[torch.Tensor], numbers: torch.Tensor
+    master: torch.Tensor, gradient: torch.Tensor, moments: Sequence[torch.Tensor], numbers: Numbers
 ) -> Sequence[torch.Tensor]:
     """Return the new master, `exp_avg` and `exp_avg_sq` of Adam or AdamW."""
-    sign, l2, kept, beta1, rest1, beta2, rest2, eps, step_size, scale = numbers.unbind()
+    sign, l2, kept, beta1, rest1, beta2, rest2, eps, step_size, scale = numbers
     gradient = sign * gradient + l2 * master
     average = beta1 * moments[0] + rest1 * gradient
     square = beta2 * moments[1] + rest2 * gradient * gradient

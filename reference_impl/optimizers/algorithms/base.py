@@ -25,7 +25,8 @@ import torch
 from torch import Tensor
 
 Tensors = list[torch.Tensor]
-Formula = Callable[[torch.Tensor, torch.Tensor, Sequence[torch.Tensor], torch.Tensor], Sequence[torch.Tensor]]
+Numbers = torch.Tensor | Sequence[torch.Tensor]
+Formula = Callable[[torch.Tensor, torch.Tensor, Sequence[torch.Tensor], Numbers], Sequence[torch.Tensor]]
 
 
 class Algorithm(Protocol):
@@ -67,7 +68,8 @@ class Algorithm(Protocol):
     def formula(self) -> Formula:
         """Return the formula element by element.
 
-        It maps master, gradient, moments and the rows of `numbers_by_step`, all fp32, to the new master and moments.
+        It maps master, gradient, moments and a row of `numbers_by_step`, all fp32, to the new master and moments. Each
+        number of the row may be one for each element.
         """
 
     def numbers_by_step(self, group: Mapping[str, Any], steps: torch.Tensor) -> torch.Tensor:

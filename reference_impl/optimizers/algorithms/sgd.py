@@ -11,6 +11,7 @@ from torch import Tensor
 
 from reference_impl.optimizers.algorithms.base import (
     Formula,
+    Numbers,
     Tensors,
     check_learning_rate,
     check_numbers,
@@ -133,10 +134,10 @@ def sgd_blocks(
 
 
 def sgd_formula(
-    master: torch.Tensor, gradient: torch.Tensor, moments: Sequence[torch.Tensor], numbers: torch.Tensor
+    master: torch.Tensor, gradient: torch.Tensor, moments: Sequence[torch.Tensor], numbers: Numbers
 ) -> Sequence[torch.Tensor]:
     """Return the new master and `momentum_buffer` of SGD; without momentum the buffer stays."""
-    sign, l2, momentum, lr, nesterov = numbers.unbind()
+    sign, l2, momentum, lr, nesterov = numbers
     gradient = sign * gradient + l2 * master
     average = momentum * moments[0] + gradient
     direction = torch.where(nesterov != 0, gradient + momentum * average, average)

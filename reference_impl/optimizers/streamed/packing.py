@@ -32,7 +32,7 @@ import torch
 from torch.nn.functional import pad
 
 from reference_impl.device import Device
-from reference_impl.optimizers.algorithms import Algorithm, Formula, group_defaults
+from reference_impl.optimizers.algorithms import Algorithm, Formula, Numbers, group_defaults
 from reference_impl.optimizers.layout import Member
 
 Tensors = Sequence[torch.Tensor]
@@ -318,12 +318,13 @@ class Scalars(NamedTuple):
     """What all elements of a piece share, on the device.
 
     `first` (0-dim int64) numbers the first element and `step` (0-dim) the step, for the noise. `numbers` is the row of
-    the formula. Gradients are divided by `grad_scale`, and nothing changes if `found_inf` is not 0.
+    the formula. Gradients are divided by `grad_scale`, and nothing changes if `found_inf` is not 0. Where elements of
+    several pieces are updated at once (`joined`), all but `grad_scale` have a value for each element.
     """
 
     first: torch.Tensor
     step: torch.Tensor
-    numbers: torch.Tensor
+    numbers: Numbers
     grad_scale: torch.Tensor
     found_inf: torch.Tensor
 
@@ -435,7 +436,10 @@ class RoundedUpdate:
         formula = self._algorithm.formula
         self._kernel.run(
             operands.gradient.numel(),
-            lambda: operands.run_kernel(formula, Scalars(*map(self._own, scalars))),
+            lambda: operands.run_kernel(
+                formula,
+                Scalars(*map(self._own, (first, step, numbers, scalars.grad_scale, scalars.found_inf))),
+            ),
             lambda part: operands.part(part).writes(formula, scalars._replace(first=first + part.start)),
         )
 

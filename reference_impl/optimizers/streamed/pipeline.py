@@ -36,7 +36,8 @@ from reference_impl.optimizers.algorithms import Algorithm
 from reference_impl.optimizers.layout import Member
 from reference_impl.optimizers.streamed.chunks import Chunk
 from reference_impl.optimizers.streamed.slots import LEAST_SLOTS, Slots
-from reference_impl.optimizers.streamed.update import ChunkUpdate, StreamedStep
+from reference_impl.optimizers.streamed.step import StreamedStep
+from reference_impl.optimizers.streamed.update import ChunkUpdate
 
 # Chunks of `launch_cost` 1, which take up to ten launches; a stream holds about a thousand before the host has to wait.
 _QUEUED_AHEAD = 64

@@ -30,8 +30,8 @@ from reference_impl.optimizers.step import snapshot
 from reference_impl.optimizers.streamed.chunks import Chunk, Part, StreamedWeights
 from reference_impl.optimizers.streamed.pipeline import ChunkQueue, StreamedPipeline
 from reference_impl.optimizers.streamed.slots import LEAST_SLOTS, FreedMemory
+from reference_impl.optimizers.streamed.step import StreamedStep
 from reference_impl.optimizers.streamed.storage import StateFormat, StateStorage, StreamedStates
-from reference_impl.optimizers.streamed.update import StreamedStep
 
 
 class StreamedShare:
@@ -150,7 +150,7 @@ class StreamedShare:
         """Return how many slots the budget allows, given all parameters."""
         if not params:
             return LEAST_SLOTS
-        slot_bytes, scratch_bytes = self._sizes({param.dtype for param in params})
+        slot_bytes, scratch_bytes = self._sizes(params)
         if self._budget_bytes is None:
             return LEAST_SLOTS + self._prefetch_bytes // slot_bytes
         slots = (self._budget_bytes - scratch_bytes) // slot_bytes
@@ -162,15 +162,17 @@ class StreamedShare:
             )
         return slots
 
-    def _sizes(self, dtypes: Iterable[torch.dtype]) -> tuple[int, int]:
+    def _sizes(self, params: Iterable[torch.Tensor]) -> tuple[int, int]:
         """Return the bytes of a slot, and of the scratch of one chunk."""
-        listed = list(dtypes)
-        return max(map(self._storage.slot_bytes, listed)), max(map(self._storage.scratch_bytes, listed))
+        kinds = {(param.dtype, isinstance(param, DTensor)) for param in params}
+        return (
+            max(self._storage.slot_bytes(dtype) for dtype, _ in kinds),
+            max(self._storage.scratch_bytes(dtype, is_sharded=is_sharded) for dtype, is_sharded in kinds),
+        )
 
-    @property
-    def ring_bytes(self) -> int:
-        """Device bytes of the permanent slots, and of the scratch of one chunk: the least that streaming takes."""
-        slot_bytes, scratch_bytes = self._sizes((torch.bfloat16, torch.float32))
+    def ring_bytes(self, params: Iterable[torch.Tensor]) -> int:
+        """Return the device bytes of the permanent slots and the scratch of one chunk: the least for `params`."""
+        slot_bytes, scratch_bytes = self._sizes(params)
         return LEAST_SLOTS * slot_bytes + scratch_bytes
 
     @property

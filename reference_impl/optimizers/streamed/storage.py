@@ -189,9 +189,11 @@ class StateStorage:
         elements = self.chunk_elements(dtype)
         return slot_bytes(bytes_of(self._fields(dtype), elements), elements * self._gradient_bytes(dtype))
 
-    def scratch_bytes(self, dtype: torch.dtype) -> int:
+    def scratch_bytes(self, dtype: torch.dtype, *, is_sharded: bool) -> int:
         """Return the device bytes that the update of one such chunk needs beside its slot."""
-        return self.chunk_elements(dtype) * scratch_bytes_an_element(self._fields(dtype))
+        is_joined = is_sharded and self._device.compiles and not self._host_gradients
+        each_bytes = scratch_bytes_an_element(self._fields(dtype), dtype, is_joined=is_joined)
+        return self.chunk_elements(dtype) * each_bytes
 
     def host_bytes(self, parts: Mapping[Member, Part]) -> int:
         """Return what `make` takes of the host for these parts, but for gaps of alignment."""

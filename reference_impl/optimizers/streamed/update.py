@@ -14,14 +14,12 @@ Explained in docs/optimizer-state-offloading.md.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import replace
 
 import torch
 
-from reference_impl.device import REACHED, Device, Event
+from reference_impl.device import Device
 from reference_impl.optimizers.algorithms import Algorithm
-from reference_impl.optimizers.clip_decision import ClipDecision
 from reference_impl.optimizers.layout import MASTER, Member, Piece
 from reference_impl.optimizers.streamed import packing
 from reference_impl.optimizers.streamed.chunks import (
@@ -31,44 +29,13 @@ from reference_impl.optimizers.streamed.chunks import (
     StreamedWeights,
     alignment_of,
     bytes_of,
+    is_compact,
     is_rounded,
     scale_of,
 )
 from reference_impl.optimizers.streamed.compact import CompactOperands
-
-
-@dataclass(frozen=True, slots=True)
-class StreamedStep:
-    """What one optimizer step applies.
-
-    `gradients` have the shape of their parameters; one may be taken out once its update is queued, which frees its
-    memory. `steps` are the step counters, 0-dim fp32 on the device, and count this step already. `groups` are the
-    hyper-parameters by group. Without a `decision` gradients are used as they are.
-    Of chunks whose gradients are on the host `gradients` only names the members; those on the host are whole after
-    `arrived`, and are multiplied by each of their member's `factors`, in their own dtype.
-    """
-
-    gradients: dict[Member, torch.Tensor]
-    steps: Mapping[Member, torch.Tensor]
-    decision: ClipDecision | None
-    groups: Sequence[Mapping[str, Any]]
-    weights: StreamedWeights
-    arrived: Event = REACHED
-    factors: Mapping[Member, Sequence[torch.Tensor | float]] = field(default_factory=dict)
-
-    def gradient(self, piece: Piece) -> torch.Tensor:
-        """Return the gradient of `piece`, flat."""
-        return piece.member.flat(self.gradients[piece.member])[piece.start : piece.stop]
-
-    @property
-    def grad_scale(self) -> torch.Tensor | None:
-        """What gradients are divided by, if by anything."""
-        return None if self.decision is None else self.decision.grad_scale
-
-    @property
-    def found_inf(self) -> torch.Tensor | None:
-        """Not 0 if the step is skipped; None where nobody decides that."""
-        return None if self.decision is None else self.decision.found_inf
+from reference_impl.optimizers.streamed.joined import JoinedUpdate
+from reference_impl.optimizers.streamed.step import StreamedStep
 
 
 class ChunkUpdate:
@@ -79,6 +46,7 @@ class ChunkUpdate:
         self._algorithm = algorithm
         self._scratch = Scratch(device)
         self._rounded = packing.RoundedUpdate(device, algorithm)
+        self._joined = JoinedUpdate(device, algorithm)
         self._numbers: Mapping[Member, torch.Tensor] = {}
         # How many operations of the chunk that is being updated are done, and how many products before them.
         self._done = 0
@@ -91,6 +59,7 @@ class ChunkUpdate:
         """
         self._scratch.allocate(chunks)
         if self._device.compiles:
+            self._joined.allocate(chunks)
             kinds = {(chunk.pieces[0].member.param.dtype, chunk.fields): chunk for chunk in chunks}
             # As they will run: the compiler builds another one for each mode.
             with torch.inference_mode(False), torch.no_grad():
@@ -113,7 +82,9 @@ class ChunkUpdate:
         )
         if chunk.has(LOW) and not chunk.rounded:
             self._scratch.build(few, buffer)
-        if chunk.rounded:
+        if self._joins(chunk):
+            self._joined.build(few, self._operands(few, buffer, piece, weight.float(), weight))
+        elif chunk.rounded:
             self._rounded.update(
                 self._operands(few, buffer, piece, torch.zeros_like(weight), weight),
                 first=next(iter(chunk.noise_offsets.values())),
@@ -125,10 +96,16 @@ class ChunkUpdate:
 
     def begin(self, step: StreamedStep, chunks: Sequence[Chunk]) -> None:
         """Compute the numbers that `run` needs for `chunks`, on the live current stream, behind which all must run."""
-        rounded = (piece.member for chunk in chunks if chunk.rounded for piece in chunk.pieces)
+        if self._device.compiles:
+            self._joined.begin(step)
+        one_by_one = (chunk for chunk in chunks if chunk.rounded and not self._joins(chunk))
+        rounded = (piece.member for chunk in one_by_one for piece in chunk.pieces)
         members = [member for member in dict.fromkeys(rounded) if member in step.gradients]
         # They are kept until the next step, which begins behind all updates of this one.
         self._numbers = self._rounded.numbers(members, step.steps, step.groups)
+
+    def _joins(self, chunk: Chunk) -> bool:
+        return self._device.compiles and chunk.joins
 
     def run(
         self, chunk: Chunk, buffer: torch.Tensor, step: StreamedStep, came_in: torch.Tensor | None = None
@@ -144,7 +121,9 @@ class ChunkUpdate:
         else:
             gradients = {piece: _part(came_in, piece) for piece in pieces}
             self._scale(gradients, step)
-        if chunk.rounded:
+        if self._joins(chunk):
+            self._run_joined(chunk, buffer, gradients, step)
+        elif chunk.rounded:
             self._run_rounded(chunk, buffer, gradients, step)
         else:
             self._run_exact(chunk, buffer, gradients, step)
@@ -194,10 +173,38 @@ class ChunkUpdate:
         if self._done == 2:
             self._scratch.pack(chunk, buffer)
             if chunk.has(LOW):
-                torch._foreach_copy_(weights, [self._scratch.new_weight(piece) for piece in pieces])
+                torch._foreach_copy_(weights, [self._scratch.weight(piece) for piece in pieces])
             elif masters is not None:
                 torch._foreach_copy_(weights, _cut(masters, pieces))
             self._done = 3
+
+    def _run_joined(
+        self, chunk: Chunk, buffer: torch.Tensor, gradients: Mapping[Piece, torch.Tensor], step: StreamedStep
+    ) -> None:
+        """Copy gradients and weights into scratch, run the one kernel that does everything, copy new weights out."""
+        whole = Piece(chunk.pieces[0].member, 0, chunk.numel, 0)
+        gradient, weight = self._scratch.gradient(whole), self._scratch.weight(whole)
+        if self._done == 0:
+            torch._foreach_copy_(
+                [self._scratch.gradient(piece) for piece in gradients], list(gradients.values())
+            )
+            self._done = 1
+        if self._done == 1:
+            # Of pieces that have no gradient too: a lower half belongs to its weight.
+            torch._foreach_copy_(
+                [self._scratch.weight(piece) for piece in chunk.pieces],
+                [step.weights.of(piece) for piece in chunk.pieces],
+            )
+            self._done = 2
+        if self._done == 2:
+            self._joined.update(chunk, self._operands(chunk, buffer, whole, gradient, weight))
+            self._done = 3
+        if self._done == 3:
+            torch._foreach_copy_(
+                [step.weights.of(piece) for piece in gradients],
+                [self._scratch.weight(piece) for piece in gradients],
+            )
+            self._done = 4
 
     def _run_rounded(
         self, chunk: Chunk, buffer: torch.Tensor, gradients: Mapping[Piece, torch.Tensor], step: StreamedStep
@@ -246,13 +253,14 @@ class ChunkUpdate:
         )
 
 
-def scratch_bytes_an_element(fields: tuple[Field, ...]) -> int:
-    """Return the scratch that the update of `fields` needs.
+def scratch_bytes_an_element(fields: tuple[Field, ...], dtype: torch.dtype, *, is_joined: bool) -> int:
+    """Return the scratch that the update of `fields` of parameters of `dtype` needs.
 
-    That is an fp32 gradient, and for hi/lo masters an fp32 master and a bf16 weight; nothing for rounded moments.
+    That is an fp32 gradient, and for hi/lo masters an fp32 master and a bf16 weight. For rounded moments it is the
+    gradient and a weight where one kernel updates all pieces of a chunk (`is_joined`), else nothing.
     """
     if is_rounded(fields):
-        return 0
+        return 4 + dtype.itemsize if is_joined and not is_compact(fields) else 0
     return 10 if fields[0].name == LOW else 4
 
 
@@ -264,35 +272,40 @@ class Scratch:
         self._packer = packing.Packer(device)
         self._gradients = torch.empty(0)
         self._masters = torch.empty(0)
-        self._high = torch.empty(0, dtype=torch.bfloat16)
+        # By their dtype.
+        self._weights: dict[torch.dtype, torch.Tensor] = {}
 
     def allocate(self, chunks: Sequence[Chunk]) -> None:
         """Allocate what the longest of `chunks` needs. No update may be running."""
         exact = [chunk for chunk in chunks if not chunk.rounded]
-        self._gradients = self._grown(self._gradients, exact)
+        joint = [chunk for chunk in chunks if self._device.compiles and chunk.joins]
         halved = [chunk for chunk in exact if chunk.has(LOW)]
+        self._gradients = self._grown(self._gradients, [*exact, *joint])
         self._masters = self._grown(self._masters, halved)
-        self._high = self._grown(self._high, halved)
+        for dtype in {chunk.pieces[0].member.dtype for chunk in (*halved, *joint)}:
+            of_dtype = [chunk for chunk in (*halved, *joint) if chunk.pieces[0].member.dtype == dtype]
+            self._weights[dtype] = self._grown(
+                self._weights.get(dtype, torch.empty(0, dtype=dtype)), of_dtype
+            )
 
     def close(self) -> None:
         """Drop the buffers. No update may be running."""
-        self._gradients, self._masters, self._high = (
-            torch.empty(0, dtype=each.dtype) for each in (self._gradients, self._masters, self._high)
-        )
+        self._gradients = self._masters = torch.empty(0)
+        self._weights.clear()
 
     def gradient(self, piece: Piece) -> torch.Tensor:
         """Return the fp32 buffer for the gradient of `piece`."""
         return _part(self._gradients, piece)
 
-    def new_weight(self, piece: Piece) -> torch.Tensor:
-        """Return the new bf16 weight of `piece`, after `pack` of a chunk with hi/lo masters."""
-        return _part(self._high, piece)
+    def weight(self, piece: Piece) -> torch.Tensor:
+        """Return the buffer for the weight of `piece`: the new one, after `pack` of a chunk with hi/lo masters."""
+        return _part(self._weights[piece.member.dtype], piece)
 
     def unpack(self, chunk: Chunk, buffer: torch.Tensor, weights: StreamedWeights) -> None:
         """Make `states` of `chunk`, which `buffer` holds, valid."""
         if chunk.has(LOW):
             torch._foreach_copy_(
-                [self.new_weight(piece) for piece in chunk.pieces],
+                [self.weight(piece) for piece in chunk.pieces],
                 [weights.of(piece) for piece in chunk.pieces],
             )
             self._packer.unpack(self._halves(chunk, buffer))
@@ -324,7 +337,7 @@ class Scratch:
     def _halves(self, chunk: Chunk, buffer: torch.Tensor) -> packing.Halves:
         assert chunk.flagged is not None
         return packing.Halves(
-            high=self._high[: chunk.numel].view(torch.int16),
+            high=self._weights[torch.bfloat16][: chunk.numel].view(torch.int16),
             low=chunk.field(LOW, buffer),
             masters=self._masters[: chunk.numel].view(torch.int32),
             flagged=packing.integers(chunk.field(chunk.flagged, buffer)),

@@ -168,9 +168,16 @@ def _optimizer(run: Run, mode: Mode, shard: int) -> tuple[list[Line], list[Line]
     streamed = round(shard * mode.streamed_fraction)
     if streamed:
         slots = f"{reference.SLOTS} slots of {reference.CHUNK_BYTES >> 20} MiB"
-        if mode.streamed_states is StreamedStates.EXACT:
-            slots += ", and a chunk's gradients in fp32"
-        ring = ring_bytes(streamed, mode.streamed_states, own_master=not _own_master_bytes(run))
+        scratch_bytes = _scratch_bytes(run, mode.streamed_states)
+        if scratch_bytes:
+            weights = "" if mode.streamed_states is StreamedStates.EXACT else " and weights"
+            slots += f", and a chunk's gradients in fp32{weights}"
+        ring = ring_bytes(
+            streamed,
+            mode.streamed_states,
+            own_master=not _own_master_bytes(run),
+            scratch_bytes=scratch_bytes,
+        )
         gpu.append(Line("streaming slots", ring, slots))
     return gpu, _hosted(run, mode, shard - resident - streamed, streamed)
 
@@ -198,17 +205,23 @@ def _pinned_share(run: Run, mode: Mode) -> float:
     return pinned_blocks.pinned_bytes(run, mode, 1) / pinned_blocks.state_bytes(run, mode)
 
 
-def ring_bytes(
-    streamed: int, states: StreamedStates = StreamedStates.EXACT, *, own_master: bool = False
-) -> int:
-    """Return the GPU bytes that streaming needs: slots of one chunk's states, and where these are exact its gradients.
+def _scratch_bytes(run: Run, states: StreamedStates) -> float:
+    """Return the GPU bytes of an element of one chunk that its update needs beside the slot.
 
-    Those are in fp32, for torch's own kernel; the kernels of other states widen them on the way.
+    Exact states have their gradients in fp32 there, for torch's own kernel. Packed ones of shards have gradients and
+    weights, so that one kernel updates all short pieces of a chunk; the kernels of others read them where they are.
     """
-    gradient_bytes = reference.GRADIENT_BYTES if states is StreamedStates.EXACT else 0
+    if states is StreamedStates.EXACT:
+        return reference.GRADIENT_BYTES
+    is_joined = states is StreamedStates.PACKED and run.is_fully_sharded
+    return reference.GRADIENT_BYTES + run.precision.weight_bytes if is_joined else 0
+
+
+def ring_bytes(streamed: int, states: StreamedStates, *, own_master: bool, scratch_bytes: float) -> int:
+    """Return the GPU bytes that streaming needs: slots of one chunk's states, and the scratch of one update."""
     elements = chunk_elements(states, own_master=own_master)
     slots = min(reference.SLOTS, -(-streamed // elements))
-    each_bytes = streamed_bytes(states, own_master=own_master) * slots + gradient_bytes
+    each_bytes = streamed_bytes(states, own_master=own_master) * slots + scratch_bytes
     return round(each_bytes * min(streamed, elements))
 
 

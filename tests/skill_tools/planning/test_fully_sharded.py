@@ -311,7 +311,24 @@ def test_replicas_keep_all_and_gradients_in_their_buckets() -> None:
 def test_the_ring_of_fp32_shards_has_no_masters() -> None:
     elements = states.chunk_elements(StreamedStates.EXACT, own_master=True)
     assert elements == states.chunk_elements(StreamedStates.EXACT) * 12 // 8
-    assert states.ring_bytes(10**9, own_master=True) == (3 * 8 + 4) * elements
+    ring = states.ring_bytes(10**9, StreamedStates.EXACT, own_master=True, scratch_bytes=4)
+    assert ring == (3 * 8 + 4) * elements
+
+
+def test_packed_states_of_shards_have_scratch_for_gradients_and_weights() -> None:
+    """One chunk of 96 MiB in the 6 bytes of an element."""
+    packed = Mode(
+        optimizer_fraction=1,
+        streamed_fraction=1,
+        optimizer_engine=OptimizerEngine.REFERENCE,
+        streamed_states=StreamedStates.PACKED,
+    )
+    elements = states.chunk_elements(StreamedStates.PACKED)
+    sharded, whole = (
+        lines(memory.estimate(run, packed))
+        for run in (of("llama-3-8b", 4, shard_dtype="bfloat16"), of("llama-3-8b", 1))
+    )
+    assert sharded["streaming slots"] - whole["streaming slots"] == pytest.approx((4 + 2) * elements)
 
 
 @settings(max_examples=20, deadline=None)

@@ -1,0 +1,167 @@
+"""The update of bf16 moments by one kernel for all pieces of a chunk.
+
+The host takes 0.2 to 0.5 ms to launch a compiled kernel, and a sharded model has many pieces in a chunk. Their states
+lie side by side; weights and gradients are copied into scratch that is laid out likewise, and new weights out of it.
+What pieces do not share, the number of the first element for the noise and the numbers of the formula, the kernel looks
+up for each element. So every element is updated as in a kernel of its piece alone.
+
+Explained in docs/optimizer-state-offloading.md, "Fewer bytes".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
+from typing import NamedTuple
+
+import torch
+
+from reference_impl.device import Device
+from reference_impl.optimizers.algorithms import Algorithm, Formula, group_defaults
+from reference_impl.optimizers.layout import Member
+from reference_impl.optimizers.streamed import packing
+from reference_impl.optimizers.streamed.chunks import Chunk
+from reference_impl.optimizers.streamed.step import StreamedStep
+
+# The compiler would build other kernels for tables of one entry.
+_LEAST_PIECES, _LEAST_MEMBERS = 3, 2
+# Of the first kernel: the compiler takes lengths that are the same there for the same ever after.
+_MEMBERS_BUILT_FOR = 7
+
+
+class Places(NamedTuple):
+    """Where the pieces of a chunk are, on the device.
+
+    `begins` (int32) are the places of all pieces but the first. What is added to an element's place is its number for
+    the noise: `shifts` (int32). `columns` (int64) say where in `OfMembers` the numbers of the piece are.
+    """
+
+    begins: torch.Tensor
+    shifts: torch.Tensor
+    columns: torch.Tensor
+
+
+class OfMembers(NamedTuple):
+    """What members do not share in one step, a column for each, on the device.
+
+    `numbers` (fp32) has a row for each number of the formula, `steps` counts the step, and where `skipped` is not 0
+    nothing changes. Gradients are divided by `grad_scale` (0-dim).
+    """
+
+    numbers: torch.Tensor
+    steps: torch.Tensor
+    skipped: torch.Tensor
+    grad_scale: torch.Tensor
+
+
+def update_halved(formula: Formula, operands: packing.Operands, places: Places, members: OfMembers) -> None:
+    """Update hi/lo masters, as `packing.update_halved`; operands are of a whole chunk."""
+    packing.update_halved(formula, operands, scalars_of_elements(operands, places, members))
+
+
+def update_whole(formula: Formula, operands: packing.Operands, places: Places, members: OfMembers) -> None:
+    """Update fp32 masters, as `packing.update_whole`; operands are of a whole chunk."""
+    packing.update_whole(formula, operands, scalars_of_elements(operands, places, members))
+
+
+def scalars_of_elements(operands: packing.Operands, places: Places, members: OfMembers) -> packing.Scalars:
+    """Return the numbers of each element: what is one number of a piece elsewhere has one for each element here."""
+    element = torch.arange(operands.gradient.numel(), dtype=torch.int32, device=operands.gradient.device)
+    piece = torch.bucketize(element, places.begins, right=True)
+    column = places.columns[piece]
+    return packing.Scalars(
+        first=places.shifts[piece],
+        step=members.steps[column],
+        numbers=[row[column] for row in members.numbers.unbind()],
+        grad_scale=members.grad_scale,
+        found_inf=members.skipped[column],
+    )
+
+
+class JoinedUpdate:
+    """Runs the kernels on the live current stream."""
+
+    def __init__(self, device: Device, algorithm: Algorithm) -> None:
+        self._device = device
+        self._algorithm = algorithm
+        # By group, so that each group's numbers are made at once.
+        self._members: list[Member] = []
+        self._places: dict[Chunk, Places] = {}
+        self._of_members: OfMembers | None = None
+
+    def allocate(self, chunks: Sequence[Chunk]) -> None:
+        """Make the tables of `chunks`, all there are. Changes nothing when it raises."""
+        joined = [chunk for chunk in chunks if chunk.joins]
+        found = dict.fromkeys(piece.member for chunk in joined for piece in chunk.pieces)
+        members = sorted(found, key=_group)
+        columns = {member: column for column, member in enumerate(members)}
+        self._places = {chunk: self._places_of(chunk, columns) for chunk in joined}
+        self._members = members
+
+    def begin(self, step: StreamedStep) -> None:
+        """Compute the numbers of all members; those without a gradient stay as they are."""
+        if not self._members:
+            return
+        numbers, counted = [], []
+        for group, alike in groupby(self._members, key=_group):
+            counted.append(torch.stack([step.steps[member] for member in alike]))
+            numbers.append(self._algorithm.numbers_by_step(step.groups[group], counted[-1]))
+        skipped = torch.zeros_like(torch.cat(counted))
+        if step.found_inf is not None:
+            skipped += step.found_inf
+        for column, member in enumerate(self._members):
+            if member not in step.gradients:
+                skipped[column].fill_(1)
+        # They are kept until the next step, which begins behind all updates of this one.
+        self._of_members = OfMembers(
+            _at_least(torch.cat(numbers)).t().contiguous(),
+            _at_least(torch.cat(counted)),
+            _at_least(skipped),
+            skipped.new_ones(()) if step.grad_scale is None else step.grad_scale.clone(),
+        )
+
+    def update(self, chunk: Chunk, operands: packing.PieceOperands) -> None:
+        """Update all pieces of `chunk`; `operands` are of the whole chunk."""
+        assert self._of_members is not None
+        self._run(operands, self._places[chunk], self._of_members)
+
+    def build(self, few: Chunk, operands: packing.PieceOperands) -> None:
+        """Run the kernel for a chunk that is in no table, whose member has no step: with the numbers of any."""
+        zeros = torch.zeros(_MEMBERS_BUILT_FOR, device=self._device.torch_device)
+        numbers = self._algorithm.numbers_by_step(group_defaults(self._algorithm), zeros)
+        places = self._places_of(few, dict.fromkeys((piece.member for piece in few.pieces), 0))
+        self._run(
+            operands, places, OfMembers(numbers.t().contiguous(), zeros, zeros.clone(), zeros.new_ones(()))
+        )
+
+    def _run(self, operands: packing.PieceOperands, places: Places, members: OfMembers) -> None:
+        assert isinstance(operands, packing.Operands)
+        function: Callable[..., None] = update_whole if operands.low is None else update_halved
+        tensors = (*operands[:4], *operands.moments)
+        kind = (self._algorithm.formula, *(None if each is None else each.dtype for each in tensors))
+        kernel = packing.compiled(function, *kind)
+        kernel(self._algorithm.formula, operands.each(packing.apart), places, members)
+
+    def _places_of(self, chunk: Chunk, columns: Mapping[Member, int]) -> Places:
+        pieces = list(chunk.pieces)
+        pieces += [pieces[-1]] * (_LEAST_PIECES - len(pieces))
+        begins = [piece.offset for piece in chunk.pieces]
+        begins += [chunk.numel] * (_LEAST_PIECES - len(begins))
+        shifts = [packing.number(piece.member.order, piece.start) - piece.offset for piece in pieces]
+        return Places(
+            self._table(begins[1:], torch.int32),
+            self._table(shifts, torch.int32),
+            self._table([columns[piece.member] for piece in pieces], torch.int64),
+        )
+
+    def _table(self, values: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return torch.tensor(values, dtype=dtype, device=self._device.torch_device)
+
+
+def _at_least(table: torch.Tensor) -> torch.Tensor:
+    """Return `table` with rows enough."""
+    return table if len(table) >= _LEAST_MEMBERS else torch.cat([table] * _LEAST_MEMBERS)
+
+
+def _group(member: Member) -> int:
+    return member.group

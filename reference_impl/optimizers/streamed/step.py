@@ -1,0 +1,51 @@
+"""What one optimizer step applies to streamed states.
+
+Explained in docs/optimizer-state-offloading.md, "What happens in a step".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from reference_impl.device import REACHED, Event
+from reference_impl.optimizers.clip_decision import ClipDecision
+from reference_impl.optimizers.layout import Member, Piece
+from reference_impl.optimizers.streamed.chunks import StreamedWeights
+
+
+@dataclass(frozen=True, slots=True)
+class StreamedStep:
+    """What one optimizer step applies.
+
+    `gradients` have the shape of their parameters; one may be taken out once its update is queued, which frees its
+    memory. `steps` are the step counters, 0-dim fp32 on the device, and count this step already. `groups` are the
+    hyper-parameters by group. Without a `decision` gradients are used as they are.
+    Of chunks whose gradients are on the host `gradients` only names the members; those on the host are whole after
+    `arrived`, and are multiplied by each of their member's `factors`, in their own dtype.
+    """
+
+    gradients: dict[Member, torch.Tensor]
+    steps: Mapping[Member, torch.Tensor]
+    decision: ClipDecision | None
+    groups: Sequence[Mapping[str, Any]]
+    weights: StreamedWeights
+    arrived: Event = REACHED
+    factors: Mapping[Member, Sequence[torch.Tensor | float]] = field(default_factory=dict)
+
+    def gradient(self, piece: Piece) -> torch.Tensor:
+        """Return the gradient of `piece`, flat."""
+        return piece.member.flat(self.gradients[piece.member])[piece.start : piece.stop]
+
+    @property
+    def grad_scale(self) -> torch.Tensor | None:
+        """What gradients are divided by, if by anything."""
+        return None if self.decision is None else self.decision.grad_scale
+
+    @property
+    def found_inf(self) -> torch.Tensor | None:
+        """Not 0 if the step is skipped; None where nobody decides that."""
+        return None if self.decision is None else self.decision.found_inf
