@@ -43,6 +43,7 @@ step without offload or the copies in it, and then what is left of the copies or
 from __future__ import annotations
 
 import argparse
+import gc
 import itertools
 import json
 import os
@@ -72,6 +73,9 @@ WARM_UP = 2
 def train(model: nn.Module, optimizer: Any, device: Device, ids: torch.Tensor, steps: int) -> dict[str, Any]:
     """Train on `ids` and return this rank's times in seconds, peak in GB (0 on the CPU twin) and losses."""
     marks, losses = [], []
+    # A full collection of garbage takes 0.2 s, on one rank after the other; trainers of many ranks freeze it as well.
+    gc.collect()
+    gc.freeze()
     for step in range(WARM_UP + steps):
         if step == WARM_UP and device.allocator:
             device.allocator.reset_peak()
@@ -85,6 +89,7 @@ def train(model: nn.Module, optimizer: Any, device: Device, ids: torch.Tensor, s
     marks.append(device.mark())
     optimizer.synchronize()
     device.synchronize()
+    gc.unfreeze()
     times = [before.seconds_until(after) for before, after in itertools.pairwise(marks)]
     return {
         "first_step_s": times[0],

@@ -262,15 +262,13 @@ class CudaDevice(Device, torch_type="cuda"):
         Those are a batch of tokens on its way to the forward, and the tables of sizes that FSDP2 copies in for every
         module that it has gathered.
         """
-        with self._h2d.lock:
+        with self._h2d.lock, self.on_h2d():
+            for event in after:
+                self.wait(event)
             for part in parts_of(host, _TURN_IN_BYTES):
-                with self.on_h2d(host[part].nbytes):
-                    for event in after:
-                        self.wait(event)
-                    after = ()
-                    self.copy(target[part], host[part])
-                    arrived = self.record()
-            return arrived
+                torch.cuda.set_stream(self._h2d.take(host[part].nbytes, in_turns=True))
+                self.copy(target[part], host[part])
+            return self.record()
 
     def on_h2d_of_weights(self) -> AbstractContextManager[object]:
         """Switch to the stream of weights."""

@@ -15,6 +15,7 @@ from typing import Any
 
 from skill_tools.commands import plan_request, releases
 from skill_tools.commands.plan import FORMATS
+from skill_tools.commands.plan_request import Predicted
 from skill_tools.configs.source import looks_like_configuration
 from skill_tools.diagnosis import diagnosis
 from skill_tools.diagnosis.diagnosis import Diagnosis
@@ -141,28 +142,27 @@ def _plan(args: argparse.Namespace, found: Diagnosis) -> tuple[Plan | None, str]
         return None, ""
     try:
         note = _machine_of_the_log(args, found)
-        plan = _plan_of_the_model(args, found)
+        predicted = _predicted(args, found)
         if args.gpu_memory is None and found.gpu_bytes is not None:
-            plan, about = _plan_within(args, found, found.gpu_bytes)
+            plan, about = _plan_within(args, found, found.gpu_bytes, predicted)
             return plan, f"{note}{about}"
         if found.host_ran_out and found.out_of_memory is None:
-            plan, about = _plan_with_less_of_the_host(args, found, plan)
-            return plan, f"{note}{about}"
-        return plan, note
+            note += _less_of_the_host(args, found, predicted)
+        return plan_request.make_plan(args, args.inputs), note
     except UnusableInput as problem:
         print(f"offload: no plan: {problem}", file=sys.stderr)
         return None, ""
 
 
-def _plan_of_the_model(args: argparse.Namespace, found: Diagnosis) -> Plan:
-    """Plan as asked; where neither the user nor a file names the model, for the known one of the log's size."""
+def _predicted(args: argparse.Namespace, found: Diagnosis) -> Predicted:
+    """Predict the run; where neither the user nor a file names the model, it is the known one of the log's size."""
     try:
-        return plan_request.make_plan(args, args.inputs)
+        return plan_request.predict(args, args.inputs)
     except UnknownShapeError:
         if found.model is None:
             raise
         args.model = found.model
-        return plan_request.make_plan(args, args.inputs)
+        return plan_request.predict(args, args.inputs)
 
 
 def _machine_of_the_log(args: argparse.Namespace, found: Diagnosis) -> str:
@@ -177,34 +177,35 @@ def _machine_of_the_log(args: argparse.Namespace, found: Diagnosis) -> str:
     return f"from the log: {', '.join(taken)}\n" if taken else ""
 
 
-def _plan_within(args: argparse.Namespace, found: Diagnosis, gpu_bytes: int) -> tuple[Plan, str]:
+def _plan_within(
+    args: argparse.Namespace, found: Diagnosis, gpu_bytes: int, predicted: Predicted
+) -> tuple[Plan, str]:
     """Plan for what the GPU holds, less what the run needed beyond its prediction."""
-    args.gpu_memory = f"{gpu_bytes}bytes"
-    predicted = plan_request.make_plan(args, args.inputs).as_it_is.memory.allocated_bytes
-    beyond = diagnosis.beyond_bytes(found, predicted)
+    needed = predicted.memory.allocated_bytes
+    beyond = diagnosis.beyond_bytes(found, needed)
     args.gpu_memory = f"{max(gpu_bytes - beyond, 1)}bytes"
-    note = diagnosis.budget_note(gpu_bytes, predicted, beyond)
+    note = diagnosis.budget_note(gpu_bytes, needed, beyond)
     plan = plan_request.make_plan(args, args.inputs)
     return plan._replace(assumptions=(note, *plan.assumptions)), f"{note}\n"
 
 
-def _plan_with_less_of_the_host(args: argparse.Namespace, found: Diagnosis, plan: Plan) -> tuple[Plan, str]:
-    """Plan without what the host holds beside the run's prediction, which was too much for the host of the log.
+def _less_of_the_host(args: argparse.Namespace, found: Diagnosis, predicted: Predicted) -> str:
+    """Leave the plan less of the host than the run's prediction, which was too much for the host of the log.
 
-    A host that the user names and that is larger keeps the difference.
+    A host that the user names and that is larger keeps the difference. Return a line that says so.
     """
-    needed = plan.as_it_is.memory.host_bytes_per_node
-    there = plan.budget.host_bytes
+    needed = predicted.memory.host_bytes_per_node
+    there = predicted.budget.host_bytes
     if not needed or (there is not None and there < needed):
-        return plan, ""
+        return ""
     more = max(0, (there or 0) - found.host_bytes) if found.host_bytes else 0
     less = needed + more if more else round(needed * _LESS)
     args.host_memory = f"{less}bytes"
     host = f" for a host of {gib(found.host_bytes)}" if found.host_bytes else ""
-    note = (
+    return (
         f"host memory: {gib(needed)} a node by prediction were too much{host}, so the plan takes less than "
+        f"{gib(less)}\n"
     )
-    return plan_request.make_plan(args, args.inputs), f"{note}{gib(less)}\n"
 
 
 def _plan_data(plan: Plan | None) -> dict[str, Any] | None:

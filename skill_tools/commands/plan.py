@@ -116,8 +116,9 @@ def _nothing_fits(plan: Plan) -> UnusableInput:
     if plan.floor.limit == PINNED_MEMORY and plan.budget.pinned_bytes is not None:
         problem += f" and {gib(plan.budget.pinned_bytes)} of pinned memory a node"
         needs += f" and {gib(floor.pinned_bytes_per_node)} of pinned memory a node"
+    free = f", {plan.budget.headroom:.0%} of it left free" if plan.budget.headroom else ""
     return UnusableInput(
         problem,
-        expected=f"at least {needs} ({plan.floor.candidate.label})",
+        expected=f"at least {needs}{free} ({plan.floor.candidate.label})",
         attempt="one of the ways above" if plan.ways else "a smaller model, or more memory",
     )

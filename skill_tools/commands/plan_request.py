@@ -3,6 +3,7 @@
 import argparse
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from skill_tools.commands import releases
 from skill_tools.configs.config import Config
@@ -16,6 +17,7 @@ from skill_tools.errors import UnusableInput
 from skill_tools.planning.cost import machine
 from skill_tools.planning.cost.machine import Machine
 from skill_tools.planning.model import known_models, memory, shape_sources, traces
+from skill_tools.planning.model.memory import Memory
 from skill_tools.planning.model.shape_sources import UnknownShapeError
 from skill_tools.planning.search import planner
 from skill_tools.planning.search.options import HEADROOM, Budget, Prepared
@@ -135,6 +137,21 @@ def _is_file(word: str) -> bool:
     return looks_like_configuration(word) or os.path.isfile(word)
 
 
+class Predicted(NamedTuple):
+    """What the run takes as it stands, and the budget that it is asked to keep."""
+
+    memory: Memory
+    budget: Budget
+
+
+def predict(args: argparse.Namespace, inputs: Sequence[str]) -> Predicted:
+    """Return what the run takes as it stands, without a search: a plan's `as_it_is` says the same."""
+    asked = _asked(args, inputs, what_if=args.what_if)
+    (built, _, budget), _ = asked.prepare(asked.config, None)
+    mode = registry.named(built.dialect).current(asked.config, built)
+    return Predicted(memory.estimate(built, mode), budget)
+
+
 def make_plan(args: argparse.Namespace, inputs: Sequence[str]) -> Plan:
     """Return the plan for parsed arguments and the files `inputs`."""
     plan = _plan(args, inputs, what_if=args.what_if)
@@ -165,7 +182,30 @@ def _without_what_if(before: Plan, plan: Plan) -> tuple[str, str]:
     )
 
 
-def _plan(args: argparse.Namespace, inputs: Sequence[str], *, what_if: Sequence[str]) -> Plan:
+class _Asked(NamedTuple):
+    """The run that is asked about: its configuration, from `files`, and its model, from `shape_source`."""
+
+    args: argparse.Namespace
+    files: Sequence[str]
+    config: Config
+    shape: ModelShape
+    shape_source: str
+    by_trace: bool
+
+    def prepare(self, config: Config, gpus: int | None) -> tuple[Prepared, tuple[str, ...]]:
+        """Return the run of `config`, its machine and its budget, and notes on what nobody has said."""
+        args = self.args
+        asked = _run(args, self.files, config, self.shape, gpus=gpus or args.gpus)
+        built = _traced(args, asked, names_the_model=self.by_trace)
+        built = built._replace(
+            reserves=args.tensor_memory is None, allows_other_numerics=args.allow_other_numerics
+        )
+        where = _machine(args, built)
+        budget, notes = _budget(args, where)
+        return Prepared(built, where, budget), notes
+
+
+def _asked(args: argparse.Namespace, inputs: Sequence[str], *, what_if: Sequence[str]) -> _Asked:
     jsons = [path for path in inputs if shape_sources.is_config_json(path)]
     files = [path for path in inputs if path not in jsons]
     config = read_config(args, files, what_if=what_if)
@@ -174,28 +214,23 @@ def _plan(args: argparse.Namespace, inputs: Sequence[str], *, what_if: Sequence[
         shape, source = traces.shape_in(args.trace)
     else:
         shape, source = _shape(config, args.model, jsons[0] if jsons else None)
+    return _Asked(args, files, config, shape, source, by_trace)
 
-    def prepare(config: Config, gpus: int | None) -> tuple[Prepared, tuple[str, ...]]:
-        asked = _run(args, files, config, shape, gpus=gpus or args.gpus)
-        built = _traced(args, asked, names_the_model=by_trace)
-        built = built._replace(
-            reserves=args.tensor_memory is None, allows_other_numerics=args.allow_other_numerics
-        )
-        where = _machine(args, built)
-        budget, notes = _budget(args, where)
-        return Prepared(built, where, budget), notes
 
-    (built, where, budget), notes = prepare(config, None)
-    stated = releases.of_run(args, config, files)
+def _plan(args: argparse.Namespace, inputs: Sequence[str], *, what_if: Sequence[str]) -> Plan:
+    asked = _asked(args, inputs, what_if=what_if)
+    config = asked.config
+    (built, where, budget), notes = asked.prepare(config, None)
+    stated = releases.of_run(args, config, asked.files)
     versions = {name: each.version for name, each in stated.items()}
     notes = (*notes, *_release_notes(stated, config))
     restriction = Restriction(named(args.only), frozenset(args.without))
     plan = planner.make_plan(
         config,
-        built._replace(assumptions=(*notes, *config.missing_file_notes(), *built.assumptions)),
+        built._replace(assumptions=(*notes, *config.file_notes(), *built.assumptions)),
         where,
         budget,
-        shape_source=source,
+        shape_source=asked.shape_source,
         versions=versions,
         measured_step_s=_positive_time(args.step_time),
         restriction=restriction,
@@ -205,7 +240,7 @@ def _plan(args: argparse.Namespace, inputs: Sequence[str], *, what_if: Sequence[
     from skill_tools.planning.search.ways_to_fit import Finder
 
     finder = Finder(
-        config, lambda config, gpus: prepare(config, gpus)[0], versions, plan.search.judged, restriction
+        config, lambda config, gpus: asked.prepare(config, gpus)[0], versions, plan.search.judged, restriction
     )
     return plan._replace(ways=finder.three_cheapest(built))
 

@@ -73,10 +73,11 @@ class Config(NamedTuple):
     not followed (a function of another module that is given the configuration, a sourced file that is not here): their
     value is unknown, and so is whether they are set. `outside` holds those of them that only the environment of the
     process may set, so that they have their default unless it does. `missing_files` holds the settings that name such a
-    file. `embeds` names the dialects of which it may hold a section; whatever is in such a section has a canonical key
-    that begins with the dialect's name. `faults` are those of an input's form, such as a key that stands there twice.
-    `shares` maps a dialect whose program this framework runs a part of to the paths of that part: the rules about it
-    apply here, and its keys have that dialect's defaults where the framework has none.
+    file, `unread_files` the words of a script that name a configuration which is here and is not read. `embeds` names
+    the dialects of which it may hold a section; whatever is in such a section has a canonical key that begins with the
+    dialect's name. `faults` are those of an input's form, such as a key that stands there twice. `shares` maps a
+    dialect whose program this framework runs a part of to the paths of that part: the rules about it apply here, and
+    its keys have that dialect's defaults where the framework has none.
     """
 
     framework: str
@@ -95,6 +96,7 @@ class Config(NamedTuple):
     faults: tuple[Fault, ...] = ()
     shares: Mapping[str, tuple[str, ...]] = MappingProxyType({})
     outside: frozenset[str] = frozenset()
+    unread_files: tuple[Setting, ...] = ()
 
     def owner(self, key: str) -> str:
         """Return the dialect that says what the canonical `key` is: an embedded one, or the configuration's own."""
@@ -112,10 +114,16 @@ class Config(NamedTuple):
         setting = self.settings.get(key)
         return default if setting is None else setting.value
 
-    def missing_file_notes(self) -> tuple[str, ...]:
-        """Return one line for each file that the configuration names and that is not here: what it sets stays open."""
-        return tuple(
+    def file_notes(self) -> tuple[str, ...]:
+        """Return one line for each file that is named and does not count: it is not here, or to be linted too."""
+        missing = (
             f"{setting.place.file}:{setting.place.line} {setting.written}={setting.value}: no such file beside it or "
             "in the working folder, so what it sets is unknown"
             for setting in self.missing_files
         )
+        unread = (
+            f"{setting.place.file}:{setting.place.line} {setting.written}: a configuration of {setting.key} that is "
+            f"not read with this one; offload lint {setting.value}"
+            for setting in self.unread_files
+        )
+        return (*missing, *unread)

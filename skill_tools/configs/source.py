@@ -16,6 +16,7 @@ from skill_tools.errors import UnusableInput
 if TYPE_CHECKING:
     import ast
 
+    from skill_tools.configs.shell.command import Command
     from skill_tools.configs.yaml_lines import Node
 
 MAX_BYTES = 1024 * 1024
@@ -101,6 +102,13 @@ class Source:
         from skill_tools.configs.shell.launch import text_with_sourced
 
         return text_with_sourced(self)
+
+    @cached_property
+    def commands(self) -> "list[Command]":
+        """What a shell script runs, in order, and last its variables alone (`shell.script.run`)."""
+        from skill_tools.configs.shell.script import run
+
+        return run(self.text, name=self.name, folder=self.folder)
 
     @cached_property
     def kind(self) -> Kind:

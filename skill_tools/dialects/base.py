@@ -100,15 +100,14 @@ class Dialect(ABC):
         """Return what to do about a Python file that is nobody's configuration, if it is a loop of this dialect."""
         return ""
 
-    @property
-    def carry_out_ours(self) -> str:
-        """How to have `reference_impl` offload in this framework's trainer; empty where it has no adapter."""
+    def carry_out_ours(self, model: str = "NAME", gpus: int | str = "N") -> str:
+        """Return how to have `reference_impl` offload in this framework's trainer; empty where it has no adapter."""
         if not self.adapter:
             return ""
         without = "".join(f" --without {mechanism}" for mechanism in self.adapter_without)
         return (
-            f"with this project's offloaders instead, carry it out: offload plan --framework pytorch{without} "
-            f"--format json > plan.json, then {self.adapter}"
+            f"with this project's offloaders instead, carry it out: offload plan --framework pytorch --model {model} "
+            f"--gpus {gpus}{without} --format json > plan.json, then {self.adapter}"
         )
 
     def evidence(self, source: Source) -> Evidence:
@@ -183,7 +182,7 @@ class Dialect(ABC):
         return iter(())
 
     def _not_planned(self) -> UnusableInput:
-        ours = f"; {self.carry_out_ours}" if self.adapter else ""
+        ours = f"; {self.carry_out_ours()}" if self.adapter else ""
         return UnusableInput(
             self.no_plan,
             expected="a run of a framework that is planned for",

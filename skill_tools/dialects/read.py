@@ -2,19 +2,24 @@
 
 Each dialect says what in an input proves that it is its own. One proof decides; none, or two that exclude each other,
 is an error: a guess would lint against the wrong rules. Proofs of a dialect and of one that it embeds do not exclude
-each other.
+each other. A script that proves nothing itself, or no more than its launcher, is what the files that it names are,
+where their dialect follows it to them.
 """
 
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from skill_tools.configs.config import Config
+from skill_tools.configs.config import Config, Place, Setting
 from skill_tools.configs.source import Kind, Source, load
 from skill_tools.dialects import registry
 from skill_tools.dialects.base import NONE, Dialect, Evidence
 from skill_tools.errors import OwnLoop, Unrecognised, UnusableInput
+
+if TYPE_CHECKING:
+    from skill_tools.configs.shell.command import Argument
 
 _PLENTY = 15
 
@@ -37,7 +42,29 @@ class Reading(NamedTuple):
 
     def compose(self, sources: Sequence[Source] = (), overrides: Sequence[str] = ()) -> Config:
         """Return the configuration, or that of `sources`, which are the same inputs with other texts."""
-        return self.dialect.compose(sources or self.sources, overrides)
+        sources = sources or self.sources
+        config = self.dialect.compose(sources, overrides)
+        named = [each for source in sources for each in _named(source)]
+        return config._replace(unread_files=_unread(config, named)) if named else config
+
+
+class Named(NamedTuple):
+    """A configuration of `dialect` that a script names at `place`: the word, the file, and what proves it."""
+
+    word: str
+    place: Place
+    source: Source
+    dialect: Dialect
+    evidence: Evidence
+
+    @property
+    def proof(self) -> str:
+        """What proves the script that names it."""
+        return f"{self.source.name}, which it names: {self.evidence.proof}"
+
+    def counts_in(self, config: Config) -> bool:
+        """Return whether `config` was read from the file too."""
+        return os.path.realpath(self.source.name) in map(os.path.realpath, config.sources)
 
 
 def read(
@@ -126,6 +153,7 @@ def recognised(sources: Sequence[Source], overrides: Sequence[str] = ()) -> tupl
     Raises `Unrecognised` when there is no proof, `UnusableInput` when two exclude each other.
     """
     found = _evidence(sources)
+    found = _by_named_files(sources, found) or found
     if not found:
         text = "\n".join(overrides)
         found = _proven(
@@ -139,6 +167,59 @@ def recognised(sources: Sequence[Source], overrides: Sequence[str] = ()) -> tupl
         raise _contradictory(sources, left)
     ((name, evidence),) = left.items()
     return registry.named(name), evidence
+
+
+def _by_named_files(sources: Sequence[Source], found: Mapping[str, Evidence]) -> dict[str, Evidence]:
+    """Return the proofs of files that scripts among `sources` name, of dialects that follow the script to them.
+
+    What is `found` already says nothing new: the launcher's own file, and a section that the launcher may be given.
+    They win over a launcher, and over a section of their own, as its launcher names one.
+    """
+    known = {*found, *(name for each in found for name in _embedded_by(each))}
+    firm = {name for name, evidence in found.items() if not evidence.yields}
+    return {
+        each.dialect.name: each.evidence._replace(proof=each.proof)
+        for source in sources
+        for each in _named(source)
+        if each.dialect.name not in known
+        and firm <= _embedded_by(each.dialect.name)
+        and _follows(each, source)
+    }
+
+
+def _follows(named: Named, script: Source) -> bool:
+    try:
+        return named.counts_in(named.dialect.compose([script], ()))
+    except UnusableInput:
+        return False
+
+
+def _named(source: Source) -> Iterator[Named]:
+    """Yield the files that the commands of a script name and that are proven to be of one dialect.
+
+    A script or a file that cannot be read names, or is, none.
+    """
+    if source.kind is not Kind.SHELL:
+        return
+    from skill_tools.configs.shell.launch import named_files
+
+    found: list[tuple[Argument, Source]] = []
+    with suppress(UnusableInput):
+        found += named_files(source)
+    for word, file in found:
+        proven: dict[str, Evidence] = {}
+        with suppress(UnusableInput):
+            proven = _proven(_asked(file))
+        if len(proven) == 1:
+            ((name, evidence),) = proven.items()
+            place = Place(source.name, word.line, word.column)
+            yield Named(word.text, place, file, registry.named(name), evidence)
+
+
+def _unread(config: Config, named: Sequence[Named]) -> tuple[Setting, ...]:
+    """Return what names a configuration that `config` was not read from, once for each file."""
+    unread = {each.source.name: each for each in named if not each.counts_in(config)}
+    return tuple(Setting(each.dialect.label, name, each.word, each.place) for name, each in unread.items())
 
 
 def _check_stated(dialect: Dialect, sources: Sequence[Source]) -> None:
@@ -219,6 +300,13 @@ def _embedded_by(name: str) -> frozenset[str]:
 def _unrecognised(sources: Sequence[Source]) -> Unrecognised:
     dialects = registry.with_files()
     names = ", ".join(source.name for source in sources)
+    for each in (named for source in sources for named in _named(source)):
+        return Unrecognised(
+            f"{names} names {each.source.name}, a configuration of {each.dialect.label} ({each.evidence.proof}), in a "
+            "command that is not known to read it",
+            expected=f"a command of {each.dialect.label}",
+            attempt=f"{each.source.name} itself",
+        )
     if sources and not any(source.text.strip() for source in sources):
         expected = f"a configuration of {_listed([each.label for each in dialects])}"
         return Unrecognised(f"{names} is empty", expected=expected, attempt="the file that the run reads")

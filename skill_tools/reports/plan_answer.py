@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from skill_tools.dialects import registry
 from skill_tools.dialects.levers import Kind
 from skill_tools.dialects.patch import Patch
+from skill_tools.planning.model import known_models
 from skill_tools.planning.search import decisive
 from skill_tools.planning.search.options import HOST_MEMORY, PINNED_MEMORY, Option, Way, over
 from skill_tools.planning.search.planner import Plan
@@ -176,8 +177,11 @@ def left_out(plan: Plan) -> str:
 
 def carried_out_by_ours(plan: Plan) -> str:
     """Return how to have our offloaders do it in the trainer of the run; empty where they cannot or it has no line."""
-    is_sharded = plan.run.shards_optimizer or plan.run.weight_shards > 1
-    return "" if is_sharded else registry.named(plan.run.dialect).carry_out_ours
+    run = plan.run
+    if run.shards_optimizer or run.weight_shards > 1:
+        return ""
+    model = run.shape.name if run.shape.name in known_models.entries() else "NAME"
+    return registry.named(run.dialect).carry_out_ours(model, run.layout.gpus)
 
 
 def why_nothing_fits(plan: Plan) -> str:

@@ -183,26 +183,23 @@ class ChunkUpdate:
     ) -> None:
         """Copy gradients and weights into scratch, run the one kernel that does everything, copy new weights out."""
         whole = Piece(chunk.pieces[0].member, 0, chunk.numel, 0)
-        gradient, weight = self._scratch.gradient(whole), self._scratch.weight(whole)
+        # Of pieces that have no gradient too: a lower half belongs to its weight.
+        weights = {piece: step.weights.of(piece) for piece in chunk.pieces}
+        scratch = {piece: self._scratch.weight(piece) for piece in chunk.pieces}
         if self._done == 0:
-            torch._foreach_copy_(
-                [self._scratch.gradient(piece) for piece in gradients], list(gradients.values())
-            )
+            widened = [self._scratch.gradient(piece) for piece in gradients]
+            torch._foreach_copy_(widened, list(gradients.values()))
             self._done = 1
         if self._done == 1:
-            # Of pieces that have no gradient too: a lower half belongs to its weight.
-            torch._foreach_copy_(
-                [self._scratch.weight(piece) for piece in chunk.pieces],
-                [step.weights.of(piece) for piece in chunk.pieces],
-            )
+            torch._foreach_copy_(list(scratch.values()), list(weights.values()))
             self._done = 2
         if self._done == 2:
+            gradient, weight = self._scratch.gradient(whole), self._scratch.weight(whole)
             self._joined.update(chunk, self._operands(chunk, buffer, whole, gradient, weight))
             self._done = 3
         if self._done == 3:
             torch._foreach_copy_(
-                [step.weights.of(piece) for piece in gradients],
-                [self._scratch.weight(piece) for piece in gradients],
+                [weights[piece] for piece in gradients], [scratch[piece] for piece in gradients]
             )
             self._done = 4
 

@@ -5,18 +5,26 @@ It is the only entry to the shell reader, which is loaded only when there is a s
 
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from typing import NamedTuple
 
 from skill_tools.configs.config import Place
 from skill_tools.configs.draft import Draft
 from skill_tools.configs.shell.command import Argument, Command
-from skill_tools.configs.source import Source
+from skill_tools.configs.source import Source, find
 from skill_tools.configs.values import UNREADABLE, is_template
+from skill_tools.errors import UnusableInput
 
 _SOURCED = re.compile(r"^[ \t]*(?:source|\.)[ \t]+([^\n;&|#]+)", re.MULTILINE)
 _MOST_SOURCED = 5
 _OPTIONS = ("ARGS", "OPTS", "OPTION", "FLAGS", "PARAMS", "EXTRA")
+_FILES = (".yaml", ".yml", ".json", ".toml")
+_DEFAULT = re.compile(r"\$\{\w+:?-([^{}$]+)\}")  # of what the script itself is given
+# They handle files and start nothing.
+_HANDLERS = frozenset(
+    {"cat", "cp", "echo", "grep", "head", "ln", "ls", "mv", "rm", "sed", "tee", "wget", "yq"}
+)
 
 
 class Flag(NamedTuple):
@@ -47,18 +55,18 @@ def text_with_sourced(source: Source) -> str:
 def training_command(source: Source, knows: Callable[[str], bool], *, whole: bool = False) -> Command:
     """Return the command of a script with the most words that the framework `knows`, from its program on or `whole`.
 
-    A text of arguments alone, over any number of lines, is one command; a script that runs no such command
-    gives all that its variables hold. The files beside it that it sources are read too.
+    A text of arguments alone, over any number of lines, is one command. A script that runs no such command gives the
+    one that names a configuration beside it, else all that its variables hold. The files beside it that it sources are
+    read too.
     """
-    from skill_tools.configs.shell.script import run
-
-    *commands, variables = run(source.text, name=source.name, folder=source.folder)
+    *commands, variables = source.commands
     if commands and all(command.words[0].text.startswith("-") for command in commands if command.words):
         words = tuple(word for command in commands for word in command.words)
         return commands[-1]._replace(words=words)
     scored = [(_score(command, knows), -position) for position, command in enumerate(commands)]
     best, position = max(scored, default=(0, 0))
-    command = commands[-position] if best else variables
+    naming = (command for command in commands if any(_files_of(command, source)))
+    command = commands[-position] if best else next(naming, variables)
     return command if whole else command._replace(words=command.words[program_end(command) :])
 
 
@@ -75,9 +83,28 @@ def program_end(command: Command) -> int:
 
 def commands_of(source: Source) -> list[Command]:
     """Return the commands that a script runs, in order; the files beside it that it sources are read too."""
-    from skill_tools.configs.shell.script import run
+    return source.commands[:-1]
 
-    return run(source.text, name=source.name, folder=source.folder)[:-1]
+
+def named_files(source: Source) -> Iterator[tuple[Argument, Source]]:
+    """Yield each configuration file that a script's commands name and that is here, with the word that names it.
+
+    The default of an argument of the script counts too, though such a word is not resolved.
+    """
+    if any(suffix in source.script for suffix in _FILES):
+        for command in commands_of(source):
+            yield from _files_of(command, source)
+
+
+def _files_of(command: Command, source: Source) -> Iterator[tuple[Argument, Source]]:
+    if not command.words or command.words[0].text in _HANDLERS:
+        return
+    for word in command.words:
+        text = _DEFAULT.sub(r"\1", word.text.rpartition("=")[2])
+        if text.endswith(_FILES) and "$" not in text:
+            with suppress(UnusableInput):  # a file that nobody could read as a configuration
+                if found := find(text, [source.folder] if source.folder else []):
+                    yield word._replace(text=text), found
 
 
 def command_line(text: str, name: str) -> tuple[Argument, ...]:

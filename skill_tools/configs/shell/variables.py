@@ -19,6 +19,18 @@ MAX_DEPTH = 20
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
 _PARAMETER = re.compile(r"([A-Za-z_]\w*|[@*])(\[[@*]\])?(?:(:?[-=+])(.*))?", re.DOTALL)
 _BLANKS = re.compile(r"\s+|\S+")
+_AROUND = re.compile(r"[`\"';]|\$\(|\)")
+_ABOVE = re.compile(r"(?:/\.\.)+/?")
+_SCRIPT = frozenset(
+    {"$0", "${0}", "$BASH_SOURCE", "${BASH_SOURCE}", "${BASH_SOURCE[0]}", "${BASH_SOURCE:-$0}"}
+)
+_FOLDERS = frozenset({"PWD", "0%/*", "BASH_SOURCE%/*", "BASH_SOURCE[0]%/*"})  # `${0%/*}`
+_OF_A_FOLDER = frozenset(
+    {
+        *("cd", "dirname", "realpath", "readlink", "pwd", "-f", "-e", "-P", "--", "&&"),
+        *(">", "&>", "2>", "/dev/null", ">/dev/null", "&>/dev/null", "2>/dev/null", "2>&1"),
+    }
+)
 
 
 class Piece(NamedTuple):
@@ -75,6 +87,21 @@ def words_inside(fields: Iterable[Field]) -> list[Argument]:
 def _unquoted(argument: Argument) -> Argument:
     text = argument.text.replace('"', "").replace("'", "").replace("\\", "")
     return argument._replace(text=text, resolved=argument.resolved and "$" not in text)
+
+
+def own_folder(command: str) -> str:
+    """Return the path, from the script's own folder, of the folder that `$(..)` works out; empty where it does not.
+
+    `$(cd "$(dirname "$0")/.." && pwd)` is `./..`. The working folder is as good as the script's own: relative names are
+    looked for in both.
+    """
+    words = _AROUND.sub(" ", command).split()
+    above = [word for word in words if _ABOVE.fullmatch(word)]
+    if set(words) - _OF_A_FOLDER - _SCRIPT - set(above):
+        return ""
+    levels = words.count("dirname") - 1 + sum(word.count("..") for word in above)
+    is_script = not _SCRIPT.isdisjoint(words) and "dirname" in words
+    return "." + "/.." * levels if is_script else "." if words == ["pwd"] else ""
 
 
 def split_field(field: Field) -> list[Field]:
@@ -188,8 +215,12 @@ class Variables:
                         current = None
                     current = [*(current or []), *value]
             else:
-                known = part.kind != OPAQUE
-                current = [*(current or []), Piece(part.text, part.line, part.column, resolved=known)]
+                folder = own_folder(part.text) if part.kind == OPAQUE else ""
+                known = part.kind != OPAQUE or bool(folder)
+                current = [
+                    *(current or []),
+                    Piece(folder or part.text, part.line, part.column, resolved=known),
+                ]
         if current is None or (vanishes and not any(piece.text for piece in current)):
             return fields
         return [*fields, current]
@@ -203,6 +234,8 @@ class Variables:
 
     def _parameter(self, part: Part, depth: int) -> list[Field]:
         """Return what stands for `$name` or `${name...}`: its fields, or its own text when it is not known."""
+        if part.text in _FOLDERS and part.text not in self._values:
+            return [[Piece(".", part.line, part.column)]]
         unknown = [[Piece(f"${{{part.text}}}", part.line, part.column, resolved=False)]]
         match = _PARAMETER.fullmatch(part.text)
         if match is None or depth > MAX_DEPTH:

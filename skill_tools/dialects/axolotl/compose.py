@@ -91,8 +91,8 @@ def _write_script(draft: Draft, source: Source) -> None:
     if named is not None:
         _write_source(draft, named)
         draft.sources[named.name] = named.text
-    elif configuration is not None:
-        draft.may_be_set()
+    elif configuration is not None or not source.text.lstrip().startswith("--"):
+        draft.may_be_set()  # by a file that is not here, or that the script itself is told
     _write_options(draft, words, source.name, hands_on=start > 0)
 
 

@@ -27,6 +27,7 @@ from skill_tools.dialects.run import (
     StreamedStates,
 )
 
+_RANKS = tuple(StreamedStates)  # from exact on, each rounds more than the one before
 _OTHER_NUMERICS = frozenset(StreamedStates) - {StreamedStates.EXACT}
 
 # The options of `reference_impl`'s `Streaming` by what a plan calls them, where all states stream.
@@ -163,9 +164,8 @@ def _beyond_defaults(mode: Mode) -> dict[str, object]:
 
 def _rounds(run: Run, arguments: dict[str, object]) -> int:
     """Return how much more the states are rounded than the user has asked for."""
-    ranks = list(StreamedStates)
     states = arguments.get("streamed_states", StreamedStates.EXACT)
-    return max(ranks.index(StreamedStates(str(states))) - ranks.index(run.streamed_states), 0)
+    return max(_RANKS.index(StreamedStates(str(states))) - _RANKS.index(run.streamed_states), 0)
 
 
 def _activations(run: Run, advice: Advice) -> Iterator[_Part]:

@@ -10,20 +10,26 @@ from skill_tools.configs.config import Config, Place
 from skill_tools.configs.draft import Draft
 from skill_tools.configs.shell.command import Argument
 from skill_tools.configs.shell.launch import command_line, write_environment
-from skill_tools.configs.source import Kind, Source, find
+from skill_tools.configs.source import Kind, Source
 from skill_tools.configs.tree import entries_of, single_document
 from skill_tools.configs.vocabulary import load_vocabulary
 from skill_tools.configs.yaml_lines import Node, plain
 from skill_tools.dialects.deepspeed import section
 from skill_tools.dialects.transformers import CLASS, EMBEDDED, LAUNCHER, TRANSFORMERS, arguments
-from skill_tools.dialects.transformers.launch import Launch, holds_more, launches, options, started_ranks
+from skill_tools.dialects.transformers.launch import (
+    RECIPE,
+    Launch,
+    holds_more,
+    launches,
+    options,
+    recipes,
+    started_ranks,
+)
 from skill_tools.errors import UnusableInput
 
 _OVERRIDES = "<overrides>"
-_RECIPE = "config"  # the option of TrlParser that names a recipe
-_OF_THE_PARSER = frozenset({_RECIPE, "env"})
+_OF_THE_PARSER = frozenset({RECIPE, "env"})
 _PASSED_ON = ("$@", "$*", "${@")  # what a script is given itself, perhaps more options
-_SUFFIXES = (".yaml", ".yml", ".json")
 
 
 def compose(sources: Sequence[Source], overrides: Sequence[str]) -> Config:
@@ -111,7 +117,7 @@ def _write_launch(draft: Draft, source: Source, folders: Sequence[Path]) -> None
     _write_launcher(draft, launch, source.name)
     if launch.launcher == "accelerate":
         _write_accelerate(draft, launch, source.name, folders)
-    for recipe in _recipes(launch, folders):
+    for recipe in recipes(launch, folders):
         draft.take(recipe)
         _write_recipe(draft, recipe)
     if any(more in source.text for more in _PASSED_ON):
@@ -139,15 +145,6 @@ def _write_launcher(draft: Draft, launch: Launch, file: str) -> None:
     ranks = started_ranks(launch)
     if ranks is not None and "env.WORLD_SIZE" not in draft:
         draft.set_key("env.WORLD_SIZE", str(ranks), "WORLD_SIZE", place)
-
-
-def _recipes(launch: Launch, folders: Sequence[Path]) -> list[Source]:
-    """Return the recipes that a launch names and that are here: `--config X`, or a file as the only argument."""
-    named = [option.value for option in options(launch.words, "") if option.name == _RECIPE]
-    if not named and launch.words and launch.words[0].text.endswith(_SUFFIXES):
-        named = [launch.words[0].text]
-    found = [find(str(path), folders) for path in named]
-    return [source for source in found if source is not None]
 
 
 def _write_options(draft: Draft, words: Sequence[Argument], file: str) -> None:

@@ -6,16 +6,20 @@ The launcher's own options stand before the script: `torchrun --nproc_per_node 8
 
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import NamedTuple
 
 from skill_tools.configs.config import Place
 from skill_tools.configs.shell.command import Argument, Command
 from skill_tools.configs.shell.launch import commands_of
-from skill_tools.configs.source import Source
+from skill_tools.configs.source import Source, find
+from skill_tools.configs.tree import entries_of, single_document
 from skill_tools.configs.values import UNREADABLE
 from skill_tools.configs.vocabulary import load_vocabulary
 from skill_tools.configs.yaml_lines import Node
 from skill_tools.dialects.transformers import TRANSFORMERS, TRL_COMMANDS
+from skill_tools.errors import UnusableInput
 
 _LAUNCHERS = {
     "torchrun": "torchrun",
@@ -31,6 +35,8 @@ _SPREADING = frozenset(
 _LEAST_KNOWN = 3
 _A_NODE = ("nproc_per_node", "num_gpus")
 _NODES = ("nnodes", "num_nodes")
+RECIPE = "config"  # the option of TrlParser that names a recipe
+_SUFFIXES = (".yaml", ".yml", ".json")
 
 
 class Launch(NamedTuple):
@@ -65,9 +71,19 @@ class Option(NamedTuple):
 
 
 def launches(source: Source) -> list[Launch]:
-    """Return the launches in a shell script whose options are mostly those of a Trainer, in order."""
+    """Return the launches in a shell script whose options, with those of their recipe, are mostly a Trainer's."""
     found = filter(None, map(_launch, commands_of(source)))
-    return [each for each in found if each.trainer or _known(each.words) >= _LEAST_KNOWN]
+    folders = [source.folder] if source.folder else []
+    return [each for each in found if each.trainer or _is_trainers(each, folders)]
+
+
+def recipes(launch: Launch, folders: Sequence[Path]) -> list[Source]:
+    """Return the recipes that a launch names and that are here: `--config X`, or a file as the only argument."""
+    named = [option.value for option in options(launch.words, "") if option.name == RECIPE]
+    if not named and launch.words and launch.words[0].text.endswith(_SUFFIXES):
+        named = [launch.words[0].text]
+    found = [find(str(path), folders) for path in named]
+    return [source for source in found if source is not None]
 
 
 def options(words: Sequence[Argument], file: str) -> Iterator[Option]:
@@ -144,6 +160,10 @@ def _launcher(before: Sequence[Argument]) -> str:
     return "python" if plain and any(name.startswith("python") for name in names) else ""
 
 
-def _known(words: Sequence[Argument]) -> int:
+def _is_trainers(launch: Launch, folders: Sequence[Path]) -> bool:
     names = load_vocabulary(TRANSFORMERS).names
-    return sum(option.name in names for option in options(words, ""))
+    known = sum(option.name in names for option in options(launch.words, ""))
+    with suppress(UnusableInput):  # another program's file, in a form of its own
+        for recipe in recipes(launch, folders) if known < _LEAST_KNOWN else ():
+            known += sum(name in names for name in entries_of(single_document(recipe)))
+    return known >= _LEAST_KNOWN

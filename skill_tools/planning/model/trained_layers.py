@@ -28,9 +28,11 @@ def sizes(run: Run, held: int) -> Sizes:
     shape = run.shape
     table = shape.vocab * shape.hidden
     outside = min(parameters.embedding(shape).total + parameters.head(shape).total, held)
-    blocks = [parameters.layer(shape, moe=shape.is_moe(index)).total for index in range(shape.num_layers)]
+    layers = range(shape.num_layers)
+    largest = max(parameters.layer(shape, moe=moe).total for moe in {shape.is_moe(index) for index in layers})
     in_blocks = held - outside
-    return Sizes(in_blocks, round(max(blocks) * in_blocks / sum(blocks)), outside, table)
+    block = round(largest * in_blocks / parameters.layers(shape, layers).total)
+    return Sizes(in_blocks, block, outside, table)
 
 
 def lines(run: Run, mode: Mode, local: LocalParameters) -> tuple[list[Line], list[Line]]:

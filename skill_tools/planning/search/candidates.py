@@ -116,6 +116,19 @@ class Search:
         found = [option for option in least if option is not None]
         return sorted(found, key=lambda option: (not option.fits, preference(option)))
 
+    def fitting(self, budget: Budget) -> list[Option]:
+        """Return those of `options` that fit, without timing the others."""
+        found = (
+            self._least(candidate, legality, budget)
+            for candidate, legality in self._legal
+            if self._within(candidate.mode, budget)
+        )
+        return sorted((option for option in found if option is not None and option.fits), key=preference)
+
+    def _within(self, mode: Mode, budget: Budget) -> bool:
+        """Return whether `mode` keeps the GPU's budget, offloading all that it may."""
+        return self._memory(mode).device_bytes <= budget.most_gpu_bytes
+
     def _option(self, candidate: Candidate, legality: Legality, found: Memory, budget: Budget) -> Option:
         found = pageable.within(found, candidate.mode, budget.pinned_bytes)
         step = step_time.estimate(self._run, candidate.mode, found, self._machine, self.speed)
@@ -130,7 +143,7 @@ class Search:
         if OPTIMIZER not in candidate.mechanisms:
             return self._option(candidate, legality, found, budget)
         without = candidate.mode._replace(optimizer_fraction=0.0, streamed_fraction=0.0)
-        if self._memory(without).device_bytes <= budget.most_gpu_bytes:
+        if self._within(without, budget):
             return None
         if candidate.mode.optimizer_engine is OptimizerEngine.CPU_ADAM:
             # DeepSpeed's share stays what it is.

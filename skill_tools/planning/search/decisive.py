@@ -1,8 +1,8 @@
 """The one assumption that changes a plan's answer most, with what would replace it by a fact.
 
-Assumptions about the run come before those of the computation: a missing file, then the sizes of the run, of which the
-layout's divide weights and states, then the machine, then the formulas. Within each, the one that changes more bytes
-comes first. Apart because the reports of plans and of diagnoses both print it.
+Assumptions about the run come before those of the computation: a file that is missing or is not read, then the sizes of
+the run, of which the layout's divide weights and states, then the machine, then the formulas. Within each, the one that
+changes more bytes comes first. Apart because the reports of plans and of diagnoses both print it.
 """
 
 import re
@@ -12,6 +12,7 @@ from skill_tools.planning.search.planner import Plan
 _COMPUTED = "memory of forward and backward: a formula"
 _ORDER = (
     (r"no such file beside it", "give that file"),
+    (r"that is not read with this one", ""),
     (
         r"^(TP|PP|EP)\b.*a recipe may set it",
         "give the recipe before this file, or --overrides with its sizes",

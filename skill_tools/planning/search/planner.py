@@ -112,7 +112,7 @@ def make_plan(
     unrestricted = None
     if best is None and search.left_out:
         everything = Search(config, dialect, run, machine, speed, versions=versions, judge=search.judged)
-        unrestricted = next((option for option in everything.options(budget) if option.fits), None)
+        unrestricted = next(iter(everything.fitting(budget)), None)
     simpler = _simpler(options) if best else None
     current = _as_it_is(dialect.current(config, run))
     return Plan(

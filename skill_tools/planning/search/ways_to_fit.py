@@ -126,8 +126,7 @@ class Finder:
             restriction=self._restriction,
             judge=self._judge,
         )
-        fitting = (option for option in search.options(budget._replace(host_bytes=host_bytes)) if option.fits)
-        for option in fitting:
+        for option in search.fitting(budget._replace(host_bytes=host_bytes)):
             settings = {key: value for lever in levers for key, value in lever.settings.items()}
             wanted = {**settings, **option.candidate.settings}
             if self._errors(with_settings(self._config, wanted)) <= self._errors_before:

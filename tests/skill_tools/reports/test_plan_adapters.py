@@ -16,8 +16,8 @@ micro_batch_size: 1
 gradient_checkpointing: true
 """
 LINE = (
-    "carry it out: offload plan --framework pytorch --without trained-layer-streaming --format json > plan.json, then "
-    "plugins: [reference_impl."
+    "carry it out: offload plan --framework pytorch --model llama-3-8b --gpus 1 --without trained-layer-streaming "
+    "--format json > plan.json, then plugins: [reference_impl."
 )
 
 
