@@ -116,7 +116,7 @@ def _nothing_fits(plan: Plan) -> UnusableInput:
     if plan.floor.limit == PINNED_MEMORY and plan.budget.pinned_bytes is not None:
         problem += f" and {gib(plan.budget.pinned_bytes)} of pinned memory a node"
         needs += f" and {gib(floor.pinned_bytes_per_node)} of pinned memory a node"
-    free = f", {plan.budget.headroom:.0%} of it left free" if plan.budget.headroom else ""
+    free = f", {plan.budget.headroom:.0%} left free" if plan.budget.headroom else ""
     return UnusableInput(
         problem,
         expected=f"at least {needs}{free} ({plan.floor.candidate.label})",

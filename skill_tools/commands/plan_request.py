@@ -302,7 +302,9 @@ def _machine(args: argparse.Namespace, built: Run) -> Machine:
             return kept
         if args.gpu == AUTO:
             return _present(built)
-    return machine.known(args.gpu or "h100", ranks_on_node=built.layout.ranks_on_node)
+    sized = args.gpu_memory is not None or args.tensor_memory is not None
+    found = machine.known(args.gpu or "h100", ranks_on_node=built.layout.ranks_on_node)
+    return found._replace(named=args.gpu is not None or not sized)
 
 
 def _present(built: Run) -> Machine:

@@ -18,6 +18,8 @@ from skill_tools.units import gib
 
 _LATE = frozenset({"hang", "numerics", "slow"})  # kinds that are as often an effect as a cause
 _MEMORY = frozenset({"gpu-memory", "host-memory", "killed"})  # kinds whose lines a plan works out better
+# Where one tensor of many was asked for: a gap that would hold it does not hold the others.
+_FIRST_OF_MANY = frozenset({"adam-states-oom"})
 _SHOWN = 2
 _DEFRAGMENT = "export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 
@@ -68,7 +70,7 @@ def _of_message(
         if finding.rule in message.explained_by:
             return _of_finding(finding)._replace(plans_away=message.kind in _MEMORY)
     fragments = out_of_memory.unallocated_bytes if out_of_memory and out_of_memory.is_fragmented else None
-    if message.kind == "gpu-memory" and fragments is not None:
+    if message.kind == "gpu-memory" and fragments is not None and message.id not in _FIRST_OF_MANY:
         cause = f"fragmentation: {gib(fragments)} was reserved and unused, more than was asked for"
         return Conclusion(cause, message.rule, (_DEFRAGMENT, *message.change)[:_SHOWN])
     rule = message.rule or next((error.rules[0].id for error in errors), "")

@@ -202,7 +202,7 @@ class Dialect(ABC):
     ) -> "Patch":
         """Return `settings` as the user writes them, with the spellings that `config` already uses.
 
-        `dead` are unknown keys of the input that mean to offload, so that they should go.
+        `dead` are keys of the input that mean to offload and that the framework does not have, so that they should go.
         """
         from skill_tools.dialects.patch import Patch, exports, in_named_files
 

@@ -30,7 +30,7 @@ MECHANISMS = (
 
 
 class Advice(Protocol):
-    """What a planner knows of the machine and the run, for candidates that depend on it."""
+    """What a planner knows of the machine, the run and its releases, for candidates that depend on it."""
 
     @property
     def best_streamed_share(self) -> float:
@@ -38,6 +38,12 @@ class Advice(Protocol):
 
     def recomputed_share(self, removed: float) -> float:
         """Return which share of all saved bytes to compute again when the share `removed` must leave the GPU."""
+
+    def forbids(self, candidate: "Candidate") -> bool:
+        """Return whether the rules rule `candidate` out."""
+
+    def lacks(self, key: str) -> bool:
+        """Return whether the run's releases are known, and do not have the canonical `key`."""
 
 
 class Candidate(NamedTuple):

@@ -13,13 +13,14 @@ from skill_tools.configs.source import Kind, Source
 
 class Patch(NamedTuple):
     """The change in the user's dialect: `overrides` for a command line, `text` for a file, or what to remove;
-    `environment` what to export first."""
+    `environment` what to export first, `removal` what to remove where `text` is for a file."""
 
     dialect: str
     settings: Mapping[str, object]
     overrides: str
     text: str
     environment: str = ""
+    removal: str = ""
 
 
 def exports(settings: Mapping[str, object]) -> tuple[str, dict[str, object]]:

@@ -46,10 +46,18 @@ def headline(plan: Plan) -> str:
     spread = ", ".join([f"{name} {size}" for name, size in sizes if size > 1] or _sharing(plan))
     billions = run.parameters / 1e9
     return (
-        f"{run.shape.name} ({billions:.1f}e9 parameters) on {layout.gpus} x {plan.machine.name}"
+        f"{run.shape.name} ({billions:.1f}e9 parameters) on {gpus(plan)}"
         f"{f' ({spread})' if spread else ''} of {both(plan.budget.gpu_bytes)}, "
         f"{run.seq_length} tokens x micro-batch {run.micro_batch}"
     )
+
+
+def gpus(plan: Plan) -> str:
+    """Return how many GPUs there are, and which, where that is known."""
+    count = plan.run.layout.gpus
+    if plan.machine.named:
+        return f"{count} x {plan.machine.name}"
+    return "1 GPU" if count == 1 else f"{count} GPUs"
 
 
 def _sharing(plan: Plan) -> list[str]:

@@ -11,6 +11,7 @@ from typing import Any
 from skill_tools.errors import UnusableInput
 from skill_tools.planning.search.options import HOST_MEMORY, PINNED_MEMORY, Budget, Option
 from skill_tools.planning.search.planner import Plan, shown
+from skill_tools.reports import plan_answer
 from skill_tools.units import GIB
 
 _FRONTIER_STEPS = 16
@@ -111,7 +112,7 @@ def _figure(plan: Plan, ink: str) -> Any:
 def _title(plan: Plan) -> str:
     run = plan.run
     return (
-        f"{run.shape.name} on {run.layout.gpus} x {plan.machine.name}, {run.seq_length} tokens x micro-batch "
+        f"{run.shape.name} on {plan_answer.gpus(plan)}, {run.seq_length} tokens x micro-batch "
         f"{run.micro_batch}"
     )
 

@@ -139,11 +139,22 @@ class MegatronBridge(MegatronCore):
     def patch(
         self, settings: Mapping[str, object], config: Config | None = None, *, dead: Sequence[str] = ()
     ) -> "Patch":
-        """Return dotted overrides beside the YAML that says the same."""
-        patch = super().patch(settings, config)
-        own = {key: value for key, value in settings.items() if not key.startswith("env.")}
+        """Return dotted overrides beside the YAML that says the same; a `dead` key is refused, whatever its value."""
+        present = config.settings if config else {}
+        kept = {
+            key: value
+            for key, value in settings.items()
+            if key not in present or present[key].written not in dead
+        }
+        patch = super().patch(kept, config)
+        own = {key: value for key, value in kept.items() if not key.startswith("env.")}
         overrides = (f"{key}={_hydra(value)}" for key, value in self.spelled(own, config).items())
-        return patch._replace(overrides=" ".join(overrides))
+        removal = f"remove {' '.join(dead)}" if dead else ""
+        return patch._replace(overrides=" ".join(overrides), removal=removal)
+
+    def change(self, patch: "Patch") -> str:
+        """Return the overrides, and below them what to remove."""
+        return "\n".join(part for part in (super().change(patch), patch.removal) if part)
 
 
 def _target(entries: "Mapping[str, Node]") -> str:

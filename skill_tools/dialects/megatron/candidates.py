@@ -14,6 +14,7 @@ from skill_tools.dialects.candidates import (
     OPTIMIZER_LABEL,
     RECOMPUTE,
     STATES,
+    Advice,
     Candidate,
     changed,
     layer_counts,
@@ -36,6 +37,7 @@ _EXPERT_MODULES = (
     ("qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act"),
 )
 _FRACTION = "optimizer_offload_fraction"
+_OVERLAP = "overlap_cpu_optimizer_d2h_h2d"
 _RESHARDABLE = "dist_ckpt_optim_fully_reshardable"
 _THREADS = "env.OMP_NUM_THREADS"
 _Part = tuple[dict[str, object], str, dict[str, object]]
@@ -53,7 +55,7 @@ def current(config: Config) -> Mode:
     on = fields.flag(config, "cpu_offloading") or config.framework == LM
     return Mode(
         optimizer_fraction=fraction,
-        overlap=bool(fields.flag(config, "overlap_cpu_optimizer_d2h_h2d")),
+        overlap=bool(fields.flag(config, _OVERLAP)),
         state_offload=bool(
             fields.flag(config, "chunked_optimizer_state_offload", "offload_optimizer_states")
         ),
@@ -85,9 +87,9 @@ def remarks(config: Config, mode: Mode) -> tuple[str, ...]:
     return ()
 
 
-def candidates(config: Config, run: Run) -> Iterator[Candidate]:
+def candidates(config: Config, run: Run, advice: Advice) -> Iterator[Candidate]:
     """Yield every combination of recompute, activation offload and optimizer offload worth a look."""
-    optimizers = tuple(_optimizers(config, run))
+    optimizers = tuple(_optimizers(config, run, advice))
     for parts in product(tuple(_recomputes(run)), tuple(_activations(run)), optimizers):
         arguments: dict[str, object] = {}
         wanted: dict[str, object] = {}
@@ -97,7 +99,7 @@ def candidates(config: Config, run: Run) -> Iterator[Candidate]:
         if _recomputes_all(arguments, run) and {"layers", "modules"} & set(arguments):
             continue  # what is recomputed from its input has nothing left to offload
         labels = [label for _, label, _ in parts if label]
-        yield Candidate(
+        candidate = Candidate(
             Mode(**arguments),  # type: ignore[arg-type]
             " + ".join(labels) or NO_OFFLOAD,
             tuple(
@@ -115,6 +117,16 @@ def candidates(config: Config, run: Run) -> Iterator[Candidate]:
             changed(config, wanted)
             | {key: value for key, value in wanted.items() if key == _FRACTION and value},
         )
+        forbidden = candidate.mode.overlap and advice.forbids(candidate)
+        yield _without_overlap(config, candidate) if forbidden else candidate
+
+
+def _without_overlap(config: Config, candidate: Candidate) -> Candidate:
+    """Return the same without the overlap of the optimizer's copies, which older releases do not wait for."""
+    settings = {key: value for key, value in candidate.settings.items() if key != _OVERLAP}
+    return candidate._replace(
+        mode=candidate.mode._replace(overlap=False), settings=settings | changed(config, {_OVERLAP: False})
+    )
 
 
 def _keeps_checkpoints(config: Config) -> bool:
@@ -204,7 +216,7 @@ def _threads(config: Config, run: Run) -> dict[str, object]:
     return {_THREADS: f"$(( $(env -u OMP_NUM_THREADS nproc) / {run.layout.ranks_on_node} ))"}
 
 
-def _optimizers(config: Config, run: Run) -> Iterator[_Part]:
+def _optimizers(config: Config, run: Run, advice: Advice) -> Iterator[_Part]:
     off: dict[str, object] = {
         "optimizer_cpu_offload": False,
         _FRACTION: 0.0,
@@ -230,12 +242,12 @@ def _optimizers(config: Config, run: Run) -> Iterator[_Part]:
         **off,
         "optimizer_cpu_offload": True,
         _FRACTION: 1.0,
-        "overlap_cpu_optimizer_d2h_h2d": True,
+        _OVERLAP: True,
         "use_precision_aware_optimizer": True,
         "use_distributed_optimizer": True,
         **_threads(config, run),
     }
-    if _keeps_checkpoints(config):
+    if _keeps_checkpoints(config) and not advice.lacks(_RESHARDABLE):
         settings[_RESHARDABLE] = True
     yield (
         {"optimizer_fraction": 1.0, "overlap": True, "moves_masters": True, "shards_optimizer": True},

@@ -49,7 +49,7 @@ class MegatronCore(Dialect):
         """Yield every combination of recompute, activation offload and optimizer offload worth a look."""
         from skill_tools.dialects.megatron.candidates import candidates
 
-        return candidates(config, run)
+        return candidates(config, run, advice)
 
     def levers(self, config: Config, run: "Run") -> "Iterator[Lever]":
         """Yield what a configuration may change beside offloading."""

@@ -104,13 +104,13 @@ class MegatronLM(MegatronCore):
         from skill_tools.dialects.patch import Patch, exports
 
         line, own = exports(settings)
-        add, remove = [], list(dead)
+        add, remove = [], dict.fromkeys(dead)
         for key, value in own.items():
             flag = self.spelling(key)
             if not flag.startswith("--"):
                 continue
             if not value:
-                remove.append(flag)
+                remove[flag] = None
             elif value is True:
                 add.append(flag)
             else:

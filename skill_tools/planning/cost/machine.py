@@ -55,7 +55,8 @@ class Machine(NamedTuple):
     are what the reference implementation's optimizer reaches of the link, one way, of host memory and of the cores.
     `staged_copy` is one direction of copies of pageable memory while the other runs too, 0 where nobody measured it.
     `peers` is what a rank receives in a collective inside a node, over the link where `peers_on_link`; `network` is its
-    share of what a node receives from others. `measured` says that the rates come from this machine.
+    share of what a node receives from others. `measured` says that the rates come from this machine. `named` is false
+    where the rates of this GPU stand for one of which only the memory is known.
     """
 
     name: str
@@ -80,6 +81,7 @@ class Machine(NamedTuple):
     hybrid: float | None = None
     hybrid_overlap: float | None = None
     measured: bool = False
+    named: bool = True
     pinned_memory_bytes: int = 0
     staged_copy: float = 0.0
 

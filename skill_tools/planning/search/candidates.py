@@ -31,12 +31,13 @@ class Forbidden(NamedTuple):
     reasons: tuple[RuledOut, ...]
 
 
-class MachineAdvice(NamedTuple):
-    """What this run's candidates may ask about the machine (`dialects.candidates.Advice`)."""
+class RunAdvice(NamedTuple):
+    """What this run's candidates may ask about the machine and the rules (`dialects.candidates.Advice`)."""
 
     run: Run
     machine: Machine
     speed: Pace
+    judged: Judge
 
     @property
     def best_streamed_share(self) -> float:
@@ -48,6 +49,14 @@ class MachineAdvice(NamedTuple):
     def recomputed_share(self, removed: float) -> float:
         """Return which share of the saved bytes its budget engine computes again when `removed` of them leave."""
         return recompute.recomputed_share(self.run, self.machine, self.speed, removed)
+
+    def forbids(self, candidate: Candidate) -> bool:
+        """Return whether the rules rule `candidate` out."""
+        return not self.judged.of(candidate).legal
+
+    def lacks(self, key: str) -> bool:
+        """Return whether the run's releases are known, and do not have the canonical `key`."""
+        return self.judged.lacks(key)
 
 
 class Search:
@@ -77,7 +86,7 @@ class Search:
         self.left_out: set[str] = set()
         self.considered = 0
         self._memories: dict[Mode, Memory] = {}
-        for candidate in dialect.candidates(config, run, MachineAdvice(run, machine, speed)):
+        for candidate in dialect.candidates(config, run, RunAdvice(run, machine, speed, self.judged)):
             left_out = restriction.left_out(candidate, run)
             if left_out:
                 self.left_out |= left_out

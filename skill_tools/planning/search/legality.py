@@ -11,10 +11,12 @@ from typing import NamedTuple
 from skill_tools import knowledge
 from skill_tools.configs.config import Config, Place, Setting
 from skill_tools.configs.keys import load_keys
-from skill_tools.dialects.candidates import Candidate
+from skill_tools.dialects.candidates import MECHANISMS, Candidate
 from skill_tools.rules.finding import Finding, Severity
+from skill_tools.rules.input_checks import dead_keys
 from skill_tools.rules.knowledge import rules_about
 from skill_tools.rules.lint import lint
+from skill_tools.rules.versions import Standing, resolve, standing
 
 _PLAN = Place("<plan>", 1, 1)
 
@@ -68,6 +70,7 @@ class Judge:
     def __init__(self, config: Config, versions: Mapping[str, str]) -> None:
         self._config = config
         self._versions = versions
+        self._releases = resolve(config.versions, versions)
         self._answers: dict[tuple[object, ...], Legality] = {}
 
     def of(self, candidate: Candidate) -> Legality:
@@ -83,6 +86,21 @@ class Judge:
         findings = lint(self._config, versions=self._versions).findings
         errors = [_line(finding) for finding in findings if finding.severity is Severity.ERROR]
         return own._replace(ruled_out=tuple(dict.fromkeys((*own.ruled_out, *errors))))
+
+    def lacks(self, key: str) -> bool:
+        """Return whether the run's releases are known, and do not have the canonical `key`."""
+        known = load_keys().get(key)
+        return known is not None and standing(known.exists, self._releases)[0] is Standing.ABSENT
+
+    def dead_keys(self) -> tuple[str, ...]:
+        """Return the keys, as written, that are set and mean to offload, and that the run's release does not have."""
+        keys = load_keys()
+        lacking = (
+            setting.written
+            for key, setting in self._config.settings.items()
+            if key in keys and keys[key].mechanism in MECHANISMS and self.lacks(key)
+        )
+        return (*dead_keys(self._config), *lacking)
 
     def _ask(self, candidate: Candidate) -> Legality:
         own = frozenset[str]().union(*map(_carrying_out, candidate.mechanisms))

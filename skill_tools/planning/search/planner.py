@@ -32,10 +32,9 @@ from skill_tools.planning.cost.time_range import TimeRange, step_range
 from skill_tools.planning.model import memory
 from skill_tools.planning.search import sensitivity
 from skill_tools.planning.search.candidates import Forbidden, Search
-from skill_tools.planning.search.legality import LEGAL, RuledOut
+from skill_tools.planning.search.legality import LEGAL, Judge, RuledOut
 from skill_tools.planning.search.options import HOST_MEMORY, PINNED_MEMORY, Budget, Option, Way
 from skill_tools.planning.search.restriction import EVERYTHING, Restriction
-from skill_tools.rules.input_checks import dead_keys
 
 _ALTERNATIVES = 8
 _LITTLE_MORE = 1.05  # half of what a predicted step time is usually wrong by
@@ -123,9 +122,9 @@ def make_plan(
         as_it_is=search.evaluate(current, search.judge_as_it_is(current), budget),
         without_offload=search.evaluate(Candidate(Mode(), NO_OFFLOAD, (), {}), LEGAL, budget),
         recommendation=best,
-        patch=_patch(best, dialect, config),
+        patch=_patch(best, dialect, config, search.judged),
         simpler=simpler,
-        simpler_patch=_patch(simpler, dialect, config),
+        simpler_patch=_patch(simpler, dialect, config, search.judged),
         floor=_floor(options),
         search=search,
         alternatives=_alternatives(options, best),
@@ -148,11 +147,11 @@ def make_plan(
     )
 
 
-def _patch(option: Option | None, dialect: Dialect, config: Config) -> Patch | None:
+def _patch(option: Option | None, dialect: Dialect, config: Config, judge: Judge) -> Patch | None:
     """Return what has to change for `option`: those of its settings that the configuration does not have."""
     if option is None:
         return None
-    return dialect.patch(changed(config, option.candidate.settings), config, dead=dead_keys(config))
+    return dialect.patch(changed(config, option.candidate.settings), config, dead=judge.dead_keys())
 
 
 def _how_to_fuse(dialect: Dialect, config: Config, run: Run) -> str:

@@ -130,7 +130,8 @@ class Finder:
             settings = {key: value for lever in levers for key, value in lever.settings.items()}
             wanted = {**settings, **option.candidate.settings}
             if self._errors(with_settings(self._config, wanted)) <= self._errors_before:
-                return Way(levers, run, option, dialect.patch(wanted, self._config))
+                patch = dialect.patch(wanted, self._config, dead=self._judge.dead_keys())
+                return Way(levers, run, option, patch)
         return None
 
     def _errors(self, config: Config) -> set[str]:

@@ -1,5 +1,6 @@
 import json
 from pathlib import Path
+from typing import Any
 
 import jsonschema
 import pytest
@@ -8,9 +9,13 @@ from hypothesis import strategies as st
 
 from skill_tools.__main__ import main
 from skill_tools.bundle import schema_path
+from skill_tools.commands import plan_request
+from skill_tools.commands.plan_request import Predicted
 from skill_tools.diagnosis import known_errors, memory
 from skill_tools.diagnosis.diagnosis import diagnose
 from skill_tools.diagnosis.log import Log
+from skill_tools.planning.search import planner
+from skill_tools.planning.search.planner import Plan
 from skill_tools.rules.knowledge import Rule, load_rules
 
 OOM = """Traceback (most recent call last):
@@ -106,6 +111,49 @@ def test_a_budget_from_the_log_is_explained_and_a_foreign_configuration_doubted(
     assert "budget: 79.1 GiB of the GPU\n" in capsys.readouterr().out
     main([*arguments, "--model", "llama-3.2-1b", "--overrides", "seq_length=2048"])
     assert "is this the configuration of that run?" in capsys.readouterr().out
+
+
+OFFLOADED = (
+    "torchrun pretrain_gpt.py --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 "
+    "--seq-length 4096 --vocab-size 128256 --micro-batch-size 1 --global-batch-size 8 --bf16 --swiglu "
+    "--optimizer-cpu-offload --use-precision-aware-optimizer\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "note"),
+    [
+        (OOM, "budget: 79.1 GiB of the GPU"),
+        ("slurmstepd: error: Detected 1 oom_kill event\n", "host memory: "),
+    ],
+)
+def test_the_run_of_a_log_is_predicted_and_then_planned_once(
+    text: str,
+    note: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    predicted: list[Predicted] = []
+    planned: list[Plan] = []
+
+    def predict(*given: Any) -> Predicted:
+        predicted.append(original(*given))
+        return predicted[-1]
+
+    def make_plan(*given: Any, **named: Any) -> Plan:
+        planned.append(planner_s(*given, **named))
+        return planned[-1]
+
+    original, planner_s = plan_request.predict, planner.make_plan
+    monkeypatch.setattr(plan_request, "predict", predict)
+    monkeypatch.setattr(planner, "make_plan", make_plan)
+    (tmp_path / "train.log").write_text(text, encoding="utf-8")
+    (tmp_path / "run.sh").write_text(OFFLOADED, encoding="utf-8")
+    main(["diagnose", str(tmp_path / "train.log"), str(tmp_path / "run.sh"), "--gpus", "1", "--gpu", "h100"])
+    assert note in capsys.readouterr().out
+    ((before,), (plan,)) = predicted, planned
+    assert before.memory == plan.as_it_is.memory
 
 
 def test_of_rules_with_one_text_the_one_for_every_framework_comes_first() -> None:
@@ -238,3 +286,20 @@ def test_a_log_beside_a_loop_of_the_users_own_is_diagnosed(
     out, err = capsys.readouterr()
     assert "cause: the GPU had no room" in out
     assert "is a training loop of its own" in err
+
+
+@pytest.mark.parametrize(
+    ("named", "on"),
+    [
+        ((), "on 1 GPU of "),
+        (("--gpus", "2"), "on 2 GPUs ("),
+        (("--gpu", "rtx3090"), "on 1 x rtx3090 of "),
+    ],
+)
+def test_a_plan_names_no_gpu_that_nobody_named(
+    named: tuple[str, ...], on: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "train.log"
+    path.write_text(f"compiled for sm_86\n{OLD_OOM}", encoding="utf-8")
+    main(["diagnose", str(path), "--framework", "pytorch", "--model", "llama-3.2-1b", *named])
+    assert on in capsys.readouterr().out

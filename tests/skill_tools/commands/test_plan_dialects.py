@@ -164,6 +164,29 @@ def test_modules_of_a_switch_that_goes_off_are_removed(plan: Any) -> None:
     assert "--offload-modules" in patch["text"]
 
 
+FINE_GRAINED = BRIDGE.replace(
+    "optimizer:", "  fine_grained_activation_offloading: true\n  offload_modules: [moe_act]\noptimizer:"
+)
+
+
+def test_a_key_that_the_release_lacks_is_removed_and_not_switched_off(
+    plan: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = (*BUDGET, "--target", "megatron-core==0.15.3")
+    patch = plan("run.yaml", FINE_GRAINED, *asked)["recommendation"]["patch"]
+    removal = "remove model.fine_grained_activation_offloading model.offload_modules"
+    assert patch["removal"] == removal
+    assert "fine_grained" not in patch["overrides"] + patch["text"]
+    main(["plan", str(tmp_path / "run.yaml"), *asked])
+    assert f"\n  {removal}\n" in capsys.readouterr().out
+
+
+def test_a_key_that_the_release_has_is_switched_off(plan: Any) -> None:
+    patch = plan("run.yaml", FINE_GRAINED, *BUDGET, *RELEASE)["recommendation"]["patch"]
+    assert "model.fine_grained_activation_offloading=false" in patch["overrides"]
+    assert not patch["removal"]
+
+
 def test_an_optimizer_that_comes_back_leaves_no_fraction_behind(plan: Any, tmp_path: Path) -> None:
     found = plan("run.yaml", WHOLE_FRACTION, *BUDGET[:-1], "140GiB", *RELEASE)
     overrides = found["recommendation"]["patch"]["overrides"]

@@ -78,3 +78,32 @@ def test_a_plan_is_of_the_releases_that_lint_finds(
     out = capsys.readouterr().out
     assert "activation_offloading: hidden_states" not in out
     assert "release: axolotl 0.13.0 (requirements.txt line 1)" in out
+
+
+def test_a_plan_beside_an_older_megatron_offloads_without_the_overlap(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text(
+        "torchrun --nproc_per_node 8 --nnodes 2 pretrain_gpt.py --seq-length 8192 --micro-batch-size 1 "
+        "--global-batch-size 64 --bf16 --transformer-impl transformer_engine\n"
+    )
+    asked = [
+        "plan",
+        str(script),
+        "--model",
+        "llama-3-8b",
+        "--gpu",
+        "h100",
+        "--gpu-memory",
+        "60GiB",
+        "--details",
+    ]
+    main(asked)
+    assert "--overlap-cpu-optimizer-d2h-h2d" in capsys.readouterr().out
+    (tmp_path / "requirements.txt").write_text("megatron-core==0.15.3\n")
+    main(asked)
+    out = capsys.readouterr().out
+    assert "--optimizer-cpu-offload" in out
+    assert "--overlap-cpu-optimizer-d2h-h2d" not in out
+    assert "oc-overlap-race-old" not in out

@@ -23,6 +23,34 @@ def words(text: str) -> list[str]:
     return [word.text for word in last(text).words]
 
 
+@pytest.mark.parametrize(
+    ("folder", "path"),
+    [
+        ("$(dirname $0)", "."),
+        ("`dirname $0`", "."),
+        ('"$(dirname "$(realpath "${BASH_SOURCE[0]}")")"', "."),
+        ('"$(cd "$(dirname "${BASH_SOURCE[0]}")" >/dev/null 2>&1; pwd -P)"', "."),
+        ('"$(cd "$(dirname "$0")/../.." && pwd)"', "./../.."),
+        ('"$(dirname "$(dirname "$0")")"', "./.."),
+        ("${0%/*}", "."),
+        ("$(pwd)", "."),
+        ("$PWD", "."),
+    ],
+)
+def test_the_folder_of_the_script_is_known_from_where_it_lies(folder: str, path: str) -> None:
+    (_, word), (_, held) = last(f"train {folder}/a").words, last(f"A={folder}\ntrain $A/a").words
+    assert (word.text, held.text) == (f"{path}/a", f"{path}/a")
+    assert word.resolved
+    assert held.resolved
+
+
+@pytest.mark.parametrize(
+    "folder", ["$(dirname $1)", "$(basename $0)", "$(cd /data && pwd)", "$(realpath $0)"]
+)
+def test_any_other_output_is_not_known(folder: str) -> None:
+    assert not last(f"train {folder}/a").words[1].resolved
+
+
 @given(st.lists(plain_text, min_size=1, max_size=6))
 def test_quoted_words_come_back(arguments: list[str]) -> None:
     assert words("train " + " ".join(map(shlex.quote, arguments))) == ["train", *arguments]

@@ -132,6 +132,36 @@ def test_a_killed_run_is_told_by_whose_limit_and_by_its_sizes() -> None:
     assert command.startswith("offload plan FILE --model llama-3-8b --gpu NAME --host-memory 120.0GiB;")
 
 
+ADAM = """\
+  File "/venv/site-packages/torch/optim/adam.py", line 239, in step
+    has_complex = self._init_group(
+  File "/venv/site-packages/torch/optim/adam.py", line 182, in _init_group
+    state["exp_avg_sq"] = torch.zeros_like(
+"""
+FULL = (
+    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 224.00 MiB. GPU 0 has a total capacity of 23.70 GiB "
+    "of which 45.75 MiB is free. 22.00 GiB is allocated by PyTorch, and 300.00 MiB is reserved by PyTorch but "
+    "unallocated."
+)
+
+
+@pytest.mark.parametrize(
+    "frames", [ADAM, ADAM.replace("/", "\\"), "".join(f"[rank0]: {line}\n" for line in ADAM.splitlines())]
+)
+def test_adams_states_are_named_where_they_found_no_room(frames: str) -> None:
+    """A gap that would have held this tensor is not the cause: the states of the other parameters come after it."""
+    found = diagnose(log(frames + FULL))
+    assert found.conclusion is not None
+    assert found.conclusion.cause.startswith("the GPU had no room for the optimizer's states")
+
+
+def test_a_step_that_ran_out_later_did_not_allocate_states() -> None:
+    frames = ADAM.partition("  File")[2].replace("_init_group", "_multi_tensor_adam")
+    found = diagnose(log(frames + FULL))
+    assert found.conclusion is not None
+    assert found.conclusion.cause.startswith("fragmentation")
+
+
 SHARED = "RuntimeError: No backend type associated with device type cpu"
 
 

@@ -121,6 +121,16 @@ def test_the_recommendation_respects_both_budgets(
 
 
 @settings(max_examples=15)
+@given(runs, MODELS, BUDGETS_GIB, st.integers(min_value=0, max_value=500), st.booleans())
+def test_the_search_for_what_fits_finds_what_the_whole_search_does(
+    given_config: Config, model: str, gpu_gib: int, host_gib: int, pytorch: bool
+) -> None:
+    budget = Budget(gpu_gib * GIB, host_gib * GIB)
+    search = plan(given_config, model, budget, pytorch=pytorch).search
+    assert search.fitting(budget) == [option for option in search.options(budget) if option.fits]
+
+
+@settings(max_examples=15)
 @given(runs, MODELS, BUDGETS_GIB, st.integers(min_value=0, max_value=40), st.booleans())
 def test_more_budget_is_never_slower(
     given_config: Config, model: str, gpu_gib: int, more_gib: int, pytorch: bool

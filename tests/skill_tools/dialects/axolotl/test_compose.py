@@ -159,9 +159,11 @@ def test_options_of_the_command_and_of_the_launcher_are_no_keys(command: str, tm
     assert not config.faults
 
 
-def test_a_configuration_that_is_not_here_may_set_any_key(tmp_path: Path) -> None:
+@pytest.mark.parametrize("named", ["config.yml", "$1", "${1:-config.yml}", "$CONFIG"])
+def test_a_configuration_that_is_not_here_may_set_any_key(named: str, tmp_path: Path) -> None:
     script = tmp_path / "train.sh"
-    script.write_text("axolotl train config.yml --activation-offloading true\n")
+    script.write_text(f"axolotl train {named} --activation-offloading true\n")
+    assert "gradient_checkpointing" in read([script]).maybe_set
     assert not [finding.rule for finding in lint(read([script])).findings if finding.severity == "error"]
 
 

@@ -1,5 +1,6 @@
 """What a plan makes of a launch script with flags that end the run: never a proposal, always in the patch."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -25,14 +26,14 @@ RELEASE = {"megatron-core": "0.18.2", "transformer-engine": "2.10"}
 STATES = "optimizer-state offload"
 
 
-def plan(folder: Path, script: str, gpu_gib: int) -> Plan:
+def plan(folder: Path, script: str, gpu_gib: int, releases: Mapping[str, str] = RELEASE) -> Plan:
     """Return the plan of `script` on 16 GPUs with `gpu_gib` each."""
     path = folder / "run.sh"
     path.write_text(script, encoding="utf-8")
     config = read([str(path)])
     run = megatron_run.build(config, known_models.shape("llama-3-8b"), gpus=16)
     budget = Budget(gpu_gib * GIB, None)
-    return planner.make_plan(config, run, machine.known("h100"), budget, shape_source="", versions=RELEASE)
+    return planner.make_plan(config, run, machine.known("h100"), budget, shape_source="", versions=releases)
 
 
 def patched(found: Plan, script: str) -> str:
@@ -43,11 +44,11 @@ def patched(found: Plan, script: str) -> str:
     return f"{found.patch.environment}\n{' '.join(words)} {found.patch.overrides}\n"
 
 
-def complaints(folder: Path, script: str) -> list[str]:
+def complaints(folder: Path, script: str, releases: Mapping[str, str] = RELEASE) -> list[str]:
     """Return the rules that `script` breaks or should not."""
     path = folder / "patched.sh"
     path.write_text(script, encoding="utf-8")
-    findings = lint(read([str(path)]), versions=RELEASE).findings
+    findings = lint(read([str(path)]), versions=releases).findings
     return [finding.rule for finding in findings if finding.severity is not Severity.INFO]
 
 
@@ -79,3 +80,35 @@ def test_the_cpu_update_gets_its_threads(tmp_path: Path, before: str, printed: b
     assert change is not None
     assert "--optimizer-cpu-offload" in change.overrides
     assert ("OMP_NUM_THREADS=" in change.environment) == printed
+
+
+@pytest.mark.parametrize(
+    "flag", ["", " --overlap-cpu-optimizer-d2h-h2d", " --fine-grained-activation-offloading"]
+)
+def test_before_0_16_the_optimizer_is_offloaded_without_the_overlap(tmp_path: Path, flag: str) -> None:
+    script, releases = SCRIPT + flag, {"megatron-core": "0.15.3"}
+    found = plan(tmp_path, script, 60, releases)
+    assert found.recommendation is not None
+    assert found.recommendation.candidate.mode.optimizer_fraction > 0
+    assert not found.recommendation.candidate.mode.overlap
+    assert "optimizer offload" not in dict(found.ruled_out)
+    assert not complaints(tmp_path, patched(found, script), releases)
+
+
+@pytest.mark.parametrize("releases", [{}, {"megatron-core": "0.16.1"}])
+def test_the_overlap_stays_where_no_release_is_known_to_forbid_it(
+    tmp_path: Path, releases: dict[str, str]
+) -> None:
+    change = plan(tmp_path, SCRIPT, 60, releases).patch
+    assert change is not None
+    assert "--overlap-cpu-optimizer-d2h-h2d" in change.overrides
+
+
+@pytest.mark.parametrize(("release", "has_it"), [("0.14.0", False), ("0.15.3", True)])
+def test_the_layout_of_checkpoints_is_chosen_where_the_release_has_it(
+    tmp_path: Path, release: str, has_it: bool
+) -> None:
+    change = plan(tmp_path, f"{SCRIPT} --save /run/1", 60, {"megatron-core": release}).patch
+    assert change is not None
+    assert "--optimizer-cpu-offload" in change.overrides
+    assert ("--dist-ckpt-optim-fully-reshardable" in change.overrides) == has_it
