@@ -321,8 +321,14 @@ def test_this_torch_has_every_private_name():
     assert ddp.foreign_hook(model) is None
 
 
-def test_two_ranks_train_as_torch_does(tmp_path):
-    cases = ["splits", "views,thirds,clipped,unsynced", "unused,cpu,scaled", "copies,auto,added"]
+@pytest.mark.parametrize(
+    "cases",
+    [
+        ("views,thirds,clipped,unsynced", "copies,auto,added"),
+        pytest.param(("splits", "unused,cpu,scaled"), marks=pytest.mark.slow),
+    ],
+)
+def test_two_ranks_train_as_torch_does(tmp_path, cases):
     run_ranks(ddp_ranks.__file__, 2, str(tmp_path / "store"), "cpu", *cases)
 
 

@@ -258,8 +258,14 @@ def test_states_come_in_early_also_where_backward_frees_nothing(monkeypatch, is_
         assert share.extra_bytes == 0
 
 
-def test_two_ranks_train_as_torch_does(tmp_path):
-    cases = ["prefetched,thirds,reduced", "grouped,cpu,update,unclipped", "hsdp,offloader", "blocks,auto"]
+@pytest.mark.parametrize(
+    "cases",
+    [
+        ("prefetched,thirds,reduced", "hsdp,offloader"),
+        pytest.param(("grouped,cpu,update,unclipped", "blocks,auto"), marks=pytest.mark.slow),
+    ],
+)
+def test_two_ranks_train_as_torch_does(tmp_path, cases):
     run_ranks(sharded_ranks.__file__, 2, str(tmp_path / "store"), "cpu", *cases)
 
 

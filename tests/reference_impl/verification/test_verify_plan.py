@@ -483,22 +483,18 @@ def test_the_work_of_one_layer_is_counted_where_there_are_many_tokens(made, tmp_
     assert -0.005 <= verified.runs[label][0].error <= 0.055
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "options"),
     [
+        ("", {}),
+        (", in 8 slices", {"slices": 8}),
+        (", layer inputs on the host", {"inputs": "host"}),
+        (", 3 layers' weights resident", {"resident_layers": 3}),
+        (", updated in backward", {"backward_overlap": "update"}),
         (
             ", 3 layers' weights resident, updated in backward",
             {"resident_layers": 3, "backward_overlap": "update"},
-        ),
-        *(
-            pytest.param(words, options, marks=pytest.mark.slow)
-            for words, options in (
-                ("", {}),
-                (", in 8 slices", {"slices": 8}),
-                (", layer inputs on the host", {"inputs": "host"}),
-                (", 3 layers' weights resident", {"resident_layers": 3}),
-                (", updated in backward", {"backward_overlap": "update"}),
-            )
         ),
     ],
 )
