@@ -95,7 +95,7 @@ def trained(attach, tokens, *, is_inside, steps=4):
 
 
 @pytest.mark.parametrize("is_inside", [pytest.param(False, marks=pytest.mark.slow), True])
-@pytest.mark.parametrize("tokens", [1024, 64], ids=["at the logits", "in the optimizer"])
+@pytest.mark.parametrize("tokens", [512, 64], ids=["at the logits", "in the optimizer"])
 def test_late_copies_take_no_more_than_blocking_ones(tokens, is_inside):
     losses, peaks, left = trained(blocking, tokens, is_inside=is_inside)
     offloaded = trained(

@@ -344,6 +344,7 @@ def test_of_several_losses_the_fastest_that_fits_is_taken(monkeypatch):
         fitted.optimizer.step()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("planner_in_process")
 def test_a_norm_of_zero_clips_nothing_to_the_bit():
     found = []

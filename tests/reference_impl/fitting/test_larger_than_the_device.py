@@ -140,7 +140,7 @@ def out_of_memory(*_):
     [
         {"optimizer": {"offload_fraction": 1.0}},
         {"optimizer": {"offload_fraction": 0.5, "backward_overlap": "update"}},
-        {"trained_layers": {}},
+        pytest.param({"trained_layers": {}}, marks=pytest.mark.slow),
         {"trained_layers": {"backward_overlap": "update"}},
     ],
 )

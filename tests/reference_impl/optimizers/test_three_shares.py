@@ -58,7 +58,7 @@ def test_every_share_is_bitwise_torch_on_its_device(device, split, dtype):
 shares = st.lists(st.integers(0, 9), min_size=3, max_size=3).filter(any)
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(shares, st.integers(768, 20000), st.integers(64, 4096), st.booleans())
 def test_no_split_chunk_or_bucket_changes_a_bit(parts, chunk_bytes, bucket_elements, attached):
     device = Device.of("cpu")

@@ -61,7 +61,9 @@ def test_with_some_weights_on_the_device(device, resident_layers):
     assert report.weights.resident_bytes > 0
 
 
-@BOTH
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(torch.bfloat16, marks=pytest.mark.slow), torch.float32], ids=["bf16", "fp32"]
+)
 def test_with_inputs_on_the_host(device, dtype):
     compare(device, dtype=dtype, inputs="host")
 

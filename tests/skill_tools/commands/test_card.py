@@ -150,6 +150,7 @@ def test_wrong_documents_are_all_named(checkout: Path, capsys: pytest.CaptureFix
         assert any(problem in line for line in complaints), problem
 
 
+@pytest.mark.slow
 def test_a_card_that_breaks_its_schema_is_named(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = checkout / "card.yaml"
     text = path.read_text(encoding="utf-8")
