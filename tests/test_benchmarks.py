@@ -63,7 +63,7 @@ def test_plans_are_made_and_trained_at_toy_size(plans, tmp_path, monkeypatch, ca
     assert "| plan |" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("size", ["small", "medium", "large"])
+@pytest.mark.parametrize("size", ["small", pytest.param("medium", marks=pytest.mark.slow), "large"])
 def test_every_case_has_a_plan_on_a_machine_like_the_measured_one(plans, size, tmp_path):
     profile = tmp_path / "profile.json"
     profile.write_text(json.dumps({"hardware": HARDWARE}))

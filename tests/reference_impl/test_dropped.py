@@ -81,9 +81,11 @@ def threads():
     "attach",
     [
         reserving,
-        with_disk,
         streamed,
-        *(pytest.param(each, marks=pytest.mark.slow) for each in (plain, with_weights, streamed_from_files)),
+        *(
+            pytest.param(each, marks=pytest.mark.slow)
+            for each in (plain, with_weights, with_disk, streamed_from_files)
+        ),
     ],
 )
 def test_nothing_stays(attach, graph_is_alive, tmp_path):

@@ -19,6 +19,7 @@ def test_results_come_back_by_rank_and_reports_at_once() -> None:
     assert sorted(reports) == [0, 1]
 
 
+@pytest.mark.slow
 def test_an_error_of_one_rank_ends_the_others_that_wait_for_it() -> None:
     with pytest.raises(HostMemoryError, match="try less") as caught:
         launch(2, TWIN, partial(launched_ranks.fail_alone, "error"))

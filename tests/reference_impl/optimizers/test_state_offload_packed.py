@@ -122,6 +122,7 @@ def test_weights_that_somebody_else_wrote_are_the_new_masters(device, options):
         assert_same_weights(model, plain)
 
 
+@pytest.mark.slow
 def test_short_moments_follow_long_ones_and_are_the_same_every_time(device):
     data = batches(device.torch_device, 40)
     results = []
