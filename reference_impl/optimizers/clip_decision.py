@@ -8,13 +8,27 @@ Explained in docs/optimizer-offloading.md.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from reference_impl.device import Device, Event
 from reference_impl.memory.arena import HostArena
 from reference_impl.memory.interrupts import deferred_interrupts
+from reference_impl.optimizers.layout import Member
+
+
+def norms_of(gradients: Mapping[Member, torch.Tensor]) -> list[torch.Tensor]:
+    """Return the fp32 norms of gradients on the device.
+
+    Those of shards are taken by one kernel for all: under FSDP2 the host has no time for one each. Of others each is
+    taken by itself, as where it leaves in backward: the same bits whichever way it goes.
+    """
+    shards = [each for member, each in gradients.items() if isinstance(member.param, DTensor)]
+    whole = [each for member, each in gradients.items() if not isinstance(member.param, DTensor)]
+    together = torch._foreach_norm(shards, dtype=torch.float32) if shards else ()
+    return [*together, *(torch.linalg.vector_norm(each, dtype=torch.float32) for each in whole)]
 
 
 def decide(

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from reference_impl.device import Event
 from reference_impl.optimizers import checks
+from reference_impl.optimizers.clip_decision import norms_of
 from reference_impl.optimizers.layout import Member, gradient_of
 from reference_impl.optimizers.stand_in import GradientStandIn
 
@@ -230,11 +231,7 @@ class Gradients:
                 norm = None if stand_in.l2_norm is None else stand_in.scaled_norm()
             if norm is not None:
                 norms.append(norm)
-        return norms + [
-            torch.linalg.vector_norm(gradient, dtype=torch.float32)
-            for member, gradient in gradients.items()
-            if not member.pieces
-        ]
+        return norms + norms_of({member: each for member, each in gradients.items() if not member.pieces})
 
 
 def _may_be_replaced(member: Member) -> bool:

@@ -30,7 +30,7 @@ from reference_impl.distributed.mesh import norm_reduction
 from reference_impl.memory.closing import closed_behind, undo_all
 from reference_impl.memory.interrupts import deferred_interrupts
 from reference_impl.optimizers import checks
-from reference_impl.optimizers.clip_decision import ClipDecision, decide
+from reference_impl.optimizers.clip_decision import ClipDecision, decide, norms_of
 from reference_impl.optimizers.forward_waits import forgetful
 from reference_impl.optimizers.layout import Member, gradient_of, members_of
 from reference_impl.optimizers.options import CHUNK_BYTES
@@ -307,7 +307,7 @@ class OptimizerStateOffloader(SavedOptimizer):
         if self._waits is not None:
             self._waits.on_step(gradients)
         decision = decide(
-            self._norms(gradients),
+            norms_of(gradients),
             self._device,
             reduce_norm_squared=self._reduce_norm_squared,
             max_norm=self._max_grad_norm,
@@ -332,10 +332,6 @@ class OptimizerStateOffloader(SavedOptimizer):
     def _to_use(self) -> dict[Member, torch.Tensor]:
         """Return the gradients of this step."""
         return {member: gradient_of(member) for member in standing(self._members.values())}
-
-    def _norms(self, gradients: Mapping[Member, torch.Tensor]) -> list[torch.Tensor]:
-        """Return the fp32 norms of `gradients`, in their order."""
-        return [torch.linalg.vector_norm(each, dtype=torch.float32) for each in gradients.values()]
 
     def _prepare(
         self, gradients: Mapping[Member, torch.Tensor], decision: ClipDecision
