@@ -134,6 +134,12 @@ class JoinedUpdate:
             operands, places, OfMembers(numbers.t().contiguous(), zeros, zeros.clone(), zeros.new_ones(()))
         )
 
+    def close(self) -> None:
+        """Drop the tables and the chunks that they are of. No update may be running."""
+        self._places.clear()
+        self._members.clear()
+        self._of_members = None
+
     def _run(self, operands: packing.PieceOperands, places: Places, members: OfMembers) -> None:
         assert isinstance(operands, packing.Operands)
         function: Callable[..., None] = update_whole if operands.low is None else update_halved

@@ -142,8 +142,9 @@ class ChunkUpdate:
         self._done = self._scaled = 0
 
     def close(self) -> None:
-        """Drop the scratch. No update may be running."""
+        """Drop the scratch and the tables. No update may be running."""
         self._scratch.close()
+        self._joined.close()
 
     def _run_exact(
         self, chunk: Chunk, buffer: torch.Tensor, gradients: Mapping[Piece, torch.Tensor], step: StreamedStep

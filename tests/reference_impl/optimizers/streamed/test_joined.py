@@ -1,5 +1,7 @@
 """One kernel for all pieces of a chunk changes the bits that a kernel of each piece would."""
 
+import weakref
+
 import pytest
 import torch
 
@@ -119,6 +121,19 @@ def test_a_chunk_is_one_kernel(joins_all):
     share.finish(for_writing=False)
     assert len(joins_all) == len(share.chunks) < sum(len(chunk.pieces) for chunk in share.chunks)
     share.close()
+
+
+def test_nothing_of_a_closed_share_stays(joins_all):
+    dtype, state_format = FORMATS["halves"]
+    members = members_of(dtype)
+    share = StreamedShare(Compiles(), Adam(), chunk_bytes=12 * 512, state_format=state_format)
+    share.add({member: Part(streamed=range(member.param.numel())) for member in members})
+    share.update({member: torch.ones_like(member.param) for member in members}, None, groups_of(Adam()))
+    share.wait_for(members)
+    kept = [weakref.ref(chunk.storage) for chunk in share.chunks]
+    share.close()
+    assert kept
+    assert all(each() is None for each in kept)
 
 
 @pytest.mark.parametrize(
