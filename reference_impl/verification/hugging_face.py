@@ -36,17 +36,30 @@ def read_config(config: str | Path) -> dict[str, Any]:
     What says nothing about the model's code, such as paths and names of labels, is left out. Raises OSError for a file
     that is not there, ValueError for one that describes no model.
     """
-    path = Path(config)
-    path = path / "config.json" if path.is_dir() else path
-    try:
-        entries = json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(f"no JSON ({error})") from None
+    entries = _json_of(config)
     if isinstance(entries, dict) and isinstance(entries.get("config"), dict):
         entries = entries["config"]
     if not isinstance(entries, dict) or not isinstance(entries.get("model_type"), str):
         raise ValueError("it has no `model_type`")
     return {name: value for name, value in entries.items() if name not in _NAMES and name[0] != "_"}
+
+
+def images_of(config: str | Path) -> int:
+    """Return how many images a sequence had when the model profile `config` was traced; 0 for a `config.json`.
+
+    Raises what `read_config` raises.
+    """
+    entries = _json_of(config)
+    return int(entries.get("images", 0)) if isinstance(entries, dict) and "steps" in entries else 0
+
+
+def _json_of(config: str | Path) -> Any:
+    path = Path(config)
+    path = path / "config.json" if path.is_dir() else path
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise ValueError(f"no JSON ({error})") from None
 
 
 def model_from(

@@ -41,7 +41,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--lora-rank", type=int, metavar="R", help="freeze the model, and train peft's LoRA of this rank"
     )
     parser.add_argument(
-        "--images", type=int, default=0, metavar="N", help="images in each sequence; default: text alone"
+        "--images",
+        type=int,
+        metavar="N",
+        help="images in each sequence; default: those of a profile that is traced again, else text alone",
     )
     parser.add_argument("--out", metavar="FILE", help="write the model profile as JSON")
     parser.add_argument("--format", choices=("concise", "json"), default="concise", help="default: concise")
@@ -53,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     for option, value in given.items():
         if not 1 <= value <= 2**20:
             raise UnusableInput(f"{option} {value}", expected="1 to 1048576", attempt=f"{option} 2048")
-    if not 0 <= args.images <= 2**10:
+    if args.images is not None and not 0 <= args.images <= 2**10:
         raise UnusableInput(f"--images {args.images}", expected="0 to 1024", attempt="--images 1")
     profile = _profile(args.config, args.dtype, args.lora_rank, args.images)
     if args.out:
@@ -90,13 +93,14 @@ def _object(entries: Mapping[str, Any]) -> str:
     return "{\n" + ",\n".join(lines) + "\n}"
 
 
-def _profile(config: str, dtype: str, lora_rank: int | None, images: int) -> dict[str, Any]:
+def _profile(config: str, dtype: str, lora_rank: int | None, images: int | None) -> dict[str, Any]:
     hugging_face = reference("reference_impl.verification.hugging_face")
     trace_profile = reference("reference_impl.verification.trace_profile")
     try:
         entries = hugging_face.read_config(config)
         model = hugging_face.model_from(entries, dtype)
         name = type(model).__name__
+        images = hugging_face.images_of(config) if images is None else images
         make_batch = hugging_face.image_batch(entries, images, dtype) if images else hugging_face.text_batch
         if lora_rank:
             model = hugging_face.add_adapters(model, lora_rank)

@@ -19,7 +19,7 @@ from skill_tools.planning.model import known_models
 
 _WORD = re.compile(r"[A-Za-z][\w./-]{5,}\d[\w./-]*")  # long enough for a model's name, with a digit in it
 _JSON_BYTES = 4 << 20
-_TEXT_ALONE = ", its text decoder alone; offload trace counts the whole model"
+_TEXT_ALONE = ", the shape of its text decoder; offload trace counts the whole model"
 _HYBRID = ("linear_num_key_heads", "mamba_num_heads", "ssm_state_size", "state_size", "layer_types_linear")
 
 

@@ -91,8 +91,9 @@ def run_of(path: str, run: Run, *, names_the_model: bool) -> Run:
 
 
 def _of_model(run: Run, found: TracedModel) -> Run:
-    # The loss was traced as it is written; a framework may fuse it.
-    return run._replace(traced=found, fused_loss=run.fused_loss or run.loss_bytes < 1)
+    # The loss was traced as it is written; a framework may fuse it. A tower that saw images was counted with the model.
+    tower = 0 if found.takes_images else run.tower
+    return run._replace(traced=found, tower=tower, fused_loss=run.fused_loss or run.loss_bytes < 1)
 
 
 def shape_in(path: str) -> tuple[ModelShape, str]:
@@ -164,7 +165,7 @@ def model_of(data: Mapping[str, Any]) -> TracedModel:
     attention = data.get("attention_implementation") or f"{data['attention']} attention"
     given = ", text alone" if any(each.startswith("text alone") for each in data["assumptions"]) else ""
     if data.get("images"):
-        given = f", {data['images']} images a sequence"
+        given = ", an image a sequence" if data["images"] == 1 else f", {data['images']} images a sequence"
     config = data.get("config")
     element_bytes = _ELEMENT_BYTES[data["dtype"]]
     return TracedModel(
@@ -178,6 +179,7 @@ def model_of(data: Mapping[str, Any]) -> TracedModel:
         trained=_bytes(data.get("trained_parameters", data["gradients_bytes"] // element_bytes)),
         adapter_rank=int(data.get("adapter_rank", 0)),
         is_counted="parameters" in data,
+        takes_images=bool(data.get("images")),
         plain=steps[False],
         recomputed=steps[True],
     )

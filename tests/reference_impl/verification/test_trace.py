@@ -455,6 +455,9 @@ def test_a_model_is_traced_with_images(tmp_path, capsys):
         profile, json.loads((bundle.root() / "schema" / "model-profile.schema.json").read_text())
     )
     assert not any("vision" in each for each in profile["assumptions"])
+    again = tmp_path / "again.json"
+    assert main(["trace", out, "--tokens", "64", "--out", str(again)]) == 0
+    assert again.read_text() == (tmp_path / "profile.json").read_text()
     step = trace(model_from(WITH_A_TOWER), image_batch(WITH_A_TOWER, 2, "bfloat16")(3, 5000))
     assert at(profile["steps"][0]["flops"], 3, 5000) == pytest.approx(step.flops, rel=1e-6)
     assert peak_bytes(profile, 3, 5000)[0] == pytest.approx(step.peak_bytes, rel=2e-3)

@@ -50,7 +50,20 @@ def test_what_ships_is_the_known_models(name: str) -> None:
     found = traces.of_shape(shape)
     assert found is not None
     assert len(found.plain.layers) == shape.num_layers
-    assert found.weights_bytes == pytest.approx(2 * parameters.model(shape).total, rel=0.002)
+    tower = known_models.entries()[name].get("tower", 0) if found.takes_images else 0
+    assert found.weights_bytes == pytest.approx(2 * (parameters.model(shape).total + tower), rel=0.002)
+
+
+def test_a_model_that_takes_images_ships_traced_with_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its whole, 7,063,427,072 parameters: two bytes of each weight, two of its gradient, twelve of its states."""
+    plan = planned(capsys, "--model", "llava-hf/llava-1.5-7b-hf")
+    assert source(plan).endswith(", sdpa, an image a sequence")
+    assert plan["as_it_is"]["memory"]["between_steps_bytes"] == pytest.approx(14 * 7_063_427_072, rel=0.01)
+    profile = json.loads(knowledge_path("traces", "llava-1.5-7b.json").read_text(encoding="utf-8"))
+    (tmp_path / "config.json").write_text(json.dumps(profile["config"]))
+    assert source(planned(capsys, tmp_path / "config.json")) == source(plan)
 
 
 def test_a_known_model_is_planned_by_its_trace(capsys: pytest.CaptureFixture[str]) -> None:
@@ -286,7 +299,9 @@ def test_a_config_of_a_model_that_takes_images_says_that_its_decoder_is_planned(
     }
     (tmp_path / "config.json").write_text(json.dumps(whole))
     plan = planned(capsys, tmp_path / "config.json")
-    assert plan["model"]["source"].endswith("its text decoder alone; offload trace counts the whole model")
+    assert plan["model"]["source"].endswith(
+        "the shape of its text decoder; offload trace counts the whole model"
+    )
 
 
 AXOLOTL = """\
