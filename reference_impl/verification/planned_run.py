@@ -177,7 +177,8 @@ def _workload(model: Mapping[str, Any], **batch: Any) -> Workload:
     real = importlib.import_module("reference_impl.verification.real_workload")
     layers, hidden, ffn, heads, kv_heads, vocab = (model["shape"][name] for name in _SIZES)
     shape = DecoderShape(hidden=hidden, ffn=ffn, layers=layers, heads=heads, kv_heads=kv_heads, vocab=vocab)
-    found: Workload = real.RealWorkload(shape=shape, config=config, **batch)
+    images = model["traced"].get("images", 0)
+    found: Workload = real.RealWorkload(shape=shape, config=config, images=images, **batch)
     return found
 
 

@@ -22,10 +22,11 @@ from reference_impl.verification.workload import Workload
 class RealWorkload(Workload):
     """The model of a `config.json`'s entries; its `shape` says the sizes alone.
 
-    Its loss is its own, its LoRA peft's.
+    Its loss is its own, its LoRA peft's. Each sequence begins with `images` of the config's size.
     """
 
     config: Mapping[str, Any]
+    images: int = 0
 
     def new_model(self) -> nn.Module:
         """Return the model on the default device."""
@@ -37,5 +38,17 @@ class RealWorkload(Workload):
 
     def loss(self, model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
         """Return the loss that the model computes where it is given labels."""
-        loss: torch.Tensor = model(input_ids=ids, labels=ids).loss
+        ids, given = self._with_images(ids) if self.images else (ids, {})
+        loss: torch.Tensor = model(input_ids=ids, labels=ids, **given).loss
         return loss
+
+    def _with_images(self, ids: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Return `ids` (int64, sequences and tokens) that begin with those of images, and the images' noise."""
+        size, patch = (self.config["vision_config"][name] for name in ("image_size", "patch_size"))
+        token = self.config.get("image_token_index", self.config.get("image_token_id"))
+        count = self.images * (size // patch) ** 2
+        ids = torch.where(ids == token, 0, ids)
+        ids[:, :count] = token
+        generator = torch.Generator().manual_seed(0)
+        pixels = torch.randn(len(ids) * self.images, 3, size, size, generator=generator)
+        return ids, {"pixel_values": pixels.to(ids.device, self.dtype)}

@@ -49,8 +49,8 @@ class TracedModel(NamedTuple):
     """The step as it is and with its blocks recomputed; `source` says in words what was traced, and with what.
 
     Of `parameters` elements `trained` have gradients; where others are frozen, `adapter_rank` is the smallest
-    dimension of what is trained. `is_counted` says that the model was counted, and not its shape; `takes_images` that
-    images were given to it, so that its vision tower was counted too.
+    dimension of what is trained. `is_counted` says that the model was counted, and not its shape. With `images` in each
+    sequence its vision tower was counted too.
 
     Two are the same if they are the same object, so that what is computed from one is found again quickly.
     """
@@ -65,7 +65,7 @@ class TracedModel(NamedTuple):
     trained: int
     adapter_rank: int
     is_counted: bool
-    takes_images: bool
+    images: int
     plain: TracedStep
     recomputed: TracedStep
 

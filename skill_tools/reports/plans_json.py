@@ -136,7 +136,8 @@ def _traced(run: Run) -> dict[str, Any]:
     if run.traced is None:
         return {}
     config = {} if run.traced.config is None else {"config": run.traced.config}
-    return {"traced": {"source": run.traced.source, **config}}
+    images = {"images": run.traced.images} if run.traced.images else {}
+    return {"traced": {"source": run.traced.source, **config, **images}}
 
 
 def _execute(option: Option, plan: Plan) -> dict[str, object] | None:

@@ -92,7 +92,7 @@ def run_of(path: str, run: Run, *, names_the_model: bool) -> Run:
 
 def _of_model(run: Run, found: TracedModel) -> Run:
     # The loss was traced as it is written; a framework may fuse it. A tower that saw images was counted with the model.
-    tower = 0 if found.takes_images else run.tower
+    tower = 0 if found.images else run.tower
     return run._replace(traced=found, tower=tower, fused_loss=run.fused_loss or run.loss_bytes < 1)
 
 
@@ -179,7 +179,7 @@ def model_of(data: Mapping[str, Any]) -> TracedModel:
         trained=_bytes(data.get("trained_parameters", data["gradients_bytes"] // element_bytes)),
         adapter_rank=int(data.get("adapter_rank", 0)),
         is_counted="parameters" in data,
-        takes_images=bool(data.get("images")),
+        images=int(data.get("images", 0)),
         plain=steps[False],
         recomputed=steps[True],
     )

@@ -463,7 +463,13 @@ def test_a_model_is_traced_with_images(tmp_path, capsys):
     assert peak_bytes(profile, 3, 5000)[0] == pytest.approx(step.peak_bytes, rel=2e-3)
     capsys.readouterr()
     assert main(["plan", "--trace", out, "--gpu", "h100", "--format", "json"]) == 0
-    assert any("2 images a sequence" in line for line in json.loads(capsys.readouterr().out)["assumptions"])
+    plan = capsys.readouterr().out
+    assert any("2 images a sequence" in line for line in json.loads(plan)["assumptions"])
+    verified = ["plan", "--trace", out, "--gpu", "h100", "--format", "json", "--overrides", "seq_length=64"]
+    assert main(verified) == 0
+    (tmp_path / "plan.json").write_text(capsys.readouterr().out)
+    assert main(["verify", "--plan", str(tmp_path / "plan.json"), "--device", "cpu"]) == 0
+    assert "the plan was true" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("config", "images"), [(HYBRID, "1"), (WITH_A_TOWER, "-1"), (WITH_A_TOWER, "2000")])

@@ -50,7 +50,7 @@ def test_what_ships_is_the_known_models(name: str) -> None:
     found = traces.of_shape(shape)
     assert found is not None
     assert len(found.plain.layers) == shape.num_layers
-    tower = known_models.entries()[name].get("tower", 0) if found.takes_images else 0
+    tower = known_models.entries()[name].get("tower", 0) if found.images else 0
     assert found.weights_bytes == pytest.approx(2 * (parameters.model(shape).total + tower), rel=0.002)
 
 
