@@ -307,7 +307,7 @@ class OptimizerStateOffloader(SavedOptimizer):
         if self._waits is not None:
             self._waits.on_step(gradients)
         decision = decide(
-            norms_of(gradients),
+            self._norms(gradients),
             self._device,
             reduce_norm_squared=self._reduce_norm_squared,
             max_norm=self._max_grad_norm,
@@ -332,6 +332,10 @@ class OptimizerStateOffloader(SavedOptimizer):
     def _to_use(self) -> dict[Member, torch.Tensor]:
         """Return the gradients of this step."""
         return {member: gradient_of(member) for member in standing(self._members.values())}
+
+    def _norms(self, gradients: Mapping[Member, torch.Tensor]) -> list[torch.Tensor]:
+        """Return the fp32 norms of `gradients`."""
+        return norms_of(gradients)
 
     def _prepare(
         self, gradients: Mapping[Member, torch.Tensor], decision: ClipDecision
