@@ -11,21 +11,21 @@ import pytest
 from settings import needs_recovery
 
 FAST = {"optimizers": 40, "signals": 10, "memory": 30, "memory-signals": 6}
-# `make test-faults` runs twenty times as many, which takes longer than the slow tier may.
+# `make test-faults` runs forty times as many, which takes longer than the slow tier may.
 TIMES = int(os.environ.get("FAULT_SEEDS_TIMES", "1"))
 SLOW = {
-    "optimizers": 440 * TIMES,
-    "layers": 40 * TIMES,
-    "shards": 40 * TIMES,
-    "signals": 15 * TIMES,
-    "layers-signals": 10 * TIMES,
-    "shards-signals": 10 * TIMES,
-    "memory": 50 * TIMES,
-    "memory-signals": 15 * TIMES,
+    "optimizers": 220 * TIMES,
+    "layers": 20 * TIMES,
+    "shards": 20 * TIMES,
+    "signals": 8 * TIMES,
+    "layers-signals": 5 * TIMES,
+    "shards-signals": 5 * TIMES,
+    "memory": 25 * TIMES,
+    "memory-signals": 8 * TIMES,
 }
 if TIMES > 1:
     # When such a signal comes depends on the machine: what one finds, the next run may not.
-    SLOW |= {"timed-signals": 15 * TIMES, "timed-layers-signals": 10 * TIMES}
+    SLOW |= {"timed-signals": 8 * TIMES, "timed-layers-signals": 5 * TIMES}
 
 
 def in_halves(first, count):
