@@ -15,6 +15,10 @@ from skill_tools.dialects.shapes import ModelShape
 from skill_tools.errors import UnusableInput
 
 
+# Each is an object: a slip of the finger would take minutes.
+_MOST_CHUNKS = 2**16
+
+
 class Layout(NamedTuple):
     """Sizes of the parallel groups. `virtual_stages` is the number of model chunks a pipeline rank holds."""
 
@@ -108,7 +112,14 @@ def smallest_world(layout_sizes: tuple[int, int, int, int, int]) -> int:
 @lru_cache
 def stages(shape: ModelShape, layout: Layout) -> tuple[Stage, ...]:
     """Divide the layers over the pipeline ranks, as evenly as they go or as `stage_layers` says."""
-    counts = layout.stage_layers or _even(shape.num_layers, layout.pipeline * layout.virtual_stages)
+    chunks = layout.pipeline * layout.virtual_stages
+    if chunks > _MOST_CHUNKS:
+        raise UnusableInput(
+            f"the pipeline has {chunks} chunks, and {shape.name} {shape.num_layers} layers",
+            expected=f"{_MOST_CHUNKS} chunks or less",
+            attempt=f"pipeline_model_parallel_size={shape.num_layers} or less",
+        )
+    counts = layout.stage_layers or _even(shape.num_layers, chunks)
     if sum(counts) != shape.num_layers or len(counts) % layout.pipeline:
         raise UnusableInput(
             f"the pipeline has {sum(counts)} layers in {len(counts)} chunks on {layout.pipeline} ranks",

@@ -77,7 +77,7 @@ def program_end(command: Command) -> int:
     """
     texts = [word.text for word in command.words]
     scripts = [at + 1 for at, text in enumerate(texts) if text.endswith(".py") and "=" not in text]
-    modules = [at + 2 for at, text in enumerate(texts) if text == "-m"]
+    modules = [min(at + 2, len(texts)) for at, text in enumerate(texts) if text == "-m"]
     return min(scripts) if scripts else max(modules, default=0)
 
 

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skill_tools.configs.shell.command import Command
+from skill_tools.configs.shell.launch import program_end
 from skill_tools.configs.shell.script import run
 from skill_tools.errors import UnusableInput
 
@@ -49,6 +50,10 @@ def test_the_folder_of_the_script_is_known_from_where_it_lies(folder: str, path:
 )
 def test_any_other_output_is_not_known(folder: str) -> None:
     assert not last(f"train {folder}/a").words[1].resolved
+
+
+def test_a_module_that_is_cut_off_ends_the_program() -> None:
+    assert program_end(last("torchrun --nproc_per_node 8 -m")) == 4
 
 
 @given(st.lists(plain_text, min_size=1, max_size=6))

@@ -154,3 +154,9 @@ def test_a_size_that_divides_nothing_is_refused_at_once() -> None:
     huge = config(tensor_model_parallel_size=10**12)
     with pytest.raises(UnusableInput, match="expected a divisor of 32; try tensor_model_parallel_size=32"):
         megatron_run.build(huge, known_models.shape("llama-3-8b"), gpus=10**12)
+
+
+def test_a_pipeline_of_more_chunks_than_anybody_has_is_refused_at_once() -> None:
+    shape = known_models.shape("llama-3-8b")
+    with pytest.raises(UnusableInput, match="1000000000000 chunks, and llama-3-8b 32 layers; expected 65536"):
+        layout.stages(shape, Layout(gpus=10**12, pipeline=10**12))
