@@ -14,7 +14,6 @@ from skill_tools.dialects.parameters import Parameters
 from skill_tools.dialects.shapes import ModelShape
 from skill_tools.errors import UnusableInput
 
-
 # Each is an object: a slip of the finger would take minutes.
 _MOST_CHUNKS = 2**16
 
