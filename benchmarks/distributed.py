@@ -73,7 +73,7 @@ WARM_UP = 2
 def train(model: nn.Module, optimizer: Any, device: Device, ids: torch.Tensor, steps: int) -> dict[str, Any]:
     """Train on `ids` and return this rank's times in seconds, peak in GB (0 on the CPU twin) and losses."""
     marks, losses = [], []
-    # A full collection of garbage takes 0.2 s, on one rank after the other; trainers of many ranks freeze it as well.
+    # A full collection of garbage takes 0.2 s, on one rank after the other, and all wait for each.
     gc.collect()
     gc.freeze()
     for step in range(WARM_UP + steps):
@@ -89,7 +89,6 @@ def train(model: nn.Module, optimizer: Any, device: Device, ids: torch.Tensor, s
     marks.append(device.mark())
     optimizer.synchronize()
     device.synchronize()
-    gc.unfreeze()
     times = [before.seconds_until(after) for before, after in itertools.pairwise(marks)]
     return {
         "first_step_s": times[0],
@@ -133,6 +132,8 @@ def _measured(
             ids = torch.randint(0, shape.vocab, (batch, tokens), generator=generator)
             found[str(batch * tokens)] = train(model, optimizer, device, ids.to(device.torch_device), steps)
     finally:
+        # Also after an error: what is frozen would stay, and the next row needs the memory.
+        gc.unfreeze()
         optimizer.close()
         torch.set_num_threads(threads)
     split = getattr(optimizer, "split", None)

@@ -165,6 +165,13 @@ def _workload(model: Mapping[str, Any], **batch: Any) -> Workload:
             expected="a model that can be made again",
             attempt="reference_impl.fit, which tries plans on the model itself",
         )
+    images = model["traced"].get("images", 0)
+    if images and config["model_type"] != "llava":
+        raise PlanError(
+            f"the plan is for {model['name']} with images, whose tokens its processor alone counts",
+            expected="text, or images of a LLaVA model",
+            attempt="reference_impl.fit, which tries plans on the model itself",
+        )
     missing = [
         name for name in ("transformers", *(("peft",) if batch["lora_rank"] else ())) if not _has(name)
     ]
@@ -177,7 +184,6 @@ def _workload(model: Mapping[str, Any], **batch: Any) -> Workload:
     real = importlib.import_module("reference_impl.verification.real_workload")
     layers, hidden, ffn, heads, kv_heads, vocab = (model["shape"][name] for name in _SIZES)
     shape = DecoderShape(hidden=hidden, ffn=ffn, layers=layers, heads=heads, kv_heads=kv_heads, vocab=vocab)
-    images = model["traced"].get("images", 0)
     found: Workload = real.RealWorkload(shape=shape, config=config, images=images, **batch)
     return found
 

@@ -43,9 +43,9 @@ class RealWorkload(Workload):
         return loss
 
     def _with_images(self, ids: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Return `ids` (int64, sequences and tokens) that begin with those of images, and the images' noise."""
+        """Return `ids` (int64, sequences and tokens) that begin with those of LLaVA's images, and the images' noise."""
         size, patch = (self.config["vision_config"][name] for name in ("image_size", "patch_size"))
-        token = self.config.get("image_token_index", self.config.get("image_token_id"))
+        token = self.config["image_token_index"]
         count = self.images * (size // patch) ** 2
         ids = torch.where(ids == token, 0, ids)
         ids[:, :count] = token

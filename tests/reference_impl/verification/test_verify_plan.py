@@ -382,6 +382,12 @@ def test_a_budget_is_counted_in_all_steps_of_the_twin(written):
     assert found.trained.losses == found.without_offload.losses
 
 
+def test_images_whose_tokens_are_not_known_are_one_line(written, capsys):
+    traced = {"source": "a trace", "config": {"model_type": "qwen2_vl"}, "images": 1}
+    assert main(["verify", "--device", "cpu", "--plan", str(written(model__traced=traced))]) == 2
+    assert "expected text, or images of a LLaVA model; try reference_impl.fit" in capsys.readouterr().err
+
+
 def test_a_mechanism_that_is_not_here_is_one_line(written, capsys):
     path = written(execute={"teleport": {}})
     assert main(["verify", "--device", "cpu", "--plan", str(path)]) == 2
