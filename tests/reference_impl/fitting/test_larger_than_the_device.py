@@ -107,14 +107,14 @@ def operations_until(nth, monkeypatch, plan=None):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("share", [0.0, 0.2, 0.45, 0.9])
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.2, 0.3, 0.45, 0.7, 0.9])
 def test_an_attempt_without_memory_leaves_everything_as_it_was(share, monkeypatch):
     nth = 1 + int(share * operations_until(-1, monkeypatch))
     assert operations_until(nth, monkeypatch) >= nth
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("share", [0.15, 0.45])
+@pytest.mark.parametrize("share", [0.15, 0.3, 0.45, 0.6])
 def test_so_does_one_whose_update_has_begun_in_backward(share, monkeypatch):
     with fit(*make(), IDS, loss_of, gpu_budget=round(1.1 * weights_bytes()), device="cpu") as fitted:
         plan = fitted.plan

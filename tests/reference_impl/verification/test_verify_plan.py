@@ -471,6 +471,8 @@ def test_a_plan_for_adapters_is_verified_on_the_frozen_model_with_them(execute, 
     "label",
     [
         "trained layers streamed, layer inputs on the host",
+        "trained layers streamed",
+        "checkpointing",
         "checkpointing with layer inputs offloaded",
     ],
 )

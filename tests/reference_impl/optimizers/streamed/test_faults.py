@@ -369,5 +369,5 @@ def test_slots_that_could_not_be_allocated_do_not_count(monkeypatch, device):
 @pytest.mark.parametrize("form", FORMS)
 def test_operations_of_every_kind_may_fail_before_everything_else(monkeypatch, form, attached, action):
     # A stride that shares no factor with the chunks, so that the forms together reach operations of every kind.
-    for at in range(1 + ACTIONS.index(action), operations(monkeypatch, form, attached, "step") + 1, 29):
+    for at in range(1 + ACTIONS.index(action), operations(monkeypatch, form, attached, "step") + 1, 13):
         expect_exact(monkeypatch, form, attached, at, action)
