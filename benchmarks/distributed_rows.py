@@ -54,7 +54,7 @@ class Plain:
 class Traffic:
     """Bytes for each parameter of a rank: on its link, both ways, in backward and from step to forward; of host memory.
 
-    What a step streams may come in during backward (`comes_early`), into the slots.
+    Of what a step streams some may come in during backward (`comes_early`), or of shards stay on the device.
     """
 
     in_backward: int = 0
@@ -67,7 +67,7 @@ class Traffic:
         backward_s = max(0.75 * base_s, self.in_backward * numel / link)
         left = float(self.after_it * numel)
         if self.comes_early:
-            # As much goes out of the slots in the same time.
+            # As much goes out in the same time.
             left -= min(2 * slots_bytes, left, link * backward_s)
         return backward_s + max(0.25 * base_s, left / link, self.host * numel / host)
 
@@ -133,7 +133,7 @@ class EverythingOff:
 
 
 def rows(engine: str, slots_bytes: int) -> dict[str, Row]:
-    """Return every row of the table by name; states may come in early into `slots_bytes`."""
+    """Return every row of the table by name; states may come in early, or stay, in `slots_bytes`."""
     exact = Streaming(prefetch_bytes=slots_bytes)
     bf16 = replace(exact, moments_dtype=torch.bfloat16, chunk_bytes=LARGE_CHUNK_BYTES)
     packed = replace(bf16, hi_lo_masters=True)

@@ -14,6 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from reference_impl.device import REACHED, Device, Event
 from reference_impl.distributed.fsdp2 import reductions
@@ -71,7 +72,7 @@ class Shares:
             self._streamed = _streamed_share(device, algorithm, options.streaming)
             sizes = [(local_numel(param), param.element_size()) for param in params]
             each = _state_bytes(sizes, algorithm, options.streaming)
-            # So many elements may come in during backward: those that the next forward needs first.
+            # So many elements may come in during backward, or stay: those that the next forward needs first.
             self._ahead = int(options.streaming.prefetch_bytes / max(each.streamed, 1))
             if split == "auto":
                 from reference_impl.optimizers.auto_split import fastest_split_here
@@ -82,8 +83,9 @@ class Shares:
                     device,
                     options.budgets,
                     ring_bytes=self._streamed.ring_bytes(params),
-                    # How much does come in, the length of a backward says, which nobody knows yet.
-                    hidden_bytes=options.streaming.prefetch_bytes // 2,
+                    # How much does come in, the length of a backward says, which nobody knows yet. Of sharded
+                    # parameters as much stays on the device.
+                    hidden_bytes=options.streaming.prefetch_bytes // (1 if _are_sharded(params) else 2),
                     ranks=Together.of(params, self._ranks),
                 )
         self.split = Split(*split)
@@ -384,6 +386,10 @@ def _state_bytes(sizes: Iterable[tuple[int, int]], algorithm: Algorithm, streami
         hi_lo_masters=streaming.hi_lo_masters,
         compact_low_bits=streaming.compact_low_bits,
     )
+
+
+def _are_sharded(params: Iterable[torch.Tensor]) -> bool:
+    return any(isinstance(param, DTensor) for param in params)
 
 
 def _streams_in_part(bucket: Bucket) -> bool:

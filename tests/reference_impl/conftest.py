@@ -42,6 +42,7 @@ def host_memory_comes_back():
 def group(tmp_path_factory):
     """A process group of one rank."""
     store = dist.FileStore(str(tmp_path_factory.mktemp("store") / "store"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend, store=store, rank=0, world_size=1)
     yield
     dist.destroy_process_group()

@@ -182,8 +182,8 @@ def attached(model, shares, overlap, clip):
 def optimizer_of(model, shares, overlap, clip):
     if shares == "offloader":
         return streaming(model, chunk_bytes=2048, max_grad_norm=CLIPS[clip])
-    # Slots to come in during backward, too: more than there are chunks. Then `auto` would have nothing to split.
-    small = Streaming(chunk_bytes=1024, prefetch_bytes=0 if shares == "auto" else 2**16)
+    # Some states stay, of a rank's 4 kB. Then `auto` would have nothing to split.
+    small = Streaming(chunk_bytes=1024, prefetch_bytes=0 if shares == "auto" else 1024)
     return hybrid(
         model, split=SHARES[shares], streaming=small, backward_overlap=overlap, max_grad_norm=CLIPS[clip]
     )

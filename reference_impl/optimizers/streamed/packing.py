@@ -241,10 +241,12 @@ def compiled(function: Callable[..., None], *kind: object) -> Callable[..., None
     """Return `function` as one kernel for all sizes, built at its first call.
 
     `kind` is what the kernel is specialised on beside sizes: the formula and dtypes. The compiler allows 8 kernels a
-    code object, and raises at the ninth, so each kind is a code object of its own.
+    code object, and raises at the ninth, so each kind is a code object of its own. It is built here, not by a pool:
+    up to 32 processes of every rank would import torch while the first steps run.
     """
     own = FunctionType(function.__code__.replace(), function.__globals__)
-    return torch.compile(own, dynamic=True, fullgraph=True, options={"guard_filter_fn": _of_tensors})
+    options = {"guard_filter_fn": _of_tensors, "compile_threads": 1}
+    return torch.compile(own, dynamic=True, fullgraph=True, options=options)
 
 
 def _of_tensors(guards: Sequence[Any]) -> list[bool]:

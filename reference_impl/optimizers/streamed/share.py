@@ -27,7 +27,7 @@ from reference_impl.optimizers.algorithms import Algorithm
 from reference_impl.optimizers.clip_decision import ClipDecision
 from reference_impl.optimizers.layout import Member, Piece
 from reference_impl.optimizers.step import snapshot
-from reference_impl.optimizers.streamed.chunks import Chunk, Part, StreamedWeights
+from reference_impl.optimizers.streamed.chunks import COMPACT_ALIGNMENT, Chunk, Part, StreamedWeights
 from reference_impl.optimizers.streamed.pipeline import ChunkQueue, StreamedPipeline
 from reference_impl.optimizers.streamed.slots import LEAST_SLOTS, FreedMemory
 from reference_impl.optimizers.streamed.step import StreamedStep
@@ -42,8 +42,10 @@ class StreamedShare:
         algorithm: the formula, which torch's fused kernel runs on the device.
         chunk_bytes: most bytes of a chunk.
         device_budget_bytes: device memory for slots and for the scratch of one chunk; by default three slots. What it
-            allows beyond three is for extra slots, see `on_gradient`.
-        prefetch_bytes: without a budget, how much extra slots may take.
+            allows beyond three is for extra slots, see `on_gradient`. Of sharded parameters as many states stay on the
+            device instead: backward frees little there, since the gradients of the shards grow meanwhile, and what
+            stays need not be copied.
+        prefetch_bytes: without a budget, how much that may take.
         state_format: which states are in chunks, and in which dtypes; by default masters and moments in fp32.
         remedy: ends the message when the host has too little memory.
         host_gradients: gradients are left on the host, where `gradient_places` says, and come in with the states. Then
@@ -87,6 +89,7 @@ class StreamedShare:
         # The chunks that backward may still prefetch; None until its first gradient.
         self._prefetchable: deque[Chunk] | None = None
         self._most_slots = LEAST_SLOTS
+        self._held_bytes = 0.0
         # Kept alive while the update reads its numbers.
         self._decision: ClipDecision | None = None
         self.moments = algorithm.moments
@@ -96,8 +99,8 @@ class StreamedShare:
         self._dropped.atexit = False
 
     def host_bytes(self, parts: Mapping[Member, Part]) -> int:
-        """Return what `add` takes of the host for these parts."""
-        return self._storage.host_bytes(parts)
+        """Return what `add` takes of the host for these parts. Raises ValueError for a budget below three chunks."""
+        return self._storage.host_bytes(self._with_held(parts))
 
     def require_room(self, parts: Mapping[Member, Part], *, remedy: Callable[[float], str]) -> None:
         """Raise HostMemoryError unless the host has what `add` takes, of ranks that train sharded members for all."""
@@ -111,7 +114,8 @@ class StreamedShare:
         Raises ValueError for a budget below three chunks, HostMemoryError and torch.OutOfMemoryError; then nothing has
         been added, and host memory that was reserved serves the next call.
         """
-        most_slots = self._slots_in_budget([member.param for member in (*self.steps, *parts)])
+        most_slots, _ = self._in_budget(parts)
+        parts = self._with_held(parts)
         self.finish(for_writing=True)
         chunks = self._storage.make(parts)
         try:
@@ -133,6 +137,7 @@ class StreamedShare:
             raise
         with deferred_interrupts():
             self._most_slots = most_slots
+            self._held_bytes += self._bytes_held(parts)
             self._chunks.extend(chunks)
             self.steps.update(steps)
 
@@ -146,21 +151,47 @@ class StreamedShare:
             if chunk.gradients is not None and piece.member in wanted
         }
 
-    def _slots_in_budget(self, params: Sequence[torch.Tensor]) -> int:
-        """Return how many slots the budget allows, given all parameters."""
+    def _in_budget(self, parts: Mapping[Member, Part]) -> tuple[int, int]:
+        """Return how many slots the budget allows, and how many bytes of states it holds, `parts` included."""
+        params = [member.param for member in (*self.steps, *parts)]
         if not params:
-            return LEAST_SLOTS
+            return LEAST_SLOTS, 0
         slot_bytes, scratch_bytes = self._sizes(params)
-        if self._budget_bytes is None:
-            return LEAST_SLOTS + self._prefetch_bytes // slot_bytes
-        slots = (self._budget_bytes - scratch_bytes) // slot_bytes
-        if slots < LEAST_SLOTS:
+        spare_bytes = self._prefetch_bytes
+        if self._budget_bytes is not None:
             needed = LEAST_SLOTS * slot_bytes + scratch_bytes
-            raise ValueError(
-                f"device_budget_bytes is {self._budget_bytes}; expected {needed} or more: {LEAST_SLOTS} chunks of "
-                f"{slot_bytes} bytes, and {scratch_bytes} for gradients and unpacked states; try smaller chunk_bytes"
-            )
-        return slots
+            spare_bytes = self._budget_bytes - needed
+            if spare_bytes < 0:
+                raise ValueError(
+                    f"device_budget_bytes is {self._budget_bytes}; expected {needed} or more: {LEAST_SLOTS} chunks of "
+                    f"{slot_bytes} bytes, and {scratch_bytes} for gradients and unpacked states; try smaller "
+                    "chunk_bytes"
+                )
+        if any(isinstance(param, DTensor) for param in params):
+            return LEAST_SLOTS, spare_bytes
+        return LEAST_SLOTS + spare_bytes // slot_bytes, 0
+
+    def _with_held(self, parts: Mapping[Member, Part]) -> dict[Member, Part]:
+        """Return `parts` with the first elements of the forward held on the device, as far as the budget allows."""
+        _, most_bytes = self._in_budget(parts)
+        left_bytes = most_bytes - self._held_bytes
+        found = dict(parts)
+        for member in sorted(parts, key=lambda member: member.order):
+            part, each_bytes = parts[member], self._storage.state_bytes(member)
+            # The CPU publishes the new weights of such a member together.
+            if part.is_split:
+                continue
+            count = min(int(max(left_bytes, 0) / each_bytes), len(part.streamed))
+            if count < len(part.streamed):
+                count -= count % COMPACT_ALIGNMENT
+            found[member] = part._replace(held=part.streamed[:count], streamed=part.streamed[count:])
+            left_bytes -= count * each_bytes
+            if found[member].streamed:
+                break
+        return found
+
+    def _bytes_held(self, parts: Mapping[Member, Part]) -> float:
+        return sum(len(part.held) * self._storage.state_bytes(member) for member, part in parts.items())
 
     def _sizes(self, params: Iterable[torch.Tensor]) -> tuple[int, int]:
         """Return the bytes of a slot, and of the scratch of one chunk."""
@@ -177,10 +208,14 @@ class StreamedShare:
 
     @property
     def chunks(self) -> tuple[Chunk, ...]:
-        """All chunks in the order of their updates: that of the next forward, those of split members first."""
-        return tuple(
-            sorted(self._chunks, key=lambda chunk: (not self._has_split_member(chunk), chunk.deadline))
-        )
+        """All chunks in the order of their updates: that of the next forward.
+
+        Before these come those of split members, which a CPU worker waits for. If some stay on the device, so do the
+        first that come in: their copies out and the next ones in begin at once.
+        """
+        ordered = sorted(self._chunks, key=lambda chunk: (not self._has_split_member(chunk), chunk.deadline))
+        first = [chunk for chunk in ordered if not chunk.resident][:LEAST_SLOTS]
+        return (*first, *(chunk for chunk in ordered if chunk not in first))
 
     @property
     def loaded(self) -> tuple[Chunk, ...]:
@@ -257,7 +292,8 @@ class StreamedShare:
             ours, self.steps, decision, snapshot(groups), self._weights, arrived, dict(factors or {})
         )
         # A CPU worker waits for the chunks of split members.
-        self._prepared = self._pipeline.plan(due, step, at_once=sum(map(self._has_split_member, due)))
+        split = [place for place, chunk in enumerate(due, start=1) if self._has_split_member(chunk)]
+        self._prepared = self._pipeline.plan(due, step, at_once=max(split, default=0))
 
     def begin(self) -> None:
         """Begin the prepared step, which owns its gradients and decision from here on; does not raise."""
@@ -281,15 +317,12 @@ class StreamedShare:
     def on_gradient(self, member: Member) -> None:
         """Note that a gradient is final, and prefetch states into memory that backward has freed.
 
-        Backward of a sharded model frees little, since the gradients of its shards grow meanwhile: there the budget is
-        taken as it is. For a hook on every parameter, where `prefetches_in_backward` and somebody calls `wait_for`
-        during forward.
+        For a hook on every parameter, where `prefetches_in_backward` and somebody calls `wait_for` during forward.
         """
         if self._freed.on_gradient(member) and not self._pipeline.at_slot_limit:
             if self._prefetchable is None:
                 self._prefetchable = deque(self.chunks)
-            sharded = isinstance(member.param, DTensor)
-            limit_bytes = None if sharded else self._freed.limit_bytes(self._pipeline.extra_bytes)
+            limit_bytes = self._freed.limit_bytes(self._pipeline.extra_bytes)
             self._pipeline.prefetch(self._prefetchable, limit_bytes=limit_bytes)
 
     def free_slots(self) -> None:

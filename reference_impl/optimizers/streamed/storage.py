@@ -197,12 +197,17 @@ class StateStorage:
 
     def host_bytes(self, parts: Mapping[Member, Part]) -> int:
         """Return what `make` takes of the host for these parts, but for gaps of alignment."""
-        found = 0.0
-        for member, part in parts.items():
-            fields = self._fields(member.dtype, packed=not self._format.keeps_exact(member.param))
-            each = sum(field.dtype.itemsize / field.block for field in fields)
-            found += len(part.streamed) * (each + self._gradient_bytes(member.dtype))
-        return round(found)
+        return round(
+            sum(
+                len(part.streamed) * (self.state_bytes(member) + self._gradient_bytes(member.dtype))
+                for member, part in parts.items()
+            )
+        )
+
+    def state_bytes(self, member: Member) -> float:
+        """Return the bytes of the states of one streamed element of `member`."""
+        fields = self._fields(member.dtype, packed=not self._format.keeps_exact(member.param))
+        return sum(field.dtype.itemsize / field.block for field in fields)
 
     def make(self, parts: Mapping[Member, Part]) -> list[Chunk]:
         """Return new chunks for parts of members, all states zero.
@@ -214,15 +219,19 @@ class StateStorage:
         try:
             for exact in (True, False):
                 members = [member for member in parts if self._format.keeps_exact(member.param) == exact]
+                # Packing saves copies, and a resident chunk has none. The compact format saves memory too.
+                saves_memory = not exact and self._format.compact_low_bits is not None
+                resident = {each: parts[each].resident for each in members}
+                chunks += self._make(resident, resident=True, packed=saves_memory)
                 chunks += self._make(
-                    {each: parts[each].resident for each in members}, resident=True, exact=exact
+                    {each: parts[each].held for each in members}, resident=True, packed=not exact
                 )
                 streamed = {each: parts[each].streamed for each in members}
                 for stays in (True, False):
                     alike = {
                         m: part for m, part in streamed.items() if (exact and self._may_stay(m)) == stays
                     }
-                    chunks += self._make(alike, resident=stays, exact=exact)
+                    chunks += self._make(alike, resident=stays, packed=not exact)
         except BaseException:
             self.discard()
             raise
@@ -249,9 +258,7 @@ class StateStorage:
         fields_of = self._format.fields if packed else self._format.unpacked_fields
         return fields_of(dtype, self._moments)
 
-    def _make(self, ranges: Mapping[Member, range], *, resident: bool, exact: bool) -> Iterator[Chunk]:
-        # Packing saves copies, and a resident chunk has none. The compact format saves memory too.
-        packed = not exact and not (resident and self._format.compact_low_bits is None)
+    def _make(self, ranges: Mapping[Member, range], *, resident: bool, packed: bool) -> Iterator[Chunk]:
         plans = plan_chunks(
             ranges,
             elements=lambda member: self.chunk_elements(member.param.dtype),
@@ -365,9 +372,10 @@ class StreamedStates:
         if chunk.compact and (name != MASTER or chunk.has(LOW)):
             return self._read_compact(piece, chunk, name)
         if name == MASTER and chunk.has(LOW):
-            high = self._weights.between_steps(piece).cpu().view(torch.int16)
+            low = self._stored(piece, chunk, LOW)
+            high = self._weights.between_steps(piece).to(low.device).view(torch.int16)
             flag = self._flagged(piece, chunk) < 0
-            return packing.join(high, self._stored(piece, chunk, LOW), flag).view(torch.float32)
+            return packing.join(high, low, flag).view(torch.float32)
         stored = self._stored(piece, chunk, name)
         flagged = name == chunk.flagged
         if stored.dtype == torch.float32 and not flagged:
@@ -423,7 +431,7 @@ class StreamedStates:
             self._set_weights(piece, high)
             self._stored(piece, chunk, LOW).copy_(low)
             signed = self._flagged(piece, chunk)
-            signed.copy_(packing.with_flag(signed, flag.cpu()))
+            signed.copy_(packing.with_flag(signed, flag.to(signed.device)))
         elif name == chunk.flagged:
             signed = self._flagged(piece, chunk)
             flag = signed < 0
