@@ -228,7 +228,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--vocab", type=int, default=32000)
     parser.add_argument("--sequence", type=int, default=4096, help="tokens of one sequence")
     parser.add_argument("--tokens", default="8192,32768", help="tokens a rank and step, comma separated")
-    parser.add_argument("--slots-gb", type=float, default=4.0, help="for states that come in during backward, or of shards stay")
+    parser.add_argument("--slots-gb", type=float, default=4.0, help="for states that come early, or stay")
     parser.add_argument("--steps", type=int, default=3, help="steps that are timed")
     parser.add_argument(
         "--rows", default="", help="only rows whose name contains one of these; none is first"

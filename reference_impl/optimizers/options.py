@@ -34,9 +34,8 @@ class Streaming:
             bf16 parameter's master, 16 (exact masters) or 8 (masters of 24 bits). Not bitwise: what is cut off is
             rounded stochastically, the same way in every run. Parameters of one dimension keep exact states, which stay
             on the device.
-        prefetch_bytes: how much may come in during an attached model's backward, into memory that this frees. Of sharded
-            parameters (FSDP2), whose backward frees little, as much stays on the device, beside all that the step takes
-            otherwise.
+        prefetch_bytes: how much may come in during an attached model's backward, into memory that this frees. Under
+            FSDP2, where backward frees little, as much stays on the device, beside all that the step takes otherwise.
     """
 
     chunk_bytes: int = CHUNK_BYTES

@@ -143,7 +143,9 @@ def test_no_kernel_is_built_in_a_step(monkeypatch, name):
     """Chunks of one piece and of many, a member alone, whatever the lengths: all have the kernel of the first."""
     built = []
 
-    def counting(graph, inputs):
+    def counting(graph, inputs, *, options):
+        # Not by processes of the compiler's own.
+        assert options == {"compile_threads": 1}
         built.append(graph)
         return graph.forward
 
