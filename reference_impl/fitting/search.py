@@ -7,6 +7,7 @@ their end. Explained in docs/fitting.md.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -136,7 +137,9 @@ class Search:
 
     def _try(self, plan: Plan) -> Trial:
         try:
-            return trial.run(self._task, plan, limit_bytes=self._budget_bytes)
+            return trial.run(
+                self._task, plan, limit_bytes=self._budget_bytes, hopeless_s=self._hopeless_s(plan)
+            )
         finally:
             self._before.restore()
 
@@ -182,9 +185,15 @@ class Search:
         return bool(rival)
 
     def _is_far_slower(self, plan: Plan, found: Trial) -> bool:
-        """Whether the plan's time is wrong here: Qwen3-4B with chunked logits took 4.6 s, at most 1.8 predicted."""
+        return found.step_s > self._hopeless_s(plan)
+
+    def _hopeless_s(self, plan: Plan) -> float:
+        """Return the seconds of a step beyond which the plan's time is wrong here; no limit where none is judged.
+
+        Qwen3-4B with chunked logits took 4.6 s, at most 1.8 predicted.
+        """
         most_s: float = plan["recommendation"]["option"]["time"]["most_s"]
-        return self._task.device.is_accelerator and found.step_s > _FAR_SLOWER * most_s
+        return _FAR_SLOWER * most_s if self._task.device.is_accelerator else math.inf
 
     def _rival(self, plan: Plan, found: Trial) -> frozenset[str]:
         """Return what to leave out for the next best plan that may be faster here; nothing where time is not judged."""

@@ -5,6 +5,7 @@ Explained in docs/fitting.md.
 
 from __future__ import annotations
 
+import math
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -158,10 +159,11 @@ def streams_trained_layers(plan: dict[str, Any]) -> bool:
     return "trained_layers" in plan["execute"]
 
 
-def run(task: Task, plan: dict[str, Any], *, limit_bytes: int) -> Trial:
+def run(task: Task, plan: dict[str, Any], *, limit_bytes: int, hopeless_s: float = math.inf) -> Trial:
     """Train `STEPS` steps under `plan` in at most `limit_bytes` of the device; one more where a budget learns.
 
-    Weights, states and random generators are other ones afterwards.
+    What it learns does not make up for a step of more than `hopeless_s`, which is the last then. Weights, states and
+    random generators are other ones afterwards.
     """
     device = task.device
     if device.allocator is not None:
@@ -180,6 +182,8 @@ def run(task: Task, plan: dict[str, Any], *, limit_bytes: int) -> Trial:
                     device.record().synchronize()
                     step_s, retried = time.perf_counter() - start, _retries(device) > retries
                     steps += 1
+                    if steps >= STEPS and step_s > hopeless_s:
+                        break
                 peak_bytes = ledger.peak_device_bytes
             except _SHORT as error:
                 short_of = _short_of(error)

@@ -245,7 +245,7 @@ def compiled(function: Callable[..., None], *kind: object) -> Callable[..., None
     up to 32 processes of every rank would import torch while the first steps run.
     """
     own = FunctionType(function.__code__.replace(), function.__globals__)
-    options = {"guard_filter_fn": _of_tensors, "compile_threads": 1}
+    options: dict[str, Any] = {"guard_filter_fn": _of_tensors, "compile_threads": 1}
     return torch.compile(own, dynamic=True, fullgraph=True, options=options)
 
 

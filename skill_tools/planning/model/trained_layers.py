@@ -64,8 +64,7 @@ def lines(run: Run, mode: Mode, local: LocalParameters) -> tuple[list[Line], lis
             round(made_bytes * size.block + gradient_bytes * max(size.block, size.table)),
             f"one block's while they are made{', in fp32' * (mode.slices > 1)}, and one block or table "
             + ("being used" if mode.updates_in_backward else "on its way"),
-            # A trace says of its spans alone what they hold.
-            "recompute" if run.traced is None else "step",
+            "recompute",
         ),
         Line(
             "streaming slots",
