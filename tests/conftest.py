@@ -40,6 +40,19 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def bf16_takes_no_longer_than_fp32() -> Generator[None, None, None]:
+    """A quarter of the slow tier's time would go into bf16 products, on a CPU that has no instructions for them."""
+    if importlib.util.find_spec("torch") is None:
+        yield
+        return
+    from bf16_products import computed_in_fp32
+
+    library = computed_in_fp32()
+    yield
+    del library
+
+
 def reason_of(report: pytest.TestReport | pytest.CollectReport) -> str:
     """Why a test or a module was skipped; empty if nobody said it."""
     reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)

@@ -214,6 +214,9 @@ class Shares:
             self._cpu.send(decision, factors)
         update = _BucketQueue(self._device, self._cpu, step, self._new_weights)
         operations: list[Operation] = [partial(self._take, step, arrivals, streamed)]
+        if self._streamed is not None:
+            # Their copies out, and the next ones in, run beside the resident update.
+            operations += [self._streamed.begin, self._streamed.start]
         operations += self._resident.operations(split, groups, decision)
         if buckets:
             operations.append(update.mark)
@@ -221,7 +224,7 @@ class Shares:
             operations.append(partial(update.submit, first))
         operations += self._resident.operations(whole, groups, decision)
         if self._streamed is not None:
-            operations += [self._streamed.begin, self._streamed.advance]
+            operations.append(self._streamed.advance)
         if last:
             operations.append(partial(update.submit, last))
         return operations

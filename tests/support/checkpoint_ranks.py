@@ -1,11 +1,11 @@
 """Runs as a script, once a rank: trains under FSDP2 (or alone), and saves or resumes through a distributed checkpoint.
 
-    python checkpoint_ranks.py RANK RANKS STORE_FILE FOLDER save|resume KIND[,KIND...] DTYPE
+    python checkpoint_ranks.py RANK RANKS STORE_FILE FOLDER save|resume
 
-KIND is `adamw`, `hybrid`, `streamed` or `everything` (off, and sharded even alone). Each of several is
-resumed from shards and from whole tensors.
+SAVED says which optimizers save, in which dtype: `adamw`, `hybrid`, `streamed` or `everything` (off, and sharded even
+alone). Each is resumed by all of them, from shards and from whole tensors.
 Every rank sees the same data, so that any number of ranks computes the same bits. `save` trains, saves, and trains on;
-what it ends with is written to FOLDER, where `resume` compares.
+what it ends with is written to a folder of its own in FOLDER, where `resume` compares.
 """
 
 import os
@@ -30,6 +30,11 @@ from torch.distributed.tensor import DTensor
 from reference_impl import ShardStreamer
 
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
+KINDS = ("hybrid", "streamed", "everything", "adamw")
+SAVED = [
+    *((kind, torch.float32) for kind in KINDS),
+    *((kind, torch.bfloat16) for kind in ("hybrid", "streamed")),
+]
 
 
 def net(dtype, ranks, kind):
@@ -116,8 +121,8 @@ def resume(folder, kind, dtype, ranks, *, whole_tensors):
         assert torch.equal(whole(value), expected), (whole(value) - expected).abs().max()
 
 
-def main(rank, ranks, store, folder, what, kinds, dtype):
-    rank, ranks, folder, dtype = int(rank), int(ranks), Path(folder), getattr(torch, dtype)
+def main(rank, ranks, store, folder, what):
+    rank, ranks = int(rank), int(ranks)
     dist.init_process_group(
         "gloo",
         store=dist.FileStore(store, ranks),
@@ -125,12 +130,18 @@ def main(rank, ranks, store, folder, what, kinds, dtype):
         world_size=ranks,
         timeout=timedelta(seconds=60),
     )
-    if what == "save":
-        save(folder, kinds, dtype, ranks)
-    else:
-        for kind in kinds.split(","):
+    for saved, dtype in SAVED:
+        case = Path(folder) / f"{saved}-{dtype}"
+        if what == "save":
+            print(case.name, "saves", file=sys.stderr, flush=True)
+            case.mkdir(exist_ok=True)
+            save(case, saved, dtype, ranks)
+            continue
+        # Plain AdamW in bf16 has no masters, so its numbers are others.
+        for kind in KINDS if dtype is torch.float32 else KINDS[:-1]:
             for whole_tensors in (False, True):
-                resume(folder, kind, dtype, ranks, whole_tensors=whole_tensors)
+                print(f"{kind} resumes {case.name}, {whole_tensors=}", file=sys.stderr, flush=True)
+                resume(case, kind, dtype, ranks, whole_tensors=whole_tensors)
     dist.barrier()
     # Both ranks remove the store's file as they let go of it, and torch waits for minutes for one that is just gone.
     os._exit(0)

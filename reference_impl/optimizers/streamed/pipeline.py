@@ -154,6 +154,10 @@ class StreamedPipeline:
         self._queue, self._unqueued = queue, deque(queue.chunks)
         self._begun, self._done = None, 0
 
+    def start(self) -> None:
+        """Queue what has come in, behind the live current stream, so that the link is busy from here on."""
+        self._queue_until(min(LEAST_SLOTS, self._queue.at_once))
+
     def advance(self) -> None:
         """Queue what is to be queued at once, behind the live current stream."""
         self._queue_until(self._queue.at_once)

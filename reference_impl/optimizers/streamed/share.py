@@ -2,7 +2,7 @@
 
 It puts chunks, storage and the pipeline together as one share of an optimizer, beside others that update other
 elements of the same members. A step is prepared (`prepare`, which may raise and changes nothing), begun (`begin`,
-which does not raise) and carried out: first by `advance`, the rest by `wait_for` (for some members) or `finish`. Any
+which does not raise) and carried out: first by `start` and `advance`, the rest by `wait_for` (for some members) or `finish`. Any
 of these may raise if memory is short, and the next call goes on exactly where it stopped.
 
 Explained in docs/optimizer-state-offloading.md, "Shares".
@@ -304,6 +304,11 @@ class StreamedShare:
             # The same mapping, so that a gradient is free once this share lets go of it.
             self._decision, self._gradients = queue.step.decision, queue.step.gradients
             self._pipeline.begin(queue)
+
+    @torch.no_grad()
+    def start(self) -> None:
+        """Queue the begun step's first chunks, behind the live current stream; after an error, go on."""
+        self._pipeline.start()
 
     @torch.no_grad()
     def advance(self) -> None:

@@ -1,5 +1,8 @@
 """`fit` of a model on the host whose weights have no room on the device: its layers stream."""
 
+import math
+from functools import cache
+
 import pytest
 import torch
 from failing_trials import failing_trials
@@ -106,21 +109,34 @@ def operations_until(nth, monkeypatch, plan=None):
     return failing.done
 
 
+@cache
+def updated_in_backward():
+    """A plan whose updates begin in backward."""
+    with fit(*make(), IDS, loss_of, gpu_budget=round(1.1 * weights_bytes()), device="cpu") as fitted:
+        return fitted.plan | {
+            "execute": fitted.plan["execute"] | {"trained_layers": {"backward_overlap": "update"}}
+        }
+
+
+@cache
+def operations(plan_of=lambda: None):
+    """How many there are in trials in which none fails."""
+    with pytest.MonkeyPatch.context() as patch:
+        return operations_until(-1, patch, plan_of())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.2, 0.3, 0.45, 0.7, 0.9])
 def test_an_attempt_without_memory_leaves_everything_as_it_was(share, monkeypatch):
-    nth = 1 + int(share * operations_until(-1, monkeypatch))
+    nth = 1 + int(share * operations())
     assert operations_until(nth, monkeypatch) >= nth
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("share", [0.15, 0.3, 0.45, 0.6])
 def test_so_does_one_whose_update_has_begun_in_backward(share, monkeypatch):
-    with fit(*make(), IDS, loss_of, gpu_budget=round(1.1 * weights_bytes()), device="cpu") as fitted:
-        plan = fitted.plan
-    plan["execute"]["trained_layers"] = {"backward_overlap": "update"}
-    nth = 1 + int(share * operations_until(-1, monkeypatch, plan))
-    assert operations_until(nth, monkeypatch, plan) >= nth
+    nth = 1 + int(share * operations(updated_in_backward))
+    assert operations_until(nth, monkeypatch, updated_in_backward()) >= nth
 
 
 def task_of(model, optimizer):
@@ -161,6 +177,14 @@ def test_gradients_that_had_left_do_not_stay_when_the_model_moves_back(execute, 
     found = trial.run(task_of(model, optimizer), {"execute": execute}, limit_bytes=2**40)
     assert (found.short_of, found.steps) == ("device", 0)
     assert not any(isinstance(param.grad, GradientStandIn) for param in model.parameters())
+
+
+@pytest.mark.parametrize(("hopeless_s", "steps"), [(0.0, 2), (math.inf, 3)])
+def test_a_plan_that_is_far_too_slow_learns_no_more(hopeless_s, steps, monkeypatch):
+    monkeypatch.setattr(trial, "learns", lambda plan: True)
+    plan = {"execute": {"optimizer": {"offload_fraction": 1.0}}}
+    found = trial.run(task_of(*make()), plan, limit_bytes=2**40, hopeless_s=hopeless_s)
+    assert (found.short_of, found.steps) == ("", steps)
 
 
 def test_closing_without_zero_grad_moves_the_model_back_too():

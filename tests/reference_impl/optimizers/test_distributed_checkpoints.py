@@ -128,21 +128,11 @@ def test_states_in_bf16_go_to_plain_adamw(device, build):
         train(other, theirs, data[2:])
 
 
-def run_ranks(ranks, folder, *words):
-    store = folder / f"store-{'-'.join(words)}-{ranks}"
+def run_ranks(ranks, folder, what):
+    words = [str(ranks), str(folder / f"store-{what}"), str(folder), what]
     processes = [
         subprocess.Popen(
-            [
-                sys.executable,
-                checkpoint_ranks.__file__,
-                str(rank),
-                str(ranks),
-                str(store),
-                str(folder),
-                *words,
-            ],
-            stderr=subprocess.PIPE,
-            text=True,
+            [sys.executable, checkpoint_ranks.__file__, str(rank), *words], stderr=subprocess.PIPE, text=True
         )
         for rank in range(ranks)
     ]
@@ -154,20 +144,7 @@ def run_ranks(ranks, folder, *words):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
-@pytest.mark.parametrize(
-    ("saves", "dtype"),
-    [
-        ("hybrid", "float32"),
-        ("streamed", "float32"),
-        ("everything", "float32"),
-        ("adamw", "float32"),
-        ("hybrid", "bfloat16"),
-        ("streamed", "bfloat16"),
-    ],
-)
-def test_other_world_sizes_resume_bitwise(tmp_path, before, after, saves, dtype):
-    run_ranks(before, tmp_path, "save", saves, dtype)
-    # Plain AdamW in bf16 has no masters, so its numbers are others.
-    run_ranks(
-        after, tmp_path, "resume", "hybrid,streamed,everything" + ",adamw" * (dtype == "float32"), dtype
-    )
+def test_other_world_sizes_resume_bitwise(tmp_path, before, after):
+    """Of each rank all that saves in one process and all that resumes in another: to start one takes seconds."""
+    run_ranks(before, tmp_path, "save")
+    run_ranks(after, tmp_path, "resume")

@@ -279,7 +279,7 @@ def test_one_kernel_is_built_for_all_cuts(monkeypatch, dtype, options):
     """A kernel takes seconds to build, and the compiler raises where a code object has more than eight."""
     built = []
 
-    def counting(graph, _):
+    def counting(graph, inputs, *, options):
         built.append(graph)
         return graph.forward
 

@@ -15,6 +15,7 @@ from optimizer_training import hybrid as build
 from reference_impl import Budgets, CpuUpdate, Streaming
 from reference_impl.device import Device
 from reference_impl.memory.host import host_book
+from reference_impl.optimizers.resident import ResidentShare
 from reference_impl.optimizers.stand_in import GradientStandIn
 
 SPLITS = [(0, 1, 0), (0, 0.6, 0.4), (0.3, 0.4, 0.3), (0.5, 0.5, 0), (0.2, 0, 0.8), (1, 0, 0)]
@@ -339,3 +340,26 @@ def test_what_comes_in_during_backward_streams_first_and_is_given_out_once(devic
         optimizer.add_param_group({"params": params[4:]})
         streamed = [optimizer.members[param].streamed for param in params]
     assert streamed == [640, 640, 0, 0, 640, 0, 640, 0]
+
+
+def test_the_link_is_busy_before_the_resident_update_runs(monkeypatch):
+    """What has come in is updated first, so that its copies out and the next ones in run beside all else."""
+    device, told = Device.of("cpu"), []
+    model, _ = twins(device, torch.float32)
+    update, copy_in, copy_out = ResidentShare.operations, type(device).copy_in, type(device).copy_out
+
+    def noted(name, run):
+        return lambda *args, **kwargs: (told.append(name), run(*args, **kwargs))[1]
+
+    def operations(share, gradients, *args):
+        return [noted("resident", each) for each in update(share, gradients, *args)]
+
+    with build(model, split=(0.5, 0.5, 0)) as optimizer:
+        train(model, optimizer, batches("cpu", 2))
+        monkeypatch.setattr(ResidentShare, "operations", operations)
+        monkeypatch.setattr(type(device), "copy_in", noted("in", copy_in))
+        monkeypatch.setattr(type(device), "copy_out", noted("out", copy_out))
+        train(model, optimizer, batches("cpu", 1))
+    before = told[: told.index("resident")]
+    assert Counter(before) == {"out": 3, "in": 3}
+    assert "out" in told[told.index("resident") :]

@@ -2,9 +2,11 @@
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import bf16_products
 import jsonschema
 import launched_ranks
 import pytest
@@ -55,6 +57,14 @@ def made(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest
         return path
 
     return make
+
+
+@pytest.fixture(autouse=True)
+def ranks_multiply_bf16_as_fast_as_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    def launched(ranks: int, device: Device, work: Any, on_report: Any) -> list[Any]:
+        return launch(ranks, device, partial(bf16_products.in_a_rank, work), on_report)
+
+    monkeypatch.setattr("reference_impl.verification.verify_plan.launch", launched)
 
 
 def verified(path: Path, *, most_error: float = 0.1) -> PlanVerification:
