@@ -2,8 +2,8 @@
 
 It puts chunks, storage and the pipeline together as one share of an optimizer, beside others that update other
 elements of the same members. A step is prepared (`prepare`, which may raise and changes nothing), begun (`begin`,
-which does not raise) and carried out: first by `start` and `advance`, the rest by `wait_for` (for some members) or `finish`. Any
-of these may raise if memory is short, and the next call goes on exactly where it stopped.
+which does not raise) and carried out: first by `start` and `advance`, the rest by `wait_for` (for some members) or
+`finish`. Any of these may raise if memory is short, and the next call goes on exactly where it stopped.
 
 Explained in docs/optimizer-state-offloading.md, "Shares".
 """
