@@ -40,7 +40,7 @@ MAX_MEMORY_ERROR = 0.05
 # but weights, states and activations lives; kernels of the CPU twin are then a few milliseconds long.
 TWIN = Scale(
     workload=Workload(
-        shape=DecoderShape(hidden=96, ffn=256, layers=4, heads=3, vocab=1024), batch=3, tokens=128
+        shape=DecoderShape(hidden=96, ffn=256, layers=4, heads=3, vocab=1024), batch=3, tokens=128, steps=8
     ),
     min_bytes=2**10,
     chunk_bytes=192 * 2**10,

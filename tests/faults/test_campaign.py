@@ -10,10 +10,10 @@ import pytest
 from settings import needs_recovery
 
 FAST = {"optimizers": 40, "signals": 10, "memory": 30, "memory-signals": 6}
-# `make test-faults` runs forty times as many, which takes longer than the slow tier may.
+# `make test-faults` runs fifty times as many, which takes longer than the slow tier may.
 TIMES = int(os.environ.get("FAULT_SEEDS_TIMES", "1"))
 SLOW = {
-    "optimizers": 220 * TIMES,
+    "optimizers": 160 * TIMES,
     "layers": 20 * TIMES,
     "shards": 20 * TIMES,
     "signals": 8 * TIMES,
