@@ -23,7 +23,6 @@ CASES = [
     ("fsdp2", "kill", "Signal 9 (SIGKILL) received"),
     ("ddp", "update", WORK_LOST),
     ("ddp", "send", f"OSError: {BROKEN}"),
-    ("ddp", "kill", "Signal 9 (SIGKILL) received"),
 ]
 
 
