@@ -78,6 +78,11 @@ def _replicas(param: DTensor) -> int:
     return math.prod(param.device_mesh.size(dim) for dim, placement in placed if placement.is_replicate())
 
 
+def any_is_sharded(params: Iterable[torch.Tensor]) -> bool:
+    """Return whether any of `params` is a DTensor: then an engine shards the model, as FSDP2 does."""
+    return any(isinstance(param, DTensor) for param in params)
+
+
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's own tensor: itself, or a DTensor's local one, which may be off the device."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor

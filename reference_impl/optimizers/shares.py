@@ -14,11 +14,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from reference_impl.device import REACHED, Device, Event
 from reference_impl.distributed.fsdp2 import reductions
 from reference_impl.distributed.host_room import HostNeed, require_room
+from reference_impl.distributed.mesh import any_is_sharded
 from reference_impl.distributed.ranks import Together
 from reference_impl.memory.closing import undo_all
 from reference_impl.memory.interrupts import deferred_interrupts
@@ -85,7 +85,7 @@ class Shares:
                     ring_bytes=self._streamed.ring_bytes(params),
                     # How much does come in, the length of a backward says, which nobody knows yet. Of sharded
                     # parameters as much stays on the device.
-                    hidden_bytes=options.streaming.prefetch_bytes // (1 if _are_sharded(params) else 2),
+                    hidden_bytes=options.streaming.prefetch_bytes // (1 if any_is_sharded(params) else 2),
                     ranks=Together.of(params, self._ranks),
                 )
         self.split = Split(*split)
@@ -215,7 +215,7 @@ class Shares:
         update = _BucketQueue(self._device, self._cpu, step, self._new_weights)
         operations: list[Operation] = [partial(self._take, step, arrivals, streamed)]
         if self._streamed is not None:
-            # Their copies out, and the next ones in, run beside the resident update.
+            # Copies of the first chunks out, and of the next ones in, run beside the resident update.
             operations += [self._streamed.begin, self._streamed.start]
         operations += self._resident.operations(split, groups, decision)
         if buckets:
@@ -389,10 +389,6 @@ def _state_bytes(sizes: Iterable[tuple[int, int]], algorithm: Algorithm, streami
         hi_lo_masters=streaming.hi_lo_masters,
         compact_low_bits=streaming.compact_low_bits,
     )
-
-
-def _are_sharded(params: Iterable[torch.Tensor]) -> bool:
-    return any(isinstance(param, DTensor) for param in params)
 
 
 def _streams_in_part(bucket: Bucket) -> bool:

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from reference_impl.device import REACHED, Device, Event
 from reference_impl.distributed.host_room import HostNeed, require_room
+from reference_impl.distributed.mesh import any_is_sharded
 from reference_impl.distributed.ranks import Together
 from reference_impl.memory.closing import undo_all
 from reference_impl.memory.interrupts import deferred_interrupts
@@ -167,7 +168,7 @@ class StreamedShare:
                     f"{slot_bytes} bytes, and {scratch_bytes} for gradients and unpacked states; try smaller "
                     "chunk_bytes"
                 )
-        if any(isinstance(param, DTensor) for param in params):
+        if any_is_sharded(params):
             return LEAST_SLOTS, spare_bytes
         return LEAST_SLOTS + spare_bytes // slot_bytes, 0
 
