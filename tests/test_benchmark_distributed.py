@@ -1,11 +1,9 @@
 """The benchmark over several ranks runs at toy size on any machine."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
+from rank_processes import run_as_torchrun
 
 from skill_tools.bundle import root
 
@@ -15,17 +13,9 @@ from skill_tools.bundle import root
 def test_all_rows_train_alike_in_one_process_group(tmp_path, engine, count):
     pytest.importorskip("torch", reason="needs torch: pip install -c constraints.txt '.[reference]'")
     out = tmp_path / "distributed.json"
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    program = [str(root() / "benchmarks" / "distributed.py"), "--tiny", "--engine", engine]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root())}
-    done = subprocess.run(
-        [sys.executable, *command, *program, "--steps", "1", "--out", str(out)],
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=280,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    program = root() / "benchmarks" / "distributed.py"
+    words = ["--tiny", "--engine", engine, "--steps", "1", "--out", str(out)]
+    run_as_torchrun(str(program), 2, *words, timeout_s=280)
     rows = json.loads(out.read_text())["rows"]
     assert len(rows) == count
     plain = rows["none"]

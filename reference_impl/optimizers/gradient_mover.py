@@ -17,7 +17,8 @@ from reference_impl.memory.in_flight import InFlight
 from reference_impl.optimizers.checks import check_used_in_time
 from reference_impl.optimizers.layout import Member, Piece, gradient_of
 
-_IN_FLIGHT_BYTES = 2 * 2**30
+# More would raise the peak, and would not let the last gradient arrive any earlier.
+_IN_FLIGHT_BYTES = 512 * 2**20
 
 
 class GradientMover:

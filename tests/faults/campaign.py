@@ -17,11 +17,11 @@ import gc
 import json
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -65,22 +65,27 @@ def run(*jobs: str, limit_s: float = 60, mutation: str | None = None) -> list[Re
 
 def results(*jobs: str, limit_s: float = 60, mutation: str | None = None) -> Iterator[Result]:
     """Yield each result of `run` as soon as it is known; closing the iterator ends the processes."""
-    command = [sys.executable, __file__, *jobs, "--limit-s", str(limit_s)]
+    import forked
+
+    words = [*jobs, "--limit-s", str(limit_s)]
     if mutation is not None:
-        command += ["--mutation", mutation]
-    path = os.pathsep.join([str(HERE.parents[1]), str(HERE), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2"}
-    with subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True
-    ) as process:
+        words += ["--mutation", mutation]
+    with tempfile.TemporaryDirectory() as folder:
+        errors = Path(folder) / "stderr"
+        here, there = forked.forks().Pipe(duplex=False)
+        process = forked.start(__file__, words, there, errors)
+        there.close()
         try:
-            yield from (Result(**json.loads(line)) for line in process.stdout or ())
-        except GeneratorExit:
+            with open(here.fileno(), closefd=False) as lines:
+                yield from (Result(**json.loads(line)) for line in lines)
+            process.join()
+        finally:
             # The session is the process and the child in which it runs its cases.
-            os.killpg(process.pid, signal.SIGKILL)
-            raise
-    if process.returncode != 0:
-        raise subprocess.CalledProcessError(process.returncode, command)
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.join()
+        if process.exitcode != 0:
+            raise RuntimeError(f"{words} has ended with {process.exitcode}:\n{errors.read_text()[-4000:]}")
 
 
 def report(results: list[Result]) -> str:
@@ -195,6 +200,8 @@ def main() -> None:
     parser.add_argument("--told", action="store_true", help="print a report instead of lines of JSON")
     arguments = parser.parse_args()
     if arguments.told:
+        # pytest knows it.
+        sys.path.append(str(HERE.parent / "support"))
         print(report(run(*arguments.jobs, limit_s=arguments.limit_s, mutation=arguments.mutation)))
         return
     import torch

@@ -7,6 +7,7 @@ import os
 
 import campaign
 import pytest
+from mutations import MUTATIONS
 from settings import needs_recovery
 
 FAST = {"optimizers": 40, "signals": 10, "memory": 30, "memory-signals": 6}
@@ -22,7 +23,7 @@ SLOW = {
     "memory": 25 * TIMES,
     "memory-signals": 8 * TIMES,
 }
-# Each of these runs in one process, whose start takes as long as twenty seeds.
+# Each of these runs in one process.
 TOGETHER = [
     ["optimizers"],
     ["layers", "signals", "layers-signals"],
@@ -42,7 +43,6 @@ def jobs(first, count):
 
 @pytest.fixture(scope="module")
 def results():
-    # In one process, whose start takes seconds.
     return campaign.run(*jobs({}, FAST))
 
 
@@ -50,6 +50,12 @@ def assert_all_pass(results, name, count):
     found = [result for result in results if result.campaign == name]
     assert len(found) == count
     assert all(result.passes for result in found), campaign.report(found)
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_the_seeds_that_find_a_mutation_pass_without_it(name):
+    campaign, first, stop = MUTATIONS[name].job.split(":")
+    assert 0 <= int(first) < int(stop) <= FAST.get(campaign, 0) + SLOW[campaign]
 
 
 @pytest.mark.parametrize("name", FAST)

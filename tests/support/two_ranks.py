@@ -1,6 +1,6 @@
 """Runs as a script, once a rank: FSDP2 with uneven and empty shards, or DDP, over two ranks that see different data.
 
-    python two_ranks.py RANK STORE_FILE cpu|cuda fsdp:OFFLOAD_FRACTION|hsdp:OFFLOAD_FRACTION|ddp:OFFLOAD_FRACTION ...
+    python two_ranks.py RANK 2 STORE_FILE cpu|cuda fsdp:OFFLOAD_FRACTION|hsdp:OFFLOAD_FRACTION|ddp:OFFLOAD_FRACTION ...
 
 Compares four clipped steps with one process that has seen all of the data, once for each of the last words, and ends
 with an error where they differ.
@@ -108,7 +108,7 @@ def skip_together(rank, model, batch):
         assert optimizer.grad_norm.isnan()
 
 
-def main(rank, store, place, *cases):
+def main(rank, _ranks, store, place, *cases):
     rank = int(rank)
     device = torch.device(place, rank) if place == "cuda" else torch.device(place)
     if place == "cuda":

@@ -102,7 +102,7 @@ def leaving(run: Run, mode: Mode, shard: int) -> list[Line]:
     wide = run.precision.gradient_bytes
     waiting = reference.GRADIENTS_IN_FLIGHT_BYTES + wide * _UNCOUNTED * _block_shard(run, shard)
     formula = (
-        f"{reference.GRADIENTS_IN_FLIGHT_BYTES >> 30} GiB on their way, and the shards of {_UNCOUNTED} blocks"
+        f"{reference.GRADIENTS_IN_FLIGHT_BYTES >> 20} MiB on their way, and the shards of {_UNCOUNTED} blocks"
     )
     return [Line("gradients to the host", round(min(waiting, wide * on_cpu)), formula, "backward")]
 

@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import forked
 import launched_ranks
 import pytest
 
@@ -12,6 +13,12 @@ from reference_impl.memory.host import HostMemoryError
 TWIN = Device.of("cpu")
 
 
+@pytest.fixture
+def forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That spawned ones answer, the first test shows."""
+    forked.launches(monkeypatch)
+
+
 @pytest.mark.slow
 def test_results_come_back_by_rank_and_reports_at_once() -> None:
     reports: list[int] = []
@@ -20,6 +27,7 @@ def test_results_come_back_by_rank_and_reports_at_once() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_ranks")
 def test_an_error_of_one_rank_ends_the_others_that_wait_for_it() -> None:
     with pytest.raises(HostMemoryError, match="try less") as caught:
         launch(2, TWIN, partial(launched_ranks.fail_alone, "error"))
@@ -30,6 +38,7 @@ def test_an_error_of_one_rank_ends_the_others_that_wait_for_it() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.parametrize(
     ("how", "said"),
     [

@@ -1,14 +1,13 @@
 """Process groups of one rank and two: sharded parameters, other people's hooks, and distributed checkpoints."""
 
 import copy
-import subprocess
-import sys
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import two_ranks
 from optimizer_training import OPTIONS, hybrid
+from rank_processes import run_ranks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -195,12 +194,4 @@ def test_two_ranks_train_like_one_that_sees_all_data(device, tmp_path):
         pytest.skip("needs two CUDA devices")
     cases = [f"{how}:{fraction}" for how in ("fsdp", "ddp") for fraction in (0.0, 0.5, 1.0)]
     cases.append("hsdp:0.5")
-    words = [str(tmp_path / "store"), device.torch_device.type, *cases]
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, two_ranks.__file__, str(rank), *words], stderr=subprocess.PIPE, text=True
-        )
-        for rank in range(two_ranks.RANKS)
-    ]
-    said = [process.communicate(timeout=120)[1] for process in ranks]
-    assert [process.returncode for process in ranks] == [0, 0], "\n".join(text[-3000:] for text in said)
+    run_ranks(two_ranks.__file__, two_ranks.RANKS, str(tmp_path / "store"), device.torch_device.type, *cases)

@@ -1,8 +1,6 @@
 """torch's distributed checkpoints: into and out of both optimizers and plain AdamW, over one process and two."""
 
 import copy
-import subprocess
-import sys
 
 import checkpoint_ranks
 import pytest
@@ -10,6 +8,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from optimizer_reference import batches
 from optimizer_training import OPTIONS, assert_same_weights, fresh, hybrid, streaming, train
+from rank_processes import run_ranks
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -128,23 +127,8 @@ def test_states_in_bf16_go_to_plain_adamw(device, build):
         train(other, theirs, data[2:])
 
 
-def run_ranks(ranks, folder, what):
-    words = [str(ranks), str(folder / f"store-{what}"), str(folder), what]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, checkpoint_ranks.__file__, str(rank), *words], stderr=subprocess.PIPE, text=True
-        )
-        for rank in range(ranks)
-    ]
-    said = [process.communicate(timeout=120)[1] for process in processes]
-    assert [process.returncode for process in processes] == [0] * ranks, "\n".join(
-        text[-3000:] for text in said
-    )
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
 def test_other_world_sizes_resume_bitwise(tmp_path, before, after):
-    """Of each rank all that saves in one process and all that resumes in another: to start one takes seconds."""
-    run_ranks(before, tmp_path, "save")
-    run_ranks(after, tmp_path, "resume")
+    for ranks, what in ((before, "save"), (after, "resume")):
+        run_ranks(checkpoint_ranks.__file__, ranks, str(tmp_path / f"store-{what}"), str(tmp_path), what)

@@ -7,6 +7,7 @@ import sys
 import threading
 from pathlib import Path
 
+import forked
 import pytest
 import torch
 from optimizer_reference import batches
@@ -37,40 +38,46 @@ place = sys.argv[1]
 """
 
 
-def program(code, device, **environment):
-    """Run `code` after `START` in a process of its own; returns what it printed. It must end well within a minute."""
-    result = subprocess.run(
-        [sys.executable, "-c", START + code, device.torch_device.type],
-        env={**os.environ, **environment},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
-    return result.stdout
+@pytest.fixture
+def program(device, tmp_path):
+    """Runs code after `START` in a process of its own; returns what it printed. It must end well within a minute."""
+
+    path, place = tmp_path / "program.py", device.torch_device.type
+
+    def run(code, threads=1):
+        path.write_text(START + code)
+        if threads == 1:
+            result = forked.run(path, place, timeout_s=60)
+        else:
+            # torch asks when it is imported.
+            command = [sys.executable, path, place]
+            environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(threads)}
+            result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+        assert result.returncode == 0, result.stderr
+        return result.stdout
+
+    return run
 
 
 @pytest.mark.parametrize("ending", ["pass", "del model, optimizer"])
 @pytest.mark.slow
-def test_a_program_may_end_with_updates_in_flight(device, ending):
+def test_a_program_may_end_with_updates_in_flight(program, ending):
     code = "model, optimizer = train(place, width=1024, elements=2**20)\nprint('end', flush=True)\n"
-    assert program(code + ending, device).split() == ["end"]
+    assert program(code + ending).split() == ["end"]
 
 
 @pytest.mark.slow
-def test_a_program_may_end_in_the_middle_of_backward(device):
+def test_a_program_may_end_in_the_middle_of_backward(program):
     code = """
 model, optimizer = train(place, backward_overlap="update")
 model(torch.randn(4, 512, dtype=torch.bfloat16).to(place)).sum().backward()
 print("end")
 """
-    assert program(code, device).split() == ["end"]
+    assert program(code).split() == ["end"]
 
 
 @pytest.mark.slow
-def test_one_thread_of_openmp_changes_no_bit(device):
+def test_one_thread_of_openmp_changes_no_bit(program):
     """torchrun sets it; the update's threads are the optimizer's own."""
     code = """
 model, optimizer = train(place)
@@ -78,13 +85,13 @@ optimizer.synchronize()
 print(*(param.view(torch.int16).long().sum().item() for param in model.parameters()))
 optimizer.close()
 """
-    one, more = (program(code, device, OMP_NUM_THREADS=count) for count in ("1", "2"))
+    one, more = (program(code, threads) for threads in (1, 2))
     assert one == more
     assert len(one.split()) == 8
 
 
 @pytest.mark.slow
-def test_a_forked_child_is_told_and_the_parent_goes_on(device):
+def test_a_forked_child_is_told_and_the_parent_goes_on(device, program):
     if device.is_accelerator:
         pytest.skip("CUDA itself refuses a forked child")
     code = """
@@ -103,11 +110,11 @@ model(torch.randn(4, 512, dtype=torch.bfloat16)).sum().backward()
 optimizer.step()
 optimizer.close()
 """
-    assert program(code, device).split() == ["4"]
+    assert program(code).split() == ["4"]
 
 
 @pytest.mark.slow
-def test_a_forked_child_may_end_by_itself(device):
+def test_a_forked_child_may_end_by_itself(program):
     """As a data loader's worker does, with the parent's updates in flight."""
     code = """
 model, optimizer = train(place, width=1024, elements=2**20)
@@ -117,11 +124,11 @@ if child == 0:
 print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 optimizer.close()
 """
-    assert program(code, device).split() == ["0"]
+    assert program(code).split() == ["0"]
 
 
 @pytest.mark.slow
-def test_data_loader_workers_started_later_work(device):
+def test_data_loader_workers_started_later_work(program):
     code = """
 model, optimizer = train(place)
 loader = torch.utils.data.DataLoader(torch.arange(8.0), batch_size=2, num_workers=2)
@@ -132,7 +139,7 @@ for batch in loader:
 print(sum(batch.sum().item() for batch in loader))
 optimizer.close()
 """
-    assert program(code, device).split() == ["28.0"]
+    assert program(code).split() == ["28.0"]
 
 
 def step_and_die(monkeypatch, model, optimizer, batch):

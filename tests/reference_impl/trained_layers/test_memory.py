@@ -29,11 +29,15 @@ def notes_bytes(device):
 
 
 def take_libraries_memory(device):
-    """Have a GPU's matrix library take its workspace, which stays and belongs to nobody here."""
+    """Have a GPU's matrix library take its workspaces, which stay and belong to nobody here."""
     if not device.is_accelerator:
         return
     model = decoder(device, layers=1, **WIDE)
     train(model, torch.optim.SGD(model.parameters(), lr=1e-3), batches(device, 1))
+    # It has one for each stream and thread, and those of a streamed step are others.
+    model = decoder(device, layers=2, **WIDE)
+    with streamed(model, inputs="host", streaming=Streaming(chunk_bytes=CHUNK_BYTES)) as streamer:
+        train(model, streamer.optimizer, batches(device, 2, sequences=1))
 
 
 def peaks(device, layers, watch=None):

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import bf16_products
+import forked
 import jsonschema
 import launched_ranks
 import pytest
@@ -67,6 +68,12 @@ def ranks_multiply_bf16_as_fast_as_fp32(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr("reference_impl.verification.verify_plan.launch", launched)
 
 
+@pytest.fixture
+def forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That spawned ones train the same, the test of the command shows."""
+    forked.launches(monkeypatch)
+
+
 def verified(path: Path, *, most_error: float = 0.1) -> PlanVerification:
     """Train the plan and compare it with no offload, to the bit and within what tiny blocks allow."""
     found = verify_plan(Device.of("cpu"), read_plan(path, steps=6))
@@ -105,6 +112,7 @@ def test_the_command_trains_shards_with_their_states_in_part_on_the_cpu(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_ranks")
 def test_a_rank_that_cannot_carry_the_plan_out_is_one_line(
     made: Make, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -119,6 +127,7 @@ def test_a_rank_that_cannot_carry_the_plan_out_is_one_line(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.parametrize("only", ["", "checkpointing + "])
 def test_everything_off_takes_what_the_plan_says(made: Make, only: str) -> None:
     found = verified(made("--gpu-memory", "2GiB", only=f"{only}shards, gradients and states on the host"))
@@ -126,11 +135,13 @@ def test_everything_off_takes_what_the_plan_says(made: Make, only: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_ranks")
 def test_the_copy_that_only_gloo_makes_is_not_counted() -> None:
     assert launch(2, Device.of("cpu"), launched_ranks.reduce_and_scatter) == [({2.0}, 0)] * 2
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_ranks")
 def test_bf16_shards_over_four_ranks_accumulate(made: Make) -> None:
     overrides = "gradient_accumulation_steps=2 shard_dtype=bfloat16"
     found = verified(made("--tensor-memory", "8MB", gpus=4, overrides=overrides))
@@ -139,6 +150,7 @@ def test_bf16_shards_over_four_ranks_accumulate(made: Make) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_replicas_train_as_distributed_data_parallel_does(made: Make, micro_batches: int) -> None:
     overrides = f"sharding=replicas gradient_accumulation_steps={micro_batches}"
@@ -148,6 +160,7 @@ def test_replicas_train_as_distributed_data_parallel_does(made: Make, micro_batc
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_ranks")
 def test_adapters_are_trained_over_a_frozen_model_in_shards(made: Make) -> None:
     # Without gradients and states of the model the norms are a large part.
     found = verified(made("--gpu-memory", "2GiB", overrides="lora_rank=8 hidden_size=128"), most_error=0.12)
@@ -155,6 +168,7 @@ def test_adapters_are_trained_over_a_frozen_model_in_shards(made: Make) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.parametrize(("sharding", "rank"), [("fsdp2", 0), ("replicas", 0), ("fsdp2", 8)])
 def test_a_traced_model_with_a_tied_table_is_trained(
     made: Make, tmp_path: Path, sharding: str, rank: int
