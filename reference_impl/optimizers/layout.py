@@ -220,7 +220,7 @@ def _units(members: Iterable[Member], reductions: Mapping[torch.Tensor, object])
 def _alternate(units: Sequence[Sequence[Member]], streamed: float, ahead: int) -> None:
     """Let whole units stream: the first `ahead` elements, then whenever the stream is behind the rest of its share.
 
-    What is left over or missing then is moved, from the last unit on: at most one is cut, and one member in it.
+    What is left over or missing then is moved: at most one unit is cut, and one member in it.
     """
     total = sum(member.on_cpu for unit in units for member in unit)
     wanted = streamed * total
@@ -228,16 +228,46 @@ def _alternate(units: Sequence[Sequence[Member]], streamed: float, ahead: int) -
     pace = (wanted - ahead) / max(total - ahead, 1)
     seen = taken = 0
     for unit in units:
-        numel = sum(member.on_cpu for member in unit)
+        numel = _numel(unit)
         seen += numel
         due = min(seen, ahead) + pace * max(seen - ahead, 0)
         if due - taken >= numel / 2:
             taken += numel
             for member in unit:
                 member.streamed = member.on_cpu
-    missing = round(wanted - taken)
-    for member in reversed([member for unit in units for member in unit]):
+    _move(units, round(wanted - taken))
+
+
+def _move(units: Sequence[Sequence[Member]], missing: int) -> None:
+    """Let `missing` more elements stream, or so many less if negative, from the largest units that fit on.
+
+    The gradient of a member that is cut stays on the device as a whole, however much of it the CPU updates. So the
+    smallest one that is large enough is cut.
+    """
+    streams = missing < 0
+    # The last first, of those that are as large.
+    movable = sorted(
+        (unit for unit in reversed(units) if _streams(unit) == streams), key=_numel, reverse=True
+    )
+    cut: Sequence[Member] = ()
+    for unit in movable:
+        if _numel(unit) > abs(missing):
+            cut = unit if not cut or _numel(unit) < _numel(cut) else cut
+            continue
+        for member in unit:
+            member.streamed = 0 if streams else member.on_cpu
+        missing += _numel(unit) if streams else -_numel(unit)
+    for member in reversed(cut):
         numel = member.streamed + member.on_cpu
         moved = max(min(missing, member.on_cpu), -member.streamed)
         missing -= moved
         member.streamed = min(aligned(member.streamed + moved), numel)
+
+
+def _numel(unit: Sequence[Member]) -> int:
+    """Elements of a unit that are offloaded."""
+    return sum(member.streamed + member.on_cpu for member in unit)
+
+
+def _streams(unit: Sequence[Member]) -> bool:
+    return any(member.streamed for member in unit)

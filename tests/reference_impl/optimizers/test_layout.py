@@ -110,3 +110,19 @@ def test_what_is_reduced_together_goes_to_one_share(sizes, count, streamed, ahea
         for share in ("streamed", "on_cpu")
     )
     assert len(streams & on_cpu) <= 1
+
+
+@given(st.floats(0.01, 0.99), st.integers(0, 30000))
+def test_no_large_parameter_is_cut_where_a_small_one_makes_shares_exact(streamed, ahead):
+    # An embedding and a head around layers, each with a norm.
+    sizes = [64000, *[6400, 640] * 20, 64000]
+    members = members_of(
+        [(torch.zeros(size), 0) for size in sizes],
+        first_order=0,
+        fraction=1.0,
+        offload=None,
+        streamed=streamed,
+        ahead=ahead,
+    )
+    cut = [member for member in members if 0 < member.streamed < member.param.numel()]
+    assert sum(member.param.numel() for member in cut) <= 6400
