@@ -5,6 +5,7 @@ import importlib.util
 import os
 from collections import Counter
 from collections.abc import Generator
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -13,6 +14,8 @@ from hypothesis import settings
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
 
+
+MODULE = pytest.StashKey[Path]()
 
 # No test depends on what somebody has probed on this machine.
 os.environ["OFFLOAD_CACHE"] = os.path.join(os.path.dirname(__file__), "no-such-folder")
@@ -35,6 +38,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
+    leave_what_is_loaded()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> None:
+    if item.session.stash.get(MODULE, None) != item.path:
+        item.session.stash[MODULE] = item.path
+        leave_what_is_loaded()
+
+
+def leave_what_is_loaded() -> None:
     """Take what is loaded by now out of garbage collection: a collection then takes milliseconds, not half a second."""
     gc.collect()
     gc.freeze()

@@ -4,6 +4,7 @@ import importlib
 import json
 import xml.etree.ElementTree as ElementTree
 
+import forked
 import pytest
 import torch
 
@@ -62,8 +63,11 @@ def test_the_table_is_filled_from_one_call(benchmark, monkeypatch, tmp_path, cap
 
 
 @pytest.mark.slow
-def test_a_first_step_has_a_process_of_its_own(benchmark):
+def test_a_first_step_has_a_process_of_its_own(benchmark, monkeypatch):
     assert benchmark.first_step(benchmark.RESERVED, 32, tiny=True) > 0
+    monkeypatch.setattr(
+        benchmark.subprocess, "run", lambda command, **_: forked.run(*command[1:], timeout_s=60)
+    )
     with pytest.raises(RuntimeError, match="first step of 'nothing like it' failed"):
         benchmark.first_step("nothing like it", 32, tiny=True)
 

@@ -5,6 +5,7 @@ import re
 import shlex
 import shutil
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ READERS_FILES = {
 }
 
 
+@cache
 def fences(language: str) -> list[tuple[str, str]]:
     found = []
     for page in pages_with_blocks(ROOT):

@@ -12,9 +12,10 @@ import yaml
 from axolotl_configurations import COMPLETE, configurations
 from axolotl_releases import Release, installed
 from hypothesis import HealthCheck, assume, given, settings
+from shipped import RULES
 
 from skill_tools.dialects.read import read_text
-from skill_tools.rules.knowledge import Rule, load_rules_yaml
+from skill_tools.rules.knowledge import Rule
 from skill_tools.rules.lint import lint
 from skill_tools.rules.versions import admits
 
@@ -24,7 +25,7 @@ pytestmark = pytest.mark.axolotl
 OF_THE_MACHINE = {"ax-ple-multigpu"}
 FROM_SCHEMA = [
     rule
-    for rule in load_rules_yaml()
+    for rule in RULES
     if rule.when and rule.id not in OF_THE_MACHINE and rule.evidence.ref.startswith("axolotl/utils/schemas/")
 ]
 RAISING = [rule for rule in FROM_SCHEMA if rule.effect == "raises"]

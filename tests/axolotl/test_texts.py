@@ -6,8 +6,9 @@ from functools import cache
 
 import pytest
 from axolotl_releases import FOLDER, installed
+from shipped import RULES
 
-from skill_tools.rules.knowledge import Rule, load_rules_yaml
+from skill_tools.rules.knowledge import Rule
 from skill_tools.rules.versions import admits
 
 pytestmark = pytest.mark.axolotl
@@ -18,7 +19,7 @@ FROM_A_TYPE = "Input should be"
 MIN_FIXED = 40
 QUOTING = [
     rule
-    for rule in load_rules_yaml()
+    for rule in RULES
     if rule.raises and rule.evidence.ref.startswith("axolotl/") and not rule.raises[0].startswith(FROM_A_TYPE)
 ]
 

@@ -5,15 +5,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import shipped
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
 from variations import differing, recorded  # noqa: E402
 
-from skill_tools.rules.knowledge import load_rules_yaml  # noqa: E402
-
-RULES = {rule.id: rule for rule in load_rules_yaml() if rule.when}
+RULES = {rule.id: rule for rule in shipped.RULES if rule.when}
 AGAIN = "read the verdicts, then record them: python tests/judges/variations.py"
 
 

@@ -8,7 +8,7 @@ import forked
 
 
 def run_ranks(program, ranks, *words, timeout_s=150):
-    """Call `program RANK RANKS WORDS...` for all ranks; raise AssertionError with what the failing one said."""
+    """Call `program RANK RANKS WORDS...` for all ranks; raise AssertionError with what they said if one fails."""
     return _run([(program, str(rank), str(ranks), *words) for rank in range(ranks)], timeout_s)
 
 
@@ -51,9 +51,10 @@ def _run(calls, timeout_s, **environment):
 
 
 def _said(processes, said):
-    """What the ranks have said that have failed, or all of them where none has."""
-    failed = [rank for rank, process in enumerate(processes) if process.exitcode]
-    texts = {
-        rank: said[rank].read_text()[-4000:] for rank in failed or range(len(said)) if said[rank].exists()
-    }
-    return "\n".join(f"rank {rank}, exit code {processes[rank].exitcode}:\n{texts[rank]}" for rank in texts)
+    """What the ranks have said, those that have failed first: others fail of a connection that one takes along."""
+    ranks = sorted(range(len(processes)), key=lambda rank: not processes[rank].exitcode)
+    return "\n".join(
+        f"rank {rank}, exit code {processes[rank].exitcode}:\n{said[rank].read_text()[-4000:]}"
+        for rank in ranks
+        if said[rank].exists()
+    )

@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
+from shipped import RULES
 from trainer_configurations import configurations
 from trainer_releases import Release, installed
 from trainer_texts import says
 
 from skill_tools.configs.keys import load_keys
 from skill_tools.dialects.read import read_text
-from skill_tools.rules.knowledge import Rule, load_rules_yaml
+from skill_tools.rules.knowledge import Rule
 from skill_tools.rules.lint import lint
 from skill_tools.rules.versions import admits
 
@@ -24,7 +25,7 @@ pytestmark = pytest.mark.transformers
 
 OURS = [
     rule
-    for rule in load_rules_yaml()
+    for rule in RULES
     if "transformers" in rule.dialects and rule.check != "log" and rule.effect in ("raises", "warns")
 ]
 # Raised by what needs a model: TRL's trainers themselves.

@@ -1,10 +1,10 @@
 """Every known constraint is a rule or has a reason why it is not, and never both."""
 
+from shipped import RULES
+
 from skill_tools.reports.rule_pages import coverage_page, family, load_coverage, load_inventory
-from skill_tools.rules.knowledge import load_rules_yaml
 
 INVENTORY = load_inventory()
-RULES = load_rules_yaml()
 REASONS = load_coverage()
 
 
