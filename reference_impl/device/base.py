@@ -177,6 +177,8 @@ class Device(ABC):
         # Whose small copies out are waited for: while there is any, bulk copies out alternate between two streams. That
         # costs something, so nobody else pays for it.
         self.latency_sensitive: weakref.WeakSet[object] = weakref.WeakSet()
+        # Who waits for small copies in all through a step: while there is any, bulk copies in have smaller parts.
+        self.gathering: weakref.WeakSet[object] = weakref.WeakSet()
         # By its address, pageable memory that copies reach through pinned memory only; see `memory.staged`.
         self.pageable: dict[int, StagedCopies] = {}
 

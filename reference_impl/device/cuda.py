@@ -22,8 +22,9 @@ _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _GROWING = "expandable_segments"
 # A latency-sensitive copy out waits 1.2 ms at most.
 _TURN_OUT_BYTES = 64 * 2**20
-# Another copy in waits 0.3 ms at most, and longer where several GPUs share the link.
-_TURN_IN_BYTES = 8 * 2**20
+# Another copy in waits 1.2 ms at most where that happens once a step, and 0.3 ms where it does all the time; longer
+# where several GPUs share the link.
+_PART_IN_BYTES, _SMALL_PART_IN_BYTES = 32 * 2**20, 8 * 2**20
 
 
 class AlternatingStreams:
@@ -36,8 +37,10 @@ class AlternatingStreams:
     Copies out that wait for their turn lose up to 7 %: activations went out at 51.6 GB/s, and on one stream at 55.3.
     Copies in lose nothing in turns of 8 MiB, 51.9 GB/s for 49.7; with copies out beside them they go at 43.9 GB/s, in
     turns of 16 MiB at 40.8 and of 4 MiB at 36.2. 32 kB on another stream are through after 0.03 ms, beside copies out
-    after 0.09, and without turns behind all that is queued (one NVIDIA H100, driver 580). Copies of up to about 24 kB
-    do not use the engine.
+    after 0.09, and without turns behind all that is queued (one NVIDIA H100, driver 580). But a part takes the calling
+    thread 0.03 ms: where that launches kernels as slowly as the GPU runs them, a step of streamed trained layers took
+    2.64 s in parts of 8 MiB, 2.43 s of 32 MiB and 2.49 s of 64 MiB; where it does not, 1.75, 1.73 and 1.79 s (one NVIDIA
+    H100, Qwen3-4B). Copies of up to about 24 kB do not use the engine.
     """
 
     def __init__(self, torch_device: torch.device, turn_bytes: int) -> None:
@@ -173,7 +176,7 @@ class CudaDevice(Device, torch_type="cuda"):
         # Given a number, torch looks nothing up.
         self._index: int = torch_device.index
         self._d2h = AlternatingStreams(torch_device, _TURN_OUT_BYTES)
-        self._h2d = AlternatingStreams(torch_device, _TURN_IN_BYTES)
+        self._h2d = AlternatingStreams(torch_device, _SMALL_PART_IN_BYTES)
         self._d2h_for_threads = torch.cuda.Stream(torch_device)
         # For the kernels that round masters to weights there; copies know no priority.
         self._h2d_of_weights = torch.cuda.Stream(torch_device, priority=-1)
@@ -260,13 +263,14 @@ class CudaDevice(Device, torch_type="cuda"):
     def copy_in(self, target: torch.Tensor, host: torch.Tensor, *, after: Iterable[Event]) -> Event:
         """Copy a flat tensor in parts, between which copies of other streams get through.
 
-        Those are a batch of tokens on its way to the forward, and the tables of sizes that FSDP2 copies in for every
-        module that it has gathered.
+        Those are a batch of tokens on its way to the forward, and, where somebody is `gathering`, the tables of sizes
+        that FSDP2 copies in for every module that it has gathered.
         """
+        part_bytes = _SMALL_PART_IN_BYTES if self.gathering else _PART_IN_BYTES
         with self._h2d.lock, self.on_h2d():
             for event in after:
                 self.wait(event)
-            for part in parts_of(host, _TURN_IN_BYTES):
+            for part in parts_of(host, part_bytes):
                 torch.cuda.set_stream(self._h2d.take(host[part].nbytes, in_turns=True))
                 self.copy(target[part], host[part])
             return self.record()

@@ -136,6 +136,8 @@ class StreamedShare:
                     self._states.forget(member)
                 self._storage.discard()
             raise
+        if any_is_sharded(member.param for member in parts):
+            self._device.gathering.add(self)
         with deferred_interrupts():
             self._most_slots = most_slots
             self._held_bytes += self._bytes_held(parts)
@@ -405,6 +407,7 @@ class StreamedShare:
     def _drop_views(self) -> None:
         """Let go of the views of the host's pages, and of the device buffers."""
         self._dropped.detach()
+        self._device.gathering.discard(self)
         self._chunks.clear()
         self._gradients.clear()
         self._prepared = None

@@ -366,7 +366,17 @@ class StreamedStates:
         if member.param.dtype != torch.float32:
             weight = flat_weight(member)
             for piece, chunk in self._chunks[member]:
-                self._write(piece, chunk, MASTER, weight[piece.start : piece.stop])
+                if chunk.has(LOW):
+                    self._clear_low(piece, chunk)
+                else:
+                    self._write(piece, chunk, MASTER, weight[piece.start : piece.stop])
+
+    def _clear_low(self, piece: Piece, chunk: Chunk) -> None:
+        """Let the master be the bf16 weight as it is: it has no low bits, and was not rounded."""
+        self._stored(piece, chunk, LOW).zero_()
+        if not chunk.compact:
+            signed = self._flagged(piece, chunk)
+            signed.bitwise_and_(torch.iinfo(signed.dtype).max)
 
     def _read(self, piece: Piece, chunk: Chunk, name: str) -> torch.Tensor:
         if chunk.compact and (name != MASTER or chunk.has(LOW)):
