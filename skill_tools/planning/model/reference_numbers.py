@@ -11,7 +11,9 @@ CHUNK_BYTES = 96 << 20  # chunk_bytes: states that one slot holds
 SLOTS = 3  # LEAST_SLOTS: one chunk comes in, one is updated, one goes out
 WIDENED_ELEMENTS = 64 << 20  # resident gradients that are widened to fp32 at once
 IN_FLIGHT_BYTES = 512 << 20  # in_flight_bytes: activations that may wait for their copy in any case
-GRADIENTS_IN_FLIGHT_BYTES = 512 << 20  # in_flight_bytes of `GradientMover`: those that may wait for their copy
+GRADIENTS_IN_FLIGHT_BYTES = (
+    512 << 20
+)  # in_flight_bytes of `GradientMover`: those that may wait for their copy
 SHARD_CHUNK_BYTES = 32 << 20  # chunk_bytes of `ShardStreamer`; below its `prefetch`: one more in forward
 SHARD_PREFETCH_BLOCKS = 1
 WINDOW_LAYERS = 3  # prefetch + 1: the frozen layer in use, and two that come in ahead
