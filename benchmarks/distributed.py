@@ -57,7 +57,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from caches import forget_caches
-from distributed_rows import Layout, Row, loss_of, rows
+from distributed_rows import Layout, Rates, Row, loss_of, rows
 from draw_trace import draw
 from machine import machine, print_table
 from torch import nn
@@ -273,9 +273,11 @@ def main() -> None:
     if is_first:
         print(json.dumps(report["machine"]))
     layout = Layout(args.engine, args.replicas)
-    link, host = (
-        min(each.get(rate, 0) for each in report["machine"]) * 1e9
-        for rate in ("duplex_gb_per_s", "host_gb_per_s")
+    slowest = Rates(
+        *(
+            min(each.get(f"{rate}_gb_per_s", 0) for each in report["machine"]) * 1e9
+            for rate in ("h2d", "d2h", "duplex", "host")
+        )
     )
     wanted = [part for part in args.rows.split(",") if part]
     table: list[dict[str, object]] = []
@@ -291,9 +293,9 @@ def main() -> None:
             line = summary(name, ranks, str(size), base.get(str(size)))
             if name == "none" and "error" not in line:
                 base[str(size)] = float(str(line["step_s"]))
-            elif row.traffic and link and "error" not in line:
+            elif row.traffic and slowest.both and "error" not in line:
                 base_s = base[str(size)]
-                least_s = row.traffic.least_s(base_s, ranks[0]["numel"], slots_bytes, link, host)
+                least_s = row.traffic.least_s(base_s, ranks[0]["numel"], slots_bytes, slowest)
                 line["least"] = least_s / base_s
             table.append(line)
             if is_first:

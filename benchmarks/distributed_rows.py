@@ -51,25 +51,42 @@ class Plain:
 
 
 @dataclass(frozen=True)
+class Rates:
+    """Bytes/s of one rank while all are busy: of its link each way alone and both ways together; of host memory."""
+
+    into: float
+    out: float
+    both: float
+    host: float
+
+    def link_s(self, into: float, out: float) -> float:
+        """Return the seconds of so many bytes each way: both ways together until one is done, the rest alone."""
+        together = min(into, out)
+        return 2 * together / self.both + (into - together) / self.into + (out - together) / self.out
+
+
+@dataclass(frozen=True)
 class Traffic:
-    """Bytes for each parameter of a rank: on its link, both ways, in backward and from step to forward; of host memory.
+    """Bytes for each parameter of a rank: on its link (in, out) in backward and from step to forward; of host memory.
 
     Of what a step streams some may come in during backward (`comes_early`), or of shards stay on the device.
     """
 
-    in_backward: int = 0
-    after_it: int = 0
+    in_backward: tuple[int, int] = (0, 0)
+    after_it: tuple[int, int] = (0, 0)
     host: int = 0
     comes_early: bool = False
 
-    def least_s(self, base_s: float, numel: int, slots_bytes: int, link: float, host: float) -> float:
-        """Return the seconds of a step that takes `base_s` without offload; `link` and `host` are bytes/s of a rank."""
-        backward_s = max(0.75 * base_s, self.in_backward * numel / link)
-        left = float(self.after_it * numel)
+    def least_s(self, base_s: float, numel: int, slots_bytes: int, rates: Rates) -> float:
+        """Return the seconds of a step that takes `base_s` without offload, of a rank with `numel` parameters."""
+        into, out = self.in_backward
+        backward_s = max(0.75 * base_s, rates.link_s(into * numel, out * numel))
+        into, out = (float(each * numel) for each in self.after_it)
         if self.comes_early:
             # As much goes out in the same time.
-            left -= min(2 * slots_bytes, left, link * backward_s)
-        return backward_s + max(0.25 * base_s, left / link, self.host * numel / host)
+            early = min(slots_bytes, into, out, rates.both * backward_s / 2)
+            into, out = into - early, out - early
+        return backward_s + max(0.25 * base_s, rates.link_s(into, out), self.host * numel / rates.host)
 
 
 @dataclass(frozen=True)
@@ -140,28 +157,28 @@ def rows(engine: str, slots_bytes: int) -> dict[str, Row]:
     both = {
         "none": Row(lambda model: Plain(model, clips=True)),
         "streamed, exact": ours(
-            Traffic(after_it=16, comes_early=True), split=(0.0, 1.0, 0.0), streaming=exact
+            Traffic(after_it=(8, 8), comes_early=True), split=(0.0, 1.0, 0.0), streaming=exact
         ),
         "streamed, bf16 moments": ours(
-            Traffic(after_it=8, comes_early=True), split=(0.0, 1.0, 0.0), streaming=bf16
+            Traffic(after_it=(4, 4), comes_early=True), split=(0.0, 1.0, 0.0), streaming=bf16
         ),
         # The update reads four numbers and writes three; before it the gradient arrives, after it the weight leaves.
-        "on the CPU": ours(Traffic(in_backward=4, after_it=4, host=32), split=(0.0, 0.0, 1.0)),
+        "on the CPU": ours(Traffic(in_backward=(0, 4), after_it=(4, 0), host=32), split=(0.0, 0.0, 1.0)),
     }
     if engine == "ddp":
         return both
     return both | {
         "bf16 shards, half masters, bf16 moments": replace(
-            ours(Traffic(after_it=12, comes_early=True), split=(0.0, 1.0, 0.0), streaming=packed),
+            ours(Traffic(after_it=(6, 6), comes_early=True), split=(0.0, 1.0, 0.0), streaming=packed),
             dtype=torch.bfloat16,
         ),
         "auto": ours(split="auto", streaming=exact),
         # Backward: weights in, gradients out. Then these and the moments come in, weights and moments leave.
         "everything off, exact": off(
-            Traffic(in_backward=8, after_it=28), Streaming(chunk_bytes=SMALL_CHUNK_BYTES)
+            Traffic(in_backward=(4, 4), after_it=(16, 12)), Streaming(chunk_bytes=SMALL_CHUNK_BYTES)
         ),
         "everything off, bf16 moments": off(
-            Traffic(in_backward=8, after_it=20),
+            Traffic(in_backward=(4, 4), after_it=(12, 8)),
             Streaming(chunk_bytes=SMALL_CHUNK_BYTES, moments_dtype=torch.bfloat16),
         ),
         "CPUOffloadPolicy, unclipped": Row(lambda model: Plain(model, clips=False), torch_offloads=True),

@@ -201,6 +201,22 @@ def test_the_least_time_of_a_step_is_that_of_compute_or_of_the_link(monkeypatch)
     assert limits.limit_s(long, traffic, rates, clips=True) == 400.0
 
 
+def test_copies_of_both_ways_go_together_and_what_is_left_of_one_goes_alone(monkeypatch):
+    monkeypatch.syspath_prepend(str(root() / "benchmarks"))
+    rows = importlib.import_module("distributed_rows")
+    rates = rows.Rates(into=50.0, out=40.0, both=80.0, host=100.0)
+    assert rates.link_s(160, 120) == pytest.approx(240 / 80 + 40 / 50)
+    assert rates.link_s(120, 160) == pytest.approx(240 / 80 + 40 / 40)
+    off = rows.Traffic(in_backward=(4, 4), after_it=(16, 12))
+    assert off.least_s(4.0, 10, 0, rates) == pytest.approx(3.0 + 240 / 80 + 40 / 50)
+    assert off.least_s(400.0, 10, 0, rates) == 400.0
+    # What stays on the device crosses the link neither way.
+    streamed = rows.Traffic(after_it=(8, 8), comes_early=True)
+    assert streamed.least_s(4.0, 10, 30, rates) == pytest.approx(3.0 + 100 / 80)
+    on_the_cpu = rows.Traffic(in_backward=(0, 4), after_it=(4, 0), host=32)
+    assert on_the_cpu.least_s(4.0, 10, 0, rates) == pytest.approx(3.0 + 320 / 100)
+
+
 @pytest.fixture
 def convergence(monkeypatch):
     monkeypatch.syspath_prepend(str(root() / "benchmarks"))

@@ -152,6 +152,16 @@ def test_what_was_gathered_too_early_is_gathered_again(make):
         assert_same(weights(model), trained_plainly(data))
 
 
+def test_copies_in_have_small_parts_while_shards_stream():
+    """FSDP2 copies a table in for every module that it has gathered."""
+    device, model, whole = CpuTwin.of("cpu"), net(), Net()
+    with streaming(whole):
+        assert not device.gathering
+    with streaming(model):
+        assert device.gathering
+    assert not device.gathering
+
+
 def test_what_was_gathered_after_synchronize_is_kept():
     model, data = net(), data_of(3)
     with hybrid(model, backward_overlap="gradients") as optimizer, warnings.catch_warnings():
