@@ -8,6 +8,7 @@ import ctypes
 import gc
 import multiprocessing
 import os
+import signal
 import sys
 import tempfile
 from functools import cache
@@ -97,6 +98,8 @@ def _run(program, words, environment, stdout, stderr):
             where.close()
     os.environ.clear()
     os.environ.update(environment)
+    # As in the foreground: what a shell starts in the background ignores Ctrl-C.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     # Processes of the program are started as this Python starts them.
     multiprocessing.set_start_method(None, force=True)
     # What has been imported by now is no garbage; to look through it takes a second at the end alone.

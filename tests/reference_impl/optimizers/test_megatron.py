@@ -14,6 +14,7 @@ from torch import nn
 
 from reference_impl.optimizers import SGD, Adam
 from reference_impl.optimizers.megatron import HybridDeviceOptimizer, algorithm_of
+from skill_tools.bundle import root
 
 ADAMW = {"lr": 1e-2, "betas": (0.8, 0.95), "eps": 1e-7, "weight_decay": 0.1}
 CLASSES = {"cpu_optimizer_cls": torch.optim.AdamW, "gpu_optimizer_cls": torch.optim.AdamW}
@@ -167,6 +168,28 @@ def test_megatrons_distributed_optimizer_trains_and_resumes_over_ours(tree):
     assert said["ours"]["norms"] == said["theirs"]["norms"]
     assert said["ours"]["bits"] == said["theirs"]["bits"]
     assert said["ours"]["resumed"]
+
+
+@pytest.mark.slow
+@pytest.mark.cuda
+@pytest.mark.megatron
+def test_megatrons_own_tests_of_the_class_pass_unchanged():
+    """Out of a source tree: wheels have no tests."""
+    found = sorted(RELEASES.glob("*/tests/unit_tests/test_optimizer_cpu_offloading.py"))
+    if not found:
+        pytest.skip(f"needs a source tree of Megatron-LM as a folder of {RELEASES.name}/")
+    tree = found[-1].parents[2]
+    folders = [tree, RELEASES / "extras", root(), Path(megatron_hybrid.__file__).parent]
+    command = [sys.executable, "-m", "pytest", "-q", "--noconftest", "-p", "megatron_ours", "-o", "addopts="]
+    result = subprocess.run(
+        [*command, f"--rootdir={tree}", str(found[-1])],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, folders))},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
 
 
 @pytest.mark.parametrize("fraction", [0.0, 0.3, 0.5, 1.0])

@@ -1,0 +1,7 @@
+"""A plugin of pytest: what imports Megatron's `HybridDeviceOptimizer` gets ours."""
+
+import megatron.core.optimizer.cpu_offloading as theirs
+
+from reference_impl.optimizers.megatron import HybridDeviceOptimizer
+
+theirs.HybridDeviceOptimizer = HybridDeviceOptimizer
