@@ -2,7 +2,7 @@
 
 Two GPUs of 80 GB, with a release of megatron-core that `tests/megatron/fetch.py` has unpacked:
 
-    torchrun --standalone --nproc-per-node 2 benchmarks/megatron_distributed.py .megatron-core/0.16.1 --out megatron.json
+    torchrun --standalone --nproc-per-node 2 benchmarks/megatron_distributed.py .megatron-core/0.16.1 --out m.json
 
 A row is training of a bf16 decoder under Megatron's DistributedDataParallel: forward, backward, `finish_grad_sync`,
 step with clipping, all states of a rank's shard on the CPU. Both rows begin with the same weights, see the same batches

@@ -5,7 +5,7 @@
 >>> from reference_impl.optimizers.megatron import HybridDeviceOptimizer
 >>> theirs.HybridDeviceOptimizer = distrib_optimizer.HybridDeviceOptimizer = HybridDeviceOptimizer
 
-Arguments, defaults and methods are those that megatron-core 0.16.1 to 0.19.2 use (`core/optimizer/__init__.py`,
+Arguments, defaults and methods are those that megatron-core 0.16.1 to 0.20.0 use (`core/optimizer/__init__.py`,
 `core/optimizer/distrib_optimizer.py`). What differs from theirs:
 
 - Gradients cross the link in the parameter's dtype: an fp32 `decoupled_grad` of a bf16 parameter is rounded.
@@ -30,7 +30,7 @@ import torch
 
 from reference_impl.optimizers import hybrid
 from reference_impl.optimizers.algorithms import SGD, Adam, Algorithm, group_defaults
-from reference_impl.optimizers.layout import local_numel
+from reference_impl.optimizers.layout import MASTER, local_numel
 from reference_impl.optimizers.options import CpuUpdate
 
 # Choices of an implementation, without a meaning for fused kernels over fp32 masters.
@@ -151,6 +151,11 @@ class HybridDeviceOptimizer(hybrid.HybridDeviceOptimizer):
 
     def _sync_hdo_state_to_sub_optimizers(self) -> None:
         """Return: what Megatron has written to `state` already stands where it is used."""
+
+    @property
+    def param_to_fp32_param(self) -> dict[torch.Tensor, torch.Tensor]:
+        """The master of each parameter that is not fp32, in the parameter's shape, where it is."""
+        return {p: self.state[p][MASTER] for p in self._members if p.dtype != torch.float32}
 
     @property
     def sub_optimizers(self) -> list[torch.optim.Optimizer]:

@@ -304,6 +304,16 @@ def test_sub_optimizers_show_both_parts(ours):
         assert part.param_groups[0]["lr"] == ADAMW["lr"]
 
 
+def test_masters_stand_beside_parameters_that_are_not_fp32(device):
+    model = net(device, torch.bfloat16)
+    model[0].float()
+    with build(model, offload_fraction=0.7, param_update_in_fp32=True) as optimizer:
+        masters = optimizer.param_to_fp32_param
+        assert set(masters) == {param for param in model.parameters() if param.dtype == torch.bfloat16}
+        for param, master in masters.items():
+            assert torch.equal(master.to(param.device), param.float())
+
+
 def test_masters_follow_new_parameters(ours):
     model, optimizer = ours
     with torch.no_grad():
