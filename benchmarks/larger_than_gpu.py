@@ -14,7 +14,7 @@ with each layer recomputed, step, zero_grad. What follows a colon holds for that
 (`HybridDeviceOptimizer(offload_fraction=0)`), recomputed and sliced alike, but its slices add up in bf16; it has no
 memory limit. `fsdp2` is torch's FSDP2 on one rank with CPUOffloadPolicy and fp32 parameters, `fsdp2-bf16` with bf16
 ones and states, which is other arithmetic. A step's update runs behind the next forward, so the time is the mean of
-`--steps` steps in a row.
+`--steps` steps in a row; `times_s` are those of each, the ones that warm up first.
 `limit_s` is what compute and the measured link leave no way around (`stream_limits`). GPU memory is the allocator's
 peak, reserved included; host memory is what is pinned, and the process's own peak. Models are Hugging Face's classes
 where transformers is installed, else decoders of like shape.
@@ -31,6 +31,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -345,12 +346,18 @@ def measure(row: Row, setting: Setting, known: Limits, trace: Path | None = None
             # A full collection of garbage takes 0.2 s with a model of transformers, every third step.
             gc.collect()
             gc.freeze()
-            losses = [step() for _ in range(WARM_UP)]
+            marks, losses = [], []
+            for _ in range(WARM_UP):
+                marks.append(device.mark())
+                losses.append(step())
             device.synchronize()
             ledger.reset_peak()
             late = 0 if streamer is None else streamer.report.weights.late_loads
             start = time.perf_counter()
-            losses += [step() for _ in range(setting.steps)]
+            for _ in range(setting.steps):
+                marks.append(device.mark())
+                losses.append(step())
+            marks.append(device.mark())
             device.synchronize()
             step_s = (time.perf_counter() - start) / setting.steps
             sizes = {
@@ -367,6 +374,7 @@ def measure(row: Row, setting: Setting, known: Limits, trace: Path | None = None
                 "tokens_per_s": round(setting.sequences * setting.tokens / step_s),
                 **sizes,
                 "attach_s": attached_s,
+                "times_s": [round(begun.seconds_until(ended), 3) for begun, ended in pairwise(marks)],
                 "losses": [round(loss.item(), 4) for loss in losses],
                 **({} if trace is None else {"overlap": record(lambda: repeat(step), trace)}),
             }
@@ -476,7 +484,10 @@ def main() -> None:
             args.out.write_text(json.dumps(report, indent=1))
     print()
     print_table(
-        [{k: v for k, v in result.items() if k not in ("losses", "overlap")} for result in report["rows"]]
+        [
+            {k: v for k, v in result.items() if k not in ("losses", "overlap", "times_s")}
+            for result in report["rows"]
+        ]
     )
     if args.figure:
         draw(args.trace, args.figure, f"{args.model}, {text}, {args.sequences} x {tokens} tokens a step")
