@@ -56,7 +56,7 @@ def _lines(run: Run, mode: Mode, local: LocalParameters) -> tuple[list[Line], li
     ]
     gpu += [*_tower(run, precision.weight_bytes), *_around_weights(run)]
     gradients = _gradients(run, mode, local)
-    leaving = fully_sharded.leaving(run, mode, local.shard)
+    leaving = fully_sharded.leaving(run, mode, local.shard) if run.is_fully_sharded else _leaving(run, mode, held)
     states, host = _optimizer(run, mode, local.shard)
     gpu += [gradients, *_tied_sum(run), *states] if gradients.bytes else states
     gpu += leaving
@@ -126,6 +126,16 @@ def _gradients(run: Run, mode: Mode, local: LocalParameters) -> Line:
     if precision.gradient_is_buffer or mode.optimizer_engine is OptimizerEngine.TORCHAO_GRADIENTS:
         return Line("gradients", amount, formula)
     return Line("gradients", amount, formula, "step" if run.micro_batches > 1 else "backward")
+
+
+def _leaving(run: Run, mode: Mode, held: int) -> list[Line]:
+    """Return the gradients of the CPU's share that wait for their copy: the host, which is ahead, frees no more."""
+    if run.precision.gradient_is_buffer or not fully_sharded.gradients_leave(run, mode):
+        return []
+    on_cpu = round(held * run.trained_share * (mode.optimizer_fraction - mode.streamed_fraction))
+    waiting = min(reference.GRADIENTS_IN_FLIGHT_BYTES, round(run.precision.gradient_bytes * on_cpu))
+    formula = f"at most {reference.GRADIENTS_IN_FLIGHT_BYTES >> 20} MiB on their way"
+    return [Line("gradients to the host", waiting, formula, "backward")] if waiting else []
 
 
 def _gradients_stay(run: Run, mode: Mode) -> bool:
