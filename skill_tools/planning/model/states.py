@@ -56,7 +56,9 @@ def _lines(run: Run, mode: Mode, local: LocalParameters) -> tuple[list[Line], li
     ]
     gpu += [*_tower(run, precision.weight_bytes), *_around_weights(run)]
     gradients = _gradients(run, mode, local)
-    leaving = fully_sharded.leaving(run, mode, local.shard) if run.is_fully_sharded else _leaving(run, mode, held)
+    leaving = (
+        fully_sharded.leaving(run, mode, local.shard) if run.is_fully_sharded else _leaving(run, mode, held)
+    )
     states, host = _optimizer(run, mode, local.shard)
     gpu += [gradients, *_tied_sum(run), *states] if gradients.bytes else states
     gpu += leaving
