@@ -97,7 +97,7 @@ def cut_block(run: Run, mode: Mode, shard: int) -> int:
 def leaving(run: Run, mode: Mode, shard: int) -> list[Line]:
     """Return the gradients of the CPU's share of `shard` that have been reduced and not yet copied."""
     on_cpu = _on_cpu(mode, shard) - cut_block(run, mode, shard)
-    if not (run.is_fully_sharded and on_cpu and gradients_leave(run, mode)):
+    if not (on_cpu and gradients_leave(run, mode)):
         return []
     wide = run.precision.gradient_bytes
     waiting = reference.GRADIENTS_IN_FLIGHT_BYTES + wide * _UNCOUNTED * _block_shard(run, shard)
