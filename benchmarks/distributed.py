@@ -57,14 +57,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from caches import forget_caches
-from distributed_rows import Layout, Rates, Row, loss_of, rows
+from distributed_rows import Layout, Row, loss_of, rows
 from draw_trace import draw
 from machine import machine, print_table
 from torch import nn
 from trace_overlap import REPEATED, record
 
 from reference_impl.device import Device
-from reference_impl.memory.rates import host_rate
+from reference_impl.memory.rates import CopyRates, host_rate
 from reference_impl.verification.model import DecoderShape
 
 WARM_UP = 2
@@ -273,12 +273,12 @@ def main() -> None:
     if is_first:
         print(json.dumps(report["machine"]))
     layout = Layout(args.engine, args.replicas)
-    slowest = Rates(
-        *(
-            min(each.get(f"{rate}_gb_per_s", 0) for each in report["machine"]) * 1e9
-            for rate in ("h2d", "d2h", "duplex", "host")
-        )
-    )
+    slowest = {
+        rate: min(each.get(f"{rate}_gb_per_s", 0) for each in report["machine"]) * 1e9
+        for rate in ("d2h", "h2d", "duplex", "host")
+    }
+    host = slowest.pop("host")
+    link = CopyRates(**slowest)
     wanted = [part for part in args.rows.split(",") if part]
     table: list[dict[str, object]] = []
     base: dict[str, float] = {}
@@ -293,9 +293,9 @@ def main() -> None:
             line = summary(name, ranks, str(size), base.get(str(size)))
             if name == "none" and "error" not in line:
                 base[str(size)] = float(str(line["step_s"]))
-            elif row.traffic and slowest.both and "error" not in line:
+            elif row.traffic and link.duplex and "error" not in line:
                 base_s = base[str(size)]
-                least_s = row.traffic.least_s(base_s, ranks[0]["numel"], slots_bytes, slowest)
+                least_s = row.traffic.least_s(base_s, ranks[0]["numel"], slots_bytes, link, host)
                 line["least"] = least_s / base_s
             table.append(line)
             if is_first:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from stream_limits import over_link
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
@@ -20,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from reference_impl import HybridDeviceOptimizer, ShardStreamer, Streaming
 from reference_impl.device import Device
+from reference_impl.memory.rates import CopyRates
 from reference_impl.verification.model import Decoder, DecoderShape, decoder_loss
 
 OPTIONS: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}
@@ -51,21 +53,6 @@ class Plain:
 
 
 @dataclass(frozen=True)
-class Rates:
-    """Bytes/s of one rank while all are busy: of its link each way alone and both ways together; of host memory."""
-
-    into: float
-    out: float
-    both: float
-    host: float
-
-    def link_s(self, into: float, out: float) -> float:
-        """Return the seconds of so many bytes each way: both ways together until one is done, the rest alone."""
-        together = min(into, out)
-        return 2 * together / self.both + (into - together) / self.into + (out - together) / self.out
-
-
-@dataclass(frozen=True)
 class Traffic:
     """Bytes for each parameter of a rank: on its link (in, out) in backward and from step to forward; of host memory.
 
@@ -77,16 +64,19 @@ class Traffic:
     host: int = 0
     comes_early: bool = False
 
-    def least_s(self, base_s: float, numel: int, slots_bytes: int, rates: Rates) -> float:
-        """Return the seconds of a step that takes `base_s` without offload, of a rank with `numel` parameters."""
+    def least_s(self, base_s: float, numel: int, slots_bytes: int, link: CopyRates, host: float) -> float:
+        """Return the seconds of a step that takes `base_s` without offload, of a rank with `numel` parameters.
+
+        `link` and `host`, in bytes/s, are what the rank has while all are busy.
+        """
         into, out = self.in_backward
-        backward_s = max(0.75 * base_s, rates.link_s(into * numel, out * numel))
+        backward_s = max(0.75 * base_s, over_link(into * numel, out * numel, link))
         into, out = (float(each * numel) for each in self.after_it)
         if self.comes_early:
             # As much goes out in the same time.
-            early = min(slots_bytes, into, out, rates.both * backward_s / 2)
+            early = min(slots_bytes, into, out, link.duplex * backward_s / 2)
             into, out = into - early, out - early
-        return backward_s + max(0.25 * base_s, rates.link_s(into, out), self.host * numel / rates.host)
+        return backward_s + max(0.25 * base_s, over_link(into, out, link), self.host * numel / host)
 
 
 @dataclass(frozen=True)

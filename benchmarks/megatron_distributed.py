@@ -127,10 +127,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="write all numbers of all ranks as JSON")
     args = parser.parse_args()
     sys.path[:0] = [str(args.release), str(args.release.parent / "extras")]
-    device = Device.available()
-    if device.is_accelerator:
+    if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        device = Device.of("cuda")
+    device = Device.available()
     dist.init_process_group("nccl" if device.is_accelerator else "gloo")
     from megatron.core import parallel_state
     from megatron.core.optimizer import optimizer_config

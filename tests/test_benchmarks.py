@@ -201,20 +201,18 @@ def test_the_least_time_of_a_step_is_that_of_compute_or_of_the_link(monkeypatch)
     assert limits.limit_s(long, traffic, rates, clips=True) == 400.0
 
 
-def test_copies_of_both_ways_go_together_and_what_is_left_of_one_goes_alone(monkeypatch):
+def test_a_step_over_several_ranks_takes_backward_and_then_copies_or_the_cpu(monkeypatch):
     monkeypatch.syspath_prepend(str(root() / "benchmarks"))
     rows = importlib.import_module("distributed_rows")
-    rates = rows.Rates(into=50.0, out=40.0, both=80.0, host=100.0)
-    assert rates.link_s(160, 120) == pytest.approx(240 / 80 + 40 / 50)
-    assert rates.link_s(120, 160) == pytest.approx(240 / 80 + 40 / 40)
+    link = importlib.import_module("stream_limits").CopyRates(d2h=40.0, h2d=50.0, duplex=80.0)
     off = rows.Traffic(in_backward=(4, 4), after_it=(16, 12))
-    assert off.least_s(4.0, 10, 0, rates) == pytest.approx(3.0 + 240 / 80 + 40 / 50)
-    assert off.least_s(400.0, 10, 0, rates) == 400.0
+    assert off.least_s(4.0, 10, 0, link, 100.0) == pytest.approx(3.0 + 280 / 80)
+    assert off.least_s(400.0, 10, 0, link, 100.0) == 400.0
     # What stays on the device crosses the link neither way.
     streamed = rows.Traffic(after_it=(8, 8), comes_early=True)
-    assert streamed.least_s(4.0, 10, 30, rates) == pytest.approx(3.0 + 100 / 80)
+    assert streamed.least_s(4.0, 10, 30, link, 100.0) == pytest.approx(3.0 + 100 / 80)
     on_the_cpu = rows.Traffic(in_backward=(0, 4), after_it=(4, 0), host=32)
-    assert on_the_cpu.least_s(4.0, 10, 0, rates) == pytest.approx(3.0 + 320 / 100)
+    assert on_the_cpu.least_s(4.0, 10, 0, link, 100.0) == pytest.approx(3.0 + 320 / 100)
 
 
 @pytest.fixture

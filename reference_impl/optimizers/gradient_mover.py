@@ -24,12 +24,13 @@ _IN_FLIGHT_BYTES = 512 * 2**20
 class GradientMover:
     """Copies gradients of members to where each of their pieces is left on the host.
 
-    At most `in_flight_bytes` of them are on their way before compute waits. `norms` are those of the gradients sent off
-    for the next step, fp32, 0-dim, on the device.
+    At most `in_flight_bytes` of them, or one that is longer, are on their way before compute waits; with 0 it waits for
+    each. `norms` are those of the gradients sent off for the next step, fp32, 0-dim, on the device.
     """
 
     def __init__(self, device: Device, *, in_flight_bytes: int = _IN_FLIGHT_BYTES) -> None:
         self._device = device
+        self._in_flight_bytes = in_flight_bytes
         self._in_flight = InFlight(device, limit_bytes=in_flight_bytes)
         self._targets: dict[Piece, torch.Tensor] = {}
         # The last copy that ends in pageable memory.
@@ -83,8 +84,9 @@ class GradientMover:
                     # It comes behind those before it.
                     self._landed = landed
             arrival = together(self._device.record(), self._landed)
-        # To wait for a copy that frees nothing would be of no use.
-        self._in_flight.hold(arrival, gradient, gradient.nbytes if frees else 0)
+        # One that is longer than the limit may be on its way alone. Waiting for a copy that frees nothing is of no use.
+        counted_bytes = min(gradient.nbytes, self._in_flight_bytes or gradient.nbytes)
+        self._in_flight.hold(arrival, gradient, counted_bytes if frees else 0)
         return arrival
 
     def arrived(self) -> Event:

@@ -264,3 +264,26 @@ def test_stages_that_are_alike_need_no_estimate_each(layers: int, pipeline: int,
     found = estimate(run)
     assert found.device_bytes == max(each.device_bytes for each in every)
     assert found.host_bytes_per_node == max(each.host_bytes_per_node for each in every)
+
+
+@pytest.mark.parametrize(
+    ("streamed", "micro_batches", "waiting"),
+    [(0.0, 1, 512 << 20), (0.99, 1, 0.01 * 2), (1.0, 1, 0), (0.0, 2, 0)],
+    ids=["on the CPU", "a hundredth", "streamed", "added up"],
+)
+def test_gradients_wait_for_their_copy_to_the_cpus_share(streamed, micro_batches, waiting):
+    run = pytorch_run.build(
+        config(gradient_accumulation_steps=micro_batches), known_models.shape("qwen3-8b"), gpus=1
+    )
+    mode = Mode(
+        optimizer_fraction=1.0,
+        streamed_fraction=streamed,
+        optimizer_engine=OptimizerEngine.REFERENCE,
+        recompute=Recompute(granularity="full"),
+    )
+    found = estimate(run, mode)
+    expected = waiting * found.parameters.total if 0 < waiting < 1 else waiting
+    to_the_host = sum(
+        line.bytes for line in states.lines(run, mode, found.parameters)[0] if "host" in line.name
+    )
+    assert to_the_host == pytest.approx(expected, rel=1e-3)
