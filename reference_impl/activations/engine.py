@@ -87,9 +87,10 @@ class SavedTensorEngine:
         weight is used in backward, `bring_weights` is called.
         """
         self.device.refuse_capture("activation offload")
-        if not self._is_running and self._run.is_over:
+        if not self._is_running and (self._run.is_over or not self._run.has_saved):
             # The module is called by itself, outside the model's forward.
             self._run = self._new_run()
+            self.headroom.start_run(self._run)
         # Sharded training may have put this module's parameters into new storages just now.
         self.weights.add(module)
         outer: Hooks | None = (

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from reference_impl.device.base import Device, Event, Mark, Together
+from reference_impl.device.base import REACHED, Device, Event, Mark, Together, together
 
 # Where a user says how torch's allocator is to work.
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
@@ -88,6 +88,22 @@ class OnStream:
         # A stream of another device has made that one current.
         if self._device_index != self._stream.device_index:
             torch.cuda.set_device(self._device_index)
+
+
+def _recorded(stream: torch.cuda.Stream, *, for_threads: bool = False) -> torch.cuda.Event:
+    """Return the event of the end of what `stream` has been given."""
+    event = torch.cuda.Event(blocking=for_threads)
+    event.record(stream)
+    return event
+
+
+def _await(stream: torch.cuda.Stream, event: Event) -> None:
+    """Let `stream` wait for `event`, as far as it is one of the device's."""
+    if isinstance(event, torch.cuda.Event):
+        event.wait(stream)
+    elif isinstance(event, Together):
+        for each in event.events:
+            _await(stream, each)
 
 
 class CudaMark(torch.cuda.Event):
@@ -228,9 +244,7 @@ class CudaDevice(Device, torch_type="cuda"):
         """Record on the stream that is current for the calling thread, which in a hook is autograd's."""
         # A stream holds 56 events that a thread may sleep on; the next one makes the host wait until one is reached.
         # Of others it holds 1021 (measured: one NVIDIA H200, driver 580, whatever the size of copies between them).
-        event = torch.cuda.Event(blocking=for_threads)
-        event.record(torch.cuda.current_stream(self._index))
-        return event
+        return _recorded(torch.cuda.current_stream(self._index), for_threads=for_threads)
 
     def mark(self) -> Mark:
         """Record an event that is timed."""
@@ -240,11 +254,8 @@ class CudaDevice(Device, torch_type="cuda"):
 
     def wait(self, event: Event) -> None:
         """Enqueue the wait; the CPU twin's event needs none."""
-        if isinstance(event, torch.cuda.Event):
-            torch.cuda.current_stream(self._index).wait_event(event)
-        elif isinstance(event, Together):
-            for each in event.events:
-                self.wait(each)
+        if event is not REACHED:
+            _await(torch.cuda.current_stream(self._index), event)
 
     def on_d2h(self, size_bytes: int = 0) -> AbstractContextManager[object]:
         """Switch to the D2H stream."""
@@ -258,6 +269,18 @@ class CudaDevice(Device, torch_type="cuda"):
         """Switch to the H2D stream."""
         return OnStream(self._h2d.take(size_bytes, in_turns=True))
 
+    def copy_out(
+        self, host: torch.Tensor, source: torch.Tensor, *, after: Iterable[Event], for_threads: bool = False
+    ) -> Event:
+        """Copy a tensor, and ask torch for the current stream once."""
+        turns = bool(self.latency_sensitive)
+        stream = self._d2h_for_threads if for_threads else self._d2h.take(host.nbytes, in_turns=turns)
+        for event in after:
+            _await(stream, event)
+        with OnStream(stream):
+            landed = self.copy(host, source)
+        return together(_recorded(stream, for_threads=for_threads), landed)
+
     def copy_in(self, target: torch.Tensor, host: torch.Tensor, *, after: Iterable[Event]) -> Event:
         """Copy a flat tensor in parts, between which copies of other streams get through.
 
@@ -265,13 +288,17 @@ class CudaDevice(Device, torch_type="cuda"):
         that FSDP2 copies in for every module that it has gathered.
         """
         part_bytes = _SMALL_PART_IN_BYTES if self.gathering else _PART_IN_BYTES
-        with self._h2d.lock, self.on_h2d():
+        with self._h2d.lock:
+            stream = self._h2d.take(0, in_turns=True)
             for event in after:
-                self.wait(event)
-            for part in parts_of(host, part_bytes):
-                torch.cuda.set_stream(self._h2d.take(host[part].nbytes, in_turns=True))
-                self.copy(target[part], host[part])
-            return self.record()
+                _await(stream, event)
+            with OnStream(stream):
+                for part in parts_of(host, part_bytes):
+                    source = host[part]
+                    stream = self._h2d.take(source.nbytes, in_turns=True)
+                    torch.cuda.set_stream(stream)
+                    self.copy(target[part], source)
+            return _recorded(stream)
 
     def on_h2d_of_weights(self) -> AbstractContextManager[object]:
         """Switch to the stream of weights."""

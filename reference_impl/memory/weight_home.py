@@ -16,15 +16,20 @@ from reference_impl.device import Event
 
 
 class WeightHome(Protocol):
-    """Where the weight of one parameter is. The weights of a block visit the device together."""
+    """Where the weight of one parameter is. The weights of a block visit the device together.
+
+    They lie there as on the host, so what follows a weight in one place follows it in the other.
+    """
 
     @property
     def host(self) -> torch.Tensor:
         """The weight on the host: flat, in the parameter's dtype; whole once the last copy home has ended."""
 
-    @property
-    def device(self) -> torch.Tensor:
-        """The same elements in the memory that they have on the device between `visit` and `leave`."""
+    def host_part(self, start: int, stop: int) -> torch.Tensor:
+        """Return elements `[start, stop)` of `host`, or beyond it of the weights that follow this one."""
+
+    def device_part(self, start: int, stop: int) -> torch.Tensor:
+        """Return the same elements in the memory that they have on the device between `visit` and `leave`."""
 
     @property
     def visitors(self) -> int:

@@ -8,7 +8,7 @@ Explained in docs/optimizer-offloading.md.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -54,13 +54,15 @@ class GradientMover:
         """
         check_used_in_time([member])
         gradient = gradient_of(member) if reduced is None else reduced
-        # As the update will read it.
-        sent = gradient.to(member.param.dtype)
-        norm = torch.linalg.vector_norm(sent, dtype=torch.float32) if measure else None
-        member.arrival = self._copy(member, sent, frees=reduced is None)
-        if norm is not None:
-            self.norms[member] = norm
+        self._send({member: gradient}, measure=measure, frees=reduced is None)
         return gradient
+
+    def offload_together(self, members: Sequence[Member]) -> list[torch.Tensor]:
+        """Do as `offload`, for several that measure, with one event for all: a third of the host's time for each."""
+        check_used_in_time(members)
+        gradients = [gradient_of(member) for member in members]
+        self._send(dict(zip(members, gradients, strict=True)), measure=True, frees=True)
+        return gradients
 
     def bring_back(self, member: Member, target: torch.Tensor) -> None:
         """Start the copy of a gradient that was sent off into `target`, its memory on the device in one dimension.
@@ -72,21 +74,36 @@ class GradientMover:
         for piece in member.pieces:
             self._device.copy(target[piece.start : piece.stop], self._targets[piece])
 
-    def _copy(self, member: Member, gradient: torch.Tensor, *, frees: bool) -> Event:
-        flat = member.flat(gradient)
+    def _send(self, gradients: Mapping[Member, torch.Tensor], *, measure: bool, frees: bool) -> None:
+        # As the update will read them.
+        sent = {member: gradient.to(member.param.dtype) for member, gradient in gradients.items()}
+        norms = {
+            member: torch.linalg.vector_norm(each, dtype=torch.float32)
+            for member, each in sent.items()
+            if measure
+        }
+        arrival = self._copy(sent, frees=frees)
+        for member in sent:
+            member.arrival = arrival
+        self.norms.update(norms)
+
+    def _copy(self, gradients: Mapping[Member, torch.Tensor], *, frees: bool) -> Event:
         computed = self._device.record()
         with self._device.on_d2h_for_threads():
             self._device.wait(computed)
-            self._device.wait(member.published)
-            for piece in member.pieces:
-                landed = self._device.copy(self._targets[piece], flat[piece.start : piece.stop])
-                if landed is not REACHED:
-                    # It comes behind those before it.
-                    self._landed = landed
+            for member, gradient in gradients.items():
+                flat = member.flat(gradient)
+                self._device.wait(member.published)
+                for piece in member.pieces:
+                    landed = self._device.copy(self._targets[piece], flat[piece.start : piece.stop])
+                    if landed is not REACHED:
+                        # It comes behind those before it.
+                        self._landed = landed
             arrival = together(self._device.record(), self._landed)
-        # One that is longer than the limit may be on its way alone. Waiting for a copy that frees nothing is of no use.
-        counted_bytes = min(gradient.nbytes, self._in_flight_bytes or gradient.nbytes)
-        self._in_flight.hold(arrival, gradient, counted_bytes if frees else 0)
+        size_bytes = sum(gradient.nbytes for gradient in gradients.values())
+        # What is longer than the limit may be on its way alone. Waiting for a copy that frees nothing is of no use.
+        counted_bytes = min(size_bytes, self._in_flight_bytes or size_bytes)
+        self._in_flight.hold(arrival, list(gradients.values()), counted_bytes if frees else 0)
         return arrival
 
     def arrived(self) -> Event:

@@ -110,7 +110,7 @@ class Gradients:
                 param.grad = None
             member.placeholder = param.grad
         else:
-            self._stand_in(member, gradient, self._shares.norms.get(member))
+            self.stand_for(member, gradient, self._shares.norms.get(member))
 
     def place(self, member: Member, reduced: torch.Tensor) -> None:
         """Put a stand-in in the place of a gradient that has been sent `reduced` and stands on its parameter now.
@@ -123,9 +123,9 @@ class Gradients:
             self._shares.discard([member])
             return
         norm = torch.linalg.vector_norm(reduced, dtype=torch.float32) if self.measures else None
-        self._stand_in(member, reduced, norm)
+        self.stand_for(member, reduced, norm)
 
-    def _stand_in(self, member: Member, gradient: torch.Tensor, norm: torch.Tensor | None) -> None:
+    def stand_for(self, member: Member, gradient: torch.Tensor, norm: torch.Tensor | None) -> None:
         """Put a stand-in for `gradient`, which has been sent, on the parameter."""
         kept = gradient if member.on_device else None
         # One that stays from then on must not have been rounded.

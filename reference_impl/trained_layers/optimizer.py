@@ -10,13 +10,15 @@ Explained in docs/larger-than-gpu.md.
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
+from torch.distributed.tensor import DTensor
 
-from reference_impl.device import Device, Event
+from reference_impl.device import Device
 from reference_impl.memory.weight_home import WeightHome
 from reference_impl.optimizers.clip_decision import ClipDecision
 from reference_impl.optimizers.forward_waits import forgetful
@@ -68,6 +70,10 @@ class ChunkGradients:
         """Start the copy of a gradient that has not been used into `target`, one-dimensional."""
         self._mover.bring_back(member, target)
 
+    def offload_together(self, members: Sequence[Member]) -> list[torch.Tensor]:
+        """Start the copies of gradients, see `GradientMover`; return them, laid out like the parameters."""
+        return self._mover.offload_together(members)
+
     def discard(self, members: Iterable[Member]) -> None:
         """Forget gradients of `members` that will not be used."""
         for member in members:
@@ -84,10 +90,6 @@ class ChunkGradients:
     def drain(self) -> None:
         """Let go of gradients that are on the host; waits for nothing."""
         self._mover.drain()
-
-    def arrived(self) -> Event:
-        """Return the event after which all gradients sent off so far are on the host."""
-        return self._mover.arrived()
 
 
 class LayersOptimizer(OptimizerStateOffloader):
@@ -186,6 +188,10 @@ class TrainedLayersOptimizer(LayersOptimizer):
         self._store = ChunkGradients(device, in_flight_bytes=in_flight_bytes)
         self._leaving = Gradients(self._store, leave_in_backward=True, sharded_too=True, sums_stay=False)
         self._stand_ins: dict[Member, GradientStandIn] = {}
+        # Of the block that backward is in, the gradients that are final; and how many there will be, by block.
+        self._final: dict[Member, None] = {}
+        self._in_block: Counter[int] = Counter()
+        self._graph_task = -1
         super().__init__(optimizer, weights, streaming=streaming, max_grad_norm=max_grad_norm)
 
     def settle(self, params: Iterable[torch.Tensor], ahead: Iterable[torch.Tensor]) -> None:
@@ -205,14 +211,49 @@ class TrainedLayersOptimizer(LayersOptimizer):
         self._store.add(places)
         for piece in places:
             piece.member.pieces.append(piece)
+        self._in_block.update(member.home.visitors for member in members if member.home is not None)
         self._hook_gradients(members, self._on_final)
 
     @torch.no_grad()
     def _on_final(self, param: torch.Tensor) -> None:
-        """Send a gradient that is final to the host."""
+        """Send a gradient that is final to the host: those of a block together."""
+        member = self._members[param]
+        if member.home is None or isinstance(param, DTensor):
+            with self._working():
+                self._resume()
+                self._leaving.send(member)
+            return
+        block = member.home.visitors
+        if any(each.home is not None and each.home.visitors != block for each in self._final):
+            self._send_final()
+        task = torch._C._current_graph_task_id()
+        if self._graph_task != task != -1:
+            # For a block that has a parameter without a gradient.
+            torch.autograd.Variable._execution_engine.queue_callback(self._send_final)
+            self._graph_task = task
+        self._final[member] = None
+        if len(self._final) == self._in_block[block]:
+            self._send_final()
+
+    @torch.no_grad()
+    def _send_final(self) -> None:
+        """Send those of a block that are final, unless they have been dropped."""
+        if not self._final or self._closed:
+            return
         with self._working():
             self._resume()
-            self._leaving.send(self._members[param])
+            for member in self._final:
+                self._leaving.put_arrived(member)
+            here = [
+                member
+                for member in self._final
+                if member.gradient is not None and not isinstance(member.gradient, GradientStandIn)
+            ]
+            # Whoever has let go of the last ones' stand-ins does not want those gradients any more.
+            self._store.discard(here)
+            for member, gradient in zip(here, self._store.offload_together(here), strict=True):
+                self._leaving.stand_for(member, gradient, self._store.norms[member])
+            self._final.clear()
 
     def _to_use(self) -> dict[Member, torch.Tensor]:
         used: dict[Member, torch.Tensor] = {}
@@ -240,7 +281,7 @@ class TrainedLayersOptimizer(LayersOptimizer):
             gradients,
             decision,
             self.param_groups,
-            arrived=self._store.arrived(),
+            arrived=arrivals,
             factors={member: list(each.factors) for member, each in self._stand_ins.items() if each.factors},
         )
         # Nothing that stands on a parameter is read: the host has it all.

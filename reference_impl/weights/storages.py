@@ -69,7 +69,7 @@ def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
 def streamable_storages(
     model: nn.Module, blocks: Sequence[nn.Module], *, with_trained: bool = False
 ) -> list[list[BlockStorage]]:
-    """Return, for each of `blocks`, the storages that may stream, in the order of its modules.
+    """Return, for each of `blocks`, the storages that may stream: in the order of its modules, small ones last.
 
     `with_trained` adds the storages of trained tensors, small ones included: all that a block trains stays together.
     Raises ValueError for a sharded (DTensor) parameter, which it names.
@@ -94,7 +94,8 @@ def streamable_storages(
         if owner >= 0 and not others and key not in unfit:
             names, views = zip(*named, strict=True)
             streamable[owner].append(BlockStorage(names, views))
-    return streamable
+    # Matrices side by side: one copy, or one kernel, may then serve several.
+    return [sorted(block, key=lambda storage: storage.size_bytes < MIN_BYTES) for block in streamable]
 
 
 def weighted_modules(block: nn.Module, *, with_trained: bool = False) -> list[nn.Module]:

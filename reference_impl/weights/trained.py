@@ -58,20 +58,25 @@ class Home:
         self._homes = homes
         self._block = block
         self._offset = offset
-        self._size_bytes = weight.nbytes
+        self._numel = weight.numel()
         self._dtype = weight.dtype
         self.visit = visit
 
     @property
     def host(self) -> torch.Tensor:
         """The weight on the host, flat."""
-        whole = self._homes.bytes_of(self._block.index)
-        return whole[self._offset : self._offset + self._size_bytes].view(self._dtype)
+        return self.host_part(0, self._numel)
 
-    @property
-    def device(self) -> torch.Tensor:
-        """The same elements on the device, flat, while the block visits."""
-        return self._block.at(self._offset, self._size_bytes).view(self._dtype)
+    def host_part(self, start: int, stop: int) -> torch.Tensor:
+        """Return elements on the host, flat."""
+        first = self._offset + start * self._dtype.itemsize
+        last = self._offset + stop * self._dtype.itemsize
+        return self._homes.bytes_of(self._block.index)[first:last].view(self._dtype)
+
+    def device_part(self, start: int, stop: int) -> torch.Tensor:
+        """Return the same elements on the device, flat, while the block visits."""
+        size = self._dtype.itemsize
+        return self._block.at(self._offset + start * size, (stop - start) * size).view(self._dtype)
 
     @property
     def visitors(self) -> int:

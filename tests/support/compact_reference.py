@@ -137,10 +137,8 @@ class CompactState:
             [torch.from_numpy(each) for each in self.moments()],
             Adam().numbers_by_step(group, step[None])[0],
         )
-        first = torch.tensor(packing.number(self.order, 0))
-        random = (
-            packing.random_bits(master.numel(), first, step).numpy().astype(numpy.int64).reshape(-1, BLOCK)
-        )
+        numbers = torch.arange(master.numel(), dtype=torch.int32) + packing.number(self.order, 0)
+        random = packing.random_bits(numbers, step).numpy().astype(numpy.int64).reshape(-1, BLOCK)
         random &= 0xFFFFFFFF
         noises = (random >> 8) & 63, random >> 18
         encoders = (signed_codes, root_codes)

@@ -10,7 +10,7 @@ Explained in docs/optimizer-state-offloading.md.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
@@ -79,18 +79,30 @@ def alignment_of(fields: tuple[Field, ...]) -> int:
     return COMPACT_ALIGNMENT if is_compact(fields) else ALIGNMENT
 
 
+class Run(NamedTuple):
+    """Pieces whose weights lie side by side as they do in the chunk, so that one copy or one kernel can serve them all.
+
+    `span` has the elements of all, numbered from the first piece's parameter on.
+    """
+
+    span: Piece
+    pieces: tuple[Piece, ...]
+
+
 @dataclass(eq=False, slots=True)
 class Chunk:
     """States of `pieces`.
 
     `storage` is flat bytes, on the host or, if `resident`, on the device: `numel` elements of each of `fields`. Where
     masters are no field they stay on the device as `masters` (fp32); an fp32 parameter is its own master and has
-    none. `noise_offsets` numbers each piece's first element (0-dim int64, on the device). The storage on the host is
-    whole after the event `stored`. `gradients` is where the gradients of all elements are left on the host, flat in the
-    parameters' dtype, if they are not on the device; they come in behind the states.
+    none. `runs` are the pieces again, those that lie side by side together. `noise_offsets` numbers each piece's first
+    element (0-dim int64, on the device). The storage on the host is whole after the event `stored`. `gradients` is
+    where the gradients of all elements are left on the host, flat in the parameters' dtype, if they are not on the
+    device; they come in behind the states.
     """
 
     pieces: tuple[Piece, ...]
+    runs: tuple[Run, ...]
     numel: int
     fields: tuple[Field, ...]
     storage: torch.Tensor
@@ -135,15 +147,28 @@ class Chunk:
     def launch_cost(self) -> int:
         """How long the host takes to launch its update, where one fused kernel of torch's is 1.
 
-        Rounded moments take a compiled kernel a piece, or one if it `joins`, of 0.2 to 0.5 ms. Long storage comes in in
-        many parts.
+        Rounded moments take a compiled kernel a piece, or a run of `joint_runs`, of 0.2 to 0.5 ms. Long storage comes
+        in in many parts.
         """
-        kernels = int(self.joins) or len(self.pieces) if self.rounded else 0
+        kernels = len(self.joint_runs or self.pieces) if self.rounded else 0
         return max(4 * kernels, self.storage.nbytes // _COST_1_BYTES, 1)
 
     @property
-    def joins(self) -> bool:
-        """Whether one compiled kernel updates all pieces: bf16 moments of shards that stay on the device.
+    def joint_runs(self) -> tuple[Run, ...]:
+        """The runs of which one compiled kernel each updates all pieces; none where a kernel takes a piece only."""
+        if not self.rounded:
+            return ()
+        if self.joins_in_scratch:
+            return (Run(Piece(self.pieces[0].member, 0, self.numel, 0), self.pieces),)
+        if self.home is not None and self.gradients is not None:
+            # Both lie as the states do.
+            return self.runs
+        # So that a compact state has the same bits wherever it is: another kernel may join products and sums otherwise.
+        return tuple(Run(piece, (piece,)) for piece in self.pieces) if self.compact else ()
+
+    @property
+    def joins_in_scratch(self) -> bool:
+        """Whether weights and gradients are copied to lie side by side: those of shards that stay, for bf16 moments.
 
         Longer pieces are not worth it: scratch costs the GPU's memory 14 bytes of traffic an element.
         """
@@ -209,7 +234,7 @@ class StreamedWeights:
     def of(self, piece: Piece) -> torch.Tensor:
         """Return the weights of `piece`, flat, on the device: of one with a home, while it visits."""
         if piece.member.home is not None:
-            return piece.member.home.device[piece.start : piece.stop]
+            return piece.member.home.device_part(piece.start, piece.stop)
         first, apart = self._apart.get(piece.member, (0, None))
         whole = flat_weight(piece.member) if apart is None else apart
         return whole[piece.start - first : piece.stop - first]
@@ -266,6 +291,31 @@ def plan_chunks(
         if pieces:
             plans.append((tuple(pieces), offset))
     return plans
+
+
+def runs_of(pieces: Iterable[Piece]) -> tuple[Run, ...]:
+    """Return the pieces of a chunk, those together whose weights lie side by side in their home as in the chunk."""
+    found: list[list[Piece]] = []
+    for piece in pieces:
+        if found and _follows(piece, found[-1][-1]):
+            found[-1].append(piece)
+        else:
+            found.append([piece])
+    return tuple(_run(run) for run in found)
+
+
+def _run(pieces: Sequence[Piece]) -> Run:
+    first, last = pieces[0], pieces[-1]
+    numel = last.offset + last.numel - first.offset
+    return Run(Piece(first.member, first.start, first.start + numel, first.offset), tuple(pieces))
+
+
+def _follows(piece: Piece, before: Piece) -> bool:
+    home, home_before = piece.member.home, before.member.home
+    if home is None or home_before is None or piece.offset != before.offset + before.numel:
+        return False
+    end = home_before.host.data_ptr() + before.stop * home_before.host.itemsize
+    return end == home.host.data_ptr() + piece.start * home.host.itemsize
 
 
 def _kind(member: Member) -> tuple[int, str, int]:

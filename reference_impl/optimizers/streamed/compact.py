@@ -294,19 +294,6 @@ class CompactOperands(NamedTuple):
             [change(one).view(-1, 1) for one in self.scales],
         )
 
-    def run_kernel(self, formula: Formula, scalars: Scalars) -> None:
-        """Update the full blocks by the compiled kernel, and one that is not full by the same operators one by one."""
-        full = self.gradient.numel() // BLOCK * BLOCK
-        rest: Writes = []
-        if full < self.gradient.numel():
-            beyond = scalars._replace(first=scalars.first + full)
-            rest = self.part(slice(full, self.gradient.numel())).writes(formula, beyond)
-        if full:
-            tables = self.part(slice(0, full)).tables(packing.apart)
-            kind = (formula, self.gradient.dtype, *(each.dtype for each in self.written))
-            packing.compiled(update_tables, *kind)(formula, tables, scalars)
-        packing.write(rest)
-
     def writes(self, formula: Formula, scalars: Scalars) -> Writes:
         """Return what the update would write."""
         found = new_tables(formula, self.tables(lambda tensor: tensor), scalars)
@@ -334,7 +321,8 @@ def new_tables(formula: Formula, tables: CompactOperands, scalars: Scalars) -> l
     moments = [signed_values(codes[0], scales[0]), root_values(codes[1], scales[1])]
     scaled = gradient.float() * (1 / scalars.grad_scale)
     master, average, square = formula(old, scaled, moments, scalars.numbers)
-    random = packing.random_bits(old.numel(), scalars.first, scalars.step).view(-1, BLOCK)
+    elements = torch.arange(old.numel(), dtype=torch.int32, device=old.device).view(-1, BLOCK)
+    random = packing.random_bits(elements + scalars.first.to(torch.int32), scalars.step)
     of_master, of_average, of_square = random_parts(random)
     bits = [average.view(torch.int32), square.view(torch.int32)]
     new_scales = [signed_scales(bits[0]), root_scales(bits[1])]

@@ -1,9 +1,10 @@
-"""The update of bf16 moments by one kernel for all pieces of a chunk.
+"""The update of rounded or compact moments by one kernel for several pieces of a chunk.
 
-The host takes 0.2 to 0.5 ms to launch a compiled kernel, and a sharded model has many pieces in a chunk. Their states
-lie side by side; weights and gradients are copied into scratch that is laid out likewise, and new weights out of it.
-What pieces do not share, the number of the first element for the noise and the numbers of the formula, the kernel looks
-up for each element. So every element is updated as in a kernel of its piece alone.
+The host takes 0.2 to 0.5 ms to launch a compiled kernel, and a chunk has many pieces. Their states lie side by side.
+Where weights visit from their homes and gradients come in with the states, these do too, and the kernel takes them
+there. Those of shards that stay are copied into scratch, and new weights out of it. What pieces do not share, the
+number of the first element for the noise and the numbers of the formula, the kernel looks up for each element, or for
+each block of compact states. So every element is updated as in a kernel of its piece alone.
 
 Explained in docs/optimizer-state-offloading.md, "Fewer bytes".
 """
@@ -19,8 +20,9 @@ import torch
 from reference_impl.device import Device
 from reference_impl.optimizers.algorithms import Algorithm, Formula, group_defaults
 from reference_impl.optimizers.layout import Member
-from reference_impl.optimizers.streamed import packing
-from reference_impl.optimizers.streamed.chunks import Chunk
+from reference_impl.optimizers.streamed import compact, packing
+from reference_impl.optimizers.streamed.chunks import Chunk, Run, runs_of
+from reference_impl.optimizers.streamed.compact import BLOCK, CompactOperands
 from reference_impl.optimizers.streamed.step import StreamedStep
 
 # The compiler would build other kernels for tables of one entry.
@@ -30,7 +32,7 @@ _MEMBERS_BUILT_FOR = 7
 
 
 class Places(NamedTuple):
-    """Where the pieces of a chunk are, on the device.
+    """Where the pieces of a run are in it, on the device.
 
     `begins` (int32) are the places of all pieces but the first. What is added to an element's place is its number for
     the noise: `shifts` (int32). `columns` (int64) say where in `OfMembers` the numbers of the piece are.
@@ -55,22 +57,51 @@ class OfMembers(NamedTuple):
 
 
 def update_halved(formula: Formula, operands: packing.Operands, places: Places, members: OfMembers) -> None:
-    """Update hi/lo masters, as `packing.update_halved`; operands are of a whole chunk."""
+    """Update hi/lo masters, as `packing.update_halved`; operands are of a whole run."""
     packing.update_halved(formula, operands, scalars_of_elements(operands, places, members))
 
 
 def update_whole(formula: Formula, operands: packing.Operands, places: Places, members: OfMembers) -> None:
-    """Update fp32 masters, as `packing.update_whole`; operands are of a whole chunk."""
+    """Update fp32 masters, as `packing.update_whole`; operands are of a whole run."""
     packing.update_whole(formula, operands, scalars_of_elements(operands, places, members))
+
+
+def update_tables(formula: Formula, tables: CompactOperands, places: Places, members: OfMembers) -> None:
+    """Update compact states, as `compact.update_tables`; all blocks are full."""
+    compact.update_tables(formula, tables, scalars_of_blocks(0, len(tables.gradient), places, members))
+
+
+def update_compact(formula: Formula, operands: CompactOperands, places: Places, members: OfMembers) -> None:
+    """Update the full blocks by the compiled kernel, and one that is not full by the same operators one by one."""
+    numel = operands.gradient.numel()
+    full = numel // BLOCK * BLOCK
+    rest: packing.Writes = []
+    if full < numel:
+        rest = operands.part(slice(full, numel)).writes(formula, scalars_of_blocks(full, 1, places, members))
+    if full:
+        tables = operands.part(slice(0, full)).tables(packing.apart)
+        kind = (formula, operands.gradient.dtype, *(each.dtype for each in operands.written))
+        packing.compiled(update_tables, *kind)(formula, tables, places, members)
+    packing.write(rest)
 
 
 def scalars_of_elements(operands: packing.Operands, places: Places, members: OfMembers) -> packing.Scalars:
     """Return the numbers of each element: what is one number of a piece elsewhere has one for each element here."""
     element = torch.arange(operands.gradient.numel(), dtype=torch.int32, device=operands.gradient.device)
+    return _scalars(element, 0, places, members)
+
+
+def scalars_of_blocks(start: int, count: int, places: Places, members: OfMembers) -> packing.Scalars:
+    """Return the numbers of `count` blocks from element `start` on, in a column: no block has two pieces."""
+    block = torch.arange(count, dtype=torch.int32, device=places.begins.device)[:, None]
+    return _scalars(block * BLOCK + start, start, places, members)
+
+
+def _scalars(element: torch.Tensor, start: int, places: Places, members: OfMembers) -> packing.Scalars:
     piece = torch.bucketize(element, places.begins, right=True)
     column = places.columns[piece]
     return packing.Scalars(
-        first=places.shifts[piece],
+        first=places.shifts[piece] + start,
         step=members.steps[column],
         numbers=[row[column] for row in members.numbers.unbind()],
         grad_scale=members.grad_scale,
@@ -86,16 +117,18 @@ class JoinedUpdate:
         self._algorithm = algorithm
         # By group, so that each group's numbers are made at once.
         self._members: list[Member] = []
-        self._places: dict[Chunk, Places] = {}
+        self._places: dict[Chunk, list[Places]] = {}
         self._of_members: OfMembers | None = None
 
     def allocate(self, chunks: Sequence[Chunk]) -> None:
         """Make the tables of `chunks`, all there are. Changes nothing when it raises."""
-        joined = [chunk for chunk in chunks if chunk.joins]
+        joined = [chunk for chunk in chunks if chunk.joint_runs]
         found = dict.fromkeys(piece.member for chunk in joined for piece in chunk.pieces)
         members = sorted(found, key=_group)
         columns = {member: column for column, member in enumerate(members)}
-        self._places = {chunk: self._places_of(chunk, columns) for chunk in joined}
+        self._places = {
+            chunk: [self._places_of(run, columns) for run in chunk.joint_runs] for chunk in joined
+        }
         self._members = members
 
     def begin(self, step: StreamedStep) -> None:
@@ -120,16 +153,17 @@ class JoinedUpdate:
             skipped.new_ones(()) if step.grad_scale is None else step.grad_scale.clone(),
         )
 
-    def update(self, chunk: Chunk, operands: packing.PieceOperands) -> None:
-        """Update all pieces of `chunk`; `operands` are of the whole chunk."""
+    def update(self, chunk: Chunk, number: int, operands: packing.PieceOperands) -> None:
+        """Update all pieces of the run of that `number` in `chunk`; `operands` are of the whole run."""
         assert self._of_members is not None
-        self._run(operands, self._places[chunk], self._of_members)
+        self._run(operands, self._places[chunk][number], self._of_members)
 
     def build(self, few: Chunk, operands: packing.PieceOperands) -> None:
         """Run the kernel for a chunk that is in no table, whose member has no step: with the numbers of any."""
         zeros = torch.zeros(_MEMBERS_BUILT_FOR, device=self._device.torch_device)
         numbers = self._algorithm.numbers_by_step(group_defaults(self._algorithm), zeros)
-        places = self._places_of(few, dict.fromkeys((piece.member for piece in few.pieces), 0))
+        (run,) = runs_of(few.pieces)
+        places = self._places_of(run, {run.span.member: 0})
         self._run(
             operands, places, OfMembers(numbers.t().contiguous(), zeros, zeros.clone(), zeros.new_ones(()))
         )
@@ -141,6 +175,9 @@ class JoinedUpdate:
         self._of_members = None
 
     def _run(self, operands: packing.PieceOperands, places: Places, members: OfMembers) -> None:
+        if isinstance(operands, CompactOperands):
+            update_compact(self._algorithm.formula, operands, places, members)
+            return
         assert isinstance(operands, packing.Operands)
         function: Callable[..., None] = update_whole if operands.low is None else update_halved
         tensors = (*operands[:4], *operands.moments)
@@ -148,12 +185,15 @@ class JoinedUpdate:
         kernel = packing.compiled(function, *kind)
         kernel(self._algorithm.formula, operands.each(packing.apart), places, members)
 
-    def _places_of(self, chunk: Chunk, columns: Mapping[Member, int]) -> Places:
-        pieces = list(chunk.pieces)
+    def _places_of(self, run: Run, columns: Mapping[Member, int]) -> Places:
+        pieces = list(run.pieces)
         pieces += [pieces[-1]] * (_LEAST_PIECES - len(pieces))
-        begins = [piece.offset for piece in chunk.pieces]
-        begins += [chunk.numel] * (_LEAST_PIECES - len(begins))
-        shifts = [packing.number(piece.member.order, piece.start) - piece.offset for piece in pieces]
+        begins = [piece.offset - run.span.offset for piece in run.pieces]
+        begins += [run.span.numel] * (_LEAST_PIECES - len(begins))
+        shifts = [
+            packing.number(piece.member.order, piece.start) - piece.offset + run.span.offset
+            for piece in pieces
+        ]
         return Places(
             self._table(begins[1:], torch.int32),
             self._table(shifts, torch.int32),

@@ -144,7 +144,9 @@ def noise(count: int, first: torch.Tensor, step: torch.Tensor) -> Tensors:
 
     `first` (0-dim int64) numbers the first element and `step` (0-dim) the step.
     """
-    bits = random_bits(count, first, step)
+    bits = random_bits(
+        torch.arange(count, dtype=torch.int32, device=first.device) + first.to(torch.int32), step
+    )
     return bits & 0xFFFF, _shifted(bits, 16)
 
 
@@ -153,10 +155,9 @@ def number(order: int, element: int) -> int:
     return (order * _NUMBERS_APART + element) % 2**31
 
 
-def random_bits(count: int, first: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
-    """Return 32 random bits (int32) for each of `count` elements; `first` and `step` are as in `noise`."""
-    place = torch.arange(count, dtype=torch.int32, device=first.device) + first.to(torch.int32)
-    return _mix(place ^ _mix(step.to(torch.int32) + 1))
+def random_bits(numbers: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
+    """Return 32 random bits (int32) for each of the elements that have these `numbers` (int32)."""
+    return _mix(numbers ^ _mix(step.to(torch.int32) + 1))
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:
@@ -273,9 +274,6 @@ class PieceOperands(Protocol):
     def part(self, elements: slice) -> PieceOperands:
         """Return the operands of some elements, which begin at a multiple of `ALIGNMENT`."""
 
-    def run_kernel(self, formula: Formula, scalars: Scalars) -> None:
-        """Update them by the compiled kernel."""
-
     def writes(self, formula: Formula, scalars: Scalars) -> Writes:
         """Return what the update would write."""
 
@@ -303,13 +301,6 @@ class Operands(NamedTuple):
         """Return the operands of some elements."""
         return self.each(lambda tensor: tensor[elements])
 
-    def run_kernel(self, formula: Formula, scalars: Scalars) -> None:
-        """Update them by the compiled kernel."""
-        function = update_whole if self.low is None else update_halved
-        tensors = (self.weight, self.low, self.master, self.gradient, *self.moments)
-        kind = (formula, *(None if each is None else each.dtype for each in tensors))
-        compiled(function, *kind)(formula, self.each(apart), scalars)
-
     def writes(self, formula: Formula, scalars: Scalars) -> Writes:
         """Return what the update would write."""
         function = _updated_whole if self.low is None else _updated_halved
@@ -321,7 +312,8 @@ class Scalars(NamedTuple):
 
     `first` (0-dim int64) numbers the first element and `step` (0-dim) the step, for the noise. `numbers` is the row of
     the formula. Gradients are divided by `grad_scale`, and nothing changes if `found_inf` is not 0. Where elements of
-    several pieces are updated at once (`joined`), all but `grad_scale` have a value for each element.
+    several pieces are updated at once (`joined`), all but `grad_scale` have a value for each element, or for each block
+    of compact states.
     """
 
     first: torch.Tensor
@@ -383,8 +375,17 @@ def _new_states(
     ]
 
 
+def _run_kernel(operands: PieceOperands, formula: Formula, scalars: Scalars) -> None:
+    # Compact states have another one, see `joined`.
+    assert isinstance(operands, Operands)
+    function = update_whole if operands.low is None else update_halved
+    tensors = (*operands[:4], *operands.moments)
+    kind = (formula, *(None if each is None else each.dtype for each in tensors))
+    compiled(function, *kind)(formula, operands.each(apart), scalars)
+
+
 class RoundedUpdate:
-    """Runs the update of rounded or compact moments on the live current stream."""
+    """Runs the update of rounded moments, and on the twin of compact ones, on the live current stream."""
 
     def __init__(self, device: Device, algorithm: Algorithm) -> None:
         self._algorithm = algorithm
@@ -438,7 +439,8 @@ class RoundedUpdate:
         formula = self._algorithm.formula
         self._kernel.run(
             operands.gradient.numel(),
-            lambda: operands.run_kernel(
+            lambda: _run_kernel(
+                operands,
                 formula,
                 Scalars(*map(self._own, (first, step, numbers, scalars.grad_scale, scalars.found_inf))),
             ),

@@ -317,11 +317,14 @@ class StreamedPipeline:
     def _send_home(self, chunk: Chunk, step: StreamedStep, updated: Event) -> Event:
         """Copy the new weights of `chunk` to where they live, and return the event after which they are there."""
         stored = [updated]
-        for piece in chunk.pieces:
-            home = piece.member.home
-            if home is not None and piece.member in step.gradients:
-                part = slice(piece.start, piece.stop)
-                copied = self._device.copy_out(home.host[part], home.device[part], after=(updated,))
+        for span, pieces in chunk.runs:
+            home = span.member.home
+            # One that has no gradient goes home as it came.
+            if home is not None and any(piece.member in step.gradients for piece in pieces):
+                part = span.start, span.stop
+                copied = self._device.copy_out(
+                    home.host_part(*part), home.device_part(*part), after=(updated,)
+                )
                 # A stream's copies come one after the other.
                 stored = [each for each in stored if isinstance(each, Together)] + [copied]
         return together(*stored)
@@ -378,7 +381,8 @@ class StreamedPipeline:
         arrived = self._device.copy_in(_buffer(chunk, slot), chunk.storage, after=(slot.free, chunk.stored))
         gradients, step = chunk.gradients_in(slot.bytes), self._queue.step
         if chunk.gradients is not None and gradients is not None and step is not None:
-            arrived = self._device.copy_in(gradients, chunk.gradients, after=(slot.free, step.arrived))
+            left = (step.arrived[p.member] for p in chunk.pieces if p.member in step.arrived)
+            arrived = self._device.copy_in(gradients, chunk.gradients, after=(slot.free, *left))
         self._loaded[chunk] = self._slots.take(), arrived
 
 

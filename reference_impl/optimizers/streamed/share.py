@@ -273,7 +273,7 @@ class StreamedShare:
         decision: ClipDecision | None,
         groups: Sequence[Mapping[str, Any]],
         *,
-        arrived: Event = REACHED,
+        arrived: Mapping[Member, Event] | None = None,
         factors: Mapping[Member, Sequence[torch.Tensor | float]] | None = None,
     ) -> None:
         """Prepare the update of members here, once the last step is finished; it may raise, and changes nothing.
@@ -292,7 +292,13 @@ class StreamedShare:
             return
         due = [chunk for chunk in self.chunks if any(piece.member in ours for piece in chunk.pieces)]
         step = StreamedStep(
-            ours, self.steps, decision, snapshot(groups), self._weights, arrived, dict(factors or {})
+            ours,
+            self.steps,
+            decision,
+            snapshot(groups),
+            self._weights,
+            dict(arrived or {}),
+            dict(factors or {}),
         )
         # A CPU worker waits for the chunks of split members.
         split = [place for place, chunk in enumerate(due, start=1) if self._has_split_member(chunk)]

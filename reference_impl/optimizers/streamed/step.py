@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from reference_impl.device import REACHED, Event
+from reference_impl.device import Event
 from reference_impl.optimizers.clip_decision import ClipDecision
 from reference_impl.optimizers.layout import Member, Piece
 from reference_impl.optimizers.streamed.chunks import StreamedWeights
@@ -24,8 +24,8 @@ class StreamedStep:
     `gradients` have the shape of their parameters; one may be taken out once its update is queued, which frees its
     memory. `steps` are the step counters, 0-dim fp32 on the device, and count this step already. `groups` are the
     hyper-parameters by group. Without a `decision` gradients are used as they are.
-    Of chunks whose gradients are on the host `gradients` only names the members; those on the host are whole after
-    `arrived`, and are multiplied by each of their member's `factors`, in their own dtype.
+    Of chunks whose gradients are on the host `gradients` only names the members; each of those on the host is whole
+    after its member's event in `arrived`, and is multiplied by each of its `factors`, in its own dtype.
     """
 
     gradients: dict[Member, torch.Tensor]
@@ -33,7 +33,7 @@ class StreamedStep:
     decision: ClipDecision | None
     groups: Sequence[Mapping[str, Any]]
     weights: StreamedWeights
-    arrived: Event = REACHED
+    arrived: Mapping[Member, Event] = field(default_factory=dict)
     factors: Mapping[Member, Sequence[torch.Tensor | float]] = field(default_factory=dict)
 
     def gradient(self, piece: Piece) -> torch.Tensor:

@@ -60,7 +60,10 @@ class ChunkUpdate:
         self._scratch.allocate(chunks)
         if self._device.compiles:
             self._joined.allocate(chunks)
-            kinds = {(chunk.pieces[0].member.param.dtype, chunk.fields): chunk for chunk in chunks}
+            kinds = {
+                (chunk.pieces[0].member.param.dtype, chunk.fields, self._joins(chunk)): chunk
+                for chunk in chunks
+            }
             # As they will run: the compiler builds another one for each mode.
             with torch.inference_mode(False), torch.no_grad():
                 for chunk in kinds.values():
@@ -83,7 +86,9 @@ class ChunkUpdate:
         if chunk.has(LOW) and not chunk.rounded:
             self._scratch.build(few, buffer)
         if self._joins(chunk):
-            self._joined.build(few, self._operands(few, buffer, piece, weight.float(), weight))
+            # Of the dtype that they will have: in scratch it is fp32.
+            gradient = weight.float() if chunk.joins_in_scratch else torch.zeros_like(weight)
+            self._joined.build(few, self._operands(few, buffer, piece, gradient, weight))
         elif chunk.rounded:
             self._rounded.update(
                 self._operands(few, buffer, piece, torch.zeros_like(weight), weight),
@@ -105,7 +110,7 @@ class ChunkUpdate:
         self._numbers = self._rounded.numbers(members, step.steps, step.groups)
 
     def _joins(self, chunk: Chunk) -> bool:
-        return self._device.compiles and chunk.joins
+        return self._device.compiles and bool(chunk.joint_runs)
 
     def run(
         self, chunk: Chunk, buffer: torch.Tensor, step: StreamedStep, came_in: torch.Tensor | None = None
@@ -121,8 +126,10 @@ class ChunkUpdate:
         else:
             gradients = {piece: _part(came_in, piece) for piece in pieces}
             self._scale(gradients, step)
-        if self._joins(chunk):
-            self._run_joined(chunk, buffer, gradients, step)
+        if self._joins(chunk) and chunk.joins_in_scratch:
+            self._run_in_scratch(chunk, buffer, gradients, step)
+        elif self._joins(chunk):
+            self._run_joined(chunk, buffer, came_in, step)
         elif chunk.rounded:
             self._run_rounded(chunk, buffer, gradients, step)
         else:
@@ -180,10 +187,21 @@ class ChunkUpdate:
             self._done = 3
 
     def _run_joined(
+        self, chunk: Chunk, buffer: torch.Tensor, came_in: torch.Tensor | None, step: StreamedStep
+    ) -> None:
+        """Run the one kernel that does everything, once for all pieces that lie side by side."""
+        for number, (span, pieces) in list(enumerate(chunk.joint_runs))[self._done :]:
+            if any(piece.member in step.gradients for piece in pieces):
+                gradient = step.gradient(span) if came_in is None else _part(came_in, span)
+                operands = self._operands(chunk, buffer, span, gradient, step.weights.of(span))
+                self._joined.update(chunk, number, operands)
+            self._done += 1
+
+    def _run_in_scratch(
         self, chunk: Chunk, buffer: torch.Tensor, gradients: Mapping[Piece, torch.Tensor], step: StreamedStep
     ) -> None:
         """Copy gradients and weights into scratch, run the one kernel that does everything, copy new weights out."""
-        whole = Piece(chunk.pieces[0].member, 0, chunk.numel, 0)
+        ((whole, _),) = chunk.joint_runs
         # Of pieces that have no gradient too: a lower half belongs to its weight.
         weights = {piece: step.weights.of(piece) for piece in chunk.pieces}
         scratch = {piece: self._scratch.weight(piece) for piece in chunk.pieces}
@@ -196,7 +214,7 @@ class ChunkUpdate:
             self._done = 2
         if self._done == 2:
             gradient, weight = self._scratch.gradient(whole), self._scratch.weight(whole)
-            self._joined.update(chunk, self._operands(chunk, buffer, whole, gradient, weight))
+            self._joined.update(chunk, 0, self._operands(chunk, buffer, whole, gradient, weight))
             self._done = 3
         if self._done == 3:
             torch._foreach_copy_(
@@ -276,7 +294,7 @@ class Scratch:
     def allocate(self, chunks: Sequence[Chunk]) -> None:
         """Allocate what the longest of `chunks` needs. No update may be running."""
         exact = [chunk for chunk in chunks if not chunk.rounded]
-        joint = [chunk for chunk in chunks if self._device.compiles and chunk.joins]
+        joint = [chunk for chunk in chunks if self._device.compiles and chunk.joins_in_scratch]
         halved = [chunk for chunk in exact if chunk.has(LOW)]
         self._gradients = self._grown(self._gradients, [*exact, *joint])
         self._masters = self._grown(self._masters, halved)

@@ -6,6 +6,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from reference_impl.activations import ActivationOffloader
+from reference_impl.memory.ledger import Ledger
 
 SMALL = {"min_bytes": 256}
 
@@ -138,6 +139,18 @@ def test_layers_called_without_the_model(model, x):
     expected, first, second = both_ways(model, action)
     assert equal(first, expected)
     assert equal(second, expected)
+
+
+def test_what_layers_called_without_the_model_leave_free_is_learnt(device, x):
+    """Without it, each layer would wait for the last one's copy."""
+    model = Smooth().to(device.torch_device)
+    with Ledger(device), ActivationOffloader(model, **SMALL) as offloader:
+        for _ in range(3):
+            out = x
+            for layer in model.layers:
+                out = layer(out).exp().tanh()
+            out.sum().backward()
+        assert len(offloader.engine.headroom.learnt_peaks()["forward"]) > len(model.layers)
 
 
 @pytest.mark.parametrize("checkpointing", ["reentrant", "non-reentrant"])

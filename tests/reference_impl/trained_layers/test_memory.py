@@ -43,6 +43,7 @@ def take_libraries_memory(device):
 def peaks(device, layers, watch=None):
     take_libraries_memory(device)
     gc.collect()
+    before_bytes = device.allocator.live_bytes if device.allocator else 0
     model = decoder(device, layers=layers, **WIDE)
     layer_bytes = sum(param.nbytes for param in model.layers[0].parameters())
     outside_bytes = sum(param.nbytes for param in model.parameters()) - layers * layer_bytes
@@ -59,7 +60,8 @@ def peaks(device, layers, watch=None):
         if watch is not None:
             watch.reset()
         train(model, streamer.optimizer, ids[2:])
-        return ledger.peak_device_bytes, layer_bytes, outside_bytes, streamer.report, ledger.host_bytes
+        peak_bytes = ledger.peak_device_bytes - before_bytes
+        return peak_bytes, layer_bytes, outside_bytes, streamer.report, ledger.host_bytes
 
 
 def by_tensor(device, layers):

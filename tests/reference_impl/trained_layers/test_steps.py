@@ -8,7 +8,9 @@ from layers_trainee import CLIP, assert_same, batches, decoder, resident, stream
 from torch import nn
 
 from reference_impl import OptimizerStateOffloader, TrainableLayerStreamer
+from reference_impl.optimizers.gradient_mover import GradientMover
 from reference_impl.optimizers.options import Streaming
+from reference_impl.optimizers.stand_in import GradientStandIn
 from reference_impl.trained_layers.segments import recompute_in_slices, sum_in_fp32
 from reference_impl.verification.model import decoder_loss
 
@@ -197,6 +199,34 @@ def test_with_layers_skipped_run_twice_and_out_of_order(device):
         assert run(model, streamer.optimizer) == expected
         for name, param in other.state_dict().items():
             assert torch.equal(model.state_dict()[name].cpu(), param.cpu()), name
+
+
+def test_gradients_of_a_block_leave_together(device, monkeypatch):
+    together = []
+    offload = GradientMover.offload_together
+
+    def counting(mover, members):
+        together.append(len(members))
+        return offload(mover, members)
+
+    monkeypatch.setattr(GradientMover, "offload_together", counting)
+    model = Skipping().to(device.torch_device)
+    x = torch.randn(2, 4, 32, dtype=torch.bfloat16, device=device.torch_device)
+    with streamed(model) as streamer:
+        model(x, (0, 1, 2, 3, 4)).backward()
+        # The third block has a parameter that is not used, so the next block's gradient says that it is over.
+        assert together == [2, 2, 2, 2]
+        streamer.optimizer.step()
+        streamer.optimizer.zero_grad()
+        # Here nothing does but the end of backward.
+        model(x, (2,)).backward()
+        assert together == [2, 2, 2, 2, 2]
+        for param in model.parameters():
+            assert param.grad is None or isinstance(param.grad, GradientStandIn)
+        # Those that were dropped do not leave.
+        model.zero_grad()
+        model(x, (4, 2)).backward()
+        assert together[5:] == [2, 2]
 
 
 def test_evaluation_in_between_sees_the_new_weights(device):

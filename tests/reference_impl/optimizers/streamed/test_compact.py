@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from reference_impl.device import Device
 from reference_impl.optimizers.algorithms import Adam
-from reference_impl.optimizers.streamed import compact, packing
+from reference_impl.optimizers.streamed import compact, joined, packing
 from reference_impl.optimizers.streamed.packing import RoundedUpdate
 
 GROUP = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-6, "weight_decay": 0.1, "maximize": False}
@@ -171,13 +171,14 @@ def test_codes_are_those_of_the_simple_way(bits, noise, root_noise):
 
 
 class Trained:
-    """One piece as it is kept, updated by the kernel of `device`."""
+    """One piece as it is kept, updated by the kernel of `device`, a compiled one if it `compiles`."""
 
-    def __init__(self, device, low_bits, numel, dtype=torch.bfloat16):
+    def __init__(self, device, low_bits, numel, dtype=torch.bfloat16, *, compiles=False):
         generator = torch.Generator().manual_seed(1)
         weight = (torch.randn(numel, generator=generator) / 8).to(dtype)
         self.simple = CompactState(weight, 0, low_bits)
         self.device, self.kernel = device, RoundedUpdate(device, Adam())
+        self.compiles = compiles or device.compiles
         self.weight = weight.to(device.torch_device)
         whole = -(-numel // 64) * 64
         kinds = {8: torch.int8, 16: torch.int16}
@@ -188,7 +189,7 @@ class Trained:
     def _zeros(self, count, dtype):
         return torch.zeros(count, dtype=dtype, device=self.device.torch_device)
 
-    def step(self, gradient, count, *, found_inf=0.0, part=None):
+    def step(self, gradient, count, *, found_inf=0.0, part=None, group=GROUP):
         place = self.device.torch_device
         part = part or slice(0, gradient.numel())
         own = self.low is None
@@ -200,12 +201,22 @@ class Trained:
             codes=self.codes,
             scales=self.scales,
         )
-        step = torch.tensor(float(count), device=place)
+        step = torch.tensor([float(count)], device=place)
+        first = packing.number(0, part.start)
+        numbers = Adam().numbers_by_step(group, step)
+        if self.compiles:
+            ends = torch.full((2,), gradient.numel(), dtype=torch.int32, device=place)
+            firsts = torch.full((3,), first, dtype=torch.int32, device=place)
+            places = joined.Places(ends, firsts, torch.zeros_like(firsts, dtype=torch.int64))
+            skipped = torch.full_like(step, found_inf)
+            members = joined.OfMembers(numbers.t().contiguous(), step, skipped, torch.ones((), device=place))
+            joined.update_compact(Adam().formula, operands.part(part), places, members)
+            return
         self.kernel.update(
             operands.part(part),
-            first=torch.tensor(packing.number(0, part.start), device=place),
-            step=step,
-            numbers=Adam().numbers_by_step(GROUP, step[None])[0],
+            first=torch.tensor(first, device=place),
+            step=step[0],
+            numbers=numbers[0],
             grad_scale=None,
             found_inf=torch.tensor(found_inf, device=place),
         )
@@ -269,23 +280,8 @@ def test_small_updates_add_up(device):
     trained.weight = weight.detach().flatten()
     group = {**GROUP, "lr": 1e-7, "weight_decay": 0.0}
     start = trained.weight.double().mean().item()
-    step = torch.ones((), device=device.torch_device)
     for count in range(1, 101):
-        trained.kernel.update(
-            compact.CompactOperands(
-                trained.weight.view(torch.int16),
-                trained.low,
-                None,
-                torch.ones(4096, dtype=torch.bfloat16, device=device.torch_device),
-                trained.codes,
-                trained.scales,
-            ),
-            first=torch.tensor(0, device=device.torch_device),
-            step=step * count,
-            numbers=Adam().numbers_by_step(group, (step * count)[None])[0],
-            grad_scale=None,
-            found_inf=None,
-        )
+        trained.step(torch.ones(4096, dtype=torch.bfloat16), count, group=group)
     masters = compact.join(trained.weight.view(torch.int16), trained.low).view(torch.float32).double()
     # 4,096 elements; the spacing is 4.8e-7, so the mean has a standard deviation of 2e-8 or so.
     assert start - masters.mean().item() == pytest.approx(1e-5, rel=0.03)
@@ -294,12 +290,7 @@ def test_small_updates_add_up(device):
 @pytest.mark.slow
 def test_compiled_makes_the_codes_of_the_source():
     """The CPU's compiler stands in for CUDA's; it may join products and sums, so that a number rounds otherwise."""
-
-    class Pretends:
-        compiles, torch_device = True, torch.device("cpu")
-
-    eager, compiled = (Trained(Device.of("cpu"), 8, 64 * 1000 + 8) for _ in range(2))
-    compiled.kernel = RoundedUpdate(Pretends(), Adam())
+    eager, compiled = (Trained(Device.of("cpu"), 8, 64 * 1000 + 8, compiles=each) for each in (False, True))
     for count, gradient in enumerate(gradients(64 * 1000 + 8), start=1):
         for each in (eager, compiled):
             each.step(gradient, count)
