@@ -9,12 +9,12 @@
 
 A row is full training in bf16 with AdamW, random weights, and exact clipping unless `no-clip`: forward, backward
 with each layer recomputed, step, zero_grad. What follows a colon holds for that row alone: `memory`, `inputs`,
-`resident`, `prefetch`, as the options of these names, and `no-clip`, which updates in backward. Each sequence of
-`--tokens` is a micro-batch inside the layers. The loss is chunked in every row. `resident` keeps all on the GPU
-(`HybridDeviceOptimizer(offload_fraction=0)`), recomputed and sliced alike, but its slices add up in bf16; it has no
-memory limit. `fsdp2` is torch's FSDP2 on one rank with CPUOffloadPolicy and fp32 parameters, `fsdp2-bf16` with bf16
-ones and states, which is other arithmetic. A step's update runs behind the next forward, so the time is the mean of
-`--steps` steps in a row; `times_s` are those of each, the ones that warm up first.
+`resident`, `prefetch`, as the options of these names, `chunk`, the MiB of a chunk of states, and `no-clip`, which
+updates in backward. Each sequence of `--tokens` is a micro-batch inside the layers. The loss is chunked in every row.
+`resident` keeps all on the GPU (`HybridDeviceOptimizer(offload_fraction=0)`), recomputed and sliced alike, but its
+slices add up in bf16; it has no memory limit. `fsdp2` is torch's FSDP2 on one rank with CPUOffloadPolicy and fp32
+parameters, `fsdp2-bf16` with bf16 ones and states, which is other arithmetic. A step's update runs behind the next
+forward, so the time is the mean of `--steps` steps in a row; `times_s` are those of each, the ones that warm up first.
 `limit_s` is what compute and the measured link leave no way around (`stream_limits`). GPU memory is the allocator's
 peak, reserved included; host memory is what is pinned, and the process's own peak. Models are Hugging Face's classes
 where transformers is installed, else decoders of like shape.
@@ -51,6 +51,7 @@ from reference_impl.device import Device
 from reference_impl.memory.host import host_book
 from reference_impl.memory.ledger import Ledger
 from reference_impl.memory.rates import CopyRates
+from reference_impl.optimizers.options import CHUNK_BYTES
 from reference_impl.trained_layers import chunked_cross_entropy
 from reference_impl.trained_layers.segments import recompute_in_slices
 from reference_impl.verification.hugging_face import model_from, read_config
@@ -93,6 +94,7 @@ class Row:
     prefetch: int = 2
     resident_layers: int = 0
     inputs: Any = "device"
+    chunk_mib: int = CHUNK_BYTES // 2**20
 
 
 @dataclass(frozen=True)
@@ -135,9 +137,11 @@ def row_of(text: str, defaults: Row) -> Row:
                 row = replace(row, resident_layers=int(value))
             case "prefetch":
                 row = replace(row, prefetch=int(value))
+            case "chunk":
+                row = replace(row, chunk_mib=int(value))
             case _:
                 raise ValueError(
-                    f"{text!r} has {name!r}; expected memory=, inputs=, resident=, prefetch= or no-clip"
+                    f"{text!r} has {name!r}; expected memory=, inputs=, resident=, prefetch=, chunk= or no-clip"
                 )
     return row
 
@@ -223,7 +227,7 @@ def attached(
         torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True),
         max_grad_norm=row.max_grad_norm,
         backward_overlap="update" if row.max_grad_norm is None else "gradients",
-        streaming=STATES[row.form],
+        streaming=replace(STATES[row.form], chunk_bytes=row.chunk_mib * 2**20),
         slices=setting.sequences,
         prefetch=row.prefetch,
         resident_layers=row.resident_layers,
