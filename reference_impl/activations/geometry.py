@@ -141,6 +141,8 @@ class Weights:
 
 
 def _storages_of(module: nn.Module) -> set[int]:
-    tensors = (*module.parameters(), *module.buffers())
+    # Without their names, which the host would put together for every layer of every forward.
+    held = ((*each._parameters.values(), *each._buffers.values()) for each in module.modules())
+    tensors = (tensor for each in held for tensor in each if tensor is not None)
     # A sharded parameter keeps its bytes in a local tensor.
     return {getattr(tensor, "_local_tensor", tensor).untyped_storage()._cdata for tensor in tensors}

@@ -43,7 +43,7 @@ def follow(
     def announce(_: nn.Module, args: Any, output: Any) -> None:
         # A compiled block runs backward as one node, which only its own output can announce.
         if not torch.compiler.is_compiling():
-            for leaf in tree_leaves(output):
+            for leaf in (output,) if isinstance(output, torch.Tensor) else tree_leaves(output):
                 if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
                     leaf.grad_fn.register_prehook(prehook)
 

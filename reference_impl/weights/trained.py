@@ -242,8 +242,11 @@ class TrainedWeights(LayerStreamer):
             super()._after_forward(block)
 
     def _before_backward(self, block: StreamedBlock) -> None:
+        # Every module of the block that has a weight says so.
+        if not self._window.begins_backward(block):
+            return
         with self._told():
-            if self._passed is not None and self._window.begins_backward(block):
+            if self._passed is not None:
                 self._passed()
             super()._before_backward(block)
 
