@@ -14,6 +14,7 @@ FORMS = {
     "halves": ({"hi_lo_masters": True, "moments_dtype": torch.bfloat16}, joined.update_halved),
     "masters": ({"moments_dtype": torch.bfloat16}, joined.update_whole),
 }
+SLOW = pytest.mark.slow
 # Matrices of which none, and all, fill up the places of pieces in a chunk.
 SIZES = {"with gaps": {"hidden": 40, "ffn": 100, "heads": 4}, "side by side": {"hidden": 128, "ffn": 256}}
 
@@ -53,8 +54,12 @@ def trained(device, sizes, form, *, frozen=()):
 
 
 @pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("name", FORMS)
-@pytest.mark.parametrize("frozen", [(), ("layers.1.down.weight",)], ids=["", "one frozen"])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in ("lo8", "masters") else SLOW) for name in FORMS]
+)
+@pytest.mark.parametrize(
+    "frozen", [(), pytest.param(("layers.1.down.weight",), marks=SLOW)], ids=["", "one frozen"]
+)
 def test_the_bits_are_those_of_one_kernel_a_piece(kernels, monkeypatch, name, sizes, frozen):
     form, function = FORMS[name]
     device = CpuTwin(torch.device("cpu"))
