@@ -89,7 +89,7 @@ def test_matrices_that_lie_side_by_side_are_one_run(device):
                     assert own.data_ptr() == host[piece.offset - span.offset :].data_ptr()
 
 
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name == "lo8" else SLOW) for name in FORMS])
 def test_no_kernel_is_built_in_a_step(monkeypatch, name):
     built = []
 
