@@ -338,9 +338,10 @@ def measure(row: Row, setting: Setting, known: Limits, trace: Path | None = None
             whole, optimizer, streamer = attached(row, model, setting, last)
             device.synchronize()
             attached_s = time.perf_counter() - start
-            ids = setting.ids()
+            ids, marks = setting.ids(), []
 
             def step() -> torch.Tensor:
+                marks.append(device.mark())
                 loss: torch.Tensor = whole(ids)
                 loss.backward()
                 optimizer.step()
@@ -350,17 +351,12 @@ def measure(row: Row, setting: Setting, known: Limits, trace: Path | None = None
             # A full collection of garbage takes 0.2 s with a model of transformers, every third step.
             gc.collect()
             gc.freeze()
-            marks, losses = [], []
-            for _ in range(WARM_UP):
-                marks.append(device.mark())
-                losses.append(step())
+            losses = [step() for _ in range(WARM_UP)]
             device.synchronize()
             ledger.reset_peak()
             late = 0 if streamer is None else streamer.report.weights.late_loads
             start = time.perf_counter()
-            for _ in range(setting.steps):
-                marks.append(device.mark())
-                losses.append(step())
+            losses += [step() for _ in range(setting.steps)]
             marks.append(device.mark())
             device.synchronize()
             step_s = (time.perf_counter() - start) / setting.steps

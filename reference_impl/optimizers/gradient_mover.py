@@ -58,7 +58,7 @@ class GradientMover:
         return gradient
 
     def offload_together(self, members: Sequence[Member]) -> list[torch.Tensor]:
-        """Do as `offload`, for several that measure, with one event for all: a third of the host's time for each."""
+        """Do as `offload`, for several that measure, with one event for all: half of the host's time for each."""
         check_used_in_time(members)
         gradients = [gradient_of(member) for member in members]
         self._send(dict(zip(members, gradients, strict=True)), measure=True, frees=True)

@@ -7,7 +7,7 @@ still there: a user who drops or replaces it drops the gradient. Explained in do
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -110,7 +110,24 @@ class Gradients:
                 param.grad = None
             member.placeholder = param.grad
         else:
-            self.stand_for(member, gradient, self._shares.norms.get(member))
+            self._stand_in(member, gradient, self._shares.norms.get(member))
+
+    def send_together(
+        self, members: Iterable[Member], offload: Callable[[Sequence[Member]], list[torch.Tensor]]
+    ) -> None:
+        """Do as `send` for members that are not sharded, by `offload`, which starts all copies.
+
+        Those whose gradients have been dropped are left out. After an error the same call sends the rest.
+        """
+        here = []
+        for member in members:
+            self.put_arrived(member)
+            if member.gradient is not None and not isinstance(member.gradient, GradientStandIn):
+                here.append(member)
+        if here:
+            self._shares.discard(here)
+            for member, gradient in zip(here, offload(here), strict=True):
+                self._stand_in(member, gradient, self._shares.norms[member])
 
     def place(self, member: Member, reduced: torch.Tensor) -> None:
         """Put a stand-in in the place of a gradient that has been sent `reduced` and stands on its parameter now.
@@ -123,9 +140,9 @@ class Gradients:
             self._shares.discard([member])
             return
         norm = torch.linalg.vector_norm(reduced, dtype=torch.float32) if self.measures else None
-        self.stand_for(member, reduced, norm)
+        self._stand_in(member, reduced, norm)
 
-    def stand_for(self, member: Member, gradient: torch.Tensor, norm: torch.Tensor | None) -> None:
+    def _stand_in(self, member: Member, gradient: torch.Tensor, norm: torch.Tensor | None) -> None:
         """Put a stand-in for `gradient`, which has been sent, on the parameter."""
         kept = gradient if member.on_device else None
         # One that stays from then on must not have been rounded.

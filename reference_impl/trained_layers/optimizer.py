@@ -224,7 +224,8 @@ class TrainedLayersOptimizer(LayersOptimizer):
                 self._leaving.send(member)
             return
         block = member.home.visitors
-        if any(each.home is not None and each.home.visitors != block for each in self._final):
+        before = next(iter(self._final), member)
+        if before.home is not None and before.home.visitors != block:
             self._send_final()
         task = torch._C._current_graph_task_id()
         if self._graph_task != task != -1:
@@ -242,17 +243,7 @@ class TrainedLayersOptimizer(LayersOptimizer):
             return
         with self._working():
             self._resume()
-            for member in self._final:
-                self._leaving.put_arrived(member)
-            here = [
-                member
-                for member in self._final
-                if member.gradient is not None and not isinstance(member.gradient, GradientStandIn)
-            ]
-            # Whoever has let go of the last ones' stand-ins does not want those gradients any more.
-            self._store.discard(here)
-            for member, gradient in zip(here, self._store.offload_together(here), strict=True):
-                self._leaving.stand_for(member, gradient, self._store.norms[member])
+            self._leaving.send_together(self._final, self._store.offload_together)
             self._final.clear()
 
     def _to_use(self) -> dict[Member, torch.Tensor]:

@@ -10,8 +10,8 @@ Explained in docs/optimizer-state-offloading.md.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
 
@@ -89,20 +89,20 @@ class Run(NamedTuple):
     pieces: tuple[Piece, ...]
 
 
-@dataclass(eq=False, slots=True)
+@dataclasses.dataclass(eq=False, slots=True)
 class Chunk:
     """States of `pieces`.
 
     `storage` is flat bytes, on the host or, if `resident`, on the device: `numel` elements of each of `fields`. Where
     masters are no field they stay on the device as `masters` (fp32); an fp32 parameter is its own master and has
-    none. `runs` are the pieces again, those that lie side by side together. `noise_offsets` numbers each piece's first
-    element (0-dim int64, on the device). The storage on the host is whole after the event `stored`. `gradients` is
-    where the gradients of all elements are left on the host, flat in the parameters' dtype, if they are not on the
-    device; they come in behind the states.
+    none. `noise_offsets` numbers each piece's first element (0-dim int64, on the device). The storage on the host is
+    whole after the event `stored`. `gradients` is where the gradients of all elements are left on the host, flat in the
+    parameters' dtype, if they are not on the device; they come in behind the states. `runs` are the pieces again, those
+    that lie side by side together, and `joint_runs` those of which one compiled kernel each updates all pieces: none
+    where a kernel takes a piece only.
     """
 
     pieces: tuple[Piece, ...]
-    runs: tuple[Run, ...]
     numel: int
     fields: tuple[Field, ...]
     storage: torch.Tensor
@@ -111,6 +111,13 @@ class Chunk:
     noise_offsets: Mapping[Piece, torch.Tensor]
     gradients: torch.Tensor | None = None
     stored: Event = REACHED
+    runs: tuple[Run, ...] = dataclasses.field(init=False)
+    joint_runs: tuple[Run, ...] = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        """Find the runs, which each step asks for."""
+        self.runs = runs_of(self.pieces)
+        self.joint_runs = self._joint_runs()
 
     @property
     def home(self) -> WeightHome | None:
@@ -153,9 +160,7 @@ class Chunk:
         kernels = len(self.joint_runs or self.pieces) if self.rounded else 0
         return max(4 * kernels, self.storage.nbytes // _COST_1_BYTES, 1)
 
-    @property
-    def joint_runs(self) -> tuple[Run, ...]:
-        """The runs of which one compiled kernel each updates all pieces; none where a kernel takes a piece only."""
+    def _joint_runs(self) -> tuple[Run, ...]:
         if not self.rounded:
             return ()
         if self.joins_in_scratch:

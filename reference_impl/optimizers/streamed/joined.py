@@ -21,7 +21,7 @@ from reference_impl.device import Device
 from reference_impl.optimizers.algorithms import Algorithm, Formula, group_defaults
 from reference_impl.optimizers.layout import Member
 from reference_impl.optimizers.streamed import compact, packing
-from reference_impl.optimizers.streamed.chunks import Chunk, Run, runs_of
+from reference_impl.optimizers.streamed.chunks import Chunk, Run
 from reference_impl.optimizers.streamed.compact import BLOCK, CompactOperands
 from reference_impl.optimizers.streamed.step import StreamedStep
 
@@ -162,7 +162,7 @@ class JoinedUpdate:
         """Run the kernel for a chunk that is in no table, whose member has no step: with the numbers of any."""
         zeros = torch.zeros(_MEMBERS_BUILT_FOR, device=self._device.torch_device)
         numbers = self._algorithm.numbers_by_step(group_defaults(self._algorithm), zeros)
-        (run,) = runs_of(few.pieces)
+        (run,) = few.joint_runs
         places = self._places_of(run, {run.span.member: 0})
         self._run(
             operands, places, OfMembers(numbers.t().contiguous(), zeros, zeros.clone(), zeros.new_ones(()))

@@ -31,7 +31,6 @@ from reference_impl.optimizers.streamed.chunks import (
     bytes_of,
     flat_weight,
     plan_chunks,
-    runs_of,
     scale_of,
     slot_bytes,
 )
@@ -294,7 +293,6 @@ class StateStorage:
             has_masters = any(field.name in (MASTER, LOW) for field in fields)
             yield Chunk(
                 pieces,
-                runs_of(pieces),
                 numel,
                 fields,
                 storage=self._on_device(size_bytes) if resident else self._on_host(size_bytes),
