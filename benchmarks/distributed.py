@@ -203,11 +203,15 @@ def threads_of_a_rank() -> int:
 
 
 def rates(device: Device) -> dict[str, object]:
-    """Return what this machine is and, on CUDA, what its link and the host's memory carry, in GB/s."""
-    facts = machine(device)
+    """Return what this machine is and, on CUDA, what its link and the host's memory carry, in GB/s.
+
+    All ranks measure together: they share the host's memory.
+    """
+    facts = machine(device, begin=dist.barrier)
     if device.is_accelerator:
         threads = torch.get_num_threads()
         torch.set_num_threads(threads_of_a_rank())
+        dist.barrier()
         facts["host_gb_per_s"] = round(host_rate(device, 2**29) / 1e9, 1)
         torch.set_num_threads(threads)
     return facts
@@ -263,7 +267,6 @@ def main() -> None:
     else:
         slots_bytes = int(args.slots_gb * 1e9)
     is_first = dist.get_rank() == 0
-    # All ranks at once: they share the host's memory.
     report: dict[str, Any] = {"machine": of_all_ranks(rates(device)), "shape": vars(shape), "rows": {}}
     report["ranks"] = dist.get_world_size()
     report["arguments"] = {

@@ -10,7 +10,8 @@
 A row is full training in bf16 with AdamW, random weights, and exact clipping unless `no-clip`: forward, backward
 with each layer recomputed, step, zero_grad. What follows a colon holds for that row alone: `memory`, `inputs`,
 `resident`, `prefetch`, as the options of these names, `chunk`, the MiB of a chunk of states, and `no-clip`, which
-updates in backward. Each sequence of `--tokens` is a micro-batch inside the layers. The loss is chunked in every row.
+updates in backward. Layers run `--slices` micro-batches one after the other, by default each sequence of `--tokens`
+alone; fewer are fewer kernels and more memory. The loss is chunked in every row.
 `resident` keeps all on the GPU (`HybridDeviceOptimizer(offload_fraction=0)`), recomputed and sliced alike, but its
 slices add up in bf16; it has no memory limit. `fsdp2` is torch's FSDP2 on one rank with CPUOffloadPolicy and fp32
 parameters, `fsdp2-bf16` with bf16 ones and states, which is other arithmetic. A step's update runs behind the next
@@ -103,6 +104,7 @@ class Setting:
 
     model: str
     sequences: int
+    slices: int
     tokens: int
     steps: int
     device: Device
@@ -216,7 +218,7 @@ def attached(
         return *sharded(row, model, setting, last), None
     if row.form == RESIDENT:
         for layer in layers_of(model):
-            last.callback(recompute_in_slices(layer, setting.sequences))
+            last.callback(recompute_in_slices(layer, setting.slices))
         hybrid = HybridDeviceOptimizer(
             model.parameters(), offload_fraction=0.0, lr=LEARNING_RATE, max_grad_norm=row.max_grad_norm
         )
@@ -228,7 +230,7 @@ def attached(
         max_grad_norm=row.max_grad_norm,
         backward_overlap="update" if row.max_grad_norm is None else "gradients",
         streaming=replace(STATES[row.form], chunk_bytes=row.chunk_mib * 2**20),
-        slices=setting.sequences,
+        slices=setting.slices,
         prefetch=row.prefetch,
         resident_layers=row.resident_layers,
         inputs=row.inputs,
@@ -260,7 +262,7 @@ def sharded(
         "offload_policy": CPUOffloadPolicy(pin_memory=setting.device.pins_host_memory),
     }
     for layer in layers_of(model):
-        last.callback(recompute_in_slices(layer, setting.sequences))
+        last.callback(recompute_in_slices(layer, setting.slices))
         fully_shard(layer, **options)
     whole = WithLoss(model, setting.chunk_tokens)
     fully_shard(whole, **options)
@@ -291,7 +293,7 @@ def limits(setting: Setting) -> Limits:
     def few(layers: int) -> WithLoss:
         model = build(setting, on_device=True, layers=layers)
         for layer in layers_of(model):
-            recompute_in_slices(layer, setting.sequences)
+            recompute_in_slices(layer, setting.slices)
         return WithLoss(model, setting.chunk_tokens)
 
     compute = stream_limits.compute_of(
@@ -422,7 +424,10 @@ def arguments() -> tuple[argparse.Namespace, list[tuple[str, Row]]]:
     parser.add_argument(
         "--rows", default="resident,exact,half,packed,lo16,lo8", help="some of these or of fsdp2, fsdp2-bf16"
     )
-    parser.add_argument("--sequences", type=int, default=1, help="micro-batches of a step")
+    parser.add_argument("--sequences", type=int, default=1, help="of a step")
+    parser.add_argument(
+        "--slices", type=int, help="micro-batches inside the layers, by default one a sequence"
+    )
     parser.add_argument("--tokens", type=int, default=4096, help="tokens of a sequence")
     parser.add_argument("--steps", type=int, default=4, help="steps that are timed")
     parser.add_argument("--memory-gb", type=float, help="the most GPU memory of all rows but resident")
@@ -458,7 +463,14 @@ def main() -> None:
     device = Device.available()
     tokens = 16 if args.model == "tiny" else args.tokens
     setting = Setting(
-        args.model, args.sequences, tokens, args.steps, device, own=args.own, chunk_tokens=args.chunk_tokens
+        args.model,
+        args.sequences,
+        args.slices or args.sequences,
+        tokens,
+        args.steps,
+        device,
+        own=args.own,
+        chunk_tokens=args.chunk_tokens,
     )
     known = limits(setting)
     report: dict[str, Any] = {

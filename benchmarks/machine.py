@@ -5,14 +5,18 @@ from __future__ import annotations
 import os
 import platform
 import time
+from collections.abc import Callable
 
 import torch
 
 from reference_impl.device import Device
 
 
-def machine(device: Device) -> dict[str, object]:
-    """Return names, versions and, on CUDA, pinned copy bandwidths in GB/s."""
+def machine(device: Device, *, begin: Callable[[], object] = lambda: None) -> dict[str, object]:
+    """Return names, versions and, on CUDA, pinned copy bandwidths in GB/s.
+
+    Each measurement calls `begin` first, where ranks that share a host wait for each other.
+    """
     facts: dict[str, object] = {
         "device": device.name,
         "cores": len(os.sched_getaffinity(0)),
@@ -20,25 +24,27 @@ def machine(device: Device) -> dict[str, object]:
         "cuda": torch.version.cuda,
         "python": platform.python_version(),
     }
-    return facts | (copy_bandwidths(device) if device.is_accelerator else {})
+    return facts | (copy_bandwidths(device, begin) if device.is_accelerator else {})
 
 
-def copy_bandwidths(device: Device, size_bytes: int = 2**29) -> dict[str, float]:
-    """Return D2H, H2D and both at once, in GB/s, from pinned memory."""
+def copy_bandwidths(device: Device, begin: Callable[[], object]) -> dict[str, float]:
+    """Return D2H, H2D and both at once, in GB/s, from pinned memory: of copies of a fifth of a second."""
+    size_bytes, times = 2**28, 32
     gpu = [torch.empty(size_bytes, dtype=torch.uint8, device=device.torch_device) for _ in range(2)]
     host = [torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
 
     def rate(*, out: bool, back: bool) -> float:
         device.synchronize()
+        begin()
         start = time.perf_counter()
-        for _ in range(4):
+        for _ in range(times):
             now = device.record()
             if out:
                 device.copy_out(host[0], gpu[0], after=[now])
             if back:
                 device.copy_in(gpu[1], host[1], after=[now])
         device.synchronize()
-        return 4 * size_bytes * (out + back) / (time.perf_counter() - start) / 1e9
+        return times * size_bytes * (out + back) / (time.perf_counter() - start) / 1e9
 
     rate(out=True, back=True)
     return {

@@ -11,6 +11,7 @@ Explained in docs/distributed.md.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -143,6 +144,8 @@ class Shard:
             when_read()
             return gathered[0], ()
 
+        # FSDP2 asks for the parameters of the first in every gather, which takes 0.01 to 0.04 ms if nobody knows them.
+        before.__signature__ = inspect.signature(before)  # type: ignore[attr-defined]
         local: Any = self.local
         local.fsdp_pre_all_gather, local.fsdp_post_all_gather = before, afterwards
         getattr(self._shard, _LOOK_FOR_EXTENSIONS)()
