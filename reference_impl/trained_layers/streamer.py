@@ -63,6 +63,9 @@ class TrainableLayerStreamer(ClosedAtExit):
     ...         streamer.optimizer.step()
     ...         streamer.optimizer.zero_grad()
 
+    Until `close()` segments of torch's allocator grow on a GPU (`expandable_segments`), in the whole process, unless
+    PYTORCH_CUDA_ALLOC_CONF says that they do not.
+
     Args:
         model: any module made of repeated blocks (an `nn.ModuleList`, or an `nn.Sequential` of one class). What stands
             outside the blocks, such as embeddings and the head, stays on the device; its states and gradients do not.
@@ -128,6 +131,9 @@ class TrainableLayerStreamer(ClosedAtExit):
         self._host = host_bytes(streamed, trained, algorithm, streaming, gradients_leave=not updates)
         check_room(self._host, streamed, streaming)
         self._undo: list[Callable[[], None]] = []
+        if on.allocator is not None:
+            # Blocks, chunks, activations and logits leave room in pieces of all sizes: 1 to 2 GB of 8 to 14.
+            self._undo.append(on.allocator.let_segments_grow())
         try:
             self._weights = TrainedWeights(
                 model,

@@ -306,14 +306,22 @@ def test_segments_grow_unless_the_user_has_chosen(monkeypatch, said, chosen):
 
 
 @pytest.mark.cuda
-def test_a_plan_lets_torchs_segments_grow():
-    program = """
+@pytest.mark.parametrize(
+    "attached",
+    [
+        'apply_plan(model, adamw, {"execute": {"optimizer": {"offload_fraction": 1.0}}})',
+        'TrainableLayerStreamer(model, adamw, device="cuda")',
+    ],
+)
+def test_torchs_segments_grow_until_it_is_closed(attached):
+    program = f"""
 import torch
-from reference_impl import apply_plan
+from reference_impl import TrainableLayerStreamer, apply_plan
 def grows():
     return torch.cuda.memory._snapshot()["allocator_settings"]["expandable_segments"]
-model = torch.nn.Linear(8, 8, device="cuda")
-with apply_plan(model, torch.optim.AdamW(model.parameters()), {"execute": {"optimizer": {"offload_fraction": 1.0}}}):
+model = torch.nn.Sequential(*(torch.nn.Linear(8, 8, dtype=torch.bfloat16, device="cuda") for _ in range(2)))
+adamw = torch.optim.AdamW(model.parameters(), fused=True)
+with {attached}:
     assert grows()
     held = torch.ones(2**20, device="cuda")
 assert not grows()
