@@ -14,10 +14,11 @@ updates in backward. Layers run `--slices` micro-batches one after the other, by
 alone; fewer are fewer kernels and more memory. The loss is chunked in every row.
 `resident` keeps all on the GPU (`HybridDeviceOptimizer(offload_fraction=0)`), recomputed and sliced alike, but its
 slices add up in bf16; it has no memory limit. `fsdp2` is torch's FSDP2 on one rank with CPUOffloadPolicy and fp32
-parameters, `fsdp2-bf16` with bf16 ones and states, which is other arithmetic. A step's update runs behind the next
-forward, so the time is the mean of `--steps` steps in a row; `times_s` are those of each, the ones that warm up first.
-`limit_s` is what compute and the measured link leave no way around (`stream_limits`). GPU memory is the allocator's
-peak, reserved included; host memory is what is pinned, and the process's own peak. Models are Hugging Face's classes
+parameters, `fsdp2-bf16` with bf16 ones and states, which is other arithmetic; `zero3` is DeepSpeed's ZeRO-3, parameters
+and optimizer on the host, where deepspeed is installed. A step's update runs behind the next forward, so the time is
+the mean of `--steps` steps in a row; `times_s` are those of each, the ones that warm up first. `limit_s` is what
+compute and the measured link leave no way around (`stream_limits`). GPU memory is the allocator's peak, reserved
+included; host memory is what is pinned, and the process's own peak. Models are Hugging Face's classes
 where transformers is installed, else decoders of like shape.
 """
 
@@ -26,6 +27,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import tempfile
 import time
 from collections.abc import Callable
@@ -79,7 +81,7 @@ STATES = {
     "lo16": Streaming(compact_low_bits=16),
     "lo8": Streaming(compact_low_bits=8),
 }
-RESIDENT, PEERS = "resident", ("fsdp2", "fsdp2-bf16")
+RESIDENT, ZERO3, PEERS = "resident", "zero3", ("fsdp2", "fsdp2-bf16", "zero3")
 FORMS = (RESIDENT, *STATES, *PEERS)
 WARM_UP = 2
 LEARNING_RATE, MAX_NORM = 1e-5, 1.0
@@ -210,12 +212,32 @@ class WithLoss(nn.Module):
         return chunked_cross_entropy(head, hidden[:, :-1], ids[:, 1:], chunk_tokens=self.chunk_tokens)
 
 
-def attached(
-    row: Row, model: nn.Module, setting: Setting, last: ExitStack
-) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
-    """Return what a row trains, its optimizer, and the streamer if it has one; `last` undoes it."""
+@dataclass(frozen=True)
+class Training:
+    """What a row trains, and with what; `streamer` is ours, if it has one."""
+
+    whole: Callable[[torch.Tensor], torch.Tensor]
+    optimizer: Any
+    streamer: TrainableLayerStreamer | None = None
+    backward: Callable[[torch.Tensor], object] = torch.Tensor.backward
+
+
+class EngineSteps:
+    """The steps of DeepSpeed's engine, which drop the gradients too, in the place of an optimizer's."""
+
+    def __init__(self, engine: Any) -> None:
+        self.step = engine.step
+
+    def zero_grad(self) -> None:
+        """Do nothing."""
+
+
+def attached(row: Row, model: nn.Module, setting: Setting, last: ExitStack) -> Training:
+    """Return what a row trains, and with what; `last` undoes it."""
+    if row.form == ZERO3:
+        return partitioned(row, model, setting, last)
     if row.form in PEERS:
-        return *sharded(row, model, setting, last), None
+        return Training(*sharded(row, model, setting, last))
     if row.form == RESIDENT:
         for layer in layers_of(model):
             last.callback(recompute_in_slices(layer, setting.slices))
@@ -223,7 +245,7 @@ def attached(
             model.parameters(), offload_fraction=0.0, lr=LEARNING_RATE, max_grad_norm=row.max_grad_norm
         )
         last.callback(hybrid.close)
-        return WithLoss(model, setting.chunk_tokens), hybrid, None
+        return Training(WithLoss(model, setting.chunk_tokens), hybrid)
     streamer = TrainableLayerStreamer(
         model,
         torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True),
@@ -238,7 +260,7 @@ def attached(
         device=setting.device.torch_device,
     )
     last.callback(streamer.close)
-    return WithLoss(model, setting.chunk_tokens), streamer.optimizer, streamer
+    return Training(WithLoss(model, setting.chunk_tokens), streamer.optimizer, streamer)
 
 
 def sharded(
@@ -246,14 +268,7 @@ def sharded(
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Return a model that FSDP2 shards over one rank and keeps on the host, and its optimizer, which runs there."""
     device = setting.device.torch_device
-    folder = last.enter_context(tempfile.TemporaryDirectory())
-    dist.init_process_group(
-        f"cpu:gloo,{device.type}:nccl" if setting.device.is_accelerator else "gloo",
-        init_method=f"file://{folder}/rendezvous",
-        rank=0,
-        world_size=1,
-    )
-    last.callback(dist.destroy_process_group)
+    join_alone(setting.device, last)
     if row.form == "fsdp2":
         model.float()
     options: dict[str, Any] = {
@@ -276,6 +291,48 @@ def sharded(
 
         optimizer.register_step_pre_hook(clip)
     return whole, optimizer
+
+
+def partitioned(row: Row, model: nn.Module, setting: Setting, last: ExitStack) -> Training:
+    """Return a model that DeepSpeed's ZeRO-3 keeps on the host, with its optimizer there."""
+    ranks = {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "0",
+    }
+    os.environ.update(ranks | {"DS_ACCELERATOR": setting.device.torch_device.type})
+    import deepspeed
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    join_alone(setting.device, last)
+    for layer in layers_of(model):
+        last.callback(recompute_in_slices(layer, setting.slices))
+    whole = WithLoss(model, setting.chunk_tokens)
+    on_host = {"device": "cpu", "pin_memory": setting.device.pins_host_memory}
+    engine, *_ = deepspeed.initialize(
+        model=whole,
+        optimizer=DeepSpeedCPUAdam(model.parameters(), lr=LEARNING_RATE),
+        config={
+            "train_micro_batch_size_per_gpu": setting.sequences,
+            "bf16": {"enabled": True},
+            "gradient_clipping": row.max_grad_norm or 0.0,
+            "zero_optimization": {"stage": 3, "offload_param": on_host, "offload_optimizer": on_host},
+        },
+    )
+    last.callback(engine.destroy)
+    # The loss reads the head's weight outside of the head.
+    deepspeed.zero.register_external_parameter(whole, head_of(model).weight)
+    return Training(engine, EngineSteps(engine), backward=engine.backward)
+
+
+def join_alone(device: Device, last: ExitStack) -> None:
+    """Make a process group of this process."""
+    folder = last.enter_context(tempfile.TemporaryDirectory())
+    backend = f"cpu:gloo,{device.torch_device.type}:nccl" if device.is_accelerator else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{folder}/rendezvous", rank=0, world_size=1)
+    last.callback(dist.destroy_process_group)
 
 
 @dataclass(frozen=True)
@@ -337,17 +394,18 @@ def measure(row: Row, setting: Setting, known: Limits, trace: Path | None = None
     start = time.perf_counter()
     try:
         with ExitStack() as last, Ledger(device, track=model.parameters()) as ledger:
-            whole, optimizer, streamer = attached(row, model, setting, last)
+            training = attached(row, model, setting, last)
+            streamer = training.streamer
             device.synchronize()
             attached_s = time.perf_counter() - start
             ids, marks = setting.ids(), []
 
             def step() -> torch.Tensor:
                 marks.append(device.mark())
-                loss: torch.Tensor = whole(ids)
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
+                loss = training.whole(ids)
+                training.backward(loss)
+                training.optimizer.step()
+                training.optimizer.zero_grad()
                 return loss.detach()
 
             # A full collection of garbage takes 0.2 s with a model of transformers, every third step.
@@ -422,7 +480,9 @@ def arguments() -> tuple[argparse.Namespace, list[tuple[str, Row]]]:
         "--own", action="store_true", help="our decoder, also where transformers is installed"
     )
     parser.add_argument(
-        "--rows", default="resident,exact,half,packed,lo16,lo8", help="some of these or of fsdp2, fsdp2-bf16"
+        "--rows",
+        default="resident,exact,half,packed,lo16,lo8",
+        help="some of these or of fsdp2, fsdp2-bf16, zero3",
     )
     parser.add_argument("--sequences", type=int, default=1, help="of a step")
     parser.add_argument(
@@ -484,7 +544,7 @@ def main() -> None:
         trace = args.trace if number == len(rows) else None
         try:
             result = {"row": text, **measure(row, setting, known, trace)}
-        except (MemoryError, torch.OutOfMemoryError) as error:
+        except (ImportError, MemoryError, torch.OutOfMemoryError) as error:
             result = {"row": text, "failed": str(error).splitlines()[0]}
         if row.form == RESIDENT:
             baseline = result.get("step_s")
