@@ -59,8 +59,13 @@ class VisitOrder:
         return self._next < len(self._log) and self._log[self._next][0] is Kind.BACKWARD
 
     def upcoming(self) -> list[int]:
-        """Return the blocks of the next visits, as far as they are known; a block may come more than once."""
+        """Return the blocks of the next visits, of few of them; a block may come more than once."""
         return [block for _, block in self._log[self._next : self._next + _LOOKAHEAD]]
+
+    def visits_until(self, block: int) -> int:
+        """Return how many visits come before the next one of `block`; of one that is not known, all that are."""
+        places = range(self._next, len(self._log))
+        return next((at - self._next for at in places if self._log[at][1] == block), len(self._log))
 
     def _place_after(self, visit: Visit) -> int:
         """Return the place after the last visit like this, preferring one with the same visit before it."""

@@ -171,10 +171,7 @@ class Window:
         stale = [block for block in loaded if block not in beside and not block.is_held]
         if len(stale) <= count:
             return stale
-        upcoming = self._order.upcoming()
-        stale.sort(
-            key=lambda block: -upcoming.index(block.index) if block.index in upcoming else -len(upcoming)
-        )
+        stale.sort(key=lambda block: self._order.visits_until(block.index), reverse=True)
         return stale[:count]
 
     @property

@@ -58,6 +58,21 @@ def test_a_detour_is_forgotten():
     assert play(order, train(range(BLOCKS))[2:]) == 2 * BLOCKS - 2
 
 
+def test_it_is_known_how_long_until_any_block_is_needed():
+    blocks = 100
+    order = VisitOrder(blocks)
+    play(order, train(range(blocks)))
+    order.visit(Kind.FORWARD, 0)
+    assert [order.visits_until(block) for block in (1, blocks - 1, 0)] == [0, blocks - 2, 2 * blocks - 2]
+
+
+def test_a_block_that_is_not_known_to_come_is_needed_last():
+    order = VisitOrder(BLOCKS)
+    play(order, [(Kind.FORWARD, 0)] * 5000)
+    known = order.visits_until(0)
+    assert order.visits_until(1) > known
+
+
 @given(PASSES)
 def test_a_long_run_forgets_but_goes_on(one_pass):
     order = VisitOrder(BLOCKS)
