@@ -95,7 +95,7 @@ class OnStream:
 
 def _recorded(stream: torch.cuda.Stream, *, for_threads: bool = False) -> Event:
     """Return the event of the end of what `stream` has been given."""
-    # Half as dear as `torch.cuda.Event`, which alone can let a thread sleep.
+    # 1.4 us; `torch.cuda.Event`, which alone can let a thread sleep, takes 2.4 (one H100's host).
     event = torch.cuda.Event(blocking=True) if for_threads else torch.Event("cuda")
     event.record(stream)
     return event

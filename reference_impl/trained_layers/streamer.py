@@ -131,10 +131,10 @@ class TrainableLayerStreamer(ClosedAtExit):
         self._host = host_bytes(streamed, trained, algorithm, streaming, gradients_leave=not updates)
         check_room(self._host, streamed, streaming)
         self._undo: list[Callable[[], None]] = []
-        if on.allocator is not None:
-            # Blocks, chunks, activations and logits leave room in pieces of all sizes: 1 to 2 GB of 8 to 14.
-            self._undo.append(on.allocator.let_segments_grow())
         try:
+            if on.allocator is not None:
+                # Blocks, chunks, activations and logits leave room in pieces of all sizes: 1 to 2 GB of 8 to 14.
+                self._undo.append(on.allocator.let_segments_grow())
             self._weights = TrainedWeights(
                 model,
                 modules,
