@@ -153,6 +153,7 @@ def fit(
                         host_bytes=host_bytes,
                         pinned_bytes=None if pinned_budget == "auto" else pinned_budget,
                         allow_other_numerics=allow_other_numerics,
+                        gradients_wait=on.is_accelerator,
                     ),
                     budget_bytes,
                     other_bytes=other_bytes,

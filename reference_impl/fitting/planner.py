@@ -35,6 +35,7 @@ class Planner:
         host_bytes: what mechanisms may take of the host.
         pinned_bytes: what of it may be page-locked; None is what `offload probe` has found here.
         allow_other_numerics: whether a plan may round optimizer states.
+        gradients_wait: whether gradients wait for their copies; on the CPU twin copies are synchronous.
     """
 
     def __init__(
@@ -46,11 +47,13 @@ class Planner:
         host_bytes: int,
         pinned_bytes: int | None = None,
         allow_other_numerics: bool = False,
+        gradients_wait: bool = True,
     ) -> None:
         self.host_bytes = host_bytes
         self._batch = [f"seq_length={tokens}", f"micro_batch_size={sequences}"]
         self.pinned_bytes = pinned_bytes
-        self._flags = ["--allow-other-numerics"] if allow_other_numerics else []
+        flags = {"--allow-other-numerics": allow_other_numerics, "--gradients-at-once": not gradients_wait}
+        self._flags = [flag for flag, is_so in flags.items() if is_so]
         self._is_traced = "steps" in described
         self._text = json.dumps(described)
 

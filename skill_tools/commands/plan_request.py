@@ -39,6 +39,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="AMOUNT",
         help="what tensors may take of a GPU, in place of --gpu-memory: nothing is set aside for CUDA and headroom",
     )
+    budgets.add_argument(
+        "--gradients-at-once",
+        action="store_true",
+        help="no gradient waits for its copy to the host, as on the CPU twin, whose copies are synchronous",
+    )
     budgets.add_argument("--host-memory", metavar="AMOUNT", help="host memory budget per node")
     budgets.add_argument(
         "--pinned-memory",
@@ -198,7 +203,9 @@ class _Asked(NamedTuple):
         asked = _run(args, self.files, config, self.shape, gpus=gpus or args.gpus)
         built = _traced(args, asked, names_the_model=self.by_trace)
         built = built._replace(
-            reserves=args.tensor_memory is None, allows_other_numerics=args.allow_other_numerics
+            reserves=args.tensor_memory is None,
+            gradients_wait=not args.gradients_at_once,
+            allows_other_numerics=args.allow_other_numerics,
         )
         where = _machine(args, built)
         budget, notes = _budget(args, where)

@@ -85,8 +85,9 @@ class Run(NamedTuple):
     `norm_bytes` are what an eager norm keeps of an element beyond its input and output. Where `traced` is
     there, bytes of forward and backward and the time of both come from it, and not from the shape. `fused_loss` says
     that head and loss are one kernel, which makes the logits in chunks. `reserves` False counts tensors alone: nothing
-    is set aside for CUDA's context, its libraries and fragmentation. `streamed_states` are what the user asks for;
-    `allows_other_numerics` lets a plan choose among all of them. `spread` is there if a plain loop runs on several
+    is set aside for CUDA's context, its libraries and fragmentation. `gradients_wait` False says that none waits
+    for its copy to the host, as on the CPU twin, whose copies are synchronous. `streamed_states` are what the user asks
+    for; `allows_other_numerics` lets a plan choose among all of them. `spread` is there if a plain loop runs on several
     GPUs. `tower` are the parameters of a vision tower that no text reaches: it has neither gradients nor states.
     """
 
@@ -115,6 +116,7 @@ class Run(NamedTuple):
     traced: TracedModel | None = None
     fused_loss: bool = False
     reserves: bool = True
+    gradients_wait: bool = True
     streamed_states: StreamedStates = StreamedStates.EXACT
     allows_other_numerics: bool = False
     tower: int = 0

@@ -61,7 +61,7 @@ def _lines(run: Run, mode: Mode, local: LocalParameters) -> tuple[list[Line], li
     )
     states, host = _optimizer(run, mode, local.shard)
     gpu += [gradients, *_tied_sum(run), *states] if gradients.bytes else states
-    gpu += leaving
+    gpu += leaving if run.gradients_wait else []
     if mode.offload_parameters:
         return _gathered(run, mode, local), _sharded_host(run, mode, gpu, local.shard)
     return [*gpu, *_gathered(run, mode, local)], host

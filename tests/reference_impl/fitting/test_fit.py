@@ -189,6 +189,17 @@ def test_no_budget_is_ever_exceeded(planner_in_process, layers, hidden, dtype, s
     assert host_book.live_bytes == 0
 
 
+@pytest.mark.usefixtures("planner_in_process")
+def test_the_twin_takes_what_is_predicted_where_gradients_of_the_cpus_share_have_left():
+    options = {"hidden": 128, "layers": 4, "dtype": torch.bfloat16}
+    model, optimizer = make(**options)
+    with fit(model, optimizer, IDS[:1, :8], loss_of, gpu_budget=round(0.7 * whole_peak(**options))) as fitted:
+        assert fitted.plan["execute"]["optimizer"]["split"]["cpu"] > 0.1
+        predicted = fitted.plan["recommendation"]["option"]["memory"]["allocated_bytes"]
+        # A parameter that is split is updated before the others; the plan counts it with them.
+        assert fitted.plan["fitted"]["peak_device_bytes"] == pytest.approx(predicted, rel=0.02)
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("planner_in_process")
 def test_adapters_are_fitted_with_their_frozen_base():

@@ -213,6 +213,20 @@ def test_tensor_memory_sets_nothing_aside(capsys: pytest.CaptureFixture[str]) ->
     )
 
 
+def test_no_gradient_waits_where_copies_are_synchronous(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--model", "qwen3-8b", "--tensor-memory", "40GiB"]
+    options = [
+        planned(capsys, *words, *flag)["recommendation"]["option"] for flag in ([], ["--gradients-at-once"])
+    ]
+    waiting, at_once = (
+        {line["name"]: line["bytes"] for line in option["memory"]["gpu"]} for option in options
+    )
+    assert waiting["gradients to the host"] == 512 * 2**20
+    assert "gradients to the host" not in at_once
+    # The room that is left keeps more states on the GPU.
+    assert at_once["moments"] > waiting["moments"]
+
+
 def test_a_mechanism_can_be_left_out(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--model", "qwen3-4b", "--tensor-memory", "20GiB"]
     used = set(planned(capsys, *words)["recommendation"]["option"]["mechanisms"])
