@@ -200,7 +200,9 @@ def _described(task: Task) -> tuple[Mapping[str, Any], float]:
     _, tokens = checks.size(task.batch)
     config = _config(task.model)
     try:
-        profile = profile_batch(task.model, task.batch, task.loss, tokens=tokens)
+        profile = profile_batch(
+            task.model, task.batch, task.loss, tokens=tokens, on_cuda=task.device.is_accelerator
+        )
     except (FitError, NoLossError):
         raise
     except Exception as error:  # the model's own code runs: it may raise anything

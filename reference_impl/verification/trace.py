@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
 
 from reference_impl.activations.attach import blocks_or_none
-from reference_impl.verification.trace_ledger import Birth, TraceLedger, allocated_bytes
+from reference_impl.verification.trace_ledger import CUDA_TEMPORARIES, Birth, TraceLedger, allocated_bytes
 
 Loss = Callable[[nn.Module, Any], torch.Tensor]
 Attention = Literal["flash", "as written"]
@@ -47,10 +47,11 @@ class TracedStep:
     """What one step of a model takes beyond its weights, its gradients' optimizer and the inputs. Sizes in bytes.
 
     `weights_bytes` is what the weights are, `weights_allocated_bytes` what CUDA's allocator makes of them,
-    `gradients_bytes` the gradients of those that are trained. `layer_bytes` is what each block leaves alive when its
-    forward ends. `peaks` is the most alive in each span: "forward and loss" ends where the last block's backward
-    begins, then each block's backward is one. Finished gradients are in it; they are not in `peaks_without_gradients`,
-    which holds where each leaves as it is finished, as under `HybridDeviceOptimizer`.
+    `gradients_bytes` the gradients of those that are trained, if each has one; `without_gradients` of their elements
+    got none. `layer_bytes` is what each block leaves alive when its forward ends. `peaks` is the most alive in each
+    span: "forward and loss" ends where the last block's backward begins, then each block's backward is one. Finished
+    gradients are in it; they are not in `peaks_without_gradients`, which holds where each leaves as it is finished, as
+    under `HybridDeviceOptimizer`.
     `flops` counts matrix products and attention, `moved_bytes` what all other kernels read and write, `kernels` both.
     `saved_by` is what lives when the loss is there, by the operation that made it; `alive_at_peak` what makes up the
     highest of `peaks`, the largest first, with the modules in whose forward it was made: "gradients" are the finished
@@ -60,6 +61,7 @@ class TracedStep:
     weights_bytes: int
     weights_allocated_bytes: int
     gradients_bytes: int
+    without_gradients: int
     layer_bytes: tuple[int, ...]
     peaks: dict[str, int]
     peaks_without_gradients: dict[str, int]
@@ -83,6 +85,7 @@ def trace(
     *,
     checkpointing: bool = False,
     attention: Attention = "flash",
+    on_cuda: bool = True,
 ) -> TracedStep:
     """Return what one forward and backward of `model` on `batch` takes.
 
@@ -91,7 +94,7 @@ def trace(
     `loss(model, batch)` returns a scalar tensor; by default it is the `loss` of what the model returns.
     `checkpointing` recomputes each block in backward. `attention` is CUDA's flash or memory-efficient kernel in place
     of `scaled_dot_product_attention`, which on meta would be the matrix products, and dropout is CUDA's fused kernel;
-    "as written" leaves both alone.
+    "as written" leaves both alone. `on_cuda` counts `CUDA_TEMPORARIES` too, which the CPU twin's kernels do not make.
 
     The model is left as it was: a copy without weights is run. Raises ValueError for a model without blocks where they
     are to be recomputed, or a loss that is no scalar; `UnknownValueError` for a forward that depends on what tensors
@@ -103,7 +106,7 @@ def trace(
     batch = _batch_on_meta(batch)
     blocks = blocks_or_none(copied) or []
     trained = [param for param in _distinct(copied.parameters()) if param.requires_grad]
-    ledger = TraceLedger(answer=not is_padded)
+    ledger = TraceLedger(answer=not is_padded, temporaries=CUDA_TEMPORARIES if on_cuda else None)
     ledger.resident([*copied.parameters(), *copied.buffers(), *_tensors(batch)])
     watch = _BlockWatch(ledger, blocks)
     _name_modules(copied, ledger)
@@ -127,6 +130,7 @@ def trace(
             allocated_bytes(_size(param)) for param in _distinct(copied.parameters())
         ),
         gradients_bytes=sum(_size(param) for param in trained),
+        without_gradients=sum(param.numel() for param in trained if param.grad is None),
         layer_bytes=watch.layer_bytes,
         peaks=dict(ledger.peaks),
         peaks_without_gradients=dict(ledger.peaks_without_gradients),

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,12 +59,16 @@ class TraceLedger(TorchDispatchMode):
     `peaks` is the most of the first in each span, `peaks_without_gradients` the most without the second, as where each
     gradient leaves when it is finished. `flops` and `moved_bytes` say what kernels compute, read and write. Views make
     no storage, and operations in place none either. A question for one bool is answered with `answer` and counted in
-    `assumed`. `modules` is the stack of names of the modules whose forward runs.
+    `assumed`. `modules` is the stack of names of the modules whose forward runs. `temporaries` says of which operation
+    the kernel makes a tensor that it frees again, and how many bytes that has, by the arguments.
     """
 
-    def __init__(self, *, answer: bool = True) -> None:
+    def __init__(
+        self, *, answer: bool = True, temporaries: Mapping[Any, Callable[[Any], int]] | None = None
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._answered = answer
+        self._temporaries = temporaries or {}
         self.span = "forward and loss"
         self.live_bytes = 0
         self.kernels: dict[str, int] = {}
@@ -94,7 +98,8 @@ class TraceLedger(TorchDispatchMode):
         if not func.is_view:
             read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
             self._count(func, args, kwargs, result, [*read, *made])
-        self._watch(made, str(func))
+        temporary = self._temporaries.get(func._overloadpacket)
+        self._watch(made, str(func), 0 if temporary is None else temporary(args))
         return result
 
     def resident(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -150,26 +155,31 @@ class TraceLedger(TorchDispatchMode):
         moved = sum(tensor.numel() * tensor.element_size() for tensor in touched)
         self.moved_bytes[span] = self.moved_bytes.get(span, 0) + moved
 
-    def _watch(self, tensors: Iterable[torch.Tensor], operation: str) -> None:
+    def _watch(self, tensors: Iterable[torch.Tensor], operation: str, temporary_bytes: int) -> None:
+        """Record what `operation` made: first what it has freed already, then the storages of `tensors`."""
+        module = self.modules[-1] if self.modules else ""
+        if temporary_bytes:
+            now = self._operations
+            self._births.append(Birth(temporary_bytes, operation, module, born=now, died=now))
         for tensor in tensors:
             storage = tensor.untyped_storage()
             key = storage._cdata
             known = self._known.get(key)
             if known is not None and known() is not None:
                 continue
-            module = self.modules[-1] if self.modules else ""
             birth = Birth(storage.nbytes(), operation, module, self._operations)
             self._births.append(birth)
             self._known[key] = reference = weakref.ref(storage, self._forget(key))
             self._alive[key] = reference, birth
             self.live_bytes += birth.size_bytes
-        self._note_peak()
+        self._note_peak(temporary_bytes)
 
-    def _note_peak(self) -> None:
-        span, rest_bytes = self.span, self.live_bytes - self.gradient_bytes
-        if self.live_bytes > self._peak_bytes:
-            self._peak_bytes, self._peak_operation = self.live_bytes, self._operations
-        self.peaks[span] = max(self.peaks.get(span, 0), self.live_bytes)
+    def _note_peak(self, temporary_bytes: int = 0) -> None:
+        span, live_bytes = self.span, self.live_bytes + temporary_bytes
+        rest_bytes = live_bytes - self.gradient_bytes
+        if live_bytes > self._peak_bytes:
+            self._peak_bytes, self._peak_operation = live_bytes, self._operations
+        self.peaks[span] = max(self.peaks.get(span, 0), live_bytes)
         self.peaks_without_gradients[span] = max(self.peaks_without_gradients.get(span, 0), rest_bytes)
 
     def _forget(self, key: int) -> Callable[[weakref.ref[torch.UntypedStorage]], None]:
@@ -190,6 +200,19 @@ def _unknown(asked: str) -> UnknownValueError:
         "shapes; try the formula (`offload plan config.json`, or `--model NAME`), or a trace of the parts that do not "
         "ask"
     )
+
+
+def _as_its_gradient(args: Any) -> int:
+    """Return the bytes of a product of the operation's gradient, the first argument, and a tensor of that shape."""
+    return int(args[0].numel() * args[0].element_size())
+
+
+# What CUDA's kernels make and free inside one operation, in bytes by its arguments; no meta tensor shows it. These are
+# the same on every GPU; docs/tracing.md names others, which are not, or which are small.
+CUDA_TEMPORARIES: dict[Any, Callable[[Any], int]] = {
+    # "Tensor tmp = grad * output;" (aten/src/ATen/native/cuda/SoftMax.cu, `softmax_backward_cuda_out`)
+    aten._softmax_backward_data: _as_its_gradient,
+}
 
 
 def allocated_bytes(size_bytes: int) -> int:

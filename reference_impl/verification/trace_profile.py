@@ -21,7 +21,7 @@ from torch import nn
 
 from reference_impl.verification.trace import Attention, Held, Loss, TracedStep, trace
 
-SCHEMA_VERSION = "1.2"
+SCHEMA_VERSION = "1.3"
 _MOST_HELD = 20
 
 
@@ -56,12 +56,18 @@ def profile_model(
 
 
 def profile_batch(
-    model: nn.Module, batch: Any, loss: Loss | None = None, *, tokens: int, attention: Attention = "flash"
+    model: nn.Module,
+    batch: Any,
+    loss: Loss | None = None,
+    *,
+    tokens: int,
+    attention: Attention = "flash",
+    on_cuda: bool = True,
 ) -> dict[str, Any]:
     """Return the profile of `model` for this `batch`, of `tokens` a sequence, and no other: no size grows.
 
-    The model itself is counted, so that a plan needs no description of it. Raises what `trace` raises, and ValueError
-    for a model without blocks, or one that runs a block twice.
+    `on_cuda` is as in `trace`. The model itself is counted, so that a plan needs no description of it. Raises what
+    `trace` raises, and ValueError for a model without blocks, or one that runs a block twice.
     """
 
     def stays(size: int) -> dict[str, float]:
@@ -69,7 +75,7 @@ def profile_batch(
 
     steps = []
     for checkpointing in (False, True):
-        one = trace(model, batch, loss, checkpointing=checkpointing, attention=attention)
+        one = trace(model, batch, loss, checkpointing=checkpointing, attention=attention, on_cuda=on_cuda)
         if len(one.peaks) != len(one.layer_bytes) + 1:
             raise ValueError(
                 f"{len(one.layer_bytes)} blocks of {type(model).__name__} have {len(one.peaks) - 1} backwards; "
@@ -129,7 +135,7 @@ def _largest(held: tuple[Held, ...]) -> tuple[Held, ...]:
 def _document(
     model: nn.Module, one: TracedStep, steps: list[dict[str, Any]], tokens: int, attention: Attention
 ) -> dict[str, Any]:
-    return {
+    document = {
         "schema_version": SCHEMA_VERSION,
         "model": type(model).__name__,
         "versions": _versions(),
@@ -142,6 +148,9 @@ def _document(
         "steps": steps,
         "assumptions": list(one.assumptions),
     }
+    if one.without_gradients:
+        document["without_gradients"] = one.without_gradients
+    return document
 
 
 def peak_bytes(

@@ -48,9 +48,9 @@ class TracedStep(NamedTuple):
 class TracedModel(NamedTuple):
     """The step as it is and with its blocks recomputed; `source` says in words what was traced, and with what.
 
-    Of `parameters` elements `trained` have gradients; where others are frozen, `adapter_rank` is the smallest
-    dimension of what is trained. `is_counted` says that the model was counted, and not its shape. With `images` in each
-    sequence its vision tower was counted too.
+    Of `parameters` elements `trained` are not frozen; `without_gradients` of these got no gradient in the step. Where
+    some are frozen, `adapter_rank` is the smallest dimension of what is trained. `is_counted` says that the model was
+    counted, and not its shape. With `images` in each sequence its vision tower was counted too.
 
     Two are the same if they are the same object, so that what is computed from one is found again quickly.
     """
@@ -63,11 +63,17 @@ class TracedModel(NamedTuple):
     gradients_bytes: int
     parameters: int
     trained: int
+    without_gradients: int
     adapter_rank: int
     is_counted: bool
     images: int
     plain: TracedStep
     recomputed: TracedStep
+
+    @property
+    def made_gradients_bytes(self) -> float:
+        """Bytes of the gradients that there are."""
+        return self.gradients_bytes * (1 - self.without_gradients / self.trained)
 
     def __eq__(self, other: object) -> bool:
         return self is other

@@ -55,9 +55,12 @@ def _lines(run: Run, mode: Mode, local: LocalParameters) -> tuple[list[Line], li
         )
     ]
     gpu += [*_tower(run, precision.weight_bytes), *_around_weights(run)]
-    gradients = _gradients(run, mode, local)
+    made = local.total - _without_gradients(run)
+    gradients = _gradients(run, mode, made)
     leaving = (
-        fully_sharded.leaving(run, mode, local.shard) if run.is_fully_sharded else _leaving(run, mode, held)
+        fully_sharded.leaving(run, mode, local.shard)
+        if run.is_fully_sharded
+        else _leaving(run, mode, made // run.weight_shards)
     )
     states, host = _optimizer(run, mode, local.shard)
     gpu += [gradients, *_tied_sum(run), *states] if gradients.bytes else states
@@ -118,8 +121,13 @@ def _tied_sum(run: Run) -> list[Line]:
     return [Line("gradients of the tied table", waiting, formula, "ties")]
 
 
-def _gradients(run: Run, mode: Mode, local: LocalParameters) -> Line:
-    precision, held = run.precision, round(local.total * run.trained_share) // run.gradient_shards
+def _without_gradients(run: Run) -> int:
+    """Return the trained elements that get no gradient, as a trace has seen: they only have weights and states."""
+    return 0 if run.traced is None else run.traced.without_gradients
+
+
+def _gradients(run: Run, mode: Mode, made: int) -> Line:
+    precision, held = run.precision, round(made * run.trained_share) // run.gradient_shards
     if mode.optimizer_engine is OptimizerEngine.REFERENCE and not _gradients_stay(run, mode):
         cut = fully_sharded.cut_block(run, mode, held)
         held = round(held * (1 - mode.optimizer_fraction + mode.streamed_fraction)) + cut
@@ -172,7 +180,8 @@ def _optimizer(run: Run, mode: Mode, shard: int) -> tuple[list[Line], list[Line]
             Line("fp32 copy of gradients", 4 * resident, each(4, resident, "kept by HybridDeviceOptimizer"))
         )
     if run.widens_gradients and resident and moments_bytes:
-        widened = min(resident, reference.WIDENED_ELEMENTS)
+        updated = resident - round(_without_gradients(run) // run.gradient_shards * (1 - fraction))
+        widened = min(updated, reference.WIDENED_ELEMENTS)
         formula = each(4, widened, "widened at once")
         gpu.append(Line("fp32 gradients", 4 * widened, formula, "update"))
     if not fraction:
@@ -278,15 +287,14 @@ def _adapter(run: Run, adapter: Adapter, mode: Mode, local: LocalParameters) -> 
     held = local.total // run.weight_shards
     base, formula = _frozen(run, adapter, local)
     trained = adapter.parameters // run.weight_shards
+    made = trained - _without_gradients(run) // run.weight_shards
     wide = adapter.weight_bytes
     whole = wide + (8 if wide >= 4 else 12)
     adapters = [
         Line(
             "adapter weights and states", round(whole * trained), each(whole, trained, "adapter parameters")
         ),
-        Line(
-            "adapter gradients", round(wide * trained), each(wide, trained, "adapter parameters"), "backward"
-        ),
+        Line("adapter gradients", round(wide * made), each(wide, made, "adapter parameters"), "backward"),
     ]
     tower = _tower(run, 2)
     gpu = [*adapters, *tower, *_around_weights(run)]

@@ -77,7 +77,7 @@ def worst(
     """
     levels = _levels(run, model, mode, kept)
     beside = sum(line.bytes for line in in_blocks)
-    share = 0.0 if run.micro_batches > 1 else gradients_held / model.gradients_bytes
+    share = 0.0 if run.micro_batches > 1 else gradients_held / model.made_gradients_bytes
     at = max(levels, key=lambda level: level.held + share * level.gradients + beside * level.in_block)
     lines = [*at.lines, *(in_blocks if at.in_block else ())]
     finished = share * at.gradients if share else gradients_held

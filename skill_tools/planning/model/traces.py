@@ -168,6 +168,10 @@ def model_of(data: Mapping[str, Any]) -> TracedModel:
         given = ", an image a sequence" if data["images"] == 1 else f", {data['images']} images a sequence"
     config = data.get("config")
     element_bytes = _ELEMENT_BYTES[data["dtype"]]
+    trained = _bytes(data.get("trained_parameters", data["gradients_bytes"] // element_bytes))
+    without_gradients = int(data.get("without_gradients", 0))
+    if not 0 <= without_gradients < trained:
+        raise ValueError(f"{without_gradients} of {trained} trained elements without a gradient")
     return TracedModel(
         source=f"{data['model']} traced, {made_with}, {attention}{given}",
         config=dict(config) if config else None,
@@ -176,7 +180,8 @@ def model_of(data: Mapping[str, Any]) -> TracedModel:
         weights_allocated_bytes=_bytes(data["weights_allocated_bytes"]),
         gradients_bytes=_bytes(data["gradients_bytes"]),
         parameters=_bytes(data.get("parameters", data["weights_bytes"] // element_bytes)),
-        trained=_bytes(data.get("trained_parameters", data["gradients_bytes"] // element_bytes)),
+        trained=trained,
+        without_gradients=without_gradients,
         adapter_rank=int(data.get("adapter_rank", 0)),
         is_counted="parameters" in data,
         images=int(data.get("images", 0)),

@@ -15,11 +15,13 @@ from reference_impl.device import Device
 from reference_impl.memory.ledger import Ledger
 from reference_impl.verification.trace import trace
 from reference_impl.verification.trace_ledger import (
+    CUDA_TEMPORARIES,
     NoKernelError,
+    TraceLedger,
     UnknownValueError,
     allocated_bytes,
 )
-from reference_impl.verification.trace_profile import at, peak_bytes, profile_model
+from reference_impl.verification.trace_profile import at, peak_bytes, profile_batch, profile_model
 from skill_tools.__main__ import main
 
 WAYS = [False, True]
@@ -77,6 +79,10 @@ def loss_of(model, ids):
     return functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
 
 
+def sum_of(model, x):
+    return model(x).sum()
+
+
 def batch(sequences=2, length=64):
     return torch.zeros(sequences, length, dtype=torch.int64)
 
@@ -85,14 +91,14 @@ def drop_gradient(param):
     param.grad = None
 
 
-def measured(model, ids, *, frees_gradients=False):
+def measured(model, ids, loss=loss_of, *, frees_gradients=False):
     """The most bytes beyond weights and batch that a real step has on the twin."""
     handles = []
     if frees_gradients:
         handles = [param.register_post_accumulate_grad_hook(drop_gradient) for param in model.parameters()]
     with Ledger(Device.of("cpu"), track=[*model.parameters(), ids]) as ledger:
         before = ledger.device_bytes
-        loss_of(model, ids).backward()
+        loss(model, ids).backward()
         peak = ledger.peak_device_bytes - before
     for handle in handles:
         handle.remove()
@@ -123,6 +129,33 @@ def test_what_is_alive_at_the_peak_is_the_peak_by_the_module_that_made_it(recomp
         assert (ups.storages, ups.size_bytes) == (3, 3 * 2 * 64 * 4 * 32 * 4)
 
 
+def test_the_backward_of_eager_attention_has_one_more_buffer_of_scores_on_cuda():
+    model, x = Scores(), torch.ones(2, 96, 16)
+    scores_bytes = 2 * 96 * 96 * 4
+    on_twin, on_cuda = (trace(model, x, sum_of, on_cuda=each) for each in (False, True))
+    assert on_twin.peak_bytes == measured(model, x, sum_of)
+    assert on_cuda.peak_bytes == on_twin.peak_bytes + scores_bytes
+    made = [each for each in on_cuda.alive_at_peak if each.operation == "aten._softmax_backward_data"]
+    assert made == [("backward", "aten._softmax_backward_data", 2, 2 * scores_bytes)]
+    assert sum(each.size_bytes for each in on_cuda.alive_at_peak) == on_cuda.peak_bytes
+
+
+def test_a_temporary_is_born_before_the_result_of_its_operation_and_dies_with_the_operation():
+    gradient, result = (torch.empty(4, 8, device="meta", dtype=torch.bfloat16) for _ in range(2))
+    with TraceLedger(temporaries=CUDA_TEMPORARIES) as ledger:
+        ledger.resident([gradient, result])
+        made = torch.ops.aten._softmax_backward_data(gradient, result, -1, torch.bfloat16)
+        assert ledger.peaks == {"forward and loss": 2 * made.nbytes}
+        assert ledger.live_bytes == made.nbytes
+        kept = made + made
+        assert [each.size_bytes for each in ledger.alive()] == [made.nbytes, kept.nbytes]
+        del made
+        torch.empty(100, 8, device="meta")
+    temporary, *others = ledger._births
+    assert (temporary.size_bytes, temporary.born, temporary.died) == (64, 1, 1)
+    assert [each.born for each in others] == [1, 2, 3]
+
+
 def test_finished_gradients_are_told_from_what_backward_makes_on_its_way():
     model = Model(words=10)  # of so few words the end of backward decides, where most gradients are there
     (found,) = (
@@ -151,6 +184,23 @@ def test_frozen_weights_have_no_gradients_and_less_is_saved():
     frozen = trace(model, batch(), loss_of)
     assert frozen.gradients_bytes == 2 * 500 * 32 * 4
     assert sum(frozen.layer_bytes) < sum(plain.layer_bytes)
+
+
+@pytest.mark.parametrize(("is_used", "is_frozen"), [(True, False), (False, True), (False, False)])
+def test_trained_parameters_that_get_no_gradient_are_counted(is_used, is_frozen):
+    model = Model()
+    model.other = nn.Linear(500, 8)
+    model.other.requires_grad_(not is_frozen)
+
+    def loss(model, ids):
+        logits = model(ids)
+        found = functional.cross_entropy(logits.flatten(0, 1), ids.flatten())
+        return found + model.other(logits).sum() if is_used else found
+
+    without = 0 if is_used or is_frozen else 500 * 8 + 8
+    assert trace(model, batch(), loss).without_gradients == without
+    profile = profile_batch(model, batch(), loss, tokens=64)
+    assert profile.get("without_gradients", 0) == without
 
 
 def test_each_block_saves_the_same():
@@ -455,6 +505,13 @@ def test_a_model_is_traced_with_images(tmp_path, capsys):
         profile, json.loads((bundle.root() / "schema" / "model-profile.schema.json").read_text())
     )
     assert not any("vision" in each for each in profile["assumptions"])
+    # Features are taken before the tower's last layer: nothing uses what it and the norm behind it make.
+    unused = [
+        param.numel()
+        for name, param in model_from(WITH_A_TOWER).named_parameters()
+        if "vision" in name and (".layers.1." in name or "post_layernorm" in name)
+    ]
+    assert profile["without_gradients"] == sum(unused) > 0
     again = tmp_path / "again.json"
     assert main(["trace", out, "--tokens", "64", "--out", str(again)]) == 0
     assert again.read_text() == (tmp_path / "profile.json").read_text()

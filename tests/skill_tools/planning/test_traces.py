@@ -128,6 +128,8 @@ def test_a_profile_says_nothing_of_adapters(capsys: pytest.CaptureFixture[str]) 
         lambda data: data["steps"][0]["flops"].update(fixed=float("nan")),
         lambda data: data["steps"][0].update(peaks=3),
         lambda data: data.update(weights_bytes=0),
+        lambda data: data.update(without_gradients=-1),
+        lambda data: data.update(without_gradients=data["trained_parameters"]),
         lambda data: data.update(dtype="int3"),
         lambda data: data.update(config={"model_type": "qwen3"}),
     ],
@@ -202,6 +204,72 @@ def test_adapters_are_planned_by_the_profile_of_the_model_that_has_them(
     assert lines["base weights"] == 2 * 4_022_468_096
     # An fp32 weight is its own master: 4 B of it and 8 of moments.
     assert lines["adapter weights and states"] == 12 * trained
+
+
+def test_trained_parameters_without_a_gradient_have_weights_and_states_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """At few tokens the update is the worst moment, where all gradients are."""
+    profile = json.loads(knowledge_path("traces", "llama-3-8b.json").read_text(encoding="utf-8"))
+    lines = []
+    for without in (0, 100_000_000):
+        path = tmp_path / f"{without}.json"
+        path.write_text(json.dumps(profile | {"without_gradients": without}))
+        plan = planned(capsys, "--trace", path, "--overrides", "seq_length=128")
+        lines.append({line["name"]: line["bytes"] for line in plan["as_it_is"]["memory"]["gpu"]})
+    whole, fewer = lines
+    assert whole["gradients"] == profile["gradients_bytes"]
+    assert fewer == whole | {"gradients": whole["gradients"] - 2 * 100_000_000}
+
+
+def test_of_few_parameters_those_without_a_gradient_are_not_widened(
+    tmp_path: Path, profile: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    trained = 10_000_000
+    small = {"parameters": trained, "trained_parameters": trained, "largest_parameter": [1000, 1000]}
+    bytes_of = dict.fromkeys(("weights_bytes", "weights_allocated_bytes", "gradients_bytes"), 2 * trained)
+    nothing = {"fixed": 0, "per_token": 0, "per_token_and_length": 0}
+    for step in profile["steps"]:
+        for name in ("peaks", "peaks_without_gradients"):
+            step[name] = dict.fromkeys(step[name], nothing)
+    del profile["config"]
+    path = tmp_path / "small.json"
+    path.write_text(json.dumps(profile | small | bytes_of | {"without_gradients": 1_000_000}))
+    plan = planned(capsys, "--trace", path)
+    held = {line["name"]: line["bytes"] for line in plan["as_it_is"]["memory"]["gpu"]}
+    assert held["fp32 gradients"] == 4 * 9_000_000
+    assert held["gradients"] == 2 * 9_000_000
+    assert held["moments"] == 8 * trained
+
+
+def test_adapters_that_get_no_gradient_have_weights_and_states_alone(
+    profile: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trained, without = 33_030_144, 3_000_000
+    path = tmp_path / "lora.json"
+    profile |= {
+        "parameters": 4_022_468_096 + trained,
+        "trained_parameters": trained,
+        "without_gradients": without,
+        "adapter_rank": 16,
+        "gradients_bytes": 4 * trained,
+        "weights_bytes": profile["weights_bytes"] + 4 * trained,
+    }
+    for step in profile["steps"]:
+        # All finished gradients, and nothing else, are there at the end of backward.
+        step["peaks_without_gradients"] = {
+            name: dict.fromkeys(growth, 0) for name, growth in step["peaks"].items()
+        }
+        step["peaks"] = {
+            name: dict.fromkeys(growth, 0) | {"fixed": 4 * (trained - without)}
+            for name, growth in step["peaks"].items()
+        }
+        step["layers"] = [dict.fromkeys(growth, 0) for growth in step["layers"]]
+    path.write_text(json.dumps(profile))
+    plan = planned(capsys, "--trace", path)
+    held = {line["name"]: line["bytes"] for line in plan["without_offload"]["memory"]["gpu"]}
+    assert held["adapter weights and states"] == 12 * trained
+    assert held["gradients"] == 4 * (trained - without)
 
 
 def test_tensor_memory_sets_nothing_aside(capsys: pytest.CaptureFixture[str]) -> None:
