@@ -14,6 +14,10 @@ import torch.distributed as dist
 from reference_impl.device import Device
 from reference_impl.memory.host import host_book
 
+# Read when triton is imported, which torch puts off: without a GPU its functions are interpreted.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 
 @pytest.fixture(scope="session", autouse=True)
 def libraries_have_their_workspaces():

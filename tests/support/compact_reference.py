@@ -1,4 +1,4 @@
-"""Compact AdamW written down simply: whole parameters at once, in numpy, with integers of 64 bits and fp64."""
+"""Compact AdamW written down simply: whole parameters at once, in numpy, in fp32 where it says so, else in fp64."""
 
 import numpy
 import torch
@@ -28,29 +28,23 @@ def signed_codes(values, noise):
     """Codes and scales of `exp_avg`, rows of 64."""
     magnitude = numpy.abs(values.astype(numpy.float64))
     scale = scale_above(numpy.abs(values).max(1, keepdims=True), 2.0**-100, 2.0**127 * (2 - 2**-7))
-    unit = 2.0 ** (numpy.floor(numpy.log2(scale)) - 15)
-    units, whole = numpy.floor(magnitude / unit).astype(numpy.int64), (scale / unit).astype(numpy.int64)
-    share = (254 * 64 * units + (units + whole) // 2) // (units + whole)
-    codes = numpy.minimum((share + noise) // 64, 127)
+    unit = 2.0 ** (15 - numpy.floor(numpy.log2(scale)))
+    value, whole = (numpy.float32(each * unit) for each in (magnitude, scale))
+    share = numpy.float32(254) * value / (value + whole) + numpy.float32((noise + 0.5) / 64)
+    codes = numpy.minimum(numpy.floor(share), 127).astype(numpy.int64)
     return numpy.where(numpy.signbit(values), -codes, codes), scale
 
 
 def root_codes(values, noise):
     """Codes and scales of `exp_avg_sq`, rows of 64."""
     scale = scale_above(values.max(1, keepdims=True), 2.0**-108, 2.0**127 * (2 - 2**-7))
-    exponent = numpy.floor(numpy.log2(scale))
-    significand = (scale / 2.0 ** (exponent - 7)).astype(numpy.int64)
-    reciprocal = (255**2 * 2**12 // significand).astype(numpy.float32)
-    value = (values * 2.0 ** (3 - exponent)).astype(numpy.float32)
-    squared = (value * (reciprocal * numpy.float32(2**20))).astype(numpy.int64)
-    share = numpy.floor(numpy.sqrt(squared.astype(numpy.float64))).astype(numpy.int64)
-    return numpy.maximum(numpy.minimum((share + noise) // 2**14, 255), values != 0), scale
+    share = numpy.sqrt(values) * (numpy.float32(255) * (1 / numpy.sqrt(numpy.float32(scale))))
+    codes = numpy.floor(share + numpy.float32((noise + 0.5) / 2**14)).astype(numpy.int64)
+    return numpy.maximum(numpy.minimum(codes, 255), values != 0), scale
 
 
 def signed_values(codes, scale):
-    size = numpy.abs(codes)
-    value = ((size << 20) // (254 - size)).astype(numpy.float32) * (scale * 2.0**-20).astype(numpy.float32)
-    return numpy.where(codes < 0, -value, value)
+    return (codes / (254 - numpy.abs(codes))).astype(numpy.float32) * scale.astype(numpy.float32)
 
 
 def root_values(codes, scale):

@@ -7,8 +7,8 @@ Explained in docs/optimizer-offloading.md. Terms:
 - block: a contiguous range of a bucket that fits a core's cache.
 """
 
-from reference_impl.optimizers.algorithms.adam import Adam
+from reference_impl.optimizers.algorithms.adam import Adam, root
 from reference_impl.optimizers.algorithms.base import Algorithm, Formula, Numbers, group_defaults
 from reference_impl.optimizers.algorithms.sgd import SGD
 
-__all__ = ["SGD", "Adam", "Algorithm", "Formula", "Numbers", "group_defaults"]
+__all__ = ["SGD", "Adam", "Algorithm", "Formula", "Numbers", "group_defaults", "root"]

@@ -196,4 +196,9 @@ def adam_formula(
     gradient = sign * gradient + l2 * master
     average = beta1 * moments[0] + rest1 * gradient
     square = beta2 * moments[1] + rest2 * gradient * gradient
-    return kept * master - step_size * average / (scale * square.sqrt() + eps), average, square
+    return kept * master - step_size * average / (scale * root(square) + eps), average, square
+
+
+def root(values: torch.Tensor) -> torch.Tensor:
+    """Return the square root (fp32) of fp32, rounded correctly: torch's on the CPU may be off in the last place."""
+    return values.double().sqrt().float() if values.device.type == "cpu" else values.sqrt()

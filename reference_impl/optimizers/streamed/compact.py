@@ -13,8 +13,8 @@ A block is `BLOCK` elements that share one scale for each moment, in bf16 and ro
 Codes and masters of 24 bits are rounded stochastically, since most changes are smaller than a step: rounded to nearest
 they would be lost for good. An infinite moment or a NaN spreads to its block; a master that is NaN stays NaN.
 
-Codes are made of integers, of quotients and roots that are corrected in integers, and of products, which are rounded
-correctly everywhere where no sum follows. So every device makes the same bytes of the same numbers.
+Every number is made by operations that IEEE 754 rounds in one way, one after the other. So the kernel of the GPU,
+`compact_kernel`, makes the same bytes.
 
 Explained in docs/optimizer-state-offloading.md, "Compact states".
 """
@@ -22,12 +22,12 @@ Explained in docs/optimizer-state-offloading.md, "Compact states".
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.functional import pad
 
-from reference_impl.optimizers.algorithms import Formula
+from reference_impl.optimizers.algorithms import Formula, root
 from reference_impl.optimizers.streamed import packing
 from reference_impl.optimizers.streamed.packing import Scalars, Writes
 
@@ -48,8 +48,8 @@ _BIAS = 127
 _SIGNED_TOP, _SIGNED_NOISE_BITS = 127, 6
 _ROOT_TOP, _ROOT_NOISE_BITS = 255, 14
 # The bits of the least scales, 2**-100 and 2**-108.
-_LEAST_SIGNED_SCALE = (_BIAS - 100) << 7
-_LEAST_ROOT_SCALE = (_BIAS - 108) << 7
+LEAST_SIGNED_SCALE = (_BIAS - 100) << 7
+LEAST_ROOT_SCALE = (_BIAS - 108) << 7
 # Top codes that a block's largest value may have been rounded to, which its scale can be told from.
 _SIGNED_TOPS, _ROOT_TOPS = (127, 126), (255, 254)
 
@@ -84,73 +84,52 @@ def rounded(bits: torch.Tensor, noise: torch.Tensor | int) -> torch.Tensor:
 
 def signed_values(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Return `exp_avg` (fp32, rows of `BLOCK`) of codes (int8) and the bits of scales (int16, a column)."""
-    wide = codes.to(torch.int32)
-    magnitude = wide.abs()
-    share = _quotient(magnitude << 20, 254 - magnitude).to(torch.float32)
-    value = share * (_scale(scales) * 2.0**-20)
-    return torch.where(wide < 0, -value, value)
+    wide = codes.to(torch.float32)
+    return wide / (2 * _SIGNED_TOP - wide.abs()) * _scale(scales)
 
 
 def signed_scales(bits: torch.Tensor) -> torch.Tensor:
     """Return the scales (int32, a column) that rows of `exp_avg`, given by their bits (int32), are to have."""
-    return _scales(bits, _LEAST_SIGNED_SCALE)
+    return _scales(bits, LEAST_SIGNED_SCALE)
 
 
 def signed_codes(bits: torch.Tensor, scales: torch.Tensor, noise: torch.Tensor | int) -> torch.Tensor:
     """Return the codes (int8) of `exp_avg` (int32); `noise` is uniform in [0, 64), or 32 for to nearest."""
-    # The value in units that give the scale sixteen bits: 2**(15 - exponent of the scale).
-    value = (bits & _MAGNITUDE).view(torch.float32)
-    units = (value * _power(15 + 2 * _BIAS - (scales >> 7))).to(torch.int32)
-    total = units + (_significand(scales) << 8)
-    share = _quotient((254 << _SIGNED_NOISE_BITS) * units + (total >> 1), total)
-    code = torch.clamp((share + noise) >> _SIGNED_NOISE_BITS, max=_SIGNED_TOP)
+    # So that nothing here is too large for fp32, the scale becomes 2**15 or a little more.
+    unit = ((15 + 2 * _BIAS - (scales >> 7)) << 23).view(torch.float32)
+    value = bits.view(torch.float32).abs() * unit
+    share = 2 * _SIGNED_TOP * value / (value + _scale(scales) * unit)
+    code = torch.clamp((share + _offset(noise, _SIGNED_NOISE_BITS)).to(torch.int32), max=_SIGNED_TOP)
     code = torch.where(scales < _INFINITY >> 16, code, _SIGNED_TOP)
-    return torch.where(bits < 0, -code, code).to(torch.int8)
+    return torch.where(bits.view(torch.float32) < 0, -code, code).to(torch.int8)
 
 
 def root_values(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Return `exp_avg_sq` (fp32, rows of `BLOCK`) of codes (uint8) and the bits of scales (int16, a column)."""
-    wide = codes.to(torch.int32)
-    return (wide * wide).to(torch.float32) * (_scale(scales) * (1 / _ROOT_TOP**2))
+    wide = codes.to(torch.float32)
+    return wide * wide * (_scale(scales) * (1 / _ROOT_TOP**2))
 
 
 def root_scales(bits: torch.Tensor) -> torch.Tensor:
     """Return the scales (int32, a column) that rows of `exp_avg_sq`, given by their bits (int32), are to have."""
-    return _scales(bits, _LEAST_ROOT_SCALE)
+    return _scales(bits, LEAST_ROOT_SCALE)
 
 
 def root_codes(bits: torch.Tensor, scales: torch.Tensor, noise: torch.Tensor | int) -> torch.Tensor:
     """Return the codes (uint8) of `exp_avg_sq` (int32); `noise` is uniform in [0, 2**14), or 2**13 for to nearest."""
-    magnitude = bits & _MAGNITUDE
-    # (255 * 2**14)**2 times the value's share of the scale, whose reciprocal has 21 bits.
-    significand = _significand(scales)
-    reciprocal = _quotient(torch.full_like(significand, _ROOT_TOP**2 << 12), significand)
-    value = magnitude.view(torch.float32) * _power(3 + 2 * _BIAS - (scales >> 7))
-    share = _root(value * (reciprocal.to(torch.float32) * 2.0**20))
-    code = torch.clamp((share + noise) >> _ROOT_NOISE_BITS, max=_ROOT_TOP)
-    code = torch.maximum(code, (magnitude != 0).to(torch.int32))
+    value = bits.view(torch.float32).abs()
+    share = root(value) * (root(_scale(scales)).reciprocal() * _ROOT_TOP)
+    code = torch.clamp((share + _offset(noise, _ROOT_NOISE_BITS)).to(torch.int32), max=_ROOT_TOP)
+    code = torch.maximum(code, (value != 0).to(torch.int32))
     return torch.where(scales < _INFINITY >> 16, code, _ROOT_TOP).to(torch.uint8)
 
 
-def _quotient(dividend: torch.Tensor, divisor: torch.Tensor) -> torch.Tensor:
-    """Return the integer part (int32) of a quotient of at most 2**21 of positive numbers (int32).
+def _offset(noise: torch.Tensor | int, bits: int) -> torch.Tensor | float:
+    """Return noise of so many bits as what is added to a code before its fraction is cut off: the middle of its part.
 
-    As `_root`: what a device takes for the quotient is one off at most. Its own division of integers takes longer.
+    A code that is a little too small, because numbers were rounded on the way to it, stays what it is.
     """
-    near = (dividend.to(torch.float32) * divisor.to(torch.float32).reciprocal()).to(torch.int32)
-    rest = dividend - near * divisor
-    return near - (rest < 0).to(torch.int32) + (rest >= divisor).to(torch.int32)
-
-
-def _root(squared: torch.Tensor) -> torch.Tensor:
-    """Return the integer part (int32) of the root of numbers (fp32) below 2**44.
-
-    What a device takes for the root is one off at most, and not the same on all of them. The rest that says so is
-    small: its lower 32 bits are enough.
-    """
-    near = (squared * torch.clamp(squared, min=1.0).rsqrt()).to(torch.int32)
-    rest = squared.to(torch.int64).to(torch.int32) - near * near
-    return near - (rest < 0).to(torch.int32) + (rest > 2 * near).to(torch.int32)
+    return (noise + 0.5) * 2.0**-bits
 
 
 def _scales(bits: torch.Tensor, least: int) -> torch.Tensor:
@@ -166,16 +145,6 @@ def _scale(scales: torch.Tensor) -> torch.Tensor:
     return (scales.to(torch.int32) << 16).view(torch.float32)
 
 
-def _significand(scales: torch.Tensor) -> torch.Tensor:
-    """Return the significands of scales (int32) as whole numbers, 128 to 255."""
-    return (scales & 0x7F) | 0x80
-
-
-def _power(biased: torch.Tensor) -> torch.Tensor:
-    """Return the powers of two (fp32) that have these biased exponents (int32, 1 to 254)."""
-    return (biased << 23).view(torch.float32)
-
-
 def pack_signed(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return codes and scales (int16, a column) of `exp_avg` (fp32, rows of `BLOCK`), to nearest.
 
@@ -189,7 +158,7 @@ def pack_signed(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         [*guesses, signed_scales(values.view(torch.int32))],
         lambda bits, scales: signed_codes(bits, scales, half),
         signed_values,
-        _LEAST_SIGNED_SCALE,
+        LEAST_SIGNED_SCALE,
     )
 
 
@@ -205,7 +174,7 @@ def pack_root(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         [*(largest / (top / _ROOT_TOP) ** 2 for top in _ROOT_TOPS), root_scales(values.view(torch.int32))],
         lambda bits, scales: root_codes(bits, scales, half),
         root_values,
-        _LEAST_ROOT_SCALE,
+        LEAST_ROOT_SCALE,
     )
 
 
@@ -282,21 +251,21 @@ class CompactOperands(NamedTuple):
             [one[first:last] for one in self.scales],
         )
 
-    def tables(self, change: Callable[[torch.Tensor], torch.Tensor]) -> CompactOperands:
-        """Return what `change` makes of every tensor, with a row for each block: views where all blocks are full."""
-        weight, low, master = (None if one is None else rows(change(one)) for one in self[:3])
-        return CompactOperands(
-            weight,
-            low,
-            master,
-            rows(change(self.gradient)),
-            [rows(change(one)) for one in self.codes],
-            [change(one).view(-1, 1) for one in self.scales],
-        )
+    def tables(self) -> CompactOperands:
+        """Return every tensor with a row for each block: views where all blocks are full."""
+        weight, low, master = (None if one is None else rows(one) for one in self[:3])
+        codes, scales = [rows(one) for one in self.codes], [one.view(-1, 1) for one in self.scales]
+        return CompactOperands(weight, low, master, rows(self.gradient), codes, scales)
+
+    def launch(self, formula: Formula, scalars: Scalars, own: Callable[[Any], Any]) -> None:
+        """Run the GPU's kernel, which has Adam's formula in it."""
+        from reference_impl.optimizers.streamed import compact_kernel
+
+        compact_kernel.update(self, scalars)
 
     def writes(self, formula: Formula, scalars: Scalars) -> Writes:
         """Return what the update would write."""
-        found = new_tables(formula, self.tables(lambda tensor: tensor), scalars)
+        found = new_tables(formula, self.tables(), scalars)
         return [
             (state, new.view(-1)[: state.numel()]) for state, new in zip(self.written, found, strict=True)
         ]
@@ -308,13 +277,8 @@ class CompactOperands(NamedTuple):
         return [each for each in found if each is not None]
 
 
-def update_tables(formula: Formula, tables: CompactOperands, scalars: Scalars) -> None:
-    """Update compact moments, and a master of either kind or an fp32 weight; all tensors have a row for each block."""
-    packing.write(list(zip(tables.written, new_tables(formula, tables, scalars), strict=True)))
-
-
 def new_tables(formula: Formula, tables: CompactOperands, scalars: Scalars) -> list[torch.Tensor]:
-    """Return what `update_tables` writes."""
+    """Return what the update writes, in the order of `written`: codes, scales and masters, in rows of `BLOCK`."""
     weight, low, whole, gradient, codes, scales = tables
     old = whole if low is None or weight is None else join(weight, low).view(torch.float32)
     assert old is not None

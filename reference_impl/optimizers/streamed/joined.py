@@ -1,10 +1,10 @@
-"""The update of rounded or compact moments by one kernel for several pieces of a chunk.
+"""The update of bf16 moments by one kernel for several pieces of a chunk.
 
 The host takes 0.2 to 0.5 ms to launch a compiled kernel, and a chunk has many pieces. Their states lie side by side.
 Where weights visit from their homes and gradients come in with the states, these do too, and the kernel takes them
 there. Those of shards that stay are copied into scratch, and new weights out of it. What pieces do not share, the
-number of the first element for the noise and the numbers of the formula, the kernel looks up for each element, or for
-each block of compact states. So every element is updated as in a kernel of its piece alone.
+number of the first element for the noise and the numbers of the formula, the kernel looks up for each element. So every
+element is updated as in a kernel of its piece alone.
 
 Explained in docs/optimizer-state-offloading.md, "Fewer bytes".
 """
@@ -20,9 +20,8 @@ import torch
 from reference_impl.device import Device
 from reference_impl.optimizers.algorithms import Algorithm, Formula, group_defaults
 from reference_impl.optimizers.layout import Member
-from reference_impl.optimizers.streamed import compact, packing
+from reference_impl.optimizers.streamed import packing
 from reference_impl.optimizers.streamed.chunks import Chunk, Run
-from reference_impl.optimizers.streamed.compact import BLOCK, CompactOperands
 from reference_impl.optimizers.streamed.step import StreamedStep
 
 # The compiler would build other kernels for tables of one entry.
@@ -66,42 +65,13 @@ def update_whole(formula: Formula, operands: packing.Operands, places: Places, m
     packing.update_whole(formula, operands, scalars_of_elements(operands, places, members))
 
 
-def update_tables(formula: Formula, tables: CompactOperands, places: Places, members: OfMembers) -> None:
-    """Update compact states, as `compact.update_tables`; all blocks are full."""
-    compact.update_tables(formula, tables, scalars_of_blocks(0, len(tables.gradient), places, members))
-
-
-def update_compact(formula: Formula, operands: CompactOperands, places: Places, members: OfMembers) -> None:
-    """Update the full blocks by the compiled kernel, and one that is not full by the same operators one by one."""
-    numel = operands.gradient.numel()
-    full = numel // BLOCK * BLOCK
-    rest: packing.Writes = []
-    if full < numel:
-        rest = operands.part(slice(full, numel)).writes(formula, scalars_of_blocks(full, 1, places, members))
-    if full:
-        tables = operands.part(slice(0, full)).tables(packing.apart)
-        kind = (formula, operands.gradient.dtype, *(each.dtype for each in operands.written))
-        packing.compiled(update_tables, *kind)(formula, tables, places, members)
-    packing.write(rest)
-
-
 def scalars_of_elements(operands: packing.Operands, places: Places, members: OfMembers) -> packing.Scalars:
     """Return the numbers of each element: what is one number of a piece elsewhere has one for each element here."""
     element = torch.arange(operands.gradient.numel(), dtype=torch.int32, device=operands.gradient.device)
-    return _scalars(element, 0, places, members)
-
-
-def scalars_of_blocks(start: int, count: int, places: Places, members: OfMembers) -> packing.Scalars:
-    """Return the numbers of `count` blocks from element `start` on, in a column: no block has two pieces."""
-    block = torch.arange(count, dtype=torch.int32, device=places.begins.device)[:, None]
-    return _scalars(block * BLOCK + start, start, places, members)
-
-
-def _scalars(element: torch.Tensor, start: int, places: Places, members: OfMembers) -> packing.Scalars:
     piece = torch.bucketize(element, places.begins, right=True)
     column = places.columns[piece]
     return packing.Scalars(
-        first=places.shifts[piece] + start,
+        first=places.shifts[piece],
         step=members.steps[column],
         numbers=[row[column] for row in members.numbers.unbind()],
         grad_scale=members.grad_scale,
@@ -175,9 +145,6 @@ class JoinedUpdate:
         self._of_members = None
 
     def _run(self, operands: packing.PieceOperands, places: Places, members: OfMembers) -> None:
-        if isinstance(operands, CompactOperands):
-            update_compact(self._algorithm.formula, operands, places, members)
-            return
         assert isinstance(operands, packing.Operands)
         function: Callable[..., None] = update_whole if operands.low is None else update_halved
         tensors = (*operands[:4], *operands.moments)

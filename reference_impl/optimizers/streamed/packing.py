@@ -14,9 +14,9 @@ a generator's state. Such moments are not torch's to the bit anyway, so their up
 (`Algorithm.formula`) in one kernel that unpacks, updates, rounds and packs: 18 to 24 bytes an element pass through the
 GPU's memory, where torch's kernel between `unpack` and `pack` would need 86.
 
-On CUDA `torch.compile` builds the kernels; the CPU twin runs the same source block by block. There each operator may
-fail by itself, so all new values of a block are computed before the first is written, and after an error `Resumable`
-goes on where it stopped.
+On CUDA `torch.compile` builds the kernels of bf16 moments; the CPU twin runs the same source block by block. There each
+operator may fail by itself, so all new values of a block are computed before the first is written, and after an error
+`Resumable` goes on where it stopped.
 Explained in docs/optimizer-state-offloading.md, "Fewer bytes".
 """
 
@@ -274,6 +274,9 @@ class PieceOperands(Protocol):
     def part(self, elements: slice) -> PieceOperands:
         """Return the operands of some elements, which begin at a multiple of `ALIGNMENT`."""
 
+    def launch(self, formula: Formula, scalars: Scalars, own: Callable[[Any], Any]) -> None:
+        """Run the GPU's kernel; `own` gives a number a storage of its own."""
+
     def writes(self, formula: Formula, scalars: Scalars) -> Writes:
         """Return what the update would write."""
 
@@ -306,14 +309,20 @@ class Operands(NamedTuple):
         function = _updated_whole if self.low is None else _updated_halved
         return function(formula, self, scalars)
 
+    def launch(self, formula: Formula, scalars: Scalars, own: Callable[[Any], Any]) -> None:
+        """Run the GPU's kernel; `own` gives a number a storage of its own."""
+        function = update_whole if self.low is None else update_halved
+        tensors = (*self[:4], *self.moments)
+        kind = (formula, *(None if each is None else each.dtype for each in tensors))
+        compiled(function, *kind)(formula, self.each(apart), Scalars(*map(own, scalars)))
+
 
 class Scalars(NamedTuple):
     """What all elements of a piece share, on the device.
 
     `first` (0-dim int64) numbers the first element and `step` (0-dim) the step, for the noise. `numbers` is the row of
     the formula. Gradients are divided by `grad_scale`, and nothing changes if `found_inf` is not 0. Where elements of
-    several pieces are updated at once (`joined`), all but `grad_scale` have a value for each element, or for each block
-    of compact states.
+    several pieces are updated at once (`joined`), all but `grad_scale` have a value for each element.
     """
 
     first: torch.Tensor
@@ -375,17 +384,8 @@ def _new_states(
     ]
 
 
-def _run_kernel(operands: PieceOperands, formula: Formula, scalars: Scalars) -> None:
-    # Compact states have another one, see `joined`.
-    assert isinstance(operands, Operands)
-    function = update_whole if operands.low is None else update_halved
-    tensors = (*operands[:4], *operands.moments)
-    kind = (formula, *(None if each is None else each.dtype for each in tensors))
-    compiled(function, *kind)(formula, operands.each(apart), scalars)
-
-
 class RoundedUpdate:
-    """Runs the update of rounded moments, and on the twin of compact ones, on the live current stream."""
+    """Runs the update of rounded or compact moments, a kernel a piece, on the live current stream."""
 
     def __init__(self, device: Device, algorithm: Algorithm) -> None:
         self._algorithm = algorithm
@@ -439,11 +439,7 @@ class RoundedUpdate:
         formula = self._algorithm.formula
         self._kernel.run(
             operands.gradient.numel(),
-            lambda: _run_kernel(
-                operands,
-                formula,
-                Scalars(*map(self._own, (first, step, numbers, scalars.grad_scale, scalars.found_inf))),
-            ),
+            lambda: operands.launch(formula, scalars, self._own),
             lambda part: operands.part(part).writes(formula, scalars._replace(first=first + part.start)),
         )
 

@@ -116,8 +116,8 @@ class StateFormat:
         packs = self != StateFormat(offload_masters=self.offload_masters)
         if packs and device.compiles and find_spec("triton") is None:
             raise ValueError(
-                "hi_lo_masters, moments_dtype and compact_low_bits need triton, with which torch.compile builds their "
-                "kernels; expected it to be installed; try pip install triton, or leave these options out"
+                "hi_lo_masters, moments_dtype and compact_low_bits need triton, of which their kernels are made; "
+                "expected it to be installed; try pip install triton, or leave these options out"
             )
 
     def _check_compact(self, algorithm: Algorithm) -> None:
