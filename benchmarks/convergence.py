@@ -36,7 +36,7 @@ from reference_impl import HybridDeviceOptimizer, OptimizerStateOffloader
 from reference_impl.device import Device
 from reference_impl.verification.model import Decoder, DecoderShape
 
-PUBLISHED, PUBLISHED_BATCH = DecoderShape(hidden=768, ffn=2048, layers=8, heads=12, vocab=256), (16, 256)
+PUBLISHED, PUBLISHED_BATCH = DecoderShape(hidden=768, ffn=2048, layers=8, heads=12, vocab=256), (8, 256)
 TINY, TINY_BATCH = DecoderShape(hidden=96, ffn=256, layers=3, heads=4, vocab=256), (4, 128)
 RATE, WARM_UP, EPS, SPREAD = 5e-4, 100, 1e-8, 0.02
 EXACT = "exact"

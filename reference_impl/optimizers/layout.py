@@ -238,30 +238,53 @@ def _alternate(units: Sequence[Sequence[Member]], streamed: float, ahead: int) -
     _move(units, round(wanted - taken))
 
 
-def _move(units: Sequence[Sequence[Member]], missing: int) -> None:
-    """Let `missing` more elements stream, or so many less if negative, from the largest units that fit on.
+class _Moves(NamedTuple):
+    """Units that change sides as wholes, and how many elements more stream of the one that is `cut` then."""
 
-    The gradient of a member that is cut stays on the device as a whole, however much of it the CPU updates. So the
-    smallest one that is large enough is cut.
+    whole: list[Sequence[Member]]
+    missing: int
+    cut: Sequence[Member]
+
+
+def _move(units: Sequence[Sequence[Member]], missing: int) -> None:
+    """Let `missing` more elements stream, or so many less if negative.
+
+    The gradient of a member that is cut stays on the device as a whole, however much of it the CPU updates. So a small
+    one is cut: the smallest that is large enough, or if that is large, it changes sides too, and others go back for it.
     """
+    moves = _moves(units, missing)
+    if moves.cut:
+        others = [unit for unit in units if unit is not moves.cut]
+        too_many = _numel(moves.cut) if missing > 0 else -_numel(moves.cut)
+        back = _moves(others, moves.missing - too_many)
+        if (back.cut or not back.missing) and _numel(back.cut) < _numel(moves.cut):
+            moves = back._replace(whole=[*moves.whole, moves.cut, *back.whole])
+    for member in (member for unit in moves.whole for member in unit):
+        member.streamed = 0 if member.streamed else member.on_cpu
+    missing = moves.missing
+    for member in reversed(moves.cut):
+        numel = member.streamed + member.on_cpu
+        moved = max(min(missing, member.on_cpu), -member.streamed)
+        missing -= moved
+        member.streamed = min(aligned(member.streamed + moved), numel)
+
+
+def _moves(units: Sequence[Sequence[Member]], missing: int) -> _Moves:
+    """Return how `missing` more elements stream: by the largest units that fit, and the smallest one to be cut."""
     streams = missing < 0
     # The last first, of those that are as large.
     movable = sorted(
         (unit for unit in reversed(units) if _streams(unit) == streams), key=_numel, reverse=True
     )
+    whole: list[Sequence[Member]] = []
     cut: Sequence[Member] = ()
     for unit in movable:
         if _numel(unit) > abs(missing):
-            cut = unit if not cut or _numel(unit) < _numel(cut) else cut
-            continue
-        for member in unit:
-            member.streamed = 0 if streams else member.on_cpu
-        missing += _numel(unit) if streams else -_numel(unit)
-    for member in reversed(cut):
-        numel = member.streamed + member.on_cpu
-        moved = max(min(missing, member.on_cpu), -member.streamed)
-        missing -= moved
-        member.streamed = min(aligned(member.streamed + moved), numel)
+            cut = unit
+        else:
+            whole.append(unit)
+            missing += _numel(unit) if streams else -_numel(unit)
+    return _Moves(whole, missing, cut if missing else ())
 
 
 def _numel(unit: Sequence[Member]) -> int:

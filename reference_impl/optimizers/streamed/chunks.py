@@ -273,27 +273,35 @@ def plan_chunks(
     """Cut the elements `ranges` of members into chunks; return the pieces of each and its length with gaps.
 
     Each range begins at a multiple of `ALIGNMENT`. A chunk has elements of one group and dtype, of weights that visit
-    the device together or all stay there, and at most `elements(member)` of them. That and the places of pieces in a
+    the device together or all stay there, and at most `elements(member)` of them. Of such weights all chunks are as
+    long but the last: a short one would have its copies and kernels all the same. Lengths and the places of pieces in a
     chunk are multiples of `alignment`, itself one of `ALIGNMENT`. Pieces follow the order of the forward.
     """
     plans = []
     for _, alike in groupby(sorted(ranges, key=_kind), key=_kind):
+        members = sorted(alike, key=lambda member: member.order)
+        total = sum(_rounded_up(len(ranges[member]), alignment) for member in members)
+        count = -(-total // elements(members[0]))
+        most = _rounded_up(-(-total // max(count, 1)), alignment)
         pieces: list[Piece] = []
         offset = 0
-        for member in sorted(alike, key=lambda member: member.order):
+        for member in members:
             start, stop = ranges[member].start, ranges[member].stop
             while start < stop:
-                free = elements(member) - offset
-                if free == 0:
+                if offset == most:
                     plans.append((tuple(pieces), offset))
-                    pieces, offset, free = [], 0, elements(member)
-                piece = Piece(member, start, min(start + free, stop), offset)
+                    pieces, offset = [], 0
+                piece = Piece(member, start, min(start + most - offset, stop), offset)
                 pieces.append(piece)
                 start = piece.stop
-                offset += -(-piece.numel // alignment) * alignment
+                offset += _rounded_up(piece.numel, alignment)
         if pieces:
             plans.append((tuple(pieces), offset))
     return plans
+
+
+def _rounded_up(numel: int, alignment: int) -> int:
+    return -(-numel // alignment) * alignment
 
 
 def runs_of(pieces: Iterable[Piece]) -> tuple[Run, ...]:

@@ -14,7 +14,7 @@ from skill_tools.dialects.layout import LocalParameters
 from skill_tools.dialects.run import Mode, OptimizerEngine, Run
 from skill_tools.planning.accounts import Line, each
 from skill_tools.planning.model import reference_numbers as reference
-from skill_tools.planning.model.trained_layers import Sizes, sizes
+from skill_tools.planning.model.trained_layers import Sizes, longest_chunk, sizes
 
 _UNCOUNTED = (
     3  # blocks whose reduced gradients do not count as in flight: one is reduced, two are partly copied
@@ -127,7 +127,8 @@ def on_the_host(run: Run, mode: Mode, local: LocalParameters) -> tuple[list[Line
     largest, block = max(size.block, whole) // run.weight_shards, size.block // run.weight_shards
     states_bytes = streamed_bytes(run, mode)
     # No chunk has parameters of two gathers.
-    elements = min(int(reference.SHARD_CHUNK_BYTES // states_bytes), largest)
+    most = reference.SHARD_CHUNK_BYTES // states_bytes
+    elements = max(longest_chunk(numel, most) for numel in (largest, block))
     blocks = reference.SHARD_PREFETCH_BLOCKS
     gpu = [
         Line(

@@ -5,6 +5,7 @@ window of blocks, the gradients that are being made or leave, and a ring of stat
 stands outside the blocks has its weights there alone. Explained in docs/larger-than-gpu.md.
 """
 
+import math
 from typing import NamedTuple
 
 from skill_tools.dialects import parameters
@@ -117,10 +118,16 @@ def streamed_bytes(run: Run, states: StreamedStates) -> float:
 def chunk_elements(states_bytes: float, size: Sizes, streamed: float) -> int:
     """Return the elements of the longest chunk of so many bytes each, where this share of the blocks is on the host.
 
-    None has more than what a block has there, or than all that stays on the GPU.
+    What a block has there is cut into chunks of one length, and so is all that stays on the GPU.
     """
     stays = size.outside + round((1 - streamed) * size.in_blocks)
-    return min(int(reference.CHUNK_BYTES // states_bytes), max(round(streamed * size.block), stays))
+    most = reference.CHUNK_BYTES // states_bytes
+    return max(longest_chunk(numel, most) for numel in (streamed * size.block, stays))
+
+
+def longest_chunk(numel: float, most: float) -> int:
+    """Return the elements of the longest of the chunks into which `numel` are cut, all of one length but the last."""
+    return math.ceil(numel / math.ceil(numel / most)) if numel else 0
 
 
 def chunk_bytes(run: Run, states: StreamedStates, gradient_bytes: float) -> float:
