@@ -70,50 +70,81 @@ def _kernel(
     has_row, inside = row * _BLOCK < numel, place < numel
     in_block = has_row[:, None]
 
-    old = _master(weight_ptr, low_ptr, master_ptr, place, inside, in_block)
-    codes = tl.load(average_codes_ptr + place, mask=in_block, other=0).to(tl.float32)
-    scale = _scale(tl.load(average_scales_ptr + row, mask=has_row, other=0).to(tl.int32))
-    average = tl.div_rn(codes, 254.0 - tl.abs(codes)) * scale[:, None]
-    codes = tl.load(square_codes_ptr + place, mask=in_block, other=0).to(tl.float32)
-    scale = _scale(tl.load(square_scales_ptr + row, mask=has_row, other=0).to(tl.int32))
-    square = codes * codes * (scale * (1.0 / 65025.0))[:, None]
-
+    codes = tl.load(average_codes_ptr + place, mask=in_block, other=0)
+    scales = tl.load(average_scales_ptr + row, mask=has_row, other=0)
+    average = _signed_values(codes, _scale(scales.to(tl.int32)))
+    codes = tl.load(square_codes_ptr + place, mask=in_block, other=0)
+    scales = tl.load(square_scales_ptr + row, mask=has_row, other=0)
+    square = _root_values(codes, _scale(scales.to(tl.int32)))
+    master = _master(weight_ptr, low_ptr, master_ptr, place, inside, in_block)
     gradient = tl.load(gradient_ptr + place, mask=inside, other=0.0).to(tl.float32)
     gradient = gradient * tl.div_rn(1.0, tl.load(grad_scale_ptr))
-    gradient = tl.load(numbers_ptr) * gradient + tl.load(numbers_ptr + 1) * old
-    average = tl.load(numbers_ptr + 3) * average + tl.load(numbers_ptr + 4) * gradient
-    square = tl.load(numbers_ptr + 5) * square + tl.load(numbers_ptr + 6) * gradient * gradient
-    root = tl.sqrt_rn(square)
-    denominator = tl.load(numbers_ptr + 9) * root + tl.load(numbers_ptr + 7)
-    change = tl.div_rn(tl.load(numbers_ptr + 8) * average, denominator)
-    master = tl.load(numbers_ptr + 2) * old - change
+
+    master, average, square, root = _adam(master, gradient, average, square, numbers_ptr)
 
     step = tl.load(step_ptr).to(tl.int32) + 1
     number = place + tl.load(first_ptr).to(tl.int32)
     random = _mix(number.to(tl.uint32) ^ _mix(step.to(tl.uint32)))
-
-    scale_bits = _scale_bits(average, _LEAST_SIGNED_SCALE)
-    unit = ((15 + 2 * 127 - (scale_bits >> 7)) << 23).to(tl.float32, bitcast=True)
-    value = tl.abs(average) * unit[:, None]
-    share = tl.div_rn(254.0 * value, value + (_scale(scale_bits) * unit)[:, None])
-    # Six bits of noise from the ninth on, and half of the last.
-    share += (random & 0x3F00).to(tl.float32) * (1.0 / 2**14) + 1.0 / 2**7
-    code = tl.where(scale_bits[:, None] < _INFINITY >> 16, tl.minimum(share.to(tl.int32), 127), 127)
-    code = tl.where(average < 0, -code, code)
-    tl.store(average_codes_ptr + place, code.to(tl.int8), mask=in_block)
-    tl.store(average_scales_ptr + row, scale_bits.to(tl.int16), mask=has_row)
-
-    scale_bits = _scale_bits(square, _LEAST_ROOT_SCALE)
-    share = root * (tl.div_rn(1.0, tl.sqrt_rn(_scale(scale_bits))) * 255.0)[:, None]
-    share += (random >> 18).to(tl.float32) * (1.0 / 2**14) + 1.0 / 2**15
-    code = tl.maximum(tl.minimum(share.to(tl.int32), 255), (square != 0).to(tl.int32))
-    code = tl.where(scale_bits[:, None] < _INFINITY >> 16, code, 255)
-    tl.store(square_codes_ptr + place, code.to(tl.uint8), mask=in_block)
-    tl.store(square_scales_ptr + row, scale_bits.to(tl.int16), mask=has_row)
-
+    scales = _scale_bits(average, _LEAST_SIGNED_SCALE)
+    codes = _signed_codes(average, scales, random)
+    tl.store(average_codes_ptr + place, codes.to(tl.int8), mask=in_block)
+    tl.store(average_scales_ptr + row, scales.to(tl.int16), mask=has_row)
+    scales = _scale_bits(square, _LEAST_ROOT_SCALE)
+    codes = _root_codes(square, root, scales, random)
+    tl.store(square_codes_ptr + place, codes.to(tl.uint8), mask=in_block)
+    tl.store(square_scales_ptr + row, scales.to(tl.int16), mask=has_row)
     _write(weight_ptr, low_ptr, master_ptr, place, inside, in_block, master, (random & 0xFF).to(tl.int32))
 
 
+@triton.jit
+def _adam(master, gradient, average, square, numbers_ptr):
+    """`adam_formula`, and the root that it takes: the code of `square` is made of it too."""
+    sign, l2, kept = tl.load(numbers_ptr), tl.load(numbers_ptr + 1), tl.load(numbers_ptr + 2)
+    beta1, rest1 = tl.load(numbers_ptr + 3), tl.load(numbers_ptr + 4)
+    beta2, rest2 = tl.load(numbers_ptr + 5), tl.load(numbers_ptr + 6)
+    eps, step_size, scale = tl.load(numbers_ptr + 7), tl.load(numbers_ptr + 8), tl.load(numbers_ptr + 9)
+    gradient = sign * gradient + l2 * master
+    average = beta1 * average + rest1 * gradient
+    square = beta2 * square + rest2 * gradient * gradient
+    root = tl.sqrt_rn(square)
+    master = kept * master - tl.div_rn(step_size * average, scale * root + eps)
+    return master, average, square, root
+
+
+# The next four as in `compact`.
+@triton.jit
+def _signed_values(codes, scale):
+    wide = codes.to(tl.float32)
+    return tl.div_rn(wide, 254.0 - tl.abs(wide)) * scale[:, None]
+
+
+@triton.jit
+def _signed_codes(average, scales, random):
+    unit = ((15 + 2 * 127 - (scales >> 7)) << 23).to(tl.float32, bitcast=True)
+    value = tl.abs(average) * unit[:, None]
+    share = tl.div_rn(254.0 * value, value + (_scale(scales) * unit)[:, None])
+    # Six bits of noise, from the ninth on, and half of the last.
+    share += (random & 0x3F00).to(tl.float32) * (1.0 / 2**14) + 1.0 / 2**7
+    codes = tl.where(scales[:, None] < _INFINITY >> 16, tl.minimum(share.to(tl.int32), 127), 127)
+    return tl.where(average < 0, -codes, codes)
+
+
+@triton.jit
+def _root_values(codes, scale):
+    wide = codes.to(tl.float32)
+    return wide * wide * (scale * (1.0 / 65025.0))[:, None]
+
+
+@triton.jit
+def _root_codes(square, root, scales, random):
+    share = root * (tl.div_rn(1.0, tl.sqrt_rn(_scale(scales))) * 255.0)[:, None]
+    # Fourteen bits of noise, the upper ones, and half of the last.
+    share += (random >> 18).to(tl.float32) * (1.0 / 2**14) + 1.0 / 2**15
+    codes = tl.maximum(tl.minimum(share.to(tl.int32), 255), (square != 0).to(tl.int32))
+    return tl.where(scales[:, None] < _INFINITY >> 16, codes, 255)
+
+
+# `join` of `compact`, or the master as it is.
 @triton.jit
 def _master(weight_ptr, low_ptr, master_ptr, place, inside, in_block):
     if low_ptr is None:
@@ -127,6 +158,7 @@ def _master(weight_ptr, low_ptr, master_ptr, place, inside, in_block):
     return master
 
 
+# `rounded` and `split` of `compact`, or the master as it is.
 @triton.jit
 def _write(weight_ptr, low_ptr, master_ptr, place, inside, in_block, master, noise):
     if low_ptr is None:
