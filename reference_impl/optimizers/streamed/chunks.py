@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import NamedTuple
 
 import torch
@@ -113,9 +113,14 @@ class Chunk:
     stored: Event = REACHED
     runs: tuple[Run, ...] = dataclasses.field(init=False)
     joint_runs: tuple[Run, ...] = dataclasses.field(init=False)
+    _first_bytes: dict[str, tuple[int, Field]] = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
-        """Find the runs, which each step asks for."""
+        """Find the runs, and where each field begins, which each step asks for."""
+        ends = accumulate((bytes_of((field,), self.numel) for field in self.fields), initial=0)
+        self._first_bytes = {
+            field.name: (first, field) for first, field in zip(ends, self.fields, strict=False)
+        }
         self.runs = runs_of(self.pieces)
         self.joint_runs = self._joint_runs()
 
@@ -191,23 +196,20 @@ class Chunk:
 
     def has(self, name: str) -> bool:
         """Return whether the state `name` is among the fields."""
-        return any(field.name == name for field in self.fields)
+        return name in self._first_bytes
 
     def field(self, name: str, buffer: torch.Tensor) -> torch.Tensor:
         """Return the state `name` of all elements in `buffer`, which is laid out like `storage`."""
-        start = 0
-        for field in self.fields:
-            stop = start + bytes_of((field,), self.numel)
-            if field.name == name:
-                return buffer[start:stop].view(field.dtype)
-            start = stop
-        raise KeyError(name)
+        return self._part(name, buffer, 0, self.numel)
 
     def blocks(self, name: str, buffer: torch.Tensor, piece: Piece) -> torch.Tensor:
         """Return the state `name` of the whole blocks that `piece` has in `buffer`: its elements and what fills up."""
-        block = next(field.block for field in self.fields if field.name == name)
-        stop = piece.offset + aligned(piece.numel)
-        return self.field(name, buffer)[piece.offset // block : stop // block]
+        return self._part(name, buffer, piece.offset, piece.offset + aligned(piece.numel))
+
+    def _part(self, name: str, buffer: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+        first, field = self._first_bytes[name]
+        size, block = field.dtype.itemsize, field.block
+        return buffer[first + start // block * size : first + stop // block * size].view(field.dtype)
 
 
 class StreamedWeights:

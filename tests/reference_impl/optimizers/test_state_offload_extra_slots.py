@@ -24,11 +24,11 @@ def build(model, **options):
 
 
 class Wide(torch.nn.Sequential):
-    """More activations than states: six layers on 2048 tokens."""
+    """More activations than states: six layers on 2048 tokens, of two chunks each."""
 
     def __init__(self):
         torch.manual_seed(0)
-        layers = [torch.nn.Linear(WIDTH, WIDTH, dtype=torch.bfloat16) for _ in range(LAYERS)]
+        layers = [torch.nn.Linear(WIDTH, WIDTH, bias=False, dtype=torch.bfloat16) for _ in range(LAYERS)]
         super().__init__(*(part for layer in layers for part in (layer, torch.nn.GELU())))
 
     def loss(self):
