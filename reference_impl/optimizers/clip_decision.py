@@ -8,27 +8,28 @@ Explained in docs/optimizer-offloading.md.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from reference_impl.device import Device, Event
 from reference_impl.memory.arena import HostArena
 from reference_impl.memory.interrupts import deferred_interrupts
-from reference_impl.optimizers.layout import Member
 
 
-def norms_of(gradients: Mapping[Member, torch.Tensor]) -> list[torch.Tensor]:
-    """Return the fp32 norms of gradients on the device.
+def norms_of(gradients: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the fp32 norms (0-dim) of gradients, of each dtype by few kernels: the host has no time for one each.
 
-    Those of shards are taken by one kernel for all: under FSDP2 the host has no time for one each. Of others each is
-    taken by itself, as where it leaves in backward: the same bits whichever way it goes.
+    Each norm has the bits that it has alone, so it does not matter which gradients are measured together.
     """
-    shards = [each for member, each in gradients.items() if isinstance(member.param, DTensor)]
-    whole = [each for member, each in gradients.items() if not isinstance(member.param, DTensor)]
-    together = torch._foreach_norm(shards, dtype=torch.float32) if shards else ()
-    return [*together, *(torch.linalg.vector_norm(each, dtype=torch.float32) for each in whole)]
+    listed = list(gradients)
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    for each in listed:
+        by_dtype.setdefault(each.dtype, []).append(each)
+    found = {
+        dtype: iter(torch._foreach_norm(alike, dtype=torch.float32)) for dtype, alike in by_dtype.items()
+    }
+    return [next(found[each.dtype]) for each in listed]
 
 
 def decide(

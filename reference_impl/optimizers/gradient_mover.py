@@ -15,6 +15,7 @@ import torch
 from reference_impl.device import REACHED, Device, Event, together
 from reference_impl.memory.in_flight import InFlight
 from reference_impl.optimizers.checks import check_used_in_time
+from reference_impl.optimizers.clip_decision import norms_of
 from reference_impl.optimizers.layout import Member, Piece, gradient_of
 
 # More would raise the peak, and would not let the last gradient arrive any earlier.
@@ -77,11 +78,7 @@ class GradientMover:
     def _send(self, gradients: Mapping[Member, torch.Tensor], *, measure: bool, frees: bool) -> None:
         # As the update will read them.
         sent = {member: gradient.to(member.param.dtype) for member, gradient in gradients.items()}
-        norms = {
-            member: torch.linalg.vector_norm(each, dtype=torch.float32)
-            for member, each in sent.items()
-            if measure
-        }
+        norms = dict(zip(sent, norms_of(sent.values()), strict=True)) if measure else {}
         arrival = self._copy(sent, frees=frees)
         for member in sent:
             member.arrival = arrival

@@ -139,7 +139,7 @@ class Gradients:
         if member.param.grad is None:
             self._shares.discard([member])
             return
-        norm = torch.linalg.vector_norm(reduced, dtype=torch.float32) if self.measures else None
+        norm = norms_of([reduced])[0] if self.measures else None
         self._stand_in(member, reduced, norm)
 
     def _stand_in(self, member: Member, gradient: torch.Tensor, norm: torch.Tensor | None) -> None:
@@ -248,7 +248,7 @@ class Gradients:
                 norm = None if stand_in.l2_norm is None else stand_in.scaled_norm()
             if norm is not None:
                 norms.append(norm)
-        return norms + norms_of({member: each for member, each in gradients.items() if not member.pieces})
+        return norms + norms_of(each for member, each in gradients.items() if not member.pieces)
 
 
 def _may_be_replaced(member: Member) -> bool:

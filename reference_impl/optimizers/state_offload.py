@@ -335,7 +335,7 @@ class OptimizerStateOffloader(SavedOptimizer):
 
     def _norms(self, gradients: Mapping[Member, torch.Tensor]) -> list[torch.Tensor]:
         """Return the fp32 norms of `gradients`."""
-        return norms_of(gradients)
+        return norms_of(gradients.values())
 
     def _prepare(
         self, gradients: Mapping[Member, torch.Tensor], decision: ClipDecision

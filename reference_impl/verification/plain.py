@@ -39,7 +39,7 @@ class PlainAdamW:
         scale = None
         if self._max_grad_norm is not None:
             grads = [param.grad for param in self._params if param.grad is not None]
-            norms = [torch.linalg.vector_norm(grad, dtype=torch.float32) for grad in grads]
+            norms = [norm for grad in grads for norm in torch._foreach_norm([grad], dtype=torch.float32)]
             scale = (torch.linalg.vector_norm(torch.stack(norms)) + 1e-6) / self._max_grad_norm
             scale = scale.clamp(min=1.0)
         for chunk in self._chunks:

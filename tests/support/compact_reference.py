@@ -80,9 +80,8 @@ class CompactAdamW:
 
     @torch.no_grad()
     def step(self):
-        norms = [
-            torch.linalg.vector_norm(p.grad, dtype=torch.float32) for p in self.params if p.grad is not None
-        ]
+        grads = [param.grad for param in self.params if param.grad is not None]
+        norms = [norm for grad in grads for norm in torch._foreach_norm([grad], dtype=torch.float32)]
         norm = torch.linalg.vector_norm(torch.stack(norms))
         scale = torch.ones(())
         if self.max_grad_norm is not None:

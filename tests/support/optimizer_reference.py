@@ -47,9 +47,8 @@ class MasterAdamW:
             if param.grad is not None and param.grad.dtype != param.dtype:
                 # A sum in fp32 is rounded once, as where it leaves for the host.
                 param.grad = param.grad.to(param.dtype).to(param.grad.dtype)
-        norms = [
-            torch.linalg.vector_norm(p.grad, dtype=torch.float32) for p in self.params if p.grad is not None
-        ]
+        grads = [param.grad for param in self.params if param.grad is not None]
+        norms = [norm for grad in grads for norm in torch._foreach_norm([grad], dtype=torch.float32)]
         norm = torch.linalg.vector_norm(torch.stack(norms))
         if torch.isfinite(norm):
             for param, master in zip(self.params, self.masters, strict=True):
