@@ -139,12 +139,22 @@ def _gradients(run: Run, mode: Mode, made: int) -> Line:
 
 
 def _leaving(run: Run, mode: Mode, held: int) -> list[Line]:
-    """Return the gradients of the CPU's share that wait for their copy: the host, which is ahead, frees no more."""
+    """Return the gradients of the CPU's share that wait for their copy: the host, which is ahead, frees no more.
+
+    One that is longer waits alone: the embedding's, the last of all, if the CPU updates it.
+    """
     if run.precision.gradient_is_buffer or not fully_sharded.gradients_leave(run, mode):
         return []
-    on_cpu = round(held * run.trained_share * (mode.optimizer_fraction - mode.streamed_fraction))
-    waiting = min(reference.GRADIENTS_IN_FLIGHT_BYTES, round(run.precision.gradient_bytes * on_cpu))
-    formula = f"at most {reference.GRADIENTS_IN_FLIGHT_BYTES >> 20} MiB on their way"
+    trained = held * run.trained_share
+    on_cpu = round(trained * (mode.optimizer_fraction - mode.streamed_fraction))
+    limit, formula = reference.GRADIENTS_IN_FLIGHT_BYTES, "at most {} MiB on their way"
+    table = run.shape.vocab * run.shape.hidden // run.weight_shards
+    # The first elements of the forward stay, then whole parameters stream if half of what is offloaded does.
+    stays = trained * (1 - mode.optimizer_fraction) >= table
+    if not stays and on_cpu >= table and mode.streamed_fraction < mode.optimizer_fraction / 2:
+        limit = max(limit, round(run.precision.gradient_bytes * table))
+    waiting = min(limit, round(run.precision.gradient_bytes * on_cpu))
+    formula = formula.format(limit >> 20)
     return [Line("gradients to the host", waiting, formula, "backward")] if waiting else []
 
 

@@ -268,10 +268,11 @@ def test_stages_that_are_alike_need_no_estimate_each(layers: int, pipeline: int,
 
 @pytest.mark.parametrize(
     ("streamed", "micro_batches", "waiting"),
-    [(0.0, 1, 512 << 20), (0.99, 1, 0.01 * 2), (1.0, 1, 0), (0.0, 2, 0)],
-    ids=["on the CPU", "a hundredth", "streamed", "added up"],
+    [(0.0, 1, 2 * 151936 * 4096), (0.7, 1, 512 << 20), (0.99, 1, 0.01 * 2), (1.0, 1, 0), (0.0, 2, 0)],
+    ids=["the embedding on the CPU", "a third on the CPU", "a hundredth", "streamed", "added up"],
 )
 def test_gradients_wait_for_their_copy_to_the_cpus_share(streamed, micro_batches, waiting):
+    """At most 512 MiB, or one that is longer: the embedding's is the last of all."""
     run = pytorch_run.build(
         config(gradient_accumulation_steps=micro_batches), known_models.shape("qwen3-8b"), gpus=1
     )
