@@ -6,7 +6,10 @@ from typing import Any
 
 import pytest
 
-from skill_tools.planning.model import reference_numbers
+from skill_tools.configs.config import Config
+from skill_tools.dialects.pytorch import run as pytorch_run
+from skill_tools.dialects.run import Mode, OptimizerEngine
+from skill_tools.planning.model import known_models, memory, reference_numbers, states
 
 torch = pytest.importorskip("torch", reason="needs torch: pip install -c constraints.txt '.[reference]'")
 
@@ -14,6 +17,7 @@ import reference_impl  # noqa: E402
 from reference_impl.optimizers import resident  # noqa: E402
 from reference_impl.optimizers.algorithms import Adam  # noqa: E402
 from reference_impl.optimizers.gradient_mover import GradientMover  # noqa: E402
+from reference_impl.optimizers.layout import members_of  # noqa: E402
 from reference_impl.optimizers.options import CpuUpdate, Streaming  # noqa: E402
 from reference_impl.optimizers.split import StateBytes, state_bytes  # noqa: E402
 from reference_impl.optimizers.streamed.slots import LEAST_SLOTS  # noqa: E402
@@ -108,3 +112,23 @@ def test_the_cpu_share_holds_the_states_and_a_staging_buffer_in_the_weight_s_dty
 
 def test_both_optimizers_stream_the_same_chunks() -> None:
     assert default(reference_impl.OptimizerStateOffloader, "chunk_bytes") == reference_numbers.CHUNK_BYTES
+
+
+@pytest.mark.parametrize("fraction", [1.0, 0.9])
+@pytest.mark.parametrize("streamed", [0.0, 0.2, 0.45, 0.55, 0.8, 1.0])
+def test_the_cpu_updates_the_embedding_where_the_plan_says_so(fraction: float, streamed: float) -> None:
+    """Where it stays in part, or half of what is offloaded streams, its gradient is not the last to leave."""
+    run = pytorch_run.build(Config("pytorch", {}, complete=False), known_models.shape("qwen3-8b"), gpus=1)
+    table = run.shape.vocab * run.shape.hidden
+    sizes = [table, *[50_000_000] * 140, table]
+    params = [(torch.empty(size, device="meta", dtype=torch.bfloat16), 0) for size in sizes]
+    members = members_of(params, first_order=0, fraction=fraction, offload=None, streamed=streamed)
+    mode = Mode(
+        optimizer_fraction=fraction,
+        streamed_fraction=fraction * streamed,
+        optimizer_engine=OptimizerEngine.REFERENCE,
+    )
+    lines, _ = states.lines(run, mode, memory.estimate(run, mode).parameters)
+    leaving = [line.bytes for line in lines if line.name == "gradients to the host"]
+    is_alone = any(size > reference_numbers.GRADIENTS_IN_FLIGHT_BYTES for size in leaving)
+    assert is_alone == (members[0].on_cpu == table)

@@ -1,5 +1,6 @@
 """Each device in turn, set up so that CUDA's allocator repeats itself byte by byte."""
 
+import importlib
 import os
 
 # Read when the first kernel runs: deterministic ones ask for a fixed size, and a large one would count as the step's.
@@ -32,6 +33,15 @@ def device(request: pytest.FixtureRequest) -> Device:
     """Each device in turn: the CPU twin everywhere, CUDA where there is one."""
     torch.manual_seed(0)
     return Device.of(request.param)
+
+
+@pytest.fixture
+def interpreted():
+    """The module of the kernel of compact states, whose functions Triton interprets on the CPU."""
+    pytest.importorskip("triton", reason="needs triton, whose interpreter runs the kernel on the CPU")
+    if torch.cuda.is_available():
+        pytest.skip("the kernel runs on the GPU that is here, in other tests")
+    return importlib.import_module("reference_impl.optimizers.streamed.compact_kernel")
 
 
 @pytest.fixture

@@ -159,14 +159,14 @@ class Chunk:
     def launch_cost(self) -> int:
         """How long the host takes to launch its update, where one fused kernel of torch's is 1.
 
-        bf16 moments take a compiled kernel a piece, or a run of `joint_runs`, of 0.2 to 0.5 ms, compact states one of
-        less than a fourth of that. Long storage comes in in many parts.
+        bf16 moments take a compiled kernel a piece, or a run of `joint_runs`, of 0.2 to 0.5 ms, compact states one that
+        no guards of the compiler precede. Long storage comes in in many parts.
         """
         kernels = len(self.joint_runs or self.pieces) if self.rounded else 0
         return max((1 if self.compact else 4) * kernels, self.storage.nbytes // _COST_1_BYTES, 1)
 
     def _joint_runs(self) -> tuple[Run, ...]:
-        # Compact states have a kernel that is launched in little time, once a piece.
+        # Compact states have a kernel of their own, once a piece.
         if not self.rounded or self.compact:
             return ()
         if self.joins_in_scratch:

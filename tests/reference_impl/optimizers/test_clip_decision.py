@@ -12,7 +12,7 @@ from optimizer_training import OPTIONS, assert_same_weights, hybrid, reference, 
 
 from reference_impl.device import Device
 from reference_impl.memory.arena import HostArena
-from reference_impl.optimizers.clip_decision import decide
+from reference_impl.optimizers.clip_decision import decide, norms_of
 from reference_impl.optimizers.cpu.step import CpuStep
 from reference_impl.optimizers.step import StepPlan
 
@@ -33,6 +33,20 @@ def read(decision, device):
     assert arena.live_bytes == 0
     arena.close()
     return answer
+
+
+def test_a_norm_has_the_bits_that_it_has_alone(device):
+    """Of any lengths and dtypes, in the order in which gradients are given."""
+    dtypes = (torch.bfloat16, torch.float32)
+    gradients = [
+        torch.randn(length, device=device.torch_device).to(dtypes[index % 2])
+        for index, length in enumerate((3, 70_000, 64, 1, 1_000_003, 65_536, 0))
+    ]
+    found = norms_of(gradients)
+    assert all(torch.equal(norm, norms_of([each])[0]) for norm, each in zip(found, gradients, strict=True))
+    wanted = [torch.linalg.vector_norm(each.double()).item() for each in gradients]
+    assert [norm.item() for norm in found] == pytest.approx(wanted, rel=1e-4)
+    assert {norm.dtype for norm in found} == {torch.float32}
 
 
 def test_nothing_is_judged_without_gradients():

@@ -2,8 +2,6 @@
 
 import copy
 import gc
-import importlib
-from importlib.util import find_spec
 
 import pytest
 import torch
@@ -302,19 +300,15 @@ def test_one_kernel_is_built_for_all_cuts(monkeypatch, dtype, options):
     assert len(built) == kernels
 
 
-def test_the_kernel_finds_everything_at_multiples_of_16_bytes(monkeypatch):
+def test_the_kernel_finds_everything_at_multiples_of_16_bytes(monkeypatch, interpreted):
     """Triton loads and stores 16 bytes at once there, and builds another kernel for what lies elsewhere."""
-    device = Device.available()
-    if find_spec("triton") is None:
-        pytest.skip("needs triton, whose interpreter runs the kernel where there is no GPU")
-    kernel = importlib.import_module("reference_impl.optimizers.streamed.compact_kernel")
-    offsets, update = [], kernel.update
+    device, update, offsets = Device.of("cpu"), interpreted.update, []
 
     def watched(operands, scalars):
         offsets.extend(each.data_ptr() % 16 for each in (*operands.written, operands.gradient, *scalars))
         update(operands, scalars)
 
-    monkeypatch.setattr(kernel, "update", watched)
+    monkeypatch.setattr(interpreted, "update", watched)
     monkeypatch.setattr(type(device), "compiles", True)
     model = fresh(device)
     with build(model, compact_low_bits=8, fraction=0.6, chunk_bytes=6000, max_grad_norm=1.0) as optimizer:
@@ -322,3 +316,38 @@ def test_the_kernel_finds_everything_at_multiples_of_16_bytes(monkeypatch):
         train(model, optimizer, batches(device.torch_device, 2))
     assert offsets
     assert not any(offsets)
+
+
+@pytest.mark.parametrize("fails_at", [0, 1, 4])
+def test_a_kernel_that_cannot_be_launched_once_leaves_a_step_that_goes_on(monkeypatch, interpreted, fails_at):
+    """No piece is updated twice, and none is left out."""
+    device, update = Device.of("cpu"), interpreted.update
+    monkeypatch.setattr(type(device), "compiles", True)
+    model, plain = twins(device)
+    options = {"compact_low_bits": 8, "chunk_bytes": 6000, "max_grad_norm": 0.5}
+    with build(model, **options) as optimizer, build(plain, **options) as other:
+        data = batches(device.torch_device, 3)
+        for net, taken in ((model, optimizer), (plain, other)):
+            train(net, taken, data[:1])
+        launched = []
+
+        def failing(operands, scalars):
+            launched.append(operands)
+            if len(launched) == fails_at + 1:
+                raise torch.OutOfMemoryError("no memory for the launch")
+            update(operands, scalars)
+
+        model(data[1]).square().mean().backward()
+        with monkeypatch.context() as once:
+            once.setattr(interpreted, "update", failing)
+            with pytest.raises(torch.OutOfMemoryError):
+                optimizer.step()
+        assert optimizer.status == "begun"
+        optimizer.synchronize()
+        optimizer.zero_grad()
+        plain(data[1]).square().mean().backward()
+        other.step()
+        other.zero_grad()
+        for net, taken in ((model, optimizer), (plain, other)):
+            train(net, taken, data[2:])
+        assert_same_weights(model, plain)

@@ -1,7 +1,5 @@
 """Weights that visit side by side are updated by one kernel and copied home at once, with the bits of one at a time."""
 
-from importlib.util import find_spec
-
 import pytest
 import torch
 from layers_trainee import batches, decoder, streamed, train
@@ -90,10 +88,9 @@ def test_matrices_that_lie_side_by_side_are_one_run(device):
 
 
 @pytest.mark.parametrize("low_bits", [8, pytest.param(16, marks=SLOW)])
+@pytest.mark.usefixtures("interpreted")
 def test_the_kernel_of_compact_states_makes_the_same_bits(monkeypatch, low_bits):
     """Triton interprets it; a piece is updated with what came in for it."""
-    if find_spec("triton") is None or torch.cuda.is_available():
-        pytest.skip("needs triton, and no GPU: its interpreter runs the kernel on the CPU")
     device, form = CpuTwin(torch.device("cpu")), {"compact_low_bits": low_bits}
     losses, expected, _ = trained(device, SIZES["with gaps"], form)
     monkeypatch.setattr(CpuTwin, "compiles", True)

@@ -1,7 +1,5 @@
 """The compact format: bounds of its errors, what it must never do, and the same bytes as written down simply."""
 
-import importlib
-
 import numpy
 import pytest
 import torch
@@ -303,15 +301,6 @@ def test_the_kernel_makes_the_bytes_of_the_twin(interpreted, low_bits, dtype):
         interpreted.update(kernel.operands(given[0]), kernel.scalars(5, found_inf=1.0))
         for now, was in zip(kernel.stored(), before, strict=True):
             assert torch.equal(_bytes(now), _bytes(was))
-
-
-@pytest.fixture
-def interpreted():
-    """The module of the kernel, whose functions Triton interprets where there is no GPU (`tests/conftest.py`)."""
-    pytest.importorskip("triton", reason="needs triton, whose interpreter runs the kernel on the CPU")
-    if torch.cuda.is_available():
-        pytest.skip("the kernel runs on the GPU that is here, in another test")
-    return importlib.import_module("reference_impl.optimizers.streamed.compact_kernel")
 
 
 @pytest.mark.cuda
