@@ -9,8 +9,9 @@ import multiprocessing
 import os
 import signal
 import tempfile
+import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from contextlib import ExitStack, suppress
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -36,8 +37,8 @@ def launch(
 
     It is called with the rank's device, of the type of `device` (of accelerators each rank has its own), under a
     process group of that type's own backend. What it passes to its second argument reaches `on_report` here. All of it
-    has to be picklable. Raises the first error of any rank, with its traceback as a note, or RankError, and ends the
-    others at once.
+    has to be picklable. Raises the first error of any rank, with its traceback as a note, or RankError for a rank that
+    is gone, which the errors of others may be due to; and ends the others.
     """
     spawned = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder, ExitStack() as ends:
@@ -66,19 +67,43 @@ def _results(connections: dict[Connection, Any], on_report: Report) -> list[Any]
             try:
                 kind, value = connection.recv()
             except EOFError:
-                process = connections[connection]
-                process.join()
-                raise RankError(
-                    f"rank {list(connections).index(connection)} of {len(connections)} has ended with exit code "
-                    f"{process.exitcode}; expected its result; try fewer ranks, if the host's memory was short"
-                ) from None
+                raise _gone(connections, connection) from None
             if kind == "report":
                 on_report(value)
             elif kind == "done":
                 results[connection] = value
             else:
-                raise _error(*value)
+                error = _error(*value)
+                if ended := _ended(connections.keys() - {connection}):
+                    raise _gone(connections, ended) from error
+                raise error
     return [results[connection] for connection in connections]
+
+
+def _ended(connections: Set[Connection]) -> Connection | None:
+    """Return the connection of a rank that is gone, or None if within a second none is.
+
+    Ranks that wait for it in a collective fail as it goes, and their errors may come first: a process closes its
+    connections one after the other.
+    """
+    until = time.monotonic() + 1
+    while (left := until - time.monotonic()) > 0:
+        for connection in wait(connections, left):
+            assert isinstance(connection, Connection)
+            try:
+                connection.recv()
+            except EOFError:
+                return connection
+    return None
+
+
+def _gone(connections: dict[Connection, Any], connection: Connection) -> RankError:
+    process = connections[connection]
+    process.join()
+    return RankError(
+        f"rank {list(connections).index(connection)} of {len(connections)} has ended with exit code "
+        f"{process.exitcode}; expected its result; try fewer ranks, if the host's memory was short"
+    )
 
 
 def _run(

@@ -1,13 +1,16 @@
 """Ranks as processes of this one: their results come back, and one that fails ends the others."""
 
+import threading
 from functools import partial
+from multiprocessing import Pipe
+from types import SimpleNamespace
 
 import forked
 import launched_ranks
 import pytest
 
 from reference_impl.device import Device
-from reference_impl.distributed.launch import RankError, launch
+from reference_impl.distributed.launch import RankError, _results, launch
 from reference_impl.memory.host import HostMemoryError
 
 TWIN = Device.of("cpu")
@@ -49,3 +52,17 @@ def test_an_error_of_one_rank_ends_the_others_that_wait_for_it() -> None:
 def test_what_a_rank_cannot_say_is_said_for_it(how: str, said: str) -> None:
     with pytest.raises(RankError, match=said):
         launch(2, TWIN, partial(launched_ranks.fail_alone, how))
+
+
+def test_a_rank_that_is_gone_is_named_where_the_error_of_another_comes_first() -> None:
+    """The other was in a collective with it, and its connection to it was closed before the one to the launcher."""
+    (first, of_first), (second, of_second) = Pipe(), Pipe()
+    of_first.send(("failed", (ConnectionError, ("reset by peer",), {})))
+    of_second.send(("report", None))
+    processes = [SimpleNamespace(exitcode=code, join=lambda: None) for code in (None, -9)]
+    later = threading.Timer(0.1, of_second.close)
+    later.start()
+    with pytest.raises(RankError, match="rank 1 of 2 has ended with exit code -9; expected") as caught:
+        _results(dict(zip((first, second), processes, strict=True)), lambda _: None)
+    later.join()
+    assert isinstance(caught.value.__cause__, ConnectionError)
