@@ -1,7 +1,8 @@
-"""The protocol of a weight that is kept on the host and updated on the device: its streamer and its optimizer share it.
+"""The protocol of a weight that is kept on the host and used on the device: its streamer and its optimizer share it.
 
 The streamer copies a block's weights to the device and frees their device memory again. The optimizer updates them
-while they are there and copies them back to their home, the host memory. Neither imports the other, only this.
+while they are there and copies them back to their home, the host memory, or updates them at home and copies them to
+where they have been brought before. Neither imports the other, only this.
 
 Explained in docs/larger-than-gpu.md.
 """
@@ -30,6 +31,10 @@ class WeightHome(Protocol):
 
     def device_part(self, start: int, stop: int) -> torch.Tensor:
         """Return the same elements in the memory that they have on the device between `visit` and `leave`."""
+
+    @property
+    def arrival(self) -> Event | None:
+        """The event after which the weights of the block are on the device; None while they are away."""
 
     @property
     def visitors(self) -> int:

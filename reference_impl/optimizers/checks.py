@@ -31,10 +31,7 @@ def check_options(
     algorithm: Algorithm, hyper_parameters: Mapping[str, Any], fraction: float, overlap: str | None
 ) -> None:
     """Raise TypeError for an unknown hyper-parameter, ValueError for one that is not served or out of range."""
-    if not 0 <= fraction <= 1:
-        raise ValueError(
-            f"offload_fraction is {fraction}; expected a share of bytes in [0, 1]; try {min(max(fraction, 0.0), 1.0)}"
-        )
+    check_fraction("offload_fraction", fraction)
     if overlap not in (None, *get_args(BackwardOverlap)):
         raise ValueError(f"backward_overlap is {overlap!r}; expected one of {get_args(BackwardOverlap)}")
     known = group_defaults(algorithm)
@@ -44,6 +41,14 @@ def check_options(
             f"option {sorted(unknown)[0]!r} is not supported; expected some of {sorted(known)}; try leaving it out"
         )
     check_group(algorithm, {"params": [], **known, **hyper_parameters})
+
+
+def check_fraction(name: str, fraction: float) -> None:
+    """Raise ValueError unless `fraction` is a share."""
+    if not 0 <= fraction <= 1:
+        raise ValueError(
+            f"{name} is {fraction}; expected a share of bytes in [0, 1]; try {min(max(fraction, 0.0), 1.0)}"
+        )
 
 
 def check_split(split: Any, fraction: float, *, filtered: bool, budgets: Budgets) -> None:

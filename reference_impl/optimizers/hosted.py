@@ -77,9 +77,9 @@ class HostedOptimizer(torch.optim.Optimizer, ABC):
         """Whether the host memory has been given back."""
 
     @property
-    @abstractmethod
     def _moves_in_backward(self) -> bool:
         """Whether gradients are sent off before backward is over."""
+        return False
 
     @abstractmethod
     def _wait_for(self, members: Iterable[Member]) -> None:

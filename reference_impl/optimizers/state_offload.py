@@ -34,10 +34,12 @@ from reference_impl.optimizers.clip_decision import ClipDecision, decide, norms_
 from reference_impl.optimizers.forward_waits import forgetful
 from reference_impl.optimizers.layout import Member, gradient_of, members_of
 from reference_impl.optimizers.options import CHUNK_BYTES
+from reference_impl.optimizers.parameter_state import StateParts
 from reference_impl.optimizers.state_dict import SavedOptimizer
 from reference_impl.optimizers.state_offload_wrapped import (
     StreamedParts,
     algorithm_of,
+    are_standing,
     check_group,
     standing,
     version_of,
@@ -112,12 +114,7 @@ class OptimizerStateOffloader(SavedOptimizer):
         reduce_norm_squared: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
         algorithm = algorithm_of(optimizer)
-        if not 0 <= fraction <= 1:
-            raise ValueError(
-                f"fraction is {fraction}; expected a share of bytes in [0, 1]; try {min(max(fraction, 0.0), 1.0)}"
-            )
-        for group in optimizer.param_groups:
-            check_group(algorithm, group)
+        checks.check_fraction("fraction", fraction)
         params = [param for group in optimizer.param_groups for param in group["params"]]
         checks.check_clipping(max_grad_norm=max_grad_norm, updates_in_backward=False)
         self._device = checks.one_device(params)
@@ -194,7 +191,7 @@ class OptimizerStateOffloader(SavedOptimizer):
     def _resume(self) -> None:
         """Finish what an error has cut short."""
         if self._is_begun:
-            self.streamed.advance()
+            self._advance()
             self._wait_for_all()
             self._is_begun = False
         while self._left:
@@ -241,7 +238,7 @@ class OptimizerStateOffloader(SavedOptimizer):
         ]
         self._check_unshared(param for param, _ in params)
         members = self._lay_out(params)
-        parts = {m: Part(range(m.resident, m.param_local.numel()), range(m.resident)) for m in members}
+        parts = self._parts(members)
         self._require_room(parts)
         self.streamed.add(parts)
         self._members.update({member.param: member for member in members})
@@ -256,6 +253,10 @@ class OptimizerStateOffloader(SavedOptimizer):
     def _lay_out(self, params: Sequence[tuple[torch.Tensor, int]]) -> list[Member]:
         """Say which elements of `params`, each with its group, stay and which stream."""
         return members_of(params, first_order=len(self._members), fraction=self._fraction, offload=None)
+
+    def _parts(self, members: Iterable[Member]) -> dict[Member, Part]:
+        """Return which elements of `members` the streamed share holds."""
+        return {m: Part(range(m.resident, m.param_local.numel()), range(m.resident)) for m in members}
 
     def _admitted(self, members: Sequence[Member]) -> None:
         """Do what new members need beside their states."""
@@ -297,7 +298,7 @@ class OptimizerStateOffloader(SavedOptimizer):
 
     def _step(self) -> None:
         """Prepare a step, begin it, and carry it out as far as nobody else waits for it."""
-        if self._is_taken():
+        if are_standing(self._taken, self._members.values()):
             return
         self._check_replaced()
         gradients = self._to_use()
@@ -325,7 +326,7 @@ class OptimizerStateOffloader(SavedOptimizer):
             for member in gradients:
                 member.pending = True
             self._began(gradients)
-            self.streamed.advance()
+            self._advance()
         if not self._model_waits:
             self._wait_for_all()
 
@@ -347,13 +348,9 @@ class OptimizerStateOffloader(SavedOptimizer):
     def _began(self, gradients: Mapping[Member, torch.Tensor]) -> None:
         """Take note that the step has begun; does not raise."""
 
-    def _is_taken(self) -> bool:
-        """Whether all gradients that are on the parameters are those of a step that has failed after it began."""
-        found = standing(self._members.values()) if self._taken else {}
-        return bool(found) and all(
-            self._taken.get(member, (None, 0))[0] is grad and self._taken[member][1] == version
-            for member, (grad, version) in found.items()
-        )
+    def _advance(self) -> None:
+        """Carry the begun step out as far as nobody has to ask for it; after an error, go on."""
+        self.streamed.advance()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Finish a step that has begun and failed, then drop the gradients or set them to zero."""
@@ -391,18 +388,18 @@ class OptimizerStateOffloader(SavedOptimizer):
     def _closed(self) -> bool:
         return self._open_share is None
 
-    @property
-    def _moves_in_backward(self) -> bool:
-        return False
-
     def _wait_for(self, members: Iterable[Member]) -> None:
         """Make the live current stream wait for the updates of `members`, and drop their gradients."""
         # Of the checks only this one: every module of a model comes here in its forward.
         with self._lock, self._failures.told():
             self._failures.check()
             listed = list(members)
-            self.streamed.wait_for(listed)
+            self._wait_for_updates(listed)
             self._end_reading(listed)
+
+    def _wait_for_updates(self, members: Sequence[Member]) -> None:
+        """Make the live current stream wait for the updates of `members`."""
+        self.streamed.wait_for(members)
 
     def _wait_for_all(self) -> None:
         self._wait_for([member for member in self._members.values() if member.pending])
@@ -432,15 +429,19 @@ class OptimizerStateOffloader(SavedOptimizer):
         with self._working():
             self._resume()
             self._finish(for_writing=True)
-            self._left.append(partial(self.streamed.refresh_masters, members))
+            self._left.append(partial(self._make_masters, members))
             self._resume()
+
+    def _make_masters(self, members: Sequence[Member]) -> None:
+        """Make the masters of `members` from their weights as they are."""
+        self.streamed.refresh_masters(members)
 
     def _finish(self, *, for_writing: bool) -> None:
         """Finish the step, and block until the states are whole and, `for_writing`, nobody reads them either."""
         self.streamed.finish(for_writing=for_writing)
         self._end_reading(self._members.values())
 
-    def _finished(self, members: Iterable[Member]) -> StreamedParts:
+    def _finished(self, members: Iterable[Member]) -> StateParts:
         self._check_usable()
         self._wait_for([member for member in members if member.pending])
         self._order_gathers(all_are_new=False)

@@ -19,18 +19,23 @@ from reference_impl.optimizers.streamed.share import StreamedShare
 def algorithm_of(optimizer: torch.optim.Optimizer) -> Algorithm:
     """Return the formula of a wrapped optimizer.
 
-    Raises TypeError for anything but `torch.optim.AdamW`, `Adam` and `SGD` themselves.
+    Raises TypeError for anything but `torch.optim.AdamW`, `Adam` and `SGD` themselves, and as `check_group`.
     """
+    algorithm: Algorithm
     if type(optimizer) is torch.optim.AdamW:
-        return Adam()
-    if type(optimizer) is torch.optim.Adam:
-        return Adam(decoupled=optimizer.defaults.get("decoupled_weight_decay", False))
-    if type(optimizer) is torch.optim.SGD:
-        return SGD()
-    raise TypeError(
-        f"{type(optimizer).__name__} cannot be updated in chunks; expected torch.optim.AdamW, Adam or SGD, whose "
-        "update treats each element by itself; try AdamW(fused=True)"
-    )
+        algorithm = Adam()
+    elif type(optimizer) is torch.optim.Adam:
+        algorithm = Adam(decoupled=optimizer.defaults.get("decoupled_weight_decay", False))
+    elif type(optimizer) is torch.optim.SGD:
+        algorithm = SGD()
+    else:
+        raise TypeError(
+            f"{type(optimizer).__name__} cannot be updated in chunks; expected torch.optim.AdamW, Adam or SGD, whose "
+            "update treats each element by itself; try AdamW(fused=True)"
+        )
+    for group in optimizer.param_groups:
+        check_group(algorithm, group)
+    return algorithm
 
 
 def check_group(algorithm: Algorithm, group: Mapping[str, Any]) -> None:
@@ -46,6 +51,15 @@ def standing(members: Iterable[Member]) -> dict[Member, tuple[torch.Tensor, int]
     """Return the gradients that are on the parameters of `members`, with their versions."""
     grads = ((member, member.param.grad) for member in members)
     return {member: (grad, version_of(grad)) for member, grad in grads if grad is not None}
+
+
+def are_standing(taken: Mapping[Member, tuple[torch.Tensor, int]], members: Iterable[Member]) -> bool:
+    """Return whether gradients are on the parameters of `members`, and all are those `taken` by a step that failed."""
+    found = standing(members) if taken else {}
+    return bool(found) and all(
+        taken.get(member, (None, 0))[0] is grad and taken[member][1] == version
+        for member, (grad, version) in found.items()
+    )
 
 
 def version_of(gradient: torch.Tensor) -> int:

@@ -22,6 +22,7 @@ from reference_impl.optimizers.options import Streaming
 from reference_impl.optimizers.stand_in import GradientStandIn
 from reference_impl.optimizers.step import Status, StepPlan, snapshot
 from reference_impl.trained_layers.optimizer import LayersOptimizer, VisitingWeights
+from reference_impl.trained_layers.shares import StateShares
 
 
 class InBackwardOptimizer(LayersOptimizer):
@@ -35,10 +36,16 @@ class InBackwardOptimizer(LayersOptimizer):
         optimizer: see `OptimizerStateOffloader`.
         weights: the weights that visit.
         streaming: how states cross the link.
+        shares: which states stay on the device.
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, weights: VisitingWeights, *, streaming: Streaming
+        self,
+        optimizer: torch.optim.Optimizer,
+        weights: VisitingWeights,
+        *,
+        streaming: Streaming,
+        shares: StateShares,
     ) -> None:
         # Gradients that are final and wait for their update; whose update has begun since the last step().
         self._final: dict[Member, torch.Tensor] = {}
@@ -47,7 +54,7 @@ class InBackwardOptimizer(LayersOptimizer):
         # Whether step() was called and has failed before it was done.
         self._is_asked = False
         self._has_refused = False
-        super().__init__(optimizer, weights, streaming=streaming, max_grad_norm=None)
+        super().__init__(optimizer, weights, streaming=streaming, shares=shares, max_grad_norm=None)
 
     def settle(self, params: Iterable[torch.Tensor], ahead: Iterable[torch.Tensor]) -> None:
         """Make the live current stream see new weights of `params`; all updates have been queued."""

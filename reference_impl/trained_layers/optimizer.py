@@ -25,10 +25,15 @@ from reference_impl.optimizers.forward_waits import forgetful
 from reference_impl.optimizers.gradient_mover import GradientMover
 from reference_impl.optimizers.gradients import Gradients, put_in_place
 from reference_impl.optimizers.layout import Member, Piece
-from reference_impl.optimizers.options import Streaming
+from reference_impl.optimizers.options import CpuUpdate, Streaming
+from reference_impl.optimizers.parameter_state import StateParts
 from reference_impl.optimizers.stand_in import GradientStandIn
 from reference_impl.optimizers.state_offload import OptimizerStateOffloader
+from reference_impl.optimizers.state_offload_wrapped import algorithm_of
+from reference_impl.optimizers.step import StepPlan, snapshot
 from reference_impl.optimizers.streamed.chunks import Part
+from reference_impl.trained_layers.cpu_updates import BothParts, CpuUpdates
+from reference_impl.trained_layers.shares import NOTHING_STAYS, StateShares
 
 
 class VisitingWeights(Protocol):
@@ -49,9 +54,9 @@ class VisitingWeights(Protocol):
 class ChunkGradients:
     """Where gradients go that come back with their chunk, as `gradients.HostGradients`."""
 
-    def __init__(self, device: Device, *, in_flight_bytes: int) -> None:
+    def __init__(self, device: Device, mover: GradientMover) -> None:
         self._device = device
-        self._mover = GradientMover(device, in_flight_bytes=in_flight_bytes)
+        self._mover = mover
 
     @property
     def norms(self) -> dict[Member, torch.Tensor]:
@@ -99,6 +104,7 @@ class LayersOptimizer(OptimizerStateOffloader):
         optimizer, max_grad_norm: see `OptimizerStateOffloader`.
         weights: the weights that visit.
         streaming: how states cross the link.
+        shares: which states stay on the device, and which parameters something else updates.
     """
 
     def __init__(
@@ -107,9 +113,11 @@ class LayersOptimizer(OptimizerStateOffloader):
         weights: VisitingWeights,
         *,
         streaming: Streaming,
+        shares: StateShares,
         max_grad_norm: float | None,
     ) -> None:
         self._weights = weights
+        self._shares = shares
         super().__init__(
             optimizer,
             chunk_bytes=streaming.chunk_bytes,
@@ -139,6 +147,17 @@ class LayersOptimizer(OptimizerStateOffloader):
         for member in members:
             member.home = self._weights.home_of.get(member.param)
         return members
+
+    def _parts(self, members: Iterable[Member]) -> dict[Member, Part]:
+        held, on_cpu = self._shares.held, self._shares.on_cpu
+        return {
+            member: Part(
+                held=range(held.get(member.param, 0)),
+                streamed=range(held.get(member.param, 0), member.param_local.numel()),
+            )
+            for member in members
+            if member.param not in on_cpu
+        }
 
     def _hook_gradients(self, members: Iterable[Member], hear: Callable[[torch.Tensor], None]) -> None:
         """Call `hear`, a method of this, with each parameter whose gradient is final."""
@@ -171,6 +190,8 @@ class TrainedLayersOptimizer(LayersOptimizer):
         streaming: how states cross the link.
         max_grad_norm: clip the global norm exactly.
         in_flight_bytes: gradients on their way to the host before compute waits for them.
+        shares: which states stay on the device, and which parameters the CPU updates.
+        cpu: how it does.
     """
 
     _gradients_leave = True
@@ -184,15 +205,28 @@ class TrainedLayersOptimizer(LayersOptimizer):
         streaming: Streaming,
         max_grad_norm: float | None,
         in_flight_bytes: int,
+        shares: StateShares = NOTHING_STAYS,
+        cpu: CpuUpdate | None = None,
     ) -> None:
-        self._store = ChunkGradients(device, in_flight_bytes=in_flight_bytes)
+        mover = GradientMover(device, in_flight_bytes=in_flight_bytes)
+        self._store = ChunkGradients(device, mover)
+        self._cpu: CpuUpdates | None = None
+        if shares.on_cpu:
+            self._cpu = CpuUpdates(device, algorithm_of(optimizer), cpu or CpuUpdate(), mover)
         self._leaving = Gradients(self._store, leave_in_backward=True, sharded_too=True, sums_stay=False)
         self._stand_ins: dict[Member, GradientStandIn] = {}
         # Of the block that backward is in, the gradients that are final; and how many there will be, by block.
         self._final: dict[Member, None] = {}
         self._in_block: Counter[int] = Counter()
         self._graph_task = -1
-        super().__init__(optimizer, weights, streaming=streaming, max_grad_norm=max_grad_norm)
+        try:
+            super().__init__(
+                optimizer, weights, streaming=streaming, shares=shares, max_grad_norm=max_grad_norm
+            )
+        except BaseException:
+            if self._cpu is not None:
+                self._cpu.close()
+            raise
 
     def settle(self, params: Iterable[torch.Tensor], ahead: Iterable[torch.Tensor]) -> None:
         """See `LayersOptimizer`."""
@@ -211,6 +245,8 @@ class TrainedLayersOptimizer(LayersOptimizer):
         self._store.add(places)
         for piece in places:
             piece.member.pieces.append(piece)
+        if self._cpu is not None:
+            self._cpu.add([member for member in members if member not in self.streamed])
         self._in_block.update(member.home.visitors for member in members if member.home is not None)
         self._hook_gradients(members, self._on_final)
 
@@ -267,6 +303,8 @@ class TrainedLayersOptimizer(LayersOptimizer):
         self, gradients: Mapping[Member, torch.Tensor], decision: ClipDecision
     ) -> dict[Member, tuple[torch.Tensor, int]]:
         arrivals = {member: member.arrival for member in gradients if member.arrival is not None}
+        if self._cpu is not None:
+            self._cpu.prepare(arrivals, StepPlan(snapshot(self.param_groups), decision))
         self._stand_ins = self._leaving.stand_ins(arrivals, {}, returns_early=True)
         self.streamed.prepare(
             gradients,
@@ -281,7 +319,40 @@ class TrainedLayersOptimizer(LayersOptimizer):
     def _began(self, gradients: Mapping[Member, torch.Tensor]) -> None:
         put_in_place(self._stand_ins)
         self._stand_ins = {}
+        if self._cpu is not None:
+            self._cpu.begin()
         self._store.take(gradients)
+
+    def _advance(self) -> None:
+        if self._cpu is not None:
+            self._cpu.submit()
+        super()._advance()
+
+    def _wait_for_updates(self, members: Sequence[Member]) -> None:
+        # The device gets its work before the host waits for the CPU's.
+        super()._wait_for_updates(members)
+        if self._cpu is not None:
+            self._cpu.wait_for(members)
+
+    def _finish(self, *, for_writing: bool) -> None:
+        if self._cpu is not None:
+            self._cpu.finish()
+        super()._finish(for_writing=for_writing)
+
+    def _make_masters(self, members: Sequence[Member]) -> None:
+        super()._make_masters([member for member in members if member in self.streamed])
+        if self._cpu is not None:
+            self._cpu.refresh_masters(members)
+
+    def _finished(self, members: Iterable[Member]) -> StateParts:
+        parts = super()._finished(members)
+        return parts if self._cpu is None else BothParts(parts, self._cpu)
+
+    def close(self) -> None:
+        """Finish, take all hooks off and free the host memory, also where finishing raises. Again, it does nothing."""
+        if self._cpu is not None and not self._closed:
+            self._unclosed.append(self._cpu.close)
+        super().close()
 
     def _step(self) -> None:
         super()._step()

@@ -15,6 +15,7 @@ from reference_impl.distributed.ranks import Together
 from reference_impl.optimizers.algorithms import Algorithm
 from reference_impl.optimizers.options import Streaming
 from reference_impl.optimizers.split import state_bytes
+from reference_impl.trained_layers.shares import NOTHING_STAYS, StateShares
 from reference_impl.weights.storages import BlockStorage, layout
 
 
@@ -39,20 +40,27 @@ def host_bytes(
     streaming: Streaming,
     *,
     gradients_leave: bool = True,
+    shares: StateShares = NOTHING_STAYS,
 ) -> HostBytes:
     """Return what `storages` of blocks and trained `params` take."""
-    sizes = [(param.numel(), param.element_size()) for param in params]
-    each = state_bytes(
-        sizes,
-        moments=len(algorithm.moments),
-        moment_bytes=streaming.moments_dtype.itemsize,
-        hi_lo_masters=streaming.hi_lo_masters,
-        compact_low_bits=streaming.compact_low_bits,
-    )
+    listed = list(params)
+    states = 0.0
+    for param in listed:
+        each = state_bytes(
+            [(1, param.element_size())],
+            moments=len(algorithm.moments),
+            moment_bytes=streaming.moments_dtype.itemsize,
+            hi_lo_masters=streaming.hi_lo_masters,
+            compact_low_bits=streaming.compact_low_bits,
+        )
+        if param in shares.on_cpu:
+            states += (each.cpu_host - each.staging) * param.numel()
+        else:
+            states += each.streamed * (param.numel() - shares.held.get(param, 0))
     return HostBytes(
         weights=sum(layout(block)[1] for block in storages),
-        gradients=sum(numel * size for numel, size in sizes) if gradients_leave else 0,
-        states=round(each.streamed * sum(numel for numel, _ in sizes)),
+        gradients=sum(param.nbytes for param in listed) if gradients_leave else 0,
+        states=round(states),
     )
 
 

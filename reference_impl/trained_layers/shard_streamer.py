@@ -27,7 +27,7 @@ from reference_impl.distributed.ranks import Together, alike
 from reference_impl.memory.closing import ClosedAtExit, undo_all
 from reference_impl.optimizers import checks
 from reference_impl.optimizers.options import Streaming
-from reference_impl.optimizers.state_offload_wrapped import algorithm_of, check_group
+from reference_impl.optimizers.state_offload_wrapped import algorithm_of
 from reference_impl.trained_layers.checks import check_params, check_streaming
 from reference_impl.trained_layers.room import check_room, host_bytes
 from reference_impl.trained_layers.shard_optimizer import ShardOptimizer
@@ -88,8 +88,6 @@ class ShardStreamer(ClosedAtExit):
         try:
             with alike(ranks):
                 algorithm = algorithm_of(optimizer)
-                for group in optimizer.param_groups:
-                    check_group(algorithm, group)
                 checks.check_clipping(max_grad_norm=max_grad_norm, updates_in_backward=False)
                 check_params(model, optimizer)
                 trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]

@@ -160,6 +160,11 @@ class ShardBlock:
         assert self._slot is not None
         return self._slot.bytes[offset : offset + size_bytes]
 
+    @property
+    def arrival(self) -> Event | None:
+        """The event after which the shards are on the device; None while they are away."""
+        return self._arrived if self.is_loaded else None
+
     def hold(self) -> Event:
         """Keep the shards, which are loaded, on the device until `stored`; return the event of their arrival."""
         self.is_held = True

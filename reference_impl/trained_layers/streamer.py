@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Literal, Self
 
 import torch
@@ -23,13 +24,15 @@ from reference_impl.activations.attach import refuse_checkpointing
 from reference_impl.activations.checkpoint import CheckpointOffloader
 from reference_impl.memory.closing import ClosedAtExit, undo_all
 from reference_impl.optimizers import checks
-from reference_impl.optimizers.options import Streaming
-from reference_impl.optimizers.state_offload_wrapped import algorithm_of, check_group
+from reference_impl.optimizers.layout import Split
+from reference_impl.optimizers.options import Budgets, CpuUpdate, Streaming
+from reference_impl.optimizers.state_offload_wrapped import algorithm_of
 from reference_impl.trained_layers.checks import check_params, check_streaming
 from reference_impl.trained_layers.in_backward import InBackwardOptimizer
 from reference_impl.trained_layers.optimizer import LayersOptimizer, TrainedLayersOptimizer
 from reference_impl.trained_layers.room import HostBytes, check_room, host_bytes
 from reference_impl.trained_layers.segments import recompute_in_slices, sum_in_fp32
+from reference_impl.trained_layers.shares import state_shares
 from reference_impl.weights.layers import StreamReport, beyond, device_of
 from reference_impl.weights.residency import allowances, fraction_of_layers
 from reference_impl.weights.storages import (
@@ -75,6 +78,11 @@ class TrainableLayerStreamer(ClosedAtExit):
             backward, on each block that it has passed; gradients stay on the device, and nothing can be skipped,
             clipped or added up over several backwards.
         streaming: how states cross the link, see `Streaming`; `prefetch_bytes` is not used here.
+        split: the shares of states (resident, streamed, CPU), which sum to 1. Resident ones are first those of what
+            comes before the blocks, then of parameters all along, in the format of streamed ones. Of the rest some
+            whole parameters are updated on the CPU, with exact fp32 masters and moments whatever `streaming` says, but
+            not with `backward_overlap="update"`.
+        cpu: threads and buckets of the CPU share, see `CpuUpdate`; `overlap_forward` is not used here.
         prefetch: how many blocks may wait on the device, or be on their way, beside the one in use.
         resident_layers: keep so many layers' worth of weights on the device, spread evenly: every block keeps the same
             share. Their states and gradients stay on the host.
@@ -102,6 +110,8 @@ class TrainableLayerStreamer(ClosedAtExit):
         max_grad_norm: float | None = None,
         backward_overlap: Literal["gradients", "update"] = "gradients",
         streaming: Streaming | None = None,
+        split: tuple[float, float, float] = (0.0, 1.0, 0.0),
+        cpu: CpuUpdate | None = None,
         prefetch: int = 2,
         resident_layers: int = 0,
         slices: int = 1,
@@ -111,13 +121,12 @@ class TrainableLayerStreamer(ClosedAtExit):
     ) -> None:
         streaming = streaming or Streaming()
         _check_options(prefetch=prefetch, slices=slices, inputs=inputs, backward_overlap=backward_overlap)
+        _check_split(split, cpu, backward_overlap)
         checks.check_model(model, serves_data_parallel=False)
         updates = backward_overlap == "update"
         checks.check_clipping(max_grad_norm=max_grad_norm, updates_in_backward=updates)
         refuse_checkpointing(model, "TrainableLayerStreamer")
         algorithm = algorithm_of(optimizer)
-        for group in optimizer.param_groups:
-            check_group(algorithm, group)
         modules = list(dict.fromkeys(repeated_blocks(model).values() if layers is None else layers))
         storages = streamable_storages(model, modules, with_trained=True)
         on = device_of(model, device)
@@ -128,7 +137,12 @@ class TrainableLayerStreamer(ClosedAtExit):
         kept_bytes = allowances(sizes, fraction_of_layers(resident_layers, len(modules)))
         streamed = [beyond(block, allowance) for block, allowance in zip(storages, kept_bytes, strict=True)]
         trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-        self._host = host_bytes(streamed, trained, algorithm, streaming, gradients_leave=not updates)
+        of_blocks = {param for module in modules for param in module.parameters()}
+        first = list(takewhile(lambda param: param not in of_blocks, trained))
+        shares = state_shares(trained, Split(*split), exposed=first)
+        self._host = host_bytes(
+            streamed, trained, algorithm, streaming, gradients_leave=not updates, shares=shares
+        )
         check_room(self._host, streamed, streaming)
         self._undo: list[Callable[[], None]] = []
         try:
@@ -151,7 +165,9 @@ class TrainableLayerStreamer(ClosedAtExit):
             self._undo.append(self._weights.close)
             self.optimizer: LayersOptimizer
             if updates:
-                in_backward = InBackwardOptimizer(optimizer, self._weights, streaming=streaming)
+                in_backward = InBackwardOptimizer(
+                    optimizer, self._weights, streaming=streaming, shares=shares
+                )
                 self.optimizer = in_backward
             else:
                 self.optimizer = TrainedLayersOptimizer(
@@ -164,6 +180,8 @@ class TrainableLayerStreamer(ClosedAtExit):
                     in_flight_bytes=max(
                         [layout(block)[1] for block in storages] + [p.nbytes for p in trained]
                     ),
+                    shares=shares,
+                    cpu=cpu,
                 )
             self._undo.append(self.optimizer.close)
             self.optimizer.attach(model)
@@ -220,6 +238,24 @@ def _check_options(*, prefetch: int, slices: int, inputs: str, backward_overlap:
         raise ValueError(f"slices={slices}; expected at least 1; try 1")
     if inputs not in ("device", "host"):
         raise ValueError(f"inputs={inputs!r}; expected 'device' or 'host'; try 'device'")
+
+
+def _check_split(split: tuple[float, float, float], cpu: CpuUpdate | None, backward_overlap: str) -> None:
+    """Raise ValueError for shares that are none, or that another option excludes."""
+    if split is None or isinstance(split, str):
+        raise ValueError(
+            f"split is {split!r}; expected three shares (resident, streamed, CPU); try (0, 1, 0)"
+        )
+    checks.check_split(split, 1.0, filtered=False, budgets=Budgets())
+    if split[2] and backward_overlap == "update":
+        raise ValueError(
+            f"split is {split} with backward_overlap='update'; expected nothing on the CPU, because gradients stay on "
+            f"the device; try split=({split[0]:g}, {split[1] + split[2]:g}, 0), or backward_overlap='gradients'"
+        )
+    if cpu is not None and not split[2]:
+        raise ValueError(
+            f"cpu was given with split {split}; expected a share that the CPU updates; try split=(0, 0.8, 0.2)"
+        )
 
 
 def _check_blocks(model: nn.Module, modules: list[nn.Module], storages: list[list[BlockStorage]]) -> None:

@@ -133,6 +133,11 @@ class StreamedBlock:
         self._started = self._host.load(self._flat[: self.size_bytes], after=self._stored)
         self.is_loaded = True
 
+    @property
+    def arrival(self) -> Event | None:
+        """The event after which the weights are on the device; None while they are away."""
+        return self._started() if self.is_loaded else None
+
     def hold(self) -> Event:
         """Keep the weights, which are loaded, on the device until `stored`; return the event of their arrival."""
         self.is_held = True

@@ -34,6 +34,10 @@ class UpdatedBlock(Protocol):
     def index(self) -> int:
         """Its number."""
 
+    @property
+    def arrival(self) -> Event | None:
+        """The event after which it is on the device; None while it is away."""
+
     def at(self, offset: int, size_bytes: int) -> torch.Tensor:
         """Return the bytes from `offset` on the device."""
 
@@ -77,6 +81,11 @@ class Home:
         """Return the same elements on the device, flat, while the block visits."""
         size = self._dtype.itemsize
         return self._block.at(self._offset + start * size, (stop - start) * size).view(self._dtype)
+
+    @property
+    def arrival(self) -> Event | None:
+        """The event after which the block is on the device; None while it is away."""
+        return self._block.arrival
 
     @property
     def visitors(self) -> int:

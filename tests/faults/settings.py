@@ -231,6 +231,8 @@ def layers_settings() -> list[Setting]:
         ({"hi_lo_masters": True}, (half,)),
         ({"moments_dtype": half, "hi_lo_masters": True}, (half,)),
         ({"compact_low_bits": 8}, (half, single)),
+        ({"split": (0.2, 0.4, 0.4)}, (half, single)),
+        ({"split": (0.0, 0.0, 1.0), "resident_layers": 2}, (half,)),
     ]
     return [
         _make(
@@ -255,6 +257,7 @@ def layers_settings() -> list[Setting]:
             ("plain", None, 1, "device", "update"),
             ("plain", None, 0, "host", "update"),
         )
+        if overlap == "gradients" or "split" not in form
     ]
 
 
@@ -321,6 +324,8 @@ class Trainee:
         if self.setting.kind in ("layers", "shards"):
             names = {"hi_lo_masters", "moments_dtype", "compact_low_bits"} & options.keys()
             streaming = Streaming(chunk_bytes=6200, **{name: options.pop(name) for name in names})
+            if "split" in options:
+                options["cpu"] = CpuUpdate(threads=2, bucket_elements=512)
             wrapped = torch.optim.AdamW(self.model.parameters(), fused=True, **OPTIONS)
             streamer = TrainableLayerStreamer if self.setting.kind == "layers" else ShardStreamer
             return LayersOptimizer(streamer(self.model, wrapped, streaming=streaming, **options))

@@ -6,6 +6,7 @@ Kernels are not late: the streams that they run on reach every event that they w
 """
 
 import random
+import threading
 from collections import deque
 from contextlib import contextmanager
 
@@ -41,15 +42,21 @@ class LateTwin(CpuTwin):
         self.queues = {name: deque() for name in COPY_STREAMS}
         self.given = dict.fromkeys(COPY_STREAMS, 0)
         self.done = dict.fromkeys(COPY_STREAMS, 0)
-        self.live = "kernels"
+        # Threads of an optimizer ask for events and give work too.
+        self.lock = threading.RLock()
+        self.of_thread = threading.local()
+
+    @property
+    def live(self):
+        return getattr(self.of_thread, "live", "kernels")
 
     @contextmanager
     def on(self, stream):
-        before, self.live = self.live, stream if stream in COPY_STREAMS else "kernels"
+        before, self.of_thread.live = self.live, stream if stream in COPY_STREAMS else "kernels"
         try:
             yield
         finally:
-            self.live = before
+            self.of_thread.live = before
 
     def on_d2h(self, size_bytes=0):
         return self.on("d2h")
@@ -89,9 +96,10 @@ class LateTwin(CpuTwin):
         if self.live == "kernels":
             work()
             return
-        self.queues[self.live].append(work)
-        self.given[self.live] += 1
-        self.go_on()
+        with self.lock:
+            self.queues[self.live].append(work)
+            self.given[self.live] += 1
+            self.go_on()
 
     def record(self, *, for_threads=False):
         return REACHED if self.live == "kernels" else Late(self, self.live, self.given[self.live])
@@ -102,8 +110,9 @@ class LateTwin(CpuTwin):
 
     def reach(self, event):
         """Do all that comes before `event`."""
-        while self.done[event.stream] < event.count:
-            self.do_next(event.stream)
+        with self.lock:
+            while self.done[event.stream] < event.count:
+                self.do_next(event.stream)
 
     def do_next(self, stream):
         # Inference tensors and gradients are as they were where the copy was asked for.
@@ -113,9 +122,10 @@ class LateTwin(CpuTwin):
 
     def go_on(self):
         """Let one stream do one thing, half of the times."""
-        stream = self.random.choice(COPY_STREAMS)
-        if self.queues[stream] and self.random.random() < 0.5:
-            self.do_next(stream)
+        with self.lock:
+            stream = self.random.choice(COPY_STREAMS)
+            if self.queues[stream] and self.random.random() < 0.5:
+                self.do_next(stream)
 
     def synchronize(self):
         for stream in COPY_STREAMS:

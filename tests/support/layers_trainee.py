@@ -72,3 +72,31 @@ def assert_same(model, optimizer, other, reference):
             assert torch.equal(states[index][moment].cpu(), state[moment].cpu()), (name, moment)
         if param.dtype != torch.float32:
             assert torch.equal(states[index]["master_param"].cpu(), master.detach().cpu()), name
+
+
+def compare(
+    device,
+    *,
+    dtype=torch.bfloat16,
+    steps=4,
+    backwards=1,
+    tied=False,
+    slices=1,
+    factors=None,
+    layers=4,
+    **options,
+):
+    """Train both, with the same bits everywhere; return the streamer's report."""
+    # Long enough that inputs of layers are worth a copy.
+    ids = batches(device, steps, tokens=128 if options.get("inputs") == "host" else 8)
+    other = decoder(device, dtype=dtype, tied=tied, layers=layers)
+    reference = resident(other, slices=slices)
+    expected = train(other, reference, ids, backwards=backwards, factors=factors)
+    model = decoder(device, dtype=dtype, tied=tied, layers=layers)
+    with streamed(model, slices=slices, **options) as streamer:
+        assert train(model, streamer.optimizer, ids, backwards=backwards, factors=factors) == expected
+        assert_same(model, streamer.optimizer, other, reference)
+        report = streamer.report
+    for (name, param), expected_param in zip(model.named_parameters(), other.parameters(), strict=True):
+        assert torch.equal(param, expected_param), name
+    return report

@@ -1,7 +1,8 @@
-"""Copies new weights to the device, and tells their readers when to go on.
+"""Copies new weights to the device or to their home, and tells their readers when to go on.
 
 All pieces of a member are copied together, on the H2D stream for weights, so that a parameter is either old or new,
-never a mixture.
+never a mixture. A weight that only visits the device goes home at once; its first reader brings it to the device, if
+its block has been copied there meanwhile.
 
 Explained in docs/optimizer-offloading.md.
 """
@@ -29,6 +30,8 @@ class Publisher:
         self._device = device
         self._sources: dict[Piece, torch.Tensor] = {}
         self._flags: dict[Member, threading.Event] = {}
+        # Members whose weights are new at home, and may be old on the device.
+        self._came_home: set[Member] = set()
 
     def add(self, buckets: Sequence[Bucket]) -> None:
         """Learn where the new weights of buckets will be: in the staging buffers."""
@@ -52,8 +55,14 @@ class Publisher:
     def publish(self, member: Member, new_weights: Iterable[NewWeights], *, after: Event) -> None:
         """Start the copy of all of `member`, the device's `new_weights` included.
 
-        It runs behind `after`, the last use of the old weights; `member.published` is the event of its end.
+        It runs behind `after`, the last use of the old weights; `member.published` is the event of its end. Of a member
+        that has a home nothing is new on the device until `wait`.
         """
+        if member.home is not None:
+            for piece in member.pieces:
+                member.home.host_part(piece.start, piece.stop).copy_(self._sources[piece])
+            self._came_home.add(member)
+            return
         weight = member.flat(member.param_local.detach())
         with self._device.on_h2d_of_weights():
             self._device.wait(after)
@@ -71,3 +80,16 @@ class Publisher:
     def flag(self, member: Member) -> threading.Event:
         """Return the flag that readers of `member` wait for."""
         return self._flags[member]
+
+    def wait(self, member: Member) -> None:
+        """Make the live current stream wait for the new weight of `member`, whose flag is up."""
+        home = member.home
+        if home is not None and member in self._came_home:
+            if home.arrival is not None:
+                # What is on the device was copied before the home was new, or while it became so.
+                numel = member.param_local.numel()
+                member.published = self._device.copy_in(
+                    home.device_part(0, numel), home.host, after=(home.arrival,)
+                )
+            self._came_home.discard(member)
+        self._device.wait(member.published)

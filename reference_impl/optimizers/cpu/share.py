@@ -39,10 +39,17 @@ class CpuShare:
         algorithm: the formula, run by torch's fused kernel on the CPU.
         options: threads (None for `cpu_budget()`), size of a bucket, whether staging is pinned.
         whole_members: never split a member between buckets.
+        gradients: what brings gradients, where those of another share leave with them.
     """
 
     def __init__(
-        self, device: Device, algorithm: Algorithm, options: CpuUpdate, *, whole_members: bool
+        self,
+        device: Device,
+        algorithm: Algorithm,
+        options: CpuUpdate,
+        *,
+        whole_members: bool,
+        gradients: GradientMover | None = None,
     ) -> None:
         self._device = device
         self._kernel = CpuKernel(algorithm)
@@ -51,7 +58,7 @@ class CpuShare:
         self._memory = BucketMemory(device, moments=len(algorithm.moments), pinned=options.pinned)
         self._moments = algorithm.moments
         self._numbers = HostArena(device, slab_bytes=2**21)
-        self._gradients = GradientMover(device)
+        self._gradients = gradients or GradientMover(device)
         self._publisher = Publisher(device)
         self._workers = DeadlineWorkers(threads=options.threads or cpu_budget())
         self._local = threading.local()
@@ -95,16 +102,20 @@ class CpuShare:
 
     @torch.no_grad()
     def refresh_masters(self, members: Iterable[Member]) -> None:
-        """Make the masters of `members` from the parameters as they are, through staging."""
+        """Make the masters of `members` from the parameters as they are, through staging if they are on the device."""
         arrivals: list[tuple[torch.Tensor, torch.Tensor, Event]] = []
         computed = self._device.record()
         for member in members:
-            weight = member.flat(member.param_local.detach())
+            weight = member.flat(member.weight)
             for piece in member.pieces:
                 bucket, place = self._buckets[piece], slice(piece.offset, piece.offset + piece.numel)
+                master, part = bucket.master[place], weight[piece.start : piece.stop]
+                if member.home is not None:
+                    master.copy_(part)
+                    continue
                 staging = bucket.staging[place]
-                event = self._device.copy_out(staging, weight[piece.start : piece.stop], after=[computed])
-                arrivals.append((bucket.master[place], staging, event))
+                event = self._device.copy_out(staging, part, after=[computed])
+                arrivals.append((master, staging, event))
         for master, staging, event in arrivals:
             event.synchronize()
             master.copy_(staging)
@@ -240,7 +251,7 @@ class CpuShare:
         for member in members:
             if member.pending:
                 self._workers.wait_until(self._publisher.flag(member))
-                self._device.wait(member.published)
+                self._publisher.wait(member)
                 member.pending = False
 
     def check(self) -> None:

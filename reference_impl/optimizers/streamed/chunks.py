@@ -97,9 +97,9 @@ class Chunk:
     masters are no field they stay on the device as `masters` (fp32); an fp32 parameter is its own master and has
     none. `noise_offsets` numbers each piece's first element (0-dim int64, on the device). The storage on the host is
     whole after the event `stored`. `gradients` is where the gradients of all elements are left on the host, flat in the
-    parameters' dtype, if they are not on the device; they come in behind the states. `runs` are the pieces again, those
-    that lie side by side together, and `joint_runs` those of which one compiled kernel each updates all pieces: none
-    where a kernel takes a piece only.
+    parameters' dtype, if they are not on the device; they come in behind the states, or alone where these stay. `runs`
+    are the pieces again, those that lie side by side together, and `joint_runs` those of which one compiled kernel each
+    updates all pieces: none where a kernel takes a piece only.
     """
 
     pieces: tuple[Piece, ...]
@@ -130,9 +130,19 @@ class Chunk:
         return self.pieces[0].member.home
 
     @property
+    def comes_in(self) -> bool:
+        """Whether its update needs a slot: for states that are on the host, or for gradients alone."""
+        return not self.resident or self.gradients is not None
+
+    @property
     def slot_bytes(self) -> int:
-        """Bytes on the device while it is updated."""
-        return slot_bytes(self.storage.nbytes, 0 if self.gradients is None else self.gradients.nbytes)
+        """Bytes of its slot while it is updated."""
+        states_bytes = 0 if self.resident else self.storage.nbytes
+        return slot_bytes(states_bytes, 0 if self.gradients is None else self.gradients.nbytes)
+
+    def states_in(self, slot: torch.Tensor) -> torch.Tensor:
+        """Return where the states are while they are updated: in `slot` (flat bytes), or where they stay."""
+        return self.storage if self.resident else slot[: self.storage.nbytes]
 
     def gradients_in(self, slot: torch.Tensor) -> torch.Tensor | None:
         """Return where the gradients come in, behind the states in `slot` (flat bytes)."""
@@ -181,8 +191,8 @@ class Chunk:
         Longer pieces are not worth it: scratch costs the GPU's memory 14 bytes of traffic an element.
         """
         is_sharded = isinstance(self.pieces[0].member.param, DTensor)
-        comes_in = self.home is not None or self.gradients is not None
-        return self.rounded and not self.compact and is_sharded and not comes_in
+        visits = self.home is not None or self.gradients is not None
+        return self.rounded and not self.compact and is_sharded and not visits
 
     @property
     def compact(self) -> bool:

@@ -29,7 +29,7 @@ from itertools import takewhile
 
 import torch
 
-from reference_impl.device import Device, Event, Together, together
+from reference_impl.device import REACHED, Device, Event, Together, together
 from reference_impl.memory.interrupts import deferred_interrupts
 from reference_impl.memory.ring import Slot
 from reference_impl.optimizers.algorithms import Algorithm
@@ -129,7 +129,7 @@ class StreamedPipeline:
         self._update.allocate(chunks)
         cost = sum(chunk.launch_cost for chunk in chunks)
         self._ahead = -(-self._launches_ahead * len(chunks) // max(cost, 1))
-        sizes = [chunk.slot_bytes for chunk in chunks if not chunk.resident]
+        sizes = [chunk.slot_bytes for chunk in chunks if chunk.comes_in]
         self._slots.allocate(
             max(sizes, default=0), permanent=min(LEAST_SLOTS, len(sizes)), most=min(slots, len(sizes))
         )
@@ -190,7 +190,7 @@ class StreamedPipeline:
                 self.finish()
                 while chunks and (self._slots.idle or self._slots.add_extra(limit_bytes)):
                     chunk = chunks[0]
-                    if not chunk.resident and chunk not in self._loaded:
+                    if chunk.comes_in and chunk not in self._loaded:
                         self._load(chunk)
                     chunks.popleft()
             except (torch.OutOfMemoryError, MemoryError):
@@ -277,7 +277,7 @@ class StreamedPipeline:
                 if not self._slots.idle:
                     return
                 # Gradients on the host are those of the last step yet.
-                if not chunk.resident and chunk not in self._loaded and chunk.gradients is None:
+                if chunk.comes_in and chunk not in self._loaded and chunk.gradients is None:
                     self._load(chunk)
         except (torch.OutOfMemoryError, MemoryError):
             # They come in with the step instead.
@@ -286,25 +286,25 @@ class StreamedPipeline:
     def _update_next(self, step: StreamedStep) -> None:
         """Queue the update of the chunk at the head, and what its slot takes next."""
         chunk = self._unqueued[0]
-        if chunk.resident:
-            updated = self._update_head(chunk, chunk.storage, step)
-            self._pop_head(chunk, updated)
-            return
-        slot, arrived = self._slot_of(chunk)
-        buffer, home = _buffer(chunk, slot), chunk.home
+        slot, arrived = self._slot_of(chunk) if chunk.comes_in else (None, REACHED)
+        buffer = chunk.storage if slot is None else chunk.states_in(slot.bytes)
+        came_in = None if slot is None else chunk.gradients_in(slot.bytes)
+        home = chunk.home
         # Before anything else is allocated, and on the live current stream, whose memory the weights take.
         visits = () if home is None else (home.visit(),)
-        updated = self._update_head(
-            chunk, buffer, step, arrived, *visits, came_in=chunk.gradients_in(slot.bytes)
-        )
-        stored = self._device.copy_out(chunk.storage, buffer, after=(updated,))
+        updated = self._update_head(chunk, buffer, step, arrived, *visits, came_in=came_in)
+        free = updated
+        if not chunk.resident:
+            free = self._device.copy_out(chunk.storage, buffer, after=(updated,))
         if home is not None:
             home.leave(self._send_home(chunk, step, updated))
-        chunk.stored = stored
-        del self._loaded[chunk]
+        if not chunk.resident:
+            chunk.stored = free
+        self._loaded.pop(chunk, None)
         self._pop_head(chunk, updated)
-        self._slots.give_back(slot, after=stored, needed=len(self._unloaded))
-        self._load_idle()
+        if slot is not None:
+            self._slots.give_back(slot, after=free, needed=len(self._unloaded))
+            self._load_idle()
 
     def _pop_head(self, chunk: Chunk, updated: Event) -> None:
         """Note that the update of `chunk` has been queued to its end; nothing here can fail."""
@@ -366,7 +366,7 @@ class StreamedPipeline:
 
     def _note_unloaded(self) -> None:
         self._unloaded = deque(
-            chunk for chunk in self._unqueued if not chunk.resident and chunk not in self._loaded
+            chunk for chunk in self._unqueued if chunk.comes_in and chunk not in self._loaded
         )
 
     def _load_idle(self) -> None:
@@ -378,13 +378,13 @@ class StreamedPipeline:
     def _load(self, chunk: Chunk) -> None:
         """Copy `chunk` into an idle slot, behind the slot's last use and the chunk's last copy out."""
         slot = self._slots.idle[0]
-        arrived = self._device.copy_in(_buffer(chunk, slot), chunk.storage, after=(slot.free, chunk.stored))
+        arrived: Event = REACHED
+        if not chunk.resident:
+            arrived = self._device.copy_in(
+                chunk.states_in(slot.bytes), chunk.storage, after=(slot.free, chunk.stored)
+            )
         gradients, step = chunk.gradients_in(slot.bytes), self._queue.step
         if chunk.gradients is not None and gradients is not None and step is not None:
             left = (step.arrived[p.member] for p in chunk.pieces if p.member in step.arrived)
             arrived = self._device.copy_in(gradients, chunk.gradients, after=(slot.free, *left))
         self._loaded[chunk] = self._slots.take(), arrived
-
-
-def _buffer(chunk: Chunk, slot: Slot) -> torch.Tensor:
-    return slot.bytes[: chunk.storage.nbytes]

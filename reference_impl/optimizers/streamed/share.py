@@ -179,12 +179,14 @@ class StreamedShare:
         _, most_bytes = self._in_budget(parts)
         left_bytes = most_bytes - self._held_bytes
         found = dict(parts)
+        if left_bytes <= 0:
+            return found
         for member in sorted(parts, key=lambda member: member.order):
             part, each_bytes = parts[member], self._storage.state_bytes(member)
             # The CPU publishes the new weights of such a member together.
             if part.is_split:
                 continue
-            count = min(int(max(left_bytes, 0) / each_bytes), len(part.streamed))
+            count = min(int(left_bytes / each_bytes), len(part.streamed))
             if count < len(part.streamed):
                 count -= count % COMPACT_ALIGNMENT
             found[member] = part._replace(held=part.streamed[:count], streamed=part.streamed[count:])
@@ -217,7 +219,7 @@ class StreamedShare:
         first that come in: their copies out and the next ones in begin at once.
         """
         ordered = sorted(self._chunks, key=lambda chunk: (not self._has_split_member(chunk), chunk.deadline))
-        first = [chunk for chunk in ordered if not chunk.resident][:LEAST_SLOTS]
+        first = [chunk for chunk in ordered if chunk.comes_in][:LEAST_SLOTS]
         return (*first, *(chunk for chunk in ordered if chunk not in first))
 
     @property

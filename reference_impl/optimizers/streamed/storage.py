@@ -199,7 +199,9 @@ class StateStorage:
         """Return what `make` takes of the host for these parts, but for gaps of alignment."""
         return round(
             sum(
-                len(part.streamed) * (self.state_bytes(member) + self._gradient_bytes(member.dtype))
+                len(part.streamed) * self.state_bytes(member)
+                + sum(map(len, (part.streamed, part.resident, part.held)))
+                * self._gradient_bytes(member.dtype)
                 for member, part in parts.items()
             )
         )
@@ -226,20 +228,13 @@ class StateStorage:
                 chunks += self._make(
                     {each: parts[each].held for each in members}, resident=True, packed=not exact
                 )
-                streamed = {each: parts[each].streamed for each in members}
-                for stays in (True, False):
-                    alike = {
-                        m: part for m, part in streamed.items() if (exact and self._may_stay(m)) == stays
-                    }
-                    chunks += self._make(alike, resident=stays, packed=not exact)
+                chunks += self._make(
+                    {each: parts[each].streamed for each in members}, resident=exact, packed=not exact
+                )
         except BaseException:
             self.discard()
             raise
         return chunks
-
-    def _may_stay(self, member: Member) -> bool:
-        """Whether the update of `member` finds its weight and its gradient on the device, so that states may stay."""
-        return member.home is None and not self._host_gradients
 
     def discard(self) -> None:
         """Take the host memory of the last `make` back, which no copy may have used; the next chunks get it."""
@@ -268,16 +263,16 @@ class StateStorage:
             (pieces, numel, self._fields(pieces[0].member.param.dtype, packed=packed))
             for pieces, numel in plans
         ]
-        if listed and not resident:
-            blocks = [
-                size_bytes
-                for pieces, numel, fields in listed
-                for size_bytes in (
-                    bytes_of(fields, numel),
-                    numel * self._gradient_bytes(pieces[0].member.param.dtype),
-                )
-                if size_bytes
-            ]
+        blocks = [
+            size_bytes
+            for pieces, numel, fields in listed
+            for size_bytes in (
+                0 if resident else bytes_of(fields, numel),
+                numel * self._gradient_bytes(pieces[0].member.param.dtype),
+            )
+            if size_bytes
+        ]
+        if blocks:
             needed_bytes = sum(map(_reserved, blocks))
             if self._spare_bytes == 0:
                 self._arena.reserve_blocks(blocks)
@@ -301,7 +296,7 @@ class StateStorage:
                 else self._on_device(4 * numel).view(torch.float32),
                 resident=resident,
                 noise_offsets=self._noise_offsets(pieces),
-                gradients=None if resident else self._gradients(numel, pieces[0].member.param.dtype),
+                gradients=self._gradients(numel, pieces[0].member.param.dtype),
             )
 
     def _gradient_bytes(self, dtype: torch.dtype) -> int:

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from layers_trainee import CLIP, assert_same, batches, decoder, resident, streamed, train
+from layers_trainee import CLIP, assert_same, batches, compare, decoder, resident, streamed, train
 from torch import nn
 
 from reference_impl import OptimizerStateOffloader, TrainableLayerStreamer
@@ -16,24 +16,6 @@ from reference_impl.verification.model import decoder_loss
 
 BOTH = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 pytestmark = pytest.mark.usefixtures("host_memory_comes_back")
-
-
-def compare(
-    device, *, dtype=torch.bfloat16, steps=4, backwards=1, tied=False, slices=1, factors=None, **options
-):
-    # Long enough that inputs of layers are worth a copy.
-    ids = batches(device, steps, tokens=128 if options.get("inputs") == "host" else 8)
-    other = decoder(device, dtype=dtype, tied=tied)
-    reference = resident(other, slices=slices)
-    expected = train(other, reference, ids, backwards=backwards, factors=factors)
-    model = decoder(device, dtype=dtype, tied=tied)
-    with streamed(model, slices=slices, **options) as streamer:
-        assert train(model, streamer.optimizer, ids, backwards=backwards, factors=factors) == expected
-        assert_same(model, streamer.optimizer, other, reference)
-        report = streamer.report
-    for (name, param), expected_param in zip(model.named_parameters(), other.parameters(), strict=True):
-        assert torch.equal(param, expected_param), name
-    return report
 
 
 @BOTH

@@ -205,7 +205,15 @@ class Stack(nn.Module):
 
 
 def steady_step_ms(
-    device, *, forward_ms, prefetch=2, slices=1, max_grad_norm=1.0, backward_overlap="gradients", **form
+    device,
+    *,
+    forward_ms,
+    prefetch=2,
+    slices=1,
+    split=(0.0, 1.0, 0.0),
+    max_grad_norm=1.0,
+    backward_overlap="gradients",
+    **form,
 ):
     """Return the time of a step once steps are alike, and the bytes that it copied in and out."""
     model = Stack(device, forward_ms / slices)
@@ -220,6 +228,7 @@ def steady_step_ms(
         streaming=streaming,
         prefetch=prefetch,
         slices=slices,
+        split=split,
     ) as streamer:
         for _ in range(6):
             model(torch.ones(2, 4, WIDTH, dtype=torch.bfloat16)).float().square().mean().backward()
@@ -254,6 +263,18 @@ def test_the_update_hides_behind_forward_and_weights_behind_backward(clocks, for
     # The first chunk and the last gradient have nothing to hide behind.
     exposed = layer_ms * (state_bytes + 2)
     assert forward + backward <= step_ms <= 1.03 * (forward + backward) + exposed
+
+
+@pytest.mark.parametrize("forward_ms", [2.0, 24.0], ids=["short", "long"])
+def test_states_that_stay_spare_the_link_all_along(clocks, forward_ms):
+    step_ms, copied = steady_step_ms(clocks, forward_ms=forward_ms, split=(0.5, 0.5, 0.0))
+    params = LAYERS * WIDTH * WIDTH
+    assert copied["d2h"] == params * (6 + 2 + 2)
+    layer_ms = LAYER_MS / 2
+    forward = max(LAYERS * forward_ms, layer_ms * (LAYERS * (6 + 2) + (LAYERS - 3) * 2))
+    backward = max(3 * LAYERS * forward_ms, layer_ms * LAYERS * 2)
+    exposed = layer_ms * (12 + 2)
+    assert forward + backward - exposed <= step_ms <= 1.03 * (forward + backward) + exposed
 
 
 @pytest.mark.parametrize("forward_ms", [2.0, 24.0], ids=["short", "long"])

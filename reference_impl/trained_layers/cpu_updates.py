@@ -1,0 +1,134 @@
+"""The parameters of streamed trained layers that the CPU updates, beside those whose states stream.
+
+Their gradients leave with the others of their block, their masters and moments are in ordinary memory, and a new weight
+goes to its home. A block that has been copied to the device before gets it from there, before its forward.
+
+Explained in docs/larger-than-gpu.md, "Where states are updated".
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import torch
+
+from reference_impl.device import Device, Event
+from reference_impl.optimizers.algorithms import Algorithm
+from reference_impl.optimizers.cpu.share import CpuShare
+from reference_impl.optimizers.cpu.step import CpuStep
+from reference_impl.optimizers.gradient_mover import GradientMover
+from reference_impl.optimizers.gradients import factors_of
+from reference_impl.optimizers.layout import Member
+from reference_impl.optimizers.options import CpuUpdate
+from reference_impl.optimizers.parameter_state import StateParts
+from reference_impl.optimizers.step import StepPlan
+
+
+class CpuUpdates:
+    """A `CpuShare` of whole parameters, whose steps are prepared, begun and submitted.
+
+    Args:
+        device: where the weights visit.
+        algorithm: the formula.
+        options: threads and buckets.
+        gradients: what brings the gradients of all parameters to the host.
+    """
+
+    def __init__(
+        self, device: Device, algorithm: Algorithm, options: CpuUpdate, gradients: GradientMover
+    ) -> None:
+        self._device = device
+        self._share = CpuShare(device, algorithm, options, whole_members=False, gradients=gradients)
+        self._members: set[Member] = set()
+        self._prepared: tuple[CpuStep, Mapping[Member, Event]] | None = None
+        # A step that has begun and that the workers do not have yet.
+        self._begun: CpuStep | None = None
+        # Copies in flight use buffers that die with this object.
+        self._dropped = weakref.finalize(self, device.synchronize)
+        self._dropped.atexit = False
+
+    def __contains__(self, member: Member) -> bool:
+        """Return whether the CPU updates `member`."""
+        return member in self._members
+
+    def add(self, members: Sequence[Member]) -> None:
+        """Make the state of new members, masters from their weights. Raises HostMemoryError."""
+        self._share.add(members)
+        self._members.update(members)
+
+    def prepare(self, arrivals: Mapping[Member, Event], plan: StepPlan) -> None:
+        """Prepare a step of the members here whose gradients come at `arrivals`; changes nothing."""
+        ours = {member: arrival for member, arrival in arrivals.items() if member in self._members}
+        factors, indices = factors_of(ours)
+        if ours and plan.decision is not None:
+            self._share.send(plan.decision, factors)
+        self._prepared = CpuStep(plan, indices), ours
+
+    def begin(self) -> None:
+        """Begin the prepared step, which owns its gradients from here on; does not raise."""
+        assert self._prepared is not None
+        (self._begun, arrivals), self._prepared = self._prepared, None
+        self._share.take(self._begun, arrivals)
+
+    def submit(self) -> None:
+        """Hand the begun step to the workers, unless they have it. Raises what one has failed with."""
+        if self._begun is None:
+            return
+        buckets = sorted(self._share.buckets_of(self._begun.arrivals), key=lambda bucket: bucket.deadline)
+        if buckets:
+            self._share.submit(
+                buckets,
+                self._begun,
+                lambda _: (),
+                arrived=self._share.arrived(),
+                last_use=self._device.record(),
+            )
+        self._begun = None
+
+    def wait_for(self, members: Iterable[Member]) -> None:
+        """Make the live current stream wait for new weights; the host waits until they are computed."""
+        self._share.wait_for([member for member in members if member in self._members])
+
+    def finish(self) -> None:
+        """Make the live current stream wait for all new weights, and block until the workers are done."""
+        self.wait_for(self._members)
+        self._share.drain()
+
+    def refresh_masters(self, members: Iterable[Member]) -> None:
+        """Make the masters of those of `members` that are here from their weights as they are."""
+        self._share.refresh_masters(member for member in members if member in self._members)
+
+    def parts(self, member: Member, name: str) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield (first element, flat fp32 view) of each part of a moment or `master_param`."""
+        return self._share.parts(member, name)
+
+    def close(self) -> None:
+        """Stop the workers and give the host memory back."""
+        try:
+            self._share.close()
+        finally:
+            self._dropped.detach()
+
+
+class BothParts:
+    """Where the states of parameters are of which some stream and the CPU updates others, as `StateParts`."""
+
+    def __init__(self, streamed: StateParts, on_cpu: CpuUpdates) -> None:
+        self._streamed, self._on_cpu = streamed, on_cpu
+
+    def steps(self, member: Member) -> Sequence[torch.Tensor]:
+        """Return a member's step counter, on the CPU or on the device."""
+        return [member.step] if member in self._on_cpu else self._streamed.steps(member)
+
+    def views(self, member: Member, name: str) -> Iterable[tuple[int, torch.Tensor]]:
+        """Yield what the CPU updates."""
+        return self._on_cpu.parts(member, name) if member in self._on_cpu else ()
+
+    def copies(self, member: Member, name: str) -> Iterable[tuple[int, torch.Tensor]]:
+        """Yield what streams."""
+        return () if member in self._on_cpu else self._streamed.copies(member, name)
+
+    def write_streamed(self, member: Member, name: str, value: torch.Tensor) -> None:
+        """Replace what streams."""
+        self._streamed.write_streamed(member, name, value)
