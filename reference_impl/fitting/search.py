@@ -34,6 +34,7 @@ _RETRIED = (
 _BUDGET_ENGINE = "activation-budget"
 # The last resort: the weights themselves leave.
 _TRAINED_LAYERS = "trained-layer-streaming"
+_OPTIMIZER = "optimizer-offload"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +133,8 @@ class Search:
         except RefusedPlanError:
             if self._good or _TRAINED_LAYERS not in self._without:
                 raise
-        self._without -= {_TRAINED_LAYERS}
+        # Nothing that divides states otherwise fits: streamed layers take that over.
+        self._without = self._without - {_TRAINED_LAYERS} | {_OPTIMIZER}
         return self._planner.plan(self._asked, without=self._without)
 
     def _try(self, plan: Plan) -> Trial:

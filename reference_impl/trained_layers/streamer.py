@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from itertools import takewhile
 from typing import Literal, Self
 
 import torch
@@ -79,7 +78,7 @@ class TrainableLayerStreamer(ClosedAtExit):
             clipped or added up over several backwards.
         streaming: how states cross the link, see `Streaming`; `prefetch_bytes` is not used here.
         split: the shares of states (resident, streamed, CPU), which sum to 1. Resident ones are first those of what
-            comes before the blocks, then of parameters all along, in the format of streamed ones. Of the rest some
+            stands outside the blocks, then of parameters all along, in the format of streamed ones. Of the rest some
             whole parameters are updated on the CPU, with exact fp32 masters and moments whatever `streaming` says, but
             not with `backward_overlap="update"`.
         cpu: threads and buckets of the CPU share, see `CpuUpdate`; `overlap_forward` is not used here.
@@ -138,8 +137,8 @@ class TrainableLayerStreamer(ClosedAtExit):
         streamed = [beyond(block, allowance) for block, allowance in zip(storages, kept_bytes, strict=True)]
         trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
         of_blocks = {param for module in modules for param in module.parameters()}
-        first = list(takewhile(lambda param: param not in of_blocks, trained))
-        shares = state_shares(trained, Split(*split), exposed=first)
+        outside = [param for param in trained if param not in of_blocks]
+        shares = state_shares(trained, Split(*split), exposed=outside)
         self._host = host_bytes(
             streamed, trained, algorithm, streaming, gradients_leave=not updates, shares=shares
         )

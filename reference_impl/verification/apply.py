@@ -211,6 +211,8 @@ def _layer_streamer(
 ) -> TrainableLayerStreamer:
     options = dict(wanted)
     states = TRAINED_STATES[options.pop("streamed_states", "exact")]
+    if "split" in options:
+        options["split"] = _split(options["split"])
     return TrainableLayerStreamer(
         model,
         _fused(optimizer),
@@ -247,4 +249,9 @@ def optimizer_options(section: Mapping[str, Any]) -> dict[str, Any]:
     split = section.get("split")
     if split is None:
         return options | {"offload_fraction": section["offload_fraction"]}
-    return options | {"split": tuple(split.get(name, 0.0) for name in SHARES)}
+    return options | {"split": _split(split)}
+
+
+def _split(section: Mapping[str, float]) -> tuple[float, ...]:
+    """Return the shares (resident, streamed, CPU) that a plan names."""
+    return tuple(section.get(name, 0.0) for name in SHARES)

@@ -167,6 +167,7 @@ def _trained_layers(entry: str, found: Any) -> None:
             "inputs": _one_of(INPUTS),
             "streamed_states": _one_of(tuple(TRAINED_STATES)),
             "backward_overlap": _one_of(_OVERLAPS),
+            "split": _split,
             "resident_layers": _count,
             "slices": _count,
         }

@@ -90,6 +90,16 @@ def at_fraction(candidate: Candidate, fraction: float) -> Candidate:
     )
 
 
+def with_states(candidate: Candidate, *, resident: float, on_cpu: float) -> Candidate:
+    """Return the same trained layers with these shares of all states on the GPU, and updated on the CPU."""
+    words = [f"{on_cpu:.0%} of states updated on the CPU"] * bool(on_cpu)
+    words += [f"{resident:.0%} of states resident"] * bool(resident)
+    return candidate._replace(
+        mode=candidate.mode._replace(states_resident=resident, states_on_cpu=on_cpu),
+        label=", ".join([candidate.label, *words]),
+    )
+
+
 def without_recomputation(run: Run) -> str:
     """Return what a candidate that recomputes nothing says of it: something only where the run does so now."""
     return "" if run.recompute.granularity == "none" else "no recomputation"

@@ -190,8 +190,8 @@ class Mode(NamedTuple):
     stay, `recomputed` the part of it that is computed again instead of moved. `recompute` None keeps the
     run's own. `weight_layers` are the frozen layers that are streamed, `trained_layers` says that all trained ones
     are, or under FSDP2 their shards, with gradients and states (as `streamed_states`) on the host; of their weights
-    those of `resident_layers` stay on the GPU, with `updates_in_backward` their gradients do, and each layer takes a
-    batch in `slices`,
+    those of `resident_layers` stay on the GPU, of all states the share `states_resident`, with `updates_in_backward`
+    their gradients do, the CPU updates the share `states_on_cpu`, and each layer takes a batch in `slices`.
     `offload_parameters` is FSDP's or ZeRO's parameter and optimizer offload, whose host memory DeepSpeed pins where
     `pins` (its `pin_memory`), `state_offload` Megatron's (dev) optimizer-state offload.
     """
@@ -215,9 +215,16 @@ class Mode(NamedTuple):
     weight_engine: WeightEngine = WeightEngine.REFERENCE
     trained_layers: bool = False
     resident_layers: int = 0
+    states_resident: float = 0.0
+    states_on_cpu: float = 0.0
     slices: int = 1
     offload_parameters: bool = False
     pins: bool = False
+
+    @property
+    def states_streamed(self) -> float:
+        """The share of states that pass through the GPU where trained layers stream."""
+        return 1 - self.states_resident - self.states_on_cpu
 
     @property
     def of_states(self) -> "Mode":

@@ -62,7 +62,10 @@ def candidates(run: Run, advice: Advice) -> Iterator[Candidate]:
 
 
 def _trained_layers(run: Run) -> Iterator[Candidate]:
-    """Yield the model whose trained layers stream: full training of blocks on one GPU alone, which has no shards."""
+    """Yield the model whose trained layers stream: full training of blocks on one GPU alone, which has no shards.
+
+    Where states are, the search decides.
+    """
     if run.adapter is not None or run.shape.num_layers < 2 or run.layout.gpus > 1:
         return
     forms = tuple(StreamedStates) if run.allows_other_numerics else (run.streamed_states,)
@@ -153,6 +156,8 @@ def _beyond_defaults(mode: Mode) -> dict[str, object]:
     options: dict[str, object] = {}
     if mode.resident_layers:
         options["resident_layers"] = mode.resident_layers
+    if mode.states_streamed < 1:
+        options["split"] = (mode.states_resident, round(mode.states_streamed, 4), mode.states_on_cpu)
     if mode.slices > 1:
         options["slices"] = mode.slices
     if mode.updates_in_backward:
@@ -250,11 +255,14 @@ def execute(mode: Mode, run: Run, peak_bytes: int) -> dict[str, object]:
     `peak_bytes` is what the allocator may reach in a step.
     """
     if mode.trained_layers and not run.is_fully_sharded:
+        options = _beyond_defaults(mode)
+        if "split" in options:
+            options["split"] = _split(mode.states_resident, mode.states_streamed, mode.states_on_cpu)
         return {
             "trained_layers": {
                 "inputs": "device",
                 "streamed_states": str(mode.streamed_states),
-                **_beyond_defaults(mode),
+                **options,
             }
         }
     mechanisms: dict[str, object] = {}
@@ -273,11 +281,11 @@ def execute(mode: Mode, run: Run, peak_bytes: int) -> dict[str, object]:
         )
         mechanisms["optimizer"] = {
             "offload_fraction": mode.optimizer_fraction,
-            "split": {
-                "resident": 1 - mode.optimizer_fraction,
-                "streamed": mode.streamed_fraction,
-                "cpu": mode.optimizer_fraction - mode.streamed_fraction,
-            },
+            "split": _split(
+                1 - mode.optimizer_fraction,
+                mode.streamed_fraction,
+                mode.optimizer_fraction - mode.streamed_fraction,
+            ),
             "backward_overlap": "update" if mode.updates_in_backward else "gradients",
             **states,
         }
@@ -292,3 +300,7 @@ def execute(mode: Mode, run: Run, peak_bytes: int) -> dict[str, object]:
     if mode.weight_layers:
         mechanisms["weights"] = {"resident_layers": run.shape.num_layers - mode.weight_layers}
     return mechanisms
+
+
+def _split(resident: float, streamed: float, cpu: float) -> dict[str, float]:
+    return {"resident": resident, "streamed": streamed, "cpu": cpu}

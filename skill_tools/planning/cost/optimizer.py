@@ -9,6 +9,8 @@ the slowest is the update's time. It hides behind the next forward, whose layers
 nothing is clipped the CPU starts in backward already. Explained in docs/optimizer-offloading.md.
 """
 
+from collections.abc import Sequence
+from itertools import combinations
 from typing import NamedTuple
 
 from skill_tools.dialects.run import Mode, OptimizerEngine, StreamedStates
@@ -118,26 +120,30 @@ def update_seconds(
 def best_streamed_share(
     machine: Machine, states: StreamedStates = StreamedStates.EXACT, *, weight_bytes: float = 2
 ) -> float:
-    """Return which share of the offloaded states should be streamed, so that link and host memory finish together.
-
-    The optimum of a linear program in one variable lies where two of its bounds cross, or at an end.
-    """
+    """Return which share of the offloaded states should be streamed, so that link and host memory finish together."""
     each = traffic(states, weight_bytes)
     bounds = (
         (each.cpu_link / machine.update_link, each.streamed_link / machine.update_link),
         (each.cpu_dram / machine.update_dram, each.streamed_dram / machine.update_dram),
         (1 / machine.update_cpu, 0.0),
     )
-    crossings = [0.0, 1.0]
-    for index, (cpu_a, stream_a) in enumerate(bounds):
-        for cpu_b, stream_b in bounds[index + 1 :]:
-            slope = (stream_a - cpu_a) - (stream_b - cpu_b)
-            if slope:
-                crossings.append(min(max((cpu_b - cpu_a) / slope, 0.0), 1.0))
     return min(
-        crossings,
+        crossings(bounds),
         key=lambda share: update_seconds(1 - share, share, machine, states, weight_bytes=weight_bytes),
     )
+
+
+def crossings(bounds: Sequence[tuple[float, float]]) -> list[float]:
+    """Return the streamed shares at which two of `bounds` are as slow, and both ends.
+
+    Each is seconds of an element on the CPU, and of one that streams. The slowest of them is least at one of these.
+    """
+    found = [0.0, 1.0]
+    for (cpu_a, stream_a), (cpu_b, stream_b) in combinations(bounds, 2):
+        slope = (stream_a - cpu_a) - (stream_b - cpu_b)
+        if slope:
+            found.append(min(max((cpu_b - cpu_a) / slope, 0.0), 1.0))
+    return found
 
 
 def _reference(mode: Mode, shard: int, machine: Machine, beside: Compute, weight_bytes: float) -> Cost:

@@ -6,16 +6,68 @@ and an update takes no less than reading and writing its bytes in host memory do
 Updated in backward, where nothing is clipped, it lasts `max(T_f, 2 N / B) + max(T_b, (2 + S) N / B)`, and the first
 block and what stands before it have nothing to hide behind. Weights that stay on the GPU travel in neither.
 Where gradients add up over several backwards, weights travel for each, and a gradient that has left comes back to be
-added to. The states of what stands outside the blocks come first and have nothing to hide behind. Explained in
-docs/larger-than-gpu.md.
+added to. The states of what stands outside the blocks come first and have nothing to hide behind.
+
+States that stay on the GPU cross no link. Where the CPU updates a parameter, its gradient does not come back, and its
+new weight is copied a second time, because its block was on its way before. Explained in docs/larger-than-gpu.md.
 """
 
-from skill_tools.dialects.run import Mode, Run
+from typing import NamedTuple
+
+from skill_tools.dialects.run import Mode, Run, StreamedStates
 from skill_tools.planning.accounts import Cost
 from skill_tools.planning.cost.compute import Pace
 from skill_tools.planning.cost.machine import Machine
+from skill_tools.planning.cost.optimizer import crossings
+from skill_tools.planning.model import reference_numbers as reference
 from skill_tools.planning.model import trained_layers
 from skill_tools.planning.model.memory import Memory
+
+_WORTH_MIXING = 0.1  # of the update's time, as `split="auto"` asks of a share on the CPU
+
+
+class _Traffic(NamedTuple):
+    """Bytes that an update moves: over the link both ways, and in host memory beside these copies."""
+
+    inwards: float
+    outwards: float
+    on_cpu: float = 0.0
+
+    def seconds(self, machine: Machine, updated_on_cpu: float = 0.0) -> float:
+        """Return how long that takes, with so many elements that the CPU updates."""
+        return max(
+            max(self.inwards, self.outwards) / machine.update_link,
+            (self.inwards + self.outwards + self.on_cpu) / machine.update_dram,
+            updated_on_cpu / machine.update_cpu,
+        )
+
+
+def _of_element(run: Run, states: StreamedStates) -> tuple[_Traffic, _Traffic]:
+    """Return what an element moves beside its weight's first copy: one that the CPU updates, and one that streams."""
+    weight_bytes, gradient_bytes = run.precision.weight_bytes, run.precision.gradient_bytes
+    states_bytes = trained_layers.streamed_bytes(run, states)
+    return (
+        # Gradient, states and staging, and from there home: beside what is copied.
+        _Traffic(weight_bytes, 0.0, reference.CPU_DRAM_BYTES),
+        _Traffic(gradient_bytes + states_bytes, weight_bytes + states_bytes),
+    )
+
+
+def best_cpu_share(run: Run, states: StreamedStates, machine: Machine) -> float:
+    """Return which share of the states the CPU should update where nothing hides them; 0 where that gains little."""
+    weight_bytes = run.precision.weight_bytes
+    both = [each._replace(inwards=each.inwards + weight_bytes) for each in _of_element(run, states)]
+    link, memory = (
+        tuple(max(each.inwards, each.outwards) / machine.update_link for each in both),
+        tuple(sum(each) / machine.update_dram for each in both),
+    )
+    bounds = [(link[0], link[1]), (memory[0], memory[1]), (1 / machine.update_cpu, 0.0)]
+
+    def seconds(streamed: float) -> float:
+        return max(cpu * (1 - streamed) + stream * streamed for cpu, stream in bounds)
+
+    best = min(crossings(bounds), key=seconds)
+    return 1 - best if seconds(best) <= (1 - _WORTH_MIXING) * seconds(1.0) else 0.0
 
 
 def costs(run: Run, mode: Mode, memory: Memory, machine: Machine, speed: Pace) -> list[Cost]:
@@ -25,6 +77,7 @@ def costs(run: Run, mode: Mode, memory: Memory, machine: Machine, speed: Pace) -
     weight_bytes, gradient_bytes = run.precision.weight_bytes, run.precision.gradient_bytes
     states_bytes = trained_layers.streamed_bytes(run, mode.streamed_states)
     gradients = gradient_bytes * held
+    streamed, on_cpu = mode.states_streamed * held, mode.states_on_cpu * held
     weights = weight_bytes * size.in_blocks * trained_layers.streamed_share(run, mode)
     again = speed.layers_forward_s
     in_backward = speed.backward_s + again
@@ -32,15 +85,13 @@ def costs(run: Run, mode: Mode, memory: Memory, machine: Machine, speed: Pace) -
         Cost("recompute full", again * times, again * times, "the blocks' forward once more"),
         Cost("optimizer on the GPU", speed.gpu_update_s, speed.gpu_update_s, "28 B a parameter / HBM"),
     ]
-
-    def update_s(inwards: float, outwards: float) -> float:
-        return max(max(inwards, outwards) / machine.update_link, (inwards + outwards) / machine.update_dram)
-
     forward = _link_s(weights, memory.moved_bytes, machine)
-    states = states_bytes * held
+    states = states_bytes * streamed
+    # What stays is of the first ones.
+    stays = mode.states_resident * held
     if mode.updates_in_backward:
-        update = update_s(weights + states + memory.moved_bytes, weights + states)
-        last = states_bytes * (size.block + size.table) / machine.update_link
+        update = _Traffic(weights + states + memory.moved_bytes, weights + states).seconds(machine)
+        last = states_bytes * max(size.block + size.table - stays, 0) / machine.update_link
         return [
             *fixed,
             Cost(
@@ -58,8 +109,17 @@ def costs(run: Run, mode: Mode, memory: Memory, machine: Machine, speed: Pace) -
         ]
     backward = _link_s(weights + memory.moved_bytes, gradients, machine)
     adding = _link_s(weights + memory.moved_bytes + gradients, gradients, machine)
-    update = update_s(weights + gradients + states, weights + states + memory.moved_bytes)
-    outside = (gradient_bytes + states_bytes) * size.outside / machine.update_link
+    cpus, streams = _of_element(run, mode.streamed_states)
+    back = gradient_bytes * stays
+    moved = _Traffic(
+        weights + back + streams.inwards * streamed + cpus.inwards * on_cpu,
+        # New weights of what has a home, but for those that are there.
+        weights * (1 - mode.states_on_cpu) + states + memory.moved_bytes,
+        cpus.on_cpu * on_cpu,
+    )
+    update = moved.seconds(machine, on_cpu)
+    outside = gradient_bytes * size.outside + states_bytes * max(size.outside - stays, 0)
+    outside_s = outside / machine.update_link
 
     hidden = [(forward, speed.forward_s)] * (times - 1)
     hidden += [(backward, in_backward)] + [(adding, in_backward)] * (times - 1)
@@ -74,7 +134,7 @@ def costs(run: Run, mode: Mode, memory: Memory, machine: Machine, speed: Pace) -
         Cost(
             "states with the next forward",
             update,
-            max(outside, update - speed.forward_s - speed.gpu_update_s),
+            max(outside_s, update - speed.forward_s - speed.gpu_update_s),
             f"{weight_bytes + gradient_bytes + states_bytes:g} B a parameter in / link both ways - forward and update",
         ),
     ]

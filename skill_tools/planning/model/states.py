@@ -224,6 +224,8 @@ def pinned_bytes(run: Run, mode: Mode, host: Iterable[Line]) -> int:
         is_pinned = mode.pins or mode.optimizer_engine is not OptimizerEngine.CPU_ADAM
         kept = _PINNED_SHARDS | {_STATE} if is_pinned else frozenset()
         pinned = {name: size for name, size in pinned.items() if name in kept}
+    # Its staging is the gradients' place.
+    pinned.pop(trained_layers.UPDATED_ON_CPU, None)
     if _STATE in pinned:
         pinned[_STATE] = round(pinned[_STATE] * _pinned_share(run, mode))
     return sum(pinned.values())

@@ -14,6 +14,8 @@ from skill_tools.dialects.run import Mode, Run, StreamedStates
 from skill_tools.planning.accounts import Line, each
 from skill_tools.planning.model import reference_numbers as reference
 
+UPDATED_ON_CPU = "masters and moments on the CPU"
+
 
 class Sizes(NamedTuple):
     """Elements: of all blocks, of the largest one, of what stands outside them, and of its largest table."""
@@ -45,16 +47,13 @@ def lines(run: Run, mode: Mode, local: LocalParameters) -> tuple[list[Line], lis
     blocks = min(reference.TRAINED_WINDOW_LAYERS + mode.updates_in_backward, run.shape.num_layers)
     # What several slices make adds up in fp32.
     made_bytes = max(gradient_bytes, reference.SLICE_SUM_BYTES) if mode.slices > 1 else gradient_bytes
-    states_bytes = streamed_bytes(run, mode.streamed_states)
-    elements = chunk_elements(states_bytes, size, streamed)
-    chunks = f"{reference.SLOTS} chunks of {elements:,} elements"
     gpu = [
         Line(
             "weights outside the blocks",
             round(weight_bytes * size.outside),
             each(weight_bytes, size.outside, ""),
         ),
-        *_resident(run, mode, size),
+        *_resident(run, mode, size, held),
         Line(
             "window of blocks",
             round(weight_bytes * blocks * size.block * streamed),
@@ -67,14 +66,7 @@ def lines(run: Run, mode: Mode, local: LocalParameters) -> tuple[list[Line], lis
             + ("being used" if mode.updates_in_backward else "on its way"),
             "recompute",
         ),
-        Line(
-            "streaming slots",
-            round(
-                chunk_bytes(run, mode.streamed_states, 0 if mode.updates_in_backward else gradient_bytes)
-                * elements
-            ),
-            f"{chunks}{'' if mode.updates_in_backward else ' with their gradients'}, and the update's scratch",
-        ),
+        _slots(run, mode, size, streamed),
     ]
     host = [
         Line(
@@ -82,9 +74,7 @@ def lines(run: Run, mode: Mode, local: LocalParameters) -> tuple[list[Line], lis
             round(weight_bytes * size.in_blocks * streamed),
             each(weight_bytes, round(size.in_blocks * streamed), ""),
         ),
-        Line(
-            "masters and moments", round(states_bytes * held), each(states_bytes, held, mode.streamed_states)
-        ),
+        *_states(run, mode, held),
     ]
     if not mode.updates_in_backward:
         host.insert(
@@ -98,12 +88,34 @@ def streamed_share(run: Run, mode: Mode) -> float:
     return 1 - mode.resident_layers / run.shape.num_layers
 
 
-def _resident(run: Run, mode: Mode, size: Sizes) -> list[Line]:
-    """Return what of the blocks' weights stays on the GPU."""
-    if not mode.resident_layers:
-        return []
-    stays = round(run.precision.weight_bytes * size.in_blocks * (1 - streamed_share(run, mode)))
-    return [Line("resident weights of blocks", stays, f"{mode.resident_layers} layers' worth")]
+def _resident(run: Run, mode: Mode, size: Sizes, held: int) -> list[Line]:
+    """Return what of the blocks' weights and of the states stays on the GPU."""
+    found = []
+    if mode.resident_layers:
+        stays = round(run.precision.weight_bytes * size.in_blocks * (1 - streamed_share(run, mode)))
+        found.append(Line("resident weights of blocks", stays, f"{mode.resident_layers} layers' worth"))
+    if mode.states_resident:
+        states_bytes, stay = streamed_bytes(run, mode.streamed_states), round(mode.states_resident * held)
+        formula = each(states_bytes, stay, mode.streamed_states)
+        found.append(Line("resident masters and moments", round(states_bytes * stay), formula))
+    return found
+
+
+def _states(run: Run, mode: Mode, held: int) -> list[Line]:
+    """Return what of the states is on the host: those that stream, and in fp32 those that the CPU updates."""
+    states_bytes, pass_ = streamed_bytes(run, mode.streamed_states), round(mode.states_streamed * held)
+    found = [
+        Line(
+            "masters and moments",
+            round(states_bytes * pass_),
+            each(states_bytes, pass_, mode.streamed_states),
+        )
+    ]
+    if mode.states_on_cpu:
+        updated = round(mode.states_on_cpu * held)
+        formula = each(reference.STATE_BYTES, updated, "updated on the CPU, pageable")
+        found.append(Line(UPDATED_ON_CPU, reference.STATE_BYTES * updated, formula))
+    return found
 
 
 def streamed_bytes(run: Run, states: StreamedStates) -> float:
@@ -115,14 +127,26 @@ def streamed_bytes(run: Run, states: StreamedStates) -> float:
     return moments_bytes if run.precision.weight_bytes >= 4 else master_bytes + moments_bytes
 
 
-def chunk_elements(states_bytes: float, size: Sizes, streamed: float) -> int:
-    """Return the elements of the longest chunk of so many bytes each, where this share of the blocks is on the host.
+def _slots(run: Run, mode: Mode, size: Sizes, streamed: float) -> Line:
+    """Return the slots of chunks that come in, with their gradients or for these alone, and one chunk's scratch.
 
-    What a block has there is cut into chunks of one length, and so is all that stays on the GPU.
+    What a block has on the host is cut into chunks of one length, and so is all that stays on the GPU.
     """
-    stays = size.outside + round((1 - streamed) * size.in_blocks)
+    states_bytes = streamed_bytes(run, mode.streamed_states)
+    gradient_bytes = 0 if mode.updates_in_backward else run.precision.gradient_bytes
     most = reference.CHUNK_BYTES // states_bytes
-    return max(longest_chunk(numel, most) for numel in (streamed * size.block, stays))
+    parts = (streamed * size.block, size.outside + round((1 - streamed) * size.in_blocks))
+    passes, stays = (
+        max(longest_chunk(round(share * numel), most) for numel in parts)
+        for share in (mode.states_streamed, mode.states_resident)
+    )
+    slot = max((states_bytes + gradient_bytes) * passes, gradient_bytes * stays)
+    chunks = f"{reference.SLOTS} chunks of {max(passes, stays):,} elements"
+    return Line(
+        "streaming slots",
+        round(reference.SLOTS * slot + _scratch_bytes(run, mode.streamed_states) * max(passes, stays)),
+        f"{chunks}{'' if mode.updates_in_backward else ' with their gradients'}, and the update's scratch",
+    )
 
 
 def longest_chunk(numel: float, most: float) -> int:
@@ -130,10 +154,9 @@ def longest_chunk(numel: float, most: float) -> int:
     return math.ceil(numel / math.ceil(numel / most)) if numel else 0
 
 
-def chunk_bytes(run: Run, states: StreamedStates, gradient_bytes: float) -> float:
-    """Return the GPU bytes of an element in all slots, and in the scratch that only exact states need."""
-    scratch_bytes = 0
-    if states is StreamedStates.EXACT:
-        is_own_master = run.precision.weight_bytes >= 4
-        scratch_bytes = reference.GRADIENT_BYTES if is_own_master else reference.HALF_MASTER_SCRATCH_BYTES
-    return reference.SLOTS * (streamed_bytes(run, states) + gradient_bytes) + scratch_bytes
+def _scratch_bytes(run: Run, states: StreamedStates) -> float:
+    """Return the GPU bytes of an element of one chunk that only the update of exact states needs."""
+    if states is not StreamedStates.EXACT:
+        return 0
+    is_own_master = run.precision.weight_bytes >= 4
+    return reference.GRADIENT_BYTES if is_own_master else reference.HALF_MASTER_SCRATCH_BYTES

@@ -10,9 +10,16 @@ from typing import NamedTuple
 
 from skill_tools.configs.config import Config
 from skill_tools.dialects.base import Dialect
-from skill_tools.dialects.candidates import DISTRIBUTED, OPTIMIZER, RECOMPUTE, Candidate, at_fraction
+from skill_tools.dialects.candidates import (
+    DISTRIBUTED,
+    OPTIMIZER,
+    RECOMPUTE,
+    Candidate,
+    at_fraction,
+    with_states,
+)
 from skill_tools.dialects.run import Mode, OptimizerEngine, Run
-from skill_tools.planning.cost import optimizer, pageable, recompute, step_time
+from skill_tools.planning.cost import optimizer, pageable, recompute, step_time, trained_layers
 from skill_tools.planning.cost.compute import Pace
 from skill_tools.planning.cost.machine import Machine
 from skill_tools.planning.model import memory
@@ -22,6 +29,7 @@ from skill_tools.planning.search.options import Budget, Option, limit_of, prefer
 from skill_tools.planning.search.restriction import EVERYTHING, Restriction
 
 _STEPS = 100
+_WORTH_PLACING = 0.99  # of a step: states elsewhere that shorten it less are not worth the room
 
 
 class Forbidden(NamedTuple):
@@ -81,6 +89,8 @@ class Search:
         self._dialect = dialect
         self._run, self._machine, self.speed = run, machine, speed
         self.judged = judge or Judge(config, versions)
+        # Beside optimizer offload, which divides states too, streamed layers keep theirs on the host.
+        self._places_states = not restriction.allows(OPTIMIZER)
         self._legal: list[tuple[Candidate, Legality]] = []
         self.ruled_out: list[Forbidden] = []
         self.left_out: set[str] = set()
@@ -122,17 +132,16 @@ class Search:
     def options(self, budget: Budget) -> list[Option]:
         """Return every legal combination with the least offload that fits: fitting ones first, fastest first."""
         least = (self._least(candidate, legality, budget) for candidate, legality in self._legal)
-        found = [option for option in least if option is not None]
-        return sorted(found, key=lambda option: (not option.fits, preference(option)))
+        return sorted((option for option in least if option is not None), key=_order)
 
     def fitting(self, budget: Budget) -> list[Option]:
         """Return those of `options` that fit, without timing the others."""
-        found = (
+        least = (
             self._least(candidate, legality, budget)
             for candidate, legality in self._legal
             if self._within(candidate.mode, budget)
         )
-        return sorted((option for option in found if option is not None and option.fits), key=preference)
+        return sorted((option for option in least if option is not None and option.fits), key=preference)
 
     def _within(self, mode: Mode, budget: Budget) -> bool:
         """Return whether `mode` keeps the GPU's budget, offloading all that it may."""
@@ -150,7 +159,9 @@ class Search:
         """
         found = self._memory(candidate.mode)
         if OPTIMIZER not in candidate.mechanisms:
-            return self._option(candidate, legality, found, budget)
+            option = self._option(candidate, legality, found, budget)
+            places = self._places_states and candidate.mode.trained_layers
+            return self._placed(option, budget) if places and not self._run.is_fully_sharded else option
         without = candidate.mode._replace(optimizer_fraction=0.0, streamed_fraction=0.0)
         if self._within(without, budget):
             return None
@@ -162,6 +173,28 @@ class Search:
             return self._option(candidate, legality, found, budget)
         least, enough = self._smallest_fraction(candidate, found, budget)
         return self._option(least, partial if least is not candidate else legality, enough, budget)
+
+    def _placed(self, option: Option, budget: Budget) -> Option:
+        """Return trained layers with their states where they are updated fastest, where that gains something."""
+        mode = option.candidate.mode
+        best_share = trained_layers.best_cpu_share(self._run, mode.streamed_states, self._machine)
+        mixes = (0.0,) if mode.updates_in_backward or not best_share else (0.0, best_share)
+        placed = [self._filled(option, share, budget) for share in mixes]
+        best = min(placed, key=_order)
+        gains = best.time.total_s <= _WORTH_PLACING * option.time.total_s
+        return best if best.fits and (gains or not option.fits) else option
+
+    def _filled(self, option: Option, cpu_share: float, budget: Budget) -> Option:
+        """Return `option` with the largest hundredth of states on the GPU that fits, and a share of the others' updates
+        on the CPU.
+        """
+        spare_bytes = budget.most_gpu_bytes - option.memory.device_bytes
+        all_stay = self._memory(with_states(option.candidate, resident=1.0, on_cpu=0.0).mode)
+        each_bytes = (all_stay.device_bytes - option.memory.device_bytes) / _STEPS
+        resident = min(max(int(spare_bytes / each_bytes), 0), _STEPS) / _STEPS
+        on_cpu = round(cpu_share * (1 - resident), 4)
+        candidate = with_states(option.candidate, resident=resident, on_cpu=on_cpu)
+        return self._option(candidate, option.legality, self._memory(candidate.mode), budget)
 
     def _smallest_fraction(
         self, candidate: Candidate, found: Memory, budget: Budget
@@ -190,3 +223,8 @@ class Search:
             return 1
         share = (least.device_bytes - budget.most_gpu_bytes) / fall
         return min(max(math.ceil(share * _STEPS), 1), _STEPS - 1)
+
+
+def _order(option: Option) -> tuple[object, ...]:
+    """Order options: those that fit first, and of these the best."""
+    return not option.fits, *preference(option)

@@ -44,6 +44,10 @@ class Restriction(NamedTuple):
     only: frozenset[str] = frozenset()
     without: frozenset[str] = frozenset()
 
+    def allows(self, mechanism: str) -> bool:
+        """Return whether a plan may use `mechanism`."""
+        return mechanism not in self.without and (not self.only or mechanism in self.only)
+
     def left_out(self, candidate: Candidate, run: Run) -> frozenset[str]:
         """Return what `candidate` uses although it may not; empty where it may be searched."""
         used = frozenset(candidate.mechanisms)

@@ -12,6 +12,7 @@ from reference_impl.fitting.trial import Task, Trial
 
 BUDGET = 1000
 LAST_RESORT = frozenset({"trained-layer-streaming"})
+STREAMS_ALL = frozenset({"optimizer-offload"})
 
 
 def plan(allocated, *, mode="recompute", mechanisms=("recompute",), rivals=()):
@@ -212,7 +213,7 @@ def test_where_no_attempt_has_room_the_planner_has_the_last_word(played):
 def test_trained_layers_stream_where_nothing_else_is_left(played):
     planner = Planner()
     settled = played(planner, took(190), budget=200)
-    assert planner.asked == [(190, LAST_RESORT), (190, frozenset())]
+    assert planner.asked == [(190, LAST_RESORT), (190, STREAMS_ALL)]
     assert "trained_layers" in settled.plan["execute"]
 
 
@@ -227,7 +228,7 @@ def test_after_attempts_without_room_they_are_the_last_resort_too(played):
     planner = Planner()
     short = took(1000, short_of="device", steps=1)
     settled = played(planner, short, took(278), budget=330)
-    assert planner.asked == [(314, LAST_RESORT), (309 - 26, LAST_RESORT), (309 - 26, frozenset())]
+    assert planner.asked == [(314, LAST_RESORT), (309 - 26, LAST_RESORT), (309 - 26, STREAMS_ALL)]
     assert "trained_layers" in settled.plan["execute"]
 
 

@@ -29,6 +29,7 @@ PLANS = [
     {"trained_layers": {}},
     {"trained_layers": {"inputs": "host", "streamed_states": "exact"}},
     {"trained_layers": {"resident_layers": 1, "backward_overlap": "update"}},
+    {"trained_layers": {"split": {"resident": 0.2, "streamed": 0.3, "cpu": 0.5}}},
     {},
 ]
 LIMITED = [

@@ -88,6 +88,8 @@ modes = st.builds(
     weight_layers=st.integers(min_value=0, max_value=8),
     weight_engine=st.sampled_from(WeightEngine),
     resident_layers=st.integers(min_value=0, max_value=8),
+    states_resident=st.sampled_from([0.0, 0.25]),
+    states_on_cpu=st.sampled_from([0.0, 0.25]),
     slices=st.sampled_from([1, 2, 8]),
     offload_parameters=st.booleans(),
 )
