@@ -54,13 +54,18 @@ LEARNING_RATE, MAX_NORM = 1e-5, 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """How one row trains: `form` is a form of states, or what is compared with them. `memory_gb` limits the GPU's."""
+    """How one row trains: `form` is a form of states, or what is compared with them. `memory_gb` limits the GPU's.
+
+    Of all states the share `stay` is on the GPU, and the CPU updates the share `on_cpu`.
+    """
 
     form: str
     max_grad_norm: float | None = MAX_NORM
     memory_gb: float | None = None
     prefetch: int = 2
     resident_layers: int = 0
+    stay: float = 0.0
+    on_cpu: float = 0.0
     inputs: Any = "device"
     chunk_mib: int = CHUNK_BYTES // 2**20
 
@@ -104,13 +109,18 @@ def row_of(text: str, defaults: Row) -> Row:
                 row = replace(row, inputs=value)
             case "resident":
                 row = replace(row, resident_layers=int(value))
+            case "stay":
+                row = replace(row, stay=float(value))
+            case "cpu":
+                row = replace(row, on_cpu=float(value))
             case "prefetch":
                 row = replace(row, prefetch=int(value))
             case "chunk":
                 row = replace(row, chunk_mib=int(value))
             case _:
                 raise ValueError(
-                    f"{text!r} has {name!r}; expected memory=, inputs=, resident=, prefetch=, chunk= or no-clip"
+                    f"{text!r} has {name!r}; expected memory=, inputs=, resident=, stay=, cpu=, prefetch=, chunk= or "
+                    "no-clip"
                 )
     return row
 
@@ -220,6 +230,7 @@ def attached(row: Row, model: nn.Module, setting: Setting, last: ExitStack) -> T
         slices=setting.slices,
         prefetch=row.prefetch,
         resident_layers=row.resident_layers,
+        split=(row.stay, 1 - row.stay - row.on_cpu, row.on_cpu),
         inputs=row.inputs,
         layers=layers_of(model),
         device=setting.device.torch_device,

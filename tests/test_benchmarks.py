@@ -172,7 +172,7 @@ def test_a_model_larger_than_the_gpu_is_measured_at_toy_size(tmp_path, monkeypat
     monkeypatch.syspath_prepend(str(root() / "benchmarks"))
     module = importlib.import_module("larger_than_gpu")
     out = tmp_path / "larger.json"
-    rows = "resident,exact:memory=3,lo8:inputs=host:resident=2,packed:no-clip,fsdp2"
+    rows = "resident,exact:memory=3:stay=0.2:cpu=0.3,lo8:inputs=host:resident=2,packed:no-clip,fsdp2"
     arguments = ["--model", "tiny", "--rows", rows, "--sequences", "2", "--steps", "1"]
     monkeypatch.setattr("sys.argv", ["larger_than_gpu.py", *arguments, "--out", str(out)])
     monkeypatch.setattr(module.Device, "available", staticmethod(lambda name=None: module.Device.of("cpu")))

@@ -35,7 +35,7 @@ PLANS = [
 LIMITED = [
     {"optimizer": {"offload_fraction": 1.0, "split": {"streamed": 0.5, "cpu": 0.5}}},
     {"activations": {"mode": "layers", "num_layers": 2}, "optimizer": {"offload_fraction": 0.5}},
-    {"trained_layers": {"inputs": "host"}},
+    {"trained_layers": {"inputs": "host", "split": {"resident": 0.2, "streamed": 0.3, "cpu": 0.5}}},
 ]
 
 

@@ -8,6 +8,7 @@ from skill_tools.__main__ import main
 from skill_tools.dialects.pytorch import run as pytorch_run
 from skill_tools.dialects.run import Mode, Recompute, Run, StreamedStates
 from skill_tools.planning.cost import compute, machine, step_time
+from skill_tools.planning.cost import trained_layers as trained_layers_cost
 from skill_tools.planning.model import known_models, memory, trained_layers
 from tests.skill_tools.planning.test_plan_properties import config
 
@@ -165,3 +166,61 @@ def test_enough_tokens_hide_the_copies() -> None:
     beyond = step.total_s - speed.step_s - speed.layers_forward_s - speed.gpu_update_s
     # The states of embedding and head alone.
     assert 0 < beyond < 0.01 * step.total_s
+
+
+ALONE = ("--host-memory", "128GiB", "--without", "optimizer-offload")
+
+
+def test_what_is_left_of_the_gpu_holds_states(capsys: pytest.CaptureFixture[str]) -> None:
+    found = plan(capsys, *ALONE)
+    option, whole = found["recommendation"]["option"], found["budget"]["gpu_bytes"]
+    split = found["execute"]["trained_layers"]["split"]
+    assert split["resident"] > 0
+    assert sum(split.values()) == pytest.approx(1)
+    # Of the headroom less than a hundredth of the states is left.
+    assert 0.95 * whole - option["memory"]["device_bytes"] < 0.01 * 10 * 8.03e9
+    lines = {line["name"]: line["bytes"] for line in option["memory"]["gpu"]}
+    assert lines["resident masters and moments"] == pytest.approx(split["resident"] * 10 * 8.03e9, rel=0.01)
+
+
+def test_states_stay_on_the_host_where_the_step_gains_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    long = ("--overrides", "seq_length=65536", "fused_loss=true", "--gpu-memory", "80GiB")
+    found = plan(capsys, "--host-memory", "512GiB", "--without", "optimizer-offload", *long)
+    assert found["execute"]["trained_layers"].get("split", {}).get("resident", 0) < 0.1
+
+
+SLOW_LINK = "tflops=312,link_GBs=12,dram_GBs=150,hbm_GBs=1500"
+
+
+def test_a_host_that_is_faster_than_the_link_updates_some(capsys: pytest.CaptureFixture[str]) -> None:
+    given = ("--gpu", SLOW_LINK, "--gpu-memory", "16GiB", *ALONE)
+    found = plan(capsys, *given)
+    split = found["execute"]["trained_layers"]["split"]
+    assert split["cpu"] > 0.5
+    lines = {
+        line["name"]: line["bytes"] for line in found["recommendation"]["option"]["memory"]["host_per_rank"]
+    }
+    on_cpu = lines["masters and moments on the CPU"]
+    assert on_cpu == pytest.approx(split["cpu"] * 12 * 8.03e9, rel=0.01)
+    # They are not pinned.
+    memory = found["recommendation"]["option"]["memory"]
+    assert memory["pinned_bytes_per_node"] <= memory["host_bytes_per_node"] - on_cpu
+    alone = plan(capsys, *given[:-2])["recommendation"]["option"]["time"]["step_s"]
+    assert found["recommendation"]["option"]["time"]["step_s"] < 0.8 * alone
+
+
+@pytest.mark.parametrize("states", StreamedStates)
+def test_the_best_share_on_the_cpu_is_best(states: StreamedStates) -> None:
+    run = of_8b(seq_length=16)
+    rates = machine.known("a100")
+    share = trained_layers_cost.best_cpu_share(run, states, rates)
+    found = memory.estimate(run, mode(states))
+    speed = compute.pace(run, rates, found.parameters.shard)
+
+    def step_s(on_cpu: float) -> float:
+        chosen = mode(states)._replace(states_on_cpu=on_cpu)
+        return step_time.estimate(run, chosen, memory.estimate(run, chosen), rates, speed).total_s
+
+    tried = min(step_s(hundredths / 100) for hundredths in range(101))
+    # Where it gains less than a tenth of the update, nothing is updated there.
+    assert step_s(share) <= (1.01 if share else 1.11) * tried
