@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 
 from reference_impl.device import Device, Event
 from reference_impl.optimizers.algorithms import Algorithm
+from reference_impl.optimizers.clip_decision import ClipDecision
 from reference_impl.optimizers.cpu.share import CpuShare
 from reference_impl.optimizers.cpu.step import CpuStep
 from reference_impl.optimizers.gradient_mover import GradientMover
@@ -22,11 +24,11 @@ from reference_impl.optimizers.gradients import factors_of
 from reference_impl.optimizers.layout import Member
 from reference_impl.optimizers.options import CpuUpdate
 from reference_impl.optimizers.parameter_state import StateParts
-from reference_impl.optimizers.step import StepPlan
+from reference_impl.optimizers.step import StepPlan, snapshot
 
 
 class CpuUpdates:
-    """A `CpuShare` of whole parameters, whose steps are prepared, begun and submitted.
+    """A `CpuShare` of whole parameters, whose steps are prepared, begun and submitted; none, and no threads, for none.
 
     Args:
         device: where the weights visit.
@@ -39,65 +41,90 @@ class CpuUpdates:
         self, device: Device, algorithm: Algorithm, options: CpuUpdate, gradients: GradientMover
     ) -> None:
         self._device = device
-        self._share = CpuShare(device, algorithm, options, whole_members=False, gradients=gradients)
+        self._algorithm, self._options, self._gradients = algorithm, options, gradients
+        self._open_share: CpuShare | None = None
         self._members: set[Member] = set()
         self._prepared: tuple[CpuStep, Mapping[Member, Event]] | None = None
         # A step that has begun and that the workers do not have yet.
         self._begun: CpuStep | None = None
-        # Copies in flight use buffers that die with this object.
-        self._dropped = weakref.finalize(self, device.synchronize)
-        self._dropped.atexit = False
 
     def __contains__(self, member: Member) -> bool:
         """Return whether the CPU updates `member`."""
         return member in self._members
 
+    @property
+    def _share(self) -> CpuShare:
+        assert self._open_share is not None
+        return self._open_share
+
     def add(self, members: Sequence[Member]) -> None:
         """Make the state of new members, masters from their weights. Raises HostMemoryError."""
+        if not members:
+            return
+        if self._open_share is None:
+            self._open_share = CpuShare(
+                self._device,
+                self._algorithm,
+                self._options,
+                whole_members=False,
+                gradients=self._gradients,
+            )
+            # Copies in flight use buffers that die with this object.
+            self._dropped = weakref.finalize(self, self._device.synchronize)
+            self._dropped.atexit = False
         self._share.add(members)
         self._members.update(members)
 
-    def prepare(self, arrivals: Mapping[Member, Event], plan: StepPlan) -> None:
+    def prepare(
+        self,
+        arrivals: Mapping[Member, Event],
+        decision: ClipDecision,
+        groups: Sequence[Mapping[str, Any]],
+    ) -> None:
         """Prepare a step of the members here whose gradients come at `arrivals`; changes nothing."""
+        self._prepared = None
         ours = {member: arrival for member, arrival in arrivals.items() if member in self._members}
-        factors, indices = factors_of(ours)
-        if ours and plan.decision is not None:
-            self._share.send(plan.decision, factors)
-        self._prepared = CpuStep(plan, indices), ours
+        if ours:
+            factors, indices = factors_of(ours)
+            self._share.send(decision, factors)
+            self._prepared = CpuStep(StepPlan(snapshot(groups), decision), indices), ours
 
     def begin(self) -> None:
         """Begin the prepared step, which owns its gradients from here on; does not raise."""
-        assert self._prepared is not None
-        (self._begun, arrivals), self._prepared = self._prepared, None
-        self._share.take(self._begun, arrivals)
+        if self._prepared is not None:
+            (self._begun, arrivals), self._prepared = self._prepared, None
+            self._share.take(self._begun, arrivals)
 
     def submit(self) -> None:
         """Hand the begun step to the workers, unless they have it. Raises what one has failed with."""
-        if self._begun is None:
-            return
-        buckets = sorted(self._share.buckets_of(self._begun.arrivals), key=lambda bucket: bucket.deadline)
-        if buckets:
+        if self._begun is not None:
+            buckets = self._share.buckets_of(self._begun.arrivals)
             self._share.submit(
-                buckets,
+                sorted(buckets, key=lambda bucket: bucket.deadline),
                 self._begun,
                 lambda _: (),
                 arrived=self._share.arrived(),
                 last_use=self._device.record(),
             )
-        self._begun = None
+            self._begun = None
 
     def wait_for(self, members: Iterable[Member]) -> None:
         """Make the live current stream wait for new weights; the host waits until they are computed."""
-        self._share.wait_for([member for member in members if member in self._members])
+        ours = [member for member in members if member in self._members]
+        if ours:
+            self._share.wait_for(ours)
 
     def finish(self) -> None:
         """Make the live current stream wait for all new weights, and block until the workers are done."""
         self.wait_for(self._members)
-        self._share.drain()
+        if self._open_share is not None:
+            self._open_share.drain()
 
     def refresh_masters(self, members: Iterable[Member]) -> None:
         """Make the masters of those of `members` that are here from their weights as they are."""
-        self._share.refresh_masters(member for member in members if member in self._members)
+        ours = [member for member in members if member in self._members]
+        if ours:
+            self._share.refresh_masters(ours)
 
     def parts(self, member: Member, name: str) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield (first element, flat fp32 view) of each part of a moment or `master_param`."""
@@ -105,10 +132,11 @@ class CpuUpdates:
 
     def close(self) -> None:
         """Stop the workers and give the host memory back."""
-        try:
-            self._share.close()
-        finally:
-            self._dropped.detach()
+        if self._open_share is not None:
+            try:
+                self._open_share.close()
+            finally:
+                self._dropped.detach()
 
 
 class BothParts:

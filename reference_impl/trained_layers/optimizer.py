@@ -30,7 +30,6 @@ from reference_impl.optimizers.parameter_state import StateParts
 from reference_impl.optimizers.stand_in import GradientStandIn
 from reference_impl.optimizers.state_offload import OptimizerStateOffloader
 from reference_impl.optimizers.state_offload_wrapped import algorithm_of
-from reference_impl.optimizers.step import StepPlan, snapshot
 from reference_impl.optimizers.streamed.chunks import Part
 from reference_impl.trained_layers.cpu_updates import BothParts, CpuUpdates
 from reference_impl.trained_layers.shares import NOTHING_STAYS, StateShares
@@ -210,9 +209,7 @@ class TrainedLayersOptimizer(LayersOptimizer):
     ) -> None:
         mover = GradientMover(device, in_flight_bytes=in_flight_bytes)
         self._store = ChunkGradients(device, mover)
-        self._cpu: CpuUpdates | None = None
-        if shares.on_cpu:
-            self._cpu = CpuUpdates(device, algorithm_of(optimizer), cpu or CpuUpdate(), mover)
+        self._cpu = CpuUpdates(device, algorithm_of(optimizer), cpu or CpuUpdate(), mover)
         self._leaving = Gradients(self._store, leave_in_backward=True, sharded_too=True, sums_stay=False)
         self._stand_ins: dict[Member, GradientStandIn] = {}
         # Of the block that backward is in, the gradients that are final; and how many there will be, by block.
@@ -224,8 +221,7 @@ class TrainedLayersOptimizer(LayersOptimizer):
                 optimizer, weights, streaming=streaming, shares=shares, max_grad_norm=max_grad_norm
             )
         except BaseException:
-            if self._cpu is not None:
-                self._cpu.close()
+            self._cpu.close()
             raise
 
     def settle(self, params: Iterable[torch.Tensor], ahead: Iterable[torch.Tensor]) -> None:
@@ -245,8 +241,7 @@ class TrainedLayersOptimizer(LayersOptimizer):
         self._store.add(places)
         for piece in places:
             piece.member.pieces.append(piece)
-        if self._cpu is not None:
-            self._cpu.add([member for member in members if member not in self.streamed])
+        self._cpu.add([member for member in members if member not in self.streamed])
         self._in_block.update(member.home.visitors for member in members if member.home is not None)
         self._hook_gradients(members, self._on_final)
 
@@ -303,8 +298,7 @@ class TrainedLayersOptimizer(LayersOptimizer):
         self, gradients: Mapping[Member, torch.Tensor], decision: ClipDecision
     ) -> dict[Member, tuple[torch.Tensor, int]]:
         arrivals = {member: member.arrival for member in gradients if member.arrival is not None}
-        if self._cpu is not None:
-            self._cpu.prepare(arrivals, StepPlan(snapshot(self.param_groups), decision))
+        self._cpu.prepare(arrivals, decision, self.param_groups)
         self._stand_ins = self._leaving.stand_ins(arrivals, {}, returns_early=True)
         self.streamed.prepare(
             gradients,
@@ -319,38 +313,32 @@ class TrainedLayersOptimizer(LayersOptimizer):
     def _began(self, gradients: Mapping[Member, torch.Tensor]) -> None:
         put_in_place(self._stand_ins)
         self._stand_ins = {}
-        if self._cpu is not None:
-            self._cpu.begin()
+        self._cpu.begin()
         self._store.take(gradients)
 
     def _advance(self) -> None:
-        if self._cpu is not None:
-            self._cpu.submit()
+        self._cpu.submit()
         super()._advance()
 
     def _wait_for_updates(self, members: Sequence[Member]) -> None:
         # The device gets its work before the host waits for the CPU's.
         super()._wait_for_updates(members)
-        if self._cpu is not None:
-            self._cpu.wait_for(members)
+        self._cpu.wait_for(members)
 
     def _finish(self, *, for_writing: bool) -> None:
-        if self._cpu is not None:
-            self._cpu.finish()
+        self._cpu.finish()
         super()._finish(for_writing=for_writing)
 
     def _make_masters(self, members: Sequence[Member]) -> None:
         super()._make_masters([member for member in members if member in self.streamed])
-        if self._cpu is not None:
-            self._cpu.refresh_masters(members)
+        self._cpu.refresh_masters(members)
 
     def _finished(self, members: Iterable[Member]) -> StateParts:
-        parts = super()._finished(members)
-        return parts if self._cpu is None else BothParts(parts, self._cpu)
+        return BothParts(super()._finished(members), self._cpu)
 
     def close(self) -> None:
         """Finish, take all hooks off and free the host memory, also where finishing raises. Again, it does nothing."""
-        if self._cpu is not None and not self._closed:
+        if not self._closed:
             self._unclosed.append(self._cpu.close)
         super().close()
 

@@ -9,8 +9,8 @@ Explained in docs/larger-than-gpu.md.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Protocol
 
@@ -221,6 +221,15 @@ class TrainedWeights(LayerStreamer):
     def reload(self) -> None:
         """Bring the weights anew that are on the device: somebody has written their homes."""
         self._window.reload()
+
+    @contextmanager
+    def gathered(self, layer: nn.Module | None = None) -> Iterator[None]:
+        """See `LayerStreamer`; weights that never leave the device are new inside, too."""
+        if not self._is_closed:
+            params = (self._model if layer is None else layer).parameters()
+            self._settle([param for param in params if param.requires_grad and param not in self.home_of], [])
+        with super().gathered(layer):
+            yield
 
     def visit(self, block: StreamedBlock) -> Event:
         """Have `block` on the device, held until it is told what has gone home; return the event of its arrival."""

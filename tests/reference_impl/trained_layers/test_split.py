@@ -174,7 +174,15 @@ def test_a_run_resumes_at_another_split():
 
 
 @pytest.mark.parametrize("pending", [False, True])
-def test_weights_are_saved_lent_and_changed(pending):
+def test_weights_are_saved_lent_and_changed(monkeypatch, pending):
+    """Those of norms too, which never leave the device."""
+    run = DeadlineWorkers.run_job
+
+    def delayed(workers, job):
+        time.sleep(0.02)
+        run(workers, job)
+
+    monkeypatch.setattr(DeadlineWorkers, "run_job", delayed)
     ids = batches(TWIN, 3)
     other, model = decoder(TWIN), decoder(TWIN)
     reference = resident(other)
