@@ -186,7 +186,7 @@ def test_weights_are_saved_lent_and_changed(monkeypatch, pending):
     ids = batches(TWIN, 3)
     other, model = decoder(TWIN), decoder(TWIN)
     reference = resident(other)
-    with streamed(model, split=(0.0, 0.0, 1.0), prefetch=4) as streamer:
+    with streamed(model, split=(0.0, 0.0, 1.0), cpu=FEW, prefetch=4) as streamer:
         train(other, reference, ids[:2])
         train(model, streamer.optimizer, ids[:2])
         if not pending:
