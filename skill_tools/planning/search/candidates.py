@@ -24,6 +24,7 @@ from skill_tools.planning.cost.compute import Pace
 from skill_tools.planning.cost.machine import Machine
 from skill_tools.planning.model import memory
 from skill_tools.planning.model.memory import Memory
+from skill_tools.planning.model.trained_layers import streamed_bytes
 from skill_tools.planning.search.legality import LEGAL, Judge, Legality, RuledOut
 from skill_tools.planning.search.options import Budget, Option, limit_of, preference
 from skill_tools.planning.search.restriction import EVERYTHING, Restriction
@@ -177,22 +178,24 @@ class Search:
     def _placed(self, option: Option, budget: Budget) -> Option:
         """Return trained layers with their states where they are updated fastest, where that gains something."""
         mode = option.candidate.mode
-        best_share = trained_layers.best_cpu_share(self._run, mode.streamed_states, self._machine)
-        mixes = (0.0,) if mode.updates_in_backward or not best_share else (0.0, best_share)
-        placed = [self._filled(option, share, budget) for share in mixes]
-        best = min(placed, key=_order)
+        if option.memory.device_bytes > budget.most_gpu_bytes:
+            return option
+        shares = {0.0}
+        if not mode.updates_in_backward:
+            shares.add(trained_layers.best_cpu_share(self._run, mode.streamed_states, self._machine))
+        best = min((self._filled(option, share, budget) for share in shares), key=_order)
         gains = best.time.total_s <= _WORTH_PLACING * option.time.total_s
         return best if best.fits and (gains or not option.fits) else option
 
     def _filled(self, option: Option, cpu_share: float, budget: Budget) -> Option:
-        """Return `option` with the largest hundredth of states on the GPU that fits, and a share of the others' updates
-        on the CPU.
-        """
+        """Return `option` with as many hundredths of states on the GPU as fit, and a share of the rest on the CPU."""
+        states_bytes = streamed_bytes(self._run, option.candidate.mode.streamed_states)
+        each_bytes = states_bytes * option.memory.parameters.total / _STEPS
         spare_bytes = budget.most_gpu_bytes - option.memory.device_bytes
-        all_stay = self._memory(with_states(option.candidate, resident=1.0, on_cpu=0.0).mode)
-        each_bytes = (all_stay.device_bytes - option.memory.device_bytes) / _STEPS
-        resident = min(max(int(spare_bytes / each_bytes), 0), _STEPS) / _STEPS
+        resident = min(int(spare_bytes / each_bytes), _STEPS) / _STEPS
         on_cpu = round(cpu_share * (1 - resident), 4)
+        if not (resident or on_cpu):
+            return option
         candidate = with_states(option.candidate, resident=resident, on_cpu=on_cpu)
         return self._option(candidate, option.legality, self._memory(candidate.mode), budget)
 
