@@ -14,46 +14,11 @@ from reference_impl.device import Device
 from reference_impl.memory.host import HostMemoryError
 from reference_impl.verification import kernels
 from reference_impl.verification import verify_plan as verifying
-from reference_impl.verification.plan_document import TRAINED_STATES
 from reference_impl.verification.planned_run import PlanError, read_plan
 from reference_impl.verification.verify_plan import COMPARED_STEPS, verify_plan
 from reference_impl.verification.workload import Workload
 from skill_tools.__main__ import main
 from skill_tools.bundle import schema_path
-from skill_tools.dialects.candidates import with_states
-from skill_tools.dialects.pytorch import candidates
-from skill_tools.planning.model import reference_numbers
-
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 8192,
-    "tie_word_embeddings": False,
-}
-CHUNK_BYTES = 2**17
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    """Makes plans for tiny models as `offload plan` does."""
-    folder = tmp_path_factory.mktemp("model")
-
-    def make(gpu_memory, *overrides, without=(), **sizes):
-        (folder / "config.json").write_text(json.dumps(CONFIG | sizes))
-        written: list[str] = []
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("builtins.print", lambda text, **_: written.append(text))
-            arguments = [str(folder / "config.json"), "--gpu", "h200", "--gpu-memory", gpu_memory]
-            arguments += [word for mechanism in without for word in ("--without", mechanism)]
-            assert main(["plan", *arguments, "--format", "json", "--overrides", *overrides]) == 0
-        return json.loads(written[0])
-
-    return make
 
 
 @pytest.fixture(scope="module")
@@ -468,81 +433,3 @@ def test_a_plan_for_adapters_is_verified_on_the_frozen_model_with_them(execute, 
     found = verify_plan(Device.of("cpu"), read_plan(path, steps=6))
     assert found.runs["without offload"][0].error == pytest.approx(0, abs=0.03)
     assert found.trained.losses == found.without_offload.losses
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "label",
-    [
-        "trained layers streamed, layer inputs on the host",
-        "trained layers streamed",
-        "checkpointing",
-        "checkpointing with layer inputs offloaded",
-    ],
-)
-def test_the_work_of_one_layer_is_counted_where_there_are_many_tokens(made, tmp_path, monkeypatch, label):
-    sizes = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4, "vocab_size": 64}
-    offered = candidates.candidates
-    monkeypatch.setattr(
-        candidates, "candidates", lambda *asked: (each for each in offered(*asked) if each.label == label)
-    )
-    plan = made("2GiB", "seq_length=512", "micro_batch_size=2", "max_grad_norm=0", **sizes)
-    (tmp_path / "plan.json").write_text(json.dumps(plan))
-    verified = verify_plan(Device.of("cpu"), read_plan(tmp_path / "plan.json", steps=6))
-    # The twin's RMSNorm is not fused: it keeps fp32 copies that no GPU has.
-    assert -0.005 <= verified.runs[label][0].error <= 0.055
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("words", "options", "shares"),
-    [
-        ("", {}, ()),
-        (", in 8 slices", {"slices": 8}, ()),
-        (", layer inputs on the host", {"inputs": "host"}, ()),
-        (", 3 layers' weights resident", {"resident_layers": 3}, ()),
-        (", updated in backward", {"backward_overlap": "update"}, ()),
-        (
-            ", 3 layers' weights resident, updated in backward",
-            {"resident_layers": 3, "backward_overlap": "update"},
-            (),
-        ),
-        ("", {}, (0.4, 0.0)),
-        (", updated in backward", {"backward_overlap": "update"}, (0.4, 0.0)),
-        (", 3 layers' weights resident", {"resident_layers": 3}, (0.2, 0.5)),
-    ],
-)
-def test_a_plan_that_streams_trained_layers_is_true(made, tmp_path, monkeypatch, words, options, shares):
-    sizes = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 6, "vocab_size": 512}
-    offered = candidates.candidates
-    resident, on_cpu = shares or (0.0, 0.0)
-
-    def chosen(*asked):
-        for each in offered(*asked):
-            if each.label == f"trained layers streamed{words}":
-                yield with_states(each, resident=resident, on_cpu=on_cpu)
-
-    monkeypatch.setattr(candidates, "candidates", chosen)
-    if shares:
-        # As in a large model, whose blocks are longer than a chunk.
-        monkeypatch.setattr(reference_numbers, "CHUNK_BYTES", CHUNK_BYTES)
-        monkeypatch.setitem(TRAINED_STATES, "exact", TRAINED_STATES["exact"] | {"chunk_bytes": CHUNK_BYTES})
-    sequences = options.get("slices", 2)
-    batch = (f"seq_length={128 // sequences}", f"micro_batch_size={sequences}")
-    plan = made("2GiB", *batch, "max_grad_norm=0", **sizes)
-    streamed = {"inputs": "device", "streamed_states": "exact"}
-    if shares:
-        streamed["split"] = {
-            "resident": resident,
-            "streamed": pytest.approx(1 - resident - on_cpu),
-            "cpu": on_cpu,
-        }
-    assert plan["execute"] == {"trained_layers": streamed | options}
-    (tmp_path / "plan.json").write_text(json.dumps(plan))
-    verified = verify_plan(Device.of("cpu"), read_plan(tmp_path / "plan.json", steps=6))
-    peak, between_steps, host = verified.runs[plan["recommendation"]["option"]["label"]]
-    assert abs(peak.error) <= 0.06
-    assert abs(between_steps.error) <= 0.01
-    assert abs(host.error) <= 0.02
-    # Gradients of slices add up in fp32, and so in another order than a whole batch's.
-    assert verified.max_loss_delta <= (1e-3 if "slices" in options else 0)
