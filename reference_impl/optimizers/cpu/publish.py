@@ -87,9 +87,9 @@ class Publisher:
         if home is not None and member in self._came_home:
             if home.arrival is not None:
                 # What is on the device was copied before the home was new, or while it became so.
-                numel = member.param_local.numel()
-                member.published = self._device.copy_in(
-                    home.device_part(0, numel), home.host, after=(home.arrival,)
-                )
+                with self._device.on_h2d_of_weights():
+                    self._device.wait(home.arrival)
+                    self._device.copy(home.device_part(0, member.param_local.numel()), home.host)
+                    member.published = self._device.record()
             self._came_home.discard(member)
         self._device.wait(member.published)

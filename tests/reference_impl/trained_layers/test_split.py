@@ -151,7 +151,14 @@ def test_late_copies_and_late_workers(monkeypatch, seed):
 
     monkeypatch.setattr(DeadlineWorkers, "run_job", delayed)
     compare(device, split=THREE, cpu=FEW, steps=6, layers=6)
-    compare(device, split=(0.0, 0.0, 1.0), cpu=FEW, steps=3, prefetch=4)
+    other, model, ids = decoder(device), decoder(device), batches(device, 6)
+    reference = resident(other)
+    with streamed(model, split=(0.0, 0.0, 1.0), cpu=FEW, prefetch=4) as streamer:
+        for batch in ids:
+            assert train(model, streamer.optimizer, [batch]) == train(other, reference, [batch])
+            # With blocks on their way to the device.
+            for name, value in model.state_dict().items():
+                assert torch.equal(value, dict(other.named_parameters())[name]), name
 
 
 def test_a_run_resumes_at_another_split():
