@@ -7,6 +7,7 @@ before both, would be wrong on a GPU: here it is found, though every copy is mad
 
 from contextlib import contextmanager
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +15,10 @@ from torch import nn
 
 from reference_impl import TrainableLayerStreamer
 from reference_impl.device import REACHED, CpuTwin, Device
-from reference_impl.optimizers.options import Streaming
+from reference_impl.optimizers.cpu.publish import Publisher
+from reference_impl.optimizers.cpu.share import CpuShare
+from reference_impl.optimizers.cpu.workers import DeadlineWorkers
+from reference_impl.optimizers.options import CpuUpdate, Streaming
 from reference_impl.optimizers.streamed.update import ChunkUpdate
 from reference_impl.weights import block as streamed_block
 
@@ -84,12 +88,12 @@ class Clocks(CpuTwin):
 
     def __init__(self):
         super().__init__(torch.device("cpu"))
-        self.now = dict.fromkeys(("compute", "update", "h2d", "d2h"), 0.0)
+        self.now = dict.fromkeys(("compute", "update", "h2d", "d2h", "weights"), 0.0)
         self.stream = "compute"
         # How far the host knows the compute stream to be, and when it last stopped waiting: nothing begins before.
         self.host = self.issued = 0.0
         self.ranges = Ranges()
-        self.copied = {"h2d": 0, "d2h": 0}
+        self.copied = {"h2d": 0, "d2h": 0, "weights": 0}
 
     @contextmanager
     def on(self, stream):
@@ -119,6 +123,10 @@ class Clocks(CpuTwin):
 
     def on_h2d(self, size_bytes=0):
         return self.on("h2d")
+
+    def on_h2d_of_weights(self):
+        # Its copies are short, and that others are slower beside them is not counted.
+        return self.on("weights")
 
     def on_update_stream(self):
         return self.on("update")
@@ -229,6 +237,7 @@ def steady_step_ms(
         prefetch=prefetch,
         slices=slices,
         split=split,
+        cpu=CpuUpdate(bucket_elements=WIDTH**2) if split[2] else None,
     ) as streamer:
         for _ in range(6):
             model(torch.ones(2, 4, WIDTH, dtype=torch.bfloat16)).float().square().mean().backward()
@@ -241,7 +250,7 @@ def steady_step_ms(
     assert not device.ranges.hazards, device.ranges.hazards[:5]
     steps = [end - begin for begin, end in pairwise(ends)]
     assert steps[-1] == pytest.approx(steps[-2], rel=0.01)
-    return steps[-1], {way: copied[-1][way] - copied[-2][way] for way in ("h2d", "d2h")}
+    return steps[-1], {way: copied[-1][way] - copied[-2][way] for way in ("h2d", "d2h", "weights")}
 
 
 # In bytes a parameter: what comes in and goes out beside the weights in forward, for states of so many bytes.
@@ -263,6 +272,54 @@ def test_the_update_hides_behind_forward_and_weights_behind_backward(clocks, for
     # The first chunk and the last gradient have nothing to hide behind.
     exposed = layer_ms * (state_bytes + 2)
     assert forward + backward <= step_ms <= 1.03 * (forward + backward) + exposed
+
+
+@pytest.fixture
+def cpu(clocks, monkeypatch):
+    """Workers that update when the clocks say so: one thread, which takes so many ms for a layer."""
+    thread = SimpleNamespace(layer_ms=0.0, now=0.0, done={})
+    release, share = Publisher.release, CpuShare.run_kernel
+
+    def submit(workers, jobs):
+        for job in sorted(jobs, key=lambda job: job.deadline):
+            thread.now = max(thread.now, job.arrival.time)
+            job.run()
+
+    def run_kernel(cpu_share, task, step, present):
+        thread.now += thread.layer_ms
+        share(cpu_share, task, step, present)
+
+    def released(publisher, member):
+        thread.done[publisher.flag(member)] = thread.now
+        release(publisher, member)
+
+    def wait_until(workers, flag):
+        clocks.host = max(clocks.host, thread.done[flag])
+        clocks.issued = max(clocks.issued, thread.done[flag])
+
+    monkeypatch.setattr(DeadlineWorkers, "submit", submit)
+    monkeypatch.setattr(DeadlineWorkers, "wait_until", wait_until)
+    monkeypatch.setattr(CpuShare, "run_kernel", run_kernel)
+    monkeypatch.setattr(Publisher, "release", released)
+    return thread
+
+
+@pytest.mark.parametrize("forward_ms", [2.0, 24.0], ids=["short", "long"])
+@pytest.mark.parametrize("layer_ms", [1.0, 25.0, 60.0], ids=["fast", "even", "slow"])
+def test_the_cpu_updates_beside_the_link(clocks, cpu, forward_ms, layer_ms):
+    cpu.layer_ms = layer_ms
+    step_ms, copied = steady_step_ms(clocks, forward_ms=forward_ms, split=(0.0, 0.5, 0.5))
+    params = LAYERS * WIDTH * WIDTH
+    # With the two numbers of the clip decision.
+    assert copied["d2h"] == params * (2 + (12 + 2) / 2) + 8
+    assert copied["weights"] == params * 2 / 2
+    link_ms = LAYER_MS / 2
+    # Every other layer's weight comes twice, the others' with gradient and states.
+    inwards = LAYERS * (12 + 2) / 2 + LAYERS * 2 / 2 + (LAYERS - 3) * 2
+    forward = max(LAYERS * forward_ms, link_ms * inwards, layer_ms * LAYERS / 2)
+    backward = max(3 * LAYERS * forward_ms, link_ms * LAYERS * 2)
+    exposed = link_ms * (12 + 2) + layer_ms
+    assert forward + backward - exposed <= step_ms <= 1.03 * (forward + backward) + exposed
 
 
 @pytest.mark.parametrize("forward_ms", [2.0, 24.0], ids=["short", "long"])
