@@ -16,6 +16,14 @@ import torch
 from reference_impl.device import Event
 
 
+def refuse_update(visitors: int) -> RuntimeError:
+    """Return what is raised where an update reaches weights that are lent."""
+    return RuntimeError(
+        f"an update reached block {visitors} while its weights are lent; expected them back; try leaving gathered() "
+        "before step() or the next forward"
+    )
+
+
 class WeightHome(Protocol):
     """Where the weight of one parameter is. The weights of a block visit the device together.
 
@@ -33,8 +41,11 @@ class WeightHome(Protocol):
         """Return the same elements in the memory that they have on the device between `visit` and `leave`."""
 
     @property
-    def arrival(self) -> Event | None:
-        """The event after which the weights of the block are on the device; None while they are away."""
+    def is_lent(self) -> bool:
+        """Whether the user has the weights of the block as ordinary tensors, which will go home as they are then."""
+
+    def bring(self) -> Event:
+        """Copy the weight to the device once more if its block is there or on its way; return the event of its end."""
 
     @property
     def visitors(self) -> int:

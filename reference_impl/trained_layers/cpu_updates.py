@@ -15,6 +15,8 @@ from typing import Any
 import torch
 
 from reference_impl.device import Device, Event
+from reference_impl.memory.interrupts import deferred_interrupts
+from reference_impl.memory.weight_home import refuse_update
 from reference_impl.optimizers.algorithms import Algorithm
 from reference_impl.optimizers.clip_decision import ClipDecision
 from reference_impl.optimizers.cpu.share import CpuShare
@@ -81,9 +83,16 @@ class CpuUpdates:
         decision: ClipDecision,
         groups: Sequence[Mapping[str, Any]],
     ) -> None:
-        """Prepare a step of the members here whose gradients come at `arrivals`; changes nothing."""
+        """Prepare a step of the members here whose gradients come at `arrivals`; changes nothing.
+
+        Raises RuntimeError where weights are lent. The decision is what keeps workers from homes that kernels before
+        the step still read on the device: they read it once all of these have ended.
+        """
         self._prepared = None
         ours = {member: arrival for member, arrival in arrivals.items() if member in self._members}
+        for member in ours:
+            if member.home is not None and member.home.is_lent:
+                raise refuse_update(member.home.visitors)
         if ours:
             factors, indices = factors_of(ours)
             self._share.send(decision, factors)
@@ -97,8 +106,11 @@ class CpuUpdates:
 
     def submit(self) -> None:
         """Hand the begun step to the workers, unless they have it. Raises what one has failed with."""
-        if self._begun is not None:
-            buckets = self._share.buckets_of(self._begun.arrivals)
+        if self._begun is None:
+            return
+        buckets = self._share.buckets_of(self._begun.arrivals)
+        # A signal in between would have them do it twice.
+        with deferred_interrupts():
             self._share.submit(
                 sorted(buckets, key=lambda bucket: bucket.deadline),
                 self._begun,
@@ -112,7 +124,13 @@ class CpuUpdates:
         """Make the live current stream wait for new weights; the host waits until they are computed."""
         ours = [member for member in members if member in self._members]
         if ours:
+            self.submit()
             self._share.wait_for(ours)
+
+    @property
+    def has_failed_jobs(self) -> bool:
+        """Whether a part of an update has failed and is to be done again."""
+        return self._open_share is not None and self._open_share.has_failed_jobs
 
     def finish(self) -> None:
         """Make the live current stream wait for all new weights, and block until the workers are done."""

@@ -58,7 +58,7 @@ class InBackwardOptimizer(LayersOptimizer):
 
     def settle(self, params: Iterable[torch.Tensor], ahead: Iterable[torch.Tensor]) -> None:
         """Make the live current stream see new weights of `params`; all updates have been queued."""
-        members = [self._members[param] for param in params if self._members[param].pending]
+        members = self._pending(params)
         if members:
             with self._working():
                 self._resume()

@@ -12,7 +12,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from typing import Protocol
 
 import torch
@@ -30,6 +30,7 @@ from reference_impl.optimizers.parameter_state import StateParts
 from reference_impl.optimizers.stand_in import GradientStandIn
 from reference_impl.optimizers.state_offload import OptimizerStateOffloader
 from reference_impl.optimizers.state_offload_wrapped import algorithm_of
+from reference_impl.optimizers.step import Status
 from reference_impl.optimizers.streamed.chunks import Part
 from reference_impl.trained_layers.cpu_updates import BothParts, CpuUpdates
 from reference_impl.trained_layers.shares import NOTHING_STAYS, StateShares
@@ -130,6 +131,11 @@ class LayersOptimizer(OptimizerStateOffloader):
     def settle(self, params: Iterable[torch.Tensor], ahead: Iterable[torch.Tensor]) -> None:
         """Make the live current stream see new weights of `params`; queue the updates of those that come `ahead`."""
 
+    def _pending(self, params: Iterable[torch.Tensor]) -> list[Member]:
+        """Return the members among `params` whose update nobody has waited for."""
+        members = (self._members.get(param) for param in params)
+        return [member for member in members if member is not None and member.pending]
+
     def told(self) -> AbstractContextManager[None]:
         """Return a context that notes on an error what became of the step, and remembers that a device is lost."""
         return self._failures.told()
@@ -226,7 +232,7 @@ class TrainedLayersOptimizer(LayersOptimizer):
 
     def settle(self, params: Iterable[torch.Tensor], ahead: Iterable[torch.Tensor]) -> None:
         """See `LayersOptimizer`."""
-        members = [self._members[param] for param in params if self._members[param].pending]
+        members = self._pending(params)
         if not members and not self.streamed.unqueued:
             return
         with self._working():
@@ -320,6 +326,15 @@ class TrainedLayersOptimizer(LayersOptimizer):
         self._cpu.submit()
         super()._advance()
 
+    def _told_status(self) -> Status:
+        told = super()._told_status()
+        return "begun" if told == "untouched" and self._cpu.has_failed_jobs else told
+
+    def _resume(self) -> None:
+        super()._resume()
+        if self._cpu.has_failed_jobs:
+            self._wait_for_all()
+
     def _wait_for_updates(self, members: Sequence[Member]) -> None:
         # The device gets its work before the host waits for the CPU's.
         super()._wait_for_updates(members)
@@ -340,6 +355,10 @@ class TrainedLayersOptimizer(LayersOptimizer):
         """Finish, take all hooks off and free the host memory, also where finishing raises. Again, it does nothing."""
         if not self._closed:
             self._unclosed.append(self._cpu.close)
+            if self._failures.first is None:
+                # What a worker has failed with is raised once; then its work is done again.
+                with self._lock, suppress(Exception):
+                    self._cpu.finish()
         super().close()
 
     def _step(self) -> None:

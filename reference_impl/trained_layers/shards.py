@@ -108,6 +108,7 @@ class ShardBlock:
         self._slot: DeviceSlot | None = None
         self._arrived: Event = REACHED
         self._stored: Event = REACHED
+        self._brought: Event = REACHED
         # Where gathers have read them since they came.
         self._read_on: list[object] = []
 
@@ -145,7 +146,7 @@ class ShardBlock:
                 read.append(self._device.record())
         with deferred_interrupts():
             slot, self._slot, self._read_on = self._slot, None, []
-            self._slots.give_back(slot, after=(*read, self._arrived, self._stored))
+            self._slots.give_back(slot, after=(*read, self._arrived, self._stored, self._brought))
 
     def gather(self, index: int) -> torch.Tensor:
         """Return shard `index`, padded and flat, to a gather on the live current stream."""
@@ -173,6 +174,10 @@ class ShardBlock:
     def stored(self, event: Event) -> None:
         """Take note that all that was written goes home until `event`."""
         self._stored, self.is_held = event, False
+
+    def brought(self, event: Event) -> None:
+        """Take note that a part of it is copied to the device once more until `event`."""
+        self._brought = event
 
     def wait_stored(self) -> None:
         """Block until all that was written is home."""

@@ -86,6 +86,7 @@ class StreamedBlock:
         self._flat = torch.empty(0, dtype=torch.uint8)
         self._started: Started = lambda: REACHED
         self._stored: Event = REACHED
+        self._brought: Event = REACHED
         self._stream_id = 0
 
     @property
@@ -147,6 +148,10 @@ class StreamedBlock:
         """Take note that all that was written goes home until `event`."""
         self._stored, self.is_held = event, False
 
+    def brought(self, event: Event) -> None:
+        """Take note that a part of it is copied to the device once more until `event`."""
+        self._brought = event
+
     def wait_stored(self) -> None:
         """Block until all that was written is home."""
         self._stored.synchronize()
@@ -177,6 +182,7 @@ class StreamedBlock:
         # A copy that nobody waited for may still be writing, or new weights may be on their way home.
         self.wait()
         self._device.wait(self._stored)
+        self._device.wait(self._brought)
         if self._stream_id != self._device.current_stream_id():
             # The memory belongs to another stream, which does not know of this one's kernels.
             self._device.synchronize()

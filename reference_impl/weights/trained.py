@@ -17,8 +17,9 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from reference_impl.device import Device, Event
+from reference_impl.device import REACHED, Device, Event
 from reference_impl.memory.arena import HostArena
+from reference_impl.memory.weight_home import refuse_update
 from reference_impl.weights.block import StreamedBlock
 from reference_impl.weights.host_memory import PinnedCopy
 from reference_impl.weights.layers import LayerStreamer
@@ -35,8 +36,15 @@ class UpdatedBlock(Protocol):
         """Its number."""
 
     @property
+    def is_streamed(self) -> bool:
+        """Whether it comes and goes now."""
+
+    @property
     def arrival(self) -> Event | None:
         """The event after which it is on the device; None while it is away."""
+
+    def brought(self, event: Event) -> None:
+        """Take note that a part of it is copied to the device once more until `event`."""
 
     def at(self, offset: int, size_bytes: int) -> torch.Tensor:
         """Return the bytes from `offset` on the device."""
@@ -83,9 +91,22 @@ class Home:
         return self._block.at(self._offset + start * size, (stop - start) * size).view(self._dtype)
 
     @property
-    def arrival(self) -> Event | None:
-        """The event after which the block is on the device; None while it is away."""
-        return self._block.arrival
+    def is_lent(self) -> bool:
+        """Whether the weights of the block are ordinary tensors for now."""
+        return not self._block.is_streamed
+
+    def bring(self) -> Event:
+        """Copy the weight to the device once more, on the stream for new weights, behind the copy of its block."""
+        arrival = self._block.arrival
+        if arrival is None:
+            return REACHED
+        device = self._homes.device
+        with device.on_h2d_of_weights():
+            device.wait(arrival)
+            device.copy(self.device_part(0, self._numel), self.host)
+            event = device.record()
+        self._block.brought(event)
+        return event
 
     @property
     def visitors(self) -> int:
@@ -119,7 +140,7 @@ class Homes:
 
     def __init__(self, device: Device, blocks: Sequence[Sequence[BlockStorage]], *, remedy: str) -> None:
         total_bytes = sum(layout(block)[1] for block in blocks)
-        self._device = device
+        self.device = device
         self._arena = HostArena(device, slab_bytes=max(min(total_bytes, _SLAB_BYTES), 1), remedy=remedy)
         self._copies: dict[int, HomeCopy] = {}
         self._shapes: dict[int, tuple[list[int], int]] = {}
@@ -144,7 +165,7 @@ class Homes:
         """
         shape = list(offsets), size_bytes
         if index not in self._copies:
-            self._copies[index] = HomeCopy(self._device, self._arena, sources, offsets, size_bytes)
+            self._copies[index] = HomeCopy(self.device, self._arena, sources, offsets, size_bytes)
             self._shapes[index] = shape
             self.changed[index] = [False] * len(sources)
         elif self._shapes[index] != shape:
@@ -234,10 +255,7 @@ class TrainedWeights(LayerStreamer):
     def visit(self, block: StreamedBlock) -> Event:
         """Have `block` on the device, held until it is told what has gone home; return the event of its arrival."""
         if not block.is_streamed:
-            raise RuntimeError(
-                f"an update reached block {block.index} while its weights are lent; expected them back; try leaving "
-                "gathered() before step() or the next forward"
-            )
+            raise refuse_update(block.index)
         self._window.bring(block)
         return block.hold()
 

@@ -83,13 +83,8 @@ class Publisher:
 
     def wait(self, member: Member) -> None:
         """Make the live current stream wait for the new weight of `member`, whose flag is up."""
-        home = member.home
-        if home is not None and member in self._came_home:
-            if home.arrival is not None:
-                # What is on the device was copied before the home was new, or while it became so.
-                with self._device.on_h2d_of_weights():
-                    self._device.wait(home.arrival)
-                    self._device.copy(home.device_part(0, member.param_local.numel()), home.host)
-                    member.published = self._device.record()
+        if member.home is not None and member in self._came_home:
+            # What is on the device was copied before the home was new, or while it became so.
+            member.published = member.home.bring()
             self._came_home.discard(member)
         self._device.wait(member.published)

@@ -110,7 +110,8 @@ class CpuShare:
             for piece in member.pieces:
                 bucket, place = self._buckets[piece], slice(piece.offset, piece.offset + piece.numel)
                 master, part = bucket.master[place], weight[piece.start : piece.stop]
-                if member.home is not None:
+                if member.home is not None or member.arrival is not None:
+                    # At home it is on the host, and a gradient that waits has staging.
                     master.copy_(part)
                     continue
                 staging = bucket.staging[place]

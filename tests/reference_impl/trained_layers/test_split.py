@@ -16,7 +16,6 @@ from reference_impl.memory.ledger import Ledger
 from reference_impl.optimizers.cpu.workers import DeadlineWorkers
 from reference_impl.optimizers.options import CpuUpdate, Streaming
 from reference_impl.trained_layers.segments import recompute_in_slices
-from reference_impl.verification.model import decoder_loss
 
 pytestmark = pytest.mark.usefixtures("host_memory_comes_back")
 SLOW = pytest.mark.slow
@@ -236,35 +235,6 @@ def test_what_stays_is_on_the_device_and_what_the_cpu_updates_is_not(device):
     assert 0.98 * 6 * elements <= stays <= 1.02 * 6 * elements + 2**15
     # It needs no slots.
     assert peaks[0.0, 0.0, 1.0] < peaks[0.0, 1.0, 0.0]
-
-
-def step_and_forward(model, optimizer, batch):
-    optimizer.step()
-    optimizer.zero_grad()
-    return model(batch)
-
-
-def test_a_worker_that_fails_is_told_once_and_its_work_is_done_again(monkeypatch):
-    ids = batches(TWIN, 3)
-    other, model = decoder(TWIN), decoder(TWIN)
-    reference = resident(other)
-    expected = train(other, reference, ids)
-    run, failures = DeadlineWorkers.run_job, [MemoryError("none left")]
-
-    def failing(workers, job):
-        if failures:
-            raise failures.pop()
-        run(workers, job)
-
-    with streamed(model, split=(0.0, 0.0, 1.0)) as streamer:
-        assert train(model, streamer.optimizer, ids[:1]) == expected[:1]
-        decoder_loss(model(ids[1]), ids[1]).backward()
-        monkeypatch.setattr(DeadlineWorkers, "run_job", failing)
-        with pytest.raises(MemoryError, match="none left"):
-            step_and_forward(model, streamer.optimizer, ids[2])
-        streamer.optimizer.zero_grad()
-        assert train(model, streamer.optimizer, ids[2:]) == expected[2:]
-        assert_same(model, streamer.optimizer, other, reference)
 
 
 @pytest.mark.parametrize(
