@@ -19,8 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 from reference_impl.device import Device
 from reference_impl.memory.absent import is_absent
 from reference_impl.optimizers.algorithms import Algorithm, group_defaults
-from reference_impl.optimizers.layout import Member
-from reference_impl.optimizers.options import Budgets
+from reference_impl.optimizers.layout import ALIGNMENT, Member
+from reference_impl.optimizers.options import Budgets, CpuUpdate
 
 BackwardOverlap = Literal["nothing", "gradients", "update"]
 
@@ -73,6 +73,16 @@ def check_split(split: Any, fraction: float, *, filtered: bool, budgets: Budgets
     if split != "auto" and budgets != Budgets():
         raise ValueError(
             "budgets were given, which choose a split; expected split='auto' with them; try that, or leave them out"
+        )
+
+
+def check_cpu(options: CpuUpdate) -> None:
+    """Raise ValueError for threads or buckets that are none."""
+    if options.threads is not None and options.threads < 1:
+        raise ValueError(f"threads is {options.threads}; expected at least 1, or None; try None")
+    if options.bucket_elements < ALIGNMENT:
+        raise ValueError(
+            f"bucket_elements is {options.bucket_elements}; expected {ALIGNMENT} or more; try 2**24"
         )
 
 

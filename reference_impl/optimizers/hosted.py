@@ -172,12 +172,7 @@ class HostedOptimizer(torch.optim.Optimizer, ABC):
 
     def _check_unshared(self, params: Iterable[torch.Tensor]) -> None:
         """Raise ValueError for parameters that another open optimizer trains."""
-        checks.check_unshared(
-            list(params),
-            lambda param: any(
-                param in each._members for each in _open if each is not self and not each._closed
-            ),
-        )
+        check_untrained(params, but_by=self)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, and what GradScaler has said of them."""
@@ -228,3 +223,13 @@ class HostedOptimizer(torch.optim.Optimizer, ABC):
             f"{type(self).__name__} cannot be pickled or copied, because its memory is pinned; try state_dict() and "
             "load_state_dict()"
         )
+
+
+def check_untrained(params: Iterable[torch.Tensor], *, but_by: HostedOptimizer | None = None) -> None:
+    """Raise ValueError for parameters that an open optimizer trains, `but_by` this one."""
+    checks.check_unshared(
+        list(params),
+        lambda param: any(
+            param in each._members for each in _open if each is not but_by and not each._closed
+        ),
+    )

@@ -99,6 +99,7 @@ class HybridDeviceOptimizer(SavedOptimizer):
         checks.check_split(
             split, offload_fraction, filtered=offload_filter is not None, budgets=options.budgets
         )
+        checks.check_cpu(options.cpu)
         self._filter = offload_filter
         self._max_grad_norm = max_grad_norm
         self._backward_overlap = backward_overlap or "gradients"

@@ -10,6 +10,7 @@ from torch import nn
 
 from reference_impl.device import Device
 from reference_impl.optimizers.algorithms import Algorithm
+from reference_impl.optimizers.hosted import check_untrained
 from reference_impl.optimizers.options import Streaming
 from reference_impl.optimizers.streamed.storage import StateFormat
 
@@ -29,8 +30,9 @@ def check_streaming(streaming: Streaming, algorithm: Algorithm, device: Device) 
 
 
 def check_params(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Raise ValueError unless the optimizer trains what the model trains."""
+    """Raise ValueError unless the optimizer trains what the model trains, and no other does."""
     grouped = {param for group in optimizer.param_groups for param in group["params"]}
+    check_untrained(grouped)
     for name, param in model.named_parameters():
         if param.requires_grad and param not in grouped:
             raise ValueError(

@@ -251,6 +251,8 @@ def _check_split(split: tuple[float, float, float], cpu: CpuUpdate | None, backw
             f"split is {split} with backward_overlap='update'; expected nothing on the CPU, because gradients stay on "
             f"the device; try split=({split[0]:g}, {split[1] + split[2]:g}, 0), or backward_overlap='gradients'"
         )
+    if cpu is not None:
+        checks.check_cpu(cpu)
     if cpu is not None and not split[2]:
         raise ValueError(
             f"cpu was given with split {split}; expected a share that the CPU updates; try split=(0, 0.8, 0.2)"

@@ -124,3 +124,17 @@ def test_every_public_name_can_be_imported():
     assert "reference_impl.optimizers.streamed.share" in modules_after(code)
     with pytest.raises(ImportError):
         exec("from reference_impl import Nothing")
+
+
+@pytest.mark.parametrize(
+    ("cpu", "said"),
+    [
+        (CpuUpdate(threads=0), "threads is 0; expected at least 1, or None"),
+        (CpuUpdate(threads=-2), "threads is -2; expected at least 1, or None"),
+        (CpuUpdate(bucket_elements=0), "bucket_elements is 0; expected 64 or more"),
+    ],
+    ids=str,
+)
+def test_threads_and_buckets_that_are_none_are_refused(cpu, said):
+    with pytest.raises(ValueError, match=said):
+        HybridDeviceOptimizer([torch.nn.Parameter(torch.zeros(3))], cpu=cpu)

@@ -162,3 +162,14 @@ def test_an_update_while_weights_are_lent(device):
                 streamer.optimizer.synchronize()
         train(model, streamer.optimizer, ids[2:])
         assert_same(model, streamer.optimizer, other, reference)
+
+
+def test_a_second_streamer_leaves_the_first_as_it_is(device):
+    ids = batches(device, 3)
+    other, model = decoder(device), decoder(device)
+    expected = train(other, resident(other), ids)
+    with streamed(model) as streamer:
+        losses = train(model, streamer.optimizer, ids[:2])
+        with pytest.raises(ValueError, match="another open optimizer trains a parameter"):
+            streamed(model)
+        assert losses + train(model, streamer.optimizer, ids[2:]) == expected

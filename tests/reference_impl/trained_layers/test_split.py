@@ -245,6 +245,8 @@ def test_what_stays_is_on_the_device_and_what_the_cpu_updates_is_not(device):
         ({"split": "auto"}, "split is 'auto'; expected three shares"),
         ({"split": (0.0, 0.5, 0.5), "backward_overlap": "update"}, r"try split=\(0, 1, 0\)"),
         ({"cpu": CpuUpdate()}, "cpu was given with split"),
+        ({"split": THREE, "cpu": CpuUpdate(threads=-1)}, "threads is -1; expected at least 1"),
+        ({"split": THREE, "cpu": CpuUpdate(bucket_elements=0)}, "bucket_elements is 0; expected 64 or more"),
     ],
     ids=str,
 )
