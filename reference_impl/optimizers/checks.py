@@ -140,7 +140,7 @@ def check_clipping(*, max_grad_norm: float | None, updates_in_backward: bool) ->
     """Raise ValueError when exact clipping is impossible as asked."""
     if max_grad_norm is None:
         return
-    if max_grad_norm <= 0:
+    if not max_grad_norm > 0:
         raise ValueError(f"max_grad_norm is {max_grad_norm}; expected a positive number or None")
     if updates_in_backward:
         raise ValueError(

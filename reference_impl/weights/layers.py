@@ -130,7 +130,8 @@ class LayerStreamer(ClosedAtExit):
         finally:
             self._take_again(blocks)
             self._gathered.difference_update(block.index for block in blocks)
-            self._window.advance()
+            if not self._is_closed:
+                self._window.advance()
 
     def close(self) -> None:
         """Give every weight its own memory where it came from, and the host memory back. Idempotent.

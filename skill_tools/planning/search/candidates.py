@@ -133,7 +133,7 @@ class Search:
     def options(self, budget: Budget) -> list[Option]:
         """Return every legal combination with the least offload that fits: fitting ones first, fastest first."""
         least = (self._least(candidate, legality, budget) for candidate, legality in self._legal)
-        return sorted((option for option in least if option is not None), key=_order)
+        return sorted(self._refilled([option for option in least if option is not None], budget), key=_order)
 
     def fitting(self, budget: Budget) -> list[Option]:
         """Return those of `options` that fit, without timing the others."""
@@ -142,7 +142,8 @@ class Search:
             for candidate, legality in self._legal
             if self._within(candidate.mode, budget)
         )
-        return sorted((option for option in least if option is not None and option.fits), key=preference)
+        found = self._refilled([option for option in least if option is not None], budget)
+        return sorted((option for option in found if option.fits), key=preference)
 
     def _within(self, mode: Mode, budget: Budget) -> bool:
         """Return whether `mode` keeps the GPU's budget, offloading all that it may."""
@@ -161,8 +162,7 @@ class Search:
         found = self._memory(candidate.mode)
         if OPTIMIZER not in candidate.mechanisms:
             option = self._option(candidate, legality, found, budget)
-            places = self._places_states and candidate.mode.trained_layers
-            return self._placed(option, budget) if places and not self._run.is_fully_sharded else option
+            return self._placed(option, budget) if self._places_states else option
         without = candidate.mode._replace(optimizer_fraction=0.0, streamed_fraction=0.0)
         if self._within(without, budget):
             return None
@@ -175,10 +175,17 @@ class Search:
         least, enough = self._smallest_fraction(candidate, found, budget)
         return self._option(least, partial if least is not candidate else legality, enough, budget)
 
+    def _refilled(self, found: list[Option], budget: Budget) -> list[Option]:
+        """Return `found`; if nothing fits, with states on the GPU that the host has no room for."""
+        if any(option.fits for option in found):
+            return found
+        return [self._placed(option, budget) for option in found]
+
     def _placed(self, option: Option, budget: Budget) -> Option:
         """Return trained layers with their states where they are updated fastest, where that gains something."""
         mode = option.candidate.mode
-        if option.memory.device_bytes > budget.most_gpu_bytes:
+        streams = mode.trained_layers and not self._run.is_fully_sharded
+        if not streams or mode.states_streamed < 1 or option.memory.device_bytes > budget.most_gpu_bytes:
             return option
         shares = {0.0}
         if not mode.updates_in_backward:

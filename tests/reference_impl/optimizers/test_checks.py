@@ -80,7 +80,7 @@ def test_keys_of_a_group_without_meaning_pass():
     checks.check_group(Adam(), group)
 
 
-@pytest.mark.parametrize("norm", [0, -1.0])
+@pytest.mark.parametrize("norm", [0, -1.0, float("nan")])
 def test_a_norm_to_clip_to_is_positive(norm):
     with pytest.raises(ValueError, match="max_grad_norm is"):
         checks.check_clipping(max_grad_norm=norm, updates_in_backward=False)

@@ -148,3 +148,13 @@ def test_a_scheduler_of_the_wrapped_optimizer_is_followed(device):
             schedule.step()
         assert plain.param_groups[0]["lr"] == OPTIONS["lr"] / 16
         assert_same(model, streamer.optimizer, other, reference)
+
+
+def test_after_closing_weights_are_lent_for_good(device):
+    model = decoder(device)
+    streamer = streamed(model)
+    train(model, streamer.optimizer, batches(device, 1))
+    streamer.close()
+    with streamer.gathered():
+        assert model.layers[0].up.weight.sum().isfinite()
+    train(model, torch.optim.SGD(model.parameters(), lr=1e-3), batches(device, 1))

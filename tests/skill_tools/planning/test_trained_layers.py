@@ -189,6 +189,11 @@ def test_states_stay_on_the_host_where_the_step_gains_nothing(capsys: pytest.Cap
     assert found["execute"]["trained_layers"].get("split", {}).get("resident", 0) < 0.1
 
 
+def test_states_that_a_small_host_cannot_hold_stay(capsys: pytest.CaptureFixture[str]) -> None:
+    found = plan(capsys, "--gpu", "h100", "--gpu-memory", "60GiB", "--host-memory", "64GiB")
+    assert found["execute"]["trained_layers"]["split"]["resident"] > 0.4
+
+
 SLOW_LINK = "tflops=312,link_GBs=12,dram_GBs=150,hbm_GBs=1500"
 
 
