@@ -61,7 +61,8 @@ def check_split(split: Any, fraction: float, *, filtered: bool, budgets: Budgets
         )
     else:
         shares = tuple(split)
-    if shares and (min(shares) < 0 or abs(sum(shares) - 1) > 1e-6):
+    # No comparison with a NaN is true.
+    if shares and not (min(shares) >= 0 and abs(sum(shares) - 1) <= 1e-6):
         raise ValueError(
             f"split is {shares}; expected three shares in [0, 1] that sum to 1, not {sum(shares):g}; try (0, 0.8, 0.2)"
         )

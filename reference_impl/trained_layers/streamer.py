@@ -241,7 +241,7 @@ def _check_options(*, prefetch: int, slices: int, inputs: str, backward_overlap:
 
 def _check_split(split: tuple[float, float, float], cpu: CpuUpdate | None, backward_overlap: str) -> None:
     """Raise ValueError for shares that are none, or that another option excludes."""
-    if split is None or isinstance(split, str):
+    if not isinstance(split, tuple | list) or len(split) != 3:
         raise ValueError(
             f"split is {split!r}; expected three shares (resident, streamed, CPU); try (0, 1, 0)"
         )

@@ -241,7 +241,9 @@ def test_what_stays_is_on_the_device_and_what_the_cpu_updates_is_not(device):
     ("options", "match"),
     [
         ({"split": (0.5, 0.5, 0.5)}, "sum to 1"),
-        ({"split": (0.5, 0.5)}, "three shares"),
+        ({"split": (0.5, float("nan"), 0.5)}, "sum to 1"),
+        ({"split": (0.5, 0.5)}, r"split is \(0.5, 0.5\); expected three shares"),
+        ({"split": 1.0}, "split is 1.0; expected three shares"),
         ({"split": "auto"}, "split is 'auto'; expected three shares"),
         ({"split": (0.0, 0.5, 0.5), "backward_overlap": "update"}, r"try split=\(0, 1, 0\)"),
         ({"cpu": CpuUpdate()}, "cpu was given with split"),
