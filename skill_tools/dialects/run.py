@@ -224,7 +224,8 @@ class Mode(NamedTuple):
     @property
     def states_streamed(self) -> float:
         """The share of states that pass through the GPU where trained layers stream."""
-        return 1 - self.states_resident - self.states_on_cpu
+        # Both have four decimals at most; 1 - 0.07 - 0.93 is less than nothing.
+        return max(round(1 - self.states_resident - self.states_on_cpu, 4), 0.0)
 
     @property
     def of_states(self) -> "Mode":

@@ -157,7 +157,7 @@ def _beyond_defaults(mode: Mode) -> dict[str, object]:
     if mode.resident_layers:
         options["resident_layers"] = mode.resident_layers
     if mode.states_streamed < 1:
-        options["split"] = (mode.states_resident, round(mode.states_streamed, 4), mode.states_on_cpu)
+        options["split"] = (mode.states_resident, mode.states_streamed, mode.states_on_cpu)
     if mode.slices > 1:
         options["slices"] = mode.slices
     if mode.updates_in_backward:

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from skill_tools.__main__ import main
+from skill_tools.dialects.pytorch import candidates as pytorch_candidates
 from skill_tools.dialects.pytorch import run as pytorch_run
 from skill_tools.dialects.run import Mode, Recompute, Run, StreamedStates
 from skill_tools.planning.cost import compute, machine, step_time
@@ -212,6 +213,15 @@ def test_a_host_that_is_faster_than_the_link_updates_some(capsys: pytest.Capture
     assert memory["pinned_bytes_per_node"] <= memory["host_bytes_per_node"] - on_cpu
     alone = plan(capsys, *given[:-2])["recommendation"]["option"]["time"]["step_s"]
     assert found["recommendation"]["option"]["time"]["step_s"] < 0.8 * alone
+
+
+@pytest.mark.parametrize("hundredths", range(101))
+def test_what_streams_is_never_less_than_nothing(hundredths: int) -> None:
+    """Where the CPU updates all that does not stay."""
+    resident = hundredths / 100
+    chosen = Mode(trained_layers=True, states_resident=resident, states_on_cpu=round(1 - resident, 4))
+    section = pytorch_candidates.execute(chosen, of_8b(), 0)["trained_layers"]
+    assert section["split"] == {"resident": resident, "streamed": 0, "cpu": round(1 - resident, 4)}
 
 
 @pytest.mark.parametrize("states", StreamedStates)
