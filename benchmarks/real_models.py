@@ -33,6 +33,7 @@ from real_model_cases import CASES, GIB, Case, chunked_loss, entries, loss, make
 from reference_impl import apply_plan, fit
 from reference_impl.device import Device
 from reference_impl.fitting import FitError, trial
+from reference_impl.fitting.before import Before, without_caches
 from reference_impl.fitting.planner import Plan, Planner, RefusedPlanError
 from reference_impl.memory.host import available_bytes
 from reference_impl.memory.ledger import Ledger
@@ -181,6 +182,9 @@ def _best(task: trial.Task, row: dict[str, Any], tokens: int, sequences: int) ->
     """Try every plan that the planner gives where mechanisms are left out, and return the fastest that fits."""
     profile = profile_batch(task.model, task.batch, task.loss, tokens=tokens)
     planner = Planner(profile, sequences=sequences, tokens=tokens, host_bytes=round(0.9 * available_bytes()))
+    # As `fit` does: a plan that had no room may leave weights on the host, and layers that stream take no cache.
+    before = Before(task.model, task.optimizer, task.device)
+    without_caches(task.model)
     tried: dict[str, Any] = {}
     for count in range(len(_LEFT_OUT)):
         for left_out in combinations(_LEFT_OUT, count):
@@ -191,6 +195,7 @@ def _best(task: trial.Task, row: dict[str, Any], tokens: int, sequences: int) ->
             key = json.dumps(plan["execute"], sort_keys=True)
             if key not in tried:
                 found = trial.run(task, plan, limit_bytes=row["budget_bytes"])
+                before.restore()
                 tried[key] = {
                     "plan": plan["recommendation"]["option"]["label"],
                     "step_s": found.step_s,

@@ -37,11 +37,11 @@ def device(request: pytest.FixtureRequest) -> Device:
 
 @pytest.fixture
 def interpreted():
-    """The module of the kernel of compact states, whose functions Triton interprets on the CPU."""
-    pytest.importorskip("triton", reason="needs triton, whose interpreter runs the kernel on the CPU")
+    """Imports a module of Triton kernels of streamed states by its name; Triton interprets them on the CPU."""
+    pytest.importorskip("triton", reason="needs triton, whose interpreter runs kernels on the CPU")
     if torch.cuda.is_available():
-        pytest.skip("the kernel runs on the GPU that is here, in other tests")
-    return importlib.import_module("reference_impl.optimizers.streamed.compact_kernel")
+        pytest.skip("the kernels run on the GPU that is here, in other tests")
+    return lambda name: importlib.import_module(f"reference_impl.optimizers.streamed.{name}")
 
 
 @pytest.fixture

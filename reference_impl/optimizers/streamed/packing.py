@@ -14,9 +14,9 @@ a generator's state. Such moments are not torch's to the bit anyway, so their up
 (`Algorithm.formula`) in one kernel that unpacks, updates, rounds and packs: 18 to 24 bytes an element pass through the
 GPU's memory, where torch's kernel between `unpack` and `pack` would need 86.
 
-On CUDA `torch.compile` builds the kernels of bf16 moments; the CPU twin runs the same source block by block. There each
-operator may fail by itself, so all new values of a block are computed before the first is written, and after an error
-`Resumable` goes on where it stopped.
+On CUDA `torch.compile` builds the kernels of bf16 moments, and `halves_kernel` has those that pack and unpack beside
+fp32 ones; the CPU twin runs the source here block by block. There each operator may fail by itself, so all new values
+of a block are computed before the first is written, and after an error `Resumable` goes on where it stopped.
 Explained in docs/optimizer-state-offloading.md, "Fewer bytes".
 """
 
@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from itertools import groupby
-from types import FunctionType
+from types import FunctionType, ModuleType
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -112,16 +112,6 @@ class Halves(NamedTuple):
     flagged: torch.Tensor
 
 
-def unpack(halves: Halves) -> None:
-    """Write the masters, and take the flags off `exp_avg_sq`."""
-    write(_unpacked(halves))
-
-
-def pack(halves: Halves) -> None:
-    """Write new weights and lower halves from the masters, and put the flags on `exp_avg_sq`."""
-    write(_packed(halves))
-
-
 def _unpacked(halves: Halves) -> Writes:
     masters = join(halves.high, halves.low, halves.flagged < 0)
     return [(halves.masters, masters), (halves.flagged, widen(halves.flagged, flagged=True))]
@@ -200,27 +190,29 @@ class Resumable:
 
 
 class Packer:
-    """Runs `pack` and `unpack` on the live current stream; after an error the same call goes on."""
+    """Packs and unpacks on the live current stream; after an error the same call goes on."""
 
     def __init__(self, device: Device) -> None:
         self._kernel = Resumable(device)
 
-    def pack(self, halves: Halves) -> None:
-        """See `pack`."""
-        self._run(pack, _packed, halves)
-
     def unpack(self, halves: Halves) -> None:
-        """See `unpack`."""
-        self._run(unpack, _unpacked, halves)
+        """Write the masters, and take the flags off `exp_avg_sq`."""
+        self._run(lambda: _on_gpu().unpack(halves), _unpacked, halves)
 
-    def _run(
-        self, function: Callable[[Halves], None], values: Callable[[Halves], Writes], halves: Halves
-    ) -> None:
+    def pack(self, halves: Halves) -> None:
+        """Write new weights and lower halves from the masters, and put the flags on `exp_avg_sq`."""
+        self._run(lambda: _on_gpu().pack(halves), _packed, halves)
+
+    def _run(self, kernel: Callable[[], None], values: Callable[[Halves], Writes], halves: Halves) -> None:
         self._kernel.run(
-            halves.low.numel(),
-            lambda: compiled(function, halves.flagged.dtype)(Halves(*map(apart, halves))),
-            lambda part: values(Halves(*(each[part] for each in halves))),
+            halves.low.numel(), kernel, lambda part: values(Halves(*(each[part] for each in halves)))
         )
+
+
+def _on_gpu() -> ModuleType:
+    from reference_impl.optimizers.streamed import halves_kernel
+
+    return halves_kernel
 
 
 def apart(tensor: torch.Tensor) -> torch.Tensor:

@@ -87,11 +87,19 @@ def test_matrices_that_lie_side_by_side_are_one_run(device):
                     assert own.data_ptr() == host[piece.offset - span.offset :].data_ptr()
 
 
-@pytest.mark.parametrize("low_bits", [8, pytest.param(16, marks=SLOW)])
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"compact_low_bits": 8},
+        {"hi_lo_masters": True},
+        pytest.param({"compact_low_bits": 16}, marks=SLOW),
+    ],
+    ids=str,
+)
 @pytest.mark.usefixtures("interpreted")
-def test_the_kernel_of_compact_states_makes_the_same_bits(monkeypatch, low_bits):
-    """Triton interprets it; a piece is updated with what came in for it."""
-    device, form = CpuTwin(torch.device("cpu")), {"compact_low_bits": low_bits}
+def test_kernels_that_triton_interprets_make_the_same_bits(monkeypatch, form):
+    """A piece is updated with what came in for it."""
+    device = CpuTwin(torch.device("cpu"))
     losses, expected, _ = trained(device, SIZES["with gaps"], form)
     monkeypatch.setattr(CpuTwin, "compiles", True)
     their_losses, found, _ = trained(device, SIZES["with gaps"], form)

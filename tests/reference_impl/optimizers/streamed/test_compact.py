@@ -288,17 +288,18 @@ NUMELS = (1, 64, 4096 + 24)
 
 @pytest.mark.parametrize(("low_bits", "dtype"), KINDS)
 def test_the_kernel_makes_the_bytes_of_the_twin(interpreted, low_bits, dtype):
+    update = interpreted("compact_kernel").update
     for numel in NUMELS:
         kernel, twin = (Trained(Device.of("cpu"), low_bits, numel, dtype) for _ in range(2))
         given = gradients(numel, dtype=dtype)
         bad = given[0].clone()
         bad[numel // 2], bad[numel // 3] = float("inf"), float("nan")
         for count, gradient in enumerate([*given, bad, given[1]], start=1):
-            interpreted.update(kernel.operands(gradient), kernel.scalars(count))
+            update(kernel.operands(gradient), kernel.scalars(count))
             twin.step(gradient, count)
             assert_same(kernel, twin)
         before = kernel.stored()
-        interpreted.update(kernel.operands(given[0]), kernel.scalars(5, found_inf=1.0))
+        update(kernel.operands(given[0]), kernel.scalars(5, found_inf=1.0))
         for now, was in zip(kernel.stored(), before, strict=True):
             assert torch.equal(_bytes(now), _bytes(was))
 

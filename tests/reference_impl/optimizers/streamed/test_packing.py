@@ -108,25 +108,23 @@ def test_unpack_undoes_pack(device, numel):
     assert all(torch.equal(now, before) for now, before in zip(halves, sent, strict=True))
 
 
-@pytest.mark.slow
-def test_compiled_gives_the_same_bits():
-    """The CPU's compiler stands in for CUDA's: the source is the same. It takes about half a minute to build."""
-    masters = as_int32(EDGES * 40)
-    results = []
-    for prepared in (lambda function: function, packing.compiled):
-        halves = halves_of(masters)
-        prepared(packing.pack)(halves)
-        halves.masters.zero_()
-        prepared(packing.unpack)(halves)
-        results.append(halves)
-    for eager, compiled in zip(*results, strict=True):
-        assert torch.equal(eager, compiled)
-    assert torch.equal(results[0].masters, masters)
+# A length that fills no program of the kernel, and one of several.
+@pytest.mark.parametrize("repeats", [1, 100])
+def test_the_kernel_makes_the_bits_of_the_twin(interpreted, repeats):
+    kernel = interpreted("halves_kernel")
+    masters = as_int32(EDGES * repeats)
+    twin, other = halves_of(masters), halves_of(masters)
+    for name in ("pack", "unpack", "pack"):
+        getattr(packing.Packer(Device.of("cpu")), name)(twin)
+        getattr(kernel, name)(other)
+        for here, there in zip(twin, other, strict=True):
+            assert torch.equal(here, there), name
+        assert torch.equal(other.masters, masters)
 
 
 @pytest.mark.cuda
 def test_cuda_gives_the_bits_of_the_twin():
-    """States are in one buffer, as in a slot, at several sizes of one compiled kernel."""
+    """States are in one buffer, as in a slot, at several sizes."""
     for numel in (64, 4096, 100_032):
         masters = torch.randint(-(2**31), 2**31, (numel,), dtype=torch.int64).to(torch.int32)
         kept = halves_of(masters)
