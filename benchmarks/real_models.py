@@ -35,6 +35,7 @@ from reference_impl.device import Device
 from reference_impl.fitting import FitError, trial
 from reference_impl.fitting.before import Before, without_caches
 from reference_impl.fitting.planner import Plan, Planner, RefusedPlanError
+from reference_impl.fitting.search import HEADROOM
 from reference_impl.memory.host import available_bytes
 from reference_impl.memory.ledger import Ledger
 from reference_impl.verification.trace_profile import profile_batch
@@ -179,17 +180,21 @@ def _without_offload(task: trial.Task, batches: Sequence[Any]) -> dict[str, Any]
 
 
 def _best(task: trial.Task, row: dict[str, Any], tokens: int, sequences: int) -> dict[str, Any]:
-    """Try every plan that the planner gives where mechanisms are left out, and return the fastest that fits."""
+    """Try every plan that the planner gives where mechanisms are left out, and return the fastest that fits.
+
+    It is asked for as much memory as `fit` asks for at first, so that every plan has the same headroom.
+    """
     profile = profile_batch(task.model, task.batch, task.loss, tokens=tokens)
     planner = Planner(profile, sequences=sequences, tokens=tokens, host_bytes=round(0.9 * available_bytes()))
     # As `fit` does: a plan that had no room may leave weights on the host, and layers that stream take no cache.
     before = Before(task.model, task.optimizer, task.device)
     without_caches(task.model)
+    asked_bytes = round((1 - HEADROOM) * row["budget_bytes"]) - task.other_bytes()
     tried: dict[str, Any] = {}
     for count in range(len(_LEFT_OUT)):
         for left_out in combinations(_LEFT_OUT, count):
             try:
-                plan = planner.plan(round(0.95 * row["budget_bytes"]), without=frozenset(left_out))
+                plan = planner.plan(asked_bytes, without=frozenset(left_out))
             except RefusedPlanError:
                 continue
             key = json.dumps(plan["execute"], sort_keys=True)

@@ -220,6 +220,8 @@ def _closed_behind(applied: AppliedPlan) -> Iterator[AppliedPlan]:
         except _SHORT as error:
             if not _short_of(error):
                 raise
+            # All else has been given back by now, so what is left has room.
+            applied.close()
 
 
 def _short_of(error: BaseException) -> str:

@@ -10,6 +10,7 @@ Explained in docs/distributed.md.
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Self
@@ -101,7 +102,9 @@ class ShardStreamer(ClosedAtExit):
             check_room(needed, storages, streaming, ranks)
             with alike(ranks):
                 self._attach(device, shards, optimizer, max_grad_norm, streaming, prefetch)
-        except BaseException:
+        except BaseException as error:
+            # The frames that have failed hold what was made: weights could not come back beside it.
+            traceback.clear_frames(error.__traceback__)
             self.close()
             raise
 

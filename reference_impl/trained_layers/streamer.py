@@ -11,6 +11,7 @@ Explained in docs/larger-than-gpu.md.
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -192,7 +193,9 @@ class TrainableLayerStreamer(ClosedAtExit):
                 self._undo.append(CheckpointOffloader(model, layers=blocks, min_bytes=MIN_BYTES).close)
             for module in blocks:
                 self._undo.append(recompute_in_slices(module, slices, recomputes=inputs == "device"))
-        except BaseException:
+        except BaseException as error:
+            # The frames that have failed hold the states that were made: weights could not come back beside them.
+            traceback.clear_frames(error.__traceback__)
             self.close()
             raise
 

@@ -312,6 +312,27 @@ def plan_chunks(
     return plans
 
 
+def mixed(chunks: Sequence[Chunk]) -> list[Chunk]:
+    """Return `chunks` with those of each visit in such an order that states that stay are spread among those that come.
+
+    All chunks of a visit have to be updated by the same time, and with few bytes between many both directions of the
+    link are busy all along.
+    """
+    found: list[Chunk] = []
+    for visits, together in groupby(chunks, key=_visit):
+        visit = list(together)
+        if visits is not None:
+            kinds = [[chunk for chunk in visit if chunk.resident == stays] for stays in (True, False)]
+            places = {chunk: (index + 0.5) / len(kind) for kind in kinds for index, chunk in enumerate(kind)}
+            visit.sort(key=places.__getitem__)
+        found += visit
+    return found
+
+
+def _visit(chunk: Chunk) -> int | None:
+    return None if chunk.home is None else chunk.home.visitors
+
+
 def _rounded_up(numel: int, alignment: int) -> int:
     return -(-numel // alignment) * alignment
 

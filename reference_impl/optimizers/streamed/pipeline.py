@@ -8,6 +8,9 @@ somebody waits for: the forward that should hide the update is launched after th
 the host wait until most of the update is done. Slots that become free at the end take the first chunks of the next
 step, which therefore arrive behind forward and backward.
 
+Chunks whose states stay on the device, but whose gradients come in, pass through slots of their own, as long as these:
+such a slot is free long before one that a copy out still reads, and neither kind waits for the other's.
+
 The pipeline knows chunks and gradients. `share` decides which of them take part and who waits for the weights. Every
 slot is either idle, or holds a chunk in `_loaded`, or is retired; it moves between these where nothing can fail.
 
@@ -70,13 +73,14 @@ class StreamedPipeline:
         # The chunks that so many launches are.
         self._ahead = 0
         self._update = ChunkUpdate(device, algorithm)
-        self._slots = Slots(device)
+        # For chunks whose states come in, and for those whose gradients alone do.
+        self._slots, self._gradient_slots = Slots(device), Slots(device)
         # Chunks on the device or on their way in, not updated yet, in the order of their copies.
         self._loaded: dict[Chunk, tuple[Slot, Event]] = {}
-        # The last step; its chunks that are not queued yet, and of these the ones that are not loaded.
+        # The last step; its chunks that are not queued yet, and of these the ones that are not loaded, by their slots.
         self._queue = ChunkQueue([], {}, None, 0)
         self._unqueued: deque[Chunk] = deque()
-        self._unloaded: deque[Chunk] = deque()
+        self._unloaded: dict[Slots, deque[Chunk]] = {}
         # The event behind which the step's updates run; None until what precedes them has happened.
         self._begun: Event | None = None
         # How many operations before the first chunk have happened.
@@ -121,18 +125,21 @@ class StreamedPipeline:
     def allocate(self, chunks: Sequence[Chunk], *, slots: int) -> None:
         """Allocate what `chunks`, all there are, need on the live current stream.
 
-        A step that has begun is finished first. At most `slots` slots will exist, three of them permanent. When it
-        raises, all buffers are as they were or larger.
+        A step that has begun is finished first. At most `slots` slots for states will exist, three of them permanent.
+        When it raises, all buffers are as they were or larger.
         """
         self.finish()
         self.drop_prefetched()
         self._update.allocate(chunks)
         cost = sum(chunk.launch_cost for chunk in chunks)
         self._ahead = -(-self._launches_ahead * len(chunks) // max(cost, 1))
-        sizes = [chunk.slot_bytes for chunk in chunks if chunk.comes_in]
-        self._slots.allocate(
-            max(sizes, default=0), permanent=min(LEAST_SLOTS, len(sizes)), most=min(slots, len(sizes))
-        )
+        for kind, most in ((self._slots, slots), (self._gradient_slots, LEAST_SLOTS)):
+            sizes = [
+                chunk.slot_bytes for chunk in chunks if chunk.comes_in and self._slots_for(chunk) is kind
+            ]
+            kind.allocate(
+                max(sizes, default=0), permanent=min(LEAST_SLOTS, len(sizes)), most=min(most, len(sizes))
+            )
 
     def plan(self, chunks: Sequence[Chunk], step: StreamedStep, *, at_once: int) -> ChunkQueue:
         """Plan to update `chunks` in this order, and to queue `at_once` or more of them at once.
@@ -140,6 +147,7 @@ class StreamedPipeline:
         Slots that were freed are allocated again on the live current stream; nothing else changes.
         """
         self._slots.restore()
+        self._gradient_slots.restore()
         until = {piece.member: count for count, chunk in enumerate(chunks, start=1) for piece in chunk.pieces}
         return ChunkQueue(list(chunks), until, step, max(at_once, self._ahead))
 
@@ -190,7 +198,7 @@ class StreamedPipeline:
                 self.finish()
                 while chunks and (self._slots.idle or self._slots.add_extra(limit_bytes)):
                     chunk = chunks[0]
-                    if chunk.comes_in and chunk not in self._loaded:
+                    if not chunk.resident and chunk not in self._loaded:
                         self._load(chunk)
                     chunks.popleft()
             except (torch.OutOfMemoryError, MemoryError):
@@ -202,6 +210,7 @@ class StreamedPipeline:
         if not self.is_begun and not self._loaded:
             with deferred_interrupts():
                 self._slots.free()
+                self._gradient_slots.free()
 
     def drop_prefetched(self) -> None:
         """Block until the chunks that were prefetched have come in, and drop them: their storage may be written."""
@@ -222,7 +231,11 @@ class StreamedPipeline:
         self._unqueued.clear()
         self._unloaded.clear()
         self._head_updated = None
-        self._slots = Slots(self._device)
+        self._slots, self._gradient_slots = Slots(self._device), Slots(self._device)
+
+    def _slots_for(self, chunk: Chunk) -> Slots:
+        """Return the slots that `chunk` comes in through."""
+        return self._gradient_slots if chunk.resident else self._slots
 
     def _queue_until(self, count: int) -> None:
         """Queue the step's chunks until `count` of them are; what an earlier call has not managed comes first."""
@@ -277,7 +290,7 @@ class StreamedPipeline:
                 if not self._slots.idle:
                     return
                 # Gradients on the host are those of the last step yet.
-                if chunk.comes_in and chunk not in self._loaded and chunk.gradients is None:
+                if not chunk.resident and chunk not in self._loaded and chunk.gradients is None:
                     self._load(chunk)
         except (torch.OutOfMemoryError, MemoryError):
             # They come in with the step instead.
@@ -303,7 +316,8 @@ class StreamedPipeline:
         self._loaded.pop(chunk, None)
         self._pop_head(chunk, updated)
         if slot is not None:
-            self._slots.give_back(slot, after=free, needed=len(self._unloaded))
+            slots = self._slots_for(chunk)
+            slots.give_back(slot, after=free, needed=len(self._unloaded[slots]))
             self._load_idle()
 
     def _pop_head(self, chunk: Chunk, updated: Event) -> None:
@@ -353,8 +367,11 @@ class StreamedPipeline:
         if chunk not in self._loaded:
             # A load has failed, or there was no slot because the order has changed since the prefetch. What was
             # loaded last is needed last.
-            if not self._slots.idle:
-                self._drop(next(reversed(self._loaded)), needed=1)
+            slots = self._slots_for(chunk)
+            if not slots.idle:
+                self._drop(
+                    next(each for each in reversed(self._loaded) if self._slots_for(each) is slots), needed=1
+                )
             self._note_unloaded()
             self._load_idle()
         return self._loaded[chunk]
@@ -362,22 +379,26 @@ class StreamedPipeline:
     def _drop(self, chunk: Chunk, *, needed: int) -> None:
         """Give the slot of a chunk back that has not been updated."""
         slot, arrived = self._loaded.pop(chunk)
-        self._slots.give_back(slot, after=arrived, needed=needed)
+        self._slots_for(chunk).give_back(slot, after=arrived, needed=needed)
 
     def _note_unloaded(self) -> None:
-        self._unloaded = deque(
-            chunk for chunk in self._unqueued if chunk.comes_in and chunk not in self._loaded
-        )
+        """Note which chunks are to be loaded; gradients alone, which are short, come before states."""
+        self._unloaded = {self._gradient_slots: deque(), self._slots: deque()}
+        for chunk in self._unqueued:
+            if chunk.comes_in and chunk not in self._loaded:
+                self._unloaded[self._slots_for(chunk)].append(chunk)
 
     def _load_idle(self) -> None:
         """Load as many chunks as there are idle slots."""
-        while self._unloaded and self._slots.idle:
-            self._load(self._unloaded[0])
-            self._unloaded.popleft()
+        for slots, unloaded in self._unloaded.items():
+            while unloaded and slots.idle:
+                self._load(unloaded[0])
+                unloaded.popleft()
 
     def _load(self, chunk: Chunk) -> None:
         """Copy `chunk` into an idle slot, behind the slot's last use and the chunk's last copy out."""
-        slot = self._slots.idle[0]
+        slots = self._slots_for(chunk)
+        slot = slots.idle[0]
         arrived: Event = REACHED
         if not chunk.resident:
             arrived = self._device.copy_in(
@@ -387,4 +408,4 @@ class StreamedPipeline:
         if chunk.gradients is not None and gradients is not None and step is not None:
             left = (step.arrived[p.member] for p in chunk.pieces if p.member in step.arrived)
             arrived = self._device.copy_in(gradients, chunk.gradients, after=(slot.free, *left))
-        self._loaded[chunk] = self._slots.take(), arrived
+        self._loaded[chunk] = slots.take(), arrived

@@ -28,7 +28,7 @@ from reference_impl.optimizers.algorithms import Algorithm
 from reference_impl.optimizers.clip_decision import ClipDecision
 from reference_impl.optimizers.layout import Member, Piece
 from reference_impl.optimizers.step import snapshot
-from reference_impl.optimizers.streamed.chunks import COMPACT_ALIGNMENT, Chunk, Part, StreamedWeights
+from reference_impl.optimizers.streamed.chunks import COMPACT_ALIGNMENT, Chunk, Part, StreamedWeights, mixed
 from reference_impl.optimizers.streamed.pipeline import ChunkQueue, StreamedPipeline
 from reference_impl.optimizers.streamed.slots import LEAST_SLOTS, FreedMemory
 from reference_impl.optimizers.streamed.step import StreamedStep
@@ -218,7 +218,10 @@ class StreamedShare:
         Before these come those of split members, which a CPU worker waits for. If some stay on the device, so do the
         first that come in: their copies out and the next ones in begin at once.
         """
-        ordered = sorted(self._chunks, key=lambda chunk: (not self._has_split_member(chunk), chunk.deadline))
+        by_deadline = sorted(
+            self._chunks, key=lambda chunk: (not self._has_split_member(chunk), chunk.deadline)
+        )
+        ordered = mixed(by_deadline)
         first = [chunk for chunk in ordered if chunk.comes_in][:LEAST_SLOTS]
         return (*first, *(chunk for chunk in ordered if chunk not in first))
 

@@ -128,7 +128,7 @@ def streamed_bytes(run: Run, states: StreamedStates) -> float:
 
 
 def _slots(run: Run, mode: Mode, size: Sizes, streamed: float) -> Line:
-    """Return the slots of chunks that come in, with their gradients or for these alone, and one chunk's scratch.
+    """Return the slots of chunks that come in with their gradients, those of gradients alone, and one chunk's scratch.
 
     What a block has on the host is cut into chunks of one length, and so is all that stays on the GPU.
     """
@@ -140,12 +140,14 @@ def _slots(run: Run, mode: Mode, size: Sizes, streamed: float) -> Line:
         max(longest_chunk(round(share * numel), most) for numel in parts)
         for share in (mode.states_streamed, mode.states_resident)
     )
-    slot = max((states_bytes + gradient_bytes) * passes, gradient_bytes * stays)
-    chunks = f"{reference.SLOTS} chunks of {max(passes, stays):,} elements"
+    slots_bytes = reference.SLOTS * ((states_bytes + gradient_bytes) * passes + gradient_bytes * stays)
+    formula = f"{reference.SLOTS} chunks of {passes:,} elements"
+    if gradient_bytes:
+        formula += f" with their gradients{f', as many of {stays:,} for gradients alone' if stays else ''}"
     return Line(
         "streaming slots",
-        round(reference.SLOTS * slot + _scratch_bytes(run, mode.streamed_states) * max(passes, stays)),
-        f"{chunks}{'' if mode.updates_in_backward else ' with their gradients'}, and the update's scratch",
+        round(slots_bytes + _scratch_bytes(run, mode.streamed_states) * max(passes, stays)),
+        f"{formula}, and the update's scratch",
     )
 
 

@@ -8,6 +8,7 @@ import torch
 from layers_trainee import batches, decoder, streamed, train
 from peak_by_tensor import PeakByTensor
 
+from reference_impl.device import Device
 from reference_impl.memory.host import host_book
 from reference_impl.memory.ledger import Ledger
 from reference_impl.optimizers.options import Streaming
@@ -136,6 +137,24 @@ def test_closing_gives_everything_back(device):
     assert all(param.device == device.torch_device for param in model.parameters())
     # No hook is left: the model trains alone.
     train(model, torch.optim.SGD(model.parameters(), lr=1e-3), batches(device, 1))
+
+
+def test_a_device_that_is_full_while_states_are_made_gets_its_weights_back():
+    """Whatever was made, the weights of the blocks, which have left by then, need the room."""
+    twin, split = Device.of("cpu"), (0.5, 0.5, 0.0)
+    model = decoder(twin, **WIDE)
+    kept = {name: value.clone() for name, value in model.state_dict().items()}
+    weights_bytes = sum(param.nbytes for param in model.parameters())
+    with Ledger(twin, track=list(model.parameters())) as ledger, streamed(model, split=split):
+        needed_bytes = ledger.peak_device_bytes
+    assert needed_bytes > 3 * weights_bytes
+    for tenths in range(11, 30, 3):
+        limit_bytes = tenths * weights_bytes // 10
+        with Ledger(twin, track=list(model.parameters()), limit_bytes=limit_bytes) as ledger:
+            with pytest.raises(torch.OutOfMemoryError):
+                streamed(model, split=split)
+            assert ledger.device_bytes == weights_bytes
+        assert all(torch.equal(param, kept[name]) for name, param in model.named_parameters())
 
 
 def test_each_layer_travels_twice_a_step_less_what_the_window_keeps(device):
