@@ -163,6 +163,9 @@ class TrainableLayerStreamer(ClosedAtExit):
                 passed=(lambda: in_backward.passed()) if updates else None,
             )
             self._undo.append(self._weights.close)
+            if on.allocator is not None:
+                # Where weights of the blocks were on the device, states would cut what they have left into pieces.
+                on.allocator.free_bytes()
             self.optimizer: LayersOptimizer
             if updates:
                 in_backward = InBackwardOptimizer(
