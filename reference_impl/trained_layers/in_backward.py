@@ -10,7 +10,8 @@ Explained in docs/larger-than-gpu.md.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
@@ -24,13 +25,17 @@ from reference_impl.optimizers.step import Status, StepPlan, snapshot
 from reference_impl.trained_layers.optimizer import LayersOptimizer, VisitingWeights
 from reference_impl.trained_layers.shares import StateShares
 
+# As autograd numbers what runs.
+_NO_BACKWARD = -1
+
 
 class InBackwardOptimizer(LayersOptimizer):
     """What `TrainableLayerStreamer(backward_overlap="update")` has made of a torch optimizer: use it in its place.
 
     The update runs in backward, with the hyper-parameters of that moment. `step()` updates what is left: the first
     block and what stands before it. Between both, `zero_grad()`, `state_dict()` and `close()` raise RuntimeError,
-    because some weights are of this batch and others are not. A stand-in on `param.grad` has no values.
+    because some weights are of this batch and others are not. After a backward that has failed with updates begun, the
+    optimizer is broken. A stand-in on `param.grad` has no values.
 
     Args:
         optimizer: see `OptimizerStateOffloader`.
@@ -54,10 +59,14 @@ class InBackwardOptimizer(LayersOptimizer):
         # Whether step() was called and has failed before it was done.
         self._is_asked = False
         self._has_refused = False
+        # The backward that has begun to update, until it has ended well.
+        self._backward = _NO_BACKWARD
+        self._has_failed = False
         super().__init__(optimizer, weights, streaming=streaming, shares=shares, max_grad_norm=None)
 
     def settle(self, params: Iterable[torch.Tensor], ahead: Iterable[torch.Tensor]) -> None:
         """Make the live current stream see new weights of `params`; all updates have been queued."""
+        self._check_backward()
         members = self._pending(params)
         if members:
             with self._working():
@@ -67,9 +76,43 @@ class InBackwardOptimizer(LayersOptimizer):
     def passed(self) -> None:
         """Update what has its final gradients: backward is about to begin another block, and has done with these."""
         if self._final:
-            with self._working():
+            with self.told(), self._working():
                 self._resume()
+                if not self._used:
+                    self._backward = torch._C._current_graph_task_id()
+                    # Autograd calls back at the end of a backward that has not failed.
+                    torch.autograd.Variable._execution_engine.queue_callback(self._on_backward_end)
                 self._update()
+
+    def _on_backward_end(self) -> None:
+        self._backward = _NO_BACKWARD
+
+    @property
+    def _is_cut_short(self) -> bool:
+        """Whether the backward that has begun to update has failed: nothing runs in it any more."""
+        is_outside = torch._C._current_graph_task_id() == _NO_BACKWARD
+        return self._has_failed or (is_outside and self._backward != _NO_BACKWARD)
+
+    def _check_backward(self) -> None:
+        """Raise RuntimeError after a backward that has failed with updates begun, and be broken from then on."""
+        if self._is_cut_short and self._failures.first is None:
+            self._failures.first = RuntimeError(
+                "backward has failed after it had begun to update, so some weights are of its batch and others are "
+                "not; expected a backward that ends; try backward_overlap='gradients', where such a batch can be left "
+                "out"
+            )
+        self._failures.check()
+
+    @contextmanager
+    def told(self) -> Iterator[None]:
+        """See `LayersOptimizer`; what raises inside a backward ends it."""
+        with super().told():
+            try:
+                yield
+            except BaseException:
+                if self._used and self._backward == torch._C._current_graph_task_id() != _NO_BACKWARD:
+                    self._has_failed = True
+                raise
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients. Raises RuntimeError where backward has begun to use them, and no step() came since."""
@@ -95,6 +138,8 @@ class InBackwardOptimizer(LayersOptimizer):
 
     def _told_status(self) -> Status:
         told = super()._told_status()
+        if told in ("untouched", "begun") and self._is_cut_short:
+            return "broken"
         return "begun" if told == "untouched" and self._used else told
 
     def _admitted(self, members: Sequence[Member]) -> None:
@@ -103,7 +148,7 @@ class InBackwardOptimizer(LayersOptimizer):
     @torch.no_grad()
     def _on_final(self, param: torch.Tensor) -> None:
         """Keep a gradient that is final until backward has passed its block."""
-        with self._working():
+        with self.told(), self._working():
             self._resume()
             member = self._members[param]
             if member in self._used:
@@ -155,6 +200,7 @@ class InBackwardOptimizer(LayersOptimizer):
         self._end_step()
 
     def _resume(self) -> None:
+        self._check_backward()
         super()._resume()
         if self._is_asked:
             self._update()

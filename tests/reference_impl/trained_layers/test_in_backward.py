@@ -121,6 +121,60 @@ def test_between_backward_and_step_nothing_is_dropped_saved_or_added(device):
         train(model, optimizer, ids)
 
 
+class FailsOnce(Exception):
+    """What a user's hook raises in backward."""
+
+
+def fail_in_backward(model, layer):
+    """Let the backward of `model` fail as it comes to a layer."""
+
+    def hook(gradient):
+        handle.remove()
+        raise FailsOnce
+
+    handle = model.layers[layer].register_forward_hook(
+        lambda module, args, out: out.register_hook(hook) and None
+    )
+    return handle
+
+
+@pytest.mark.parametrize("call", ["step", "zero_grad", "state_dict", "forward", "weights"])
+def test_a_batch_whose_backward_has_failed_breaks_the_optimizer(device, call):
+    ids = batches(device, 1)[0]
+    model = decoder(device, layers=6)
+    with updating(model) as streamer:
+        train(model, streamer.optimizer, [ids])
+        fail_in_backward(model, 1)
+        with pytest.raises(FailsOnce):
+            decoder_loss(model(ids), ids).backward()
+        assert streamer.optimizer.status == "broken"
+        calls = {"forward": lambda: model(ids), "weights": model.state_dict}
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="backward has failed after it had begun to update"):
+                calls.get(call, getattr(streamer.optimizer, call, None))()
+        assert streamer.optimizer.status == "broken"
+    assert streamer.optimizer.status == "closed"
+    # Everything is back: the model trains alone.
+    model.zero_grad()
+    train(model, torch.optim.SGD(model.parameters(), lr=1e-3), [ids])
+
+
+def test_a_batch_whose_backward_fails_before_any_update_is_left_out(device):
+    ids = batches(device, 2)
+    other, model = decoder(device, layers=3), decoder(device, layers=3)
+    reference = resident(other, max_grad_norm=None)
+    expected = train(other, reference, ids)
+    with updating(model) as streamer:
+        losses = train(model, streamer.optimizer, ids[:1])
+        fail_in_backward(model, 2)
+        with pytest.raises(FailsOnce):
+            decoder_loss(model(ids[0]), ids[0]).backward()
+        assert streamer.optimizer.status == "untouched"
+        streamer.optimizer.zero_grad()
+        assert losses + train(model, streamer.optimizer, ids[1:]) == expected
+        assert_same(model, streamer.optimizer, other, reference)
+
+
 def test_closing_in_between_says_so_and_closes(device):
     model = decoder(device)
     (ids,) = batches(device, 1)
