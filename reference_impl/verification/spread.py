@@ -25,7 +25,8 @@ from reference_impl.distributed.mesh import local_of
 from reference_impl.memory.ledger import unseen
 
 _STD = 0.02  # of matrices; vectors are 1
-# Its new name since torch 2.13, where the old one warns.
+# Their new names since torch 2.13, where the old ones warn.
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
@@ -61,11 +62,13 @@ def _sharded(make: Callable[[], nn.Module], trained: torch.dtype, device: Device
         if param.requires_grad:
             param.data = param.data.to(trained)
     mesh = init_device_mesh(device.torch_device.type, (dist.get_world_size(),))
+    gathers: Any = UnseenAllGather()
     reduces: Any = UnseenReduceScatter()
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     for module in (*find_blocks(model).values(), *_ends(model), model):
         sharded = fully_shard(module, mesh=mesh, mp_policy=policy)
         if not device.is_accelerator:
+            sharded.set_custom_all_gather(gathers)
             sharded.set_custom_reduce_scatter(reduces)
     # Buffers are tables that the model has computed, not only sizes.
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
@@ -80,12 +83,37 @@ def _sharded(make: Callable[[], nn.Module], trained: torch.dtype, device: Device
     return model
 
 
-class UnseenReduceScatter:
-    """FSDP2's own, but for the ledger: that of gloo, unlike NCCL's, works on a copy of its input."""
+class _Unseen:
+    """A collective of FSDP2 that the ledger does not see.
+
+    Gloo's, unlike NCCL's, works on copies, and its threads let go of tensors some time after it is over: it is given
+    others than FSDP2's.
+    """
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return memory for what is reduced, or for where it goes."""
+        """Return memory for what is exchanged, or for where it goes."""
         return torch.empty(size, dtype=dtype, device=device)
+
+
+class UnseenAllGather(_Unseen):
+    """FSDP2's own, but for the ledger."""
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> None:
+        """Gather `input_tensor`; it is over on return."""
+        with unseen():
+            gathered = torch.empty_like(output_tensor)
+            _all_gather(gathered, input_tensor.clone(), group=group)
+            output_tensor.copy_(gathered)
+
+
+class UnseenReduceScatter(_Unseen):
+    """FSDP2's own, but for the ledger."""
 
     def __call__(
         self,
@@ -94,13 +122,12 @@ class UnseenReduceScatter:
         group: dist.ProcessGroup,
         op: dist.ReduceOp.RedOpType,
         async_op: bool = False,
-    ) -> dist.Work | None:
-        """Reduce and scatter `input_tensor`."""
+    ) -> None:
+        """Reduce and scatter `input_tensor`; it is over on return."""
         with unseen():
-            work: dist.Work | None = _reduce_scatter(
-                output=output_tensor, input=input_tensor, op=op, group=group, async_op=async_op
-            )
-        return work
+            reduced = torch.empty_like(output_tensor)
+            _reduce_scatter(reduced, input_tensor.clone(), op=op, group=group)
+            output_tensor.copy_(reduced)
 
 
 def _ends(model: nn.Module) -> Iterator[nn.Module]:
