@@ -53,7 +53,9 @@ def is_bare_number(text: str) -> bool:
 
 
 def gib(amount_bytes: float) -> str:
-    """Write bytes for people, for example `47.2 GiB`."""
+    """Write bytes for people, for example `47.2 GiB`, or `3.1 MiB` where that would be none."""
+    if 0 < amount_bytes < 0.05 * GIB:
+        return f"{amount_bytes / 2**20:.1f} MiB"
     return f"{amount_bytes / GIB:.1f} GiB"
 
 

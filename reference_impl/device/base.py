@@ -186,14 +186,24 @@ class Device(ABC):
     def of(device: torch.device | str) -> Device:
         """Return the one `Device` for a torch device, `cuda` meaning the current one.
 
-        Raises ValueError for a type that is neither `cuda` nor `cpu`.
+        Raises ValueError for a type that is neither `cuda` nor `cpu`, or an accelerator that the machine does not have.
         """
-        torch_device = torch.device(device)
+        try:
+            torch_device = torch.device(device)
+        except (RuntimeError, TypeError) as error:
+            raise ValueError(
+                f"device is {device!r}; expected a torch device; try 'cuda', or 'cpu'"
+            ) from error
         kind = Device.classes.get(torch_device.type)
         if kind is None:
             raise ValueError(
                 f"device {torch_device} is not supported; expected a cuda device, or cpu for the twin; "
                 "try moving the model to one of these"
+            )
+        if kind.count() == 0:
+            raise ValueError(
+                f"device {str(device)!r}: torch {torch.__version__} sees no {torch_device.type.upper()} device; "
+                "expected one; try cpu"
             )
         return _device(kind, kind.with_index(torch_device))
 
@@ -206,12 +216,6 @@ class Device(ABC):
         if name is None:
             usable = (each for each, kind in Device.classes.items() if kind.is_accelerator and kind.count())
             return Device.of(next(usable, "cpu"))
-        torch_type = torch.device(name).type
-        kind = Device.classes.get(torch_type)
-        if kind is not None and kind.count() == 0:
-            raise ValueError(
-                f"device {name!r}: torch {torch.__version__} sees no {torch_type.upper()} device; expected one; try cpu"
-            )
         return Device.of(name)
 
     @classmethod

@@ -73,21 +73,13 @@ def one_device(model: nn.Module, wanted: torch.device | str | None) -> tuple[Dev
             f"{type(model).__name__} is on meta, where weights have no values; expected some to train; try "
             'model.to_empty(device="cpu") and its weights, or from_pretrained'
         )
-    on = _named(there if wanted is None else wanted)
+    on = Device.of(there if wanted is None else wanted)
     if there.type != "cpu" and there != on.torch_device:
         raise ValueError(
             f"device is {wanted}, and the model's parameters are on {there}; expected them there or on the CPU; try "
             f"device={str(there)!r}"
         )
     return on, there
-
-
-def _named(device: torch.device | str) -> Device:
-    try:
-        return Device.of(device)
-    except (RuntimeError, TypeError, AssertionError) as error:
-        # torch lists all types there are.
-        raise ValueError(f"device is {device!r}; expected a CUDA device, or the CPU; try 'cuda'") from error
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:

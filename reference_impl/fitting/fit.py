@@ -180,7 +180,11 @@ def fit(
             before.restore()
             before.give_back()
             if isinstance(error, RefusedPlanError):
-                raise FitError(f"nothing fits {budget_bytes / 2**30:.2f} GiB: {error}") from None
+                # Of a toy's memory GiB say nothing.
+                budget = (
+                    f"{budget_bytes / 2**30:.2f} GiB" if budget_bytes >= 2**27 else f"{budget_bytes:,} bytes"
+                )
+                raise FitError(f"nothing fits {budget}: {error}") from None
             raise
     except BaseException as error:
         close_behind(error, lambda: undo_all(undo))

@@ -86,9 +86,20 @@ def _ask(words: list[str]) -> Plan:
         env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
     )
     if done.returncode != 0:
-        said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-        raise RefusedPlanError(said[-1].removeprefix("offload: "))
+        raise RefusedPlanError(_refusal(done))
     return complete(json.loads(done.stdout))
+
+
+def _refusal(done: subprocess.CompletedProcess[str]) -> str:
+    """Return the planner's last line, with the ways that it names, which stand in its answer, in their place."""
+    said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+    problem, found, rest = said[-1].removeprefix("offload: ").partition("one of the ways above")
+    if not found:
+        return problem
+    ways = json.loads(done.stdout)["ways"]
+    return (
+        problem + ", or ".join(" and ".join(each["label"] for each in way["changes"]) for way in ways) + rest
+    )
 
 
 def complete(plan: Plan) -> Plan:

@@ -67,9 +67,13 @@ class deferred_interrupts:  # noqa: N801 (used like a function, as contextlib's)
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        global _depth
+        global _depth, _noted
         if not self._applies:
             return
+        noted: list[tuple[int, Any]] = []
+        if _depth == 1:
+            # A finalizer's own region may begin and end below: there, what a handler raises would be lost.
+            noted, _noted = _noted, noted
         _depth -= 1
         if _depth:
             return
@@ -77,7 +81,10 @@ class deferred_interrupts:  # noqa: N801 (used like a function, as contextlib's)
         try:
             _put_back()
         finally:
-            _run_noted()
+            try:
+                _run(noted)
+            finally:
+                _run(_noted)
 
 
 def _put_back() -> None:
@@ -103,14 +110,14 @@ def _put_back() -> None:
         del raised
 
 
-def _run_noted() -> None:
+def _run(noted: list[tuple[int, Any]]) -> None:
     """Run the handlers of all noted signals, also where one of them raises."""
-    if _noted:
-        number, handler = _noted.pop(0)
+    if noted:
+        number, handler = noted.pop(0)
         try:
             handler(number, sys._getframe())
         finally:
-            _run_noted()
+            _run(noted)
 
 
 def _note(number: int, frame: FrameType | None) -> None:

@@ -119,15 +119,16 @@ class TrainableLayerStreamer(ClosedAtExit):
         layers: Iterable[nn.Module] | None = None,
         device: torch.device | str | None = None,
     ) -> None:
+        _check_options(inputs=inputs, backward_overlap=backward_overlap, streaming=streaming, cpu=cpu)
+        _check_counts(prefetch=(prefetch, 0), slices=(slices, 1), resident_layers=(resident_layers, 0))
         streaming = streaming or Streaming()
-        _check_options(prefetch=prefetch, slices=slices, inputs=inputs, backward_overlap=backward_overlap)
         _check_split(split, cpu, backward_overlap)
         checks.check_model(model, serves_data_parallel=False)
         updates = backward_overlap == "update"
         checks.check_clipping(max_grad_norm=max_grad_norm, updates_in_backward=updates)
         refuse_checkpointing(model, "TrainableLayerStreamer")
         algorithm = algorithm_of(optimizer)
-        modules = list(dict.fromkeys(repeated_blocks(model).values() if layers is None else layers))
+        modules = list(dict.fromkeys(repeated_blocks(model).values() if layers is None else _checked(layers)))
         storages = streamable_storages(model, modules, with_trained=True)
         on = device_of(model, device)
         check_streaming(streaming, algorithm, on)
@@ -231,18 +232,41 @@ def _recomputed(modules: list[nn.Module]) -> list[nn.Module]:
     return [module for module in modules if not isinstance(module, nn.Embedding | nn.Linear)] or modules
 
 
-def _check_options(*, prefetch: int, slices: int, inputs: str, backward_overlap: str) -> None:
-    """Raise ValueError for an option out of range."""
+def _checked(layers: object) -> list[nn.Module]:
+    """Return `layers` as a list. Raises ValueError for what is none of modules, or has lists of them."""
+    found = list(layers) if isinstance(layers, Iterable) else None
+    if not found or not all(isinstance(each, nn.Module) for each in found):
+        raise ValueError(
+            f"layers is {layers!r}; expected modules, in the order of the forward; try model.layers"
+        )
+    lists = [each for each in found if isinstance(each, nn.ModuleList | nn.ModuleDict)]
+    if lists:
+        raise ValueError(
+            f"layers has a {type(lists[0]).__name__} of {len(lists[0])} modules, which has no forward; expected the "
+            "modules in it; try layers=model.layers instead of layers=[model.layers]"
+        )
+    return found
+
+
+def _check_options(*, inputs: str, backward_overlap: str, streaming: object, cpu: object) -> None:
+    """Raise ValueError for an option that is none of those there are."""
     if backward_overlap not in ("gradients", "update"):
         raise ValueError(
             f"backward_overlap={backward_overlap!r}; expected 'gradients' or 'update'; try 'gradients'"
         )
-    if prefetch < 0:
-        raise ValueError(f"prefetch={prefetch}; expected at least 0; try 2")
-    if slices < 1:
-        raise ValueError(f"slices={slices}; expected at least 1; try 1")
     if inputs not in ("device", "host"):
         raise ValueError(f"inputs={inputs!r}; expected 'device' or 'host'; try 'device'")
+    if not isinstance(streaming, Streaming | None):
+        raise ValueError(f"streaming={streaming!r}; expected how states stream; try Streaming()")
+    if not isinstance(cpu, CpuUpdate | None):
+        raise ValueError(f"cpu={cpu!r}; expected how the CPU updates; try CpuUpdate(threads=4)")
+
+
+def _check_counts(**counts: tuple[object, int]) -> None:
+    """Raise ValueError for a number that is not whole, or less than its least."""
+    for name, (count, least) in counts.items():
+        if not isinstance(count, int) or isinstance(count, bool) or count < least:
+            raise ValueError(f"{name}={count!r}; expected a whole number of at least {least}; try {least}")
 
 
 def _check_split(split: tuple[float, float, float], cpu: CpuUpdate | None, backward_overlap: str) -> None:

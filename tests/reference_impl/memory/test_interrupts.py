@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
@@ -125,6 +126,25 @@ def test_a_signal_while_the_region_ends_leaves_all_handlers_in_place(
 ):
     with pytest.raises(KeyboardInterrupt):
         run_region(lambda: _raise_at_call(monkeypatch, "getsignal", call))
+
+
+def test_a_finalizer_that_runs_while_the_region_ends_takes_no_signal_with_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Garbage may be collected there, and what is raised in a finalizer nobody hears of."""
+    put_back = interrupts._put_back
+    finalizers = [True]
+
+    def collecting() -> None:
+        if finalizers and finalizers.pop():
+            with suppress(KeyboardInterrupt), deferred_interrupts():
+                pass
+        put_back()
+
+    monkeypatch.setattr(interrupts, "_put_back", collecting)
+    with pytest.raises(KeyboardInterrupt), deferred_interrupts():
+        signal.raise_signal(signal.SIGINT)
+    assert not finalizers
 
 
 def test_another_thread_defers_nothing():

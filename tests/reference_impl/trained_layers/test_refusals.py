@@ -6,6 +6,7 @@ from layers_trainee import assert_same, batches, decoder, resident, streamed, tr
 from torch import nn
 
 from reference_impl import TrainableLayerStreamer
+from reference_impl.device import Device
 from reference_impl.distributed import host_room
 from reference_impl.memory.host import HostMemoryError
 from reference_impl.optimizers.options import Streaming
@@ -89,7 +90,17 @@ def test_an_optimizer_whose_update_needs_whole_matrices(device):
     ("options", "match"),
     [
         ({"prefetch": -1}, "prefetch=-1"),
+        ({"prefetch": 1.5}, "prefetch=1.5; expected a whole number of at least 0"),
+        ({"prefetch": True}, "prefetch=True; expected a whole number"),
         ({"slices": 0}, "slices=0"),
+        ({"slices": "2"}, "slices='2'; expected a whole number of at least 1"),
+        ({"resident_layers": -1}, "resident_layers=-1; expected a whole number of at least 0"),
+        ({"streaming": "exact"}, r"streaming='exact'; expected how states stream; try Streaming\(\)"),
+        ({"cpu": 4}, r"cpu=4; expected how the CPU updates; try CpuUpdate\(threads=4\)"),
+        ({"layers": 5}, "layers is 5; expected modules"),
+        ({"layers": []}, r"layers is \[\]; expected modules"),
+        ({"layers": [nn.ModuleList()]}, r"layers has a ModuleList of 0 modules.*try layers=model.layers"),
+        ({"device": "gpu"}, "device is 'gpu'; expected a torch device"),
         ({"resident_layers": 5}, "resident_layers=5; expected 0 to 4"),
         ({"inputs": "disk"}, "inputs='disk'"),
         ({"max_grad_norm": 0.0}, "max_grad_norm is 0.0"),
@@ -101,6 +112,11 @@ def test_an_optimizer_whose_update_needs_whole_matrices(device):
 )
 def test_options_out_of_range(device, options, match):
     refused(decoder(device), ValueError, match, **options)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_device_that_is_not_there():
+    refused(decoder(Device.of("cpu")), ValueError, "torch .* sees no CUDA device", device="cuda")
 
 
 def test_a_batch_that_cannot_be_cut(device):

@@ -105,6 +105,15 @@ def test_no_step_is_taken_while_weights_are_lent(split):
         assert train(model, streamer.optimizer, ids[2:]) == expected[2:]
 
 
+@pytest.fixture
+def ctrl_c():
+    """A process that was started in the background ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c")
 def test_a_signal_does_not_have_the_workers_update_twice(monkeypatch):
     ids = batches(TWIN, 2)
     other, model = decoder(TWIN), decoder(TWIN)
