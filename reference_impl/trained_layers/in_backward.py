@@ -78,11 +78,20 @@ class InBackwardOptimizer(LayersOptimizer):
         if self._final:
             with self.told(), self._working():
                 self._resume()
-                if not self._used:
-                    self._backward = torch._C._current_graph_task_id()
-                    # Autograd calls back at the end of a backward that has not failed.
-                    torch.autograd.Variable._execution_engine.queue_callback(self._on_backward_end)
-                self._update()
+                if self._used:
+                    self._update()
+                else:
+                    self._begin_in_backward()
+
+    def _begin_in_backward(self) -> None:
+        """Update for the first time in a backward, and note in which, until it has ended well."""
+        # Autograd calls back at the end of one that has not failed.
+        torch.autograd.Variable._execution_engine.queue_callback(self._on_backward_end)
+        try:
+            self._update()
+        finally:
+            if self._used:
+                self._backward = torch._C._current_graph_task_id()
 
     def _on_backward_end(self) -> None:
         self._backward = _NO_BACKWARD

@@ -159,20 +159,29 @@ def test_a_batch_whose_backward_has_failed_breaks_the_optimizer(device, call):
     train(model, torch.optim.SGD(model.parameters(), lr=1e-3), [ids])
 
 
-def test_a_batch_whose_backward_fails_before_any_update_is_left_out(device):
+@pytest.mark.parametrize("where", ["a hook of the user", "the first update"])
+def test_a_batch_whose_backward_fails_before_any_update_is_left_out(device, monkeypatch, where):
     ids = batches(device, 2)
     other, model = decoder(device, layers=3), decoder(device, layers=3)
     reference = resident(other, max_grad_norm=None)
     expected = train(other, reference, ids)
     with updating(model) as streamer:
         losses = train(model, streamer.optimizer, ids[:1])
-        fail_in_backward(model, 2)
-        with pytest.raises(FailsOnce):
-            decoder_loss(model(ids[0]), ids[0]).backward()
+        with monkeypatch.context() as once:
+            if where == "the first update":
+                once.setattr(type(streamer.optimizer.streamed), "prepare", raise_no_room)
+            else:
+                fail_in_backward(model, 2)
+            with pytest.raises((FailsOnce, MemoryError)):
+                decoder_loss(model(ids[0]), ids[0]).backward()
         assert streamer.optimizer.status == "untouched"
         streamer.optimizer.zero_grad()
         assert losses + train(model, streamer.optimizer, ids[1:]) == expected
         assert_same(model, streamer.optimizer, other, reference)
+
+
+def raise_no_room(*_, **__):
+    raise MemoryError("none left")
 
 
 def test_closing_in_between_says_so_and_closes(device):
