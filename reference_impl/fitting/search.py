@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import Any
 
 from reference_impl.fitting import trial
@@ -35,7 +37,7 @@ _RETRIED = (
     "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 )
 _BUDGET_ENGINE = "activation-budget"
-# The last resort: the weights themselves leave.
+# The weights themselves leave: the last resort where they are on the device, and a rival where they are on the host.
 _TRAINED_LAYERS = "trained-layer-streaming"
 _OPTIMIZER = "optimizer-offload"
 
@@ -181,7 +183,6 @@ class Search:
                 self._aim - max(residual, 0) - (round(_LESS * self._budget_bytes) if found.retried else 0)
             )
             return True
-        rival = self._rival(plan, found)
         if (
             unused > _UNUSED * self._budget_bytes
             and _moves_anything(plan)
@@ -189,8 +190,11 @@ class Search:
         ):
             self._asked = self._aim - residual
             return True
-        self._without |= rival
-        return bool(rival)
+        rival = self._rival(plan, found)
+        if rival is None:
+            return False
+        self._without = rival
+        return True
 
     def _is_far_slower(self, plan: Plan, found: Trial) -> bool:
         return found.step_s > self._hopeless_s(plan)
@@ -203,15 +207,27 @@ class Search:
         most_s: float = plan["recommendation"]["option"]["time"]["most_s"]
         return _FAR_SLOWER * most_s if self._task.device.is_accelerator else math.inf
 
-    def _rival(self, plan: Plan, found: Trial) -> frozenset[str]:
-        """Return what to leave out for the next best plan that may be faster here; nothing where time is not judged."""
-        mechanisms = frozenset(plan["recommendation"]["option"]["mechanisms"])
+    def _rival(self, plan: Plan, found: Trial) -> frozenset[str] | None:
+        """Return what to leave out for the next best plan that may be faster here; None where there is none.
+
+        Time is judged on an accelerator alone.
+        """
         if not self._task.device.is_accelerator or not _moves_anything(plan):
-            return frozenset()
-        for option in plan["alternatives"]:
-            if option["fits"] and option["time"]["least_s"] < found.step_s:
-                return mechanisms - frozenset(option["mechanisms"])
-        return frozenset()
+            return None
+        mechanisms = frozenset(plan["recommendation"]["option"]["mechanisms"])
+        rivals = [
+            (self._without | mechanisms - frozenset(option["mechanisms"]), option["time"])
+            for option in plan["alternatives"]
+            if option["fits"]
+        ]
+        if self._task.on_host and _TRAINED_LAYERS in self._without:
+            # Weights of the host may stay there, where that is faster.
+            without = self._without - {_TRAINED_LAYERS} | {_OPTIMIZER}
+            with suppress(RefusedPlanError):
+                streaming = self._planner.plan(self._asked, without=without)
+                rivals.append((without, streaming["recommendation"]["option"]["time"]))
+        faster = [(time["step_s"], without) for without, time in rivals if time["least_s"] < found.step_s]
+        return min(faster, key=itemgetter(0))[1] if faster else None
 
     def preference(self, plan: Plan, found: Trial) -> tuple[bool, float]:
         """Order by whether the headroom is kept, then by time: measured, or on the twin as predicted."""

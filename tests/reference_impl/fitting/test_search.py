@@ -17,7 +17,8 @@ STREAMS_ALL = frozenset({"optimizer-offload"})
 
 def plan(allocated, *, mode="recompute", mechanisms=("recompute",), rivals=()):
     alternatives = [
-        {"fits": True, "mechanisms": list(other), "time": {"least_s": least_s}} for other, least_s in rivals
+        {"fits": True, "mechanisms": list(other), "time": {"least_s": least_s, "step_s": least_s + 0.1}}
+        for other, least_s in rivals
     ]
     memory = {"allocated_bytes": allocated, "host_bytes_per_node": 500, "pinned_bytes_per_node": 400}
     option = {
@@ -196,6 +197,30 @@ def test_a_rival_that_may_be_faster_is_tried_and_the_faster_one_is_kept(played, 
     assert planner.asked[1] == (950, LAST_RESORT | {"recompute"})
     assert settled.trial.step_s == chosen_s
     assert settled.steps == 4
+
+
+@pytest.mark.parametrize(("least_s", "streams"), [(0.7, True), (0.85, False), (1.2, False)])
+def test_weights_on_the_host_may_stay_there_where_that_is_faster(played, least_s, streams):
+    first = plan(945, rivals=[(("optimizer-offload",), 0.8)])
+    asked = streaming(930)
+    asked["recommendation"]["option"]["time"] |= {"least_s": least_s, "step_s": least_s + 0.1}
+    second = asked if streams else plan(930, mode="layers", mechanisms=("optimizer-offload",))
+    planner = Planner(first, asked, second)
+    settled = played(planner, took(940, step_s=1.0), took(930, step_s=0.9), on_host=True)
+    assert planner.asked[1] == (950, STREAMS_ALL)
+    assert planner.asked[2] == (950, STREAMS_ALL if streams else LAST_RESORT | {"recompute"})
+    assert ("trained_layers" in settled.plan["execute"]) == streams
+    assert (settled.trial.step_s, settled.steps) == (0.9, 4)
+
+
+def test_weights_on_the_host_are_no_rival_that_does_not_fit(played):
+    class Refuses(Planner):
+        def plan(self, tensor_bytes, *, without=frozenset()):
+            if without == STREAMS_ALL:
+                raise RefusedPlanError("nothing legal fits")
+            return super().plan(tensor_bytes, without=without)
+
+    assert played(Refuses(plan(945)), took(940), on_host=True).plans == 1
 
 
 def test_no_rival_is_tried_that_cannot_be_faster_nor_on_the_twin(played):
