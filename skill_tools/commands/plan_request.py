@@ -310,7 +310,7 @@ def _machine(args: argparse.Namespace, built: Run) -> Machine:
         if args.gpu == AUTO:
             return _present(built)
     sized = args.gpu_memory is not None or args.tensor_memory is not None
-    found = machine.known(args.gpu or "h100", ranks_on_node=built.layout.ranks_on_node)
+    found = machine.known("h100" if args.gpu is None else args.gpu, ranks_on_node=built.layout.ranks_on_node)
     return found._replace(named=args.gpu is not None or not sized)
 
 

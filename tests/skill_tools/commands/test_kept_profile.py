@@ -136,3 +136,9 @@ def test_ranks_share_what_one_process_measured() -> None:
     assert one is not None
     assert four is not None
     assert (four.cpu_adam, four.h2d_copy) == (one.cpu_adam / 4, one.h2d_copy)
+
+
+def test_a_gpu_without_a_name_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+    """As where a variable of a script is empty."""
+    assert main(["plan", "--model", "llama-3-8b", "--framework", "pytorch", "--gpu", ""]) == 2
+    assert "GPU '' is not known" in capsys.readouterr().err
