@@ -36,7 +36,7 @@ from reference_impl.device import Device
 from reference_impl.fitting import FitError, trial
 from reference_impl.fitting.before import Before, without_caches
 from reference_impl.fitting.planner import Plan, Planner, RefusedPlanError
-from reference_impl.fitting.search import HEADROOM
+from reference_impl.fitting.search import HEADROOM, TRIAL_MARGIN
 from reference_impl.memory.host import available_bytes
 from reference_impl.memory.ledger import Ledger
 from reference_impl.verification.trace_profile import profile_batch
@@ -194,7 +194,8 @@ def _without_offload(task: trial.Task, batches: Sequence[Any]) -> dict[str, Any]
 def _best(task: trial.Task, row: dict[str, Any], tokens: int, sequences: int) -> dict[str, Any]:
     """Try every plan that the planner gives where mechanisms are left out, and return the fastest that fits.
 
-    It is asked for as much memory as `fit` asks for at first, so that every plan has the same headroom.
+    It is asked for as much memory as `fit` asks for at first, and a trial may take as much as its, so that every plan
+    has the same headroom.
     """
     profile = profile_batch(task.model, task.batch, task.loss, tokens=tokens)
     planner = Planner(profile, sequences=sequences, tokens=tokens, host_bytes=round(0.9 * available_bytes()))
@@ -202,6 +203,7 @@ def _best(task: trial.Task, row: dict[str, Any], tokens: int, sequences: int) ->
     before = Before(task.model, task.optimizer, task.device)
     without_caches(task.model)
     asked_bytes = round((1 - HEADROOM) * row["budget_bytes"]) - task.other_bytes()
+    limit_bytes = round((1 - TRIAL_MARGIN) * row["budget_bytes"])
     tried: dict[str, Any] = {}
     for count in range(len(_LEFT_OUT)):
         for left_out in combinations(_LEFT_OUT, count):
@@ -211,7 +213,7 @@ def _best(task: trial.Task, row: dict[str, Any], tokens: int, sequences: int) ->
                 continue
             key = json.dumps(plan["execute"], sort_keys=True)
             if key not in tried:
-                found = trial.run(task, plan, limit_bytes=row["budget_bytes"])
+                found = trial.run(task, plan, limit_bytes=limit_bytes)
                 before.restore()
                 tried[key] = {
                     "plan": plan["recommendation"]["option"]["label"],

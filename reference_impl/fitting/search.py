@@ -23,7 +23,7 @@ from reference_impl.fitting.trial import Task, Trial
 HEADROOM = 0.05
 # Of the budget, what a trial may not take: later steps cut the allocator's memory in other places. Llama-3-8B fitted
 # 24 GiB in both steps of a trial, and a later one had 1.5 GiB in pieces, of which none held its logits.
-_TRIAL_MARGIN = 0.02
+TRIAL_MARGIN = 0.02
 # Steps in all, unless none of the plans has fitted by then, or the one that has takes far longer than it may.
 MOST_STEPS = 4
 _FAR_SLOWER = 1.5
@@ -147,7 +147,7 @@ class Search:
             return trial.run(
                 self._task,
                 plan,
-                limit_bytes=round((1 - _TRIAL_MARGIN) * self._budget_bytes),
+                limit_bytes=round((1 - TRIAL_MARGIN) * self._budget_bytes),
                 hopeless_s=self._hopeless_s(plan),
             )
         finally:
@@ -215,10 +215,11 @@ class Search:
         if not self._task.device.is_accelerator or not _moves_anything(plan):
             return None
         mechanisms = frozenset(plan["recommendation"]["option"]["mechanisms"])
+        # One that has all mechanisms of the plan, and more, is no answer to leaving some out.
         rivals = [
-            (self._without | mechanisms - frozenset(option["mechanisms"]), option["time"])
+            (self._without | others, option["time"])
             for option in plan["alternatives"]
-            if option["fits"]
+            if option["fits"] and (others := mechanisms - frozenset(option["mechanisms"]))
         ]
         if self._task.on_host and _TRAINED_LAYERS in self._without:
             # Weights of the host may stay there, where that is faster.

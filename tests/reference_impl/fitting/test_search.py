@@ -199,6 +199,13 @@ def test_a_rival_that_may_be_faster_is_tried_and_the_faster_one_is_kept(played, 
     assert settled.steps == 4
 
 
+def test_an_alternative_with_more_mechanisms_hides_no_rival(played):
+    first = plan(945, rivals=[(("recompute", "optimizer-offload"), 0.7), (("optimizer-offload",), 0.8)])
+    planner = Planner(first, plan(930, mode="layers", mechanisms=("optimizer-offload",)))
+    assert played(planner, took(940, step_s=1.0), took(930, step_s=0.9)).trial.step_s == 0.9
+    assert planner.asked[1] == (950, LAST_RESORT | {"recompute"})
+
+
 @pytest.mark.parametrize(("least_s", "streams"), [(0.7, True), (0.85, False), (1.2, False)])
 def test_weights_on_the_host_may_stay_there_where_that_is_faster(played, least_s, streams):
     first = plan(945, rivals=[(("optimizer-offload",), 0.8)])
