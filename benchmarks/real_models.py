@@ -3,6 +3,7 @@
     python benchmarks/real_models.py --out real_models.json          # all, on one GPU of 80 GiB or more
     python benchmarks/real_models.py --cases 1,6,9 --out part.json   # some, by number or by a part of the name
     python benchmarks/real_models.py --all-plans --out best.json     # beside each, every other plan, timed
+    python benchmarks/real_models.py --on-host --out host.json       # the models start on the CPU, and may stay there
     python benchmarks/real_models.py --tiny                          # the same code at toy size, on any machine
 
 It needs transformers, and peft for LoRA. Each case is a process of its own with its own limit of the allocator. A case
@@ -62,7 +63,7 @@ sys.stdin.read()
 """
 
 
-def run_case(case: Case, *, tiny: bool, all_plans: bool) -> dict[str, Any]:
+def run_case(case: Case, *, tiny: bool, all_plans: bool, on_host: bool) -> dict[str, Any]:
     """Return the row of one case, in this process."""
     if case.cores:
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: case.cores])
@@ -82,7 +83,7 @@ def run_case(case: Case, *, tiny: bool, all_plans: bool) -> dict[str, Any]:
         ]
         row: dict[str, Any] = {"parameters": sum(param.numel() for param in model.parameters())}
         try:
-            row |= _fitted(task, batches, budget)
+            row |= _fitted(task, batches, budget, on_host=on_host)
         except (FitError, torch.OutOfMemoryError) as error:
             return row | {"failed": f"{type(error).__name__}: {error}".splitlines()[0]}
         row |= _without_offload(task, batches)
@@ -165,17 +166,28 @@ def _predicted(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _fitted(task: trial.Task, batches: Sequence[Any], budget: Any) -> dict[str, Any]:
-    """Fit the model and train it so; nothing of it is left on the device."""
+def _fitted(task: trial.Task, batches: Sequence[Any], budget: Any, *, on_host: bool) -> dict[str, Any]:
+    """Fit the model and train it so; nothing of it is left on the device but its weights."""
+    device = task.device.torch_device
+    if on_host:
+        task.model.to("cpu")
     start = time.perf_counter()
     with (
         Ledger(task.device, track=task.tensors(_RESIDENT)) as ledger,
-        fit(task.model, _adamw(task.model), task.batch, task.loss, gpu_budget=budget) as fitted,
+        fit(
+            task.model,
+            _adamw(task.model),
+            task.batch,
+            task.loss,
+            gpu_budget=budget,
+            device=device if on_host else None,
+        ) as fitted,
     ):
         row = {"fit_s": time.perf_counter() - start, **_predicted(fitted.plan)}
         row |= _steps(task, fitted.optimizer, batches, ledger)
     del fitted
     gc.collect()
+    task.model.to(device)
     return row
 
 
@@ -274,7 +286,8 @@ def _held(case: Case, device: Device) -> Iterator[None]:
 def in_a_process(case: Case, args: argparse.Namespace) -> dict[str, Any]:
     """Return the row of `case`, run by a process that has nothing else in its memory."""
     words = [sys.executable, __file__, "--one", str(case.number)]
-    words += [flag for flag, is_so in {"--tiny": args.tiny, "--all-plans": args.all_plans}.items() if is_so]
+    flags = {"--tiny": args.tiny, "--all-plans": args.all_plans, "--on-host": args.on_host}
+    words += [flag for flag, is_so in flags.items() if is_so]
     start = time.perf_counter()
     row: dict[str, Any] = {"case": case.number, "name": case.name}
     try:
@@ -338,13 +351,17 @@ def main() -> None:
         "--cases", default="", help="numbers, or parts of names, comma separated; default: all"
     )
     parser.add_argument("--all-plans", action="store_true", help="time every other plan too")
+    parser.add_argument(
+        "--on-host", action="store_true", help="fit models that are on the CPU, for the device"
+    )
     parser.add_argument("--timeout", type=float, default=_TIMEOUT_S, help="seconds a case; default: 900")
     parser.add_argument("--out", type=Path, help="write all numbers as JSON")
     parser.add_argument("--one", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:
         (case,) = (case for case in CASES if case.number == args.one)
-        print(json.dumps(run_case(case, tiny=args.tiny, all_plans=args.all_plans)))
+        row = run_case(case, tiny=args.tiny, all_plans=args.all_plans, on_host=args.on_host)
+        print(json.dumps(row))
         return
     wanted = [part for part in args.cases.split(",") if part]
     cases = [case for case in CASES if not wanted or any(_is(case, part) for part in wanted)]

@@ -4,6 +4,7 @@ Memory is written in GiB for people and always says so; GB and GB/s are decimal.
 GiB, and the plan then prints that it was. Rates are read in `planning/cost/machine.py`.
 """
 
+import math
 import re
 
 from skill_tools.errors import UnusableInput
@@ -57,6 +58,12 @@ def gib(amount_bytes: float) -> str:
     if 0 < amount_bytes < 0.05 * GIB:
         return f"{amount_bytes / 2**20:.1f} MiB"
     return f"{amount_bytes / GIB:.1f} GiB"
+
+
+def at_least_gib(amount_bytes: float) -> str:
+    """Write bytes that are needed as `gib` does, rounded up: who gives what is written has enough."""
+    unit_bytes, unit = (2**20, "MiB") if 0 < amount_bytes < 0.05 * GIB else (GIB, "GiB")
+    return f"{math.ceil(10 * amount_bytes / unit_bytes) / 10:.1f} {unit}"
 
 
 def both(amount_bytes: float) -> str:

@@ -7,6 +7,7 @@ their end. Explained in docs/fitting.md.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 from contextlib import suppress
@@ -19,12 +20,14 @@ from reference_impl.fitting.before import Before
 from reference_impl.fitting.planner import Plan, Planner, RefusedPlanError
 from reference_impl.fitting.trial import Task, Trial
 
+_LOG = logging.getLogger(__name__)
+
 # Of the budget, for fragmentation and what no step has shown yet.
 HEADROOM = 0.05
 # Of the budget, what a trial may not take: later steps cut the allocator's memory in other places. Llama-3-8B fitted
 # 24 GiB in both steps of a trial, and a later one had 1.5 GiB in pieces, of which none held its logits.
 TRIAL_MARGIN = 0.02
-# Steps in all, unless none of the plans has fitted by then, or the one that has takes far longer than it may.
+# Steps in all, unless none of the plans has fitted by then, or the only one that has takes far longer than it may.
 MOST_STEPS = 4
 _FAR_SLOWER = 1.5
 _MOST_PLANS = 12
@@ -37,9 +40,11 @@ _RETRIED = (
     "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 )
 _BUDGET_ENGINE = "activation-budget"
-# The weights themselves leave: the last resort where they are on the device, and a rival where they are on the host.
+# Two ways to divide states, of which a plan has one: the weights themselves leave, or they stay on the device. The
+# first is the last resort for weights that are on the device; where they are on the host, the faster way is taken.
 _TRAINED_LAYERS = "trained-layer-streaming"
 _OPTIMIZER = "optimizer-offload"
+_OTHER_WAY = {_TRAINED_LAYERS: _OPTIMIZER, _OPTIMIZER: _TRAINED_LAYERS}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +101,9 @@ class Search:
         self._asked = max(round((1 - error_share) * self._aim) - other_bytes, 1)
         # On the twin its engine needs an open ledger, which a user's training does not have.
         counts = task.device.allocator is not None
-        self._without = frozenset((_TRAINED_LAYERS,) if counts else (_TRAINED_LAYERS, _BUDGET_ENGINE))
+        self._without = frozenset(() if counts else (_BUDGET_ENGINE,))
+        streams = first is not None and trial.streams_trained_layers(first)
+        self._way = _TRAINED_LAYERS if streams else _OPTIMIZER
         self._first = first
         self._good: list[tuple[Plan, Trial]] = []
         self._tried: list[Plan] = []
@@ -115,6 +122,7 @@ class Search:
                 break
             self._tried.append(plan)
             found = self._try(plan)
+            _LOG.info("fit tried %s: %s", plan["recommendation"]["option"]["label"], found.said())
             steps, plans = steps + max(found.steps, 1), plans + 1
             if found.short_of:
                 if self._good:
@@ -122,7 +130,9 @@ class Search:
                 self._ask_for_less(plan, found)
                 continue
             self._good.append((plan, found))
-            has_steps = steps + trial.STEPS <= MOST_STEPS or self._is_far_slower(plan, found)
+            has_steps = steps + trial.STEPS <= MOST_STEPS or (
+                len(self._good) == 1 and self._is_far_slower(plan, found)
+            )
             if not has_steps or not self._ask_for_better(plan, found):
                 break
         if not self._good:
@@ -134,13 +144,30 @@ class Search:
 
     def _next(self) -> Plan:
         try:
-            return self._planner.plan(self._asked, without=self._without)
+            plan = self._plan(self._way)
         except RefusedPlanError:
-            if self._good or _TRAINED_LAYERS not in self._without:
+            if self._good:
                 raise
-        # Nothing that divides states otherwise fits: streamed layers take that over.
-        self._without = self._without - {_TRAINED_LAYERS} | {_OPTIMIZER}
-        return self._planner.plan(self._asked, without=self._without)
+            # Streamed layers take less memory of the device, and more of the host.
+            self._way = _OTHER_WAY[self._way]
+            return self._plan(self._way)
+        if self._tried or not self._compares_ways:
+            return plan
+        with suppress(RefusedPlanError):
+            other = self._plan(_OTHER_WAY[self._way])
+            if _time(other)["step_s"] < _time(plan)["step_s"]:
+                self._way = _OTHER_WAY[self._way]
+                return other
+        return plan
+
+    def _plan(self, way: str) -> Plan:
+        """Return the fastest plan that divides states in this way."""
+        return self._planner.plan(self._asked, without=self._without | {_OTHER_WAY[way]})
+
+    @property
+    def _compares_ways(self) -> bool:
+        """Whether the faster way is taken: weights of the host may stay there. Time is judged on an accelerator."""
+        return self._task.on_host and self._task.device.is_accelerator
 
     def _try(self, plan: Plan) -> Trial:
         try:
@@ -165,7 +192,7 @@ class Search:
             case _ if trial.learns(plan):
                 # How far its engine comes, no plan knows before it has learnt the step; others are counted.
                 self._without |= {_BUDGET_ENGINE}
-            case _ if _TRAINED_LAYERS not in self._without and not (found.was_applied or self._task.on_host):
+            case _ if self._way == _TRAINED_LAYERS and not (found.was_applied or self._task.on_host):
                 raise RefusedPlanError(
                     "the model's weights leave no room on the device to stream them from; expected them on the host; "
                     f"try the model on the CPU, and device={str(self._task.device.torch_device)!r}"
@@ -193,7 +220,7 @@ class Search:
         rival = self._rival(plan, found)
         if rival is None:
             return False
-        self._without = rival
+        self._way, self._without = rival
         return True
 
     def _is_far_slower(self, plan: Plan, found: Trial) -> bool:
@@ -204,11 +231,10 @@ class Search:
 
         Qwen3-4B with chunked logits took 4.6 s, at most 1.8 predicted.
         """
-        most_s: float = plan["recommendation"]["option"]["time"]["most_s"]
-        return _FAR_SLOWER * most_s if self._task.device.is_accelerator else math.inf
+        return _FAR_SLOWER * _time(plan)["most_s"] if self._task.device.is_accelerator else math.inf
 
-    def _rival(self, plan: Plan, found: Trial) -> frozenset[str] | None:
-        """Return what to leave out for the next best plan that may be faster here; None where there is none.
+    def _rival(self, plan: Plan, found: Trial) -> tuple[str, frozenset[str]] | None:
+        """Return the way, and what to leave out, of the next best plan that may be faster here; None without one.
 
         Time is judged on an accelerator alone.
         """
@@ -217,24 +243,24 @@ class Search:
         mechanisms = frozenset(plan["recommendation"]["option"]["mechanisms"])
         # One that has all mechanisms of the plan, and more, is no answer to leaving some out.
         rivals = [
-            (self._without | others, option["time"])
+            (self._way, self._without | others, option["time"])
             for option in plan["alternatives"]
             if option["fits"] and (others := mechanisms - frozenset(option["mechanisms"]))
         ]
-        if self._task.on_host and _TRAINED_LAYERS in self._without:
-            # Weights of the host may stay there, where that is faster.
-            without = self._without - {_TRAINED_LAYERS} | {_OPTIMIZER}
+        if self._compares_ways:
+            other = _OTHER_WAY[self._way]
             with suppress(RefusedPlanError):
-                streaming = self._planner.plan(self._asked, without=without)
-                rivals.append((without, streaming["recommendation"]["option"]["time"]))
-        faster = [(time["step_s"], without) for without, time in rivals if time["least_s"] < found.step_s]
-        return min(faster, key=itemgetter(0))[1] if faster else None
+                rivals.append((other, self._without, _time(self._plan(other))))
+        faster = [
+            (time["step_s"], way, without) for way, without, time in rivals if time["least_s"] < found.step_s
+        ]
+        return min(faster, key=itemgetter(0))[1:] if faster else None
 
     def preference(self, plan: Plan, found: Trial) -> tuple[bool, float]:
         """Order by whether the headroom is kept, then by time: measured, or on the twin as predicted."""
         is_tight = found.retried or found.peak_device_bytes > self._aim
         on_device = self._task.device.is_accelerator
-        return is_tight, found.step_s if on_device else plan["recommendation"]["option"]["time"]["step_s"]
+        return is_tight, found.step_s if on_device else _time(plan)["step_s"]
 
 
 def fastest(searches: Sequence[Search]) -> tuple[int, Settled]:
@@ -260,6 +286,11 @@ def fastest(searches: Sequence[Search]) -> tuple[int, Settled]:
 
 def _predicted(plan: Plan) -> int:
     found: int = plan["recommendation"]["option"]["memory"]["allocated_bytes"]
+    return found
+
+
+def _time(plan: Plan) -> dict[str, float]:
+    found: dict[str, float] = plan["recommendation"]["option"]["time"]
     return found
 
 

@@ -50,6 +50,12 @@ class Trial:
     short_of: str = ""
     was_applied: bool = True
 
+    def said(self) -> str:
+        """Return one line."""
+        if self.short_of:
+            return f"too little {self.short_of} memory after {self.steps} whole steps"
+        return f"{self.peak_device_bytes / 2**30:.2f} GiB on the device, {self.step_s:.3f} s a step"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Task:

@@ -21,7 +21,7 @@ from skill_tools.planning.model import known_models, shape_sources
 from skill_tools.planning.model.shape_sources import UnknownShapeError
 from skill_tools.planning.search.options import HOST_MEMORY, PINNED_MEMORY
 from skill_tools.planning.search.planner import Plan
-from skill_tools.units import gib
+from skill_tools.units import at_least_gib, gib
 
 FORMATS = ("concise", "json", "markdown")
 
@@ -108,14 +108,14 @@ def _by_situation(args: argparse.Namespace, unknown: UnknownShapeError) -> int:
 
 def _nothing_fits(plan: Plan) -> UnusableInput:
     floor = plan.floor.memory
-    needs = f"{gib(floor.device_bytes / (1 - plan.budget.headroom))} a GPU"
+    needs = f"{at_least_gib(floor.device_bytes / (1 - plan.budget.headroom))} a GPU"
     problem = f"nothing legal fits {gib(plan.budget.gpu_bytes)} a GPU"
     if plan.floor.limit == HOST_MEMORY and plan.budget.host_bytes is not None:
         problem += f" and {gib(plan.budget.host_bytes)} of host memory a node"
-        needs += f" and {gib(floor.host_bytes_per_node / (1 - plan.budget.headroom))} of host memory a node"
+        needs += f" and {at_least_gib(floor.host_bytes_per_node / (1 - plan.budget.headroom))} of host memory a node"
     if plan.floor.limit == PINNED_MEMORY and plan.budget.pinned_bytes is not None:
         problem += f" and {gib(plan.budget.pinned_bytes)} of pinned memory a node"
-        needs += f" and {gib(floor.pinned_bytes_per_node)} of pinned memory a node"
+        needs += f" and {at_least_gib(floor.pinned_bytes_per_node)} of pinned memory a node"
     free = f", {plan.budget.headroom:.0%} left free" if plan.budget.headroom else ""
     return UnusableInput(
         problem,

@@ -67,7 +67,7 @@ class Planner:
 def played(monkeypatch):
     """Settle where each trial is what `answers` gives for its plan."""
 
-    def settle(planner, *answers, on_gpu=True, on_host=False, budget=BUDGET, other_bytes=0):
+    def settle(planner, *answers, on_gpu=True, on_host=False, budget=BUDGET, other_bytes=0, first=None):
         left, limits = list(answers), []
 
         def run(task, tried, *, limit_bytes, hopeless_s):
@@ -79,7 +79,7 @@ def played(monkeypatch):
         device = SimpleNamespace(is_accelerator=on_gpu, allocator=object(), torch_device="cuda:0")
         task = SimpleNamespace(device=device, on_host=on_host)
         before = SimpleNamespace(restore=lambda: None)
-        search = Search(task, before, planner, budget, other_bytes=other_bytes, error_share=0.0)
+        search = Search(task, before, planner, budget, other_bytes=other_bytes, error_share=0.0, first=first)
         settled = search.settle()
         assert set(limits) == {round(0.98 * budget)}
         assert not left
@@ -149,6 +149,15 @@ def test_a_plan_that_is_a_little_slower_than_said_is_the_last_within_four_steps(
     assert (settled.steps, settled.plans) == (3, 1)
 
 
+def test_each_trial_is_logged_with_what_it_took(played, caplog):
+    caplog.set_level("INFO", logger="reference_impl.fitting")
+    played(Planner(plan(945)), took(800), took(1000, short_of="device", steps=1))
+    assert [record.getMessage() for record in caplog.records] == [
+        "fit tried recompute: 0.00 GiB on the device, 1.000 s a step",
+        "fit tried recompute: too little device memory after 1 whole steps",
+    ]
+
+
 def test_a_correction_that_finds_no_memory_leaves_the_plan_before(played):
     settled = played(Planner(plan(945)), took(800), took(1000, short_of="device", steps=1))
     assert settled.trial.peak_device_bytes == 800
@@ -206,28 +215,66 @@ def test_an_alternative_with_more_mechanisms_hides_no_rival(played):
     assert planner.asked[1] == (950, LAST_RESORT | {"recompute"})
 
 
-@pytest.mark.parametrize(("least_s", "streams"), [(0.7, True), (0.85, False), (1.2, False)])
-def test_weights_on_the_host_may_stay_there_where_that_is_faster(played, least_s, streams):
-    first = plan(945, rivals=[(("optimizer-offload",), 0.8)])
-    asked = streaming(930)
-    asked["recommendation"]["option"]["time"] |= {"least_s": least_s, "step_s": least_s + 0.1}
-    second = asked if streams else plan(930, mode="layers", mechanisms=("optimizer-offload",))
-    planner = Planner(first, asked, second)
-    settled = played(planner, took(940, step_s=1.0), took(930, step_s=0.9), on_host=True)
-    assert planner.asked[1] == (950, STREAMS_ALL)
-    assert planner.asked[2] == (950, STREAMS_ALL if streams else LAST_RESORT | {"recompute"})
-    assert ("trained_layers" in settled.plan["execute"]) == streams
-    assert (settled.trial.step_s, settled.steps) == (0.9, 4)
+class Ways(Planner):
+    """Has a plan for each of the two ways to divide states, with the seconds given, or refuses."""
+
+    def __init__(self, *, stays, streams):
+        super().__init__()
+        self.ways = {LAST_RESORT: (plan(945), stays), STREAMS_ALL: (streaming(930), streams)}
+
+    def plan(self, tensor_bytes, *, without=frozenset()):
+        self.asked.append((tensor_bytes, without))
+        found, step_s = self.ways[without]
+        if step_s is None:
+            raise RefusedPlanError("nothing legal fits")
+        time = {"least_s": 0.8 * step_s, "step_s": step_s, "most_s": 1.2 * step_s}
+        option = found["recommendation"]["option"] | {"time": time}
+        return found | {"recommendation": {"option": option}}
 
 
-def test_weights_on_the_host_are_no_rival_that_does_not_fit(played):
-    class Refuses(Planner):
+@pytest.mark.parametrize(
+    ("stays", "streams", "took_s", "settled_on"),
+    [
+        pytest.param(1.0, 0.9, [0.95, 1.0], (True, 4), id="the faster by prediction is first, and is"),
+        pytest.param(1.0, 0.9, [1.1, 1.0], (False, 4), id="the faster by prediction is not"),
+        pytest.param(0.9, 1.0, [1.0, 0.95], (True, 4), id="the other may be faster, and is"),
+        pytest.param(1.0, 1.4, [1.1], (False, 2), id="streaming cannot be faster"),
+        pytest.param(1.4, 1.0, [1.1], (True, 2), id="weights that stay cannot be faster"),
+        pytest.param(1.0, None, [1.1], (False, 2), id="streaming does not fit"),
+        pytest.param(None, 1.0, [1.1], (True, 2), id="nothing else fits"),
+    ],
+)
+def test_weights_of_the_host_stay_there_where_that_is_faster(played, stays, streams, took_s, settled_on):
+    planner = Ways(stays=stays, streams=streams)
+    settled = played(planner, *(took(930, step_s=each) for each in took_s), on_host=True)
+    assert ("trained_layers" in settled.plan["execute"], settled.steps) == settled_on
+    assert settled.trial.step_s == min(took_s)
+
+
+def test_weights_of_the_host_that_have_no_room_there_are_planned_on_the_device(played):
+    class Full(Ways):
         def plan(self, tensor_bytes, *, without=frozenset()):
-            if without == STREAMS_ALL:
+            if without == STREAMS_ALL and self.host_bytes < 500:
                 raise RefusedPlanError("nothing legal fits")
             return super().plan(tensor_bytes, without=without)
 
-    assert played(Refuses(plan(945)), took(940), on_host=True).plans == 1
+    short = took(0, short_of="host", steps=0, was_applied=False)
+    settled = played(Full(stays=1.0, streams=0.9), short, took(940), on_host=True)
+    assert "trained_layers" not in settled.plan["execute"]
+
+
+def test_a_plan_to_start_with_that_streams_is_corrected_by_one_that_streams(played):
+    planner = Planner()
+    settled = played(planner, took(800), took(940, step_s=0.9), first=streaming(930))
+    assert planner.asked == [(950 + 130, STREAMS_ALL)]
+    assert settled.trial.peak_device_bytes == 940
+
+
+def test_two_plans_are_tried_to_their_end_however_slow_they_are(played):
+    first = plan(945, mechanisms=("activation-budget", "recompute"), rivals=[(("recompute",), 10.0)])
+    second = plan(940, rivals=[((), 10.0)])
+    settled = played(Planner(first, second), took(945, step_s=40.0), took(940, step_s=30.0))
+    assert (settled.trial.step_s, settled.steps, settled.plans) == (30.0, 4, 2)
 
 
 def test_no_rival_is_tried_that_cannot_be_faster_nor_on_the_twin(played):
