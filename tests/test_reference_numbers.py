@@ -1,7 +1,7 @@
 """What the planner assumes of the reference implementation is what the reference implementation does."""
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -25,7 +25,7 @@ from reference_impl.optimizers.streamed.storage import StateFormat  # noqa: E402
 from reference_impl.optimizers.streamed.update import scratch_bytes_an_element  # noqa: E402
 from reference_impl.trained_layers import shard_streamer  # noqa: E402
 from reference_impl.trained_layers.segments import sum_in_fp32  # noqa: E402
-from reference_impl.verification.plan_document import STREAMED_STATES, TRAINED_STATES  # noqa: E402
+from reference_impl.verification.plan_document import STREAMED_STATES  # noqa: E402
 
 
 def default(made: type, option: str) -> Any:
@@ -58,12 +58,10 @@ def half_master_scratch_bytes() -> int:
     return scratch_bytes_an_element(fields, torch.bfloat16, is_joined=True)
 
 
-def streamed_states(
-    forms: Mapping[str, Mapping[str, Any]] = STREAMED_STATES,
-) -> dict[str, tuple[float, float]]:
+def streamed_states() -> dict[str, tuple[float, float]]:
     """Bytes of master and moments of a bf16 parameter, by the name that a plan has for the options of `Streaming`."""
     found = {}
-    for name, options in forms.items():
+    for name, options in STREAMED_STATES.items():
         form = {**options, "moment_bytes": options.get("moments_dtype", torch.float32).itemsize}
         form.pop("moments_dtype", None)
         both, moments = (state_bytes([(1, size)], moments=2, **form).streamed for size in (2, 4))
@@ -84,7 +82,6 @@ NUMBERS: dict[str, Callable[[], Any]] = {
     "STATE_BYTES": lambda: bf16_adam().streamed,
     "TRAINED_WINDOW_LAYERS": lambda: 1 + default(reference_impl.TrainableLayerStreamer, "prefetch"),
     "STREAMED_STATES": streamed_states,
-    "TRAINED_STATES": lambda: streamed_states(TRAINED_STATES),
     "HALF_MASTER_SCRATCH_BYTES": half_master_scratch_bytes,
     "GRADIENT_BYTES": gradient_bytes,
     "SLICE_SUM_BYTES": slice_sum_bytes,
@@ -92,7 +89,6 @@ NUMBERS: dict[str, Callable[[], Any]] = {
     "STREAMED_LINK_BYTES": lambda: bf16_adam().streamed,
     "CPU_DRAM_BYTES": lambda: bf16_adam().cpu_traffic,
     "STREAMED_DRAM_BYTES": lambda: bf16_adam().streamed_traffic,
-    "CHUNK_ELEMENTS": lambda: Streaming().chunk_bytes // int(bf16_adam().streamed),
 }
 
 

@@ -8,6 +8,8 @@ good. Explained in docs/choosing.md.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Self
 
@@ -28,7 +30,6 @@ from reference_impl.verification.plan_document import (
     SHARD_DTYPES,
     SHARES,
     STREAMED_STATES,
-    TRAINED_STATES,
     execute_section,
     read_document,
 )
@@ -210,14 +211,14 @@ def _layer_streamer(
     device: torch.device | str | None,
 ) -> TrainableLayerStreamer:
     options = dict(wanted)
-    states = TRAINED_STATES[options.pop("streamed_states", "exact")]
+    streaming = _streaming(options.pop("streamed_states", "exact"))
     if "split" in options:
         options["split"] = _split(options["split"])
     return TrainableLayerStreamer(
         model,
         _fused(optimizer),
         max_grad_norm=max_grad_norm,
-        streaming=Streaming(**states),
+        streaming=streaming,
         device=device,
         **options,
     )
@@ -229,8 +230,7 @@ def _shard_streamer(
     wanted: Mapping[str, Any],
     max_grad_norm: float | None,
 ) -> ShardStreamer:
-    states = STREAMED_STATES[wanted.get("streamed_states", "exact")]
-    streaming = Streaming(chunk_bytes=CHUNK_BYTES, **states) if states else None
+    streaming = replace(_streaming(wanted.get("streamed_states", "exact")), chunk_bytes=CHUNK_BYTES)
     return ShardStreamer(model, _fused(optimizer), max_grad_norm=max_grad_norm, streaming=streaming)
 
 
@@ -243,13 +243,24 @@ def _fused(optimizer: torch.optim.Optimizer) -> torch.optim.AdamW:
 
 def optimizer_options(section: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of `HybridDeviceOptimizer` that the plan's section on the optimizer stands for."""
-    options: dict[str, Any] = {"backward_overlap": section.get("backward_overlap", "gradients")}
-    if states := STREAMED_STATES[section.get("streamed_states", "exact")]:
-        options["streaming"] = Streaming(**states)
+    options: dict[str, Any] = {
+        "backward_overlap": section.get("backward_overlap", "gradients"),
+        "streaming": _streaming(section.get("streamed_states", "exact")),
+    }
     split = section.get("split")
     if split is None:
         return options | {"offload_fraction": section["offload_fraction"]}
     return options | {"split": _split(split)}
+
+
+def _streaming(states: str) -> Streaming:
+    """Return how states of this form cross the link.
+
+    Half masters need triton on a GPU. Without it, exact states have whole ones: the same bits, in two bytes more.
+    """
+    if states == "exact" and Device.available().compiles and find_spec("triton") is None:
+        return Streaming()
+    return Streaming(**STREAMED_STATES[states])
 
 
 def _split(section: Mapping[str, float]) -> tuple[float, ...]:

@@ -30,7 +30,7 @@ from skill_tools.dialects.run import (
 _RANKS = tuple(StreamedStates)  # from exact on, each rounds more than the one before
 _OTHER_NUMERICS = frozenset(StreamedStates) - {StreamedStates.EXACT}
 
-# The options of `reference_impl`'s `Streaming` by what a plan calls them, where all states stream.
+# The options of `reference_impl`'s `Streaming` by what a plan calls them.
 _STREAMING = {
     StreamedStates.EXACT: "hi_lo_masters=True",
     StreamedStates.PACKED: "hi_lo_masters=True, moments_dtype=torch.bfloat16",
@@ -134,7 +134,7 @@ def _hybrid_optimizer(mode: Mode) -> str:
     on_cpu = mode.optimizer_fraction - mode.streamed_fraction
     split = (1 - mode.optimizer_fraction, mode.streamed_fraction, on_cpu)
     options = [f"split=({', '.join(f'{share:.4g}' for share in split)})"]
-    if mode.streamed_states in _OTHER_NUMERICS:
+    if mode.streamed_fraction:
         options.append(f"streaming=Streaming({_STREAMING[mode.streamed_states]})")
     if mode.updates_in_backward:
         options.append('backward_overlap="update"')

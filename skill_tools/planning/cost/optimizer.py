@@ -17,7 +17,7 @@ from skill_tools.dialects.run import Mode, OptimizerEngine, StreamedStates
 from skill_tools.planning.accounts import Cost
 from skill_tools.planning.cost.machine import Machine
 from skill_tools.planning.model import reference_numbers as reference
-from skill_tools.planning.model.states import chunk_elements, streamed_bytes
+from skill_tools.planning.model.streamed_states import chunk_elements, streamed_bytes
 
 
 class Update(NamedTuple):

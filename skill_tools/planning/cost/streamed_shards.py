@@ -13,8 +13,8 @@ from skill_tools.planning.accounts import Cost
 from skill_tools.planning.cost.compute import Pace
 from skill_tools.planning.cost.copies import without_one_layer_s
 from skill_tools.planning.cost.machine import Machine
-from skill_tools.planning.model.fully_sharded import streamed_bytes
 from skill_tools.planning.model.memory import Memory
+from skill_tools.planning.model.streamed_states import element_bytes
 
 
 def costs(run: Run, mode: Mode, memory: Memory, machine: Machine, left: Pace, again_s: float) -> list[Cost]:
@@ -24,7 +24,7 @@ def costs(run: Run, mode: Mode, memory: Memory, machine: Machine, left: Pace, ag
     """
     shard, times = memory.parameters.shard, run.micro_batches
     weight, gradient = run.precision.weight_bytes, run.precision.gradient_bytes
-    states = streamed_bytes(run, mode)
+    states = element_bytes(run, mode.streamed_states)
     forward_s = without_one_layer_s(run, left.forward_s)
     backward_s = without_one_layer_s(run, left.backward_s + again_s)
 

@@ -22,6 +22,7 @@ from skill_tools.planning.cost.optimizer import crossings
 from skill_tools.planning.model import reference_numbers as reference
 from skill_tools.planning.model import trained_layers
 from skill_tools.planning.model.memory import Memory
+from skill_tools.planning.model.streamed_states import element_bytes
 
 _WORTH_MIXING = 0.1  # of the update's time, as `split="auto"` asks of a share on the CPU
 
@@ -45,7 +46,7 @@ class _Traffic(NamedTuple):
 def _of_element(run: Run, states: StreamedStates) -> tuple[_Traffic, _Traffic]:
     """Return what an element moves beside its weight's first copy: one that the CPU updates, and one that streams."""
     weight_bytes, gradient_bytes = run.precision.weight_bytes, run.precision.gradient_bytes
-    states_bytes = trained_layers.streamed_bytes(run, states)
+    states_bytes = element_bytes(run, states)
     return (
         # Gradient, states and staging, and from there home: beside what is copied.
         _Traffic(weight_bytes, 0.0, reference.CPU_DRAM_BYTES),
@@ -75,7 +76,7 @@ def costs(run: Run, mode: Mode, memory: Memory, machine: Machine, speed: Pace) -
     size = trained_layers.sizes(run, memory.parameters.total)
     held, times = memory.parameters.total, run.micro_batches
     weight_bytes, gradient_bytes = run.precision.weight_bytes, run.precision.gradient_bytes
-    states_bytes = trained_layers.streamed_bytes(run, mode.streamed_states)
+    states_bytes = element_bytes(run, mode.streamed_states)
     gradients = gradient_bytes * held
     streamed, on_cpu = mode.states_streamed * held, mode.states_on_cpu * held
     weights = weight_bytes * size.in_blocks * trained_layers.streamed_share(run, mode)

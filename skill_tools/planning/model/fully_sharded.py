@@ -11,9 +11,10 @@ Explained in docs/distributed.md.
 from functools import lru_cache
 
 from skill_tools.dialects.layout import LocalParameters
-from skill_tools.dialects.run import Mode, OptimizerEngine, Run
+from skill_tools.dialects.run import Mode, OptimizerEngine, Run, StreamedStates
 from skill_tools.planning.accounts import Line, each
 from skill_tools.planning.model import reference_numbers as reference
+from skill_tools.planning.model import streamed_states
 from skill_tools.planning.model.trained_layers import Sizes, longest_chunk, sizes
 
 _UNCOUNTED = (
@@ -125,11 +126,14 @@ def on_the_host(run: Run, mode: Mode, local: LocalParameters) -> tuple[list[Line
     weight_bytes, gradient_bytes = run.precision.weight_bytes, run.precision.gradient_bytes
     whole = size.outside if run.shape.tied_embeddings else size.table
     largest, block = max(size.block, whole) // run.weight_shards, size.block // run.weight_shards
-    states_bytes = streamed_bytes(run, mode)
+    states_bytes = streamed_states.element_bytes(run, mode.streamed_states)
     # No chunk has parameters of two gathers.
     most = reference.SHARD_CHUNK_BYTES // states_bytes
     elements = max(longest_chunk(numel, most) for numel in (largest, block))
     blocks = reference.SHARD_PREFETCH_BLOCKS
+    # The gradients of other states are in fp32 already, where the update wants them.
+    has_halves = mode.streamed_states is StreamedStates.EXACT and not streamed_states.has_own_masters(run)
+    scratch_bytes = reference.HALF_MASTER_SCRATCH_BYTES if has_halves else 0
     gpu = [
         Line(
             "shards of gathers",
@@ -151,8 +155,9 @@ def on_the_host(run: Run, mode: Mode, local: LocalParameters) -> tuple[list[Line
         ),
         Line(
             "streaming slots",
-            round(reference.SLOTS * (states_bytes + 2 * gradient_bytes) * elements),
-            f"{reference.SLOTS} chunks of {elements:,} elements with their gradients twice",
+            round((reference.SLOTS * (states_bytes + 2 * gradient_bytes) + scratch_bytes) * elements),
+            f"{reference.SLOTS} chunks of {elements:,} elements with their gradients twice"
+            + (", and scratch for half masters" if scratch_bytes else ""),
             "between",
         ),
         *lines(run, local.total),
@@ -167,12 +172,6 @@ def on_the_host(run: Run, mode: Mode, local: LocalParameters) -> tuple[list[Line
         ),
     ]
     return gpu, host
-
-
-def streamed_bytes(run: Run, mode: Mode) -> float:
-    """Return the bytes of an element's states that are not in its weight."""
-    master_bytes, moments_bytes = reference.STREAMED_STATES[mode.streamed_states]
-    return moments_bytes if run.precision.weight_bytes >= 4 else master_bytes + moments_bytes
 
 
 @lru_cache(maxsize=64)

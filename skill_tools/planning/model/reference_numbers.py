@@ -21,15 +21,14 @@ TRAINED_WINDOW_LAYERS = 3  # the same of `TrainableLayerStreamer`
 
 # Bytes an element, held on the host.
 STATE_BYTES = 12  # fp32 master and two moments; the CPU share's staging buffer adds the weight's bytes
-# Bytes of a bf16 parameter's master and of its two moments as the streamed share moves them, by `StreamedStates`.
+# Bytes of a bf16 parameter's master and of its two moments as they stream, by `StreamedStates`; exact ones have half
+# masters, which are exact too.
 STREAMED_STATES = {
-    "exact": (4.0, 8.0),
+    "exact": (2.0, 8.0),
     "packed": (2.0, 4.0),
     "compact-16": (2.0, 2.0625),
     "compact-8": (1.0, 2.0625),
 }
-# The same where trained layers stream, whose exact states have half masters.
-TRAINED_STATES = STREAMED_STATES | {"exact": (2.0, 8.0)}
 HALF_MASTER_SCRATCH_BYTES = 10  # on the device, of one chunk: an fp32 gradient and master, and a bf16 weight
 SLICE_SUM_BYTES = 4  # of an element whose gradient several slices add up on the device
 GRADIENT_BYTES = 4  # a streamed chunk's gradient on the device, in fp32
@@ -37,5 +36,3 @@ GRADIENT_BYTES = 4  # a streamed chunk's gradient on the device, in fp32
 # Bytes an element that one update moves: over the link one way, and through host memory (reads and writes).
 CPU_LINK_BYTES, STREAMED_LINK_BYTES = 2, STATE_BYTES
 CPU_DRAM_BYTES, STREAMED_DRAM_BYTES = 32, 24
-
-CHUNK_ELEMENTS = CHUNK_BYTES // STATE_BYTES

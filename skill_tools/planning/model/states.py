@@ -17,11 +17,10 @@ from skill_tools.dialects.run import (
     Mode,
     OptimizerEngine,
     Run,
-    StreamedStates,
     WeightEngine,
 )
 from skill_tools.planning.accounts import Line, each
-from skill_tools.planning.model import fully_sharded, pinned_blocks, trained_layers
+from skill_tools.planning.model import fully_sharded, pinned_blocks, streamed_states, trained_layers
 from skill_tools.planning.model import reference_numbers as reference
 from skill_tools.units import gib
 
@@ -199,14 +198,13 @@ def _optimizer(run: Run, mode: Mode, shard: int) -> tuple[list[Line], list[Line]
     streamed = round(shard * mode.streamed_fraction)
     if streamed:
         slots = f"{reference.SLOTS} slots of {reference.CHUNK_BYTES >> 20} MiB"
-        scratch_bytes = _scratch_bytes(run, mode.streamed_states)
+        scratch_bytes = streamed_states.scratch_bytes(run, mode.streamed_states)
         if scratch_bytes:
-            weights = "" if mode.streamed_states is StreamedStates.EXACT else " and weights"
-            slots += f", and a chunk's gradients in fp32{weights}"
-        ring = ring_bytes(
+            slots += ", and the update's scratch"
+        ring = streamed_states.ring_bytes(
             streamed,
             mode.streamed_states,
-            own_master=not _own_master_bytes(run),
+            own_master=streamed_states.has_own_masters(run),
             scratch_bytes=scratch_bytes,
         )
         gpu.append(Line("streaming slots", ring, slots))
@@ -238,40 +236,9 @@ def _pinned_share(run: Run, mode: Mode) -> float:
     return pinned_blocks.pinned_bytes(run, mode, 1) / pinned_blocks.state_bytes(run, mode)
 
 
-def _scratch_bytes(run: Run, states: StreamedStates) -> float:
-    """Return the GPU bytes of an element of one chunk that its update needs beside the slot.
-
-    Exact states have their gradients in fp32 there, for torch's own kernel. Packed ones of shards have gradients and
-    weights, so that one kernel updates all short pieces of a chunk; the kernels of others read them where they are.
-    """
-    if states is StreamedStates.EXACT:
-        return reference.GRADIENT_BYTES
-    is_joined = states is StreamedStates.PACKED and run.is_fully_sharded
-    return reference.GRADIENT_BYTES + run.precision.weight_bytes if is_joined else 0
-
-
-def ring_bytes(streamed: int, states: StreamedStates, *, own_master: bool, scratch_bytes: float) -> int:
-    """Return the GPU bytes that streaming needs: slots of one chunk's states, and the scratch of one update."""
-    elements = chunk_elements(states, own_master=own_master)
-    slots = min(reference.SLOTS, -(-streamed // elements))
-    each_bytes = streamed_bytes(states, own_master=own_master) * slots + scratch_bytes
-    return round(each_bytes * min(streamed, elements))
-
-
-def chunk_elements(states: StreamedStates, *, own_master: bool = False) -> int:
-    """Return how many elements one chunk of streamed states has."""
-    return int(reference.CHUNK_BYTES // streamed_bytes(states, own_master=own_master))
-
-
-def streamed_bytes(states: StreamedStates, *, own_master: bool = False) -> float:
-    """Return the bytes of an element's streamed states; an fp32 weight is its own master."""
-    master_bytes, moments_bytes = reference.STREAMED_STATES[states]
-    return moments_bytes if own_master else master_bytes + moments_bytes
-
-
 def _own_master_bytes(run: Run) -> float:
     """Return the bytes of an fp32 master beside the weight: an fp32 weight is its own."""
-    return 0.0 if run.precision.weight_bytes >= 4 else 4.0
+    return 0.0 if streamed_states.has_own_masters(run) else 4.0
 
 
 def _copies_gradients(run: Run, mode: Mode, masters_move: bool) -> bool:
@@ -288,7 +255,8 @@ def _hosted(run: Run, mode: Mode, cpu: int, streamed: int) -> list[Line]:
     elif cpu:
         lines += [_updated(run, mode, cpu), *_rounding(run, mode, cpu)]
     if streamed:
-        kept_bytes = streamed_bytes(mode.streamed_states, own_master=not _own_master_bytes(run))
+        own_master = streamed_states.has_own_masters(run)
+        kept_bytes = streamed_states.streamed_bytes(mode.streamed_states, own_master=own_master)
         amount = round(kept_bytes * streamed)
         formula = each(kept_bytes, streamed, "streamed")
         lines.append(Line("streamed optimizer state", amount, formula))

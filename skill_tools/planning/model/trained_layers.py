@@ -10,9 +10,10 @@ from typing import NamedTuple
 
 from skill_tools.dialects import parameters
 from skill_tools.dialects.layout import LocalParameters
-from skill_tools.dialects.run import Mode, Run, StreamedStates
+from skill_tools.dialects.run import Mode, Run
 from skill_tools.planning.accounts import Line, each
 from skill_tools.planning.model import reference_numbers as reference
+from skill_tools.planning.model import streamed_states
 
 UPDATED_ON_CPU = "masters and moments on the CPU"
 
@@ -95,7 +96,8 @@ def _resident(run: Run, mode: Mode, size: Sizes, held: int) -> list[Line]:
         stays = round(run.precision.weight_bytes * size.in_blocks * (1 - streamed_share(run, mode)))
         found.append(Line("resident weights of blocks", stays, f"{mode.resident_layers} layers' worth"))
     if mode.states_resident:
-        states_bytes, stay = streamed_bytes(run, mode.streamed_states), round(mode.states_resident * held)
+        states_bytes = streamed_states.element_bytes(run, mode.streamed_states)
+        stay = round(mode.states_resident * held)
         formula = each(states_bytes, stay, mode.streamed_states)
         found.append(Line("resident masters and moments", round(states_bytes * stay), formula))
     return found
@@ -103,7 +105,8 @@ def _resident(run: Run, mode: Mode, size: Sizes, held: int) -> list[Line]:
 
 def _states(run: Run, mode: Mode, held: int) -> list[Line]:
     """Return what of the states is on the host: those that stream, and in fp32 those that the CPU updates."""
-    states_bytes, pass_ = streamed_bytes(run, mode.streamed_states), round(mode.states_streamed * held)
+    states_bytes = streamed_states.element_bytes(run, mode.streamed_states)
+    pass_ = round(mode.states_streamed * held)
     found = [
         Line(
             "masters and moments",
@@ -118,21 +121,12 @@ def _states(run: Run, mode: Mode, held: int) -> list[Line]:
     return found
 
 
-def streamed_bytes(run: Run, states: StreamedStates) -> float:
-    """Return the bytes of an element's states, which cross the link each way.
-
-    Exact ones have half masters; an fp32 weight is its own master.
-    """
-    master_bytes, moments_bytes = reference.TRAINED_STATES[states]
-    return moments_bytes if run.precision.weight_bytes >= 4 else master_bytes + moments_bytes
-
-
 def _slots(run: Run, mode: Mode, size: Sizes, streamed: float) -> Line:
     """Return the slots of chunks that come in with their gradients, those of gradients alone, and one chunk's scratch.
 
     What a block has on the host is cut into chunks of one length, and so is all that stays on the GPU.
     """
-    states_bytes = streamed_bytes(run, mode.streamed_states)
+    states_bytes = streamed_states.element_bytes(run, mode.streamed_states)
     gradient_bytes = 0 if mode.updates_in_backward else run.precision.gradient_bytes
     most = reference.CHUNK_BYTES // states_bytes
     parts = (streamed * size.block, size.outside + round((1 - streamed) * size.in_blocks))
@@ -146,7 +140,7 @@ def _slots(run: Run, mode: Mode, size: Sizes, streamed: float) -> Line:
         formula += f" with their gradients{f', as many of {stays:,} for gradients alone' if stays else ''}"
     return Line(
         "streaming slots",
-        round(slots_bytes + _scratch_bytes(run, mode.streamed_states) * max(passes, stays)),
+        round(slots_bytes + streamed_states.scratch_bytes(run, mode.streamed_states) * max(passes, stays)),
         f"{formula}, and the update's scratch",
     )
 
@@ -154,11 +148,3 @@ def _slots(run: Run, mode: Mode, size: Sizes, streamed: float) -> Line:
 def longest_chunk(numel: float, most: float) -> int:
     """Return the elements of the longest of the chunks into which `numel` are cut, all of one length but the last."""
     return math.ceil(numel / math.ceil(numel / most)) if numel else 0
-
-
-def _scratch_bytes(run: Run, states: StreamedStates) -> float:
-    """Return the GPU bytes of an element of one chunk that only the update of exact states needs."""
-    if states is not StreamedStates.EXACT:
-        return 0
-    is_own_master = run.precision.weight_bytes >= 4
-    return reference.GRADIENT_BYTES if is_own_master else reference.HALF_MASTER_SCRATCH_BYTES

@@ -24,7 +24,7 @@ from skill_tools.planning.cost.compute import Pace
 from skill_tools.planning.cost.machine import Machine
 from skill_tools.planning.model import memory
 from skill_tools.planning.model.memory import Memory
-from skill_tools.planning.model.trained_layers import streamed_bytes
+from skill_tools.planning.model.streamed_states import element_bytes
 from skill_tools.planning.search.legality import LEGAL, Judge, Legality, RuledOut
 from skill_tools.planning.search.options import Budget, Option, limit_of, preference
 from skill_tools.planning.search.restriction import EVERYTHING, Restriction
@@ -196,7 +196,7 @@ class Search:
 
     def _filled(self, option: Option, cpu_share: float, budget: Budget) -> Option:
         """Return `option` with as many hundredths of states on the GPU as fit, and a share of the rest on the CPU."""
-        states_bytes = streamed_bytes(self._run, option.candidate.mode.streamed_states)
+        states_bytes = element_bytes(self._run, option.candidate.mode.streamed_states)
         each_bytes = states_bytes * option.memory.parameters.total / _STEPS
         spare_bytes = budget.most_gpu_bytes - option.memory.device_bytes
         resident = min(int(spare_bytes / each_bytes), _STEPS) / _STEPS

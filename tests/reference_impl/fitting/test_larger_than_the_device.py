@@ -15,7 +15,7 @@ from reference_impl.memory.host import host_book, host_storages
 from reference_impl.memory.ledger import Ledger, on_host
 from reference_impl.optimizers.stand_in import GradientStandIn
 from reference_impl.verification.model import Decoder, DecoderShape, decoder_loss
-from reference_impl.verification.plan_document import TRAINED_STATES
+from reference_impl.verification.plan_document import STREAMED_STATES
 from reference_impl.weights.storages import move
 from skill_tools.planning.model import reference_numbers
 
@@ -56,8 +56,8 @@ def weights_bytes():
 def small_chunks(monkeypatch, planner_in_process):
     """As small beside a layer as they are in a large model."""
     monkeypatch.setattr(reference_numbers, "CHUNK_BYTES", CHUNK_BYTES)
-    exact = TRAINED_STATES["exact"] | {"chunk_bytes": CHUNK_BYTES}
-    monkeypatch.setitem(TRAINED_STATES, "exact", exact)
+    exact = STREAMED_STATES["exact"] | {"chunk_bytes": CHUNK_BYTES}
+    monkeypatch.setitem(STREAMED_STATES, "exact", exact)
     yield
     assert host_book.live_bytes == 0
 

@@ -15,7 +15,7 @@ from skill_tools.dialects.pytorch import run as pytorch_run
 from skill_tools.dialects.run import Mode, OptimizerEngine, Recompute, Run, StreamedStates
 from skill_tools.dialects.shapes import ModelShape
 from skill_tools.planning.cost import collectives, compute, machine, optimizer, step_time, time_range
-from skill_tools.planning.model import known_models, memory, states, traces
+from skill_tools.planning.model import known_models, memory, streamed_states, traces
 from skill_tools.planning.search import planner
 from skill_tools.planning.search.options import Budget
 from skill_tools.units import GIB
@@ -321,9 +321,9 @@ def test_replicas_keep_all_and_gradients_in_their_buckets() -> None:
 
 
 def test_the_ring_of_fp32_shards_has_no_masters() -> None:
-    elements = states.chunk_elements(StreamedStates.EXACT, own_master=True)
-    assert elements == states.chunk_elements(StreamedStates.EXACT) * 12 // 8
-    ring = states.ring_bytes(10**9, StreamedStates.EXACT, own_master=True, scratch_bytes=4)
+    elements = streamed_states.chunk_elements(StreamedStates.EXACT, own_master=True)
+    assert elements == 96 * 2**20 // 8
+    ring = streamed_states.ring_bytes(10**9, StreamedStates.EXACT, own_master=True, scratch_bytes=4)
     assert ring == (3 * 8 + 4) * elements
 
 
@@ -335,7 +335,7 @@ def test_packed_states_of_shards_have_scratch_for_gradients_and_weights() -> Non
         optimizer_engine=OptimizerEngine.REFERENCE,
         streamed_states=StreamedStates.PACKED,
     )
-    elements = states.chunk_elements(StreamedStates.PACKED)
+    elements = streamed_states.chunk_elements(StreamedStates.PACKED)
     sharded, whole = (
         lines(memory.estimate(run, packed))
         for run in (of("llama-3-8b", 4, shard_dtype="bfloat16"), of("llama-3-8b", 1))

@@ -5,7 +5,7 @@ Rates are those of that machine: the link as `benchmarks/optimizer.py` printed i
 Peak memory within 7 percent, step time and its ratio to the run without offload within 15.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -24,7 +24,7 @@ from skill_tools.dialects.run import (
 )
 from skill_tools.dialects.shapes import ModelShape
 from skill_tools.planning.cost import compute, machine, recompute, step_time
-from skill_tools.planning.model import memory
+from skill_tools.planning.model import memory, reference_numbers, states
 
 H200 = machine.from_profile(
     {
@@ -93,6 +93,18 @@ SIZES = {"8k": 8192, "32k": 32768}
 MEASURED = [(name, suffix) for name in MODES for suffix in SIZES if f"{name}-{suffix}" in ROWS]
 
 
+@pytest.fixture
+def whole_masters() -> Iterator[None]:
+    """Have exact states with whole masters, as the rows were measured; those of a plan have half masters."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setitem(reference_numbers.STREAMED_STATES, "exact", (4.0, 8.0))
+        patched.setattr(reference_numbers, "HALF_MASTER_SCRATCH_BYTES", reference_numbers.GRADIENT_BYTES)
+        states.lines.cache_clear()
+        yield
+    states.lines.cache_clear()
+
+
+@pytest.mark.usefixtures("whole_masters")
 @pytest.mark.parametrize(("name", "suffix"), MEASURED)
 def test_our_own_optimizer(name: str, suffix: str) -> None:
     row, tokens = ROWS[f"{name}-{suffix}"], SIZES[suffix]
@@ -110,7 +122,7 @@ def test_host_bytes_are_those_of_the_buckets() -> None:
     given = run(8192)
     elements = memory.estimate(given).parameters.shard
     assert memory.estimate(given, own(1.0)).host_bytes_per_node == 14 * elements
-    assert memory.estimate(given, own(1.0, streamed=1.0)).host_bytes_per_node == 12 * elements
+    assert memory.estimate(given, own(1.0, streamed=1.0)).host_bytes_per_node == 10 * elements
 
 
 ACTIVATION_MODEL = ModelShape(

@@ -282,7 +282,7 @@ def test_tensor_memory_sets_nothing_aside(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_no_gradient_waits_where_copies_are_synchronous(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--model", "qwen3-8b", "--tensor-memory", "40GiB"]
+    words = ["--model", "qwen3-4b", "--tensor-memory", "30GiB"]
     options = [
         planned(capsys, *words, *flag)["recommendation"]["option"] for flag in ([], ["--gradients-at-once"])
     ]
