@@ -154,14 +154,17 @@ def test_a_case_that_missed_a_promise_says_which(real_models):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [1, 22, 23, 24])
-def test_a_real_model_is_fitted_at_toy_size(real_models, number):
+@pytest.mark.parametrize(
+    ("number", "on_host"), [(1, False), (1, True), (22, False), (23, False), (24, False)]
+)
+def test_a_real_model_is_fitted_at_toy_size(real_models, number, on_host):
     pytest.importorskip("transformers", reason="transformers is not installed")
     pytest.importorskip("peft", reason="peft is not installed")
     twin = real_models.Device.of("cpu")
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(real_models.Device, "available", staticmethod(lambda name=None: twin))
-        row = real_models.run_case(real_models.CASES[number - 1], tiny=True, all_plans=number == 1)
+        case = real_models.CASES[number - 1]
+        row = real_models.run_case(case, tiny=True, all_plans=number == 1, on_host=on_host)
     assert row["passed"], row
     assert abs(row["peak_error"]) < 0.05
     assert number != 1 or len(row["tried"]) > 1

@@ -240,21 +240,22 @@ class Search:
         """
         if not self._task.device.is_accelerator or not _moves_anything(plan):
             return None
-        mechanisms = frozenset(plan["recommendation"]["option"]["mechanisms"])
-        # One that has all mechanisms of the plan, and more, is no answer to leaving some out.
-        rivals = [
-            (self._way, self._without | others, option["time"])
-            for option in plan["alternatives"]
-            if option["fits"] and (others := mechanisms - frozenset(option["mechanisms"]))
-        ]
         if self._compares_ways:
+            # The time of one way is wrong by much the same in all its plans, so that the other way tells more.
             other = _OTHER_WAY[self._way]
             with suppress(RefusedPlanError):
-                rivals.append((other, self._without, _time(self._plan(other))))
+                if _time(self._plan(other))["least_s"] < found.step_s:
+                    return other, self._without
+        mechanisms = frozenset(plan["recommendation"]["option"]["mechanisms"])
+        # One that has all mechanisms of the plan, and more, is no answer to leaving some out.
         faster = [
-            (time["step_s"], way, without) for way, without, time in rivals if time["least_s"] < found.step_s
+            (option["time"]["step_s"], self._without | others)
+            for option in plan["alternatives"]
+            if option["fits"]
+            and option["time"]["least_s"] < found.step_s
+            and (others := mechanisms - frozenset(option["mechanisms"]))
         ]
-        return min(faster, key=itemgetter(0))[1:] if faster else None
+        return (self._way, min(faster, key=itemgetter(0))[1]) if faster else None
 
     def preference(self, plan: Plan, found: Trial) -> tuple[bool, float]:
         """Order by whether the headroom is kept, then by time: measured, or on the twin as predicted."""

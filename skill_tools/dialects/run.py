@@ -62,8 +62,8 @@ class Adapter(NamedTuple):
 class StreamedStates(StrEnum):
     """The numbers that `reference_impl` streams: all but `EXACT` are other numerics than AdamW's, so only by request.
 
-    `PACKED` is moments in bf16 and half masters; `COMPACT_16` and `COMPACT_8` are moments in 8 bits and so many low
-    bits of masters.
+    `EXACT` has half masters, from which whole ones are made to the bit; `PACKED` is those and moments in bf16;
+    `COMPACT_16` and `COMPACT_8` are moments in 8 bits and so many low bits of masters.
     """
 
     EXACT = "exact"

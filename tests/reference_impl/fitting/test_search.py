@@ -251,6 +251,17 @@ def test_weights_of_the_host_stay_there_where_that_is_faster(played, stays, stre
     assert settled.trial.step_s == min(took_s)
 
 
+def test_the_other_way_is_tried_before_another_plan_of_the_same(played):
+    class Rivals(Ways):
+        def plan(self, tensor_bytes, *, without=frozenset()):
+            alternative = {"fits": True, "mechanisms": [], "time": {"least_s": 0.1, "step_s": 0.2}}
+            return super().plan(tensor_bytes, without=without) | {"alternatives": [alternative]}
+
+    planner = Rivals(stays=1.0, streams=0.9)
+    played(planner, took(930, step_s=0.95), took(930, step_s=1.0), on_host=True)
+    assert planner.asked[-1] == (950, LAST_RESORT)
+
+
 def test_weights_of_the_host_that_have_no_room_there_are_planned_on_the_device(played):
     class Full(Ways):
         def plan(self, tensor_bytes, *, without=frozenset()):

@@ -2,6 +2,7 @@ import json
 import runpy
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from reference_impl.device import Device
 from reference_impl.memory.ledger import Ledger
 from reference_impl.memory.pinned import limit_pinned_memory, pinned_book
 from reference_impl.optimizers import HybridDeviceOptimizer
+from reference_impl.verification import apply
 from reference_impl.verification.apply import apply_plan
 from reference_impl.verification.model import Decoder, DecoderShape, add_lora
 from skill_tools.__main__ import main
@@ -237,6 +239,30 @@ def test_states_in_fewer_bits_train_nearly_alike(states: str) -> None:
         found = torch.stack(losses(model, applied.optimizer))
     assert not found.equal(expected)
     assert (found - expected).abs().max() < 0.02
+
+
+STREAMED = {"optimizer": {"offload_fraction": 1.0, "split": {"resident": 0, "streamed": 1, "cpu": 0}}}
+
+
+@pytest.mark.parametrize(("has_triton", "bytes_each"), [(True, 10), (False, 12)])
+def test_exact_states_have_half_masters_and_whole_ones_without_triton(
+    has_triton: bool, bytes_each: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reference, model = decoder().bfloat16(), decoder().bfloat16()
+    with apply_plan(
+        reference, adamw(reference), {"execute": {"optimizer": {"offload_fraction": 0.0}}}
+    ) as applied:
+        expected = torch.stack(losses(reference, applied.optimizer))
+    monkeypatch.setattr(Device, "available", lambda name=None: SimpleNamespace(compiles=True))
+    monkeypatch.setattr(apply, "find_spec", lambda name: object() if has_triton else None)
+    with (
+        Ledger(Device.of("cpu")) as ledger,
+        apply_plan(model, adamw(model), {"execute": STREAMED}) as applied,
+    ):
+        assert torch.stack(losses(model, applied.optimizer)).equal(expected)
+        numel = sum(param.numel() for param in model.parameters())
+        assert ledger.host_bytes == pytest.approx(bytes_each * numel, rel=0.02)
+    assert all(torch.equal(*each) for each in zip(reference.parameters(), model.parameters(), strict=True))
 
 
 def test_another_optimizer_is_refused_by_name() -> None:
