@@ -146,7 +146,7 @@ class Search:
         try:
             plan = self._plan(self._way)
         except RefusedPlanError:
-            if self._good:
+            if self._good or (self._way == _TRAINED_LAYERS and not self._compares_ways):
                 raise
             # Streamed layers take less memory of the device, and more of the host.
             self._way = _OTHER_WAY[self._way]
