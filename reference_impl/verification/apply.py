@@ -243,13 +243,12 @@ def _fused(optimizer: torch.optim.Optimizer) -> torch.optim.AdamW:
 
 def optimizer_options(section: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of `HybridDeviceOptimizer` that the plan's section on the optimizer stands for."""
-    options: dict[str, Any] = {
-        "backward_overlap": section.get("backward_overlap", "gradients"),
-        "streaming": _streaming(section.get("streamed_states", "exact")),
-    }
+    options: dict[str, Any] = {"backward_overlap": section.get("backward_overlap", "gradients")}
     split = section.get("split")
     if split is None:
         return options | {"offload_fraction": section["offload_fraction"]}
+    if split.get("streamed"):
+        options["streaming"] = _streaming(section.get("streamed_states", "exact"))
     return options | {"split": _split(split)}
 
 
