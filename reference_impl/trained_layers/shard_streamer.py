@@ -206,6 +206,11 @@ def _hooks(model: nn.Module, shards: StreamedShards, optimizer: ShardOptimizer) 
             shards.end_forward()
             optimizer.end_forward()
 
+    def end_forward_of_part(module: nn.Module, args: Any, output: Any) -> None:
+        # A model that computes its loss itself does so behind the last part, before its own forward ends.
+        if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+            optimizer.end_forward()
+
     def put_host_shards(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
         for name, param in module._parameters.items():
             if param is not None and param in shards and state_dict.get(prefix + name, param) is not param:
@@ -223,6 +228,8 @@ def _hooks(model: nn.Module, shards: StreamedShards, optimizer: ShardOptimizer) 
         model.register_forward_hook(torch.compiler.disable(end_forward)),
     ]
     for module in model.modules():
+        if isinstance(module, FSDPModule) and module is not model:
+            handles.append(module.register_forward_hook(torch.compiler.disable(end_forward_of_part)))
         if any(param is not None and param in shards for param in module._parameters.values()):
             handles += [
                 module._register_state_dict_hook(put_host_shards),

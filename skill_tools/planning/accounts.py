@@ -6,9 +6,10 @@ from typing import NamedTuple
 class Line(NamedTuple):
     """A line of the memory account: `bytes` under a name, by a formula in words.
 
-    `when` says when it is alive: `always`; `between`, from step to the end of forward; `step`, from forward to the end
-    of backward; `loss`, at the start of backward; `backward`, grown by its end; `ties`, at its end; `update`, while the
-    optimizer steps; `recompute`, while a layer is computed again; `reserve`, outside of the allocator.
+    `when` says when it is alive: `always`; `between`, from step to the end of forward, and `forward`; `step`, from
+    forward to the end of backward; `loss`, at the start of backward, and then `head`; `recompute`, while a layer is
+    computed again, `last block` and `first block`, in their backward, and `embedding`, in its; `backward`, grown by its
+    end; `update`, while the optimizer steps; `reserve`, outside of the allocator.
     """
 
     name: str

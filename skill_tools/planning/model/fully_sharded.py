@@ -2,8 +2,8 @@
 
 Backward holds two gathered blocks, the one that runs and the next one, which is gathered meanwhile. It holds the
 gradients of the block that runs, and those of the block before, laid out for their reduce-scatter. Embedding and head
-are gathered and freed as blocks are. A tied table is not: it belongs to the root, which stays gathered from forward to
-the end of backward.
+are gathered, freed and reduced as blocks are, and are larger: of many words, each is as large as several blocks. A tied
+table is not: it belongs to the root, which stays gathered from forward to the end of backward.
 
 Explained in docs/distributed.md.
 """
@@ -11,10 +11,11 @@ Explained in docs/distributed.md.
 from functools import lru_cache
 
 from skill_tools.dialects.layout import LocalParameters
-from skill_tools.dialects.run import Mode, OptimizerEngine, Run, StreamedStates
+from skill_tools.dialects.run import Mode, OptimizerEngine, Run
 from skill_tools.planning.accounts import Line, each
 from skill_tools.planning.model import reference_numbers as reference
 from skill_tools.planning.model import streamed_states
+from skill_tools.planning.model.activations import loss_bytes
 from skill_tools.planning.model.trained_layers import Sizes, longest_chunk, sizes
 
 _UNCOUNTED = (
@@ -25,33 +26,120 @@ _UNCOUNTED = (
 def lines(run: Run, held: int) -> list[Line]:
     """Return the lines of one rank of `run`, whose model has `held` parameters."""
     assert run.spread is not None
-    size = _sizes(run, held)
-    gathered_bytes, reduced_bytes = run.spread.gathered_bytes, run.spread.reduced_bytes
+    size, wide, reduced_bytes = _sizes(run, held), run.spread.gathered_bytes, run.spread.reduced_bytes
     reduced = size.block if run.adapter is None else run.adapter.parameters // run.shape.num_layers
     found = [
         Line(
             "gathered blocks",
-            round(2 * gathered_bytes * size.block),
-            f"2 x {each(gathered_bytes, size.block, 'parameters')}: the one that runs, and the next one",
+            round(2 * wide * size.block),
+            f"2 x {each(wide, size.block, 'parameters')}: the one that runs, and the next one",
             "recompute",
         ),
         Line(
             "gradients of two blocks",
-            round((gathered_bytes + reduced_bytes) * reduced),
-            f"{each(gathered_bytes, reduced, 'parameters')} as they are made, "
+            round((wide + reduced_bytes) * reduced),
+            f"{each(wide, reduced, 'parameters')} as they are made, "
             f"{reduced_bytes:g} B each of the block before in its reduce-scatter",
             "recompute",
         ),
     ]
-    if run.shape.tied_embeddings:
-        table = each(gathered_bytes, size.outside, "parameters of the root, for the whole step")
-        found.append(Line("gathered table", round(gathered_bytes * size.outside), table, "step"))
-        if run.adapter is None:
-            summed = each(3 * gathered_bytes, size.outside, "parameters: two gradients and their sum")
-            found.append(
-                Line("gradients of the tied table", round(3 * gathered_bytes * size.outside), summed, "ties")
-            )
-    return found
+    ends = _tied_table(run, size) if run.shape.tied_embeddings else _table_and_head(run, size)
+    return [*found, *ends]
+
+
+def _table_and_head(run: Run, size: Sizes) -> list[Line]:
+    """Return what an embedding and a head of their own take: gathered as blocks are, with gradients as blocks have."""
+    assert run.spread is not None
+    wide, reduced_bytes = run.spread.gathered_bytes, run.spread.reduced_bytes
+    logits = _logits_bytes(run)
+    gathered = wide * size.table
+    trains = run.adapter is None
+    made, reduced = (gathered, reduced_bytes * size.table) if trains else (0.0, 0.0)
+    block, block_reduced = wide * size.block, reduced_bytes * size.block if trains else 0.0
+    return _some(
+        Line(
+            "gathered in forward",
+            round(max(2 * block, block + gathered, 2 * gathered, gathered + logits)),
+            "two blocks, or the head and the last block, or the head while it is copied out, or with its logits",
+            "forward",
+        ),
+        Line(
+            "gathered head",
+            round(gathered if _computes_its_loss(run) else 0),
+            "which backward gathers first, because the loss is of the root's forward",
+            "loss",
+        ),
+        Line(
+            "head in backward",
+            round(max(logits + gathered + made, made + reduced + block)),
+            "the gradient of the logits, the gathered head and its gradient, which then is reduced",
+            "head",
+        ),
+        Line(
+            "gradient of the head in its reduce-scatter",
+            round(max(reduced - block_reduced, 0)),
+            "beyond a block's",
+            "last block",
+        ),
+        Line(
+            "gathered embedding",
+            round(max(made - block, 0)),
+            "beyond a block, which it comes after",
+            "first block",
+        ),
+        Line(
+            "embedding in backward",
+            round(max(gathered + made + block_reduced, made + reduced) if trains else 0),
+            "the gathered table and its gradient, which then is reduced",
+            "embedding",
+        ),
+    )
+
+
+def _tied_table(run: Run, size: Sizes) -> list[Line]:
+    """Return what a tied table takes, which is gathered for the whole step; its gradient waits for the embedding's."""
+    assert run.spread is not None
+    gathered, block = run.spread.gathered_bytes * size.outside, run.spread.gathered_bytes * size.block
+    logits = _logits_bytes(run)
+    made = gathered if run.adapter is None else 0.0
+    formula = each(run.spread.gathered_bytes, size.outside, "parameters of the root")
+    return _some(
+        Line("gathered table", round(gathered), f"{formula}, for the whole step", "step"),
+        Line(
+            "gathered in forward",
+            round(max(2 * block, gathered, logits)),
+            "two blocks, or the root while it is copied out, or the logits",
+            "forward",
+        ),
+        Line(
+            "head in backward", round(logits + made), "the gradients of the logits and of the table", "head"
+        ),
+        Line(
+            "gradient of the tied table",
+            round(made),
+            f"{formula}, which waits for the embedding's",
+            "recompute",
+        ),
+        Line("gradients of the tied table", round(3 * made), "two gradients and their sum", "embedding"),
+    )
+
+
+def _computes_its_loss(run: Run) -> bool:
+    """Return whether the model's forward ends in the loss, as that of a traced Hugging Face model does.
+
+    FSDP2 gathers ahead from where backward enters the root, which there is before the loss's backward.
+    """
+    return run.traced is not None
+
+
+def _logits_bytes(run: Run) -> float:
+    """Return the bytes of the logits as the head makes them, all at once or a chunk of them."""
+    assert run.spread is not None
+    return loss_bytes(run, run.spread.gathered_bytes * run.tokens * run.shape.vocab)
+
+
+def _some(*found: Line) -> list[Line]:
+    return [line for line in found if line.bytes]
 
 
 def around_groups(run: Run, layer: int, ends: int) -> list[Line]:
@@ -120,7 +208,7 @@ def on_the_host(run: Run, mode: Mode, local: LocalParameters) -> tuple[list[Line
     """Return the GPU lines and the host lines of a rank whose shards, gradients and states live on the host.
 
     In backward `ShardStreamer` has the shards of the next gather on the GPU. In forward it has those of one gather more
-    and chunks of states, with their gradients twice: as they came, and as the update wants them.
+    and chunks of states with their gradients, until the head has made the logits.
     """
     size, shard = _sizes(run, local.total), local.shard
     weight_bytes, gradient_bytes = run.precision.weight_bytes, run.precision.gradient_bytes
@@ -131,9 +219,7 @@ def on_the_host(run: Run, mode: Mode, local: LocalParameters) -> tuple[list[Line
     most = reference.SHARD_CHUNK_BYTES // states_bytes
     elements = max(longest_chunk(numel, most) for numel in (largest, block))
     blocks = reference.SHARD_PREFETCH_BLOCKS
-    # The gradients of other states are in fp32 already, where the update wants them.
-    has_halves = mode.streamed_states is StreamedStates.EXACT and not streamed_states.has_own_masters(run)
-    scratch_bytes = reference.HALF_MASTER_SCRATCH_BYTES if has_halves else 0
+    scratch_bytes = streamed_states.scratch_bytes(run, mode.streamed_states)
     gpu = [
         Line(
             "shards of gathers",
@@ -142,10 +228,22 @@ def on_the_host(run: Run, mode: Mode, local: LocalParameters) -> tuple[list[Line
             "recompute",
         ),
         Line(
-            "shards of gathers in forward",
-            round((blocks + 1) * weight_bytes * largest),
-            f"{blocks + 1} x {each(weight_bytes, largest, 'parameters of the largest')}",
+            "shards of gathers around the loss",
+            round(blocks * weight_bytes * largest if _computes_its_loss(run) else 0),
+            f"{blocks} x {each(weight_bytes, largest, 'parameters of the largest')}",
+            "loss",
+        ),
+        Line(
+            "shards of gathers that have come",
+            round(blocks * weight_bytes * largest),
+            f"{blocks} x {each(weight_bytes, largest, 'parameters of the largest')}",
             "between",
+        ),
+        Line(
+            "shards of one gather more",
+            round(weight_bytes * largest),
+            each(weight_bytes, largest, "parameters of the largest"),
+            "forward",
         ),
         Line(
             "gradients to the host",
@@ -155,10 +253,14 @@ def on_the_host(run: Run, mode: Mode, local: LocalParameters) -> tuple[list[Line
         ),
         Line(
             "streaming slots",
-            round((reference.SLOTS * (states_bytes + 2 * gradient_bytes) + scratch_bytes) * elements),
-            f"{reference.SLOTS} chunks of {elements:,} elements with their gradients twice"
-            + (", and scratch for half masters" if scratch_bytes else ""),
+            round(reference.SLOTS * (states_bytes + gradient_bytes) * elements),
+            f"{reference.SLOTS} chunks of {elements:,} elements with their gradients",
             "between",
+        ),
+        Line(
+            "scratch of an update",
+            round(scratch_bytes * elements),
+            each(scratch_bytes, elements, "of one chunk"),
         ),
         *lines(run, local.total),
     ]
@@ -171,7 +273,7 @@ def on_the_host(run: Run, mode: Mode, local: LocalParameters) -> tuple[list[Line
             each(states_bytes, shard, mode.streamed_states),
         ),
     ]
-    return gpu, host
+    return _some(*gpu), host
 
 
 @lru_cache(maxsize=64)

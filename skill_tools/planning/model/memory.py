@@ -21,14 +21,22 @@ from skill_tools.units import GIB
 
 CONTEXT_BYTES = round(0.75 * GIB)
 COMMUNICATOR_BYTES = round(0.15 * GIB)
+# When nothing is left of what the layers have saved.
+_NOTHING_SAVED = (
+    ("always", "step", "backward", "recompute", "first block"),
+    ("always", "step", "backward", "embedding"),
+)
 _MOMENTS = (
     ("always", "step", "loss"),
-    ("always", "step", "recompute"),
-    ("always", "step", "backward", "recompute"),
-    ("always", "step", "backward", "ties"),
+    ("always", "step", "head"),
+    ("always", "step", "recompute", "last block"),
+    ("always", "between", "forward", "step"),
     ("always", "backward", "update"),
-    ("always", "between", "step"),
+    *_NOTHING_SAVED,
 )
+
+# What is there from the loss on beside what a trace of one GPU has seen.
+_BESIDE = frozenset({"loss", "head", "backward", "recompute", "last block", "first block"})
 
 
 class Memory(NamedTuple):
@@ -144,22 +152,30 @@ def _alive(run: Run, mode: Mode, lines: Sequence[Line], found: "_Activations") -
         for line in lines
         if line.when in {"always", "backward", "update"} or line.name in states.GRADIENTS
     ]
-    in_blocks = tuple(
-        line for line in lines if line.when in {"recompute", "backward"} and line.name not in states.GRADIENTS
-    )
+    in_embedding = [line for line in lines if line.when in {"always", "step", "backward", "embedding"}]
     in_forward = [
-        line for line in lines if line.when in {"always", "between", "step"} and line.name not in grows
+        line
+        for line in lines
+        if line.when in {"always", "between", "forward", "step"} and line.name not in grows
     ]
-    passes = traced_moments.worst(run, run.traced, mode.of_activations, found.kept, held, in_blocks)
+    beside = tuple(line for line in lines if line.when in _BESIDE and line.name not in states.GRADIENTS)
+    passes = traced_moments.worst(run, run.traced, mode.of_activations, found.kept, held, beside)
     in_passes = [*steady, *passes]
-    return max(in_passes, in_update, in_forward, key=lambda alive: sum([line.bytes for line in alive]))
+    return max(
+        in_passes, in_update, in_forward, in_embedding, key=lambda alive: sum([line.bytes for line in alive])
+    )
 
 
 def _worst_moment(lines: Sequence[Line]) -> list[Line]:
     """Return the lines that are alive at the moment of a step with the most bytes."""
-    moments = [[line for line in lines if line.when in moment] for moment in _MOMENTS]
-    for end in (2, 3):
-        moments[end] = [line for line in moments[end] if line.name != "activations"]
+    moments = [
+        [
+            line
+            for line in lines
+            if line.when in moment and (moment not in _NOTHING_SAVED or line.name != "activations")
+        ]
+        for moment in _MOMENTS
+    ]
     return max(moments, key=lambda alive: sum([line.bytes for line in alive]))
 
 

@@ -111,13 +111,13 @@ def _tower(run: Run, each_bytes: float) -> list[Line]:
 
 
 def _tied_sum(run: Run) -> list[Line]:
-    """The two gradients of a tied table, which wait for each other beside their sum."""
-    if not (run.is_eager and run.shape.tied_embeddings) or run.is_fully_sharded:
+    """The two gradients of a tied table, which wait for each other beside their sum; a trace has seen them."""
+    if not (run.is_eager and run.shape.tied_embeddings) or run.is_fully_sharded or run.traced is not None:
         return []
     table = run.shape.vocab * run.shape.hidden
     waiting = round(2 * run.precision.gradient_bytes * table)
     formula = f"2 x {run.precision.gradient_bytes:g} B x {table:,} elements that embedding and head share"
-    return [Line("gradients of the tied table", waiting, formula, "ties")]
+    return [Line("gradients of the tied table", waiting, formula, "embedding")]
 
 
 def _without_gradients(run: Run) -> int:

@@ -52,13 +52,18 @@ def sizes(model: TracedModel, sequences: int, length: int, *, recomputed: bool) 
 class Level(NamedTuple):
     """What one moment adds to weights and states: `held` bytes in `lines`, and finished gradients, if they stay.
 
-    `in_block` says that it is one of a block's backward.
+    `within` are the times of other lines (`Line.when`) that are there too.
     """
 
     lines: tuple[Line, ...]
     held: float
     gradients: float
-    in_block: bool
+    within: frozenset[str] = frozenset()
+
+
+_LOSS, _HEAD = frozenset({"loss"}), frozenset({"head"})
+_BLOCK = frozenset({"recompute", "backward"})
+_LAST_BLOCK, _FIRST_BLOCK = _BLOCK | {"last block"}, _BLOCK | {"first block"}
 
 
 def worst(
@@ -67,19 +72,22 @@ def worst(
     mode: Mode,
     kept: Kept,
     gradients_held: float,
-    in_blocks: tuple[Line, ...] = (),
+    beside: tuple[Line, ...] = (),
 ) -> list[Line]:
     """Return what the worst moment of forward and backward adds to weights and states.
 
     `mode` is one `of_activations`. Of all gradients `gradients_held` bytes stay until the step. Where they add up over
-    micro-batches, all are there from the second one on. `in_blocks` is there in each block's backward, and no trace of
-    one GPU has it.
+    micro-batches, all are there from the second one on. `beside` is what no trace of one GPU has, each line at its
+    times.
     """
-    levels = _levels(run, model, mode, kept)
-    beside = sum(line.bytes for line in in_blocks)
     share = 0.0 if run.micro_batches > 1 else gradients_held / model.made_gradients_bytes
-    at = max(levels, key=lambda level: level.held + share * level.gradients + beside * level.in_block)
-    lines = [*at.lines, *(in_blocks if at.in_block else ())]
+
+    def all_bytes(level: Level) -> float:
+        others = sum(line.bytes for line in beside if line.when in level.within)
+        return level.held + share * level.gradients + others
+
+    at = max(_levels(run, model, mode, kept), key=all_bytes)
+    lines = [*at.lines, *(line for line in beside if line.when in at.within)]
     finished = share * at.gradients if share else gradients_held
     if not round(finished):
         return lines
@@ -107,14 +115,20 @@ def _levels(run: Run, model: TracedModel, mode: Mode, kept: Kept) -> tuple[Level
             Line("logits, loss and work", round(moment.work), rest, "loss"),
         )
         alive = tuple(line for line in lines if line.bytes)
-        levels.append(Level(alive, here + moment.work, moment.gradients, index > 0))
-    first, *others = levels
-    others.sort(key=lambda level: (-level.held, -level.gradients))
+        levels.append(Level(alive, here + moment.work, moment.gradients))
+    in_loss, *in_blocks = levels
+    ends = [in_loss._replace(within=_LOSS)]
+    if run.is_fully_sharded:
+        # Then the head's backward, when the loss is gone.
+        left = tuple(line for line in in_loss.lines if line.when == "step")
+        ends.append(Level(left, sum(line.bytes for line in left), 0.0, _HEAD))
+    ends += [in_blocks[0]._replace(within=_LAST_BLOCK), in_blocks[-1]._replace(within=_FIRST_BLOCK)]
+    between = sorted(in_blocks[1:-1], key=lambda level: (-level.held, -level.gradients))
     kept_levels: list[Level] = []
-    for level in others:
+    for level in between:
         if not kept_levels or level.gradients > kept_levels[-1].gradients:
-            kept_levels.append(level)
-    return (first, *kept_levels)
+            kept_levels.append(level._replace(within=_BLOCK))
+    return (*ends, *kept_levels)
 
 
 def _away(mode: Mode, saved_up_to: tuple[float, ...], moment: Moment, index: int, gone: float) -> float:

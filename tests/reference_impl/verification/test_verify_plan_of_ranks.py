@@ -134,6 +134,36 @@ def test_everything_off_takes_what_the_plan_says(made: Make, only: str) -> None:
     assert host_error(found) == pytest.approx(0, abs=0.02)
 
 
+ALL_OFF = "checkpointing + shards, gradients and states on the host"
+# Each table is as large as six blocks.
+MANY_WORDS = CONFIG | {"vocab_size": 9000}
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("forked_ranks")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("only", ["no offload", ALL_OFF])
+def test_large_embeddings_and_heads_are_gathered_and_reduced(
+    made: Make, tmp_path: Path, only: str, dtype: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MANY_WORDS))
+    verified(made(only=only, overrides=f"shard_dtype={dtype}"), most_error=0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("forked_ranks")
+@pytest.mark.parametrize("is_tied", [False, True])
+@pytest.mark.parametrize("only", ["no offload", ALL_OFF])
+def test_they_are_so_where_the_model_computes_its_loss(
+    made: Make, tmp_path: Path, only: str, is_tied: bool
+) -> None:
+    pytest.importorskip("transformers.modeling_utils", reason="transformers is not installed")
+    (tmp_path / "config.json").write_text(json.dumps(MANY_WORDS | {"tie_word_embeddings": is_tied}))
+    profile = tmp_path / "profile.json"
+    assert main(["trace", str(tmp_path / "config.json"), "--out", str(profile)]) == 0
+    verified(made("--trace", str(profile), only=only), most_error=0.05)
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked_ranks")
 def test_the_copy_that_only_gloo_makes_is_not_counted() -> None:
