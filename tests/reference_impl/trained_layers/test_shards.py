@@ -130,6 +130,18 @@ def test_forward_holds_a_module_more_than_backward_and_the_loss_none(prefetch):
     assert_same(weights(model), trained_plainly([*data_of(2), *data_of(1)]))
 
 
+def test_chunks_of_states_have_left_when_the_model_computes_its_loss():
+    model, data = net(), data_of(3)
+    with streamed(model) as streamer:
+        slots, there = streamer.optimizer.streamed._pipeline._slots, []
+        for layer in model.layers:
+            layer.register_forward_hook(lambda *_: there.append(slots._count))
+        train(model, streamer.optimizer, data)
+        # Updates are queued a module ahead.
+        assert there[-LAYERS:] == [3] * (LAYERS - 2) + [0, 0]
+    assert_same(weights(model), trained_plainly(data))
+
+
 @pytest.mark.parametrize("keeps", [False, True])
 def test_copies_come_a_module_ahead_both_ways(keeps):
     model = net(reshard_after_forward=not keeps)
