@@ -55,15 +55,18 @@ def is_bare_number(text: str) -> bool:
 
 def gib(amount_bytes: float) -> str:
     """Write bytes for people, for example `47.2 GiB`, or `3.1 MiB` where that would be none."""
-    if 0 < amount_bytes < 0.05 * GIB:
-        return f"{amount_bytes / 2**20:.1f} MiB"
-    return f"{amount_bytes / GIB:.1f} GiB"
+    unit_bytes, unit = _unit_of(amount_bytes)
+    return f"{amount_bytes / unit_bytes:.1f} {unit}"
 
 
 def at_least_gib(amount_bytes: float) -> str:
     """Write bytes that are needed as `gib` does, rounded up: who gives what is written has enough."""
-    unit_bytes, unit = (2**20, "MiB") if 0 < amount_bytes < 0.05 * GIB else (GIB, "GiB")
+    unit_bytes, unit = _unit_of(amount_bytes)
     return f"{math.ceil(10 * amount_bytes / unit_bytes) / 10:.1f} {unit}"
+
+
+def _unit_of(amount_bytes: float) -> tuple[int, str]:
+    return (2**20, "MiB") if 0 < amount_bytes < 0.05 * GIB else (GIB, "GiB")
 
 
 def both(amount_bytes: float) -> str:

@@ -207,7 +207,8 @@ def _hooks(model: nn.Module, shards: StreamedShards, optimizer: ShardOptimizer) 
             optimizer.end_forward()
 
     def end_forward_of_part(module: nn.Module, args: Any, output: Any) -> None:
-        # A model that computes its loss itself does so behind the last part, before its own forward ends.
+        # A model that computes its loss itself does so behind the last part, before its own forward ends. Updates are
+        # queued a part ahead, so that the last part waits for copies out, and has their memory.
         if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
             optimizer.end_forward()
 

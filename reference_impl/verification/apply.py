@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Self
 
@@ -24,6 +23,7 @@ from reference_impl.distributed.mesh import ranks_of_shards
 from reference_impl.memory.closing import ClosedAtExit, close_behind, undo_all
 from reference_impl.memory.pinned import limit_pinned_memory, pinned_book
 from reference_impl.optimizers import HybridDeviceOptimizer, Streaming
+from reference_impl.optimizers.streamed.storage import has_kernels
 from reference_impl.trained_layers import ShardStreamer, TrainableLayerStreamer
 from reference_impl.trained_layers.shard_streamer import CHUNK_BYTES
 from reference_impl.verification.plan_document import (
@@ -257,7 +257,7 @@ def _streaming(states: str) -> Streaming:
 
     Half masters need triton on a GPU. Without it, exact states have whole ones: the same bits, in two bytes more.
     """
-    if states == "exact" and Device.available().compiles and find_spec("triton") is None:
+    if states == "exact" and not has_kernels(Device.available()):
         return Streaming()
     return Streaming(**STREAMED_STATES[states])
 

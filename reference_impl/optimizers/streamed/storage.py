@@ -37,6 +37,11 @@ from reference_impl.optimizers.streamed.chunks import (
 from reference_impl.optimizers.streamed.update import scratch_bytes_an_element
 
 
+def has_kernels(device: Device) -> bool:
+    """Return whether states can be packed: on a GPU that takes triton."""
+    return not device.compiles or find_spec("triton") is not None
+
+
 @dataclass(frozen=True, kw_only=True)
 class StateFormat:
     """The format of streamed states.
@@ -114,7 +119,7 @@ class StateFormat:
                 "tells ties apart is stored in the sign of exp_avg_sq; try hi_lo_masters=False"
             )
         packs = self != StateFormat(offload_masters=self.offload_masters)
-        if packs and device.compiles and find_spec("triton") is None:
+        if packs and not has_kernels(device):
             raise ValueError(
                 "hi_lo_masters, moments_dtype and compact_low_bits need triton, of which their kernels are made; "
                 "expected it to be installed; try pip install triton, or leave these options out"

@@ -115,7 +115,7 @@ def _tied_table(run: Run, size: Sizes) -> list[Line]:
             "head in backward", round(logits + made), "the gradients of the logits and of the table", "head"
         ),
         Line(
-            "gradient of the tied table",
+            "the head's gradient of the tied table",
             round(made),
             f"{formula}, which waits for the embedding's",
             "recompute",

@@ -21,16 +21,15 @@ from skill_tools.units import GIB
 
 CONTEXT_BYTES = round(0.75 * GIB)
 COMMUNICATOR_BYTES = round(0.15 * GIB)
+_FORWARD = ("always", "between", "forward", "step")
+_EMBEDDING = ("always", "step", "backward", "embedding")
 # When nothing is left of what the layers have saved.
-_NOTHING_SAVED = (
-    ("always", "step", "backward", "recompute", "first block"),
-    ("always", "step", "backward", "embedding"),
-)
+_NOTHING_SAVED = (("always", "step", "backward", "recompute", "first block"), _EMBEDDING)
 _MOMENTS = (
     ("always", "step", "loss"),
     ("always", "step", "head"),
     ("always", "step", "recompute", "last block"),
-    ("always", "between", "forward", "step"),
+    _FORWARD,
     ("always", "backward", "update"),
     *_NOTHING_SAVED,
 )
@@ -152,12 +151,8 @@ def _alive(run: Run, mode: Mode, lines: Sequence[Line], found: "_Activations") -
         for line in lines
         if line.when in {"always", "backward", "update"} or line.name in states.GRADIENTS
     ]
-    in_embedding = [line for line in lines if line.when in {"always", "step", "backward", "embedding"}]
-    in_forward = [
-        line
-        for line in lines
-        if line.when in {"always", "between", "forward", "step"} and line.name not in grows
-    ]
+    in_embedding = [line for line in lines if line.when in _EMBEDDING]
+    in_forward = [line for line in lines if line.when in _FORWARD and line.name not in grows]
     beside = tuple(line for line in lines if line.when in _BESIDE and line.name not in states.GRADIENTS)
     passes = traced_moments.worst(run, run.traced, mode.of_activations, found.kept, held, beside)
     in_passes = [*steady, *passes]

@@ -198,15 +198,9 @@ def _optimizer(run: Run, mode: Mode, shard: int) -> tuple[list[Line], list[Line]
     streamed = round(shard * mode.streamed_fraction)
     if streamed:
         slots = f"{reference.SLOTS} slots of {reference.CHUNK_BYTES >> 20} MiB"
-        scratch_bytes = streamed_states.scratch_bytes(run, mode.streamed_states)
-        if scratch_bytes:
+        if streamed_states.scratch_bytes(run, mode.streamed_states):
             slots += ", and the update's scratch"
-        ring = streamed_states.ring_bytes(
-            streamed,
-            mode.streamed_states,
-            own_master=streamed_states.has_own_masters(run),
-            scratch_bytes=scratch_bytes,
-        )
+        ring = streamed_states.ring_bytes(run, mode.streamed_states, streamed)
         gpu.append(Line("streaming slots", ring, slots))
     return gpu, _hosted(run, mode, shard - resident - streamed, streamed)
 
@@ -255,8 +249,7 @@ def _hosted(run: Run, mode: Mode, cpu: int, streamed: int) -> list[Line]:
     elif cpu:
         lines += [_updated(run, mode, cpu), *_rounding(run, mode, cpu)]
     if streamed:
-        own_master = streamed_states.has_own_masters(run)
-        kept_bytes = streamed_states.streamed_bytes(mode.streamed_states, own_master=own_master)
+        kept_bytes = streamed_states.element_bytes(run, mode.streamed_states)
         amount = round(kept_bytes * streamed)
         formula = each(kept_bytes, streamed, "streamed")
         lines.append(Line("streamed optimizer state", amount, formula))

@@ -24,11 +24,11 @@ def chunk_elements(states: StreamedStates, *, own_master: bool = False) -> int:
     return int(reference.CHUNK_BYTES // streamed_bytes(states, own_master=own_master))
 
 
-def ring_bytes(streamed: int, states: StreamedStates, *, own_master: bool, scratch_bytes: float) -> int:
-    """Return the GPU bytes that streaming needs: slots of one chunk's states, and the scratch of one update."""
-    elements = chunk_elements(states, own_master=own_master)
+def ring_bytes(run: Run, states: StreamedStates, streamed: int) -> int:
+    """Return the GPU bytes that streaming so many elements needs: slots of a chunk, and the scratch of one update."""
+    elements = chunk_elements(states, own_master=has_own_masters(run))
     slots = min(reference.SLOTS, -(-streamed // elements))
-    each_bytes = streamed_bytes(states, own_master=own_master) * slots + scratch_bytes
+    each_bytes = element_bytes(run, states) * slots + scratch_bytes(run, states)
     return round(each_bytes * min(streamed, elements))
 
 

@@ -13,7 +13,7 @@ from reference_impl.device import Device
 from reference_impl.memory.ledger import Ledger
 from reference_impl.memory.pinned import limit_pinned_memory, pinned_book
 from reference_impl.optimizers import HybridDeviceOptimizer
-from reference_impl.verification import apply
+from reference_impl.optimizers.streamed import storage
 from reference_impl.verification.apply import apply_plan
 from reference_impl.verification.model import Decoder, DecoderShape, add_lora
 from skill_tools.__main__ import main
@@ -254,7 +254,7 @@ def test_exact_states_have_half_masters_and_whole_ones_without_triton(
     ) as applied:
         expected = torch.stack(losses(reference, applied.optimizer))
     monkeypatch.setattr(Device, "available", lambda name=None: SimpleNamespace(compiles=True))
-    monkeypatch.setattr(apply, "find_spec", lambda name: object() if has_triton else None)
+    monkeypatch.setattr(storage, "find_spec", lambda name: object() if has_triton else None)
     with (
         Ledger(Device.of("cpu")) as ledger,
         apply_plan(model, adamw(model), {"execute": STREAMED}) as applied,

@@ -323,7 +323,7 @@ def test_replicas_keep_all_and_gradients_in_their_buckets() -> None:
 def test_the_ring_of_fp32_shards_has_no_masters() -> None:
     elements = streamed_states.chunk_elements(StreamedStates.EXACT, own_master=True)
     assert elements == 96 * 2**20 // 8
-    ring = streamed_states.ring_bytes(10**9, StreamedStates.EXACT, own_master=True, scratch_bytes=4)
+    ring = streamed_states.ring_bytes(of("llama-3-8b", 4), StreamedStates.EXACT, 10**9)
     assert ring == (3 * 8 + 4) * elements
 
 
