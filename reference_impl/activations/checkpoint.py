@@ -3,8 +3,7 @@
 Layer inputs are few bytes for much computation, so their copies always hide; each is copied back while the layer
 above it is being recomputed. What the model saves outside its layers is offloaded too if it is no larger than a
 layer's input: the inputs of the last norm and of the head, but not the logits, which backward needs at once. Results
-that are expensive to recompute can be kept instead, also on the host. Non-reentrant `torch.utils.checkpoint` does the
-recomputation and restores the random state.
+that are expensive to recompute can be kept instead, also on the host. `recompute` computes a layer again.
 
 Explained in docs/activation-offloading.md.
 """
@@ -19,7 +18,6 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
-from torch.utils.checkpoint import checkpoint
 
 from reference_impl.activations.attach import (
     Forward,
@@ -32,6 +30,7 @@ from reference_impl.activations.attach import (
 )
 from reference_impl.activations.offloader import EngineOptions, Offloader
 from reference_impl.activations.policy import AtMost, Share
+from reference_impl.activations.recompute import recomputed
 from reference_impl.activations.run import MovedTensor, Run
 from reference_impl.activations.tokens import KeptTensor
 
@@ -139,32 +138,6 @@ class CheckpointOffloader(Offloader):
             return forward(*args, **kwargs)
         with self._results[-1]:
             return forward(*args, **kwargs)
-
-
-def recomputed(function: Callable[..., Any], *inputs: Any) -> Any:
-    """Return `function(*inputs)`, computed again in backward: torch's non-reentrant checkpoint.
-
-    Before torch 2.13 that leaves its own hooks in place where `function` raises, until the traceback goes, and other
-    hooks would be taken for them. So what the first pass raises is raised here, once checkpoint has returned.
-    """
-    failed: list[BaseException] = []
-    has_passed = False
-
-    def first_or_again(*inputs: Any) -> Any:
-        nonlocal has_passed
-        if has_passed:
-            return function(*inputs)
-        has_passed = True
-        try:
-            return function(*inputs)
-        except BaseException as error:
-            failed.append(error)
-            return None
-
-    result = checkpoint(first_or_again, *inputs, use_reentrant=False)
-    if failed:
-        raise failed.pop()
-    return result
 
 
 class LegacyCheckpointOffloader(Offloader):

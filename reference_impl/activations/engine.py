@@ -13,8 +13,6 @@ Explained in docs/activation-offloading.md.
 
 from __future__ import annotations
 
-import functools
-import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -22,6 +20,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch import nn
 
+from reference_impl.activations.compiler import uncompiled
 from reference_impl.activations.geometry import Extent, Geometry, Weights, extent_of, flat_bytes, is_plain
 from reference_impl.activations.headroom import Headroom
 from reference_impl.activations.policy import Decision, Policy
@@ -109,7 +108,7 @@ class SavedTensorEngine:
             with nullcontext() if self.tape is None else self.tape.paused():
                 return self._pack(tensor, policy)
 
-        hooks = torch.autograd.graph.saved_tensors_hooks(_uncompiled(pack), _restore)
+        hooks = torch.autograd.graph.saved_tensors_hooks(uncompiled(pack), _restore)
         return hooks if self.tape is None else _both(hooks, self.tape)
 
     def save(self, tensor: torch.Tensor, policy: Policy) -> KeptTensor | MovedTensor:
@@ -220,20 +219,6 @@ class SavedTensorEngine:
 def _both(first: AbstractContextManager[object], second: AbstractContextManager[object]) -> Iterator[None]:
     with first, second:
         yield
-
-
-def _uncompiled(hook: Callable[[torch.Tensor], Token]) -> Callable[[torch.Tensor], Token]:
-    """Return `hook` such that torch.compile, under which a layer of torch's own saves, does not trace into it."""
-    # Where nobody has imported the compiler, it is not running either.
-    global _call_uncompiled
-    if "torch._dynamo" not in sys.modules:
-        return hook
-    if _call_uncompiled is None:
-        _call_uncompiled = torch.compiler.disable(lambda hook, tensor: hook(tensor))
-    return functools.partial(_call_uncompiled, hook)
-
-
-_call_uncompiled: Callable[[Callable[[torch.Tensor], Token], torch.Tensor], Token] | None = None
 
 
 def _restore(token: Token) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """A block's forward as segments: micro-batches one after the other, each recomputed in backward.
 
-A block's weights are then copied in once for all micro-batches of a batch. Each segment is a non-reentrant
-checkpoint, and all are one graph, so a parameter's gradient becomes final once: after the last of them. Until then it
-adds up in fp32.
+A block's weights are then copied in once for all micro-batches of a batch. Each segment is computed again by itself,
+and all are one graph, so a parameter's gradient becomes final once: after the last of them. Until then it adds up in
+fp32.
 
 Explained in docs/larger-than-gpu.md.
 """
@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from reference_impl.activations.attach import Forward, wrap_forward
-from reference_impl.activations.checkpoint import recomputed
+from reference_impl.activations.recompute import recomputed
 
 
 def sum_in_fp32(params: Iterable[torch.Tensor]) -> Callable[[], None]:

@@ -206,12 +206,14 @@ def test_states_that_come_in_during_backward_change_no_bit(device, backward_over
         for each, its in ((model, early), (plain, late)):
             train(each, its, data)
         copies = Counter()
-        on_h2d = type(device).on_h2d
+        copy_in = type(device).copy_in
         for each, its in ((model, early), (plain, late)):
             with monkeypatch.context() as patch:
                 loss = each(data[0])
                 patch.setattr(
-                    type(device), "on_h2d", lambda *args, its=its: (copies.update([its]), on_h2d(*args))[1]
+                    type(device),
+                    "copy_in",
+                    lambda *args, its=its, **after: (copies.update([its]), copy_in(*args, **after))[1],
                 )
                 loss.backward()
         assert copies[early] > copies[late] == 0

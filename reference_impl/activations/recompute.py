@@ -1,0 +1,205 @@
+"""A layer that is computed again in backward, so that nothing it saves is kept: only its inputs are.
+
+torch's non-reentrant `checkpoint` does the same, with more work on the host for each saved tensor. Kernels of small
+batches are launched barely as fast as they run, so that this work is the step's time.
+
+When backward asks for the first tensor that the layer has saved, the layer is computed again, up to the last one that
+it saves. Each tensor is then held until it is used. Where a graph is kept, each backward computes the layer again.
+
+Explained in docs/activation-offloading.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from reference_impl.activations.compiler import uncompiled
+
+
+def recomputed(function: Callable[..., Any], *inputs: Any) -> Any:
+    """Return `function(*inputs)`, which keeps only its inputs for backward, and is called again there.
+
+    Tensors among `inputs` are saved as an operation of torch's saves them, by the hooks that are active outside. The
+    second call has the random numbers, autocast and default device of the first. Backward raises RuntimeError if it
+    saves other tensors than the first: fewer, or of other sizes.
+    """
+    if not torch.is_grad_enabled():
+        return function(*inputs)
+    return uncompiled(_first_call)(function, inputs)
+
+
+def _first_call(function: Callable[..., Any], inputs: Sequence[Any]) -> Any:
+    return _Recomputation(function, inputs).first(inputs)
+
+
+class _AllComputedError(Exception):
+    """Ends a recomputation: all that the layer had saved has been computed again."""
+
+
+class _Recomputation:
+    """One call of a layer, and how it is made again.
+
+    What the graph holds for a tensor is its number in the order in which the layer saves. It is an int because the
+    garbage collector would walk through thousands of objects a step.
+    """
+
+    def __init__(self, function: Callable[..., Any], inputs: Sequence[Any]) -> None:
+        self._function = function
+        self._inputs = _Inputs(inputs)
+        self._surroundings = _Surroundings(inputs)
+        # Elements of each tensor that the first call has saved.
+        self._numels: list[int] = []
+        self._has_returned = False
+        # The tensors of the last call, each until it is used.
+        self._again: list[torch.Tensor | None] = []
+
+    def first(self, inputs: Sequence[Any]) -> Any:
+        """Call the layer for the first time."""
+        with saved_tensors_hooks(self._pack, self._unpack):
+            result = self._function(*inputs)
+        self._surroundings.end()
+        self._has_returned = True
+        return result
+
+    def _pack(self, tensor: torch.Tensor) -> int:
+        self._numels.append(tensor.numel())
+        return len(self._numels) - 1
+
+    def _unpack(self, number: int) -> torch.Tensor:
+        tensor = self._again[number] if number < len(self._again) else None
+        if tensor is None:
+            self._again = self._call_again()
+            tensor = self._again[number]
+        self._again[number] = None
+        assert tensor is not None
+        return tensor
+
+    # Compiled autograd would trace into the layer. This is what torch.compiler.disable sets.
+    _unpack._torchdynamo_disable = True  # type: ignore[attr-defined]
+
+    def _call_again(self) -> list[torch.Tensor | None]:
+        """Call the layer again, and return what it saves."""
+        found: list[torch.Tensor | None] = []
+        expected = self._numels
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            # With its history the layer's second graph would hold itself.
+            tensor = tensor.detach() if tensor.requires_grad else tensor
+            # A layer that runs a backward of its own asks before its first call has saved everything.
+            if len(found) < len(expected):
+                if tensor.numel() != expected[len(found)]:
+                    raise RuntimeError(
+                        f"tensor {len(found)} that a layer saved when it was computed again has {tensor.numel()} "
+                        f"elements; expected {expected[len(found)]}, as in its first call; {_TRY}"
+                    )
+                found.append(tensor)
+                if self._has_returned and len(found) == len(expected):
+                    raise _AllComputedError
+            return tensor
+
+        with (
+            self._surroundings.again(),
+            torch.enable_grad(),
+            saved_tensors_hooks(keep, _itself),
+            suppress(_AllComputedError),
+        ):
+            self._function(*self._inputs.restore())
+        if len(found) < len(expected):
+            raise RuntimeError(
+                f"a layer that was computed again saved {len(found)} tensors; expected {len(expected)}, as in its "
+                f"first call; {_TRY}"
+            )
+        return found
+
+
+_TRY = "try the same operations in both calls: nothing that depends on how often the layer has been called"
+
+
+def _itself(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+class _Inputs:
+    """A layer's inputs until backward; its tensors are saved by autograd, and so by whoever's hooks are active."""
+
+    def __init__(self, inputs: Sequence[Any]) -> None:
+        self._others = [None if isinstance(each, torch.Tensor) else each for each in inputs]
+        self._places = [place for place, each in enumerate(inputs) if isinstance(each, torch.Tensor)]
+        # A node is made only where something needs a gradient.
+        anchor = torch.empty(0, device="cpu", requires_grad=True)
+        # Before torch 2.13 a node lives no longer than its result.
+        self._result = _Saving.apply(anchor, *(inputs[place] for place in self._places))  # type: ignore[no-untyped-call]
+
+    def restore(self) -> list[Any]:
+        """Return all inputs in their order."""
+        inputs = list(self._others)
+        for place, tensor in zip(self._places, self._result.grad_fn.saved_tensors, strict=True):
+            inputs[place] = tensor
+        return inputs
+
+
+class _Saving(torch.autograd.Function):
+    """Saves tensors; its result is of no use."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(*tensors)
+        return anchor.new_empty(0)
+
+
+class _Surroundings:
+    """What a call depends on beside its inputs: random generators, autocast and the default device."""
+
+    def __init__(self, inputs: Sequence[Any]) -> None:
+        devices = {each.device for each in inputs if isinstance(each, torch.Tensor)}
+        self._accelerators = [device for device in devices if device.type not in ("cpu", "meta")]
+        self._autocast = self._autocast_now()
+        self._default_device = torch.get_default_device()
+        # Before the first call; None if that took no random numbers.
+        self._random: list[torch.Tensor] | None = self._random_now()
+
+    def _random_now(self) -> list[torch.Tensor]:
+        return [
+            torch.get_rng_state(),
+            *(torch.get_device_module(each).get_rng_state(each) for each in self._accelerators),
+        ]
+
+    def _autocast_now(self) -> list[tuple[str, torch.dtype, bool, bool]]:
+        return [
+            (
+                kind,
+                torch.get_autocast_dtype(kind),
+                torch.is_autocast_enabled(kind),
+                torch.is_autocast_cache_enabled(),
+            )
+            for kind in ("cpu", *{device.type for device in self._accelerators})
+        ]
+
+    def end(self) -> None:
+        """Note that the first call has returned."""
+        if self._random is not None and all(map(torch.equal, self._random, self._random_now())):
+            self._random = None
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Have everything as it was at the beginning; what a call takes of random numbers then changes no generator."""
+        with ExitStack() as stack:
+            if self._random is not None:
+                stack.callback(self._set_random, self._random_now())
+                self._set_random(self._random)
+            if self._autocast != self._autocast_now():
+                for autocast in self._autocast:
+                    stack.enter_context(torch.autocast(*autocast))
+            if self._default_device != torch.get_default_device():
+                stack.enter_context(self._default_device)
+            yield
+
+    def _set_random(self, states: Sequence[torch.Tensor]) -> None:
+        torch.set_rng_state(states[0])
+        for device, state in zip(self._accelerators, states[1:], strict=True):
+            torch.get_device_module(device).set_rng_state(state, device)
