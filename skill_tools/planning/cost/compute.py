@@ -162,7 +162,8 @@ def traced_seconds(run: Run, step: TracedStep, machine: Machine) -> float:
     products = step.flops.at(run.micro_batch, run.seq_length) / machine.gemm
     moved = step.moved_bytes.at(run.micro_batch, run.seq_length)
     others = moved / (machine.hbm * constants["elementwise_share"])
-    return constants["eager_factor"] * max(products + others, step.kernels * constants["launch_s"])
+    launches = step.kernels * (machine.launch_s or constants["launch_s"])
+    return max(constants["eager_factor"] * (products + others), launches)
 
 
 def _share(run: Run, constants: Mapping[str, float]) -> float:

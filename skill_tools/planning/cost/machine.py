@@ -55,8 +55,9 @@ class Machine(NamedTuple):
     are what the reference implementation's optimizer reaches of the link, one way, of host memory and of the cores.
     `staged_copy` is one direction of copies of pageable memory while the other runs too, 0 where nobody measured it.
     `peers` is what a rank receives in a collective inside a node, over the link where `peers_on_link`; `network` is its
-    share of what a node receives from others. `measured` says that the rates come from this machine. `named` is false
-    where the rates of this GPU stand for one of which only the memory is known.
+    share of what a node receives from others. `launch_s` is what the host takes to launch a kernel of an eager step, by
+    default that of `hardware.yaml`. `measured` says that the rates come from this machine. `named` is false where the
+    rates of this GPU stand for one of which only the memory is known.
     """
 
     name: str
@@ -84,6 +85,7 @@ class Machine(NamedTuple):
     named: bool = True
     pinned_memory_bytes: int = 0
     staged_copy: float = 0.0
+    launch_s: float | None = None
 
 
 def model_constants() -> Mapping[str, float]:

@@ -38,25 +38,31 @@ def _total_s(run: Run, mode: Mode, memory: Memory, machine: Machine, measured_st
 def slowest(run: Run, machine: Machine) -> Machine:
     """Return the machine if all its rates are at the low end."""
     constants = model_constants()
+    launch_s = constants["launch_slow_s"]
     if machine.measured:
         each = 1 / constants["range_probed"]
-        return _scaled(machine, compute=each, link=each, host=each)
+        return _scaled(machine, compute=each, link=each, host=each, launch_s=launch_s)
     compute_s = constants["range_traced" if run.traced else "range_by_formula"]
     host = min(1 / constants["host_share"], 1 / constants["range_host"])
-    return _scaled(machine, compute=1 / compute_s, link=1 / constants["range_link"], host=host)
+    return _scaled(
+        machine, compute=1 / compute_s, link=1 / constants["range_link"], host=host, launch_s=launch_s
+    )
 
 
 def fastest(run: Run, machine: Machine) -> Machine:
     """Return the machine if all its rates are at the high end."""
     constants = model_constants()
+    launch_s = constants["launch_fast_s"]
     if machine.measured:
         each = constants["range_probed"]
-        return _scaled(machine, compute=each, link=each, host=each)
-    return _scaled(machine, compute=constants["range_traced"], link=1.0, host=constants["range_host"])
+        return _scaled(machine, compute=each, link=each, host=each, launch_s=launch_s)
+    compute_s, host = constants["range_traced"], constants["range_host"]
+    return _scaled(machine, compute=compute_s, link=1.0, host=host, launch_s=launch_s)
 
 
-def _scaled(machine: Machine, *, compute: float, link: float, host: float) -> Machine:
+def _scaled(machine: Machine, *, compute: float, link: float, host: float, launch_s: float) -> Machine:
     return machine._replace(
+        launch_s=launch_s,
         gemm=machine.gemm * compute,
         hbm=machine.hbm * compute,
         h2d_copy=machine.h2d_copy * link,

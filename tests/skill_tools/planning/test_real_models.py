@@ -155,6 +155,22 @@ def test_a_probed_machine_narrows_the_range(name: str) -> None:
     assert most_s - least_s <= named_most_s - named_least_s
 
 
+@pytest.mark.parametrize(("model", "measured_s"), [("gemma-3-4b", 0.234), ("qwen3-4b", 0.228)])
+def test_few_tokens_take_what_the_host_takes_to_launch_them(model: str, measured_s: float) -> None:
+    """Forward and backward of 2,048 tokens, each layer computed twice, on one H200 where nothing was offloaded."""
+    run = run_of(Row(model, 1, 2048, Mode(recompute=CHECKPOINTS), 0))
+    h200 = machine.known("h200", ranks_on_node=1)
+    endless = h200._replace(gemm=1e20, hbm=1e20)
+    assert run.traced is not None
+    slow, fast = time_range.slowest(run, h200), time_range.fastest(run, h200)
+    least_s, step_s, most_s, launches_s = (
+        compute.traced_seconds(run, run.traced.recomputed, each) for each in (fast, h200, slow, endless)
+    )
+    assert step_s == pytest.approx(measured_s, rel=0.25)
+    assert least_s <= measured_s <= most_s
+    assert 0.6 * measured_s <= launches_s <= step_s
+
+
 @pytest.mark.parametrize(
     ("model", "length", "recompute", "traced_gib"),
     [
