@@ -130,6 +130,7 @@ def _steps(task: trial.Task, optimizer: Any, batches: Sequence[Any], ledger: Led
     return {
         "peak_bytes": ledger.peak_device_bytes,
         "step_s": statistics.median(times[1:] or times),
+        "times_s": times,
         "losses": torch.stack(losses).tolist(),
         "retries": _retries(task.device) - retries,
     }
@@ -156,6 +157,7 @@ def _predicted(plan: Plan) -> dict[str, Any]:
         "budget_bytes": fitted["gpu_budget_bytes"],
         "predicted_bytes": option["memory"]["allocated_bytes"],
         "trial_bytes": fitted["peak_device_bytes"],
+        "trial_s": fitted["step_s"],
         "predicted_host_bytes": option["memory"]["host_bytes_per_node"],
         "host_bytes": fitted["peak_host_bytes"],
         "predicted_s": option["time"]["step_s"],
@@ -200,7 +202,11 @@ def _without_offload(task: trial.Task, batches: Sequence[Any]) -> dict[str, Any]
     finally:
         # An optimizer that is closed has its states until it is collected.
         gc.collect()
-    return {"plain_step_s": found["step_s"], "plain_bytes": found["peak_bytes"]}
+    return {
+        "plain_step_s": found["step_s"],
+        "plain_times_s": found["times_s"],
+        "plain_bytes": found["peak_bytes"],
+    }
 
 
 def _best(task: trial.Task, row: dict[str, Any], tokens: int, sequences: int) -> dict[str, Any]:

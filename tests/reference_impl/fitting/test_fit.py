@@ -105,6 +105,22 @@ def test_a_plan_is_settled_on_that_holds_and_is_applied():
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("planner_in_process")
+def test_compiled_blocks_that_are_computed_again_train_with_the_same_bits():
+    budget = round(0.4 * whole_peak())
+
+    def trained(compiles):
+        model, optimizer = make()
+        for block in model.layers if compiles else ():
+            block.compile(backend="aot_eager")
+        with fit(model, optimizer, IDS, loss_of, gpu_budget=budget) as fitted:
+            assert fitted.plan["execute"]["activations"]["mode"] in ("recompute", "checkpoint")
+            return train(model, fitted.optimizer)
+
+    assert all(same(*each) for each in zip(trained(True), trained(False), strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("planner_in_process")
 def test_states_that_the_optimizer_has_go_on():
     model, optimizer = make()
     train(model, optimizer)
