@@ -83,9 +83,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--without",
         action="append",
         default=[],
-        choices=MECHANISMS,
         metavar="MECHANISM",
-        help=f"leave a mechanism out of the search; repeatable; one of {', '.join(MECHANISMS)}",
+        help=f"leave a mechanism out of the search; repeatable, or with commas; {', '.join(FAMILIES)}, or one of "
+        f"{', '.join(MECHANISMS)}",
     )
     run.add_argument(
         "--allow-other-numerics",
@@ -231,7 +231,7 @@ def _plan(args: argparse.Namespace, inputs: Sequence[str], *, what_if: Sequence[
     stated = releases.of_run(args, config, asked.files)
     versions = {name: each.version for name, each in stated.items()}
     notes = (*notes, *_release_notes(stated, config))
-    restriction = Restriction(named(args.only), frozenset(args.without))
+    restriction = Restriction(named(args.only, "--only"), named(args.without, "--without"))
     plan = planner.make_plan(
         config,
         built._replace(assumptions=(*notes, *config.file_notes(), *built.assumptions)),

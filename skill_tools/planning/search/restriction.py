@@ -68,13 +68,13 @@ class Restriction(NamedTuple):
 EVERYTHING = Restriction()
 
 
-def named(words: Iterable[str]) -> frozenset[str]:
-    """Return the mechanisms that `words` name, a family's too; raises `UnusableInput` for a name of nothing."""
+def named(words: Iterable[str], option: str) -> frozenset[str]:
+    """Return the mechanisms that the words of `option` name, a family's too; raises `UnusableInput` for others."""
     names = [name for word in words for name in word.split(",")]
     known = (*FAMILIES, *MECHANISMS)
     for name in names:
         if name not in known:
             raise UnusableInput(
-                f"--only {name!r}", expected=f"one of {', '.join(known)}", attempt="--only optimizer"
+                f"{option} {name!r}", expected=f"one of {', '.join(known)}", attempt=f"{option} optimizer"
             )
     return frozenset(mechanism for name in names for mechanism in FAMILIES.get(name, (name,)))

@@ -59,12 +59,14 @@ def test_checkpointing_that_the_run_has_is_no_mechanism_of_its_own(
         assert option["settings"].get("gradient_checkpointing", True)
 
 
-def test_several_are_given_with_commas_or_one_by_one(capsys: pytest.CaptureFixture[str]) -> None:
-    words = (*LOOP_WORDS, "--only")
-    together = planned(*words, "optimizer,recompute", capsys=capsys)
-    one_by_one = planned(*words, "optimizer", "--only", "recompute", capsys=capsys)
+@pytest.mark.parametrize("option", ["--only", "--without"])
+def test_several_are_given_with_commas_or_one_by_one(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    together = planned(*LOOP_WORDS, option, "optimizer,recompute", capsys=capsys)
+    one_by_one = planned(*LOOP_WORDS, option, "optimizer", option, "recompute", capsys=capsys)
     assert together["recommendation"] == one_by_one["recommendation"]
-    assert any("recompute" in option["mechanisms"] for option in options(together))
+    used = {mechanism for each in options(together) for mechanism in each["mechanisms"]}
+    assert ("recompute" in used) == (option == "--only")
+    assert not used & {"optimizer-offload", "state-offload"} or option == "--only"
 
 
 def test_a_family_less_what_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
@@ -84,8 +86,11 @@ def test_without_a_restriction_nothing_was_left_out(capsys: pytest.CaptureFixtur
     assert "left out" not in capsys.readouterr().out
 
 
-def test_an_unknown_name_is_answered_with_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", *BRIDGE_WORDS, "--only", "optimizer,optimiser"]) == 2
+@pytest.mark.parametrize("option", ["--only", "--without"])
+def test_an_unknown_name_is_answered_with_the_known_ones(
+    option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", *BRIDGE_WORDS, option, "optimizer,optimiser"]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert "--only 'optimiser'; expected one of optimizer, activations, weights, layers, " in captured.err
+    assert f"{option} 'optimiser'; expected one of optimizer, activations, weights, layers, " in captured.err
