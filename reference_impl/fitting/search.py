@@ -150,7 +150,10 @@ class Search:
                 raise
             # Streamed layers take less memory of the device, and more of the host.
             self._way = _OTHER_WAY[self._way]
-            return self._plan(self._way)
+            with suppress(RefusedPlanError):
+                return self._plan(self._way)
+            # Its refusal says what the way that needs less needs.
+            return self._planner.plan(self._asked, without=self._without)
         if self._tried or not self._compares_ways:
             return plan
         with suppress(RefusedPlanError):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -118,27 +118,36 @@ class Task:
 
     def tensors(self, plan: dict[str, Any]) -> list[torch.Tensor]:
         """Return what is on the device before `plan` is applied."""
-        leaves = torch.utils._pytree.tree_leaves(self.batch)
-        batch = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         if self.on_host and streams_trained_layers(plan):
-            return batch
-        return [*self._tensors(), *batch]
+            return self._batch()
+        return [*self._tensors(), *self._batch()]
 
     def _tensors(self) -> list[torch.Tensor]:
         return [*self.model.parameters(), *self.model.buffers()]
 
+    def _batch(self) -> list[torch.Tensor]:
+        leaves = torch.utils._pytree.tree_leaves(self.batch)
+        return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
     def other_bytes(self) -> int:
-        """Return what the device holds all the time beside the weights: tensors of others, workspaces of cuBLAS.
+        """Return what the device holds all the time beside the weights: buffers, the batch, tensors and workspaces.
 
         No plan counts it. The optimizer's states are on the host by now, and no gradients are left.
         """
+        buffers = _storage_bytes(self.model.buffers())
         allocator = self.device.allocator
         if allocator is None:
-            return 0
+            return buffers + _storage_bytes(self._batch())
         _take_workspaces(self.device)
-        storages = [param.untyped_storage() for param in self.model.parameters() if not self.on_host]
-        weights = {storage._cdata: allocated_bytes(storage.nbytes()) for storage in storages}
-        return max(allocator.live_bytes - sum(weights.values()), 0)
+        if self.on_host:
+            return allocator.live_bytes + buffers
+        return max(allocator.live_bytes - _storage_bytes(self.model.parameters()), 0)
+
+
+def _storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Return what the allocator takes for the storages of `tensors`, each counted once."""
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return sum({each._cdata: allocated_bytes(each.nbytes()) for each in storages}.values())
 
 
 @torch.enable_grad()

@@ -121,6 +121,7 @@ def trace(
         result = _scalar(loss(copied, batch))
         saved = _saved_by(ledger.alive())
         result.backward()
+        watch.end()
     if ledger.assumed:
         what = "padding" if is_padded else "no padding and no packing"
         assumptions.append(f"{what}: each such question of the forward was answered so")
@@ -150,6 +151,8 @@ class _BlockWatch:
         self._ledger = ledger
         self._enters: list[int] = []
         self._end_bytes = 0
+        # Blocks before the first that is trained: backward ends before it comes to them.
+        self._without_backward: list[int] = []
         for index, block in enumerate(blocks):
             block.register_forward_pre_hook(self._enter)
             block.register_forward_hook(self._leaving(index))
@@ -166,11 +169,18 @@ class _BlockWatch:
     def _leaving(self, index: int) -> Callable[..., None]:
         def leave(module: nn.Module, args: Any, result: Any) -> None:
             self._end_bytes = self._ledger.live_bytes
-            for leaf in _tensors(result):
-                if leaf.requires_grad:
-                    leaf.register_hook(lambda gradient: self._ledger.begin(f"backward of block {index}"))
+            leaves = [leaf for leaf in _tensors(result) if leaf.requires_grad]
+            if not leaves:
+                self._without_backward.append(index)
+            for leaf in leaves:
+                leaf.register_hook(lambda gradient: self._ledger.begin(f"backward of block {index}"))
 
         return leave
+
+    def end(self) -> None:
+        """Begin the spans of blocks that have no backward: nothing happens in them."""
+        for index in reversed(self._without_backward):
+            self._ledger.begin(f"backward of block {index}")
 
 
 def _name_modules(model: nn.Module, ledger: TraceLedger) -> None:
@@ -331,7 +341,9 @@ def _cuda_kernels(attention: Attention) -> Iterator[None]:
         return
     before = functional.dropout, functional.scaled_dot_product_attention
     functional.dropout = partial(_cuda_dropout, functional.dropout)
-    functional.scaled_dot_product_attention = _cuda_attention
+    functional.scaled_dot_product_attention = partial(
+        _cuda_attention, functional.scaled_dot_product_attention
+    )
     try:
         yield
     finally:
@@ -353,6 +365,7 @@ def _cuda_dropout(
 
 
 def _cuda_attention(
+    otherwise: Callable[..., torch.Tensor],
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -362,7 +375,15 @@ def _cuda_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """Attention as CUDA's backends save it: (batch, heads, tokens, head size), and 4 bytes a row and head."""
+    """Attention as CUDA's backends save it: (batch, heads, tokens, head size), and 4 bytes a row and head.
+
+    Its fused kernels take four dimensions, and as many heads of keys as of queries unless `enable_gqa`. All else is
+    matrix products, which save the scores: Falcon's multi-query attention, for example.
+    """
+    if query.dim() != 4 or (not enable_gqa and not query.shape[:2] == key.shape[:2] == value.shape[:2]):
+        return otherwise(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
     if attn_mask is None and query.shape[-1] == value.shape[-1] <= 256:
         return aten._scaled_dot_product_flash_attention(  # type: ignore[no-any-return]
             query, key, value, dropout_p, is_causal, scale=scale

@@ -131,6 +131,11 @@ class Run(NamedTuple):
         return self.traced.parameters - (self.adapter.parameters if self.adapter else 0)
 
     @property
+    def trains_all(self) -> bool:
+        """Whether every weight of the model is trained: there are no adapters, and nothing is frozen."""
+        return self.adapter is None and self.trained_share == 1
+
+    @property
     def is_fully_sharded(self) -> bool:
         """Whether FSDP2 shards a plain loop's model."""
         return self.spread is not None and self.spread.shards

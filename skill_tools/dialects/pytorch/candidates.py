@@ -57,7 +57,7 @@ def candidates(run: Run, advice: Advice) -> Iterator[Candidate]:
             rounds=_rounds(run, kept[0]),
         )
     yield from _trained_layers(run)
-    if run.is_fully_sharded and run.adapter is None:
+    if run.is_fully_sharded and run.trains_all:
         yield from _streamed_shards(run, advice)
 
 
@@ -66,7 +66,7 @@ def _trained_layers(run: Run) -> Iterator[Candidate]:
 
     Where states are, the search decides.
     """
-    if run.adapter is not None or run.shape.num_layers < 2 or run.layout.gpus > 1:
+    if not run.trains_all or run.shape.num_layers < 2 or run.layout.gpus > 1:
         return
     forms = tuple(StreamedStates) if run.allows_other_numerics else (run.streamed_states,)
     # An update in backward uses each gradient as soon as there is one.
@@ -196,7 +196,7 @@ def _budgets(run: Run, advice: Advice) -> Iterator[_Part]:
     It learns from one forward and backward, so not where gradients add up over several, nor beside streamed weights or
     those that FSDP2 gathers; it cannot remove everything, because a layer's own tensors stay while it runs.
     """
-    if run.adapter is not None or run.micro_batches > 1 or run.is_fully_sharded:
+    if not run.trains_all or run.micro_batches > 1 or run.is_fully_sharded:
         return
     for eighths in range(1, 8):
         removed = eighths / 8

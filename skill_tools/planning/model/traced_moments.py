@@ -133,9 +133,10 @@ def _levels(run: Run, model: TracedModel, mode: Mode, kept: Kept) -> tuple[Level
 
 def _away(mode: Mode, saved_up_to: tuple[float, ...], moment: Moment, index: int, gone: float) -> float:
     """Bytes of the moment's saved results that are not on the GPU: those of all layers but two."""
-    if gone < 1:
-        return 0.0
     layers = max(moment.layers - (1 if index == 0 else 2), 0)
     leaving = mode.layers or len(saved_up_to) - 1
+    # Before the first trained layer nothing is saved.
+    if gone < 1 or not saved_up_to[leaving]:
+        return 0.0
     share = gone / saved_up_to[leaving]
     return min(share, 1.0) * saved_up_to[min(layers, leaving)]

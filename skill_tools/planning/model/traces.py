@@ -22,6 +22,8 @@ from skill_tools.planning.model import known_models, shape_sources
 _PROFILE_BYTES = 8 << 20
 _ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 _COUNT_TOLERANCE = 0.005  # norms and biases that a shape does not describe
+# Of all elements; adapters have fewer.
+_LEAST_TRAINED = 0.1
 _EXPECTED = "the JSON that `offload trace config.json --out profile.json` writes"
 
 
@@ -65,7 +67,7 @@ def run_of(path: str, run: Run, *, names_the_model: bool) -> Run:
     """
     data = _read(path)
     found = model_of(data)
-    is_adapted = found.trained < found.parameters
+    is_adapted = _has_adapters(found)
     if not names_the_model:
         _check_model(path, str(data["model"]), found, run.shape)
     _check_run(path, run, is_adapted=is_adapted)
@@ -87,7 +89,22 @@ def run_of(path: str, run: Run, *, names_the_model: bool) -> Run:
     precision = run.precision._replace(
         weight_bytes=wide, gradient_bytes=wide, master_bytes=0 if wide >= 4 else 4
     )
-    return _of_model(run, found)._replace(precision=precision, widens_gradients=wide < 4)
+    frozen = found.parameters - found.trained
+    said = (f"frozen: {frozen:,} of {found.parameters:,} elements, as they were traced",) * bool(frozen)
+    return _of_model(run, found)._replace(
+        precision=precision,
+        widens_gradients=wide < 4,
+        trained_share=found.trained / found.parameters,
+        assumptions=(*run.assumptions, *said),
+    )
+
+
+def _has_adapters(found: TracedModel) -> bool:
+    """Return whether adapters are trained beside a frozen base, and not a model of which some weights are frozen."""
+    is_of_one_dtype = found.weights_bytes == found.element_bytes * found.parameters
+    return found.trained < found.parameters and not (
+        is_of_one_dtype and found.trained >= _LEAST_TRAINED * found.parameters
+    )
 
 
 def _of_model(run: Run, found: TracedModel) -> Run:

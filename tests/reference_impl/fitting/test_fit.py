@@ -230,6 +230,45 @@ def test_adapters_are_fitted_with_their_frozen_base():
         assert fitted.plan["fitted"]["peak_device_bytes"] == pytest.approx(predicted, rel=0.05)
 
 
+@pytest.mark.usefixtures("planner_in_process")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_model_of_which_some_weights_are_frozen_is_offloaded_too(dtype):
+    """Unlike adapters it has most of its states."""
+
+    def frozen():
+        torch.manual_seed(0)
+        model = Model(dtype=dtype)
+        for module in (model.embedding, model.layers[0]):
+            module.requires_grad_(False)
+        return model, [param for param in model.parameters() if param.requires_grad]
+
+    model, trained = frozen()
+    plain = {"execute": {"optimizer": {"offload_fraction": 0.0}}}
+    device = Device.of("cpu")
+    with Ledger(device, track=[*model.parameters(), *model.buffers(), IDS]) as ledger:
+        with apply_plan(model, torch.optim.AdamW(trained), plan=plain) as applied:
+            expected = train(model, applied.optimizer)
+        budget = round(0.6 * ledger.peak_device_bytes)
+    model, trained = frozen()
+    with fit(model, torch.optim.AdamW(trained), IDS, loss_of, gpu_budget=budget) as fitted:
+        predicted = fitted.plan["recommendation"]["option"]["memory"]["allocated_bytes"]
+        assert "optimizer-offload" in fitted.plan["recommendation"]["option"]["mechanisms"]
+        assert fitted.plan["fitted"]["peak_device_bytes"] == pytest.approx(predicted, rel=0.06)
+        assert all(same(*each) for each in zip(expected, train(model, fitted.optimizer), strict=True))
+
+
+@pytest.mark.usefixtures("planner_in_process")
+def test_buffers_have_room_beside_the_plan(caplog):
+    caplog.set_level("INFO", "reference_impl.fitting")
+    model, optimizer = make()
+    budget = round(0.7 * whole_peak())
+    mask_bytes = budget // 3
+    model.register_buffer("mask", torch.zeros(mask_bytes, dtype=torch.uint8))
+    with fit(model, optimizer, IDS, loss_of, gpu_budget=budget + mask_bytes) as fitted:
+        assert fitted.plan["fitted"]["peak_device_bytes"] > 0.8 * budget + mask_bytes
+    assert "too little device memory" not in caplog.text
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("planner_in_process")
 def test_states_are_rounded_only_with_the_users_word():

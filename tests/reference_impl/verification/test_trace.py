@@ -380,6 +380,39 @@ def test_values_of_another_size_than_queries_take_the_memory_efficient_kernel():
     assert any("efficient_attention" in operation for operation in held)
 
 
+class MultiQuery(nn.Module):
+    """Four heads of queries and one of keys, as Falcon's: for torch's fused kernels too few without `enable_gqa`."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(64, 96)])
+
+    def forward(self, x):
+        query, key, value = self.blocks[0](x).split((64, 16, 16), -1)
+        query = query.unflatten(-1, (4, 16)).transpose(1, 2)
+        return functional.scaled_dot_product_attention(query, key[:, None], value[:, None], is_causal=True)
+
+
+def test_one_head_of_keys_for_several_of_queries_is_matrix_products_that_save_the_scores():
+    model, x = MultiQuery(), torch.ones(2, 48, 64)
+    step = trace(model, x, sum_of, on_cuda=False)
+    assert not any("attention" in operation for operation in step.saved_by)
+    assert step.peak_bytes == measured(model, x, sum_of)
+
+
+@pytest.mark.parametrize("recomputes", WAYS)
+@pytest.mark.parametrize("frozen", [1, 2])
+def test_blocks_before_the_first_trained_one_have_no_backward(frozen, recomputes):
+    model, ids = Model(), batch()
+    for module in (model.embedding, *model.blocks[:frozen]):
+        module.requires_grad_(False)
+    step = trace(model, ids, loss_of, checkpointing=recomputes)
+    model.recomputes = recomputes
+    assert step.peak_bytes == measured(model, ids)
+    assert step.layer_bytes[0] < step.layer_bytes[2] or recomputes
+    assert list(step.peaks) == ["forward and loss", *(f"backward of block {index}" for index in (2, 1, 0))]
+
+
 def test_a_question_for_a_truth_value_is_an_assumption():
     class Asks(Model):
         def forward(self, ids):

@@ -62,9 +62,12 @@ def test_grouped_queries_are_traced():
     assert step.flops == products + (2 + 5) * scores // 2
 
 
-def test_products_of_experts_count_each_row_once():
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_products_of_experts_count_each_row_once(dtype):
+    """In fp32 too, which torch takes on CPU and CUDA, and refuses on meta."""
     with TraceLedger() as ledger:
-        rows = torch.empty(96, 32, device="meta", dtype=torch.bfloat16)
-        experts = torch.empty(4, 32, 64, device="meta", dtype=torch.bfloat16)
-        torch.ops.aten._grouped_mm(rows, experts, torch.empty(4, device="meta", dtype=torch.int32))
+        rows = torch.empty(96, 32, device="meta", dtype=dtype)
+        experts = torch.empty(4, 32, 64, device="meta", dtype=dtype)
+        result = torch.ops.aten._grouped_mm(rows, experts, torch.empty(4, device="meta", dtype=torch.int32))
+    assert (result.shape, result.dtype) == ((96, 64), dtype)
     assert sum(ledger.flops.values()) == 2 * 96 * 32 * 64
