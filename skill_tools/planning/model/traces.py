@@ -82,21 +82,24 @@ def run_of(path: str, run: Run, *, names_the_model: bool) -> Run:
         run = run._replace(tower=0)
     if is_adapted:
         return _of_model(run, found)._replace(adapter=_adapter(found))
+    run = _partly_frozen(_of_model(run, found), found)
     if not found.is_counted or run.is_fully_sharded or registry.named(run.dialect).has_files:
         # Shards have a dtype of their own, and are gathered in the one that was traced; so has what a framework trains.
-        return _of_model(run, found)
+        return run
     wide = found.element_bytes
     precision = run.precision._replace(
         weight_bytes=wide, gradient_bytes=wide, master_bytes=0 if wide >= 4 else 4
     )
+    return run._replace(precision=precision, widens_gradients=wide < 4)
+
+
+def _partly_frozen(run: Run, found: TracedModel) -> Run:
     frozen = found.parameters - found.trained
-    said = (f"frozen: {frozen:,} of {found.parameters:,} elements, as they were traced",) * bool(frozen)
-    return _of_model(run, found)._replace(
-        precision=precision,
-        widens_gradients=wide < 4,
-        trained_share=found.trained / found.parameters,
-        assumptions=(*run.assumptions, *said),
-    )
+    if not frozen:
+        return run
+    said = f"frozen: {frozen:,} of {found.parameters:,} elements, as they were traced"
+    share = found.trained / found.parameters
+    return run._replace(trained_share=share, assumptions=(*run.assumptions, said))
 
 
 def _has_adapters(found: TracedModel) -> bool:

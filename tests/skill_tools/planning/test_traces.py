@@ -206,6 +206,28 @@ def test_adapters_are_planned_by_the_profile_of_the_model_that_has_them(
     assert lines["adapter weights and states"] == 12 * trained
 
 
+@pytest.mark.parametrize("share", [0.9, 0.2])
+def test_a_model_of_which_some_weights_are_frozen_has_states_of_the_others(
+    share: float, profile: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    elements = profile["weights_bytes"] // 2
+    trained = round(share * elements)
+    counts = {"parameters": elements, "trained_parameters": trained, "adapter_rank": 1024}
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps({**profile, **counts, "gradients_bytes": 2 * trained}))
+    words = ("--trace", path, "--framework", "pytorch", "--gpus", "1")
+    plan = planned(capsys, *words, "--gpu-memory", "140GiB")
+    assert "adapter" not in plan["model"]
+    lines = {line["name"]: line["bytes"] for line in plan["recommendation"]["option"]["memory"]["gpu"]}
+    assert lines["weights"] == 2 * elements
+    assert lines["moments"] == pytest.approx(8 * trained, abs=16)
+    said = f"frozen: {elements - trained:,} of {elements:,} elements, as they were traced"
+    assert said in plan["assumptions"]
+    plan = planned(capsys, *words, "--tensor-memory", f"{3 * elements}B")
+    assert "optimizer-offload" in plan["recommendation"]["option"]["mechanisms"]
+    assert not any("trained-layer-streaming" in each["mechanisms"] for each in plan["alternatives"])
+
+
 def test_trained_parameters_without_a_gradient_have_weights_and_states_alone(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
