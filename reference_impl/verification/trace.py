@@ -48,10 +48,10 @@ class TracedStep:
 
     `weights_bytes` is what the weights are, `weights_allocated_bytes` what CUDA's allocator makes of them,
     `gradients_bytes` the gradients of those that are trained, if each has one; `without_gradients` of their elements
-    got none. `layer_bytes` is what each block leaves alive when its forward ends. `peaks` is the most alive in each
-    span: "forward and loss" ends where the last block's backward begins, then each block's backward is one. Finished
-    gradients are in it; they are not in `peaks_without_gradients`, which holds where each leaves as it is finished, as
-    under `HybridDeviceOptimizer`.
+    got none. `blocks_without_backward` stand before the first that is trained. `layer_bytes` is what each block leaves
+    alive when its forward ends. `peaks` is the most alive in each span: "forward and loss" ends where the last block's
+    backward begins, then each block's backward is one. Finished gradients are in it; they are not in
+    `peaks_without_gradients`, which holds where each leaves as it is finished, as under `HybridDeviceOptimizer`.
     `flops` counts matrix products and attention, `moved_bytes` what all other kernels read and write, `kernels` both.
     `saved_by` is what lives when the loss is there, by the operation that made it; `alive_at_peak` what makes up the
     highest of `peaks`, the largest first, with the modules in whose forward it was made: "gradients" are the finished
@@ -62,6 +62,7 @@ class TracedStep:
     weights_allocated_bytes: int
     gradients_bytes: int
     without_gradients: int
+    blocks_without_backward: int
     layer_bytes: tuple[int, ...]
     peaks: dict[str, int]
     peaks_without_gradients: dict[str, int]
@@ -132,6 +133,7 @@ def trace(
         ),
         gradients_bytes=sum(_size(param) for param in trained),
         without_gradients=sum(param.numel() for param in trained if param.grad is None),
+        blocks_without_backward=len(watch.without_backward),
         layer_bytes=watch.layer_bytes,
         peaks=dict(ledger.peaks),
         peaks_without_gradients=dict(ledger.peaks_without_gradients),
@@ -152,7 +154,7 @@ class _BlockWatch:
         self._enters: list[int] = []
         self._end_bytes = 0
         # Blocks before the first that is trained: backward ends before it comes to them.
-        self._without_backward: list[int] = []
+        self.without_backward: list[int] = []
         for index, block in enumerate(blocks):
             block.register_forward_pre_hook(self._enter)
             block.register_forward_hook(self._leaving(index))
@@ -171,7 +173,7 @@ class _BlockWatch:
             self._end_bytes = self._ledger.live_bytes
             leaves = [leaf for leaf in _tensors(result) if leaf.requires_grad]
             if not leaves:
-                self._without_backward.append(index)
+                self.without_backward.append(index)
             for leaf in leaves:
                 leaf.register_hook(lambda gradient: self._ledger.begin(f"backward of block {index}"))
 
@@ -179,7 +181,7 @@ class _BlockWatch:
 
     def end(self) -> None:
         """Begin the spans of blocks that have no backward: nothing happens in them."""
-        for index in reversed(self._without_backward):
+        for index in reversed(self.without_backward):
             self._ledger.begin(f"backward of block {index}")
 
 
@@ -378,7 +380,8 @@ def _cuda_attention(
     """Attention as CUDA's backends save it: (batch, heads, tokens, head size), and 4 bytes a row and head.
 
     Its fused kernels take four dimensions, and as many heads of keys as of queries unless `enable_gqa`. All else is
-    matrix products, which save the scores: Falcon's multi-query attention, for example.
+    matrix products, which save the scores: Falcon's multi-query attention, for example. So says
+    `check_batch_size_and_num_heads_dense` in torch's sdp_utils_cpp.h.
     """
     if query.dim() != 4 or (not enable_gqa and not query.shape[:2] == key.shape[:2] == value.shape[:2]):
         return otherwise(

@@ -82,7 +82,11 @@ def profile_batch(
                 "expected each block to run once, and backward to reach it; try blocks of their own"
             )
         steps.append(_step(checkpointing, [one], stays))
-    return _document(model, one, steps, tokens, attention) | counted(model)
+    found = counted(model)
+    if one.blocks_without_backward:
+        # Adapters stand in every block.
+        found.pop("adapter_rank", None)
+    return _document(model, one, steps, tokens, attention) | found
 
 
 def counted(model: nn.Module) -> dict[str, Any]:

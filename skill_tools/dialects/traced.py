@@ -49,8 +49,9 @@ class TracedModel(NamedTuple):
     """The step as it is and with its blocks recomputed; `source` says in words what was traced, and with what.
 
     Of `parameters` elements `trained` are not frozen; `without_gradients` of these got no gradient in the step. Where
-    some are frozen, `adapter_rank` is the smallest dimension of what is trained. `is_counted` says that the model was
-    counted, and not its shape. With `images` in each sequence its vision tower was counted too.
+    some are frozen, `adapter_rank` is the smallest dimension of what is trained, 0 where blocks have no backward.
+    `is_counted` says that the model was counted, and not its shape. With `images` in each sequence its vision tower was
+    counted too.
 
     Two are the same if they are the same object, so that what is computed from one is found again quickly.
     """

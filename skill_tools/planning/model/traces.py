@@ -86,9 +86,11 @@ def run_of(path: str, run: Run, *, names_the_model: bool) -> Run:
     if not found.is_counted or run.is_fully_sharded or registry.named(run.dialect).has_files:
         # Shards have a dtype of their own, and are gathered in the one that was traced; so has what a framework trains.
         return run
-    wide = found.element_bytes
+    wide = found.gradients_bytes / found.trained
     precision = run.precision._replace(
-        weight_bytes=wide, gradient_bytes=wide, master_bytes=0 if wide >= 4 else 4
+        weight_bytes=found.weights_bytes / found.parameters,
+        gradient_bytes=wide,
+        master_bytes=0 if wide >= 4 else 4,
     )
     return run._replace(precision=precision, widens_gradients=wide < 4)
 
@@ -103,11 +105,13 @@ def _partly_frozen(run: Run, found: TracedModel) -> Run:
 
 
 def _has_adapters(found: TracedModel) -> bool:
-    """Return whether adapters are trained beside a frozen base, and not a model of which some weights are frozen."""
+    """Return whether what is trained are adapters, and not a model of which some weights are frozen.
+
+    Adapters are few, or of another dtype than their base, and a trace has seen a backward in every layer.
+    """
     is_of_one_dtype = found.weights_bytes == found.element_bytes * found.parameters
-    return found.trained < found.parameters and not (
-        is_of_one_dtype and found.trained >= _LEAST_TRAINED * found.parameters
-    )
+    are_few = found.trained < _LEAST_TRAINED * found.parameters
+    return found.adapter_rank > 0 and (are_few or not is_of_one_dtype)
 
 
 def _of_model(run: Run, found: TracedModel) -> Run:

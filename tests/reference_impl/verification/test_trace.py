@@ -406,11 +406,13 @@ def test_blocks_before_the_first_trained_one_have_no_backward(frozen, recomputes
     model, ids = Model(), batch()
     for module in (model.embedding, *model.blocks[:frozen]):
         module.requires_grad_(False)
+    assert "adapter_rank" not in profile_batch(model, ids, loss_of, tokens=64)
     step = trace(model, ids, loss_of, checkpointing=recomputes)
     model.recomputes = recomputes
     assert step.peak_bytes == measured(model, ids)
     assert step.layer_bytes[0] < step.layer_bytes[2] or recomputes
     assert list(step.peaks) == ["forward and loss", *(f"backward of block {index}" for index in (2, 1, 0))]
+    assert step.blocks_without_backward == frozen
 
 
 def test_a_question_for_a_truth_value_is_an_assumption():
