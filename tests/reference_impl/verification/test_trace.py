@@ -2,7 +2,6 @@
 
 import collections
 import json
-import re
 import types
 
 import pytest
@@ -22,7 +21,6 @@ from reference_impl.verification.trace_ledger import (
     allocated_bytes,
 )
 from reference_impl.verification.trace_profile import at, peak_bytes, profile_batch, profile_model
-from skill_tools.__main__ import main
 
 WAYS = [False, True]
 
@@ -367,39 +365,6 @@ def test_a_batch_that_nobody_knows_how_to_give_is_refused(given, loss, message):
         trace(Model(), given, loss)
 
 
-def test_values_of_another_size_than_queries_take_the_memory_efficient_kernel():
-    """As in multi-head latent attention; flash attention's kernel has one size for all three."""
-
-    def loss(model, x):
-        query = model(x).view(1, 64, 4, 24).transpose(1, 2)
-        result = functional.scaled_dot_product_attention(query, query, query[..., :16], is_causal=True)
-        assert result.shape == (1, 4, 64, 16)
-        return result.sum()
-
-    held = trace(nn.Linear(96, 96), torch.zeros(1, 64, 96), loss).saved_by
-    assert any("efficient_attention" in operation for operation in held)
-
-
-class MultiQuery(nn.Module):
-    """Four heads of queries and one of keys, as Falcon's: for torch's fused kernels too few without `enable_gqa`."""
-
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList([nn.Linear(64, 96)])
-
-    def forward(self, x):
-        query, key, value = self.blocks[0](x).split((64, 16, 16), -1)
-        query = query.unflatten(-1, (4, 16)).transpose(1, 2)
-        return functional.scaled_dot_product_attention(query, key[:, None], value[:, None], is_causal=True)
-
-
-def test_one_head_of_keys_for_several_of_queries_is_matrix_products_that_save_the_scores():
-    model, x = MultiQuery(), torch.ones(2, 48, 64)
-    step = trace(model, x, sum_of, on_cuda=False)
-    assert not any("attention" in operation for operation in step.saved_by)
-    assert step.peak_bytes == measured(model, x, sum_of)
-
-
 @pytest.mark.parametrize("recomputes", WAYS)
 @pytest.mark.parametrize("frozen", [1, 2])
 def test_blocks_before_the_first_trained_one_have_no_backward(frozen, recomputes):
@@ -455,173 +420,3 @@ def test_no_part_of_a_model_caches_what_is_to_be_recomputed():
 def test_a_model_without_blocks_cannot_be_recomputed():
     with pytest.raises(ValueError, match=r"has no nn\.ModuleList of blocks"):
         trace(nn.Linear(4, 4), torch.zeros(2, 4), lambda model, x: model(x).sum(), checkpointing=True)
-
-
-QWEN3_4B = {
-    "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "hidden_size": 2560, "num_hidden_layers": 36,
-    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 9728,
-    "vocab_size": 151936, "tie_word_embeddings": True, "max_position_embeddings": 40960,
-}  # fmt: skip
-
-
-def test_a_real_model_takes_what_was_measured(tmp_path):
-    """One NVIDIA H100, torch 2.11, transformers 5.17: 37.75 GiB with 22.47 of weights and states in bf16."""
-    pytest.importorskip("transformers.modeling_utils", reason="transformers is not installed")
-    from reference_impl.verification.hugging_face import model_of, text_batch
-
-    (tmp_path / "config.json").write_text(json.dumps(QWEN3_4B))
-    step = trace(model_of(tmp_path), text_batch(1, 2048))
-    assert step.layer_bytes[1] // 2048 == 170_280
-    assert step.peak_bytes / 2**30 == pytest.approx(37.75 - 22.47, rel=0.01)
-
-
-@pytest.mark.parametrize("text", [None, "{", "[1]", "{}", '{"model_type": "no-such-model"}'])
-def test_the_command_refuses_what_is_no_model_in_one_line(tmp_path, capsys, text):
-    path = tmp_path / "config.json"
-    if text is not None:
-        path.write_text(text)
-    assert main(["trace", str(path)]) == 2
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert said.err.count("\n") == 1
-
-
-def test_the_command_prints_peaks_and_writes_the_profile(tmp_path, capsys):
-    pytest.importorskip("transformers.modeling_utils", reason="transformers is not installed")
-    small = {
-        **QWEN3_4B,
-        "num_hidden_layers": 2,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "vocab_size": 1000,
-    }
-    (tmp_path / "config.json").write_text(json.dumps(small))
-    out = tmp_path / "profile.json"
-    assert main(["trace", str(tmp_path), "--tokens", "4096", "--out", str(out)]) == 0
-    said = capsys.readouterr().out
-    assert "Qwen3ForCausalLM, bfloat16, 1 x 4096 tokens" in said
-    assert re.search(r"model\.layers\.\*\.[\w.]+ +[1-9]\d*\.\d\d MiB", said)
-    document = json.loads(out.read_text())
-    assert document["model"] == "Qwen3ForCausalLM"
-    assert document["parameters"] == document["weights_bytes"] // 2
-
-
-HYBRID = {
-    "model_type": "qwen3_next", "architectures": ["Qwen3NextForCausalLM"], "hidden_size": 64,
-    "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
-    "intermediate_size": 128, "vocab_size": 1000, "num_experts": 4, "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "linear_num_value_heads": 4,
-    "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
-}  # fmt: skip
-WITH_A_TOWER = {
-    "model_type": "llava", "architectures": ["LlavaForConditionalGeneration"], "image_token_index": 999,
-    "text_config": {
-        "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "vocab_size": 1000,
-    },
-    "vision_config": {
-        "model_type": "clip_vision_model", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "image_size": 28, "patch_size": 14, "projection_dim": 32,
-    },
-}  # fmt: skip
-
-
-def test_a_model_is_traced_with_images(tmp_path, capsys):
-    pytest.importorskip("transformers.modeling_utils", reason="transformers is not installed")
-    jsonschema = pytest.importorskip("jsonschema", reason="jsonschema is not installed")
-    from reference_impl.verification.hugging_face import image_batch, model_from
-    from skill_tools import bundle
-
-    (tmp_path / "config.json").write_text(json.dumps(WITH_A_TOWER))
-    out = str(tmp_path / "profile.json")
-    assert main(["trace", str(tmp_path), "--images", "2", "--tokens", "64", "--out", out]) == 0
-    profile = json.loads((tmp_path / "profile.json").read_text())
-    jsonschema.validate(
-        profile, json.loads((bundle.root() / "schema" / "model-profile.schema.json").read_text())
-    )
-    assert not any("vision" in each for each in profile["assumptions"])
-    # Features are taken before the tower's last layer: nothing uses what it and the norm behind it make.
-    unused = [
-        param.numel()
-        for name, param in model_from(WITH_A_TOWER).named_parameters()
-        if "vision" in name and (".layers.1." in name or "post_layernorm" in name)
-    ]
-    assert profile["without_gradients"] == sum(unused) > 0
-    again = tmp_path / "again.json"
-    assert main(["trace", out, "--tokens", "64", "--out", str(again)]) == 0
-    assert again.read_text() == (tmp_path / "profile.json").read_text()
-    step = trace(model_from(WITH_A_TOWER), image_batch(WITH_A_TOWER, 2, "bfloat16")(3, 5000))
-    assert at(profile["steps"][0]["flops"], 3, 5000) == pytest.approx(step.flops, rel=1e-6)
-    assert peak_bytes(profile, 3, 5000)[0] == pytest.approx(step.peak_bytes, rel=2e-3)
-    capsys.readouterr()
-    assert main(["plan", "--trace", out, "--gpu", "h100", "--format", "json"]) == 0
-    plan = capsys.readouterr().out
-    assert any("2 images a sequence" in line for line in json.loads(plan)["assumptions"])
-    verified = ["plan", "--trace", out, "--gpu", "h100", "--format", "json", "--overrides", "seq_length=64"]
-    assert main(verified) == 0
-    (tmp_path / "plan.json").write_text(capsys.readouterr().out)
-    assert main(["verify", "--plan", str(tmp_path / "plan.json"), "--device", "cpu"]) == 0
-    assert "the plan was true" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(("config", "images"), [(HYBRID, "1"), (WITH_A_TOWER, "-1"), (WITH_A_TOWER, "2000")])
-def test_images_that_cannot_be_are_refused(tmp_path, capsys, config, images):
-    if images == "1":
-        pytest.importorskip("transformers.modeling_utils", reason="transformers is not installed")
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    assert main(["trace", str(tmp_path), "--images", images]) == 2
-    assert "image" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("config", "notes"), [(HYBRID, []), (WITH_A_TOWER, ["text alone: no vision is given to the model"])]
-)
-def test_what_no_shape_describes_is_planned_by_its_trace(tmp_path, capsys, config, notes):
-    pytest.importorskip("transformers.modeling_utils", reason="transformers is not installed")
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    out = str(tmp_path / "profile.json")
-    assert main(["trace", str(tmp_path), "--tokens", "512", "--out", out]) == 0
-    said = json.loads((tmp_path / "profile.json").read_text())
-    assert [each for each in said["assumptions"] if each.startswith("text alone")] == notes
-    capsys.readouterr()
-    assert main(["plan", "--trace", out, "--gpu", "h100", "--format", "json"]) == 0
-    plan = json.loads(capsys.readouterr().out)
-    assert any(line.endswith(", sdpa, text alone") for line in plan["assumptions"]) == bool(notes)
-    lines = plan["as_it_is"]["memory"]["gpu"]
-    held = {line["name"]: line["bytes"] for line in lines}
-    assert held["weights"] == said["weights_bytes"]
-    assert held["moments"] == 8 * said["parameters"]
-
-
-class Dropped(nn.Module):
-    """Blocks of a linear and a dropout whose result the next linear saves."""
-
-    def __init__(self, share, *, layers=3, width=64):
-        super().__init__()
-        self.layers = nn.ModuleList(
-            nn.Sequential(nn.Linear(width, width), nn.Dropout(share)) for _ in range(layers)
-        )
-
-    def forward(self, hidden):
-        for layer in self.layers:
-            hidden = layer(hidden)
-        return hidden.float().sum()
-
-
-def test_dropout_keeps_a_byte_an_element_as_on_cuda_and_the_elements_own_as_written():
-    batch = torch.ones(8, 128, 64)
-    kept, dropped, written = (
-        trace(Dropped(share), batch, lambda model, batch: model(batch), attention=attention).layer_bytes[0]
-        for share, attention in ((0.0, "flash"), (0.1, "flash"), (0.1, "as written"))
-    )
-    assert dropped - kept == batch.numel()
-    assert written - kept == 4 * batch.numel()
-
-
-def test_dropout_as_written_is_the_twins_to_the_byte():
-    model, batch = Dropped(0.1), torch.ones(8, 128, 64)
-    profile = trace(model, batch, lambda model, batch: model(batch), attention="as written")
-    with Ledger(Device.of("cpu"), track=[*model.parameters(), batch]) as ledger:
-        before = ledger.device_bytes
-        model(batch).backward()
-        assert profile.peak_bytes == ledger.peak_device_bytes - before
