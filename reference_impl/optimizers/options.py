@@ -69,7 +69,8 @@ class CpuUpdate:
     """How the CPU share is updated.
 
     Args:
-        threads: update threads; by default this rank's share of the node's cores less two.
+        threads: update threads; by default this rank's share of the node's cores less two, or where states stream
+            beside the update, as many as are done when those are, and a third of the cores at least.
         bucket_elements: elements of one bucket, which is updated and copied as one.
         pinned: pin the staging buffers, through which gradients come and new weights go.
         overlap_forward: False means that `step()` returns finished, whether or not a model is attached.

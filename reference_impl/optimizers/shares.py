@@ -68,10 +68,12 @@ class Shares:
         self._resident = ResidentShare(algorithm)
         self._streamed: StreamedShare | None = None
         self._ahead = 0
+        streamed_bytes = 0.0
         if split == "auto" or split[1] > 0 or options.streaming != Streaming():
             self._streamed = _streamed_share(device, algorithm, options.streaming)
             sizes = [(local_numel(param), param.element_size()) for param in params]
             each = _state_bytes(sizes, algorithm, options.streaming)
+            streamed_bytes = each.streamed
             # So many elements may come in during backward, or stay: those that the next forward needs first.
             self._ahead = int(options.streaming.prefetch_bytes / max(each.streamed, 1))
             if split == "auto":
@@ -89,7 +91,13 @@ class Shares:
                     ranks=Together.of(params, self._ranks),
                 )
         self.split = Split(*split)
-        self._cpu = CpuShare(device, algorithm, options.cpu, whole_members=whole_members)
+        self._cpu = CpuShare(
+            device,
+            algorithm,
+            options.cpu,
+            whole_members=whole_members,
+            streamed_bytes=streamed_bytes * self.split.streamed / (self.split.cpu or 1.0),
+        )
         # Copies in flight use buffers that die with this object.
         self._dropped = weakref.finalize(self, device.synchronize)
         self._dropped.atexit = False

@@ -59,8 +59,11 @@ class CpuUpdates:
         assert self._open_share is not None
         return self._open_share
 
-    def add(self, members: Sequence[Member]) -> None:
-        """Make the state of new members, masters from their weights. Raises HostMemoryError."""
+    def add(self, members: Sequence[Member], *, streamed_bytes: float) -> None:
+        """Make the state of new members, masters from their weights. Raises HostMemoryError.
+
+        With the first, threads start: as many as are done while so many bytes of states stream in.
+        """
         if not members:
             return
         if self._open_share is None:
@@ -69,6 +72,7 @@ class CpuUpdates:
                 self._algorithm,
                 self._options,
                 whole_members=False,
+                streamed_bytes=streamed_bytes / sum(member.param.numel() for member in members),
                 gradients=self._gradients,
             )
             # Copies in flight use buffers that die with this object.

@@ -247,7 +247,10 @@ class TrainedLayersOptimizer(LayersOptimizer):
         self._store.add(places)
         for piece in places:
             piece.member.pieces.append(piece)
-        self._cpu.add([member for member in members if member not in self.streamed])
+        self._cpu.add(
+            [member for member in members if member not in self.streamed],
+            streamed_bytes=self.streamed.host_bytes(self._parts(members)),
+        )
         self._in_block.update(member.home.visitors for member in members if member.home is not None)
         self._hook_gradients(members, self._on_final)
 

@@ -22,7 +22,7 @@ from reference_impl.optimizers.cpu.buckets import Bucket, BucketMemory, plan_buc
 from reference_impl.optimizers.cpu.publish import Publisher
 from reference_impl.optimizers.cpu.step import BucketUpdate, CpuStep
 from reference_impl.optimizers.cpu.update import BLOCK_ELEMENTS, CpuKernel, Task, cut_tasks, present_part
-from reference_impl.optimizers.cpu.workers import DeadlineWorkers, Job, cpu_budget
+from reference_impl.optimizers.cpu.workers import DeadlineWorkers, Job, threads_beside
 from reference_impl.optimizers.gradient_mover import GradientMover
 from reference_impl.optimizers.layout import MASTER, Member, NewWeights, Piece
 from reference_impl.optimizers.options import CpuUpdate
@@ -37,8 +37,9 @@ class CpuShare:
     Args:
         device: where the parameters are.
         algorithm: the formula, run by torch's fused kernel on the CPU.
-        options: threads (None for `cpu_budget()`), size of a bucket, whether staging is pinned.
+        options: threads (None for `threads_beside`), size of a bucket, whether staging is pinned.
         whole_members: never split a member between buckets.
+        streamed_bytes: states that stream in beside, for each element of this share.
         gradients: what brings gradients, where those of another share leave with them.
     """
 
@@ -49,6 +50,7 @@ class CpuShare:
         options: CpuUpdate,
         *,
         whole_members: bool,
+        streamed_bytes: float = 0.0,
         gradients: GradientMover | None = None,
     ) -> None:
         self._device = device
@@ -60,7 +62,7 @@ class CpuShare:
         self._numbers = HostArena(device, slab_bytes=2**21)
         self._gradients = gradients or GradientMover(device)
         self._publisher = Publisher(device)
-        self._workers = DeadlineWorkers(threads=options.threads or cpu_budget())
+        self._workers = DeadlineWorkers(threads=options.threads or threads_beside(streamed_bytes))
         self._local = threading.local()
         self._tasks: dict[Bucket, tuple[Task, ...]] = {}
         self._buckets: dict[Piece, Bucket] = {}

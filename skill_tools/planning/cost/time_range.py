@@ -57,7 +57,8 @@ def fastest(run: Run, machine: Machine) -> Machine:
         each = constants["range_probed"]
         return _scaled(machine, compute=each, link=each, host=each, launch_s=launch_s)
     compute_s, host = constants["range_traced"], constants["range_host"]
-    return _scaled(machine, compute=compute_s, link=1.0, host=host, launch_s=launch_s)
+    link = constants["range_link_fast"]
+    return _scaled(machine, compute=compute_s, link=link, host=host, launch_s=launch_s)
 
 
 def _scaled(machine: Machine, *, compute: float, link: float, host: float, launch_s: float) -> Machine:

@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reference_impl.device import REACHED
-from reference_impl.optimizers.cpu.workers import DeadlineWorkers, Job, cpu_budget
+from reference_impl.optimizers import HybridDeviceOptimizer
+from reference_impl.optimizers.cpu.workers import DeadlineWorkers, Job, cpu_budget, threads_beside
 from reference_impl.optimizers.step import WorkLostError
 
 
@@ -161,3 +162,30 @@ def test_the_budget_is_shared_by_the_ranks_of_a_node(monkeypatch):
     assert cpu_budget() == 2
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "16")
     assert cpu_budget() == 1
+
+
+def test_beside_a_stream_few_threads_update(monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(16)))
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    assert threads_beside(0) == cpu_budget() == 14
+    # A quarter of the states on the CPU, beside 10 bytes an element of the others; a half; nearly all.
+    assert threads_beside(10 * 0.77 / 0.23) == 5
+    assert threads_beside(12 * 0.5 / 0.5) == 14
+    assert threads_beside(12 * 0.05 / 0.95) == 14
+    # Where next to nothing is left to the CPU, a third of the cores.
+    assert threads_beside(1e9) == 5
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(2)))
+    assert threads_beside(1e9) == 1
+
+
+@pytest.mark.parametrize(("split", "threads"), [((0.0, 0.0, 1.0), 14), ((0.1, 0.7, 0.2), 5)])
+def test_an_optimizer_starts_the_threads_that_its_split_needs(monkeypatch, split, threads):
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(16)))
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    before = set(threading.enumerate())
+    weight = torch.nn.Parameter(torch.zeros(2**16, dtype=torch.bfloat16))
+    with HybridDeviceOptimizer([weight], split=split):
+        started = [
+            thread for thread in set(threading.enumerate()) - before if thread.name == "offload-update"
+        ]
+        assert len(started) == threads
