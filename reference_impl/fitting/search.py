@@ -107,6 +107,8 @@ class Search:
         self._first = first
         self._good: list[tuple[Plan, Trial]] = []
         self._tried: list[Plan] = []
+        # Whether layers could not be taken off the device, because it was full of their weights.
+        self._is_full = False
 
     def settle(self) -> Settled:
         """Return the best plan that was tried. Raises RefusedPlanError where none is left to try."""
@@ -116,6 +118,8 @@ class Search:
                 plan, self._first = self._first or self._next(), None
             except RefusedPlanError:
                 if not self._good:
+                    if self._is_full:
+                        raise self._no_room() from None
                     raise
                 break
             if self._good and any(plan["execute"] == tried["execute"] for tried in self._tried):
@@ -196,13 +200,18 @@ class Search:
                 # How far its engine comes, no plan knows before it has learnt the step; others are counted.
                 self._without |= {_BUDGET_ENGINE}
             case _ if self._way == _TRAINED_LAYERS and not (found.was_applied or self._task.on_host):
-                raise RefusedPlanError(
-                    "the model's weights leave no room on the device to stream them from; expected them on the host; "
-                    f"try the model on the CPU, and device={str(self._task.device.torch_device)!r}"
-                )
+                raise self._no_room()
             case _:
+                # Beside frozen layers that leave, all else may yet find room.
+                self._is_full |= trial.streams_weights(plan) and not (found.was_applied or self._task.on_host)
                 lacked = min(self._asked, _predicted(plan))
                 self._asked = lacked - round(_LESS * self._budget_bytes)
+
+    def _no_room(self) -> RefusedPlanError:
+        return RefusedPlanError(
+            "the model's weights leave no room on the device to stream them from; expected them on the host; "
+            f"try the model on the CPU, and device={str(self._task.device.torch_device)!r}"
+        )
 
     def _ask_for_better(self, plan: Plan, found: Trial) -> bool:
         """Ask for what the budget still has room for, for less where it is too tight, or for a rival; or do not."""

@@ -76,7 +76,7 @@ class Task:
         """Have weights that are on the host where `plan` takes them from."""
         if not self.on_host:
             return
-        if streams_trained_layers(plan):
+        if streams_weights(plan):
             for tensor in self._tensors():
                 note_on_host(tensor)
         else:
@@ -118,7 +118,7 @@ class Task:
 
     def tensors(self, plan: dict[str, Any]) -> list[torch.Tensor]:
         """Return what is on the device before `plan` is applied."""
-        if self.on_host and streams_trained_layers(plan):
+        if self.on_host and streams_weights(plan):
             return self._batch()
         return [*self._tensors(), *self._batch()]
 
@@ -172,6 +172,11 @@ def learns(plan: dict[str, Any]) -> bool:
 def streams_trained_layers(plan: dict[str, Any]) -> bool:
     """Whether the plan streams the weights that are trained, from wherever they are."""
     return "trained_layers" in plan["execute"]
+
+
+def streams_weights(plan: dict[str, Any]) -> bool:
+    """Whether the plan streams weights, trained or frozen, from wherever they are."""
+    return streams_trained_layers(plan) or "weights" in plan["execute"]
 
 
 def run(task: Task, plan: dict[str, Any], *, limit_bytes: int, hopeless_s: float = math.inf) -> Trial:

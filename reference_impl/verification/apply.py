@@ -92,7 +92,7 @@ def apply_plan(
         plan: the document of `offload plan --format json`, or its path.
         max_grad_norm: clip the global norm exactly, in the offloading optimizer; a plan that starts updates in
             backward excludes it.
-        device: where to run a model whose weights are on the CPU, by a plan that streams trained layers.
+        device: where to run a model whose weights are on the CPU, by a plan that streams layers, trained or frozen.
 
     Raises:
         ValueError: a document without an `execute` section, or with an entry that the schema does not allow, which the
@@ -129,7 +129,7 @@ def apply_plan(
     trains_on = next(model.parameters()).device if shards is not None else None
     try:
         if (weights := execute.get("weights")) is not None:
-            undo.append(FrozenLayerStreamer(model, **weights).close)
+            undo.append(FrozenLayerStreamer(model, device=device, **weights).close)
         if activations:
             undo.append(activation_offloader(model, **activation_options(activations)).close)
         stepped = optimizer
