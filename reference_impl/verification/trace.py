@@ -48,7 +48,8 @@ class TracedStep:
 
     `weights_bytes` is what the weights are, `weights_allocated_bytes` what CUDA's allocator makes of them,
     `gradients_bytes` the gradients of those that are trained, if each has one; `without_gradients` of their elements
-    got none. `blocks_without_backward` stand before the first that is trained. `layer_bytes` is what each block leaves
+    got none. `writes_frozen` says that the step has written weights that are frozen, as adapters of experts do for a
+    moment. `blocks_without_backward` stand before the first that is trained. `layer_bytes` is what each block leaves
     alive when its forward ends. `peaks` is the most alive in each span: "forward and loss" ends where the last block's
     backward begins, then each block's backward is one. Finished gradients are in it; they are not in
     `peaks_without_gradients`, which holds where each leaves as it is finished, as under `HybridDeviceOptimizer`.
@@ -62,6 +63,7 @@ class TracedStep:
     weights_allocated_bytes: int
     gradients_bytes: int
     without_gradients: int
+    writes_frozen: bool
     blocks_without_backward: int
     layer_bytes: tuple[int, ...]
     peaks: dict[str, int]
@@ -107,6 +109,7 @@ def trace(
     batch = _batch_on_meta(batch)
     blocks = blocks_or_none(copied) or []
     trained = [param for param in _distinct(copied.parameters()) if param.requires_grad]
+    frozen = [(param, param._version) for param in copied.parameters() if not param.requires_grad]
     ledger = TraceLedger(answer=not is_padded, temporaries=CUDA_TEMPORARIES if on_cuda else None)
     ledger.resident([*copied.parameters(), *copied.buffers(), *_tensors(batch)])
     watch = _BlockWatch(ledger, blocks)
@@ -118,7 +121,7 @@ def trace(
     )
     for param in trained:
         param.register_post_accumulate_grad_hook(lambda param: ledger.finish_gradient(param.grad))
-    with _cuda_kernels(attention), ledger:
+    with _cuda_kernels(attention), _no_autocast_on_meta(), ledger:
         result = _scalar(loss(copied, batch))
         saved = _saved_by(ledger.alive())
         result.backward()
@@ -133,6 +136,7 @@ def trace(
         ),
         gradients_bytes=sum(_size(param) for param in trained),
         without_gradients=sum(param.numel() for param in trained if param.grad is None),
+        writes_frozen=any(param._version != version for param, version in frozen),
         blocks_without_backward=len(watch.without_backward),
         layer_bytes=watch.layer_bytes,
         peaks=dict(ledger.peaks),
@@ -350,6 +354,31 @@ def _cuda_kernels(attention: Attention) -> Iterator[None]:
         yield
     finally:
         functional.dropout, functional.scaled_dot_product_attention = before
+
+
+@contextmanager
+def _no_autocast_on_meta() -> Iterator[None]:
+    """Let code turn autocast off for the device of a tensor, where that is meta, for which torch has no autocast.
+
+    peft's adapters of experts do. To turn it on there is an error still: nothing would be cast.
+    """
+    before = torch.autocast.__init__
+
+    def init(
+        self: torch.autocast,
+        device_type: str,
+        dtype: torch.dtype | None = None,
+        enabled: bool = True,
+        cache_enabled: bool | None = None,
+    ) -> None:
+        is_off = device_type == "meta" and not enabled
+        before(self, "cpu" if is_off else device_type, dtype, enabled, cache_enabled)
+
+    torch.autocast.__init__ = init  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.autocast.__init__ = before  # type: ignore[method-assign]
 
 
 def _cuda_dropout(

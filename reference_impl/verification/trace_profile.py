@@ -20,8 +20,9 @@ import torch
 from torch import nn
 
 from reference_impl.verification.trace import Attention, Held, Loss, TracedStep, trace
+from reference_impl.weights.storages import repeated_blocks, streamable_storages
 
-SCHEMA_VERSION = "1.3"
+SCHEMA_VERSION = "1.4"
 _MOST_HELD = 20
 
 
@@ -83,9 +84,13 @@ def profile_batch(
             )
         steps.append(_step(checkpointing, [one], stays))
     found = counted(model)
+    if one.writes_frozen and "frozen_layers" in found:
+        # What is written may not leave the device.
+        found["frozen_layers"] = [0] * len(found["frozen_layers"])
     if one.blocks_without_backward:
         # Adapters stand in every block.
         found.pop("adapter_rank", None)
+        found["layers_without_backward"] = one.blocks_without_backward
     return _document(model, one, steps, tokens, attention) | found
 
 
@@ -101,7 +106,19 @@ def counted(model: nn.Module) -> dict[str, Any]:
     }
     if len(trained) < len(params):
         found["adapter_rank"] = min(min(param.shape) for param in trained)
+        if frozen := _frozen_layers(model):
+            found["frozen_layers"] = frozen
     return found
+
+
+def _frozen_layers(model: nn.Module) -> list[int]:
+    """Return what of each block `FrozenLayerStreamer` may stream, in bytes; nothing for a model that it refuses."""
+    try:
+        blocks = list(dict.fromkeys(repeated_blocks(model).values()))
+        storages = streamable_storages(model, blocks)
+    except ValueError:
+        return []
+    return [sum(storage.size_bytes for storage in block) for block in storages]
 
 
 def _step(

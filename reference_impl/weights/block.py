@@ -22,7 +22,7 @@ from reference_impl.device import REACHED, Device, Event
 from reference_impl.memory.absent import mark_absent, mark_present
 from reference_impl.memory.host import host_storages
 from reference_impl.memory.interrupts import deferred_interrupts
-from reference_impl.memory.ledger import note_on_host, resize_storage
+from reference_impl.memory.ledger import note_on_host, resize_storage, unseen
 from reference_impl.weights.host_memory import Host, HostCopy, Started
 from reference_impl.weights.storages import BlockStorage, bytes_of, layout, placed, unpacked
 
@@ -240,9 +240,11 @@ class StreamedBlock:
 
     def _own_bytes(self, host: HostCopy, place: Place, to_origin: bool) -> torch.Tensor:
         if to_origin and place.origin.type == "cpu":
-            own = host.own(place.host)
-            if place.is_from_host:
-                note_on_host(own)
+            if not place.is_from_host:
+                return host.own(place.host)
+            with unseen():
+                own = host.own(place.host)
+            note_on_host(own)
             return own
         return self._flat[place.offset : place.offset + place.host.numel()].clone()
 

@@ -136,6 +136,15 @@ class Run(NamedTuple):
         return self.adapter is None and self.trained_share == 1
 
     @property
+    def streams_frozen_layers(self) -> bool:
+        """Whether layers have frozen weights that may stream: under adapters, or as a trace has found them."""
+        if self.is_fully_sharded:
+            return False
+        if self.traced is not None and self.traced.frozen_layers:
+            return any(self.traced.frozen_layers)
+        return self.adapter is not None
+
+    @property
     def is_fully_sharded(self) -> bool:
         """Whether FSDP2 shards a plain loop's model."""
         return self.spread is not None and self.spread.shards

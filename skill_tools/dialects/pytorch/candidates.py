@@ -39,22 +39,24 @@ _STREAMING = {
 }
 
 _Part = tuple[dict[str, object], str, tuple[str, ...]]
+_NOTHING: _Part = ({}, "", ())
 
 
 def candidates(run: Run, advice: Advice) -> Iterator[Candidate]:
     """Yield every combination of the reference implementation's mechanisms."""
-    if run.adapter is None:
-        states = tuple(_optimizers(run, advice))
-    else:
-        states = (({}, "", ()),) if run.is_fully_sharded else tuple(_weights(run))
-    for activations, kept in product(tuple(_activations(run, advice)), states):
-        labels = [label for label in (activations[1], kept[1]) if label]
+    # The states of adapters are few, and stay.
+    states = tuple(_optimizers(run, advice)) if run.adapter is None else (_NOTHING,)
+    weights = tuple(_weights(run)) if run.streams_frozen_layers else (_NOTHING,)
+    for parts in product(tuple(_activations(run, advice)), states, weights):
+        arguments: dict[str, object] = {}
+        for own, _, _ in parts:
+            arguments |= own
         yield Candidate(
-            Mode(**(activations[0] | kept[0])),  # type: ignore[arg-type]
-            " + ".join(labels) or NO_OFFLOAD,
-            (*activations[2], *kept[2]),
+            Mode(**arguments),  # type: ignore[arg-type]
+            " + ".join(label for _, label, _ in parts if label) or NO_OFFLOAD,
+            tuple(mechanism for _, _, own in parts for mechanism in own),
             {},
-            rounds=_rounds(run, kept[0]),
+            rounds=_rounds(run, arguments),
         )
     yield from _trained_layers(run)
     if run.is_fully_sharded and run.trains_all:
@@ -219,7 +221,7 @@ def _optimizers(run: Run, advice: Advice) -> Iterator[_Part]:
     The first needs no room on the GPU, the last the least on the host; how much leaves, the search decides. Where any
     numerics are allowed, states stream alone as each of them too.
     """
-    yield {}, "", ()
+    yield _NOTHING
     for share in sorted({0.0, round(advice.best_streamed_share, 4), 1.0}):
         yield _optimizer(run, share, run.streamed_states)
     if run.allows_other_numerics and run.precision.weight_bytes == 2:
@@ -244,7 +246,7 @@ def _optimizer(run: Run, share: float, states: StreamedStates) -> _Part:
 
 
 def _weights(run: Run) -> Iterator[_Part]:
-    yield {}, "", ()
+    yield _NOTHING
     for layers in (*layer_counts(run), run.shape.num_layers):
         yield {"weight_layers": layers}, f"{layers} frozen layers streamed", (WEIGHTS,)
 
@@ -298,7 +300,11 @@ def execute(mode: Mode, run: Run, peak_bytes: int) -> dict[str, object]:
     elif mode.recompute and mode.recompute.granularity == "full":
         mechanisms["activations"] = {"mode": "recompute"}
     if mode.weight_layers:
-        mechanisms["weights"] = {"resident_layers": run.shape.num_layers - mode.weight_layers}
+        resident = run.shape.num_layers - mode.weight_layers
+        if run.traced is not None and run.traced.frozen_layers:
+            # Of all lists of layers, a vision tower's too.
+            resident = resident * len(run.traced.frozen_layers) // run.shape.num_layers
+        mechanisms["weights"] = {"resident_layers": resident}
     return mechanisms
 
 

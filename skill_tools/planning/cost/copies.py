@@ -103,18 +103,31 @@ def weights(
             )
         ]
     # A pass begins with the layers that the window holds at the end of the pass before.
-    each = max(moved - states.window_bytes(run, mode, moved), 0) / machine.h2d_copy
+    window = states.window_bytes(run, mode, moved)
+    each = max(moved - window, 0) / machine.h2d_copy
+    again = max(_read_in_backward(run) * moved - window, 0) / machine.h2d_copy
     forward = without_one_layer_s(run, speed.forward_s)
     backward = without_one_layer_s(run, speed.backward_s) - hidden_s(copies, BACK)
     return [
         Cost("frozen layers for forward", each, max(0.0, each - forward), "bytes / H2D - forward"),
         Cost(
             "frozen layers for backward",
-            each,
-            max(0.0, each - backward),
+            again,
+            max(0.0, again - backward),
             "bytes / H2D - backward without activation copies",
         ),
     ]
+
+
+def _read_in_backward(run: Run) -> float:
+    """Return which share of the frozen layers' bytes stands in layers that have a backward.
+
+    Which layers of several lists have none, nobody has said.
+    """
+    if run.traced is None or len(run.traced.frozen_layers) != run.shape.num_layers:
+        return 1.0
+    layers = run.traced.frozen_layers
+    return sum(layers[run.traced.layers_without_backward :]) / sum(layers)
 
 
 def sharded_parameters(mode: Mode, memory: Memory, machine: Machine, speed: Pace) -> list[Cost]:

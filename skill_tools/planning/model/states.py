@@ -48,11 +48,12 @@ def _lines(run: Run, mode: Mode, local: LocalParameters) -> tuple[list[Line], li
     if run.adapter is not None:
         return _adapter(run, run.adapter, mode, local)
     precision, held = run.precision, local.total // run.weight_shards
-    gpu = [
-        Line(
-            "weights", round(precision.weight_bytes * held), each(precision.weight_bytes, held, "parameters")
-        )
-    ]
+    whole, formula = round(precision.weight_bytes * held), each(precision.weight_bytes, held, "parameters")
+    if streamed := _streamed_weights(run, mode, local):
+        ring = window_bytes(run, mode, streamed)
+        whole -= streamed - ring
+        formula += f" less {gib(streamed)} that stream, and a window of {gib(ring)} for them"
+    gpu = [Line("weights", whole, formula)]
     gpu += [*_tower(run, precision.weight_bytes), *_around_weights(run)]
     made = local.total - _without_gradients(run)
     gradients = _gradients(run, mode, made)
@@ -66,6 +67,8 @@ def _lines(run: Run, mode: Mode, local: LocalParameters) -> tuple[list[Line], li
     gpu += leaving if run.gradients_wait else []
     if mode.offload_parameters:
         return _gathered(run, mode, local), _sharded_host(run, mode, gpu, local.shard)
+    if streamed:
+        host = [*host, _on_host(run, mode, streamed)]
     return [*gpu, *_gathered(run, mode, local)], host
 
 
@@ -279,10 +282,10 @@ def _adapter(run: Run, adapter: Adapter, mode: Mode, local: LocalParameters) -> 
             *host,
             *rounding,
         ]
-    streamed = _streamed_weights(run, mode, adapter, local)
+    streamed = _streamed_weights(run, mode, local)
     if not streamed:
         return [*gpu, Line("base weights", base, formula), *_gathered(run, mode, local)], []
-    ring = min(window_bytes(run, mode, streamed), streamed)
+    ring = window_bytes(run, mode, streamed)
     resident = f"{run.shape.num_layers - mode.weight_layers} layers' worth"
     kept = f"{resident}, embedding and head, and a window of {gib(ring)} for the streamed rest"
     if _frees_nothing(run, mode):
@@ -291,9 +294,11 @@ def _adapter(run: Run, adapter: Adapter, mode: Mode, local: LocalParameters) -> 
             Line("base weights", base, f"{formula}: autograd keeps views of the offloaded layers"),
         ], [Line("base weights", streamed, f"{mode.weight_layers} layers, pinned")]
     gpu.append(Line("base weights", base - streamed + ring, kept))
-    return gpu, [
-        Line("base weights", streamed, f"{mode.weight_layers} of {run.shape.num_layers} layers, pinned")
-    ]
+    return gpu, [_on_host(run, mode, streamed)]
+
+
+def _on_host(run: Run, mode: Mode, streamed: int) -> Line:
+    return Line("base weights", streamed, f"{mode.weight_layers} of {run.shape.num_layers} layers, pinned")
 
 
 def _frozen(run: Run, adapter: Adapter, local: LocalParameters) -> tuple[int, str]:
@@ -310,22 +315,31 @@ def _ends(run: Run) -> int:
     return run.shape.vocab * run.shape.hidden * (1 if run.shape.tied_embeddings else 2)
 
 
-def _streamed_weights(run: Run, mode: Mode, adapter: Adapter, local: LocalParameters) -> int:
+def _streamed_weights(run: Run, mode: Mode, local: LocalParameters) -> int:
+    """Return the bytes of frozen layers that stream: as a trace has counted them, else all of an adapter's base."""
     if not mode.weight_layers:
         return 0
+    share = mode.weight_layers / run.shape.num_layers
+    if run.traced is not None and run.traced.frozen_layers:
+        return round(share * sum(run.traced.frozen_layers))
+    if run.adapter is None:
+        return 0
     layers = max(local.total - _ends(run), 0) // run.weight_shards
-    return round(adapter.base_weight_bytes * layers * mode.weight_layers / run.shape.num_layers)
+    return round(run.adapter.base_weight_bytes * layers * share)
 
 
 def window_bytes(run: Run, mode: Mode, streamed: int) -> int:
     """Return the GPU bytes that `streamed` bytes of frozen layers pass through.
 
-    The reference implementation streams the same share of every layer, with two layers ahead of the one in use;
-    Axolotl whole layers, with one ahead.
+    The reference implementation streams the same share of every layer, with two layers ahead of the one in use, and
+    gives each as much as the largest; Axolotl streams whole layers, with one ahead.
     """
-    if mode.weight_engine is WeightEngine.REFERENCE:
-        return reference.WINDOW_LAYERS * streamed // run.shape.num_layers
-    return 2 * streamed // mode.weight_layers
+    if mode.weight_engine is not WeightEngine.REFERENCE:
+        return min(2 * streamed // mode.weight_layers, streamed)
+    largest = 1 / run.shape.num_layers
+    if run.traced is not None and run.traced.frozen_layers:
+        largest = max(run.traced.frozen_layers) / sum(run.traced.frozen_layers)
+    return min(round(reference.WINDOW_LAYERS * largest * streamed), streamed)
 
 
 def _frees_nothing(run: Run, mode: Mode) -> bool:

@@ -207,6 +207,8 @@ def model_of(data: Mapping[str, Any]) -> TracedModel:
         trained=trained,
         without_gradients=without_gradients,
         adapter_rank=int(data.get("adapter_rank", 0)),
+        frozen_layers=tuple(map(int, data.get("frozen_layers", ()))),
+        layers_without_backward=int(data.get("layers_without_backward", 0)),
         is_counted="parameters" in data,
         images=int(data.get("images", 0)),
         plain=steps[False],

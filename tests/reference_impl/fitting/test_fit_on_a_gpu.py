@@ -7,7 +7,7 @@ import torch
 
 from reference_impl import fit
 from reference_impl.fitting import FitError
-from reference_impl.verification.model import Decoder, DecoderShape, decoder_loss
+from reference_impl.verification.model import Decoder, DecoderShape, add_lora, decoder_loss
 
 SHAPE = DecoderShape(hidden=1024, ffn=2816, layers=8, heads=16, vocab=32000)
 MIB = 2**20
@@ -84,3 +84,32 @@ def test_a_model_on_the_host_is_trained_on_the_gpu_and_is_on_the_host_again(budg
     assert all(param.device.type == "cpu" for param in model.parameters())
     assert all(param.isfinite().all() for param in model.parameters())
     assert not all(torch.equal(*each) for each in zip(before, model.parameters(), strict=True))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("what", ["adapters", "last layers"])
+def test_frozen_layers_of_a_model_on_the_host_stream_to_the_gpu(what):
+    torch.manual_seed(0)
+    model = Decoder(replace(SHAPE, layers=24)).bfloat16().requires_grad_(False)
+    if what == "adapters":
+        add_lora(model)
+    else:
+        model.layers[-2:].requires_grad_(True)
+    trained = [param for param in model.parameters() if param.requires_grad]
+    before = [param.clone() for param in model.parameters()]
+    ids = torch.randint(SHAPE.vocab, (1, 256), device="cuda")
+    torch.cuda.reset_peak_memory_stats()
+    # The weights take 713 MiB and more.
+    optimizer = torch.optim.AdamW(trained, lr=1e-4)
+    with fit(model, optimizer, ids, loss_of, gpu_budget=600 * MIB, device="cuda") as fitted:
+        assert "weights" in fitted.plan["execute"]
+        for _ in range(3):
+            loss = loss_of(model, ids)
+            loss.backward()
+            fitted.optimizer.step()
+            fitted.optimizer.zero_grad()
+        assert loss.isfinite()
+        assert torch.cuda.max_memory_reserved() <= 600 * MIB
+    assert all(param.device.type == "cpu" for param in model.parameters())
+    for param, old in zip(model.parameters(), before, strict=True):
+        assert torch.equal(param, old) != param.requires_grad

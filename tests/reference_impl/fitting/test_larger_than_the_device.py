@@ -14,13 +14,15 @@ from reference_impl.fitting.trial import Task
 from reference_impl.memory.host import host_book, host_storages
 from reference_impl.memory.ledger import Ledger, on_host
 from reference_impl.optimizers.stand_in import GradientStandIn
-from reference_impl.verification.model import Decoder, DecoderShape, decoder_loss
+from reference_impl.verification.model import Decoder, DecoderShape, add_lora, decoder_loss
 from reference_impl.verification.plan_document import STREAMED_STATES
 from reference_impl.weights.storages import move
 from skill_tools.planning.model import reference_numbers
 
 IDS = torch.arange(32).reshape(2, 16) % 300
 SHAPE = DecoderShape(hidden=64, ffn=512, heads=4, layers=12, vocab=300)
+# Of which layers are large enough to stream.
+WIDER = DecoderShape(hidden=192, ffn=768, heads=4, layers=12, vocab=300)
 CHUNK_BYTES = 2**17
 
 
@@ -89,6 +91,55 @@ def test_a_model_larger_than_the_device_is_fitted_from_the_host():
         ledger = Ledger(Device.of("cpu"), track=[IDS], limit_bytes=budget)
         with ledger, apply_plan(model, optimizer, fitted.plan, device="cpu") as applied:
             train(model, applied.optimizer)
+
+
+def partly_trained(what):
+    """A model of which little is trained, and the optimizer of that."""
+    model = Decoder(WIDER).bfloat16().requires_grad_(False)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.copy_(0.02 * torch.randn(param.shape))
+    match what:
+        case "adapters":
+            add_lora(model, 4)
+        case "last layer":
+            model.layers[-1].requires_grad_(True)
+        case "head":
+            model.head.requires_grad_(True)
+    trained = [param for param in model.parameters() if param.requires_grad]
+    return model, torch.optim.AdamW(trained, lr=1e-2, weight_decay=0.1, fused=True)
+
+
+@pytest.mark.parametrize("what", ["adapters", "last layer", "head"])
+def test_frozen_layers_of_a_model_larger_than_the_device_stream_from_the_host(what):
+    model, optimizer = partly_trained(what)
+    plan = {"execute": {"optimizer": {"offload_fraction": 0.0}}}
+    with apply_plan(model, optimizer, plan) as applied:
+        expected = trained(applied, model)
+    model, optimizer = partly_trained(what)
+    before, noted = [param.clone() for param in model.parameters()], set(host_storages)
+    budget = round(0.75 * sum(param.nbytes for param in model.parameters()))
+    with fit(model, optimizer, IDS, loss_of, gpu_budget=budget, device="cpu") as fitted:
+        option = fitted.plan["recommendation"]["option"]
+        assert "layer-streaming" in option["mechanisms"]
+        assert fitted.plan["fitted"]["peak_device_bytes"] <= budget
+        assert fitted.plan["fitted"]["peak_device_bytes"] == pytest.approx(
+            option["memory"]["allocated_bytes"], rel=0.04
+        )
+        assert same(before, model.state_dict().values())
+        found = trained(fitted, model)
+    assert same(found, expected)
+    assert host_storages == noted
+
+
+def test_frozen_weights_on_the_device_that_fill_it_are_better_on_the_host():
+    model, optimizer = partly_trained("head")
+    weights_bytes = sum(param.nbytes for param in model.parameters())
+    with pytest.raises(
+        FitError, match=r"no room on the device to stream them from; .*; try the model on the CPU"
+    ):
+        fit(model, optimizer, IDS, loss_of, gpu_budget=round(0.9 * weights_bytes))
 
 
 def operations_until(nth, monkeypatch, plan=None):

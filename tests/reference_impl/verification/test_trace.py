@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 from reference_impl.device import Device
@@ -21,6 +22,7 @@ from reference_impl.verification.trace_ledger import (
     allocated_bytes,
 )
 from reference_impl.verification.trace_profile import at, peak_bytes, profile_batch, profile_model
+from reference_impl.weights import FrozenLayerStreamer
 
 WAYS = [False, True]
 
@@ -371,13 +373,86 @@ def test_blocks_before_the_first_trained_one_have_no_backward(frozen, recomputes
     model, ids = Model(), batch()
     for module in (model.embedding, *model.blocks[:frozen]):
         module.requires_grad_(False)
-    assert "adapter_rank" not in profile_batch(model, ids, loss_of, tokens=64)
+    profile = profile_batch(model, ids, loss_of, tokens=64)
+    assert "adapter_rank" not in profile
+    assert profile["layers_without_backward"] == frozen
     step = trace(model, ids, loss_of, checkpointing=recomputes)
     model.recomputes = recomputes
     assert step.peak_bytes == measured(model, ids)
     assert step.layer_bytes[0] < step.layer_bytes[2] or recomputes
     assert list(step.peaks) == ["forward and loss", *(f"backward of block {index}" for index in (2, 1, 0))]
     assert step.blocks_without_backward == frozen
+
+
+def test_a_profile_says_how_many_bytes_of_each_layer_may_stream():
+    class Wide(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(
+                nn.Sequential(nn.Linear(128, 128), nn.LayerNorm(128)) for _ in range(4)
+            )
+
+        def forward(self, hidden):
+            for block in self.blocks:
+                hidden = block(hidden)
+            return hidden.sum()
+
+    model, hidden = Wide(), torch.ones(2, 128)
+    assert "frozen_layers" not in profile_batch(model, hidden, tokens=1)
+    model.blocks[:3].requires_grad_(False)
+    model.blocks[1][0].weight.requires_grad_(True)
+    profile = profile_batch(model, hidden, tokens=1)
+    # Biases and norms are too small, and what is trained stays.
+    assert profile["frozen_layers"] == [4 * 128**2, 0, 4 * 128**2, 0]
+    with FrozenLayerStreamer(model) as streamer:
+        assert streamer.report.streamed_bytes == sum(profile["frozen_layers"])
+
+
+def test_frozen_weights_that_the_step_writes_may_not_stream():
+    """peft's adapters of experts hang a parametrization on the frozen weight for the time of a forward."""
+
+    class Delta(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.delta = nn.Parameter(torch.zeros(128, 128))
+
+        def forward(self, weight):
+            return weight + self.delta
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.base, self.adapter = nn.Linear(128, 128, bias=False).requires_grad_(False), Delta()
+
+        def forward(self, hidden):
+            parametrize.register_parametrization(self.base, "weight", self.adapter)
+            with torch.autocast(hidden.device.type, enabled=False), parametrize.cached():
+                result = self.base(hidden)
+            parametrize.remove_parametrizations(self.base, "weight", leave_parametrized=False)
+            return result
+
+    class Wide(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(Block() for _ in range(2))
+
+        def forward(self, hidden):
+            for block in self.blocks:
+                hidden = block(hidden)
+            return hidden.sum()
+
+    profile = profile_batch(Wide(), torch.ones(2, 128), tokens=1)
+    assert profile["frozen_layers"] == [0, 0]
+
+
+def test_autocast_that_is_turned_on_for_the_device_of_a_tensor_is_refused():
+    class Cast(Model):
+        def forward(self, ids):
+            with torch.autocast(ids.device.type, dtype=torch.bfloat16):
+                return super().forward(ids)
+
+    with pytest.raises(RuntimeError, match="meta"):
+        trace(Cast(), batch(), loss_of)
 
 
 def test_a_question_for_a_truth_value_is_an_assumption():

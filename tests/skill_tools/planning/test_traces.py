@@ -229,6 +229,37 @@ def test_a_model_of_which_some_weights_are_frozen_has_states_of_the_others(
     assert "optimizer-offload" in plan["recommendation"]["option"]["mechanisms"]
 
 
+def test_layers_of_which_a_part_is_frozen_stream_and_states_leave_too(
+    profile: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The last two layers are trained: the window has room for three of the others, and backward reads none again."""
+    elements, layers = profile["weights_bytes"] // 2, len(profile["steps"][0]["layers"])
+    block_bytes = 200_000_000
+    counts = {
+        "parameters": elements,
+        "trained_parameters": 2 * block_bytes // 2,
+        "gradients_bytes": 2 * block_bytes,
+        "frozen_layers": [block_bytes] * (layers - 2) + [0, 0],
+        "layers_without_backward": layers - 2,
+    }
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps({**profile, **counts}))
+    words = ("--trace", path, "--framework", "pytorch", "--gpus", "1", "--gpu", "h200")
+    plan = planned(
+        capsys, *words, "--tensor-memory", "17.05GiB", "--only", "optimizer-offload,layer-streaming"
+    )
+    option = plan["recommendation"]["option"]
+    assert option["mechanisms"] == ["optimizer-offload", "layer-streaming"]
+    assert plan["execute"]["weights"] == {"resident_layers": 0}
+    lines = {line["name"]: line["bytes"] for line in option["memory"]["gpu"]}
+    assert lines["weights"] == 2 * elements - (layers - 2 - 3) * block_bytes
+    hosted = {line["name"]: line["bytes"] for line in option["memory"]["host_per_rank"]}
+    assert hosted["base weights"] == (layers - 2) * block_bytes
+    costs = {cost["name"]: cost["work_s"] for cost in option["time"]["costs"]}
+    assert costs["frozen layers for forward"] > 0
+    assert costs["frozen layers for backward"] == 0
+
+
 def test_trained_parameters_without_a_gradient_have_weights_and_states_alone(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
