@@ -74,6 +74,10 @@ class PyTorch(Dialect):
         lines = ["take checkpointing out of the loop"] * checkpoints
         if mode != Mode(recompute=mode.recompute) or recomputes:
             lines.append(self.carry_out)
+            if mode.weight_layers or (mode.trained_layers and not run.is_fully_sharded):
+                lines.append(
+                    'a model that is larger than the GPU stays on the CPU: apply_plan(..., device="cuda")'
+                )
             lines += [f"or make what it makes: {made}" for made in objects(mode, run)]
         return "\n".join(lines)
 

@@ -210,6 +210,10 @@ LOOP = ("--framework", "pytorch", "--host-memory", "160GB")
             "weights resident:\ntake checkpointing out of the loop\nto carry it out, save it",
         ),
         (
+            "--model llama-3-8b --gpu h100 --gpu-memory 12GiB --overrides lora_rank=16",
+            'step applied.optimizer\na model that is larger than the GPU stays on the CPU: apply_plan(..., device="cuda")\n',
+        ),
+        (
             "--model llama-3.2-3b --gpu rtx4090 --only optimizer",
             "split=(0.14, 0.86, 0), streaming=Streaming(hi_lo_masters=True)) for AdamW; then its attach(model)\nGPU:",
         ),
