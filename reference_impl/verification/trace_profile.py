@@ -106,6 +106,7 @@ def counted(model: nn.Module) -> dict[str, Any]:
     }
     if len(trained) < len(params):
         found["adapter_rank"] = min(min(param.shape) for param in trained)
+        found["trained_width"] = min(max(trained, key=lambda param: param.numel()).shape)
         if frozen := _frozen_layers(model):
             found["frozen_layers"] = frozen
     return found

@@ -49,10 +49,10 @@ class TracedModel(NamedTuple):
     """The step as it is and with its blocks recomputed; `source` says in words what was traced, and with what.
 
     Of `parameters` elements `trained` are not frozen; `without_gradients` of these got no gradient in the step. Where
-    some are frozen, `adapter_rank` is the smallest dimension of what is trained, 0 where blocks have no backward.
-    `frozen_layers` are the bytes of each layer that may stream, and the first `layers_without_backward` of them are not
-    read again in backward. `is_counted` says that the model was counted, and not its shape. With `images` in each
-    sequence its vision tower was counted too.
+    some are frozen, `adapter_rank` is the smallest dimension of what is trained, 0 where blocks have no backward, and
+    `trained_width` that of the largest parameter that is trained. `frozen_layers` are the bytes of each layer that may
+    stream, and the first `layers_without_backward` of them are not read again in backward. `is_counted` says that the
+    model was counted, and not its shape. With `images` in each sequence its vision tower was counted too.
 
     Two are the same if they are the same object, so that what is computed from one is found again quickly.
     """
@@ -67,6 +67,7 @@ class TracedModel(NamedTuple):
     trained: int
     without_gradients: int
     adapter_rank: int
+    trained_width: int
     frozen_layers: tuple[int, ...]
     layers_without_backward: int
     is_counted: bool

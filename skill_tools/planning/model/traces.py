@@ -22,8 +22,9 @@ from skill_tools.planning.model import known_models, shape_sources
 _PROFILE_BYTES = 8 << 20
 _ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 _COUNT_TOLERANCE = 0.005  # norms and biases that a shape does not describe
-# Of all elements; adapters have fewer.
+# Adapters are fewer than this of all elements, and the largest is at most so wide: a table or a layer is wider.
 _LEAST_TRAINED = 0.1
+_ADAPTER_WIDTH = 512
 _EXPECTED = "the JSON that `offload trace config.json --out profile.json` writes"
 
 
@@ -107,11 +108,11 @@ def _partly_frozen(run: Run, found: TracedModel) -> Run:
 def _has_adapters(found: TracedModel) -> bool:
     """Return whether what is trained are adapters, and not a model of which some weights are frozen.
 
-    Adapters are few, or of another dtype than their base, and a trace has seen a backward in every layer.
+    Adapters are few and narrow, and a trace has seen a backward in every layer. A table beside them has states that
+    are worth offloading.
     """
-    is_of_one_dtype = found.weights_bytes == found.element_bytes * found.parameters
     are_few = found.trained < _LEAST_TRAINED * found.parameters
-    return found.adapter_rank > 0 and (are_few or not is_of_one_dtype)
+    return found.adapter_rank > 0 and are_few and found.trained_width <= _ADAPTER_WIDTH
 
 
 def _of_model(run: Run, found: TracedModel) -> Run:
@@ -207,6 +208,7 @@ def model_of(data: Mapping[str, Any]) -> TracedModel:
         trained=trained,
         without_gradients=without_gradients,
         adapter_rank=int(data.get("adapter_rank", 0)),
+        trained_width=int(data.get("trained_width", data.get("adapter_rank", 0))),
         frozen_layers=tuple(map(int, data.get("frozen_layers", ()))),
         layers_without_backward=int(data.get("layers_without_backward", 0)),
         is_counted="parameters" in data,

@@ -229,6 +229,25 @@ def test_a_model_of_which_some_weights_are_frozen_has_states_of_the_others(
     assert "optimizer-offload" in plan["recommendation"]["option"]["mechanisms"]
 
 
+@pytest.mark.parametrize(("width", "adapts"), [(16, True), (512, True), (2560, False)])
+def test_a_table_that_is_trained_beside_adapters_has_states_that_may_leave(
+    width: int, adapts: bool, profile: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    elements = profile["weights_bytes"] // 2
+    trained = elements // 20
+    counts = {
+        "parameters": elements,
+        "trained_parameters": trained,
+        "gradients_bytes": 2 * trained,
+        "adapter_rank": 16,
+        "trained_width": width,
+    }
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps({**profile, **counts}))
+    plan = planned(capsys, "--trace", path, "--framework", "pytorch", "--gpus", "1", "--gpu-memory", "140GiB")
+    assert ("adapter" in plan["model"]) == adapts
+
+
 def test_layers_of_which_a_part_is_frozen_stream_and_states_leave_too(
     profile: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
