@@ -48,8 +48,7 @@ class TracedStep:
 
     `weights_bytes` is what the weights are, `weights_allocated_bytes` what CUDA's allocator makes of them,
     `gradients_bytes` the gradients of those that are trained, if each has one; `without_gradients` of their elements
-    got none. `writes_frozen` says that the step has written weights that are frozen, as adapters of experts do for a
-    moment. `blocks_without_backward` stand before the first that is trained. `layer_bytes` is what each block leaves
+    got none. `blocks_without_backward` stand before the first that is trained. `layer_bytes` is what each block leaves
     alive when its forward ends. `peaks` is the most alive in each span: "forward and loss" ends where the last block's
     backward begins, then each block's backward is one. Finished gradients are in it; they are not in
     `peaks_without_gradients`, which holds where each leaves as it is finished, as under `HybridDeviceOptimizer`.
@@ -63,7 +62,6 @@ class TracedStep:
     weights_allocated_bytes: int
     gradients_bytes: int
     without_gradients: int
-    writes_frozen: bool
     blocks_without_backward: int
     layer_bytes: tuple[int, ...]
     peaks: dict[str, int]
@@ -109,7 +107,6 @@ def trace(
     batch = _batch_on_meta(batch)
     blocks = blocks_or_none(copied) or []
     trained = [param for param in _distinct(copied.parameters()) if param.requires_grad]
-    frozen = [(param, param._version) for param in copied.parameters() if not param.requires_grad]
     ledger = TraceLedger(answer=not is_padded, temporaries=CUDA_TEMPORARIES if on_cuda else None)
     ledger.resident([*copied.parameters(), *copied.buffers(), *_tensors(batch)])
     watch = _BlockWatch(ledger, blocks)
@@ -136,7 +133,6 @@ def trace(
         ),
         gradients_bytes=sum(_size(param) for param in trained),
         without_gradients=sum(param.numel() for param in trained if param.grad is None),
-        writes_frozen=any(param._version != version for param, version in frozen),
         blocks_without_backward=len(watch.without_backward),
         layer_bytes=watch.layer_bytes,
         peaks=dict(ledger.peaks),

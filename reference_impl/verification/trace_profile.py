@@ -84,9 +84,6 @@ def profile_batch(
             )
         steps.append(_step(checkpointing, [one], stays))
     found = counted(model)
-    if one.writes_frozen and "frozen_layers" in found:
-        # What is written may not leave the device.
-        found["frozen_layers"] = [0] * len(found["frozen_layers"])
     if one.blocks_without_backward:
         # Adapters stand in every block.
         found.pop("adapter_rank", None)

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -46,7 +47,7 @@ class Place:
     storage: BlockStorage
 
 
-@dataclass(frozen=True)
+@dataclass
 class Watched:
     """A tensor that must not change, as it was taken over."""
 
@@ -64,6 +65,26 @@ class Watched:
             or tensor.requires_grad != self.requires_grad
             or tensor.data_ptr() - base_address != self.offset
         )
+
+    def let_it_be_set_to_itself(self) -> None:
+        """Have `set_` to the memory that the tensor has already count as no change.
+
+        Parametrizations do so, and peft's adapters hang one on the weights of experts in every forward.
+        """
+        tensor = self.tensor
+
+        def set_(*args: Any, **kwargs: Any) -> torch.Tensor:
+            version, address = tensor._version, tensor.data_ptr()
+            torch.Tensor.set_(tensor, *args, **kwargs)
+            if tensor.data_ptr() == address:
+                self.version += tensor._version - version
+            return tensor
+
+        tensor.set_ = set_  # type: ignore[method-assign]
+
+    def let_go(self) -> None:
+        """Undo `let_it_be_set_to_itself`."""
+        self.tensor.__dict__.pop("set_", None)
 
 
 class StreamedBlock:
@@ -120,6 +141,7 @@ class StreamedBlock:
                             tensor.data_ptr() - flat.data_ptr(),
                         )
                     )
+                    self._watched[-1].let_it_be_set_to_itself()
             self._free()
 
     def load(self) -> None:
@@ -205,11 +227,15 @@ class StreamedBlock:
         self.wait_stored()
         # All memory first: running out of it half way would leave some tensors here and some there.
         own = [self._own_bytes(self._host, place, to_origin) for place in self._places]
-        empty = torch.empty(0, dtype=torch.uint8)
+        empty, flat = torch.empty(0, dtype=torch.uint8), self._flat.untyped_storage()._cdata
         with deferred_interrupts():
             for place, bytes_ in zip(self._places, own, strict=True):
                 for tensor in place.storage.tensors:
-                    tensor.data = placed(bytes_, tensor, -place.offset)
+                    # One that somebody gave other memory keeps that.
+                    if tensor.untyped_storage()._cdata == flat:
+                        tensor.data = placed(bytes_, tensor, -place.offset)
+            for watched in self._watched:
+                watched.let_go()
             self._host.release(after=self._started())
             self._stored = REACHED
             self._host, self._places, self._watched = None, [], []

@@ -7,6 +7,7 @@ import pytest
 import torch
 from lora_trainee import Trainee
 from torch import nn
+from torch.nn.utils import parametrize
 
 from reference_impl.weights import FrozenLayerStreamer
 from reference_impl.weights.block import StreamedBlock
@@ -213,6 +214,46 @@ def test_a_changed_weight_is_named(trainee, streamer):
         loaded.gate.base.weight.add_(1)
     with pytest.raises(RuntimeError, match=r"layers\.\d\.gate\.base\.weight has changed"):
         trainee.step()
+
+
+class Halved(nn.Module):
+    def forward(self, weight):
+        return weight / 2
+
+
+def test_a_weight_may_be_parametrized_for_the_time_of_a_forward(trainee):
+    """As under peft's adapters of experts: to begin with, torch sets the weight to the memory that it has."""
+    bases = [layer.gate.base for layer in trainee.layers]
+    for base in bases:
+        base.register_forward_pre_hook(
+            lambda module, _: parametrize.register_parametrization(module, "weight", Halved()) and None
+        )
+        base.register_forward_hook(
+            lambda module, *_: (
+                parametrize.remove_parametrizations(module, "weight", leave_parametrized=False) and None
+            )
+        )
+    expected = trainee.step()
+    with FrozenLayerStreamer(trainee.model, prefetch=1):
+        version = bases[0].weight._version
+        assert trainee.step() == expected
+        assert trainee.step() == expected
+        assert bases[0].weight._version > version
+    assert trainee.step() == expected
+    assert not any("set_" in vars(base.weight) for base in bases)
+
+
+def test_a_weight_that_is_set_to_other_memory_is_named(trainee, streamer):
+    trainee.step()
+    loaded = next(layer for layer in trainee.layers if layer.gate.base.weight.untyped_storage().nbytes() > 0)
+    weight = loaded.gate.base.weight
+    with torch.no_grad():
+        weight.set_(weight + 1)
+    changed = weight.clone()
+    with pytest.raises(RuntimeError, match=r"layers\.\d\.gate\.base\.weight has changed"):
+        trainee.step()
+    streamer.close()
+    assert torch.equal(weight, changed)
 
 
 def test_an_unfrozen_weight_is_named(trainee, streamer):
