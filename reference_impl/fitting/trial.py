@@ -211,6 +211,10 @@ def run(task: Task, plan: dict[str, Any], *, limit_bytes: int, hopeless_s: float
                     raise
                 # What the step's frames hold has to go before the plan can be taken off: weights may come back.
                 traceback.clear_frames(error.__traceback__)
+                # A frame that is cleared has its function yet, and so what a closure holds: the arguments of a module.
+                error.__traceback__ = None
+                # Torch's CPU engine has the nodes of a failed backward until the next one, and they their weights.
+                ledger.lift_limit()
                 # An update that has begun in backward is missed there; weights that are not back, by `Before.restore`.
                 with suppress(*_SHORT):
                     applied.close()

@@ -31,7 +31,7 @@ class _StorageWatch(TorchDispatchMode):
 
     def __init__(self, limit_bytes: int | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._limit_bytes = limit_bytes
+        self.limit_bytes = limit_bytes
         self.is_paused = False
         self.live_bytes = 0
         self.peak_bytes = 0
@@ -67,7 +67,7 @@ class _StorageWatch(TorchDispatchMode):
 
     def check_room(self, more_bytes: int) -> None:
         """Raise OutOfMemoryError, as an allocator with this limit would, where so much more does not fit."""
-        limit = self._limit_bytes
+        limit = self.limit_bytes
         if limit is not None and more_bytes > 0 and self.live_bytes + more_bytes > limit:
             raise torch.OutOfMemoryError(
                 f"the ledger's limit: {more_bytes} bytes more than {self.live_bytes} of {limit}"
@@ -242,6 +242,12 @@ class Ledger:
     def _limit(self, limit_bytes: int | None) -> None:
         if self._limit_bytes is not None and self._device.allocator is not None:
             self._device.allocator.limit(limit_bytes)
+
+    def lift_limit(self) -> None:
+        """Let the device tier take all that there is from here on."""
+        if self._watch is not None:
+            self._watch.limit_bytes = None
+        self._limit(None)
 
     def reset_peak(self) -> None:
         """Start both peaks from what is live now."""

@@ -10,9 +10,11 @@ Explained in docs/layer-streaming.md.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,7 +49,7 @@ class Place:
     storage: BlockStorage
 
 
-@dataclass
+@dataclass(frozen=True)
 class Watched:
     """A tensor that must not change, as it was taken over."""
 
@@ -67,24 +69,23 @@ class Watched:
         )
 
     def let_it_be_set_to_itself(self) -> None:
-        """Have `set_` to the memory that the tensor has already count as no change.
+        """Have `set_` to what the tensor is already do nothing, which torch counts as a change.
 
-        Parametrizations do so, and peft's adapters hang one on the weights of experts in every forward.
+        Parametrizations begin so, and peft's adapters hang one on the weights of experts in every forward.
         """
-        tensor = self.tensor
-
-        def set_(*args: Any, **kwargs: Any) -> torch.Tensor:
-            version, address = tensor._version, tensor.data_ptr()
-            torch.Tensor.set_(tensor, *args, **kwargs)
-            if tensor.data_ptr() == address:
-                self.version += tensor._version - version
-            return tensor
-
-        tensor.set_ = set_  # type: ignore[method-assign]
+        self.tensor.set_ = partial(_set, weakref.ref(self.tensor))  # type: ignore[method-assign]
 
     def let_go(self) -> None:
         """Undo `let_it_be_set_to_itself`."""
         self.tensor.__dict__.pop("set_", None)
+
+
+def _set(reference: weakref.ref[torch.Tensor], *source: Any, **others: Any) -> torch.Tensor:
+    tensor = reference()
+    assert tensor is not None
+    if len(source) == 1 and isinstance(source[0], torch.Tensor) and tensor.is_set_to(source[0]):
+        return tensor
+    return torch.Tensor.set_(tensor, *source, **others)
 
 
 class StreamedBlock:
@@ -227,12 +228,12 @@ class StreamedBlock:
         self.wait_stored()
         # All memory first: running out of it half way would leave some tensors here and some there.
         own = [self._own_bytes(self._host, place, to_origin) for place in self._places]
-        empty, flat = torch.empty(0, dtype=torch.uint8), self._flat.untyped_storage()._cdata
+        empty = torch.empty(0, dtype=torch.uint8)
         with deferred_interrupts():
             for place, bytes_ in zip(self._places, own, strict=True):
                 for tensor in place.storage.tensors:
                     # One that somebody gave other memory keeps that.
-                    if tensor.untyped_storage()._cdata == flat:
+                    if self.owns(tensor):
                         tensor.data = placed(bytes_, tensor, -place.offset)
             for watched in self._watched:
                 watched.let_go()

@@ -136,13 +136,15 @@ class Run(NamedTuple):
         return self.adapter is None and self.trained_share == 1
 
     @property
+    def frozen_layers(self) -> tuple[int, ...]:
+        """Bytes of each layer that may stream, as a trace has counted them; nothing where none has."""
+        return () if self.traced is None else self.traced.frozen_layers
+
+    @property
     def streams_frozen_layers(self) -> bool:
-        """Whether layers have frozen weights that may stream: under adapters, or as a trace has found them."""
-        if self.is_fully_sharded:
-            return False
-        if self.traced is not None and self.traced.frozen_layers:
-            return any(self.traced.frozen_layers)
-        return self.adapter is not None
+        """Whether layers have frozen weights that may stream: as a trace has found them, else under adapters."""
+        frozen = any(self.frozen_layers) if self.frozen_layers else self.adapter is not None
+        return frozen and not self.is_fully_sharded
 
     @property
     def is_fully_sharded(self) -> bool:

@@ -59,7 +59,7 @@ def threads_beside(streamed_bytes: float) -> int:
     """Return how many threads should update while `streamed_bytes` of states stream in for each element of theirs.
 
     As many as are done when those have come, a third of this rank's cores at least. More would take memory bandwidth
-    from the copies, and time from the thread that launches kernels: with 14 a step took 3 to 11 % longer than with 5,
+    from the copies, and time from the thread that launches kernels: with 14 a step took 3 to 12 % longer than with 5,
     and at times twice as long (one NVIDIA H200, 16 cores; docs/optimizer-offloading.md, "Update threads").
     """
     if not streamed_bytes:

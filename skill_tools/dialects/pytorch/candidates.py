@@ -300,10 +300,9 @@ def execute(mode: Mode, run: Run, peak_bytes: int) -> dict[str, object]:
     elif mode.recompute and mode.recompute.granularity == "full":
         mechanisms["activations"] = {"mode": "recompute"}
     if mode.weight_layers:
-        resident = run.shape.num_layers - mode.weight_layers
-        if run.traced is not None and run.traced.frozen_layers:
-            # Of all lists of layers, a vision tower's too.
-            resident = resident * len(run.traced.frozen_layers) // run.shape.num_layers
+        # Of all lists of layers, a vision tower's too.
+        layers = len(run.frozen_layers) or run.shape.num_layers
+        resident = (run.shape.num_layers - mode.weight_layers) * layers // run.shape.num_layers
         mechanisms["weights"] = {"resident_layers": resident}
     return mechanisms
 

@@ -126,7 +126,7 @@ def _read_in_backward(run: Run) -> float:
     """
     if run.traced is None or len(run.traced.frozen_layers) != run.shape.num_layers:
         return 1.0
-    layers = run.traced.frozen_layers
+    layers = run.frozen_layers
     return sum(layers[run.traced.layers_without_backward :]) / sum(layers)
 
 

@@ -320,8 +320,8 @@ def _streamed_weights(run: Run, mode: Mode, local: LocalParameters) -> int:
     if not mode.weight_layers:
         return 0
     share = mode.weight_layers / run.shape.num_layers
-    if run.traced is not None and run.traced.frozen_layers:
-        return round(share * sum(run.traced.frozen_layers))
+    if run.frozen_layers:
+        return round(share * sum(run.frozen_layers))
     if run.adapter is None:
         return 0
     layers = max(local.total - _ends(run), 0) // run.weight_shards
@@ -337,8 +337,8 @@ def window_bytes(run: Run, mode: Mode, streamed: int) -> int:
     if mode.weight_engine is not WeightEngine.REFERENCE:
         return min(2 * streamed // mode.weight_layers, streamed)
     largest = 1 / run.shape.num_layers
-    if run.traced is not None and run.traced.frozen_layers:
-        largest = max(run.traced.frozen_layers) / sum(run.traced.frozen_layers)
+    if run.frozen_layers:
+        largest = max(run.frozen_layers) / sum(run.frozen_layers)
     return min(round(reference.WINDOW_LAYERS * largest * streamed), streamed)
 
 
