@@ -19,6 +19,8 @@ from reference_impl.device.base import REACHED, Device, Event, Mark, Together, t
 # Where a user says how torch's allocator is to work.
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _GROWING = "expandable_segments"
+# The allocator compares what is asked for with its limit, and then lets a segment grow by whole pages.
+_PAGE_BYTES = 20 * 2**20
 # A latency-sensitive copy out waits 1.2 ms at most.
 _TURN_OUT_BYTES = 64 * 2**20
 # Another copy in waits 1.2 ms at most where that happens once a step, and 0.3 ms where it does all the time; longer
@@ -161,9 +163,9 @@ class CachingAllocator:
         return partial(choose, False)
 
     def limit(self, limit_bytes: int | None) -> None:
-        """Set the share of the device that the allocator may reserve."""
-        share = 1.0 if limit_bytes is None else min(limit_bytes / self.total_bytes, 1.0)
-        torch.cuda.set_per_process_memory_fraction(share, self._torch_device)
+        """Set the share of the device that the allocator may reserve, a page less than the limit."""
+        share = 1.0 if limit_bytes is None else (limit_bytes - _PAGE_BYTES) / self.total_bytes
+        torch.cuda.set_per_process_memory_fraction(min(max(share, 0.0), 1.0), self._torch_device)
 
     def free_bytes(self) -> int:
         """Collect garbage, empty the cache and ask the driver."""

@@ -146,10 +146,18 @@ class _ChunkUpdate:
         copies = self._grad_scale is not None
         for state in self._states:
             state.follow()
-        self._fp32 = [
-            state.member.flat(gradient)[: state.member.resident][part].to(torch.float32, copy=copies)
-            for state, gradient in zip(self._states, self._gradients, strict=True)
+        pairs = zip(self._states, self._gradients, strict=True)
+        given = [
+            _cut(state.member.flat(gradient)[: state.member.resident], part) for state, gradient in pairs
         ]
+        self._fp32 = [
+            torch.empty_like(each, dtype=torch.float32) if copies or each.dtype is not torch.float32 else each
+            for each in given
+        ]
+        widened = [(to, each) for to, each in zip(self._fp32, given, strict=True) if to is not each]
+        if widened:
+            # One launch for many of them.
+            torch._foreach_copy_([to for to, _ in widened], [each for _, each in widened])
 
     def _count(self) -> None:
         torch._foreach_add_(self._steps, 1)
@@ -157,10 +165,10 @@ class _ChunkUpdate:
     def _run_kernel(self, part: slice) -> None:
         states = self._states
         self._algorithm.update(
-            [state.master[part] for state in states],
+            [_cut(state.master, part) for state in states],
             self._fp32,
             [
-                [state.moments[index][part] for state in states]
+                [_cut(state.moments[index], part) for state in states]
                 for index in range(len(self._algorithm.moments))
             ],
             self._steps,
@@ -182,14 +190,21 @@ class _ChunkUpdate:
             torch._foreach_copy_([state.weight for state in apart], [state.master for state in apart])
 
 
+def _cut(flat: torch.Tensor, part: slice) -> torch.Tensor:
+    """Return `flat[part]`, without a view where that is all of it."""
+    return flat[part] if part.start or flat.numel() > part.stop else flat
+
+
 def _chunks(states: Sequence[ResidentState]) -> Iterator[tuple[int, list[ResidentState]]]:
     """Yield lists of one group and at most `CHUNK_ELEMENTS` (or one member)."""
     by_group = sorted(states, key=lambda state: state.member.group)
     for group, members in groupby(by_group, key=lambda state: state.member.group):
         chunk: list[ResidentState] = []
+        elements = 0
         for state in members:
-            if chunk and sum(s.member.resident for s in chunk) + state.member.resident > CHUNK_ELEMENTS:
+            elements += state.member.resident
+            if chunk and elements > CHUNK_ELEMENTS:
                 yield group, chunk
-                chunk = []
+                chunk, elements = [], state.member.resident
             chunk.append(state)
         yield group, chunk

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import platform
 import re
+import statistics
 import tempfile
 import time
 from collections.abc import Callable
@@ -31,12 +32,17 @@ from reference_impl.optimizers import HybridDeviceOptimizer
 from reference_impl.optimizers.cpu.rate import cpu_update_rates
 from reference_impl.optimizers.cpu.workers import cpu_budget
 from reference_impl.optimizers.layout import Split
+from reference_impl.verification.model import Decoder, DecoderShape, decoder_loss
 from reference_impl.verification.steps import Progress, unseen
+from reference_impl.verification.trace import trace
 
 SCHEMA_VERSION = "1.0"
 _BUCKET_ELEMENTS = 2**24
 _TENSOR_ELEMENTS = 2**20
 _TRIES = 2
+# So narrow that its kernels are over before the next one is launched.
+_NARROW = DecoderShape(hidden=64, ffn=128, layers=16, heads=4, vocab=256)
+_NARROW_STEPS = 25
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +87,7 @@ def probe(device: Device, *, folder: str | Path | None = None, progress: Progres
     parts: dict[str, Callable[[], dict[str, Any]]] = {
         "copies": lambda: _copies(device, sizes),
         "memory and matrix products": lambda: _memory(device, sizes),
+        "launches of kernels": lambda: {"launch_us": launch_s(device) * 1e6},
         "updates on the CPU": lambda: _cpu_updates(device, sizes),
         "updates with their copies": lambda: _whole_updates(device, sizes),
         "disk": lambda: _disk(folder or tempfile.gettempdir(), sizes),
@@ -130,6 +137,27 @@ def _memory(device: Device, sizes: ProbeSizes) -> dict[str, Any]:
         "hbm_GBs": rates.device_copy_rate(device, sizes.copy_bytes) / 1e9,
         "bf16_matmul_TFLOPs": rates.matmul_rate(device, sizes.matmul_size) / 1e12,
     }
+
+
+def launch_s(device: Device) -> float:
+    """Return the seconds that the host takes to launch a kernel of an eager forward and backward, the median of steps.
+
+    Kernels are those that a trace counts, so that a step of a traced model takes at least as many times this.
+    """
+    model = Decoder(_NARROW).to(device.torch_device, torch.bfloat16)
+    ids = torch.zeros(1, 64, dtype=torch.int64, device=device.torch_device)
+
+    def loss_of(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+        return decoder_loss(model(ids), ids)
+
+    def step() -> float:
+        start = time.perf_counter()
+        loss_of(model, ids).backward()
+        device.synchronize()
+        return time.perf_counter() - start
+
+    step()
+    return statistics.median(step() for _ in range(_NARROW_STEPS)) / trace(model, ids, loss_of).kernels
 
 
 def _cpu_updates(device: Device, sizes: ProbeSizes) -> dict[str, Any]:

@@ -50,8 +50,9 @@ class TracedStep:
     `gradients_bytes` the gradients of those that are trained, if each has one; `without_gradients` of their elements
     got none. `blocks_without_backward` stand before the first that is trained. `layer_bytes` is what each block leaves
     alive when its forward ends. `peaks` is the most alive in each span: "forward and loss" ends where the last block's
-    backward begins, then each block's backward is one. Finished gradients are in it; they are not in
-    `peaks_without_gradients`, which holds where each leaves as it is finished, as under `HybridDeviceOptimizer`.
+    backward begins, then each block's backward is one, and "end of backward" is what follows that of the first block.
+    Finished gradients are in it; they are not in `peaks_without_gradients`, which holds where each leaves as it is
+    finished, as under `HybridDeviceOptimizer`.
     `flops` counts matrix products and attention, `moved_bytes` what all other kernels read and write, `kernels` both.
     `saved_by` is what lives when the loss is there, by the operation that made it; `alive_at_peak` what makes up the
     highest of `peaks`, the largest first, with the modules in whose forward it was made: "gradients" are the finished
@@ -146,8 +147,12 @@ def trace(
     )
 
 
+# What follows the backward of the first block: an embedding's, or a vision tower's.
+_END_OF_BACKWARD = "end of backward"
+
+
 class _BlockWatch:
-    """Notes live bytes at the borders of blocks, and begins a span as the backward of each begins."""
+    """Notes live bytes at the borders of blocks; begins spans with the backward of each and after the first's."""
 
     def __init__(self, ledger: TraceLedger, blocks: list[nn.Module]) -> None:
         self._ledger = ledger
@@ -155,8 +160,9 @@ class _BlockWatch:
         self._end_bytes = 0
         # Blocks before the first that is trained: backward ends before it comes to them.
         self.without_backward: list[int] = []
+        self._blocks = blocks
         for index, block in enumerate(blocks):
-            block.register_forward_pre_hook(self._enter)
+            block.register_forward_pre_hook(self._enter, with_kwargs=True)
             block.register_forward_hook(self._leaving(index))
 
     @property
@@ -165,8 +171,12 @@ class _BlockWatch:
         borders = [*self._enters, self._end_bytes]
         return tuple(after - before for before, after in pairwise(borders))
 
-    def _enter(self, module: nn.Module, args: Any) -> None:
+    def _enter(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         self._enters.append(self._ledger.live_bytes)
+        if module is self._blocks[0]:
+            for leaf in _tensors((args, kwargs)):
+                if leaf.requires_grad:
+                    leaf.register_hook(lambda gradient: self._ledger.begin(_END_OF_BACKWARD))
 
     def _leaving(self, index: int) -> Callable[..., None]:
         def leave(module: nn.Module, args: Any, result: Any) -> None:
@@ -180,9 +190,11 @@ class _BlockWatch:
         return leave
 
     def end(self) -> None:
-        """Begin the spans of blocks that have no backward: nothing happens in them."""
+        """Begin the spans of what has no backward: nothing happens in them."""
         for index in reversed(self.without_backward):
             self._ledger.begin(f"backward of block {index}")
+        if self._ledger.span != _END_OF_BACKWARD:
+            self._ledger.begin(_END_OF_BACKWARD)
 
 
 def _name_modules(model: nn.Module, ledger: TraceLedger) -> None:

@@ -155,8 +155,12 @@ class TraceLedger(TorchDispatchMode):
         flops = FLOPS.get(func._overloadpacket)
         if flops is not None:
             self.flops[span] = self.flops.get(span, 0) + flops(args, kwargs, result)
-            return
-        moved = sum(tensor.numel() * tensor.element_size() for tensor in touched)
+            moved = 0
+        else:
+            moved = sum(tensor.numel() * tensor.element_size() for tensor in touched)
+        slow = SLOW_KERNELS.get(func._overloadpacket)
+        if slow is not None:
+            moved += slow(args, result)
         self.moved_bytes[span] = self.moved_bytes.get(span, 0) + moved
 
     def _watch(self, tensors: Iterable[torch.Tensor], operation: str, temporary_bytes: int) -> None:
@@ -216,6 +220,41 @@ def _as_its_gradient(args: Any) -> int:
 CUDA_TEMPORARIES: dict[Any, Callable[[Any], int]] = {
     # "Tensor tmp = grad * output;" (aten/src/ATen/native/cuda/SoftMax.cu, `softmax_backward_cuda_out`)
     aten._softmax_backward_data: _as_its_gradient,
+}
+
+
+def _matrices_of_experts(args: Any, result: Any) -> int:
+    """Return the bytes of the experts' matrices, which a grouped product reads or, as their gradient, writes.
+
+    Each meets few rows: with 128 to 512 rows an expert the products of Qwen3-30B and gpt-oss-20B, forward and
+    backward, ran at 0.26 to 0.79 of a dense product's rate (one H200, torch 2.11).
+    """
+    matrices = next(each for each in (args[0], args[1], result) if each.dim() == 3)
+    return int(matrices.numel() * matrices.element_size())
+
+
+def _rows_that_meet(args: Any, result: Any) -> int:
+    """Return the bytes that could move in the time in which rows are added where an index says, beyond its operands.
+
+    The kernel sorts the index, and then adds each row to the one before it that goes to the same place. The backward
+    of indexing took 5.0 ms of 12 layers of Qwen3-30B, whose operands move in 1.0 ms, and 15.2 ms of 8 layers of
+    gpt-oss-20B, where 256 rows meet in each expert's bias, instead of 0.9 (one H200, torch 2.11).
+    """
+    target, indices, values = args[:3]
+    if not (args[3] if len(args) > 3 else False):
+        return 0
+    places = math.prod(size for size, index in zip(target.shape, indices, strict=False) if index is not None)
+    row = target.numel() // max(places, 1)
+    meeting = int(values.numel() // max(row * places, 1))
+    return int(6 * values.numel() * values.element_size()) + 6_000_000 * max(meeting - 1, 0)
+
+
+# What CUDA's kernels take longer than their products, or than their operands' bytes, in bytes that move as long.
+SLOW_KERNELS: dict[Any, Callable[[Any, Any], int]] = {
+    # Two kernels, where three tensors are counted: see CUDA_TEMPORARIES.
+    aten._softmax_backward_data: lambda args, result: 3 * _as_its_gradient(args),
+    aten._grouped_mm: _matrices_of_experts,
+    aten.index_put: _rows_that_meet,
 }
 
 

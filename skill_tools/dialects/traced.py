@@ -22,9 +22,9 @@ class Growth(NamedTuple):
 
 
 class Span(NamedTuple):
-    """A part of a step: forward and loss, or one block's backward, and the most bytes alive in it beyond the weights.
+    """A part of a step: forward and loss, one block's backward, or the end of backward; and the most bytes alive in it.
 
-    `kept` holds the gradients that are finished by then, `freed` does not.
+    The weights are not in them. `kept` holds the gradients that are finished by then, `freed` does not.
     """
 
     name: str

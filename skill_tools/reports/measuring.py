@@ -24,6 +24,7 @@ _RATES = (
     ("host memory, triad", "host_triad_GBs", "GB/s"),
     ("device memory, copy", "hbm_GBs", "GB/s"),
     ("bf16 matrix product", "bf16_matmul_TFLOPs", "TFLOP/s"),
+    ("launch of a kernel", "launch_us", "us"),
     ("CPU update, best", "cpu_adam_fused_Gparam_s", "1e9 parameters/s"),
     ("torch fused AdamW, a call a tensor", "cpu_adam_perparam_fused_Gparam_s", "1e9 parameters/s"),
     ("CPU update with copies", "cpu_with_copies_Gparam_s", "1e9 parameters/s"),

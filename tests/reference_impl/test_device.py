@@ -82,6 +82,23 @@ def test_copies_round_trip(device):
     assert torch.equal(source, target)
 
 
+@pytest.mark.cuda
+@pytest.mark.parametrize("each_mib", [3, 11, 30])
+def test_an_allocator_keeps_to_its_limit(each_mib):
+    """Also where its segments grow by whole pages, for which it does not ask."""
+    allocator = Device.of("cuda").allocator
+    allocator.free_bytes()
+    limit_bytes = torch.cuda.memory_reserved() + 200 * 2**20
+    allocator.limit(limit_bytes)
+    taken = []
+    try:
+        with pytest.raises(torch.OutOfMemoryError):
+            taken.extend(torch.empty(each_mib * 2**20, dtype=torch.uint8, device="cuda") for _ in range(100))
+        assert limit_bytes - 64 * 2**20 < torch.cuda.memory_reserved() <= limit_bytes
+    finally:
+        allocator.limit(None)
+
+
 class Somebody:
     """Waits for small copies."""
 

@@ -162,7 +162,9 @@ def traced_seconds(run: Run, step: TracedStep, machine: Machine) -> float:
     products = step.flops.at(run.micro_batch, run.seq_length) / machine.gemm
     moved = step.moved_bytes.at(run.micro_batch, run.seq_length)
     others = moved / (machine.hbm * constants["elementwise_share"])
-    launches = step.kernels * (machine.launch_s or constants["launch_s"])
+    groups = len(step.layers) + 1 if run.is_fully_sharded else 0
+    launched = step.kernels + groups * constants["group_launches"]
+    launches = launched * (machine.launch_s or constants["launch_s"])
     return max(constants["eager_factor"] * (products + others), launches)
 
 

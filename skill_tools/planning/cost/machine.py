@@ -37,6 +37,7 @@ _SIZES = (
     "peer_GBs",
     "network_GBs",
     "staged_GBs",
+    "launch_us",
     "gpu_memory_bytes",
     "host_memory_bytes",
     "pinned_memory_bytes",
@@ -55,9 +56,9 @@ class Machine(NamedTuple):
     are what the reference implementation's optimizer reaches of the link, one way, of host memory and of the cores.
     `staged_copy` is one direction of copies of pageable memory while the other runs too, 0 where nobody measured it.
     `peers` is what a rank receives in a collective inside a node, over the link where `peers_on_link`; `network` is its
-    share of what a node receives from others. `launch_s` is what the host takes to launch a kernel of an eager step, by
-    default that of `hardware.yaml`. `measured` says that the rates come from this machine. `named` is false where the
-    rates of this GPU stand for one of which only the memory is known.
+    share of what a node receives from others. `launch_s` is what the host takes to launch a kernel of an eager step,
+    None where nobody measured it: then `hardware.yaml` says it. `measured` says that the rates come from this machine.
+    `named` is false where the rates of this GPU stand for one of which only the memory is known.
     """
 
     name: str
@@ -209,6 +210,7 @@ def from_profile(data: Mapping[str, Any], *, name: str, source: str) -> Machine:
         host_memory_bytes=round(data.get("host_memory_bytes", 0)),
         pinned_memory_bytes=round(data.get("pinned_memory_bytes", 0)),
         staged_copy=data.get("staged_GBs", 0) * 1e9,
+        launch_s=data.get("launch_us", 0) / 1e6 * model_constants()["launch_factor"] or None,
         gpus_per_node=round(data.get("gpus_per_node", 1)),
         gemm=data["bf16_matmul_TFLOPs"] * 1e12,
         hbm=data.get("hbm_GBs", 4800) * 1e9,

@@ -39,20 +39,23 @@ def slowest(run: Run, machine: Machine) -> Machine:
     """Return the machine if all its rates are at the low end."""
     constants = model_constants()
     launch_s = constants["launch_slow_s"]
+    if machine.launch_s is not None:
+        launch_s = machine.launch_s * constants["range_launch"]
     if machine.measured:
         each = 1 / constants["range_probed"]
         return _scaled(machine, compute=each, link=each, host=each, launch_s=launch_s)
     compute_s = constants["range_traced" if run.traced else "range_by_formula"]
     host = min(1 / constants["host_share"], 1 / constants["range_host"])
-    return _scaled(
-        machine, compute=1 / compute_s, link=1 / constants["range_link"], host=host, launch_s=launch_s
-    )
+    link = constants["range_link_shared" if run.layout.ranks_on_node > 1 else "range_link"]
+    return _scaled(machine, compute=1 / compute_s, link=1 / link, host=host, launch_s=launch_s)
 
 
 def fastest(run: Run, machine: Machine) -> Machine:
     """Return the machine if all its rates are at the high end."""
     constants = model_constants()
     launch_s = constants["launch_fast_s"]
+    if machine.launch_s is not None:
+        launch_s = machine.launch_s / constants["range_launch"]
     if machine.measured:
         each = constants["range_probed"]
         return _scaled(machine, compute=each, link=each, host=each, launch_s=launch_s)

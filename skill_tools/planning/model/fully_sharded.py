@@ -97,11 +97,15 @@ def _table_and_head(run: Run, size: Sizes) -> list[Line]:
 
 
 def _tied_table(run: Run, size: Sizes) -> list[Line]:
-    """Return what a tied table takes, which is gathered for the whole step; its gradient waits for the embedding's."""
+    """Return what a tied table takes, which is gathered for the whole step; its gradient waits for the embedding's.
+
+    A trace has seen that gradient wait.
+    """
     assert run.spread is not None
     gathered, block = run.spread.gathered_bytes * size.outside, run.spread.gathered_bytes * size.block
     logits = _logits_bytes(run)
     made = gathered if run.adapter is None else 0.0
+    reduced = run.spread.reduced_bytes * (size.outside + size.block) if run.adapter is None else 0.0
     formula = each(run.spread.gathered_bytes, size.outside, "parameters of the root")
     return _some(
         Line("gathered table", round(gathered), f"{formula}, for the whole step", "step"),
@@ -116,11 +120,16 @@ def _tied_table(run: Run, size: Sizes) -> list[Line]:
         ),
         Line(
             "the head's gradient of the tied table",
-            round(made),
+            round(made if run.traced is None else 0),
             f"{formula}, which waits for the embedding's",
             "recompute",
         ),
-        Line("gradients of the tied table", round(3 * made), "two gradients and their sum", "embedding"),
+        Line(
+            "gradient of the tied table in its reduce-scatter",
+            round(reduced),
+            "beside the block's that was reduced before; the sum of both gradients is where the gathered table was",
+            "embedding",
+        ),
     )
 
 
@@ -194,6 +203,35 @@ def leaving(run: Run, mode: Mode, shard: int) -> list[Line]:
         f"{reference.GRADIENTS_IN_FLIGHT_BYTES >> 20} MiB on their way, and the shards of {_UNCOUNTED} blocks"
     )
     return [Line("gradients to the host", round(min(waiting, wide * on_cpu)), formula, "backward")]
+
+
+def table_on_the_cpu(run: Run, mode: Mode, shard: int) -> list[Line]:
+    """Return what a table takes of which the CPU updates all, or what the GPU does not.
+
+    The first elements of the forward stay, and the table has them. If it is cut by that, its gradient stays as a whole,
+    and an fp32 weight is no master of its own, so that both parts change at once.
+    """
+    table = run.shape.vocab * run.shape.hidden // run.weight_shards
+    resident = round(shard * (1 - mode.optimizer_fraction))
+    streams = mode.streamed_fraction >= mode.optimizer_fraction / 2
+    if mode.optimizer_engine is not OptimizerEngine.REFERENCE or streams or resident >= table:
+        return []
+    precision = run.precision
+    master_bytes = 4 if precision.weight_bytes == 4 else 0
+    leaves = precision.gradient_bytes * (table - resident) if gradients_leave(run, mode) else 0
+    return _some(
+        Line(
+            "master weights of a cut table",
+            round(master_bytes * resident),
+            each(master_bytes, resident, "whose other part the CPU updates"),
+        ),
+        Line(
+            "gradient of the table",
+            round(leaves),
+            each(precision.gradient_bytes, table - resident, "that the CPU updates"),
+            "backward" if resident else "embedding",
+        ),
+    )
 
 
 def _on_cpu(mode: Mode, shard: int) -> int:

@@ -58,7 +58,10 @@ def _lines(run: Run, mode: Mode, local: LocalParameters) -> tuple[list[Line], li
     made = local.total - _without_gradients(run)
     gradients = _gradients(run, mode, made)
     leaving = (
-        fully_sharded.leaving(run, mode, local.shard)
+        [
+            *fully_sharded.leaving(run, mode, local.shard),
+            *fully_sharded.table_on_the_cpu(run, mode, local.shard),
+        ]
         if run.is_fully_sharded
         else _leaving(run, mode, made // run.weight_shards)
     )

@@ -42,7 +42,7 @@ def sizes(model: TracedModel, sequences: int, length: int, *, recomputed: bool) 
     saved = (0.0, *accumulate(layer.at(sequences, length) for layer in step.layers))
     moments = []
     for index, span in enumerate(step.spans):
-        layers = len(step.layers) - max(index - 1, 0)
+        layers = max(len(step.layers) - max(index - 1, 0), 0)
         freed = span.freed.at(sequences, length)
         kept = max(span.kept.at(sequences, length), freed)
         moments.append(Moment(span.name, layers, saved[layers], freed - saved[layers], kept - freed))
@@ -102,9 +102,12 @@ def _levels(run: Run, model: TracedModel, mode: Mode, kept: Kept) -> tuple[Level
     found = sizes(model, run.micro_batch, run.seq_length, recomputed=recompute.granularity == "full")
     gone = max(found.saved_up_to[-1] - (kept.stays - kept.waiting), 0.0)
     levels = []
+    count = len(found.saved_up_to)
     loss = found.moments[0]._replace(work=loss_bytes(run, found.moments[0].work))
-    blocks = [each._replace(work=in_slices(run, mode, each.work)) for each in found.moments[1:]]
-    for index, moment in enumerate((loss, *blocks)):
+    blocks = [each._replace(work=in_slices(run, mode, each.work)) for each in found.moments[1:count]]
+    # What FSDP2 does at the end with a tied table, its own lines count.
+    after = () if run.is_fully_sharded and run.shape.tied_embeddings else found.moments[count:]
+    for index, moment in enumerate((loss, *blocks, *after)):
         away = _away(mode, found.saved_up_to, moment, index, gone)
         here = moment.saved - away + (0.0 if index else kept.waiting)
         moved = f", less {away / GIB:.2f} GiB that are away" if away else ""
@@ -116,13 +119,14 @@ def _levels(run: Run, model: TracedModel, mode: Mode, kept: Kept) -> tuple[Level
         )
         alive = tuple(line for line in lines if line.bytes)
         levels.append(Level(alive, here + moment.work, moment.gradients))
-    in_loss, *in_blocks = levels
+    in_loss, *in_blocks = levels[:count]
     ends = [in_loss._replace(within=_LOSS)]
     if run.is_fully_sharded:
         # Then the head's backward, when the loss is gone.
         left = tuple(line for line in in_loss.lines if line.when == "step")
         ends.append(Level(left, sum(line.bytes for line in left), 0.0, _HEAD))
-    ends += [in_blocks[0]._replace(within=_LAST_BLOCK), in_blocks[-1]._replace(within=_FIRST_BLOCK)]
+    ends += [in_blocks[0]._replace(within=_LAST_BLOCK)]
+    ends += [level._replace(within=_FIRST_BLOCK) for level in (in_blocks[-1], *levels[count:])]
     between = sorted(in_blocks[1:-1], key=lambda level: (-level.held, -level.gradients))
     kept_levels: list[Level] = []
     for level in between:

@@ -99,8 +99,8 @@ def test_frozen_layers_of_a_model_on_the_host_stream_to_the_gpu(what):
     before = [param.clone() for param in model.parameters()]
     ids = torch.randint(SHAPE.vocab, (1, 256), device="cuda")
     torch.cuda.reset_peak_memory_stats()
-    # The weights take 713 MiB and more.
-    optimizer = torch.optim.AdamW(trained, lr=1e-4)
+    # The weights take 713 MiB and more. A norm's ones are 0.4 % from the next bf16 number below.
+    optimizer = torch.optim.AdamW(trained, lr=1e-2)
     with fit(model, optimizer, ids, loss_of, gpu_budget=600 * MIB, device="cuda") as fitted:
         assert "weights" in fitted.plan["execute"]
         for _ in range(3):

@@ -237,6 +237,23 @@ def test_a_profile_knows_other_batches_and_lengths(recomputes, frees_gradients):
     assert peaks[span] == pytest.approx(max(peaks.values()), rel=1e-3)
 
 
+@pytest.mark.parametrize("recomputes", WAYS)
+def test_the_gradients_of_a_tied_table_meet_in_a_span_of_their_own(recomputes):
+    """However few tokens a batch has, as many bytes wait there; in the first block's backward they would grow."""
+
+    def model():
+        return Model(is_tied=True, words=20_000)
+
+    table = model().embedding.weight.nbytes
+    few, many = (trace(model(), batch(1, n), loss_of, checkpointing=recomputes).peaks for n in (16, 32))
+    assert few["end of backward"] == many["end of backward"] >= 3 * table
+    assert few["backward of block 0"] < many["backward of block 0"]
+    profile = profile_model(model(), batch, loss_of, tokens=512)
+    assert peak_bytes(profile, 1, 16, checkpointing=recomputes)[0] == pytest.approx(
+        max(few.values()), rel=0.01
+    )
+
+
 def test_what_grows_with_the_square_of_the_length_is_told_apart():
     def make(sequences, length):
         return torch.zeros(sequences, length, 16)
@@ -273,7 +290,11 @@ def test_what_each_sequence_takes_whatever_its_length_is_in_the_profile():
     traced = trace(WithAnImage(), make(3, 640), with_image)
     assert at(step["flops"], 3, 640) == pytest.approx(traced.flops, rel=1e-6)
     for span, growth in step["peaks"].items():
-        assert at(growth, 3, 640) == pytest.approx(traced.peaks[span], rel=1e-3)
+        # The end has moments of several kinds, the embedding's and the tower's; which is the highest depends on both.
+        assert at(growth, 3, 640) == pytest.approx(traced.peaks[span], rel=1e-3) or span == "end of backward"
+    assert max(at(growth, 3, 640) for growth in step["peaks"].values()) == pytest.approx(
+        traced.peak_bytes, rel=1e-3
+    )
     # A profile of text alone would count it as tokens, and be wrong where sequences are longer.
     text = profile_model(WithAnImage(), make, with_image, tokens=256)["steps"][0]
     assert abs(at(text["flops"], 3, 640) - traced.flops) > 1e-3 * traced.flops
@@ -379,7 +400,8 @@ def test_blocks_before_the_first_trained_one_have_no_backward(frozen, recomputes
     model.recomputes = recomputes
     assert step.peak_bytes == measured(model, ids)
     assert step.layer_bytes[0] < step.layer_bytes[2] or recomputes
-    assert list(step.peaks) == ["forward and loss", *(f"backward of block {index}" for index in (2, 1, 0))]
+    of_blocks = [f"backward of block {index}" for index in (2, 1, 0)]
+    assert list(step.peaks) == ["forward and loss", *of_blocks, "end of backward"]
     assert step.blocks_without_backward == frozen
 
 

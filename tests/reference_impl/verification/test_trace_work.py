@@ -65,9 +65,50 @@ def test_grouped_queries_are_traced():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_products_of_experts_count_each_row_once(dtype):
     """In fp32 too, which torch takes on CPU and CUDA, and refuses on meta."""
+    rows = torch.empty(96, 32, device="meta", dtype=dtype)
+    experts = torch.empty(4, 32, 64, device="meta", dtype=dtype)
+    ends = torch.empty(4, device="meta", dtype=torch.int32)
     with TraceLedger() as ledger:
-        rows = torch.empty(96, 32, device="meta", dtype=dtype)
-        experts = torch.empty(4, 32, 64, device="meta", dtype=dtype)
-        result = torch.ops.aten._grouped_mm(rows, experts, torch.empty(4, device="meta", dtype=torch.int32))
+        result = torch.ops.aten._grouped_mm(rows, experts, ends)
     assert (result.shape, result.dtype) == ((96, 64), dtype)
     assert sum(ledger.flops.values()) == 2 * 96 * 32 * 64
+    if dtype == torch.bfloat16:
+        assert sum(ledger.moved_bytes.values()) == experts.nbytes
+
+
+def moved_bytes(operation):
+    with TraceLedger() as ledger:
+        operation()
+    return sum(ledger.moved_bytes.values())
+
+
+def test_the_gradient_of_experts_counts_their_matrices():
+    rows, gradients = (torch.empty(96, size, device="meta", dtype=torch.bfloat16) for size in (32, 64))
+    ends = torch.empty(4, device="meta", dtype=torch.int32)
+    found = moved_bytes(lambda: torch.ops.aten._grouped_mm(rows.t(), gradients, ends))
+    assert found == 4 * 32 * 64 * 2
+
+
+def test_rows_that_meet_where_an_index_says_take_longer():
+    """As the gradient of experts' biases, where many rows go to one place; without a sum nothing meets."""
+    values = torch.empty(4096, 512, device="meta", dtype=torch.bfloat16)
+    index = torch.empty(4096, device="meta", dtype=torch.int64)
+
+    def put(places, **options):
+        target = torch.empty(places, 512, device="meta", dtype=torch.bfloat16)
+        return moved_bytes(lambda: torch.ops.aten.index_put(target, [index], values, **options))
+
+    operands = values.nbytes + index.nbytes
+    assert put(4096) == operands + 2 * values.nbytes
+    assert put(4096, accumulate=True) == operands + 8 * values.nbytes
+    few = put(32, accumulate=True)
+    assert few == operands + 6 * values.nbytes + 2 * 32 * 512 * 2 + 127 * 6_000_000
+    by_two = torch.empty(8, 4, 512, device="meta", dtype=torch.bfloat16)
+    found = moved_bytes(lambda: torch.ops.aten.index_put(by_two, [index, index], values, accumulate=True))
+    assert found == few + index.nbytes
+
+
+def test_the_backward_of_softmax_is_two_kernels():
+    scores = torch.empty(8, 64, 64, device="meta")
+    found = moved_bytes(lambda: torch.ops.aten._softmax_backward_data(scores, scores, -1, torch.float32))
+    assert found == 6 * scores.nbytes

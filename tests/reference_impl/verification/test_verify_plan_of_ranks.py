@@ -166,6 +166,21 @@ def test_they_are_so_where_the_model_computes_its_loss(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked_ranks")
+@pytest.mark.parametrize("memory", ["28MB", "23MB", "22MB", "20.5MB"])
+def test_a_tied_table_that_both_the_gpu_and_the_cpu_update_counts_as_a_whole(
+    made: Make, tmp_path: Path, memory: str
+) -> None:
+    """Of few tokens, so that the most is alive where both gradients of the table meet."""
+    pytest.importorskip("transformers.modeling_utils", reason="transformers is not installed")
+    (tmp_path / "config.json").write_text(json.dumps(MANY_WORDS | {"tie_word_embeddings": True}))
+    profile = tmp_path / "profile.json"
+    assert main(["trace", str(tmp_path / "config.json"), "--out", str(profile)]) == 0
+    batch = "seq_length=16 micro_batch_size=1"
+    verified(made("--trace", str(profile), "--tensor-memory", memory, overrides=batch), most_error=0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("forked_ranks")
 def test_the_copy_that_only_gloo_makes_is_not_counted() -> None:
     assert launch(2, Device.of("cpu"), launched_ranks.reduce_and_scatter) == [({2.0}, 0)] * 2
 

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from reference_impl.device import Device
 from reference_impl.memory.ledger import Ledger
 from reference_impl.weights import FrozenLayerStreamer
 
@@ -83,13 +82,13 @@ def test_what_trains_stays_where_it_is(trainee, device):
 def test_what_copies_read_is_pinned(trainee, device, monkeypatch):
     if not device.pins_host_memory:
         pytest.skip("the CPU twin does not pin")
-    sources, copy_in = [], Device.copy_in
+    sources, copy_in = [], type(device).copy_in
 
     def watched(self, target, host, *, after):
         sources.append((host.data_ptr(), host.is_pinned()))
         return copy_in(self, target, host, after=after)
 
-    monkeypatch.setattr(Device, "copy_in", watched)
+    monkeypatch.setattr(type(device), "copy_in", watched)
     for limit in (None, 3 * trainee.layer_bytes):
         sources.clear()
         with FrozenLayerStreamer(trainee.model, prefetch=1, host_limit_bytes=limit):
@@ -99,9 +98,9 @@ def test_what_copies_read_is_pinned(trainee, device, monkeypatch):
         assert all(is_pinned for _, is_pinned in sources)
 
 
-def test_nothing_is_ever_copied_back(trainee, monkeypatch):
+def test_nothing_is_ever_copied_back(trainee, device, monkeypatch):
     with FrozenLayerStreamer(trainee.model, prefetch=1):
-        monkeypatch.setattr(Device, "copy_out", None)
+        monkeypatch.setattr(type(device), "copy_out", None)
         trainee.step()
         trainee.step()
 
@@ -248,8 +247,8 @@ def test_weights_in_mapped_files(trainee, device, tmp_path):
     assert trainee.layers[3].up.base.weight.data_ptr() == mapped
 
 
-def test_a_file_that_cannot_be_read_is_no_silent_zero(trainee, monkeypatch):
-    copy_in = Device.copy_in
+def test_a_file_that_cannot_be_read_is_no_silent_zero(trainee, device, monkeypatch):
+    copy_in = type(device).copy_in
 
     def fail(*args, **options):
         if threading.current_thread().name.startswith("frozen-weights"):
@@ -258,7 +257,7 @@ def test_a_file_that_cannot_be_read_is_no_silent_zero(trainee, monkeypatch):
 
     with FrozenLayerStreamer(trainee.model, host_limit_bytes=2 * trainee.layer_bytes):
         trainee.step()
-        monkeypatch.setattr(Device, "copy_in", fail)
+        monkeypatch.setattr(type(device), "copy_in", fail)
         with pytest.raises(OSError, match="planted"):
             trainee.step()
         monkeypatch.undo()

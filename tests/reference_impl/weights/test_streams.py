@@ -5,7 +5,7 @@ import torch
 from lora_trainee import Trainee
 from one_step import run_step
 
-from reference_impl.device import Device
+from reference_impl.device.cuda import CudaDevice
 from reference_impl.verification.model import Decoder, DecoderShape, add_lora
 from reference_impl.weights import FrozenLayerStreamer
 
@@ -30,14 +30,14 @@ def check_steps(trainee, expected, steps=3, **options):
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
 def test_copies_that_come_late(trainee, monkeypatch, prefetch):
     expected = trainee.step()
-    copy_in = Device.copy_in
+    copy_in = CudaDevice.copy_in
 
     def late(self, target, host, *, after):
         with self.on_h2d():
             torch.cuda._sleep(LONG)
         return copy_in(self, target, host, after=after)
 
-    monkeypatch.setattr(Device, "copy_in", late)
+    monkeypatch.setattr(CudaDevice, "copy_in", late)
     check_steps(trainee, expected, prefetch=prefetch)
 
 
@@ -77,14 +77,14 @@ def test_a_new_stream_in_every_step(trainee):
 
 def test_staged_weights_that_come_late(trainee, monkeypatch):
     expected = trainee.step()
-    copy_in = Device.copy_in
+    copy_in = CudaDevice.copy_in
 
     def late(self, target, host, *, after):
         with self.on_h2d():
             torch.cuda._sleep(LONG)
         return copy_in(self, target, host, after=after)
 
-    monkeypatch.setattr(Device, "copy_in", late)
+    monkeypatch.setattr(CudaDevice, "copy_in", late)
     limit = 3 * trainee.layer_bytes
     check_steps(trainee, expected, prefetch=1, host_limit_bytes=limit)
 
@@ -101,14 +101,14 @@ def test_a_loss_beside_a_blocks_output_waits_for_its_copy(trainee, monkeypatch, 
         return seen[0].square().mean()
 
     expected = run_step(trainee.model, loss)
-    copy_in = Device.copy_in
+    copy_in = CudaDevice.copy_in
 
     def late(self, target, host, *, after):
         with self.on_h2d():
             torch.cuda._sleep(LONG)
         return copy_in(self, target, host, after=after)
 
-    monkeypatch.setattr(Device, "copy_in", late)
+    monkeypatch.setattr(CudaDevice, "copy_in", late)
     with FrozenLayerStreamer(trainee.model, prefetch=prefetch):
         for _ in range(3):
             assert run_step(trainee.model, loss) == expected

@@ -171,6 +171,26 @@ def test_few_tokens_take_what_the_host_takes_to_launch_them(model: str, measured
     assert 0.6 * measured_s <= launches_s <= step_s
 
 
+@pytest.mark.parametrize(("model", "measured_s"), [("gemma-3-4b", 0.219), ("qwen3-4b", 0.168)])
+def test_a_probe_says_how_fast_a_host_launches(model: str, measured_s: float) -> None:
+    """As above with nothing computed twice, on a host whose probe found 17.3 us a launch."""
+    run = run_of(Row(model, 1, 2048, Mode(), 0))
+    assert run.traced is not None
+    plain = run.traced.plain
+    rates = machine.known("h200", ranks_on_node=1)
+    probed, twice = (
+        rates._replace(measured=True, launch_s=factor * 17.3e-6 * machine.model_constants()["launch_factor"])
+        for factor in (1, 2)
+    )
+    assert compute.traced_seconds(run, plain, probed) == pytest.approx(measured_s, rel=0.08)
+    assert compute.traced_seconds(run, plain, twice) > 1.7 * measured_s
+    least_s, most_s = (
+        compute.traced_seconds(run, plain, each(run, probed))
+        for each in (time_range.fastest, time_range.slowest)
+    )
+    assert least_s < measured_s < most_s
+
+
 @pytest.mark.parametrize(
     ("model", "length", "recompute", "traced_gib"),
     [

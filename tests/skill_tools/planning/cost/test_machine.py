@@ -86,6 +86,14 @@ def test_updates_that_were_measured_whole_win_over_what_the_machine_could_do() -
     assert machine.from_profile(RATES, name="x", source="profile.json").update_link == 50e9
 
 
+def test_a_host_s_launches_are_a_rate_of_it_where_they_were_measured() -> None:
+    probed = machine.from_profile({**RATES, "launch_us": 20}, name="x", source="profile.json")
+    assert probed.launch_s == pytest.approx(20e-6 * machine.model_constants()["launch_factor"])
+    assert machine.from_profile(RATES, name="x", source="profile.json").launch_s is None
+    with pytest.raises(UnusableInput, match="launch_us = -1"):
+        machine.from_profile({**RATES, "launch_us": -1}, name="x", source="profile.json")
+
+
 @pytest.mark.parametrize(
     ("typed", "known"),
     [
