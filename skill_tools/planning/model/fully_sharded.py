@@ -198,10 +198,11 @@ def leaving(run: Run, mode: Mode, shard: int) -> list[Line]:
     if not (on_cpu and gradients_leave(run, mode)):
         return []
     wide = run.precision.gradient_bytes
-    waiting = reference.GRADIENTS_IN_FLIGHT_BYTES + wide * _UNCOUNTED * _block_shard(run, shard)
-    formula = (
-        f"{reference.GRADIENTS_IN_FLIGHT_BYTES >> 20} MiB on their way, and the shards of {_UNCOUNTED} blocks"
-    )
+    head = 0 if run.shape.tied_embeddings else run.shape.vocab * run.shape.hidden // run.weight_shards
+    # One that is longer waits alone: the head's, the first of all.
+    at_once = max(reference.GRADIENTS_IN_FLIGHT_BYTES, round(wide * head) if head <= on_cpu else 0)
+    waiting = at_once + wide * _UNCOUNTED * _block_shard(run, shard)
+    formula = f"{at_once >> 20} MiB on their way, and the shards of {_UNCOUNTED} blocks"
     return [Line("gradients to the host", round(min(waiting, wide * on_cpu)), formula, "backward")]
 
 
@@ -214,7 +215,8 @@ def table_on_the_cpu(run: Run, mode: Mode, shard: int) -> list[Line]:
     table = run.shape.vocab * run.shape.hidden // run.weight_shards
     resident = round(shard * (1 - mode.optimizer_fraction))
     streams = mode.streamed_fraction >= mode.optimizer_fraction / 2
-    if mode.optimizer_engine is not OptimizerEngine.REFERENCE or streams or resident >= table:
+    is_ours = mode.optimizer_engine is OptimizerEngine.REFERENCE
+    if not is_ours or streams or resident >= table or run.trained_share < 1:
         return []
     precision = run.precision
     master_bytes = 4 if precision.weight_bytes == 4 else 0

@@ -58,16 +58,14 @@ def _lines(run: Run, mode: Mode, local: LocalParameters) -> tuple[list[Line], li
     made = local.total - _without_gradients(run)
     gradients = _gradients(run, mode, made)
     leaving = (
-        [
-            *fully_sharded.leaving(run, mode, local.shard),
-            *fully_sharded.table_on_the_cpu(run, mode, local.shard),
-        ]
+        fully_sharded.leaving(run, mode, local.shard)
         if run.is_fully_sharded
         else _leaving(run, mode, made // run.weight_shards)
     )
     states, host = _optimizer(run, mode, local.shard)
     gpu += [gradients, *_tied_sum(run), *states] if gradients.bytes else states
     gpu += leaving if run.gradients_wait else []
+    gpu += fully_sharded.table_on_the_cpu(run, mode, local.shard) if run.is_fully_sharded else []
     if mode.offload_parameters:
         return _gathered(run, mode, local), _sharded_host(run, mode, gpu, local.shard)
     if streamed:
