@@ -17,6 +17,12 @@ from reference_impl.device import REACHED, CpuTwin
 COPY_STREAMS = ("h2d", "d2h", "gradients", "weights")
 
 
+def _places(*tensors):
+    """Where the memory of each tensor is, and how much of it there is: both change where a storage is resized."""
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return [(storage.data_ptr(), storage.nbytes()) for storage in storages]
+
+
 class Late:
     """An event: what a copy stream had been given when it was recorded."""
 
@@ -74,7 +80,13 @@ class LateTwin(CpuTwin):
         return self.on("kernels")
 
     def copy(self, target, source):
-        self.do(lambda: target.copy_(source))
+        places = _places(target, source)
+
+        def land():
+            assert _places(target, source) == places, "memory was freed that a copy still uses"
+            target.copy_(source)
+
+        self.do(land)
         return REACHED
 
     def copy_out(self, host, source, *, after, for_threads=False):
