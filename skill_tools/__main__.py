@@ -25,7 +25,7 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
         "plan": "choose an offload for a configuration and a GPU",
         "diagnose": "find the rule behind an error in a log, and plan from it",
         "trace": "say what memory a step of a Hugging Face model takes, without a GPU",
-        "probe": "measure this machine's copies, memory, updates and disk",
+        "probe": "measure this machine's copies, memory, launches, updates and disk",
         "verify": "train a small model with each mechanism and compare",
         "card": "check or render the documents of this repository",
     }

@@ -1,4 +1,4 @@
-"""Measure this machine in at most 20 seconds: copies, memory, updates on CPU and device, disk.
+"""Measure this machine in at most 20 seconds: copies, memory, launches, updates on CPU and device, disk.
 
   offload probe                       print the rates, and keep a GPU's for `offload plan` on this machine
   offload probe --out profile.json    also write them, for `offload plan --profile profile.json`
