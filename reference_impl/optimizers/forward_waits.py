@@ -61,9 +61,10 @@ class ForwardWaits:
         gates: bool = True,
     ) -> None:
         self._model = weakref.ref(model)
-        self._clock = self._forward_start = max((member.order for member in members.values()), default=0)
+        # What happens in order, as numbers: dynamo follows these hooks, and in torch 2.11 fails at sets of members.
+        self._clock = max((member.order for member in members.values()), default=0)
+        self._forward_start = self._last_step = self._clock
         self._handles: list[RemovableHandle] = []
-        self._ran: set[Member] = set()
         self._unannounced: list[Member] = []
         self._wait = forgetful(wait_for)
         refresh = forgetful(refresh_masters)
@@ -137,7 +138,6 @@ class ForwardWaits:
         for member in members:
             if member.order <= self._forward_start:
                 member.order = self._clock
-        self._ran.update(members)
 
     def _forward_hook(self, own: Sequence[Member]) -> Callable[[nn.Module, Any], None]:
         def hook(module: nn.Module, args: Any) -> None:
@@ -154,12 +154,13 @@ class ForwardWaits:
         It uses new gradients of `members`: note those whose modules no forward since the last step has run.
         """
         self._gates.on_step()
-        if self._ran:
+        if self._clock > self._last_step:
             for member in members:
-                if member not in self._ran and member not in self._unannounced:
+                if member.order <= self._last_step and member not in self._unannounced:
                     self._unannounced.append(member)
                     member.order = -1
-        self._ran.clear()
+        # A module that is called by itself now is used for the first time again.
+        self._forward_start = self._last_step = self._clock
 
     def _gate_hook(self, gate: Gate) -> Callable[[nn.Module, Any], None]:
         def hook(module: nn.Module, args: Any) -> None:
