@@ -90,7 +90,7 @@ class Search:
         self._dialect = dialect
         self._run, self._machine, self.speed = run, machine, speed
         self.judged = judge or Judge(config, versions)
-        # Beside optimizer offload, which divides states too, streamed layers keep theirs on the host.
+        # Where optimizer offload would divide states too, see `_refilled`.
         self._places_states = not restriction.allows(OPTIMIZER)
         self._legal: list[tuple[Candidate, Legality]] = []
         self.ruled_out: list[Forbidden] = []
@@ -176,8 +176,13 @@ class Search:
         return self._option(least, partial if least is not candidate else legality, enough, budget)
 
     def _refilled(self, found: list[Option], budget: Budget) -> list[Option]:
-        """Return `found`; if nothing fits, with states on the GPU that the host has no room for."""
-        if any(option.fits for option in found):
+        """Return `found`; where layers that stream are the best that fits, or nothing is, with their states placed.
+
+        The GPU may have room for states that the host has not, and what else it has is not to stay empty. Elsewhere
+        optimizer offload is simpler, and about as fast.
+        """
+        best = min((option for option in found if option.fits), key=preference, default=None)
+        if best is not None and not best.candidate.mode.trained_layers:
             return found
         return [self._placed(option, budget) for option in found]
 

@@ -207,7 +207,7 @@ LOOP = ("--framework", "pytorch", "--host-memory", "160GB")
         ),
         (
             "--model llama-3-8b --gpu rtx4090 --overrides recompute_granularity=full",
-            "weights resident:\ntake checkpointing out of the loop\nto carry it out, save it",
+            "states resident:\ntake checkpointing out of the loop\nto carry it out, save it",
         ),
         (
             "--model llama-3-8b --gpu h100 --gpu-memory 12GiB --overrides lora_rank=16",
