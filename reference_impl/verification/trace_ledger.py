@@ -57,10 +57,11 @@ class TraceLedger(TorchDispatchMode):
 
     `live_bytes` counts what was born while the ledger was open and `gradient_bytes` what of it are finished gradients;
     `peaks` is the most of the first in each span, `peaks_without_gradients` the most without the second, as where each
-    gradient leaves when it is finished. `flops` and `moved_bytes` say what kernels compute, read and write. Views make
-    no storage, and operations in place none either. A question for one bool is answered with `answer` and counted in
-    `assumed`. `modules` is the stack of names of the modules whose forward runs. `temporaries` says of which operation
-    the kernel makes a tensor that it frees again, and how many bytes that has, by the arguments.
+    gradient leaves when it is finished. `flops` and `moved_bytes` say what kernels compute, read and write;
+    `SLOW_KERNELS` count for more. Views make no storage, and operations in place none either. A question for one bool
+    is answered with `answer` and counted in `assumed`. `modules` is the stack of names of the modules whose forward
+    runs. `temporaries` says of which operation the kernel makes a tensor that it frees again, and how many bytes that
+    has, by the arguments.
     """
 
     def __init__(
@@ -240,8 +241,8 @@ def _rows_that_meet(args: Any, result: Any) -> int:
     of indexing took 5.0 ms of 12 layers of Qwen3-30B, whose operands move in 1.0 ms, and 15.2 ms of 8 layers of
     gpt-oss-20B, where 256 rows meet in each expert's bias, instead of 0.9 (one H200, torch 2.11).
     """
-    target, indices, values = args[:3]
-    if not (args[3] if len(args) > 3 else False):
+    target, indices, values, *accumulates = args
+    if not any(accumulates):
         return 0
     places = math.prod(size for size, index in zip(target.shape, indices, strict=False) if index is not None)
     row = target.numel() // max(places, 1)

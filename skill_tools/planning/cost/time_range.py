@@ -39,7 +39,7 @@ def slowest(run: Run, machine: Machine) -> Machine:
     """Return the machine if all its rates are at the low end."""
     constants = model_constants()
     launch_s = constants["launch_slow_s"]
-    if machine.launch_s is not None:
+    if machine.launch_s:
         launch_s = machine.launch_s * constants["range_launch"]
     if machine.measured:
         each = 1 / constants["range_probed"]
@@ -54,7 +54,7 @@ def fastest(run: Run, machine: Machine) -> Machine:
     """Return the machine if all its rates are at the high end."""
     constants = model_constants()
     launch_s = constants["launch_fast_s"]
-    if machine.launch_s is not None:
+    if machine.launch_s:
         launch_s = machine.launch_s / constants["range_launch"]
     if machine.measured:
         each = constants["range_probed"]

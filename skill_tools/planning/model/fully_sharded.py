@@ -198,12 +198,22 @@ def leaving(run: Run, mode: Mode, shard: int) -> list[Line]:
     if not (on_cpu and gradients_leave(run, mode)):
         return []
     wide = run.precision.gradient_bytes
-    head = 0 if run.shape.tied_embeddings else run.shape.vocab * run.shape.hidden // run.weight_shards
+    head = 0 if run.shape.tied_embeddings else table_shard(run)
     # One that is longer waits alone: the head's, the first of all.
     at_once = max(reference.GRADIENTS_IN_FLIGHT_BYTES, round(wide * head) if head <= on_cpu else 0)
     waiting = at_once + wide * _UNCOUNTED * _block_shard(run, shard)
     formula = f"{at_once >> 20} MiB on their way, and the shards of {_UNCOUNTED} blocks"
     return [Line("gradients to the host", round(min(waiting, wide * on_cpu)), formula, "backward")]
+
+
+def table_shard(run: Run) -> int:
+    """Return a rank's elements of the embedding, or of the head."""
+    return run.shape.vocab * run.shape.hidden // run.weight_shards
+
+
+def first_ones_stream(mode: Mode) -> bool:
+    """Whether the first parameters that are offloaded stream: whole ones do, if half of what is offloaded does."""
+    return mode.streamed_fraction >= mode.optimizer_fraction / 2
 
 
 def table_on_the_cpu(run: Run, mode: Mode, shard: int) -> list[Line]:
@@ -212,11 +222,9 @@ def table_on_the_cpu(run: Run, mode: Mode, shard: int) -> list[Line]:
     The first elements of the forward stay, and the table has them. If it is cut by that, its gradient stays as a whole,
     and an fp32 weight is no master of its own, so that both parts change at once.
     """
-    table = run.shape.vocab * run.shape.hidden // run.weight_shards
-    resident = round(shard * (1 - mode.optimizer_fraction))
-    streams = mode.streamed_fraction >= mode.optimizer_fraction / 2
+    table, resident = table_shard(run), round(shard * (1 - mode.optimizer_fraction))
     is_ours = mode.optimizer_engine is OptimizerEngine.REFERENCE
-    if not is_ours or streams or resident >= table or run.trained_share < 1:
+    if not is_ours or first_ones_stream(mode) or resident >= table or run.trained_share < 1:
         return []
     precision = run.precision
     master_bytes = 4 if precision.weight_bytes == 4 else 0

@@ -151,10 +151,10 @@ def _leaving(run: Run, mode: Mode, held: int) -> list[Line]:
     trained = held * run.trained_share
     on_cpu = round(trained * (mode.optimizer_fraction - mode.streamed_fraction))
     limit, formula = reference.GRADIENTS_IN_FLIGHT_BYTES, "at most {} MiB on their way"
-    table = run.shape.vocab * run.shape.hidden // run.weight_shards
-    # The first elements of the forward stay, then whole parameters stream if half of what is offloaded does.
+    table = fully_sharded.table_shard(run)
+    # The first elements of the forward stay.
     stays = trained * (1 - mode.optimizer_fraction) >= table
-    if not stays and on_cpu >= table and mode.streamed_fraction < mode.optimizer_fraction / 2:
+    if not stays and on_cpu >= table and not fully_sharded.first_ones_stream(mode):
         limit = max(limit, round(run.precision.gradient_bytes * table))
     waiting = min(limit, round(run.precision.gradient_bytes * on_cpu))
     formula = formula.format(limit >> 20)

@@ -42,7 +42,7 @@ def sizes(model: TracedModel, sequences: int, length: int, *, recomputed: bool) 
     saved = (0.0, *accumulate(layer.at(sequences, length) for layer in step.layers))
     moments = []
     for index, span in enumerate(step.spans):
-        layers = max(len(step.layers) - max(index - 1, 0), 0)
+        layers = len(step.layers) - max(index - 1, 0)
         freed = span.freed.at(sequences, length)
         kept = max(span.kept.at(sequences, length), freed)
         moments.append(Moment(span.name, layers, saved[layers], freed - saved[layers], kept - freed))

@@ -90,7 +90,7 @@ class Search:
         self._dialect = dialect
         self._run, self._machine, self.speed = run, machine, speed
         self.judged = judge or Judge(config, versions)
-        # Where optimizer offload would divide states too, see `_refilled`.
+        # From the start where no optimizer offload may divide states; beside it `_refilled` decides.
         self._places_states = not restriction.allows(OPTIMIZER)
         self._legal: list[tuple[Candidate, Legality]] = []
         self.ruled_out: list[Forbidden] = []

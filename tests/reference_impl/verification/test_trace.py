@@ -290,8 +290,9 @@ def test_what_each_sequence_takes_whatever_its_length_is_in_the_profile():
     traced = trace(WithAnImage(), make(3, 640), with_image)
     assert at(step["flops"], 3, 640) == pytest.approx(traced.flops, rel=1e-6)
     for span, growth in step["peaks"].items():
-        # The end has moments of several kinds, the embedding's and the tower's; which is the highest depends on both.
-        assert at(growth, 3, 640) == pytest.approx(traced.peaks[span], rel=1e-3) or span == "end of backward"
+        # The end has moments of several kinds, the embedding's and the tower's: the highest of them is not linear.
+        error = 0.1 if span == "end of backward" else 1e-3
+        assert at(growth, 3, 640) == pytest.approx(traced.peaks[span], rel=error)
     assert max(at(growth, 3, 640) for growth in step["peaks"].values()) == pytest.approx(
         traced.peak_bytes, rel=1e-3
     )
