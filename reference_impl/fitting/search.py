@@ -8,7 +8,6 @@ their end. Explained in docs/fitting.md.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -39,7 +38,9 @@ _RETRIED = (
     "; the allocator gives its cache back in every step, which takes time: try "
     "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 )
+# A trial of it takes all steps, so none is tried beside another, nor where something else is to be about as fast.
 _BUDGET_ENGINE = "activation-budget"
+_WORTH_LEARNING = 1.05
 # Two ways to divide states, of which a plan has one: the weights themselves leave, or they stay on the device. The
 # first is the last resort for weights that are on the device; where they are on the host, the faster way is taken.
 _TRAINED_LAYERS = "trained-layer-streaming"
@@ -134,6 +135,7 @@ class Search:
                 self._ask_for_less(plan, found)
                 continue
             self._good.append((plan, found))
+            self._without |= {_BUDGET_ENGINE}
             has_steps = steps + trial.STEPS <= MOST_STEPS or (
                 len(self._good) == 1 and self._is_far_slower(plan, found)
             )
@@ -148,7 +150,7 @@ class Search:
 
     def _next(self) -> Plan:
         try:
-            plan = self._plan(self._way)
+            plan = self._first_to_try() if not self._tried else self._plan(self._way)
         except RefusedPlanError:
             if self._good or (self._way == _TRAINED_LAYERS and not self._compares_ways):
                 raise
@@ -167,6 +169,18 @@ class Search:
                 return other
         return plan
 
+    def _first_to_try(self) -> Plan:
+        """Return the fastest plan, or the fastest that need not learn where that is about as fast."""
+        plan = self._plan(self._way)
+        if trial.learns(plan):
+            with suppress(RefusedPlanError):
+                other = self._planner.plan(
+                    self._asked, without=self._without | {_OTHER_WAY[self._way], _BUDGET_ENGINE}
+                )
+                if _time(other)["step_s"] <= _WORTH_LEARNING * _time(plan)["step_s"]:
+                    return other
+        return plan
+
     def _plan(self, way: str) -> Plan:
         """Return the fastest plan that divides states in this way."""
         return self._planner.plan(self._asked, without=self._without | {_OTHER_WAY[way]})
@@ -178,12 +192,7 @@ class Search:
 
     def _try(self, plan: Plan) -> Trial:
         try:
-            return trial.run(
-                self._task,
-                plan,
-                limit_bytes=round((1 - TRIAL_MARGIN) * self._budget_bytes),
-                hopeless_s=self._hopeless_s(plan),
-            )
+            return trial.run(self._task, plan, limit_bytes=round((1 - TRIAL_MARGIN) * self._budget_bytes))
         finally:
             self._before.restore()
 
@@ -236,14 +245,8 @@ class Search:
         return True
 
     def _is_far_slower(self, plan: Plan, found: Trial) -> bool:
-        return found.step_s > self._hopeless_s(plan)
-
-    def _hopeless_s(self, plan: Plan) -> float:
-        """Return the seconds of a step beyond which the plan's time is wrong here; no limit where none is judged.
-
-        Qwen3-4B with chunked logits took 4.6 s, at most 1.8 predicted.
-        """
-        return _FAR_SLOWER * _time(plan)["most_s"] if self._task.device.is_accelerator else math.inf
+        """Whether the plan's time is wrong here; it is judged on an accelerator alone."""
+        return self._task.device.is_accelerator and found.step_s > _FAR_SLOWER * _time(plan)["most_s"]
 
     def _rival(self, plan: Plan, found: Trial) -> tuple[str, frozenset[str]] | None:
         """Return the way, and what to leave out, of the next best plan that may be faster here; None without one.

@@ -5,7 +5,6 @@ Explained in docs/fitting.md.
 
 from __future__ import annotations
 
-import math
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
@@ -28,8 +27,8 @@ from reference_impl.verification.trace_ledger import allocated_bytes
 from reference_impl.weights.storages import move
 
 STEPS = 2
-# The budget engine offloads everything in its first step, and decides by what that has shown.
-_LEARNING_STEPS = 1
+# The budget engine offloads everything in two steps, and decides in the third, which waits for each of its copies.
+_LEARNING_STEPS = 2
 _SHORT = (RuntimeError, MemoryError, BudgetError)
 Loss = Callable[[nn.Module, Any], torch.Tensor]
 
@@ -179,11 +178,10 @@ def streams_weights(plan: dict[str, Any]) -> bool:
     return streams_trained_layers(plan) or "weights" in plan["execute"]
 
 
-def run(task: Task, plan: dict[str, Any], *, limit_bytes: int, hopeless_s: float = math.inf) -> Trial:
-    """Train `STEPS` steps under `plan` in at most `limit_bytes` of the device; one more where a budget learns.
+def run(task: Task, plan: dict[str, Any], *, limit_bytes: int) -> Trial:
+    """Train `STEPS` steps under `plan` in at most `limit_bytes` of the device; two more where a budget learns.
 
-    What it learns does not make up for a step of more than `hopeless_s`, which is the last then. Weights, states and
-    random generators are other ones afterwards.
+    Weights, states and random generators are other ones afterwards.
     """
     device = task.device
     if device.allocator is not None:
@@ -202,8 +200,6 @@ def run(task: Task, plan: dict[str, Any], *, limit_bytes: int, hopeless_s: float
                     device.record().synchronize()
                     step_s, retried = time.perf_counter() - start, _retries(device) > retries
                     steps += 1
-                    if steps >= STEPS and step_s > hopeless_s:
-                        break
                 peak_bytes = ledger.peak_device_bytes
             except _SHORT as error:
                 short_of = _short_of(error)

@@ -162,10 +162,15 @@ def traced_seconds(run: Run, step: TracedStep, machine: Machine) -> float:
     products = step.flops.at(run.micro_batch, run.seq_length) / machine.gemm
     moved = step.moved_bytes.at(run.micro_batch, run.seq_length)
     others = moved / (machine.hbm * constants["elementwise_share"])
+    return max(constants["eager_factor"] * (products + others), launch_seconds(run, step, machine))
+
+
+def launch_seconds(run: Run, step: TracedStep, machine: Machine) -> float:
+    """Return what the host takes to launch one micro-batch's forward and backward."""
+    constants = model_constants()
     groups = len(step.layers) + 1 if run.is_fully_sharded else 0
     launched = step.kernels + groups * constants["group_launches"]
-    launches = launched * (machine.launch_s or constants["launch_s"])
-    return max(constants["eager_factor"] * (products + others), launches)
+    return launched * (machine.launch_s or constants["launch_s"])
 
 
 def _share(run: Run, constants: Mapping[str, float]) -> float:

@@ -1,18 +1,19 @@
-"""What computing activations again costs: a framework's recompute, and the share that an activation budget chooses.
+"""What computing activations again costs: a framework's recompute, the share that a budget chooses, and its hooks.
 
 `reference_impl`'s budget decides which saved bytes to compute again and which to offload. Copies are free while the
 link keeps up with the compute beside them; computing again costs what the operation cost. So the results that are
 cheapest to compute again are recomputed, and the rest is copied. The engine decides tensor by tensor from a measured
-step; this module makes the same trade for kinds of tensors, from rates. Explained in docs/activation-offloading.md.
+step; this module makes the same trade for kinds of tensors, from rates. The engine looks at every tensor that autograd
+saves, in Python, which lengthens a step that its launches bound. Explained in docs/activation-offloading.md.
 """
 
 from collections.abc import Iterator
 from functools import lru_cache
 
-from skill_tools.dialects.run import Mode, Run
+from skill_tools.dialects.run import ActivationEngine, Mode, Run
 from skill_tools.planning.accounts import Cost
-from skill_tools.planning.cost.compute import Pace, micro_batch_flops
-from skill_tools.planning.cost.machine import Machine
+from skill_tools.planning.cost.compute import Pace, launch_seconds, micro_batch_flops
+from skill_tools.planning.cost.machine import Machine, model_constants
 from skill_tools.planning.model import activations
 from skill_tools.planning.model.activations import Part
 from skill_tools.planning.model.memory import Memory
@@ -26,10 +27,33 @@ def recompute_costs(run: Run, mode: Mode, memory: Memory, machine: Machine, spee
     """Yield the costs of what one micro-batch computes again under `mode`."""
     if cost := _of_framework(run, mode, memory, machine, speed):
         yield cost
+    again = 0.0
     if mode.recomputed:
         again = recompute_seconds(run, machine, speed, mode.recomputed) or 0.0
         formula = f"{mode.recomputed:.0%} of the saved bytes, the cheapest first"
         yield Cost("recompute under a budget", again, again, formula)
+    if launches := _launches_of_hooks(run, mode):
+        assert run.traced is not None
+        plain = launch_seconds(run, run.traced.plain, machine)
+        covered = speed.forward_s + speed.backward_s + again
+        exposed = max(0.0, (1 + launches) * plain - covered)
+        formula = f"{1 + launches:.1f} x launches without hooks - forward and backward"
+        yield Cost("hooks of saved tensors", launches * plain, exposed, formula)
+
+
+def _launches_of_hooks(run: Run, mode: Mode) -> float:
+    """Return what `reference_impl`'s hooks take the host, as a share of launching a step; of a shape nobody knows."""
+    if run.traced is None:
+        return 0.0
+    constants = model_constants()
+    seen, moved = constants["hook_launches"], constants["offload_launches"]
+    match mode.activation_engine:
+        case ActivationEngine.OWN_LAYERS:
+            return (seen + moved) * mode.layers / run.shape.num_layers
+        case ActivationEngine.OWN_BUDGET:
+            tape = constants["tape_launches"] if mode.recomputed else 0.0
+            return seen + moved * (mode.removed - mode.recomputed) + tape
+    return 0.0
 
 
 def _of_framework(run: Run, mode: Mode, memory: Memory, machine: Machine, speed: Pace) -> Cost | None:

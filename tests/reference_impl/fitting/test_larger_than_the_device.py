@@ -1,6 +1,6 @@
 """`fit` of a model on the host whose weights have no room on the device: its layers stream."""
 
-import math
+from dataclasses import replace
 from functools import cache, partial
 
 import pytest
@@ -8,6 +8,7 @@ import torch
 from failing_trials import failing_trials
 
 from reference_impl import apply_plan, fit
+from reference_impl.activations.headroom import Headroom
 from reference_impl.device import Device
 from reference_impl.fitting import FitError, trial
 from reference_impl.fitting.trial import Task
@@ -240,12 +241,23 @@ def test_gradients_that_had_left_do_not_stay_when_the_model_moves_back(execute, 
     assert not any(isinstance(param.grad, GradientStandIn) for param in model.parameters())
 
 
-@pytest.mark.parametrize(("hopeless_s", "steps"), [(0.0, 2), (math.inf, 3)])
-def test_a_plan_that_is_far_too_slow_learns_no_more(hopeless_s, steps, monkeypatch):
-    monkeypatch.setattr(trial, "learns", lambda plan: True)
-    plan = {"execute": {"optimizer": {"offload_fraction": 1.0}}}
-    found = trial.run(task_of(*make()), plan, limit_bytes=2**40, hopeless_s=hopeless_s)
-    assert (found.short_of, found.steps) == ("", steps)
+def test_a_budget_has_learnt_all_before_the_step_that_is_timed(monkeypatch):
+    steps, learnt_in = [], []
+    step, measure_again = Task.step, Headroom.measure_again
+    monkeypatch.setattr(Task, "step", lambda *given: (steps.append(1), step(*given)))
+    monkeypatch.setattr(
+        Headroom,
+        "measure_again",
+        lambda *given, **named: (learnt_in.append(len(steps)), measure_again(*given, **named)),
+    )
+    model, optimizer = make()
+    task = replace(task_of(model, optimizer), batch=torch.arange(4096).reshape(4, 1024) % 300)
+    plan = {"execute": {"activations": {"mode": "budget", "budget_bytes": 2**40}}}
+    found = trial.run(task, plan, limit_bytes=2**40)
+    assert found.short_of == ""
+    # The second step is profiled, the third is the first under a plan.
+    assert learnt_in == [2, 3]
+    assert (found.steps, len(steps)) == (4, 4)
 
 
 def test_closing_without_zero_grad_moves_the_model_back_too():

@@ -13,6 +13,7 @@ from reference_impl.fitting.trial import Task, Trial
 BUDGET = 1000
 LAST_RESORT = frozenset({"trained-layer-streaming"})
 STREAMS_ALL = frozenset({"optimizer-offload"})
+LEARNS = frozenset({"activation-budget"})
 
 
 def plan(allocated, *, mode="recompute", mechanisms=("recompute",), rivals=()):
@@ -70,7 +71,7 @@ def played(monkeypatch):
     def settle(planner, *answers, on_gpu=True, on_host=False, budget=BUDGET, other_bytes=0, first=None):
         left, limits = list(answers), []
 
-        def run(task, tried, *, limit_bytes, hopeless_s):
+        def run(task, tried, *, limit_bytes):
             limits.append(limit_bytes)
             answer = left.pop(0)
             return answer(tried) if callable(answer) else answer
@@ -133,20 +134,43 @@ def test_room_that_is_left_is_asked_for(played):
     assert settled.trial.peak_device_bytes == 945
 
 
+def learning(seconds, *, rivals=()):
+    """A plan whose engine learns, and takes `seconds`."""
+    found = plan(945, mode="budget", mechanisms=("activation-budget", "optimizer-offload"), rivals=rivals)
+    found["recommendation"]["option"]["time"] = {"step_s": seconds, "most_s": 1.2 * seconds}
+    return found
+
+
 def test_a_plan_whose_time_is_wrong_by_far_gives_way_to_another_mechanism_whatever_the_steps(played):
-    mechanisms = ("activation-budget", "optimizer-offload")
-    first = plan(945, mode="budget", mechanisms=mechanisms, rivals=[(("optimizer-offload",), 10.0)])
-    planner = Planner(first)
-    settled = played(planner, took(800, steps=3, step_s=30.0), took(945, step_s=11.0))
-    assert planner.asked == [(950, LAST_RESORT), (950, LAST_RESORT | {"activation-budget"})]
-    assert (settled.trial.step_s, settled.steps, settled.plans) == (11.0, 5, 2)
+    planner = Planner(learning(8.0, rivals=[(("optimizer-offload",), 9.0)]), plan(945))
+    settled = played(planner, took(800, steps=4, step_s=30.0), took(945, step_s=11.0))
+    asked_first = [(950, LAST_RESORT), (950, LAST_RESORT | LEARNS)]
+    assert planner.asked == [*asked_first, (950, LAST_RESORT | LEARNS)]
+    assert (settled.trial.step_s, settled.steps, settled.plans) == (11.0, 6, 2)
 
 
 def test_a_plan_that_is_a_little_slower_than_said_is_the_last_within_four_steps(played):
-    mechanisms = ("activation-budget", "optimizer-offload")
-    first = plan(945, mode="budget", mechanisms=mechanisms, rivals=[(("optimizer-offload",), 10.0)])
-    settled = played(Planner(first), took(940, steps=3, step_s=15.0))
-    assert (settled.steps, settled.plans) == (3, 1)
+    planner = Planner(learning(8.0, rivals=[(("optimizer-offload",), 9.0)]), plan(945))
+    settled = played(planner, took(940, steps=4, step_s=14.0))
+    assert (settled.steps, settled.plans) == (4, 1)
+
+
+@pytest.mark.parametrize(("seconds", "is_learning"), [(8.9, True), (9.1, False)])
+def test_a_plan_that_has_to_learn_is_tried_where_it_is_to_be_much_faster(played, seconds, is_learning):
+    # The other plan takes 9.45 s.
+    planner = Planner(learning(seconds), plan(945))
+    settled = played(planner, took(940, steps=4 if is_learning else 2))
+    assert trial.learns(settled.plan) == is_learning
+
+
+def test_a_plan_that_has_to_learn_is_tried_where_nothing_else_fits(played):
+    class Alone(Planner):
+        def plan(self, tensor_bytes, *, without=frozenset()):
+            if without >= LEARNS:
+                raise RefusedPlanError("nothing legal fits")
+            return learning(9.0)
+
+    assert trial.learns(played(Alone(), took(940, steps=4)).plan)
 
 
 def test_each_trial_is_logged_with_what_it_took(played, caplog):
@@ -203,7 +227,7 @@ def test_a_rival_that_may_be_faster_is_tried_and_the_faster_one_is_kept(played, 
     first = plan(945, rivals=[(("optimizer-offload",), 0.8)])
     planner = Planner(first, plan(930, mode="layers", mechanisms=("optimizer-offload",)))
     settled = played(planner, took(940, step_s=1.0), took(930, step_s=rival_s))
-    assert planner.asked[1] == (950, LAST_RESORT | {"recompute"})
+    assert planner.asked[1] == (950, LAST_RESORT | LEARNS | {"recompute"})
     assert settled.trial.step_s == chosen_s
     assert settled.steps == 4
 
@@ -212,7 +236,7 @@ def test_an_alternative_with_more_mechanisms_hides_no_rival(played):
     first = plan(945, rivals=[(("recompute", "optimizer-offload"), 0.7), (("optimizer-offload",), 0.8)])
     planner = Planner(first, plan(930, mode="layers", mechanisms=("optimizer-offload",)))
     assert played(planner, took(940, step_s=1.0), took(930, step_s=0.9)).trial.step_s == 0.9
-    assert planner.asked[1] == (950, LAST_RESORT | {"recompute"})
+    assert planner.asked[1] == (950, LAST_RESORT | LEARNS | {"recompute"})
 
 
 class Ways(Planner):
@@ -224,7 +248,7 @@ class Ways(Planner):
 
     def plan(self, tensor_bytes, *, without=frozenset()):
         self.asked.append((tensor_bytes, without))
-        found, step_s = self.ways[without]
+        found, step_s = self.ways[without - LEARNS]
         if step_s is None:
             raise RefusedPlanError("nothing legal fits")
         time = {"least_s": 0.8 * step_s, "step_s": step_s, "most_s": 1.2 * step_s}
@@ -259,7 +283,7 @@ def test_the_other_way_is_tried_before_another_plan_of_the_same(played):
 
     planner = Rivals(stays=1.0, streams=0.9)
     played(planner, took(930, step_s=0.95), took(930, step_s=1.0), on_host=True)
-    assert planner.asked[-1] == (950, LAST_RESORT)
+    assert planner.asked[-1] == (950, LAST_RESORT | LEARNS)
 
 
 def test_weights_of_the_host_that_have_no_room_there_are_planned_on_the_device(played):
@@ -277,7 +301,7 @@ def test_weights_of_the_host_that_have_no_room_there_are_planned_on_the_device(p
 def test_a_plan_to_start_with_that_streams_is_corrected_by_one_that_streams(played):
     planner = Planner()
     settled = played(planner, took(800), took(940, step_s=0.9), first=streaming(930))
-    assert planner.asked == [(950 + 130, STREAMS_ALL)]
+    assert planner.asked == [(950 + 130, STREAMS_ALL | LEARNS)]
     assert settled.trial.peak_device_bytes == 940
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import pytest
 
 from skill_tools.dialects.layout import Layout
-from skill_tools.dialects.run import Mode, OptimizerEngine, Precision, Recompute, Run
+from skill_tools.dialects.run import ActivationEngine, Mode, OptimizerEngine, Precision, Recompute, Run
 from skill_tools.planning.cost import compute, machine, step_time, time_range
 from skill_tools.planning.cost.machine import Machine
 from skill_tools.planning.model import known_models, memory, traces
@@ -189,6 +189,33 @@ def test_a_probe_says_how_fast_a_host_launches(model: str, measured_s: float) ->
         for each in (time_range.fastest, time_range.slowest)
     )
     assert least_s < measured_s < most_s
+
+
+BUDGET = Mode(
+    recompute=Recompute(), activation_engine=ActivationEngine.OWN_BUDGET, removed=0.625, recomputed=0.375
+)
+LAYERS = Mode(recompute=Recompute(), activation_engine=ActivationEngine.OWN_LAYERS, layers=36)
+
+
+def hooks_s(sequences: int, length: int, mode: Mode, launch_s: float = 25e-6) -> float:
+    """What hooks of saved tensors lengthen a step of Qwen3-4B by on one H200."""
+    run = run_of(Row("qwen3-4b", sequences, length, mode, 0))
+    h200 = machine.known("h200", ranks_on_node=1)._replace(launch_s=launch_s)
+    found = memory.estimate(run, mode)
+    pace = compute.pace(run, h200, found.parameters.shard)
+    costs = step_time.estimate(run, mode, found, h200, pace).costs
+    return sum(cost.exposed_s for cost in costs if cost.name == "hooks of saved tensors")
+
+
+def test_hooks_of_saved_tensors_lengthen_a_step_of_few_tokens() -> None:
+    launches_s = 6033 * 25e-6
+    # On a CPU, with layers too narrow to hide anything, a step with hooks took 3.3 and 3.7 times as long.
+    assert 1.0 * launches_s < hooks_s(1, 2048, BUDGET) < 3.0 * launches_s
+    assert hooks_s(1, 2048, BUDGET, 50e-6) > 2 * hooks_s(1, 2048, BUDGET)
+    assert 0 < hooks_s(1, 2048, LAYERS) < hooks_s(1, 2048, BUDGET)
+    assert hooks_s(1, 2048, BUDGET._replace(recomputed=0.0)) < 0.5 * hooks_s(1, 2048, BUDGET)
+    assert hooks_s(4, 4096, BUDGET) == 0
+    assert hooks_s(1, 2048, Mode(recompute=CHECKPOINTS)) == 0
 
 
 @pytest.mark.parametrize(
