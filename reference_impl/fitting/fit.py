@@ -109,8 +109,8 @@ def fit(
 
     Raises FitError where nothing fits, where the model cannot be traced and no config describes it, or for a loss that
     is no scalar; ValueError for another optimizer or one of another model, a model or batch without values or
-    elsewhere, an argument out of range, several ranks and a sharded model. The model and the optimizer are then as they
-    were.
+    elsewhere, an argument out of range, several ranks and a sharded model; HostMemoryError where the host has no room
+    for a copy of the trained weights. The model and the optimizer are then as they were.
     """
     checks.check_one_rank(model)
     on, starts_on = checks.one_device(model, device)

@@ -17,7 +17,8 @@ from reference_impl import apply_plan, fit
 from reference_impl.device import Device
 from reference_impl.device.cpu_twin import CpuTwin
 from reference_impl.fitting import FitError
-from reference_impl.memory.host import host_book
+from reference_impl.memory import slab
+from reference_impl.memory.host import HostMemoryError, host_book
 from reference_impl.memory.ledger import Ledger
 from reference_impl.trained_layers import chunked_cross_entropy
 from reference_impl.verification.model import Decoder, DecoderShape, add_lora
@@ -134,6 +135,25 @@ def test_states_that_the_optimizer_has_go_on():
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("planner_in_process")
+@pytest.mark.usefixtures("planner_in_process")
+def test_a_host_without_room_for_a_copy_of_the_weights_says_so_first(monkeypatch):
+    model, optimizer = make()
+    train(model, optimizer)
+    weights, calls = [param.detach().clone() for param in model.parameters()], model.calls.clone()
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    reserved = host_book.reserved_bytes
+    with monkeypatch.context() as patched:
+        patched.setattr(slab, "available_bytes", lambda: slab.RESERVE_BYTES + 1000)
+        with pytest.raises(HostMemoryError, match="fit keeps a copy of the trained weights"):
+            fit(model, optimizer, IDS, loss_of)
+    assert same([*model.parameters(), model.calls], [*weights, calls])
+    kept = [value for state in optimizer.state.values() for value in state.values()]
+    assert all(one is other for one, other in zip(states, kept, strict=True))
+    assert host_book.reserved_bytes == reserved
+    with fit(model, optimizer, IDS, loss_of) as fitted:
+        train(model, fitted.optimizer)
+
+
 def test_a_plan_for_more_memory_is_tried_first_and_corrected(tmp_path):
     model, optimizer = make()
     with fit(model, optimizer, IDS, loss_of) as fitted:
