@@ -150,7 +150,7 @@ class Search:
 
     def _next(self) -> Plan:
         try:
-            plan = self._first_to_try() if not self._tried else self._plan(self._way)
+            plan = self._plan(self._way)
         except RefusedPlanError:
             if self._good or (self._way == _TRAINED_LAYERS and not self._compares_ways):
                 raise
@@ -169,21 +169,16 @@ class Search:
                 return other
         return plan
 
-    def _first_to_try(self) -> Plan:
-        """Return the fastest plan, or the fastest that need not learn where that is about as fast."""
-        plan = self._plan(self._way)
+    def _plan(self, way: str) -> Plan:
+        """Return the fastest plan that divides states so, or one that need not learn where that is about as fast."""
+        without = self._without | {_OTHER_WAY[way]}
+        plan = self._planner.plan(self._asked, without=without)
         if trial.learns(plan):
             with suppress(RefusedPlanError):
-                other = self._planner.plan(
-                    self._asked, without=self._without | {_OTHER_WAY[self._way], _BUDGET_ENGINE}
-                )
+                other = self._planner.plan(self._asked, without=without | {_BUDGET_ENGINE})
                 if _time(other)["step_s"] <= _WORTH_LEARNING * _time(plan)["step_s"]:
                     return other
         return plan
-
-    def _plan(self, way: str) -> Plan:
-        """Return the fastest plan that divides states in this way."""
-        return self._planner.plan(self._asked, without=self._without | {_OTHER_WAY[way]})
 
     @property
     def _compares_ways(self) -> bool:
