@@ -88,10 +88,10 @@ def run_case(case: Case, *, tiny: bool, all_plans: bool, on_host: bool) -> dict[
             row |= _fitted(task, batches, budget, on_host=on_host)
         except (FitError, torch.OutOfMemoryError) as error:
             return row | {"failed": f"{type(error).__name__}: {error}".splitlines()[0]}
-        if not all_plans:
-            row |= _without_offload(task, batches)
-        else:
+        if all_plans:
             row |= _best(task, row, batches, tokens=tokens, sequences=case.sequences)
+        else:
+            row |= _without_offload(task, batches)
     return row | _judged(row, tiny=tiny)
 
 

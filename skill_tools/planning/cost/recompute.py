@@ -42,7 +42,7 @@ def recompute_costs(run: Run, mode: Mode, memory: Memory, machine: Machine, spee
 
 
 def _launches_of_hooks(run: Run, mode: Mode) -> float:
-    """Return what `reference_impl`'s hooks take the host, as a share of launching a step; of a shape nobody knows."""
+    """Return what `reference_impl`'s hooks take the host, as a share of launching a step; without a trace 0."""
     if run.traced is None:
         return 0.0
     constants = model_constants()

@@ -208,12 +208,10 @@ def hooks_s(sequences: int, length: int, mode: Mode, launch_s: float = 25e-6) ->
 
 
 def test_hooks_of_saved_tensors_lengthen_a_step_of_few_tokens() -> None:
-    launches_s = 6033 * 25e-6
-    # On a CPU, with layers too narrow to hide anything, a step with hooks took 3.3 and 3.7 times as long.
-    assert 1.0 * launches_s < hooks_s(1, 2048, BUDGET) < 3.0 * launches_s
-    assert hooks_s(1, 2048, BUDGET, 50e-6) > 2 * hooks_s(1, 2048, BUDGET)
-    assert 0 < hooks_s(1, 2048, LAYERS) < hooks_s(1, 2048, BUDGET)
-    assert hooks_s(1, 2048, BUDGET._replace(recomputed=0.0)) < 0.5 * hooks_s(1, 2048, BUDGET)
+    budget_s = hooks_s(1, 2048, BUDGET)
+    assert 0 < hooks_s(1, 2048, LAYERS) < budget_s
+    assert hooks_s(1, 2048, BUDGET, 50e-6) > 2 * budget_s
+    assert hooks_s(1, 2048, BUDGET._replace(recomputed=0.0)) < 0.5 * budget_s
     assert hooks_s(4, 4096, BUDGET) == 0
     assert hooks_s(1, 2048, Mode(recompute=CHECKPOINTS)) == 0
 
