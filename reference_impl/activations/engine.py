@@ -63,7 +63,7 @@ class SavedTensorEngine:
         self.weights.refresh(model)
         self._kept.clear()
         if self.tape is not None:
-            self.tape.clear()
+            self.tape.start_run()
         outer, was_running = self._run, self._is_running
         self._run, self._is_running = self._new_run(), True
         self.headroom.start_run(self._run)
@@ -90,6 +90,8 @@ class SavedTensorEngine:
             # The module is called by itself, outside the model's forward.
             self._run = self._new_run()
             self.headroom.start_run(self._run)
+            if self.tape is not None:
+                self.tape.start_run()
         # Sharded training may have put this module's parameters into new storages just now.
         self.weights.add(module)
         outer: Hooks | None = (
@@ -105,8 +107,14 @@ class SavedTensorEngine:
                 return OthersToken(outer, tensor) if outer is not None else KeptTensor(tensor)
             if bring_weights is not None and tensor.layout is torch.strided and self.weights.own(tensor):
                 return AwaitedTensor(tensor, bring_weights)
-            with nullcontext() if self.tape is None else self.tape.paused():
+            tape = self.tape
+            if tape is None:
                 return self._pack(tensor, policy)
+            tape.is_paused = True
+            try:
+                return self._pack(tensor, policy)
+            finally:
+                tape.is_paused = False
 
         hooks = torch.autograd.graph.saved_tensors_hooks(uncompiled(pack), _restore)
         return hooks if self.tape is None else _both(hooks, self.tape)
@@ -153,7 +161,9 @@ class SavedTensorEngine:
             if node is not None:
                 node.kept = weakref.ref(extent.storage)
         else:
-            recipe = recipe_for(node) if decision is Decision.RECOMPUTE and node is not None else None
+            recipe = (
+                self.tape.recipe(node) if decision is Decision.RECOMPUTE and self.tape is not None else None
+            )
             if recipe is not None and extent.is_whole:
                 saved = SavedStorage(self._run, extent, recipe, version=tensor._version, in_flight=None)
                 self.recomputed_bytes += extent.size_bytes

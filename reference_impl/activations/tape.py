@@ -7,14 +7,17 @@ their inputs. An operation is replayed below autograd with the same inputs, so t
 Some results cannot be recomputed: those of custom kernels, compiled code, random operations and in-place writes. A
 kernel that writes a tensor unseen by PyTorch would make a recipe wrong; `profile` verifies each recipe.
 
+To record an operation takes the host longer than many a kernel runs. A plan recomputes the same results in every run,
+so a run records those operations alone that recipes of earlier runs have used, by their number. Where a model calls
+other operations than before, a recipe is missing; its result is copied instead, and the next runs record everything.
+
 Explained in docs/activation-offloading.md.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cache
 from typing import Any, Protocol, TypeGuard
 
@@ -37,13 +40,24 @@ class Restorable(Protocol):
 
 
 class Operation:
-    """One call of one operator, its tensors replaced by `Input`s; with the marks around it where it was timed."""
+    """One call of one operator, its tensors replaced by `Input`s; with the marks around it where it was timed.
 
-    __slots__ = ("args", "function", "inputs", "kwargs", "marks")
+    `number` is its place among the calls of its run.
+    """
+
+    __slots__ = ("args", "function", "inputs", "kwargs", "marks", "number")
 
     def __init__(
-        self, function: Any, args: Any, kwargs: Any, inputs: list[Input], marks: tuple[Mark, Mark] | None
+        self,
+        function: Any,
+        args: Any,
+        kwargs: Any,
+        inputs: list[Input],
+        marks: tuple[Mark, Mark] | None,
+        *,
+        number: int,
     ) -> None:
+        self.number = number
         self.function = function
         self.args = args
         self.kwargs = kwargs
@@ -101,23 +115,41 @@ class Tape(TorchDispatchMode):
         self._device = device
         self._weights = weights
         self._min_bytes = min_bytes
-        self._is_paused = False
+        # While the engine itself calls operations.
+        self.is_paused = False
         # Marks cost more than many an operation.
         self.is_timing = False
         self._nodes: dict[int, tuple[weakref.ref[torch.UntypedStorage], Node]] = {}
+        self._calls = 0
+        # Numbers of the calls that recipes have made again, and of those to record in this run; None for all.
+        self._used: set[int] = set()
+        self._wanted: set[int] | None = None
+        self._has_missed = False
+        # Runs to come that record everything, and how many more after the next miss.
+        self._whole_runs, self._after_a_miss = 0, 1
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Record nothing of what the engine itself does."""
-        self._is_paused = True
-        try:
-            yield
-        finally:
-            self._is_paused = False
-
-    def clear(self) -> None:
-        """Forget everything; recipes that were given out live on."""
+    def start_run(self) -> None:
+        """Forget what the last run has recorded; recipes that were given out live on."""
         self._nodes.clear()
+        if self._has_missed:
+            # A model that alternates between several forms has shown each of them after some doublings.
+            self._whole_runs, self._after_a_miss = self._after_a_miss, 2 * self._after_a_miss
+        self._wanted = None if self._whole_runs or not self._used else self._used
+        self._whole_runs = max(self._whole_runs - 1, 0)
+        self._calls, self._has_missed = 0, False
+
+    def record_all(self) -> None:
+        """Record everything in this run: from now on other results are recomputed."""
+        self._used, self._wanted = set(), None
+
+    def recipe(self, node: Node | None) -> Recipe | None:
+        """Return a recipe for `node`'s storage, which later runs are to have too; None where there is none."""
+        found = recipe_for(node) if node is not None else None
+        if found is None:
+            self._has_missed = True
+        else:
+            self._used.update(operation.number for operation in found.operations)
+        return found
 
     def node_of(self, storage: torch.UntypedStorage) -> Node:
         """Return the node of a living storage."""
@@ -130,11 +162,15 @@ class Tape(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self._is_paused:
+        if self.is_paused:
+            return func(*args, **kwargs)
+        self._calls += 1
+        number = self._calls
+        if self._wanted is not None and number not in self._wanted and not _writes(func):
             return func(*args, **kwargs)
         if not _is_replayable(func, args, kwargs):
             result = func(*args, **kwargs)
-            if func._schema.is_mutable:
+            if _writes(func):
                 _each(torch.Tensor, self._forget, (args, kwargs))
             return result
         began = self._device.mark() if self.is_timing else None
@@ -147,7 +183,7 @@ class Tape(TorchDispatchMode):
             if _is_strided(tensor) and tensor.nbytes >= self._min_bytes
         ]
         if made:
-            self._record(func, args, kwargs, made, marks)
+            self._record(func, args, kwargs, made, marks, number)
         return result
 
     def _record(
@@ -157,6 +193,7 @@ class Tape(TorchDispatchMode):
         kwargs: dict[str, Any],
         made: list[tuple[int, torch.UntypedStorage]],
         marks: tuple[Mark, Mark] | None,
+        number: int,
     ) -> None:
         """Remember what `func` has `made` of its arguments, which it has not written: (output, storage) each."""
         inputs: list[Input] = []
@@ -170,7 +207,7 @@ class Tape(TorchDispatchMode):
         # Below autograd an alias has a version counter of its own, unless this key is back in.
         with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
             given_args, given_kwargs = _each(torch.Tensor, as_input, (args, kwargs))
-        operation = Operation(func, given_args, given_kwargs, inputs, marks)
+        operation = Operation(func, given_args, given_kwargs, inputs, marks, number=number)
         for output, storage in made:
             if inputs and storage._cdata not in given_storages:
                 self._remember(storage, Node(operation, output))
@@ -297,6 +334,11 @@ def _is_replayable(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
     return _makes_new(func) and (
         not _is_random(func) or _dropout_probability(func._schema, args, kwargs) == 0
     )
+
+
+@cache
+def _writes(func: Any) -> bool:
+    return bool(func._schema.is_mutable)
 
 
 @cache

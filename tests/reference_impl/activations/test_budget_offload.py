@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import gc
+import itertools
 
 import pytest
 import torch
@@ -10,7 +11,9 @@ from torch import nn
 
 from reference_impl.activations import ActivationOffloader, activation_offloader
 from reference_impl.activations.budget import BudgetError
+from reference_impl.activations.budget_policy import BudgetPolicy
 from reference_impl.activations.policy import Decision
+from reference_impl.activations.tape import Tape
 from reference_impl.memory.ledger import Ledger
 from reference_impl.memory.rates import LinkSpeed
 from reference_impl.optimizers import HybridDeviceOptimizer
@@ -160,11 +163,16 @@ def test_each_way_of_a_plan_is_bitwise_the_same(trainee, device, decision):
         assert bytes_by_way[decision] == max(bytes_by_way.values()) > 0
 
 
+def cheap_plan_of(trainee, device):
+    """A plan that computes what is cheap again and keeps the rest."""
+    plan = plan_of(trainee, device, Decision.KEEP)
+    cheap = tuple(Decision.RECOMPUTE if name in ("silu", "mul") else Decision.KEEP for name in plan.names)
+    return dataclasses.replace(plan, decisions=cheap)
+
+
 def test_recomputing_needs_neither_device_nor_host_memory(long_trainee, device):
     without, _ = extremes(long_trainee, device)
-    plan = plan_of(long_trainee, device, Decision.KEEP)
-    cheap = tuple(Decision.RECOMPUTE if name in ("silu", "mul") else Decision.KEEP for name in plan.names)
-    plan = dataclasses.replace(plan, decisions=cheap)
+    plan = cheap_plan_of(long_trainee, device)
     with (
         Ledger(device, track=long_trainee.model.parameters()) as ledger,
         ActivationOffloader(long_trainee.model, plan=plan, **SMALL),
@@ -172,6 +180,65 @@ def test_recomputing_needs_neither_device_nor_host_memory(long_trainee, device):
         # One layer's share is there while backward works on it.
         assert peaks(long_trainee, ledger, 2)[-1] < without - 0.7 * plan.bytes_of(Decision.RECOMPUTE)
         assert ledger.peak_host_bytes == 0
+
+
+@pytest.fixture
+def cheap_plan(trainee, device):
+    return cheap_plan_of(trainee, device)
+
+
+def test_later_steps_record_only_what_is_computed_again(trainee, cheap_plan, monkeypatch):
+    expected = trainee.step()
+    recorded, record = [], Tape._record
+    monkeypatch.setattr(Tape, "_record", lambda *given: (recorded[-1].append(1), record(*given)))
+    with ActivationOffloader(trainee.model, plan=cheap_plan, **SMALL) as offloader:
+        for steps in range(1, 4):
+            recorded.append([])
+            assert trainee.step() == expected
+            assert offloader.engine.recomputed_bytes == steps * cheap_plan.bytes_of(Decision.RECOMPUTE)
+    first, second, third = map(len, recorded)
+    assert 0 < second == third < first / 2
+
+
+def test_a_model_that_calls_other_operations_in_every_second_step_finds_its_recipes_again(
+    trainee, cheap_plan
+):
+    expected = trainee.step()
+    recomputed, calls = [], itertools.count()
+
+    def other_operations(_, given):
+        if next(calls) % 2:
+            given[0].detach().abs().exp()
+
+    trainee.model.layers[0].down.register_forward_pre_hook(other_operations)
+    with ActivationOffloader(trainee.model, plan=cheap_plan, **SMALL) as offloader:
+        for _ in range(10):
+            before = offloader.engine.recomputed_bytes
+            assert trainee.step() == expected
+            recomputed.append(offloader.engine.recomputed_bytes - before)
+    whole = cheap_plan.bytes_of(Decision.RECOMPUTE)
+    assert recomputed[0] == whole
+    assert recomputed[1] < whole
+    assert recomputed[6:] == [whole] * 4
+
+
+def test_another_plan_computes_other_results_again_from_its_first_step(trainee, cheap_plan, device):
+    expected = trainee.step()
+    other = plan_of(trainee, device, Decision.RECOMPUTE)
+    with ActivationOffloader(trainee.model, plan=cheap_plan, **SMALL) as offloader:
+        for _ in range(2):
+            assert trainee.step() == expected
+        start_run = BudgetPolicy.start_run
+
+        def with_another_plan(policy, run):
+            start_run(policy, run)
+            policy.plan = other
+
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(BudgetPolicy, "start_run", with_another_plan)
+            before = offloader.engine.recomputed_bytes
+            assert trainee.step() == expected
+            assert offloader.engine.recomputed_bytes - before > 1.2 * cheap_plan.bytes_of(Decision.RECOMPUTE)
 
 
 def test_retained_graphs_can_be_recomputed_twice(trainee, device):
