@@ -23,7 +23,7 @@ class Before:
     """A model and optimizer as they are now. Gradients are not part of it: `restore` drops them.
 
     The optimizer's states move to the host until `give_back`, so that trials have the device's memory to themselves.
-    Raises HostMemoryError where the host has no room for a copy of the weights; nothing has moved then.
+    Raises HostMemoryError where the host has no room for them and a copy of the weights; nothing has moved then.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, device: Device) -> None:
@@ -31,12 +31,18 @@ class Before:
         self._tensors = list(_changing(model))
         self._params = list(model.parameters())
         self._optimizer = optimizer
-        self._copies = _copies(self._tensors, device)
+        states = [
+            (param, name, value)
+            for param, state in optimizer.state.items()
+            for name, value in state.items()
+            if isinstance(value, torch.Tensor) and value.device.type != "cpu"
+        ]
+        copies = copies_on_host([*self._tensors, *(value for _, _, value in states)], device)
+        self._copies = copies[: len(self._tensors)]
         self._random = _RandomState(device)
-        self._were_on: dict[torch.Tensor, dict[str, torch.device]] = {}
-        for param, state in optimizer.state.items():
-            self._were_on[param] = {name: value.device for name, value in _tensors_of(state)}
-            state.update({name: value.to("cpu") for name, value in _tensors_of(state)})
+        self._were_on = [(param, name, value.device) for param, name, value in states]
+        for (param, name, _), copy in zip(states, copies[len(self._tensors) :], strict=True):
+            optimizer.state[param][name] = copy
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -50,29 +56,31 @@ class Before:
 
     def give_back(self) -> None:
         """Move the optimizer's states back to where they were."""
-        for param, devices in self._were_on.items():
+        for param, name, device in self._were_on:
             state = self._optimizer.state[param]
-            state.update({name: value.to(devices[name]) for name, value in _tensors_of(state)})
+            state[name] = state[name].to(device)
 
 
 @torch.no_grad()
-def _copies(tensors: list[torch.Tensor], device: Device) -> list[torch.Tensor]:
+def copies_on_host(tensors: list[torch.Tensor], device: Device) -> list[torch.Tensor]:
     """Copy `tensors` to the host, into memory that several threads have touched: a copy to new pages brings 1.2 GB/s.
 
-    The memory lives as long as the copies.
+    A copy has the strides that `to` would give it. The memory lives as long as the copies.
     """
     sizes = [-(-tensor.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for tensor in tensors]
     slab = Slab(
         device,
         max(sum(sizes), _ALIGNMENT_BYTES),
-        remedy="fit keeps a copy of the trained weights; try a smaller model, or apply_plan, which needs none",
+        remedy="fit holds a copy of the trained weights, and the optimizer's states; try apply_plan, which does not",
         pinned=False,
     )
     parts = slab.bytes[: sum(sizes)].split(sizes)
-    return [
-        part[: tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
-        for part, tensor in zip(parts, tensors, strict=True)
-    ]
+    copies = []
+    for part, tensor in zip(parts, tensors, strict=True):
+        strides = torch.empty_like(tensor, device="meta").stride()
+        flat = part[: tensor.nbytes].view(tensor.dtype)
+        copies.append(flat.as_strided(tensor.shape, strides).copy_(tensor))
+    return copies
 
 
 def without_caches(model: nn.Module) -> Callable[[], None]:
@@ -129,7 +137,3 @@ def _changing(model: nn.Module) -> Iterator[torch.Tensor]:
         if key not in seen:
             seen.add(key)
             yield tensor
-
-
-def _tensors_of(state: dict[str, Any]) -> list[tuple[str, torch.Tensor]]:
-    return [(name, value) for name, value in state.items() if isinstance(value, torch.Tensor)]

@@ -17,6 +17,7 @@ from reference_impl import apply_plan, fit
 from reference_impl.device import Device
 from reference_impl.device.cpu_twin import CpuTwin
 from reference_impl.fitting import FitError
+from reference_impl.fitting.before import copies_on_host
 from reference_impl.memory import slab
 from reference_impl.memory.host import HostMemoryError, host_book
 from reference_impl.memory.ledger import Ledger
@@ -135,6 +136,26 @@ def test_states_that_the_optimizer_has_go_on():
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("planner_in_process")
+def test_copies_of_weights_and_states_have_their_values_and_strides(device):
+    made = torch.randn(4, 3, 5, 7, device=device.torch_device)
+    tensors = [
+        made,
+        made.to(memory_format=torch.channels_last),
+        made.permute(3, 1, 0, 2).bfloat16(),
+        made[:, 1],
+        made[0, 0, 0].expand(6, 7),
+        torch.tensor(True, device=device.torch_device),
+        torch.empty(0, 3, device=device.torch_device),
+    ]
+    copies = copies_on_host(tensors, device)
+    for copy, tensor in zip(copies, tensors, strict=True):
+        expected = tensor.to("cpu", copy=True)
+        assert torch.equal(copy, expected)
+        assert (copy.dtype, copy.stride(), copy.device.type) == (expected.dtype, expected.stride(), "cpu")
+        copy.zero_()
+    assert made.abs().min() > 0
+
+
 @pytest.mark.usefixtures("planner_in_process")
 def test_a_host_without_room_for_a_copy_of_the_weights_says_so_first(monkeypatch):
     model, optimizer = make()
@@ -144,7 +165,7 @@ def test_a_host_without_room_for_a_copy_of_the_weights_says_so_first(monkeypatch
     reserved = host_book.reserved_bytes
     with monkeypatch.context() as patched:
         patched.setattr(slab, "available_bytes", lambda: slab.RESERVE_BYTES + 1000)
-        with pytest.raises(HostMemoryError, match="fit keeps a copy of the trained weights"):
+        with pytest.raises(HostMemoryError, match="fit holds a copy of the trained weights"):
             fit(model, optimizer, IDS, loss_of)
     assert same([*model.parameters(), model.calls], [*weights, calls])
     kept = [value for state in optimizer.state.values() for value in state.values()]
