@@ -26,7 +26,6 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -223,7 +222,8 @@ def _best(
     fast by luck, too. So where it was faster than training, it and the settled plan train once more, one after the
     other: `best_s` and `settled_s`.
     """
-    profile = profile_batch(task.model, task.batch, task.loss, tokens=tokens)
+    on_cuda = task.device.is_accelerator
+    profile = profile_batch(task.model, task.batch, task.loss, tokens=tokens, on_cuda=on_cuda)
     planner = Planner(profile, sequences=sequences, tokens=tokens, host_bytes=round(0.9 * available_bytes()))
     # As `fit` does: a plan that had no room may leave weights on the host, and layers that stream take no cache.
     before = Before(task.model, task.optimizer, task.device)
@@ -233,31 +233,48 @@ def _best(
     most_s = row["step_s"] if task.device.is_accelerator else math.inf
     tried: dict[str, Any] = {}
     slower: dict[str, Any] = {}
-    for count in range(len(_LEFT_OUT)):
-        for left_out in combinations(_LEFT_OUT, count):
-            try:
-                plan = planner.plan(asked_bytes, without=frozenset(left_out))
-            except RefusedPlanError:
-                continue
-            key = json.dumps(plan["execute"], sort_keys=True)
-            option = plan["recommendation"]["option"]
-            if option["time"]["least_s"] > most_s:
-                slower[key] = {"plan": option["label"], "least_s": option["time"]["least_s"]}
-            elif key not in tried:
-                found = trial.run(task, plan, limit_bytes=limit_bytes)
-                before.restore()
-                tried[key] = {
-                    "plan": option["label"],
-                    "execute": plan["execute"],
-                    "step_s": found.step_s,
-                    "peak_bytes": found.peak_device_bytes,
-                    "short_of": found.short_of,
-                }
+    for plan in _plans(planner, asked_bytes):
+        key = json.dumps(plan["execute"], sort_keys=True)
+        option = plan["recommendation"]["option"]
+        if option["time"]["least_s"] > most_s:
+            slower[key] = {"plan": option["label"], "least_s": option["time"]["least_s"]}
+        elif key not in tried:
+            found = trial.run(task, plan, limit_bytes=limit_bytes)
+            before.restore()
+            tried[key] = {
+                "plan": option["label"],
+                "execute": plan["execute"],
+                "step_s": found.step_s,
+                "peak_bytes": found.peak_device_bytes,
+                "short_of": found.short_of,
+            }
     return {
         "tried": list(tried.values()),
         "slower": list(slower.values()),
         **_compared(task, row, [each for each in tried.values() if not each["short_of"]], batches),
     }
+
+
+def _plans(planner: Planner, asked_bytes: int) -> Iterator[Plan]:
+    """Yield the fastest plan, and the fastest where mechanisms are left out: those that a plan has, one after another.
+
+    To leave out what a plan has not changes nothing, but for optimizer offload, without which layers that stream may
+    have their states elsewhere.
+    """
+    waiting: list[frozenset[str]] = [frozenset()]
+    asked: set[frozenset[str]] = set()
+    while waiting:
+        left_out = waiting.pop()
+        if left_out in asked:
+            continue
+        asked.add(left_out)
+        try:
+            plan = planner.plan(asked_bytes, without=left_out)
+        except RefusedPlanError:
+            continue
+        yield plan
+        has = {"optimizer-offload", *plan["recommendation"]["option"]["mechanisms"]}
+        waiting += [left_out | {each} for each in sorted(has.intersection(_LEFT_OUT) - left_out)]
 
 
 def _compared(
