@@ -153,6 +153,45 @@ def test_a_case_that_missed_a_promise_says_which(real_models):
     assert real_models.summary([row | found, {"failed": "no"}])["trained"] == 1
 
 
+def test_all_plans_are_found_by_leaving_out_what_a_plan_has(real_models):
+    # In the order of their speed; the last one fits whatever is left out, and nothing without it.
+    ranked = [
+        ("recompute", "optimizer-offload"),
+        ("checkpoint-offload", "optimizer-offload"),
+        ("recompute",),
+        (),
+    ]
+
+    class Planner:
+        asked = 0
+
+        def plan(self, tensor_bytes, *, without):
+            self.asked += 1
+            found = next(each for each in ranked if not without.intersection(each))
+            return {"recommendation": {"option": {"mechanisms": list(found)}}}
+
+    planner = Planner()
+    plans = [each["recommendation"]["option"]["mechanisms"] for each in real_models._plans(planner, 1)]
+    assert {tuple(each) for each in plans} == set(ranked)
+    assert planner.asked < 2 ** len(real_models._LEFT_OUT) / 3
+
+
+def test_the_settled_plan_is_the_best_where_no_other_was_faster(real_models, monkeypatch):
+    took = {"settled": 1.1, "other": 1.0}
+    monkeypatch.setattr(real_models, "_run", lambda _, plan, __: {"step_s": took[plan["execute"]]})
+    row = {"plan": "settled", "execute": "settled", "step_s": 1.0}
+
+    def compared(*tried):
+        named = [{"plan": plan, "execute": plan, "step_s": step_s} for plan, step_s in tried]
+        return real_models._compared(None, row, named, [])
+
+    assert compared() == {"best": "settled", "best_s": 1.0, "settled_s": 1.0}
+    assert compared(("settled", 0.8), ("other", 0.9))["best"] == "settled"
+    assert compared(("other", 1.2))["best_s"] == 1.0
+    # A trial that was faster than training is no proof: both train once more.
+    assert compared(("other", 0.7)) == {"best": "other", "best_s": 1.0, "settled_s": 1.1}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "on_host"), [(1, False), (1, True), (22, False), (23, False), (24, False)]
