@@ -153,12 +153,10 @@ class ActivationOffloader(Offloader):
         self._budget.start_run(run)
         if not self._budget.needs_tape:
             self.engine.tape = None
-        elif self.engine.tape is None:
+        elif self.engine.tape is None or self._budget.plan is not plan:
             self.engine.tape = Tape(self.device, self.engine.weights, min_bytes=self.min_bytes)
         if self.engine.tape is not None:
             self.engine.tape.is_timing = self._budget.plan is None
-            if self._budget.plan is not plan:
-                self.engine.tape.record_all()
 
     def _around_layer(
         self, forward: Forward, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -161,9 +161,9 @@ class SavedTensorEngine:
             if node is not None:
                 node.kept = weakref.ref(extent.storage)
         else:
-            recipe = (
-                self.tape.recipe(node) if decision is Decision.RECOMPUTE and self.tape is not None else None
-            )
+            recipe = None
+            if decision is Decision.RECOMPUTE and self.tape is not None:
+                recipe = self.tape.recipe(extent.storage)
             if recipe is not None and extent.is_whole:
                 saved = SavedStorage(self._run, extent, recipe, version=tensor._version, in_flight=None)
                 self.recomputed_bytes += extent.size_bytes

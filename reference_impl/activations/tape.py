@@ -57,12 +57,12 @@ class Operation:
         *,
         number: int,
     ) -> None:
-        self.number = number
         self.function = function
         self.args = args
         self.kwargs = kwargs
         self.inputs = inputs
         self.marks = marks
+        self.number = number
 
     def seconds(self) -> float:
         """Return how long the call took, of an operation that was timed; waits for its end."""
@@ -107,7 +107,7 @@ class Input:
 
 
 class Tape(TorchDispatchMode):
-    """Records while it is active."""
+    """Records while it is active, for one plan: another one computes other results again."""
 
     def __init__(self, device: Device, weights: Weights, *, min_bytes: int) -> None:
         """Hold tensors below `min_bytes` and weights themselves; time operations of `device`."""
@@ -138,13 +138,9 @@ class Tape(TorchDispatchMode):
         self._whole_runs = max(self._whole_runs - 1, 0)
         self._calls, self._has_missed = 0, False
 
-    def record_all(self) -> None:
-        """Record everything in this run: from now on other results are recomputed."""
-        self._used, self._wanted = set(), None
-
-    def recipe(self, node: Node | None) -> Recipe | None:
-        """Return a recipe for `node`'s storage, which later runs are to have too; None where there is none."""
-        found = recipe_for(node) if node is not None else None
+    def recipe(self, storage: torch.UntypedStorage) -> Recipe | None:
+        """Return a recipe for a living storage, which later runs are to have too; None where there is none."""
+        found = recipe_for(self.node_of(storage))
         if found is None:
             self._has_missed = True
         else:

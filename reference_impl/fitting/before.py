@@ -14,9 +14,8 @@ import torch
 from torch import nn
 
 from reference_impl.device import Device
+from reference_impl.memory.arena import ALIGNMENT_BYTES
 from reference_impl.memory.slab import Slab
-
-_ALIGNMENT_BYTES = 64
 
 
 class Before:
@@ -65,12 +64,13 @@ class Before:
 def copies_on_host(tensors: list[torch.Tensor], device: Device) -> list[torch.Tensor]:
     """Copy `tensors` to the host, into memory that several threads have touched: a copy to new pages brings 1.2 GB/s.
 
-    A copy has the strides that `to` would give it. The memory lives as long as the copies.
+    A copy has the strides that `to` would give it. The memory lives as long as the copies. It comes from no arena,
+    because what arenas hand out counts as a plan's.
     """
-    sizes = [-(-tensor.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for tensor in tensors]
+    sizes = [-(-tensor.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for tensor in tensors]
     slab = Slab(
         device,
-        max(sum(sizes), _ALIGNMENT_BYTES),
+        max(sum(sizes), ALIGNMENT_BYTES),
         remedy="fit holds a copy of the trained weights, and the optimizer's states; try apply_plan, which does not",
         pinned=False,
     )
