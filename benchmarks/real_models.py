@@ -9,7 +9,8 @@
 It needs transformers, and peft for LoRA. Each case is a process of its own with its own limit of the allocator. A case
 fits the model, trains one step that is not counted and five that are, on other batches of the same shape, and then
 every other plan, or, where that fits, the same steps with nothing offloaded. Errors are measured over predicted, less
-1. `passed` says whether the peak was within 6 %, the time in its range, and little memory left unused; `why` names what
+1. `host_phases_s` and `device_phases_s` are when each was through forward, backward and update, from a step's start.
+`passed` says whether the peak was within 6 %, the time in its range, and little memory left unused; `why` names what
 was not so.
 """
 
@@ -115,27 +116,67 @@ def _task(model: torch.nn.Module, batch: Any, objective: trial.Loss, device: Dev
 
 
 def _steps(task: trial.Task, optimizer: Any, batches: Sequence[Any], ledger: Ledger) -> dict[str, Any]:
-    """Train one step that is not counted and the others; return their peak, median time and losses."""
-    times, losses = [], []
+    """Train one step that is not counted and the others; return their peak, median times and losses."""
+    times, losses, clocks = [], [], []
     ledger.reset_peak()
     retries = _retries(task.device)
     for batch in batches:
         start = time.perf_counter()
+        clock = _Clock(task.device)
         found = task.loss(task.model, batch)
+        clock.note()
         found.backward()
+        clock.note()
         losses.append(found.detach())
         del found
         optimizer.step()
         optimizer.zero_grad()
+        clock.note()
+        clocks.append(clock)
         task.device.record().synchronize()
         times.append(time.perf_counter() - start)
+    counted = clocks[1:] or clocks
     return {
         "peak_bytes": ledger.peak_device_bytes,
         "step_s": statistics.median(times[1:] or times),
         "times_s": times,
+        "host_phases_s": _medians([clock.host_s for clock in counted]),
+        "device_phases_s": _medians([clock.device_s for clock in counted]),
         "losses": torch.stack(losses).tolist(),
         "retries": _retries(task.device) - retries,
     }
+
+
+class _Clock:
+    """When the host and the device were through each phase of a step: forward, backward and update.
+
+    Where both are through backward at once, the device waits for the host; else the host is ahead.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._host: list[float] = []
+        self._marks: list[Any] = []
+        self.note()
+
+    def note(self) -> None:
+        """Note that a phase ends here."""
+        self._host.append(time.perf_counter())
+        self._marks.append(self._device.mark())
+
+    @property
+    def host_s(self) -> list[float]:
+        """Seconds from the step's start until the host was through each phase."""
+        return [end - self._host[0] for end in self._host[1:]]
+
+    @property
+    def device_s(self) -> list[float]:
+        """Seconds from the step's start until the device was through each phase."""
+        return [self._marks[0].seconds_until(end) for end in self._marks[1:]]
+
+
+def _medians(rows: Sequence[Sequence[float]]) -> list[float]:
+    return [statistics.median(column) for column in zip(*rows, strict=True)]
 
 
 def _retries(device: Device) -> int:
