@@ -76,7 +76,7 @@ def run_case(case: Case, *, tiny: bool, all_plans: bool, on_host: bool) -> dict[
     with _held(case, device):
         model = make_model(case, config, device.torch_device)
         batch = make_batch(case, config, tokens, device.torch_device, seed=0)
-        task = _task(model, batch, objective, device)
+        task = task_of(model, batch, objective, device)
         budget: Any = "auto" if case.budget_gib is None else round(case.budget_gib * GIB)
         if tiny:
             budget = round(_TINY_BUDGET * _run(task, _RESIDENT, [batch])["peak_bytes"])
@@ -103,7 +103,7 @@ def _adamw(model: torch.nn.Module) -> torch.optim.AdamW:
     return torch.optim.AdamW(trained, lr=1e-5, fused=True)
 
 
-def _task(model: torch.nn.Module, batch: Any, objective: trial.Loss, device: Device) -> trial.Task:
+def task_of(model: torch.nn.Module, batch: Any, objective: trial.Loss, device: Device) -> trial.Task:
     return trial.Task(
         model=model,
         optimizer=_adamw(model),
@@ -115,7 +115,7 @@ def _task(model: torch.nn.Module, batch: Any, objective: trial.Loss, device: Dev
     )
 
 
-def _steps(task: trial.Task, optimizer: Any, batches: Sequence[Any], ledger: Ledger) -> dict[str, Any]:
+def run_steps(task: trial.Task, optimizer: Any, batches: Sequence[Any], ledger: Ledger) -> dict[str, Any]:
     """Train one step that is not counted and the others; return their peak, median times and losses."""
     times, losses, clocks = [], [], []
     ledger.reset_peak()
@@ -189,7 +189,7 @@ def _run(task: trial.Task, plan: Plan, batches: Sequence[Any]) -> dict[str, Any]
         Ledger(task.device, track=task.tensors(plan)) as ledger,
         apply_plan(task.model, task.optimizer, plan) as applied,
     ):
-        return _steps(task, applied.optimizer, batches, ledger)
+        return run_steps(task, applied.optimizer, batches, ledger)
 
 
 def _predicted(plan: Plan) -> dict[str, Any]:
@@ -229,7 +229,7 @@ def _fitted(task: trial.Task, batches: Sequence[Any], budget: Any, *, on_host: b
         ) as fitted,
     ):
         row = {"fit_s": time.perf_counter() - start, **_predicted(fitted.plan)}
-        row |= _steps(task, fitted.optimizer, batches, ledger)
+        row |= run_steps(task, fitted.optimizer, batches, ledger)
     del fitted
     gc.collect()
     task.model.to(device)

@@ -111,6 +111,25 @@ def test_trainers_are_compared_at_toy_size(tmp_path, monkeypatch):
     assert [line["goal"] for line in batch["goals"]] == [1.02]
 
 
+def test_launches_of_a_tiny_model_are_timed_under_each_mechanism(monkeypatch, tmp_path):
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    monkeypatch.syspath_prepend(str(root() / "benchmarks"))
+    out = tmp_path / "launches.json"
+    monkeypatch.setattr("sys.argv", ["launches.py", "--tiny", "--cases", "17", "--out", str(out)])
+    launches = importlib.import_module("launches")
+    launches.main()
+    report = json.loads(out.read_text())
+    assert [row["plan"] for row in report["rows"]] == list(launches.PLANS)
+    for row in report["rows"]:
+        assert (
+            0
+            < row["host_phases_s"][0]
+            < row["host_phases_s"][1]
+            < row["host_phases_s"][2]
+            <= row["step_s"] * 2
+        )
+
+
 @pytest.fixture
 def real_models(monkeypatch):
     monkeypatch.syspath_prepend(str(root() / "benchmarks"))

@@ -1,0 +1,160 @@
+"""What takes the host in a step of a real model? Phases, launches and waits under each mechanism.
+
+    python benchmarks/launches.py --cases 17,2 --out launches.json   # cases of real_models.py, on one GPU
+    python benchmarks/launches.py --tiny                             # the same code at toy size, on any machine
+
+Where both are through a phase at the same time, the GPU waited for the host: it runs kernels no faster than they are
+launched. One more step under torch's profiler, which slows the host, says how long kernels ran, how many were
+launched, and which calls made the host wait. `launch_us` is what `offload probe` measures with its own decoder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+from collections import Counter, defaultdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from machine import machine, print_table
+from real_model_cases import CASES, Case, chunked_loss, entries, loss, make_batch, make_model
+from real_models import run_steps, task_of
+from trace_overlap import merge
+
+from reference_impl import apply_plan
+from reference_impl.device import Device
+from reference_impl.fitting import trial
+from reference_impl.fitting.before import without_caches
+from reference_impl.memory.ledger import Ledger
+from reference_impl.verification.probe import launch_s
+
+STEPS = 6
+_TINY_TOKENS = 64
+_HALF = {"resident": 0.5, "streamed": 0.39, "cpu": 0.11}
+_STATES = {"offload_fraction": 0.5, "split": _HALF, "backward_overlap": "gradients"}
+_RESIDENT = {"offload_fraction": 0.0}
+PLANS: dict[str, dict[str, Any]] = {
+    "no offload": {"optimizer": _RESIDENT},
+    "recompute": {"optimizer": _RESIDENT, "activations": {"mode": "recompute"}},
+    "inputs offloaded": {"optimizer": _RESIDENT, "activations": {"mode": "checkpoint"}},
+    "states": {"optimizer": _STATES},
+    "recompute, states": {"optimizer": _STATES, "activations": {"mode": "recompute"}},
+    "layers streamed": {"trained_layers": {"inputs": "host", "split": _HALF}},
+}
+# Layers whose weights leave where layers stream: few, as where the weights would nearly fit.
+_LEAVE = 2
+# What is shown of the calls that let the host wait.
+_SHOWN = 3
+
+
+def run_case(case: Case, device: Device, *, tiny: bool) -> list[dict[str, Any]]:
+    """Return a row for each plan."""
+    config = entries(case, tiny=tiny)
+    tokens = _TINY_TOKENS if tiny else case.tokens
+    model = make_model(case, config, device.torch_device)
+    without_caches(model)
+    batches = [make_batch(case, config, tokens, device.torch_device, seed) for seed in range(STEPS)]
+    task = task_of(model, batches[0], chunked_loss if case.chunked_loss else loss, device)
+    stay = (config.get("num_hidden_layers") or config["text_config"]["num_hidden_layers"]) - _LEAVE
+    rows = []
+    for name, execute in PLANS.items():
+        if "trained_layers" in execute:
+            execute = {"trained_layers": execute["trained_layers"] | {"resident_layers": stay}}
+        rows.append({"case": case.name, "plan": name, **_row(task, execute, batches)})
+    return rows
+
+
+def _row(task: trial.Task, execute: dict[str, Any], batches: list[Any]) -> dict[str, Any]:
+    plan = {"execute": execute}
+    try:
+        with (
+            Ledger(task.device, track=task.tensors(plan)) as ledger,
+            apply_plan(task.model, task.optimizer, plan) as applied,
+        ):
+            found = run_steps(task, applied.optimizer, batches, ledger)
+            return {
+                "step_s": found["step_s"],
+                "host_phases_s": found["host_phases_s"],
+                "device_phases_s": found["device_phases_s"],
+                **_profiled(task, applied),
+            }
+    except torch.OutOfMemoryError as error:
+        return {"failed": str(error).splitlines()[0]}
+    finally:
+        gc.collect()
+
+
+def _profiled(task: trial.Task, applied: Any) -> dict[str, Any]:
+    """Train one more step under the profiler."""
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profiler:
+        task.step(applied)
+        task.device.synchronize()
+    count: Counter[str] = Counter()
+    seconds: defaultdict[str, float] = defaultdict(float)
+    kernels = []
+    for event in profiler.profiler.kineto_results.events():
+        name, start_s, took_s = event.name(), event.start_ns() / 1e9, event.duration_ns() / 1e9
+        if event.device_type() == torch.autograd.DeviceType.CUDA:
+            if not name.startswith("Mem"):
+                kernels.append((start_s, start_s + took_s))
+        elif name.startswith("cuda"):
+            count[name] += 1
+            seconds[name] += took_s
+    waits = sorted((name for name in count if "Launch" not in name), key=lambda name: -seconds[name])
+    launched = [name for name in count if "LaunchKernel" in name]
+    launches = sum(count[name] for name in launched)
+    return {
+        "launches": launches,
+        "in_a_launch_us": 1e6 * sum(seconds[name] for name in launched) / max(launches, 1),
+        "kernels_s": sum(stop - start for start, stop in merge(kernels)),
+        "other_calls": {name: [count[name], seconds[name]] for name in waits},
+    }
+
+
+def _shown(row: dict[str, Any]) -> dict[str, object]:
+    if "failed" in row:
+        return {"case": row["case"], "plan": row["plan"], "step_ms": row["failed"][:60]}
+    names = ("forward", "backward", "update")
+    phases = {
+        f"{name}_ms": f"{1e3 * host:.0f} / {1e3 * device:.0f}"
+        for name, host, device in zip(names, row["host_phases_s"], row["device_phases_s"], strict=True)
+    }
+    calls = [f"{name} {each[0]} {1e3 * each[1]:.0f}" for name, each in row["other_calls"].items()]
+    return {
+        "case": row["case"],
+        "plan": row["plan"],
+        "step_ms": 1e3 * row["step_s"],
+        **phases,
+        "launches": row["launches"],
+        "in_a_launch_us": row["in_a_launch_us"],
+        "kernels_ms": 1e3 * row["kernels_s"],
+        "other calls, number and ms": ", ".join(calls[:_SHOWN]),
+    }
+
+
+def main() -> None:
+    """Run the cases, print the table, and write all numbers."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--tiny", action="store_true", help="toy size, any machine")
+    parser.add_argument("--cases", default="17", help="numbers of real_models.py's cases, comma separated")
+    parser.add_argument("--out", type=Path, help="write all numbers as JSON")
+    args = parser.parse_args()
+    device = Device.available()
+    report: dict[str, Any] = {"machine": machine(device), "launch_us": 1e6 * launch_s(device), "rows": []}
+    print(report["machine"], f"launch {report['launch_us']:.1f} us")
+    numbers = [int(number) for number in args.cases.split(",")]
+    for case in (case for case in CASES if case.number in numbers):
+        rows = run_case(case, device, tiny=args.tiny)
+        print_table([_shown(row) for row in rows])
+        report["rows"] += rows
+        if args.out:
+            args.out.write_text(json.dumps(report, indent=1))
+
+
+if __name__ == "__main__":
+    main()
