@@ -130,14 +130,18 @@ class CachingAllocator:
 
     @property
     def live_bytes(self) -> int:
-        """Read one number of the statistics; the flat form would sort all of them first."""
-        stats = torch.cuda.memory_stats_as_nested_dict(self._torch_device)
-        return int(stats["allocated_bytes"]["all"]["current"])
+        """Read one number of the statistics."""
+        return self._allocated_bytes("current")
 
     @property
     def peak_bytes(self) -> int:
-        """Read the peak."""
-        return torch.cuda.max_memory_allocated(self._torch_device)
+        """Read one number of the statistics: a first step with an activation offloader asks for it hundreds of times."""
+        return self._allocated_bytes("peak")
+
+    def _allocated_bytes(self, which: str) -> int:
+        # The flat form, which `torch.cuda.max_memory_allocated` reads too, would sort all numbers first.
+        stats = torch.cuda.memory_stats_as_nested_dict(self._torch_device)
+        return int(stats["allocated_bytes"]["all"][which])
 
     def reset_peak(self) -> None:
         """Reset all peaks of the allocator."""
