@@ -36,6 +36,9 @@ class StateParts(Protocol):
     def write_streamed(self, member: Member, name: str, value: torch.Tensor) -> None:
         """Replace the parts that stream by those of `value` (fp32, of the member's shape)."""
 
+    def follow_weight(self, member: Member) -> None:
+        """Let what streams of an fp32 parameter, its own master, be as the parameter is."""
+
 
 # Waits until no update of the given members runs, and returns where their states are; RuntimeError when closed.
 FinishedParts = Callable[[Iterable[Member]], StateParts]
@@ -249,8 +252,9 @@ class OptimizerState(Mapping[torch.Tensor, ParameterState]):
         if MASTER in values:
             target[MASTER] = values[MASTER]
         elif param.dtype == torch.float32:
-            # It is its own master, and only the copy on the host has to follow it.
+            # It is its own master, and only the copies have to follow it: the CPU's, and what streams of a split one.
             target.write_in_place(MASTER, self.members[param].weight)
+            self._finished([self.members[param]]).follow_weight(self.members[param])
         else:
             target[MASTER] = self.members[param].weight
 

@@ -323,6 +323,11 @@ class Shares:
         self._streamed.finish(for_writing=True)
         self._streamed.write(member, name, value)
 
+    def follow_weight(self, member: Member) -> None:
+        """Let what streams of an fp32 parameter, its own master, be as the parameter is."""
+        if self._streamed is not None and member in self._streamed:
+            self._streamed.refresh_masters([member])
+
     def close(self) -> None:
         """Stop the workers and give the memory of both tiers back."""
         streamed = [] if self._streamed is None else [self._streamed.close]

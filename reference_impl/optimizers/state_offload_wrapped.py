@@ -90,3 +90,6 @@ class StreamedParts:
         """Replace a state by `value` (fp32, of the member's shape)."""
         self._share.finish(for_writing=True)
         self._share.write(member, name, value)
+
+    def follow_weight(self, member: Member) -> None:
+        """Do nothing: what streams of an fp32 parameter is the parameter, of which the CPU updates no other part."""

@@ -182,3 +182,7 @@ class BothParts:
     def write_streamed(self, member: Member, name: str, value: torch.Tensor) -> None:
         """Replace what streams."""
         self._streamed.write_streamed(member, name, value)
+
+    def follow_weight(self, member: Member) -> None:
+        """Let what streams be as the parameter is."""
+        self._streamed.follow_weight(member)

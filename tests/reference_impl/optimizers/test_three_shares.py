@@ -79,6 +79,27 @@ def test_no_split_chunk_or_bucket_changes_a_bit(parts, chunk_bytes, bucket_eleme
     assert_same_weights(model, plain)
 
 
+@pytest.mark.parametrize("split", SPLITS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("attached", [False, True])
+def test_a_checkpoint_that_is_loaded_over_later_training_is_as_it_was(device, split, dtype, attached):
+    model, _ = twins(device, dtype)
+    data = batches(device.torch_device, 6)
+    with build(model, split=split) as optimizer:
+        if attached:
+            optimizer.attach(model)
+        train(model, optimizer, data[:2])
+        saved = copy.deepcopy({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+        train(model, optimizer, data[2:4])
+        expected = copy.deepcopy(model.state_dict())
+        train(model, optimizer, data[4:])
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        train(model, optimizer, data[2:4])
+        found = model.state_dict()
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
 @pytest.mark.parametrize("split", [(0, 1, 0), (0.2, 0.5, 0.3)], ids=str)
 def test_half_masters_change_no_bit(device, split):
     model, plain = twins(device)
