@@ -135,7 +135,7 @@ class CachingAllocator:
 
     @property
     def peak_bytes(self) -> int:
-        """Read one number of the statistics: a first step with an activation offloader asks for it hundreds of times."""
+        """Read one number of the statistics, as a first step with an activation offloader does hundreds of times."""
         return self._allocated_bytes("peak")
 
     def _allocated_bytes(self, which: str) -> int:

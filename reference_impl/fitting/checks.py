@@ -131,15 +131,6 @@ def scalar(loss: Loss) -> Loss:
     return checked
 
 
-def norm_of(given: float | None) -> float | None:
-    """Return the norm to clip to, or None for no clipping. Raises ValueError for what is no norm."""
-    is_number = isinstance(given, int | float) and not isinstance(given, bool)
-    # Of NaN it does not hold.
-    if given is not None and not (is_number and given >= 0):
-        raise ValueError(f"max_grad_norm is {given!r}; expected a number of at least 0, or None; try 1.0")
-    return given or None
-
-
 def check_batch(batch: Any, device: Device, *, calls_itself: bool) -> None:
     """Raise ValueError for a batch that is not on `device`, or that nobody knows how to give to the model."""
     if calls_itself:

@@ -31,6 +31,7 @@ from reference_impl.fitting.search import Search, fastest
 from reference_impl.fitting.trial import Loss, Task
 from reference_impl.memory.closing import ClosedAtExit, close_behind, undo_all
 from reference_impl.memory.host import available_bytes
+from reference_impl.optimizers.checks import norm_of
 from reference_impl.verification.apply import AppliedPlan
 from reference_impl.verification.trace import NoLossError
 from reference_impl.verification.trace_profile import profile_batch
@@ -127,7 +128,7 @@ def fit(
             optimizer=optimizer,
             batch=batch,
             loss=checks.scalar(each),
-            max_grad_norm=checks.norm_of(max_grad_norm),
+            max_grad_norm=norm_of(max_grad_norm),
             device=on,
             on_host=device is not None and starts_on.type == "cpu",
         )

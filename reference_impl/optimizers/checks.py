@@ -137,12 +137,21 @@ def one_device(params: Iterable[torch.Tensor]) -> Device:
     return Device.of(devices.pop())
 
 
+def norm_of(given: float | None) -> float | None:
+    """Return the norm to clip to, or None for no clipping. Raises ValueError for what is no norm."""
+    is_number = isinstance(given, int | float) and not isinstance(given, bool)
+    # Of NaN it does not hold.
+    if given is not None and not (is_number and given >= 0):
+        raise ValueError(f"max_grad_norm is {given!r}; expected a number of at least 0, or None; try 1.0")
+    return given or None
+
+
 def check_clipping(*, max_grad_norm: float | None, updates_in_backward: bool) -> None:
     """Raise ValueError when exact clipping is impossible as asked."""
     if max_grad_norm is None:
         return
     if not max_grad_norm > 0:
-        raise ValueError(f"max_grad_norm is {max_grad_norm}; expected a positive number or None")
+        raise ValueError(f"max_grad_norm is {max_grad_norm}; expected a positive number or None; try None")
     if updates_in_backward:
         raise ValueError(
             "max_grad_norm needs all gradients before the first update; expected backward_overlap 'gradients' "

@@ -91,6 +91,11 @@ def check_state(label: str, saved: Any, member: Member, algorithm: Algorithm) ->
     for name in (*algorithm.moments, MASTER):
         if name in saved:
             check_values(f"{label}[{name!r}]", saved[name], member)
+    if MASTER in saved and saved[MASTER].dtype != torch.float32:
+        raise ValueError(
+            f"{label}[{MASTER!r}] is of dtype {saved[MASTER].dtype}; expected float32, which torch's own optimizers "
+            "cast to the parameter's dtype as they load it; try loading into the offloading optimizer itself"
+        )
     step = _checked_step(f"{label}[{STEP!r}]", saved.get(STEP, 1))
     if step == 0:
         for name in algorithm.moments:

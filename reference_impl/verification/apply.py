@@ -22,7 +22,8 @@ from reference_impl.device import Device
 from reference_impl.distributed.mesh import ranks_of_shards
 from reference_impl.memory.closing import ClosedAtExit, close_behind, undo_all
 from reference_impl.memory.pinned import limit_pinned_memory, pinned_book
-from reference_impl.optimizers import HybridDeviceOptimizer, Streaming
+from reference_impl.optimizers import Adam, HybridDeviceOptimizer, Streaming
+from reference_impl.optimizers.checks import norm_of
 from reference_impl.optimizers.streamed.storage import has_kernels
 from reference_impl.trained_layers import ShardStreamer, TrainableLayerStreamer
 from reference_impl.trained_layers.shard_streamer import CHUNK_BYTES
@@ -88,10 +89,11 @@ def apply_plan(
     Args:
         model: its blocks stand in an `nn.ModuleList`. For a plan of several GPUs `fully_shard` has sharded it, and the
             optimizer is made from it after that.
-        optimizer: a `torch.optim.AdamW`; its groups, hyper-parameters and state are taken over.
+        optimizer: a `torch.optim.AdamW`; its groups, hyper-parameters and defaults are taken over. So is its state, of
+            which it has none from then on, where the plan puts another optimizer in its place.
         plan: the document of `offload plan --format json`, or its path.
-        max_grad_norm: clip the global norm exactly, in the offloading optimizer; a plan that starts updates in
-            backward excludes it.
+        max_grad_norm: clip the global norm exactly, in the optimizer; None or 0 clips nothing. A plan that starts
+            updates in backward excludes it.
         device: where to run a model whose weights are on the CPU, by a plan that streams layers, trained or frozen.
 
     Raises:
@@ -99,6 +101,7 @@ def apply_plan(
             message names; a plan for another model or optimizer, or for another number of ranks. The model is left as
             it was.
     """
+    max_grad_norm = norm_of(max_grad_norm)
     document = read_document(plan)
     execute = execute_section(document)
     _check_sharding(model, execute.get("sharding"))
@@ -145,12 +148,18 @@ def apply_plan(
             stepped = offloading = _optimizer(optimizer, wanted, max_grad_norm)
             undo.append(offloading.close)
             offloading.attach(model)
+        if stepped is optimizer and max_grad_norm is not None:
+            undo.append(_clip_before(optimizer, max_grad_norm))
         watch = StepWatch(stepped, Device.of(trains_on or next(model.parameters()).device), document)
         undo.append(watch.close)
-        return AppliedPlan(stepped, undo, watch)
+        applied = AppliedPlan(stepped, undo, watch)
     except BaseException as error:
         close_behind(error, lambda: undo_all(undo))
         raise
+    if stepped is not optimizer:
+        # They would stay on the device beside those that have taken their place.
+        optimizer.state.clear()
+    return applied
 
 
 def _check_sharding(model: nn.Module, wanted: Mapping[str, Any] | None) -> None:
@@ -195,12 +204,39 @@ def activation_options(section: Mapping[str, Any]) -> dict[str, Any]:
 def _optimizer(
     optimizer: torch.optim.Optimizer, wanted: Mapping[str, Any], max_grad_norm: float | None
 ) -> HybridDeviceOptimizer:
-    names = ("params", "lr", "betas", "eps", "weight_decay")
-    groups = [{name: group[name] for name in names} for group in optimizer.param_groups]
-    offloading = HybridDeviceOptimizer(groups, max_grad_norm=max_grad_norm, **optimizer_options(wanted))
+    offloading = HybridDeviceOptimizer(
+        _groups(optimizer),
+        max_grad_norm=max_grad_norm,
+        **_hyper_parameters(optimizer),
+        **optimizer_options(wanted),
+    )
     if optimizer.state:
-        offloading.load_state_dict(optimizer.state_dict())
+        try:
+            offloading.load_state_dict(optimizer.state_dict())
+        except BaseException as error:
+            close_behind(error, offloading.close)
+            raise
     return offloading
+
+
+def _groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Return the groups with all that is in them, as what updates them in torch's fused kernels takes them."""
+    return [group | {"fused": True, "foreach": None} for group in optimizer.param_groups]
+
+
+def _hyper_parameters(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return what a group that is added later does not say itself."""
+    return {name: optimizer.defaults[name] for name in Adam().defaults}
+
+
+def _clip_before(optimizer: torch.optim.Optimizer, max_grad_norm: float) -> Callable[[], None]:
+    """Let `optimizer` clip the global norm before each step, until the function that is returned is called."""
+
+    def clip(stepping: torch.optim.Optimizer, *_: Any) -> None:
+        params = [param for group in stepping.param_groups for param in group["params"]]
+        torch.nn.utils.clip_grad_norm_(params, max_grad_norm)
+
+    return optimizer.register_step_pre_hook(clip).remove
 
 
 def _layer_streamer(
@@ -236,7 +272,7 @@ def _shard_streamer(
 
 def _fused(optimizer: torch.optim.Optimizer) -> torch.optim.AdamW:
     """Return `optimizer` as the streamers take it, with the groups and states that it has."""
-    fused = torch.optim.AdamW([group | {"fused": True, "foreach": None} for group in optimizer.param_groups])
+    fused = torch.optim.AdamW(_groups(optimizer), **_hyper_parameters(optimizer), fused=True)
     fused.state.update(optimizer.state)
     return fused
 

@@ -130,6 +130,79 @@ def switched_on() -> Decoder:
     return model
 
 
+# One of each kind of optimizer that steps under a plan: offloading, of layers that stream, and the user's own.
+STEPPED = [
+    {"optimizer": {"offload_fraction": 0.7, "split": {"resident": 0.3, "streamed": 0.5, "cpu": 0.2}}},
+    {"trained_layers": {}},
+    {"activations": {"mode": "checkpoint"}},
+]
+
+
+@pytest.mark.parametrize("execute", STEPPED, ids=str)
+def test_groups_and_defaults_are_taken_over_whole(execute: Mapping[str, Any]) -> None:
+    def make(model: Decoder) -> torch.optim.AdamW:
+        group = {"params": list(model.parameters()), "maximize": True, "initial_lr": 2e-3, "name": "all"}
+        return torch.optim.AdamW([group], lr=1e-3, betas=(0.5, 0.6), fused=True)
+
+    reference, model = decoder(), decoder()
+    expected = losses(reference, make(reference))
+    with apply_plan(model, make(model), {"execute": execute}) as applied:
+        assert torch.stack(losses(model, applied.optimizer)).equal(torch.stack(expected))
+        (group,) = applied.optimizer.param_groups
+        assert (group["initial_lr"], group["name"]) == (2e-3, "all")
+        assert applied.optimizer.defaults["betas"] == (0.5, 0.6)
+    amsgrad = torch.optim.AdamW(model.parameters(), amsgrad=True)
+    if "activations" not in execute:
+        with pytest.raises(ValueError, match="amsgrad is True; expected False"):
+            apply_plan(model, amsgrad, {"execute": execute})
+
+
+@pytest.mark.parametrize("execute", [*STEPPED, {}], ids=str)
+def test_a_norm_is_clipped_under_every_plan_until_it_is_closed(execute: Mapping[str, Any]) -> None:
+    def make(model: Decoder) -> torch.optim.AdamW:
+        # With a small eps Adam steps as far whatever the gradients' scale.
+        return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-2, fused=True)
+
+    clipped, unclipped, model, closed = (decoder() for _ in range(4))
+    optimizer = make(clipped)
+    optimizer.register_step_pre_hook(
+        lambda *_: torch.nn.utils.clip_grad_norm_(clipped.parameters(), 1e-3) and None
+    )
+    expected, others = losses(clipped, optimizer), losses(unclipped, make(unclipped))
+    assert (expected[-1] - others[-1]).abs() > 1e-2
+    with apply_plan(model, make(model), {"execute": execute}, max_grad_norm=1e-3) as applied:
+        torch.testing.assert_close(losses(model, applied.optimizer), expected, rtol=0, atol=1e-4)
+    plain = make(closed)
+    apply_plan(closed, plain, {"execute": execute}, max_grad_norm=1e-3).close()
+    assert torch.stack(losses(closed, plain)).equal(torch.stack(others))
+
+
+@pytest.mark.parametrize("execute", STEPPED[:2], ids=str)
+def test_states_that_are_taken_over_are_held_once(execute: Mapping[str, Any]) -> None:
+    model = decoder()
+    optimizer = adamw(model)
+    losses(model, optimizer, steps=1)
+    optimizer.param_groups[0]["amsgrad"] = True
+    with pytest.raises(ValueError, match="amsgrad"):
+        apply_plan(model, optimizer, {"execute": execute})
+    assert optimizer.state, "a plan that was refused has taken the states"
+    optimizer.param_groups[0]["amsgrad"] = False
+    with apply_plan(model, optimizer, {"execute": execute}) as applied:
+        assert not optimizer.state
+        assert applied.optimizer.state_dict()["state"]
+
+
+def test_masters_that_torch_has_rounded_are_refused() -> None:
+    model = decoder().bfloat16()
+    with apply_plan(model, adamw(model), {"execute": STEPPED[0]}) as applied:
+        losses(model, applied.optimizer, steps=1)
+        saved = applied.optimizer.state_dict()
+    optimizer = adamw(model)
+    optimizer.load_state_dict(saved)
+    with pytest.raises(ValueError, match=r"'master_param'\] is of dtype torch.bfloat16; expected float32"):
+        apply_plan(model, optimizer, {"execute": STEPPED[0]})
+
+
 @pytest.mark.parametrize("make", [lambda: SaysSo(DecoderShape()), switched_on])
 @pytest.mark.parametrize(
     "execute",
