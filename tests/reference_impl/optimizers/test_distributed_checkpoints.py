@@ -1,18 +1,21 @@
 """torch's distributed checkpoints: into and out of both optimizers and plain AdamW, over one process and two."""
 
 import copy
+from dataclasses import replace
 
 import checkpoint_ranks
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from optimizer_reference import batches
-from optimizer_training import OPTIONS, assert_same_weights, fresh, hybrid, streaming, train
+from optimizer_training import OPTIONS, SMALL_CHUNKS, assert_same_weights, fresh, hybrid, streaming, train
 from rank_processes import run_ranks
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
+    get_state_dict,
     set_optimizer_state_dict,
+    set_state_dict,
 )
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -25,6 +28,10 @@ def part(model, **options):
 
 def streamed(model, lr=OPTIONS["lr"]):
     return streaming(model, hyper={**OPTIONS, "lr": lr})
+
+
+def halved(model):
+    return hybrid(model, split=(0.2, 0.5, 0.3), streaming=replace(SMALL_CHUNKS, hi_lo_masters=True))
 
 
 def adamw(model, lr=OPTIONS["lr"]):
@@ -61,6 +68,30 @@ def test_states_survive_the_round_trip(device, dtype, build, options):
         train(model, optimizer, data[2:])
         train(other, resumed, data[2:])
         assert_same_weights(model, other)
+
+
+@pytest.mark.parametrize("build", [part, streamed, halved])
+def test_masters_stay_where_the_model_is_loaded_after_its_optimizer(device, build):
+    model, data = used(device, torch.bfloat16), batches(device.torch_device, 4)
+    other = used(device, torch.bfloat16)
+    with build(model) as optimizer, build(other) as resumed:
+        optimizer.attach(model)
+        resumed.attach(other)
+        train(model, optimizer, data[:2])
+        weights, states = copy.deepcopy(get_state_dict(model, optimizer))
+        train(other, resumed, data[2:])
+        set_state_dict(other, resumed, model_state_dict=weights, optim_state_dict=states)
+        torch.testing.assert_close(
+            resumed.state_dict()["state"], optimizer.state_dict()["state"], rtol=0, atol=0
+        )
+        # One weight is written: its master is that, and others stay.
+        name, weight = next(iter(other.state_dict().items()))
+        written = weight + 1
+        other.load_state_dict({name: written}, strict=False)
+        first, *rest = resumed.state_dict()["state"].values()
+        assert torch.equal(first["master_param"].to(weight.device), written.float())
+        expected = list(optimizer.state_dict()["state"].values())[1:]
+        torch.testing.assert_close(rest, expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(
