@@ -26,8 +26,8 @@ from trace_overlap import merge
 from reference_impl import apply_plan
 from reference_impl.device import Device
 from reference_impl.fitting import trial
-from reference_impl.fitting.before import without_caches
 from reference_impl.memory.ledger import Ledger
+from reference_impl.verification.hugging_face import without_caches
 from reference_impl.verification.probe import launch_s
 
 STEPS = 6

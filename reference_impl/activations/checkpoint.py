@@ -17,7 +17,7 @@ from typing import Any, Unpack
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_map
 
 from reference_impl.activations.attach import (
     Forward,
@@ -30,7 +30,7 @@ from reference_impl.activations.attach import (
 )
 from reference_impl.activations.offloader import EngineOptions, Offloader
 from reference_impl.activations.policy import AtMost, Share
-from reference_impl.activations.recompute import recomputed
+from reference_impl.activations.recompute import recomputed, repeatable
 from reference_impl.activations.run import MovedTensor, Run
 from reference_impl.activations.tokens import KeptTensor
 
@@ -110,7 +110,7 @@ class CheckpointOffloader(Offloader):
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         # Only what checkpoint gets by position is saved through the engine.
-        leaves, structure = tree_flatten((args, kwargs))
+        call, leaves = repeatable(forward, args, kwargs)
         input_bytes = max(
             (leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()),
             default=0,
@@ -121,9 +121,8 @@ class CheckpointOffloader(Offloader):
         def body(*inputs: Any) -> Any:
             results.start_pass()
             self._results.append(results)
-            args, kwargs = tree_unflatten(list(inputs), structure)
             try:
-                return forward(*args, **kwargs)
+                return call(*inputs)
             finally:
                 self._results.pop()
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from reference_impl.activations.compiler import uncompiled
 
@@ -31,6 +32,22 @@ def recomputed(function: Callable[..., Any], *inputs: Any) -> Any:
     if not torch.is_grad_enabled():
         return function(*inputs)
     return uncompiled(_first_call)(function, inputs)
+
+
+def repeatable(forward: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Callable[..., Any], list[Any]]:
+    """Return a function for `recomputed`, and its inputs: the leaves of what `forward` is called with.
+
+    Its first call has the very containers, because a layer may leave something in a dictionary for the next one. Later
+    calls have others, with what was in them before the first.
+    """
+    leaves, structure = tree_flatten((args, kwargs))
+    given = [(args, kwargs)]
+
+    def call(*inputs: Any) -> Any:
+        args, kwargs = given.pop() if given else tree_unflatten(list(inputs), structure)
+        return forward(*args, **kwargs)
+
+    return call, leaves
 
 
 def _first_call(function: Callable[..., Any], inputs: Sequence[Any]) -> Any:
@@ -85,7 +102,9 @@ class _Recomputation:
     def _call_again(self) -> list[torch.Tensor | None]:
         """Call the layer again, and return what it saves."""
         found: list[torch.Tensor | None] = []
-        expected = self._numels
+        # `keep` must not hold this object: a layer may leave what it computes again in an input that it was given (keys
+        # and values for later layers), and so the second graph and its hooks, with that input's holder.
+        expected, has_returned = self._numels, self._has_returned
 
         def keep(tensor: torch.Tensor) -> torch.Tensor:
             # With its history the layer's second graph would hold itself.
@@ -98,7 +117,7 @@ class _Recomputation:
                         f"elements; expected {expected[len(found)]}, as in its first call; {_TRY}"
                     )
                 found.append(tensor)
-                if self._has_returned and len(found) == len(expected):
+                if has_returned and len(found) == len(expected):
                     raise _AllComputedError
             return tensor
 

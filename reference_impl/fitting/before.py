@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -38,7 +38,7 @@ class Before:
         ]
         copies = copies_on_host([*self._tensors, *(value for _, _, value in states)], device)
         self._copies = copies[: len(self._tensors)]
-        self._random = _RandomState(device)
+        self._random = RandomState(device)
         self._were_on = [(param, name, value.device) for param, name, value in states]
         for (param, name, _), copy in zip(states, copies[len(self._tensors) :], strict=True):
             optimizer.state[param][name] = copy
@@ -83,30 +83,11 @@ def copies_on_host(tensors: list[torch.Tensor], device: Device) -> list[torch.Te
     return copies
 
 
-def without_caches(model: nn.Module) -> Callable[[], None]:
-    """Have a Hugging Face model keep no keys and values for generating, which recomputation would append to twice.
-
-    Return what undoes it.
-    """
-    configs = {id(config): config for config in _configs(model) if getattr(config, "use_cache", False)}
-    for config in configs.values():
-        config.use_cache = False
-
-    def undo() -> None:
-        for config in configs.values():
-            config.use_cache = True
-
-    return undo
-
-
-def _configs(model: nn.Module) -> Iterator[Any]:
-    return (config for module in model.modules() if (config := getattr(module, "config", None)) is not None)
-
-
-class _RandomState:
+class RandomState:
     """Torch's generators of host and device, Python's, and NumPy's where somebody has imported it."""
 
     def __init__(self, device: Device) -> None:
+        """Save them as they are."""
         self._host = torch.get_rng_state()
         self._torch_device = device.torch_device
         self._of_device = torch.get_device_module(device.torch_device) if device.is_accelerator else None
@@ -116,6 +97,7 @@ class _RandomState:
         self._numpy = _numpy_random().get_state() if _numpy_random() is not None else None
 
     def restore(self) -> None:
+        """Set all of them to what they were."""
         torch.set_rng_state(self._host)
         if self._of_device is not None:
             self._of_device.set_rng_state(self._device_state, self._torch_device)

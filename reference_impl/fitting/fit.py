@@ -24,7 +24,7 @@ from torch import nn
 
 from reference_impl.activations.attach import refuse_checkpointing
 from reference_impl.fitting import checks
-from reference_impl.fitting.before import Before, without_caches
+from reference_impl.fitting.before import Before, RandomState
 from reference_impl.fitting.checks import Budget, FitError
 from reference_impl.fitting.planner import Plan, Planner, RefusedPlanError, complete
 from reference_impl.fitting.search import Search, fastest
@@ -33,6 +33,7 @@ from reference_impl.memory.closing import ClosedAtExit, close_behind, undo_all
 from reference_impl.memory.host import available_bytes
 from reference_impl.optimizers.checks import norm_of
 from reference_impl.verification.apply import AppliedPlan
+from reference_impl.verification.hugging_face import without_caches
 from reference_impl.verification.trace import NoLossError
 from reference_impl.verification.trace_profile import profile_batch
 
@@ -137,7 +138,12 @@ def fit(
     model.zero_grad(set_to_none=True)
     undo: list[Callable[[], None]] = [without_caches(model)]
     try:
-        described = [_described(task) for task in tasks]
+        random_state = RandomState(on)
+        try:
+            described = [_described(task) for task in tasks]
+        finally:
+            # The trace runs the model's own code, which may take random numbers of any generator.
+            random_state.restore()
         before = Before(model, optimizer, on)
         try:
             budget_bytes, host_bytes = _budgets(tasks[0], gpu_budget, host_budget)

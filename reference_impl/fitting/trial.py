@@ -100,14 +100,17 @@ class Task:
             yield
 
     def apply(self, plan: dict[str, Any]) -> AppliedPlan:
-        """Put `plan` on the model."""
-        return apply_plan(
+        """Put `plan` on the model; the optimizer keeps its states, for the next plan."""
+        states = dict(self.optimizer.state)
+        applied = apply_plan(
             self.model,
             self.optimizer,
             plan,
             max_grad_norm=self.max_grad_norm,
             device=self.device.torch_device,
         )
+        self.optimizer.state.update(states)
+        return applied
 
     def step(self, applied: AppliedPlan) -> None:
         """Train one step on the batch."""
@@ -189,7 +192,7 @@ def run(task: Task, plan: dict[str, Any], *, limit_bytes: int) -> Trial:
     steps, peak_bytes, step_s, retried, short_of, was_applied = 0, 0, 0.0, False, "", False
     ledger = Ledger(device, track=task.tensors(plan), limit_bytes=limit_bytes)
     try:
-        with ledger, task.moved(plan), _closed_behind(task.apply(plan)) as applied:
+        with ledger, task.moved(plan), _closed_behind(task.apply(plan), ledger) as applied:
             # To attach and to close may take more than a step, within the limit; a plan says what steps take.
             ledger.reset_peak()
             was_applied = True
@@ -230,8 +233,11 @@ def run(task: Task, plan: dict[str, Any], *, limit_bytes: int) -> Trial:
 
 
 @contextmanager
-def _closed_behind(applied: AppliedPlan) -> Iterator[AppliedPlan]:
-    """Take the plan off at the end; what a step that had no room has left unfinished is not wanted."""
+def _closed_behind(applied: AppliedPlan, ledger: Ledger) -> Iterator[AppliedPlan]:
+    """Take the plan off at the end; what a step that had no room has left unfinished is not wanted.
+
+    If that has no room within the limit either, weights that come back have all that there is.
+    """
     try:
         yield applied
     finally:
@@ -240,7 +246,7 @@ def _closed_behind(applied: AppliedPlan) -> Iterator[AppliedPlan]:
         except _SHORT as error:
             if not _short_of(error):
                 raise
-            # All else has been given back by now, so what is left has room.
+            ledger.lift_limit()
             applied.close()
 
 

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from reference_impl.activations.attach import Forward, wrap_forward
-from reference_impl.activations.recompute import recomputed
+from reference_impl.activations.recompute import recomputed, repeatable
 
 
 def sum_in_fp32(params: Iterable[torch.Tensor]) -> Callable[[], None]:
@@ -49,6 +49,11 @@ def recompute_in_slices(block: nn.Module, slices: int, *, recomputes: bool = Tru
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         _refuse_caches(module, (*args, *kwargs.values()))
+        if slices == 1:
+            if not recomputes:
+                return forward(*args, **kwargs)
+            call, leaves = repeatable(forward, args, kwargs)
+            return recomputed(call, *leaves)
         leaves, structure = tree_flatten((args, kwargs))
 
         def run(*inputs: Any) -> Any:
@@ -58,8 +63,6 @@ def recompute_in_slices(block: nn.Module, slices: int, *, recomputes: bool = Tru
         def segment(inputs: Sequence[Any]) -> Any:
             return recomputed(run, *inputs) if recomputes else run(*inputs)
 
-        if slices == 1:
-            return segment(leaves)
         return _joined(module, [segment(inputs) for inputs in _cut(module, leaves, slices)])
 
     return wrap_forward(block, around)

@@ -27,6 +27,7 @@ from reference_impl.optimizers.checks import norm_of
 from reference_impl.optimizers.streamed.storage import has_kernels
 from reference_impl.trained_layers import ShardStreamer, TrainableLayerStreamer
 from reference_impl.trained_layers.shard_streamer import CHUNK_BYTES
+from reference_impl.verification.hugging_face import without_caches
 from reference_impl.verification.plan_document import (
     SHARD_DTYPES,
     SHARES,
@@ -77,8 +78,9 @@ def apply_plan(
 ) -> AppliedPlan:
     """Put the mechanisms of `plan` on `model` and `optimizer`.
 
-    Until `close()` segments of torch's allocator grow on a GPU (`expandable_segments`), in the whole process, unless
-    PYTORCH_CUDA_ALLOC_CONF says that they do not.
+    Until `close()` a Hugging Face model keeps no keys and values for generating (`config.use_cache`): plans count none,
+    and recomputation would append to them twice. On a GPU segments of torch's allocator grow meanwhile, in the whole
+    process (`expandable_segments`), unless PYTORCH_CUDA_ALLOC_CONF says that they do not.
 
     >>> with apply_plan(model, torch.optim.AdamW(model.parameters()), "plan.json") as applied:
     ...     for batch in batches:
@@ -131,6 +133,7 @@ def apply_plan(
     # Where shards live on the host, parameters are there too.
     trains_on = next(model.parameters()).device if shards is not None else None
     try:
+        undo.append(without_caches(model))
         if (weights := execute.get("weights")) is not None:
             undo.append(FrozenLayerStreamer(model, device=device, **weights).close)
         if activations:

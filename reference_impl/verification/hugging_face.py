@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -119,3 +119,23 @@ def text_batch(sequences: int, length: int) -> dict[str, torch.Tensor]:
     """Return text with labels: int64 (sequences, length) on `meta`, without padding or images."""
     ids = torch.zeros(sequences, length, dtype=torch.int64, device="meta")
     return {"input_ids": ids, "labels": ids}
+
+
+def without_caches(model: nn.Module) -> Callable[[], None]:
+    """Have a Hugging Face model keep no keys and values for generating, which recomputation would append to twice.
+
+    Return what undoes it.
+    """
+    configs = {id(config): config for config in _configs(model) if getattr(config, "use_cache", False)}
+    for config in configs.values():
+        config.use_cache = False
+
+    def undo() -> None:
+        for config in configs.values():
+            config.use_cache = True
+
+    return undo
+
+
+def _configs(model: nn.Module) -> Iterator[Any]:
+    return (config for module in model.modules() if (config := getattr(module, "config", None)) is not None)

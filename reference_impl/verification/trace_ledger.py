@@ -91,7 +91,7 @@ class TraceLedger(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is aten._local_scalar_dense.default:
+        if func is aten._local_scalar_dense.default and args[0].is_meta:
             return self._answer(args[0])
         self._operations += 1
         result = self._run(func, args, kwargs)

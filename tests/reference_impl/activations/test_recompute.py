@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from reference_impl.activations.recompute import recomputed
+from reference_impl.activations.recompute import recomputed, repeatable
 
 
 @pytest.fixture
@@ -210,3 +210,48 @@ def test_a_compiled_layer(linear, x):
     assert same(gradients(recomputed(layer, x).sum(), x, linear.weight), expected)
     whole = torch.compile(lambda x: recomputed(lambda x: linear(x).sin() * 2, x), backend="aot_eager")
     assert same(gradients(whole(x).sum(), x, linear.weight), expected)
+
+
+def test_what_a_layer_leaves_in_a_dictionary_is_there_for_the_next_and_gone_after_backward(linear, x):
+    left = []
+
+    def first(x, shared):
+        shared["keys"] = linear(x).sin()
+        left.append(weakref.ref(shared["keys"]))
+        return shared["keys"].cos()
+
+    def second(x, shared):
+        return linear(x) * shared["keys"]
+
+    def loss(run):
+        shared = Holder()
+        return run(second, run(first, x, shared), shared).sum()
+
+    def again(forward, *args):
+        call, leaves = repeatable(forward, args, {})
+        return recomputed(call, *leaves)
+
+    class Holder(dict):
+        """No container that pytree opens."""
+
+    expected = gradients(loss(lambda forward, *args: forward(*args)), x, linear.weight)
+    left.clear()
+    gc.disable()
+    try:
+        assert same(gradients(loss(again), x, linear.weight), expected)
+        assert len(left) == 2, "the first layer was not computed again"
+        assert all(each() is None for each in left)
+    finally:
+        gc.enable()
+
+
+def test_the_first_call_has_the_very_containers(linear, x):
+    shared = {}
+
+    def layer(x, shared):
+        shared["seen"] = shared.get("seen", 0) + 1
+        return linear(x).sin()
+
+    call, leaves = repeatable(layer, (x, shared), {})
+    recomputed(call, *leaves).sum().backward()
+    assert shared == {"seen": 1}

@@ -456,6 +456,17 @@ def test_of_several_losses_the_fastest_that_fits_is_taken(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("planner_in_process")
+def test_random_numbers_that_a_trace_takes_are_not_missing_later():
+    def noisy(model, ids):
+        return loss_of(model, ids) * (1 + random.random() + torch.rand(()).item())
+
+    model, optimizer = make()
+    states = torch.get_rng_state(), random.getstate()
+    with fit(model, optimizer, IDS, noisy):
+        assert torch.equal(torch.get_rng_state(), states[0])
+        assert random.getstate() == states[1]
+
+
 def test_a_norm_of_zero_clips_nothing_to_the_bit():
     found = []
     for max_grad_norm in (None, 0, 0.0):

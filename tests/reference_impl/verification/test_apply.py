@@ -192,6 +192,18 @@ def test_states_that_are_taken_over_are_held_once(execute: Mapping[str, Any]) ->
         assert applied.optimizer.state_dict()["state"]
 
 
+@pytest.mark.parametrize("execute", [*STEPPED, {}], ids=str)
+def test_a_model_keeps_no_cache_for_generating_until_the_plan_is_closed(execute: Mapping[str, Any]) -> None:
+    model = decoder()
+    model.config = SimpleNamespace(use_cache=True)
+    with apply_plan(model, adamw(model), {"execute": execute}):
+        assert not model.config.use_cache
+    assert model.config.use_cache
+    with pytest.raises(ValueError, match="offloads AdamW's state"):
+        apply_plan(model, torch.optim.SGD(model.parameters()), {"execute": STEPPED[0]})
+    assert model.config.use_cache
+
+
 def test_masters_that_torch_has_rounded_are_refused() -> None:
     model = decoder().bfloat16()
     with apply_plan(model, adamw(model), {"execute": STEPPED[0]}) as applied:
