@@ -200,9 +200,7 @@ class Gradients:
         found = member.gradient
         if isinstance(found, GradientStandIn):
             if found.dropped:
-                # As in torch, what was set to zero is a gradient of zeros.
-                found = torch.zeros_like(member.param) if found.arrived is None else found.arrived
-                member.param.grad = found
+                found = member.param.grad = found.in_its_place(member.param)
             elif found is not member.placeholder:
                 raise checks.used_twice(member)
             else:

@@ -121,6 +121,14 @@ class GradientStandIn(torch.Tensor):
         self.factors.clear()
         self.kept = self.kept_part = self.recall = None
 
+    def in_its_place(self, param: torch.Tensor) -> torch.Tensor:
+        """Return what the gradient of `param` is, for which this has stood until it was dropped.
+
+        As in torch, what was set to zero is a gradient of zeros, to which the next one is added.
+        """
+        # Where several segments add up, it is in fp32, and torch takes no other.
+        return torch.zeros_like(param, dtype=self.dtype) if self.arrived is None else self.arrived
+
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls,

@@ -33,9 +33,10 @@ class InBackwardOptimizer(LayersOptimizer):
     """What `TrainableLayerStreamer(backward_overlap="update")` has made of a torch optimizer: use it in its place.
 
     The update runs in backward, with the hyper-parameters of that moment. `step()` updates what is left: the first
-    block and what stands before it. Between both, `zero_grad()`, `state_dict()` and `close()` raise RuntimeError,
-    because some weights are of this batch and others are not. After a backward that has failed with updates begun, the
-    optimizer is broken. A stand-in on `param.grad` has no values.
+    block and what stands before it, and parameters on which somebody has put a gradient. Between both, `zero_grad()`,
+    `state_dict()` and `close()` raise RuntimeError, because some weights are of this batch and others are not; so does
+    `step()`, once, where a gradient was dropped or replaced whose update had begun. After a backward that has failed
+    with updates begun, the optimizer is broken. A stand-in on `param.grad` has no values.
 
     Args:
         optimizer: see `OptimizerStateOffloader`.
@@ -162,18 +163,24 @@ class InBackwardOptimizer(LayersOptimizer):
             member = self._members[param]
             if member in self._used:
                 raise _second_gradient(member)
-            checks.check_used_in_time([member])
-            gradient = gradient_of(member)
-            member.placeholder = GradientStandIn(gradient, None, used=True, recall=_refuse_second(member))
-            # A sum in fp32 is rounded once, as where it leaves.
-            self._final[member] = gradient.to(param.dtype)
-            param.grad = member.placeholder
+            self._keep(member)
+
+    def _keep(self, member: Member) -> None:
+        """Keep a gradient until its update, and put a stand-in in its place; changes nothing when it raises."""
+        checks.check_used_in_time([member])
+        param, found = member.param, member.gradient
+        if isinstance(found, GradientStandIn) and found.dropped:
+            param.grad = found.in_its_place(param)
+        gradient = gradient_of(member)
+        # A sum in fp32 is rounded once, as where it leaves.
+        self._final[member] = gradient.to(param.dtype)
+        param.grad = member.placeholder = _stand_in(member, gradient)
 
     @torch.no_grad()
     def _update(self) -> None:
         """Queue the update of all gradients that wait and still stand, behind the live current stream."""
         # Whoever has dropped a gradient before any was used has left out the batch.
-        gradients = {m: g for m, g in self._final.items() if m.param.grad is m.placeholder or self._used}
+        gradients = {m: g for m, g in self._final.items() if _stands(m) or self._used}
         if not gradients:
             self._final.clear()
             return
@@ -198,6 +205,8 @@ class InBackwardOptimizer(LayersOptimizer):
         if self._plan is not None:
             self._plan.check_unchanged(self.param_groups, self.defaults)
         self._check_replaced()
+        self._check_used_stand()
+        self._take_what_stands()
         if self._waits is not None:
             self._waits.on_step([*self._used, *self._final])
         self._is_asked = True
@@ -207,6 +216,32 @@ class InBackwardOptimizer(LayersOptimizer):
             self._is_asked = bool(self._used)
             raise
         self._end_step()
+
+    def _check_used_stand(self) -> None:
+        """Raise RuntimeError where a gradient was dropped or replaced after its update had begun.
+
+        Stand-ins are put back, so that the next step goes on with the gradients of backward.
+        """
+        changed = [member for member in self._used if not _stands(member)]
+        if not changed:
+            return
+        for member in (*self._used, *self._final):
+            assert member.placeholder is not None
+            member.param.grad = member.placeholder = _stand_in(member, member.placeholder)
+        raise RuntimeError(
+            f"the gradient of a parameter of shape {tuple(changed[0].param.shape)} was dropped or replaced before "
+            "step(), and backward had started the update with it; expected gradients to stay; try step() again, which "
+            "goes on with those of backward, or backward_overlap='gradients'"
+        )
+
+    def _take_what_stands(self) -> None:
+        """Take gradients that somebody has put on parameters, and leave out those of backward that were dropped."""
+        for member in self._members.values():
+            if member in self._final and not _stands(member):
+                del self._final[member]
+            found = member.gradient
+            if found is not None and not (isinstance(found, GradientStandIn) and not found.dropped):
+                self._keep(member)
 
     def _resume(self) -> None:
         self._check_backward()
@@ -240,6 +275,17 @@ class InBackwardOptimizer(LayersOptimizer):
             self._resume()
             self._check_between_steps(checks.saved_in_between())
         super()._load(groups, states)
+
+
+def _stand_in(member: Member, gradient: torch.Tensor) -> GradientStandIn:
+    """Return what stands on the parameter for a gradient that waits for its update, or that it uses."""
+    return GradientStandIn(gradient, None, used=True, recall=_refuse_second(member))
+
+
+def _stands(member: Member) -> bool:
+    """Return whether the stand-in for a member's gradient is on its parameter and stands for it."""
+    stands = member.placeholder
+    return member.param.grad is stands and not (isinstance(stands, GradientStandIn) and stands.dropped)
 
 
 def _second_gradient(member: Member) -> RuntimeError:

@@ -1,10 +1,16 @@
 """Without clipping a block may be updated while it is on the device in backward: the same bits, earlier."""
 
+import copy
 import gc
 
 import pytest
 import torch
 from layers_trainee import assert_same, batches, decoder, resident, streamed, train, wrapped
+from torch.distributed.checkpoint.state_dict import (
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 
 from reference_impl import OptimizerStateOffloader, TrainableLayerStreamer
 from reference_impl.memory.ledger import Ledger
@@ -119,6 +125,133 @@ def test_between_backward_and_step_nothing_is_dropped_saved_or_added(device):
         assert optimizer.status == "untouched"
         optimizer.zero_grad()
         train(model, optimizer, ids)
+
+
+def give_gradients(model, ids):
+    """Put gradients on parameters that no backward has put there; return the loss."""
+    params = list(model.parameters())
+    loss = decoder_loss(model(ids), ids)
+    for param, gradient in zip(params, torch.autograd.grad(loss, params), strict=True):
+        param.grad = gradient
+    return loss.item()
+
+
+def test_gradients_that_no_backward_has_put_there_are_taken(device):
+    ids = batches(device, 3)
+    other, model = decoder(device, layers=3), decoder(device, layers=3)
+    reference = resident(other, max_grad_norm=None)
+    expected = train(other, reference, ids)
+    with updating(model) as streamer:
+        losses = []
+        for batch in ids[:2]:
+            losses.append(give_gradients(model, batch))
+            streamer.optimizer.step()
+            streamer.optimizer.zero_grad()
+        assert losses + train(model, streamer.optimizer, ids[2:]) == expected
+        assert_same(model, streamer.optimizer, other, reference)
+
+
+def test_gradients_that_were_given_and_find_no_room_stay_until_they_do(device, monkeypatch):
+    ids = batches(device, 2)
+    other, model = decoder(device, layers=3), decoder(device, layers=3)
+    reference = resident(other, max_grad_norm=None)
+    expected = train(other, reference, ids)
+    with updating(model) as streamer:
+        losses = [give_gradients(model, ids[0])]
+        with monkeypatch.context() as once:
+            once.setattr(type(streamer.optimizer.streamed), "prepare", raise_no_room)
+            with pytest.raises(MemoryError):
+                streamer.optimizer.step()
+        assert streamer.optimizer.status == "untouched"
+        streamer.optimizer.step()
+        streamer.optimizer.zero_grad()
+        assert losses + train(model, streamer.optimizer, ids[1:]) == expected
+        assert_same(model, streamer.optimizer, other, reference)
+
+
+def test_a_gradient_that_no_update_uses_yet_may_be_replaced_or_dropped(device):
+    ids = batches(device, 3)
+    other, model = decoder(device, layers=3), decoder(device, layers=3)
+    reference = resident(other, max_grad_norm=None)
+
+    def run(model, optimizer):
+        for batch in ids:
+            decoder_loss(model(batch), batch).backward()
+            model.embedding.weight.grad = None if batch is ids[1] else torch.ones_like(model.embedding.weight)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    run(other, reference)
+    with updating(model) as streamer:
+        run(model, streamer.optimizer)
+        assert_same(model, streamer.optimizer, other, reference)
+
+
+@pytest.mark.parametrize("change", ["replaced", "dropped", "set to zero"])
+def test_a_gradient_that_an_update_uses_may_not(device, change):
+    ids = batches(device, 2)
+    other, model = decoder(device, layers=3), decoder(device, layers=3)
+    reference = resident(other, max_grad_norm=None)
+    expected = train(other, reference, ids)
+    weight = model.layers[2].down.weight
+    with updating(model) as streamer:
+        loss = decoder_loss(model(ids[0]), ids[0])
+        loss.backward()
+        if change == "set to zero":
+            model.zero_grad(set_to_none=False)
+        else:
+            model.zero_grad()
+            weight.grad = torch.ones_like(weight) if change == "replaced" else None
+        with pytest.raises(RuntimeError, match=r"was dropped or replaced before step\(\)"):
+            streamer.optimizer.step()
+        assert streamer.optimizer.status == "begun"
+        # The whole batch is taken, as backward has left it.
+        streamer.optimizer.step()
+        streamer.optimizer.zero_grad()
+        assert [loss.item(), *train(model, streamer.optimizer, ids[1:])] == expected
+        assert_same(model, streamer.optimizer, other, reference)
+
+
+def test_a_run_resumes_by_the_functions_of_torch(device):
+    ids = batches(device, 4)
+    model, again = decoder(device, layers=3), decoder(device, layers=3)
+    with updating(model) as streamer:
+        train(model, streamer.optimizer, ids[:2])
+        weights, states = copy.deepcopy(get_state_dict(model, streamer.optimizer))
+        expected = train(model, streamer.optimizer, ids[2:])
+    with updating(again) as streamer:
+        # Of an optimizer that has made no step it makes the states, by a step with gradients of zero.
+        _, fresh = get_state_dict(again, streamer.optimizer)
+        assert {name: set(state) for name, state in fresh["state"].items()} == {
+            name: set(state) for name, state in states["state"].items()
+        }
+        set_model_state_dict(again, weights)
+        set_optimizer_state_dict(again, streamer.optimizer, states)
+        assert train(again, streamer.optimizer, ids[2:]) == expected
+    for (name, param), same in zip(again.named_parameters(), model.parameters(), strict=True):
+        assert torch.equal(param, same), name
+
+
+@pytest.mark.parametrize("overlap", ["gradients", "update"])
+@pytest.mark.parametrize("slices", [1, 2])
+@pytest.mark.parametrize("by_optimizer", [True, False])
+def test_gradients_that_are_set_to_zero(device, overlap, slices, by_optimizer):
+    """A parameter that gets no other one is updated with zeros, as by torch."""
+    ids = batches(device, 4)
+    other, model = decoder(device, layers=3), decoder(device, layers=3)
+    reference = resident(other, max_grad_norm=None, slices=slices)
+
+    def run(model, optimizer, zero_grad):
+        for batch in ids:
+            some = [model.head.weight, *model.layers[1].parameters()] if batch is ids[2] else None
+            decoder_loss(model(batch), batch).backward(inputs=some)
+            optimizer.step()
+            zero_grad(set_to_none=False)
+
+    run(other, reference, other.zero_grad)
+    with streamed(model, max_grad_norm=None, backward_overlap=overlap, slices=slices) as streamer:
+        run(model, streamer.optimizer, streamer.optimizer.zero_grad if by_optimizer else model.zero_grad)
+        assert_same(model, streamer.optimizer, other, reference)
 
 
 class FailsOnce(Exception):
