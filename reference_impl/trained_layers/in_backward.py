@@ -86,6 +86,8 @@ class InBackwardOptimizer(LayersOptimizer):
 
     def _begin_in_backward(self) -> None:
         """Update for the first time in a backward, and note in which, until it has ended well."""
+        # In step() it would be too late.
+        self._refuse_unfrozen(param for param in self._idle if param.requires_grad)
         # Autograd calls back at the end of one that has not failed.
         torch.autograd.Variable._execution_engine.queue_callback(self._on_backward_end)
         try:

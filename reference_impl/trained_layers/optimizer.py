@@ -118,6 +118,8 @@ class LayersOptimizer(OptimizerStateOffloader):
     ) -> None:
         self._weights = weights
         self._shares = shares
+        # What stands in the groups and was frozen when this was made.
+        self._idle: list[torch.Tensor] = []
         super().__init__(
             optimizer,
             chunk_bytes=streaming.chunk_bytes,
@@ -143,6 +145,31 @@ class LayersOptimizer(OptimizerStateOffloader):
     def changed(self, params: Iterable[torch.Tensor]) -> None:
         """Make new masters of weights that the user has written."""
         super()._refresh([self._members[param] for param in params])
+
+    def _admit(self, groups: Sequence[int]) -> None:
+        super()._admit(groups)
+        listed = (param for group in self.param_groups for param in group["params"])
+        self._idle = [param for param in listed if param not in self._members]
+
+    def _check_replaced(self) -> None:
+        self._refuse_unfrozen(param for param in self._idle if param.grad is not None)
+        super()._check_replaced()
+
+    def _refuse_unfrozen(self, params: Iterable[torch.Tensor]) -> None:
+        """Raise RuntimeError, unless there are none, that `params` are to train and have no states.
+
+        Their blocks came to the host as they were: which of their weights have a home, and where, is settled.
+        """
+        for param in params:
+            model = None if self._waits is None else self._waits.model
+            named = () if model is None else model.named_parameters()
+            shape = tuple(param.shape)
+            name = next((name for name, each in named if each is param), f"a parameter of shape {shape}")
+            raise RuntimeError(
+                f"{name} was frozen when its layers were made to stream, and is to train now; expected all that trains "
+                "to require a gradient by then; try requires_grad_() before the plan is applied or the streamer is "
+                "made, or freeze it again"
+            )
 
     def _require_room(self, parts: Mapping[Member, Part]) -> None:
         """The streamer has made sure, of weights and gradients too."""

@@ -164,6 +164,43 @@ def test_a_cache_of_keys_while_training(device):
             model(x, Cache())
 
 
+@pytest.mark.parametrize("overlap", ["gradients", "update"])
+@pytest.mark.parametrize("name", ["embedding.weight", "head.weight", "layers.1.mlp_norm.weight"])
+def test_a_parameter_that_is_unfrozen_too_late(device, overlap, name):
+    """Its batch changes nothing, whatever else has a gradient; without it training goes on."""
+    ids = batches(device, 3)
+    other, model = decoder(device), decoder(device)
+    for each in (other, model):
+        each.get_parameter(name).requires_grad_(False)
+    reference = resident(other, max_grad_norm=None)
+    expected = train(other, reference, [ids[0], ids[2]])
+    with streamed(model, max_grad_norm=None, backward_overlap=overlap) as streamer:
+        losses = train(model, streamer.optimizer, ids[:1])
+        late = model.get_parameter(name).requires_grad_()
+        with pytest.raises(
+            RuntimeError, match=rf"^{name} was frozen .* try requires_grad_\(\) before the plan"
+        ):
+            train(model, streamer.optimizer, ids[1:2])
+        assert streamer.optimizer.status == "untouched"
+        streamer.optimizer.zero_grad()
+        late.requires_grad_(False)
+        assert losses + train(model, streamer.optimizer, ids[2:]) == expected
+    for (each, param), same in zip(model.named_parameters(), other.parameters(), strict=True):
+        assert torch.equal(param, same), each
+
+
+def test_a_parameter_that_is_unfrozen_too_late_while_it_is_lent(device):
+    model = decoder(device)
+    model.layers[1].requires_grad_(False)
+    with streamed(model) as streamer:
+        with streamer.gathered():
+            model.layers[1].up.weight.requires_grad_()
+        with pytest.raises(RuntimeError, match=r"^layers\.1\.up\.weight was frozen"):
+            train(model, streamer.optimizer, batches(device, 1))
+        model.layers[1].up.weight.grad = None
+        assert streamer.optimizer.status == "untouched"
+
+
 def test_an_update_while_weights_are_lent(device):
     """The step is taken, and carried out once they are back."""
     ids = batches(device, 3)
