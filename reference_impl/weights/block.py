@@ -61,12 +61,16 @@ class Watched:
 
     def has_changed(self, base_address: int) -> bool:
         """Whether it was written, frozen or unfrozen, or given other memory than that at `base_address`."""
-        tensor = self.tensor
         return (
-            tensor._version != self.version
-            or tensor.requires_grad != self.requires_grad
-            or tensor.data_ptr() - base_address != self.offset
+            self.is_written
+            or self.tensor.requires_grad != self.requires_grad
+            or self.tensor.data_ptr() - base_address != self.offset
         )
+
+    @property
+    def is_written(self) -> bool:
+        """Whether it was written where it is."""
+        return self.tensor._version != self.version
 
     def let_it_be_set_to_itself(self) -> None:
         """Have `set_` to what the tensor is already do nothing, which torch counts as a change.
@@ -212,7 +216,7 @@ class StreamedBlock:
         self._free()
 
     def restore(self, *, to_origin: bool) -> None:
-        """Give every storage its own memory again, on the device or where it came from.
+        """Give every storage its own memory again, on the device or where it came from, with what was written to it.
 
         Graphs that are still alive keep the flat storage, which is loaded from here on.
         """
@@ -252,7 +256,8 @@ class StreamedBlock:
     def on_host(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return what `tensor` holds, in host memory.
 
-        The result shares memory with the host copy and has a storage of its own, so that saving it saves no more.
+        The result shares memory with the host copy, unless somebody has written the tensor since. It has a storage of
+        its own, so that saving it saves no more.
         """
         if is_traceable_wrapper_subclass(tensor):
             parts, context = tensor.__tensor_flatten__()
@@ -263,17 +268,35 @@ class StreamedBlock:
             return tensor.cpu()
         start = tensor.storage_offset() * tensor.itemsize
         place = next(p for p in self._places if p.offset <= start < p.offset + p.host.numel())
+        if self._is_written(place):
+            return tensor.detach().to("cpu", copy=True)
         return placed(torch.from_numpy(place.host.numpy()), tensor, -place.offset)
 
     def _own_bytes(self, host: HostCopy, place: Place, to_origin: bool) -> torch.Tensor:
         if to_origin and place.origin.type == "cpu":
             if not place.is_from_host:
-                return host.own(place.host)
+                return self._own_on_host(host, place)
             with unseen():
-                own = host.own(place.host)
+                own = self._own_on_host(host, place)
             note_on_host(own)
             return own
-        return self._flat[place.offset : place.offset + place.host.numel()].clone()
+        return self._on_device(place).clone()
+
+    def _own_on_host(self, host: HostCopy, place: Place) -> torch.Tensor:
+        if self._is_written(place):
+            return self._on_device(place).to("cpu", copy=True)
+        return host.own(place.host)
+
+    def _on_device(self, place: Place) -> torch.Tensor:
+        return self._flat[place.offset : place.offset + place.host.numel()]
+
+    def _is_written(self, place: Place) -> bool:
+        """Whether somebody has written the storage on the device, so that its host copy is old."""
+        return self.is_loaded and any(
+            watched.is_written
+            for watched in self._watched
+            if place.offset <= watched.offset < place.offset + place.host.numel()
+        )
 
     def _free(self) -> None:
         resize_storage(self._flat.untyped_storage(), 0)

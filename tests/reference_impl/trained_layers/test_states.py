@@ -109,6 +109,21 @@ def test_weights_are_read_and_changed_while_they_are_lent(device, pending):
         assert_same(model, streamer.optimizer, other, reference)
 
 
+@pytest.mark.parametrize("overlap", ["gradients", "update"])
+def test_a_weight_that_was_written_is_saved_and_stays_when_it_is_closed(device, overlap):
+    model = decoder(device)
+    # All blocks stay on the device once they are there.
+    with streamed(model, max_grad_norm=None, backward_overlap=overlap, prefetch=3) as streamer:
+        train(model, streamer.optimizer, batches(device, 1))
+        with torch.no_grad():
+            model(batches(device, 1)[0])
+            weight = model.layers[3].up.weight
+            weight[3] = 7.0
+        expected = weight.clone()
+        assert torch.equal(model.state_dict()["layers.3.up.weight"], expected.cpu())
+    assert torch.equal(weight, expected)
+
+
 def test_weights_cannot_be_used_where_they_do_not_visit(device):
     model = decoder(device)
     with streamed(model, prefetch=0) as streamer:

@@ -216,6 +216,26 @@ def test_a_changed_weight_is_named(trainee, streamer):
         trainee.step()
 
 
+@pytest.mark.parametrize("is_pinned", [True, False])
+def test_a_changed_weight_is_saved_and_stays_when_it_is_closed(trainee, is_pinned):
+    limit = None if is_pinned else 2 * trainee.layer_bytes
+    with FrozenLayerStreamer(trainee.model, prefetch=1, host_limit_bytes=limit):
+        trainee.step()
+        index = next(
+            i for i, layer in enumerate(trainee.layers) if layer.gate.base.weight.untyped_storage().nbytes()
+        )
+        weight = trainee.layers[index].gate.base.weight
+        with torch.no_grad():
+            weight[3] += 1
+        expected = weight.clone()
+        state = trainee.model.state_dict()
+        name = f"layers.{index}.gate.base.weight"
+        assert torch.equal(state[name], expected.cpu())
+        assert state[name].untyped_storage().nbytes() == expected.nbytes
+    assert torch.equal(weight, expected)
+    assert torch.equal(state[name], expected.cpu())
+
+
 class Halved(nn.Module):
     def forward(self, weight):
         return weight / 2
