@@ -19,7 +19,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from reference_impl.activations.compiler import uncompiled
+from reference_impl.memory.compiler import uncompiled
 
 
 def recomputed(function: Callable[..., Any], *inputs: Any) -> Any:

@@ -17,6 +17,7 @@ from typing import Any, ParamSpec
 
 import torch
 from torch import nn
+from torch.compiler import is_dynamo_compiling
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
@@ -24,6 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from reference_impl.device import Device
 from reference_impl.distributed.ddp import data_parallels
 from reference_impl.distributed.fsdp2 import GatheredGroup, gathered_groups
+from reference_impl.memory.compiler import uncompiled
 from reference_impl.optimizers import checks
 from reference_impl.optimizers.layout import Member
 from reference_impl.optimizers.stand_in import GradientStandIn
@@ -40,6 +42,9 @@ class ForwardWaits:
     members their `order`. A weight that somebody reads without its module's forward, as fused losses read a head's, is
     updated first of all, and the first module of the next forward waits for it. The owner of both methods is not kept
     alive, and neither is the model. Raises ValueError for members that a sharded model does not have.
+
+    A compiled model waits at its begin for all weights, and a compiled module of it for those inside, if it is compiled
+    when the model's first forward starts. Order inside of one is not learnt.
 
     Args:
         model: whose forward waits.
@@ -68,6 +73,8 @@ class ForwardWaits:
         self._forward_start = self._last_step = self._clock
         self._handles: list[RemovableHandle] = []
         self._unannounced: list[Member] = []
+        self._members = members
+        self._has_run = False
         self._wait = forgetful(wait_for)
         refresh = forgetful(refresh_masters)
         everyone = list(members.values())
@@ -95,7 +102,7 @@ class ForwardWaits:
                 module.register_load_state_dict_pre_hook(ModelHook(load.before)),
                 module.register_load_state_dict_post_hook(ModelHook(load.after)),
             ]
-            read_here = [member for member in own if member not in self._gates]
+            read_here = self._not_gathered(own)
             if read_here:
                 self._wait_first(module, self._forward_hook(read_here), own=own, finish=finish)
         for gate in self._gates:
@@ -105,8 +112,8 @@ class ForwardWaits:
         for parallel in data_parallels(model):
             held = [members[param] for param in parallel.parameters() if param in members]
             self._handles += _before_buckets_are_written(parallel, held, self._wait)
-        start = ModelHook(self._start_forward, own=_owned(model, members), finish=finish)
-        self._handles.append(model.register_forward_pre_hook(start, prepend=True))
+        start = self._start_hook(self._not_gathered(everyone))
+        self._wait_first(model, start, own=_owned(model, members), finish=finish)
 
     def _wait_first(
         self,
@@ -132,8 +139,33 @@ class ForwardWaits:
         """
         self._gates.order_gathers(all_are_new=all_are_new)
 
-    def _start_forward(self, module: nn.Module, args: Any) -> None:
-        self._forward_start = self._clock
+    def _not_gathered(self, members: Iterable[Member]) -> list[Member]:
+        return [member for member in members if member not in self._gates]
+
+    def _start_hook(self, inside: Sequence[Member]) -> Callable[[nn.Module, Any], None]:
+        def hook(module: nn.Module, args: Any) -> None:
+            if is_dynamo_compiling():
+                self._wait_inside_compiled(inside)
+                return
+            self._forward_start = self._clock
+            if not self._has_run:
+                self._hook_compiled(module)
+                self._has_run = True
+
+        return hook
+
+    def _hook_compiled(self, model: nn.Module) -> None:
+        """Let each compiled module inside `model` wait at its begin for all that is inside.
+
+        A wait cuts compiled code in two. In front of all operations nothing is cut, and what waits later finds nothing
+        pending. Whoever compiles a module after the first forward has a cut at each module whose weights are pending.
+        """
+        for module in model.modules():
+            if module is model or not _is_compiled(module):
+                continue
+            inside = [self._members[p] for p in module.parameters() if p in self._members]
+            hook = ModelHook(self._forward_hook(self._not_gathered(inside)))
+            self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
 
     def _learn(self, members: Sequence[Member]) -> None:
         # A member's first use in the last forward is the best guess of when the next one needs it.
@@ -142,12 +174,32 @@ class ForwardWaits:
             if member.order <= self._forward_start:
                 member.order = self._clock
 
+    def _wait_inside_compiled(self, members: Sequence[Member]) -> None:
+        """Do as a forward hook of `members` in code that is being compiled.
+
+        The compiler notes what is read here, and compiles anew where it finds something else before a later run. So
+        the clock, which every forward changes, is not read; what is pending is the same after each step.
+        """
+        for member in members:
+            member.is_compiled = True
+        if any(member.pending for member in members):
+            uncompiled(self._learn_and_wait)(members)
+
+    def _learn_and_wait(self, members: Sequence[Member]) -> None:
+        self._learn(members)
+        read = [*members, *self._unannounced] if self._unannounced else members
+        waiting = [member for member in read if member.pending]
+        if waiting:
+            self._wait(waiting)
+
     def _forward_hook(self, own: Sequence[Member]) -> Callable[[nn.Module, Any], None]:
+        learn_and_wait = self._learn_and_wait
+
         def hook(module: nn.Module, args: Any) -> None:
-            self._learn(own)
-            waiting = [member for member in (*own, *self._unannounced) if member.pending]
-            if waiting:
-                self._wait(waiting)
+            if is_dynamo_compiling():
+                self._wait_inside_compiled(own)
+            else:
+                learn_and_wait(own)
 
         return hook
 
@@ -159,7 +211,10 @@ class ForwardWaits:
         self._gates.on_step()
         if self._clock > self._last_step:
             for member in members:
-                if member.order <= self._last_step and member not in self._unannounced:
+                is_late = member.order <= self._last_step and not member.is_compiled
+                # The next run of the code says it again.
+                member.is_compiled = False
+                if is_late and member not in self._unannounced:
                     self._unannounced.append(member)
                     member.order = -1
         # A module that is called by itself now is used for the first time again.
@@ -167,6 +222,13 @@ class ForwardWaits:
 
     def _gate_hook(self, gate: Gate) -> Callable[[nn.Module, Any], None]:
         def hook(module: nn.Module, args: Any) -> None:
+            if is_dynamo_compiling():
+                # FSDP's own hook leaves compiled code here, too.
+                uncompiled(pass_through)()
+            else:
+                pass_through()
+
+        def pass_through() -> None:
             self._learn(gate.members)
             self._gates.pass_through(gate, self._unannounced)
 
@@ -378,6 +440,11 @@ def _before_buckets_are_written(
         parallel.register_forward_hook(ModelHook(put_back), always_call=True),
         parallel.register_forward_hook(ModelHook(wait_for_the_rest)),
     ]
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """Return whether `module` was compiled in place, or is what `torch.compile` has made of another one."""
+    return module._compiled_call_impl is not None or hasattr(module, "_orig_mod")
 
 
 def _owned(module: nn.Module, members: Mapping[torch.Tensor, Member]) -> list[Member]:

@@ -1,0 +1,147 @@
+"""A compiled model beside an attached optimizer: as many graphs a step as without it, and the same bits."""
+
+import pytest
+import torch
+from optimizer_training import hybrid
+from torch import nn
+
+from reference_impl.device import Device
+from reference_impl.optimizers.forward_waits import ForwardWaits
+from reference_impl.optimizers.layout import Member
+
+# More than dynamo compiles of one piece of code before it gives up.
+BLOCKS = 10
+STEPS = 12
+# Nothing is pending at the first, all at the second; at the third some blocks are cut.
+SPLITS = [{"offload_fraction": 0.0}, {"offload_fraction": 1.0}, {"split": (0.2, 0.4, 0.4)}]
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x):
+        return x + self.second(torch.relu(self.first(x)))
+
+
+class Compiler:
+    """A backend that counts the graphs that are compiled, and those that are run."""
+
+    def __init__(self):
+        self.compiled = self.run = 0
+
+    def __call__(self, graph, inputs):
+        self.compiled += 1
+
+        def run(*arguments):
+            self.run += 1
+            return graph.forward(*arguments)
+
+        return run
+
+    def in_place(self, model):
+        model.compile(backend=self)
+        return model
+
+    def blocks_in_place(self, model):
+        for block in model[1:-1]:
+            block.compile(backend=self)
+        return model
+
+    def blocks(self, model):
+        for index in range(1, BLOCKS + 1):
+            model[index] = torch.compile(model[index], backend=self, fullgraph=True)
+        return model
+
+    def around(self, model):
+        return torch.compile(model, backend=self)
+
+
+@pytest.fixture
+def compiler():
+    torch._dynamo.reset()
+    yield Compiler()
+    torch._dynamo.reset()
+
+
+def new_model():
+    torch.manual_seed(5)
+    return nn.Sequential(nn.Linear(8, 16), *(Block() for _ in range(BLOCKS)), nn.Linear(16, 4))
+
+
+def weights_after(steps, model, called, options, each=lambda: None):
+    with hybrid(model, **options) as optimizer:
+        optimizer.attach(model)
+        generator = torch.Generator().manual_seed(6)
+        for _ in range(steps):
+            called(torch.randn(4, 8, generator=generator)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            each()
+        optimizer.synchronize()
+        return [param.detach().clone() for param in model.parameters()]
+
+
+@pytest.mark.parametrize("options", SPLITS, ids=str)
+@pytest.mark.parametrize(
+    ("how", "graphs"),
+    [("in_place", 1), ("around", 1), ("blocks_in_place", BLOCKS), ("blocks", BLOCKS)],
+)
+def test_every_step_runs_compiled_graphs_as_without_an_optimizer(compiler, how, graphs, options):
+    model = new_model()
+    wanted = weights_after(STEPS, model, model, options)
+    model = new_model()
+    called = getattr(compiler, how)(model)
+    run = []
+    got = weights_after(STEPS, model, called, options, each=lambda: run.append(compiler.run))
+    assert run == [graphs * step for step in range(1, STEPS + 1)]
+    # One without a wait, in the first step, and one with it.
+    assert compiler.compiled <= 2
+    assert all(map(torch.equal, got, wanted))
+
+
+def test_blocks_compiled_after_the_first_forward_wait_too(compiler):
+    model = new_model()
+    wanted = weights_after(STEPS, model, model, SPLITS[1])
+    model = new_model()
+    compiled = []
+
+    def compile_once():
+        if not compiled:
+            compiler.blocks_in_place(model)
+        compiled.append(compiler.compiled)
+
+    got = weights_after(STEPS, model, model, SPLITS[1], each=compile_once)
+    assert len(set(compiled[-8:])) == 1, f"compiled anew: {compiled}"
+    assert all(map(torch.equal, got, wanted))
+
+
+def test_compiled_modules_do_not_count_as_read_outside_of_their_forward(compiler):
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    model[1].compile(backend=compiler)
+    first, second = members = [Member(layer.weight, 0, order, 0) for order, layer in enumerate(model)]
+    waited = []
+
+    class Waiter:
+        def wait_for(self, listed):
+            waited.append(list(listed))
+            for member in listed:
+                member.pending = False
+
+    waiter = Waiter()
+    waits = ForwardWaits(
+        model,
+        {member.param: member for member in members},
+        device=Device.of("cpu"),
+        wait_for=waiter.wait_for,
+        refresh_masters=waiter.wait_for,
+    )
+    model(torch.zeros(1, 2))
+    for _ in range(2):
+        waits.on_step(members)
+        first.pending = second.pending = True
+        model(torch.zeros(1, 2))
+        assert waited == [[first], [second]]
+        assert 0 < first.order < second.order
+        waited.clear()
