@@ -26,6 +26,7 @@ from reference_impl.device import Device
 from reference_impl.distributed.ddp import data_parallels
 from reference_impl.distributed.fsdp2 import GatheredGroup, gathered_groups
 from reference_impl.memory.compiler import uncompiled
+from reference_impl.memory.interrupts import deferred_interrupts
 from reference_impl.optimizers import checks
 from reference_impl.optimizers.layout import Member
 from reference_impl.optimizers.stand_in import GradientStandIn
@@ -41,7 +42,8 @@ class ForwardWaits:
     Saving and loading its state_dict wait too, and loading calls `refresh_masters`. Each forward also teaches the
     members their `order`. A weight that somebody reads without its module's forward, as fused losses read a head's, is
     updated first of all, and the first module of the next forward waits for it. The owner of both methods is not kept
-    alive, and neither is the model. Raises ValueError for members that a sharded model does not have.
+    alive, and neither is the model. Make it where interrupts are deferred, because the model has hooks before the owner
+    has this. Raises ValueError for members that a sharded model does not have; no hook stays where it raises.
 
     A compiled model waits at its begin for all weights, and a compiled module of it for those inside, if it is compiled
     when the model's first forward starts. Order inside of one is not learnt.
@@ -92,28 +94,33 @@ class ForwardWaits:
         )
         if self._gates:
             checks.check_in_model(model, members)
-        for module in model.modules():
-            own = _owned(module, members)
-            if not own:
-                continue
-            load = _Load(own, wait_outside, refresh)
-            self._handles += [
-                module.register_state_dict_pre_hook(ModelHook(partial(_called_with, wait_outside, own))),
-                module.register_load_state_dict_pre_hook(ModelHook(load.before)),
-                module.register_load_state_dict_post_hook(ModelHook(load.after)),
-            ]
-            read_here = self._not_gathered(own)
-            if read_here:
-                self._wait_first(module, self._forward_hook(read_here), own=own, finish=finish)
-        for gate in self._gates:
-            for module in gate.group.modules:
-                hook = self._gate_hook(gate)
-                self._wait_first(module, hook, own=gate.members, finish=finish)
-        for parallel in data_parallels(model):
-            held = [members[param] for param in parallel.parameters() if param in members]
-            self._handles += _before_buckets_are_written(parallel, held, self._wait)
-        start = self._start_hook(self._not_gathered(everyone))
-        self._wait_first(model, start, own=_owned(model, members), finish=finish)
+        try:
+            for module in model.modules():
+                own = _owned(module, members)
+                if not own:
+                    continue
+                load = _Load(own, wait_outside, refresh)
+                wait = ModelHook(partial(_called_with, wait_outside, own))
+                # One by one: a list would forget those before one that fails.
+                self._handles.append(module.register_state_dict_pre_hook(wait))
+                self._handles.append(module.register_load_state_dict_pre_hook(ModelHook(load.before)))
+                self._handles.append(module.register_load_state_dict_post_hook(ModelHook(load.after)))
+                read_here = self._not_gathered(own)
+                if read_here:
+                    self._wait_first(module, self._forward_hook(read_here), own=own, finish=finish)
+            for gate in self._gates:
+                for module in gate.group.modules:
+                    hook = self._gate_hook(gate)
+                    self._wait_first(module, hook, own=gate.members, finish=finish)
+            for parallel in data_parallels(model):
+                held = [members[param] for param in parallel.parameters() if param in members]
+                for handle in _before_buckets_are_written(parallel, held, self._wait):
+                    self._handles.append(handle)
+            start = self._start_hook(self._not_gathered(everyone))
+            self._wait_first(model, start, own=_owned(model, members), finish=finish)
+        except BaseException:
+            self.close()
+            raise
 
     def _wait_first(
         self,
@@ -165,7 +172,8 @@ class ForwardWaits:
                 continue
             inside = [self._members[p] for p in module.parameters() if p in self._members]
             hook = ModelHook(self._forward_hook(self._not_gathered(inside)))
-            self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
+            with deferred_interrupts():
+                self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
 
     def _learn(self, members: Sequence[Member]) -> None:
         # A member's first use in the last forward is the best guess of when the next one needs it.
@@ -411,7 +419,7 @@ def forgetful(method: Callable[_P, None]) -> Callable[_P, None]:
 
 def _before_buckets_are_written(
     parallel: DistributedDataParallel, members: Sequence[Member], wait: Wait
-) -> list[RemovableHandle]:
+) -> Iterator[RemovableHandle]:
     """Hook DDP, whose buckets hold the gradients that the last update reads, and are written by the next backward.
 
     Its forward ends with a wait for what no module of it has waited for. It may begin with copying what stands on
@@ -435,11 +443,9 @@ def _before_buckets_are_written(
         if pending and torch.is_grad_enabled():
             wait(pending)
 
-    return [
-        parallel.register_forward_pre_hook(ModelHook(put_aside), prepend=True),
-        parallel.register_forward_hook(ModelHook(put_back), always_call=True),
-        parallel.register_forward_hook(ModelHook(wait_for_the_rest)),
-    ]
+    yield parallel.register_forward_pre_hook(ModelHook(put_aside), prepend=True)
+    yield parallel.register_forward_hook(ModelHook(put_back), always_call=True)
+    yield parallel.register_forward_hook(ModelHook(wait_for_the_rest))
 
 
 def _is_compiled(module: nn.Module) -> bool:

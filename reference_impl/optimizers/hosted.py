@@ -18,6 +18,7 @@ from torch import nn
 
 from reference_impl.device import Device
 from reference_impl.distributed.fsdp2 import missing_name
+from reference_impl.memory.interrupts import deferred_interrupts
 from reference_impl.optimizers import checks
 from reference_impl.optimizers.forward_waits import ForwardWaits
 from reference_impl.optimizers.layout import Member
@@ -113,18 +114,20 @@ class HostedOptimizer(torch.optim.Optimizer, ABC):
         if missing is not None:
             checks.warn_gathers_cannot_wait(missing)
         before = self._waits
-        self._waits = ForwardWaits(
-            model,
-            self._members,
-            device=self._device,
-            wait_for=self._wait_for,
-            refresh_masters=self._refresh,
-            told=self._failures.told,
-            gates=missing is None,
-        )
-        self._gathers_can_wait = missing is None
-        if before is not None:
-            before.close()
+        # Nothing would take the hooks off that an interrupt keeps this from knowing.
+        with deferred_interrupts():
+            self._waits = ForwardWaits(
+                model,
+                self._members,
+                device=self._device,
+                wait_for=self._wait_for,
+                refresh_masters=self._refresh,
+                told=self._failures.told,
+                gates=missing is None,
+            )
+            self._gathers_can_wait = missing is None
+            if before is not None:
+                before.close()
 
     @property
     def _model_waits(self) -> bool:

@@ -1,6 +1,7 @@
 """Forward waits: every reader of a weight waits until it is new, and nothing is kept alive."""
 
 import gc
+import signal
 import weakref
 
 import pytest
@@ -106,3 +107,59 @@ def test_forward_waits_keep_neither_the_optimizer_nor_the_model_alive(device):
     del model
     gc.collect()
     assert watched() is None
+
+
+def hooks_on(model):
+    kinds = ("_forward_pre_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks")
+    return sum(
+        len(getattr(module, kind))
+        for module in model.modules()
+        for kind in (*kinds, "_load_state_dict_post_hooks")
+    )
+
+
+def register_with(monkeypatch, happens, *, at):
+    """Let `happens()` come before the hook that is the `at`th to be registered; return all that have been."""
+    registered = []
+
+    def wrap(real):
+        def register(*arguments, **named):
+            if len(registered) == at:
+                happens()
+            registered.append(real(*arguments, **named))
+            return registered[-1]
+
+        return register
+
+    for name in (
+        "register_forward_pre_hook",
+        "register_state_dict_pre_hook",
+        "register_load_state_dict_pre_hook",
+        "register_load_state_dict_post_hook",
+    ):
+        monkeypatch.setattr(nn.Module, name, wrap(getattr(nn.Module, name)))
+    return registered
+
+
+def fail():
+    raise MemoryError("no memory for a hook")
+
+
+def interrupt():
+    signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.parametrize(("happens", "error"), [(fail, MemoryError), (interrupt, KeyboardInterrupt)])
+def test_no_hook_stays_of_an_attach_that_does_not_come_to_its_end(device, monkeypatch, happens, error):
+    model, _ = twins(device)
+    own = hooks_on(model)
+    with hybrid(model) as optimizer, monkeypatch.context() as patched:
+        registered = register_with(patched, happens, at=-1)
+        optimizer.attach(model)
+    for at in range(len(registered)):
+        with hybrid(model) as optimizer, monkeypatch.context() as patched:
+            register_with(patched, happens, at=at)
+            with pytest.raises(error):
+                optimizer.attach(model)
+        assert hooks_on(model) == own, f"hook {at}"
+    model.load_state_dict(model.state_dict())
