@@ -110,15 +110,6 @@ class Member:
         return tensor.as_strided((tensor.numel(),), (1,))
 
 
-def follow_weight(master: torch.Tensor, weight: torch.Tensor) -> None:
-    """Make `master` (fp32) the `weight`, unless it is that when it is rounded: then it may hold more.
-
-    A checkpoint's weights may be loaded after its masters, as torch's `set_state_dict` does.
-    """
-    if not torch.equal(master.to(weight.dtype), weight.to(master.device)):
-        master.copy_(weight)
-
-
 @dataclass(eq=False, slots=True)
 class Piece:
     """Elements `[start, stop)` of one member, at `offset` in its bucket."""

@@ -18,7 +18,7 @@ import torch
 from reference_impl.device import REACHED
 from reference_impl.optimizers.algorithms import Algorithm
 from reference_impl.optimizers.clip_decision import ClipDecision
-from reference_impl.optimizers.layout import MASTER, Member, NewWeights, follow_weight
+from reference_impl.optimizers.layout import MASTER, Member, NewWeights
 from reference_impl.optimizers.step import Operation
 
 CHUNK_ELEMENTS = 64 * 2**20
@@ -70,7 +70,7 @@ class ResidentShare:
         for state in [self._states[member] for member in members if member in self._states]:
             state.follow()
             if state.master is not state.weight:
-                follow_weight(state.master, state.weight)
+                state.master.copy_(state.weight)
 
     def operations(
         self,

@@ -24,7 +24,7 @@ from reference_impl.optimizers.cpu.step import BucketUpdate, CpuStep
 from reference_impl.optimizers.cpu.update import BLOCK_ELEMENTS, CpuKernel, Task, cut_tasks, present_part
 from reference_impl.optimizers.cpu.workers import DeadlineWorkers, Job, threads_beside
 from reference_impl.optimizers.gradient_mover import GradientMover
-from reference_impl.optimizers.layout import MASTER, Member, NewWeights, Piece, follow_weight
+from reference_impl.optimizers.layout import MASTER, Member, NewWeights, Piece
 from reference_impl.optimizers.options import CpuUpdate
 from reference_impl.optimizers.step import WorkLostError
 
@@ -88,7 +88,7 @@ class CpuShare:
         if buckets:
             # A worker that waits for a gradient, or a forward for a weight, is idle meanwhile.
             self._device.latency_sensitive.add(self)
-        self.refresh_masters(members, are_new=True)
+        self.refresh_masters(members)
 
     def forget(self, members: Iterable[Member]) -> None:
         """Drop the buckets of `members`, which no step has used; each bucket is theirs alone."""
@@ -103,12 +103,8 @@ class CpuShare:
             member.pieces.clear()
 
     @torch.no_grad()
-    def refresh_masters(self, members: Iterable[Member], *, are_new: bool = False) -> None:
-        """Make the masters of `members` from the parameters as they are, through staging if they are on the device.
-
-        Those that `are_new` have no values yet; others stay where they round to their weight, see `follow_weight`.
-        """
-        make = torch.Tensor.copy_ if are_new else follow_weight
+    def refresh_masters(self, members: Iterable[Member]) -> None:
+        """Make the masters of `members` from the parameters as they are, through staging if they are on the device."""
         arrivals: list[tuple[torch.Tensor, torch.Tensor, Event]] = []
         computed = self._device.record()
         for member in members:
@@ -118,14 +114,14 @@ class CpuShare:
                 master, part = bucket.master[place], weight[piece.start : piece.stop]
                 if member.home is not None or member.arrival is not None:
                     # At home it is on the host, and a gradient that waits has staging.
-                    make(master, part)
+                    master.copy_(part)
                     continue
                 staging = bucket.staging[place]
                 event = self._device.copy_out(staging, part, after=[computed])
                 arrivals.append((master, staging, event))
         for master, staging, event in arrivals:
             event.synchronize()
-            make(master, staging)
+            master.copy_(staging)
 
     def offload(self, member: Member, *, measure: bool, reduced: torch.Tensor | None = None) -> torch.Tensor:
         """Start the copy of a gradient, see `GradientMover`; return it, laid out. Changes nothing when it raises."""

@@ -240,16 +240,11 @@ class StreamedWeights:
         """Drop the separate weights of a member, if there are any."""
         self._apart.pop(member, None)
 
-    def refresh(self, member: Member) -> bool:
-        """Copy the parameter's weights to the separate ones, if any; return False where those are the same."""
-        if member not in self._apart:
-            return True
-        first, apart = self._apart[member]
-        weights = flat_weight(member)[first : first + apart.numel()]
-        if torch.equal(apart, weights):
-            return False
-        apart.copy_(weights)
-        return True
+    def refresh(self, member: Member) -> None:
+        """Copy the parameter's weights to the separate ones, if there are any."""
+        if member in self._apart:
+            first, apart = self._apart[member]
+            apart.copy_(flat_weight(member)[first : first + apart.numel()])
 
     def of(self, piece: Piece) -> torch.Tensor:
         """Return the weights of `piece`, flat, on the device: of one with a home, while it visits."""

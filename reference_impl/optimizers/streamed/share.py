@@ -128,7 +128,7 @@ class StreamedShare:
                 if part.is_split:
                     self._weights.keep_apart(member, part.streamed)
             for member in parts:
-                self._states.refresh_master(member, is_new=True)
+                self._states.refresh_master(member)
         except BaseException:
             with deferred_interrupts():
                 for member in parts:

@@ -18,7 +18,7 @@ import torch
 from reference_impl.device import Device
 from reference_impl.memory.arena import ALIGNMENT_BYTES, HostArena, HostBlock
 from reference_impl.optimizers.algorithms import Algorithm
-from reference_impl.optimizers.layout import MASTER, Member, Piece, follow_weight
+from reference_impl.optimizers.layout import MASTER, Member, Piece
 from reference_impl.optimizers.options import CHUNK_BYTES
 from reference_impl.optimizers.streamed import compact, packing
 from reference_impl.optimizers.streamed.chunks import (
@@ -360,21 +360,16 @@ class StreamedStates:
         for piece, chunk in self._chunks[member]:
             self._write(piece, chunk, name, flat[piece.start : piece.stop])
 
-    def refresh_master(self, member: Member, *, is_new: bool = False) -> None:
-        """Make the master from the parameter as it is; an fp32 parameter is its own.
-
-        One that `is_new` has no values yet; another stays where it rounds to the parameter, see `follow_weight`.
-        """
-        is_written = self._weights.refresh(member) or is_new
+    def refresh_master(self, member: Member) -> None:
+        """Make the master from the parameter as it is; an fp32 parameter is its own."""
+        self._weights.refresh(member)
         if member.param.dtype != torch.float32:
             weight = flat_weight(member)
             for piece, chunk in self._chunks[member]:
                 if chunk.has(LOW):
-                    if is_written:
-                        self._clear_low(piece, chunk)
+                    self._clear_low(piece, chunk)
                 else:
-                    make = torch.Tensor.copy_ if is_new else follow_weight
-                    make(self._stored(piece, chunk, MASTER), weight[piece.start : piece.stop])
+                    self._write(piece, chunk, MASTER, weight[piece.start : piece.stop])
 
     def _clear_low(self, piece: Piece, chunk: Chunk) -> None:
         """Let the master be the bf16 weight as it is: it has no low bits, and was not rounded."""

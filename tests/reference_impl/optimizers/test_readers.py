@@ -186,10 +186,11 @@ def test_loading_between_backward_and_step_is_refused(device):
     with hybrid(model) as optimizer:
         optimizer.attach(model)
         model(batches(device.torch_device, 1)[0]).backward()
+        others = {name: value + 1 for name, value in plain.state_dict().items()}
         with pytest.raises(RuntimeError, match="zero_grad"):
-            model.load_state_dict(plain.state_dict())
+            model.load_state_dict(others)
         optimizer.zero_grad()
-        model.load_state_dict(plain.state_dict())
+        model.load_state_dict(others)
 
 
 def test_weight_normalisation_reads_after_our_gate(device, held):
