@@ -18,7 +18,6 @@ from typing import Any, ParamSpec
 import torch
 from torch import nn
 from torch.compiler import is_dynamo_compiling
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
@@ -29,6 +28,7 @@ from reference_impl.memory.compiler import uncompiled
 from reference_impl.memory.interrupts import deferred_interrupts
 from reference_impl.optimizers import checks
 from reference_impl.optimizers.layout import Member
+from reference_impl.optimizers.module_load import ModuleLoad
 from reference_impl.optimizers.stand_in import GradientStandIn
 
 _P = ParamSpec("_P")
@@ -99,7 +99,7 @@ class ForwardWaits:
                 own = _owned(module, members)
                 if not own:
                     continue
-                load = _Load(own, wait_outside, refresh)
+                load = ModuleLoad(own, wait_outside, refresh)
                 wait = ModelHook(partial(_called_with, wait_outside, own))
                 # One by one: a list would forget those before one that fails.
                 self._handles.append(module.register_state_dict_pre_hook(wait))
@@ -461,55 +461,3 @@ def _owned(module: nn.Module, members: Mapping[torch.Tensor, Member]) -> list[Me
 def _called_with(method: Callable[[Sequence[Member]], None], own: Sequence[Member], *_: Any) -> None:
     """Call `method` in a hook whose own arguments do not matter."""
     method(own)
-
-
-class _Load:
-    """The hooks around a load of what one module owns, whose masters follow what the load writes.
-
-    A weight that it leaves as it is keeps its master, which may hold more: torch's `set_state_dict` loads the
-    optimizer before the model.
-    """
-
-    def __init__(self, own: Sequence[Member], wait: Wait, refresh: Wait) -> None:
-        self._own, self._wait, self._refresh = own, wait, refresh
-        # What may be written; a version for what `state_dict` does not name, but another hook may rename.
-        self._versions: dict[Member, int | None] = {}
-
-    def before(self, module: nn.Module, state_dict: Mapping[str, Any], prefix: str, *_: Any) -> None:
-        """Wait for the weights, and compare them with those of `state_dict`."""
-        self._wait(self._own)
-        names = {id(param): name for name, param in module._parameters.items()}
-        values = {member: state_dict.get(prefix + names.get(id(member.param), "")) for member in self._own}
-        self._versions = {
-            member: _version(member) if value is None else None
-            for member, value in values.items()
-            if not _holds(value, member)
-        }
-
-    def after(self, *_: Any) -> None:
-        """Make new masters where other weights were written."""
-        written = [
-            member
-            for member, version in self._versions.items()
-            if version is None or version != _version(member)
-        ]
-        if written:
-            self._refresh(written)
-
-
-def _holds(value: Any, member: Member) -> bool:
-    """Return whether `value` is the weight of `member`, which has a master beside it."""
-    weight = member.weight
-    if weight.dtype == torch.float32 or not isinstance(value, torch.Tensor) or value.is_meta:
-        return False
-    value = value.to_local() if isinstance(value, DTensor) else value
-    # Where the value is: the device may be full.
-    return value.shape == weight.shape and torch.equal(value.to(weight.dtype), weight.to(value.device))
-
-
-def _version(member: Member) -> int | None:
-    """Return a number that changes when the parameter is written, or None where nobody counts."""
-    param = member.param
-    if member.home is not None or isinstance(param, DTensor) or param.is_inference():
-        return None
-    return param._version
