@@ -27,7 +27,6 @@ from reference_impl import apply_plan
 from reference_impl.device import Device
 from reference_impl.fitting import trial
 from reference_impl.memory.ledger import Ledger
-from reference_impl.verification.hugging_face import without_caches
 from reference_impl.verification.probe import launch_s
 
 STEPS = 6
@@ -54,7 +53,6 @@ def run_case(case: Case, device: Device, *, tiny: bool) -> list[dict[str, Any]]:
     config = entries(case, tiny=tiny)
     tokens = _TINY_TOKENS if tiny else case.tokens
     model = make_model(case, config, device.torch_device)
-    without_caches(model)
     batches = [make_batch(case, config, tokens, device.torch_device, seed) for seed in range(STEPS)]
     task = task_of(model, batches[0], chunked_loss if case.chunked_loss else loss, device)
     stay = (config.get("num_hidden_layers") or config["text_config"]["num_hidden_layers"]) - _LEAVE

@@ -105,6 +105,7 @@ def _adamw(model: torch.nn.Module) -> torch.optim.AdamW:
 
 
 def task_of(model: torch.nn.Module, batch: Any, objective: trial.Loss, device: Device) -> trial.Task:
+    """Return what is trained: all that requires a gradient, with AdamW."""
     return trial.Task(
         model=model,
         optimizer=_adamw(model),

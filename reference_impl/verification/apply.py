@@ -237,7 +237,9 @@ def _clip_before(optimizer: torch.optim.Optimizer, max_grad_norm: float) -> Call
 
     def clip(stepping: torch.optim.Optimizer, *_: Any) -> None:
         params = [param for group in stepping.param_groups for param in group["params"]]
-        torch.nn.utils.clip_grad_norm_(params, max_grad_norm)
+        # GradScaler leaves gradients scaled for torch's fused kernels, and says by how much.
+        scale = getattr(stepping, "grad_scale", None)
+        torch.nn.utils.clip_grad_norm_(params, max_grad_norm * (1.0 if scale is None else float(scale)))
 
     return optimizer.register_step_pre_hook(clip).remove
 

@@ -177,6 +177,21 @@ def test_a_norm_is_clipped_under_every_plan_until_it_is_closed(execute: Mapping[
     assert torch.stack(losses(closed, plain)).equal(torch.stack(others))
 
 
+def test_a_norm_is_that_of_gradients_without_their_scale() -> None:
+    def weights(scale: float) -> list[torch.Tensor]:
+        model = decoder()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-2, fused=True)
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+        with apply_plan(model, optimizer, {"execute": {}}, max_grad_norm=1e-3) as applied:
+            ids = torch.arange(64).view(2, 32)
+            loss = torch.nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
+            scaler.scale(loss).backward()
+            scaler.step(applied.optimizer)
+        return [param.detach() for param in model.parameters()]
+
+    torch.testing.assert_close(weights(2.0**10), weights(1.0), rtol=0, atol=1e-6)
+
+
 @pytest.mark.parametrize("execute", STEPPED[:2], ids=str)
 def test_states_that_are_taken_over_are_held_once(execute: Mapping[str, Any]) -> None:
     model = decoder()
