@@ -3,12 +3,15 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 from torch import nn
 
+from reference_impl.device import Device
 from reference_impl.fitting import trial
 from reference_impl.fitting.planner import RefusedPlanError
 from reference_impl.fitting.search import Search
 from reference_impl.fitting.trial import Task, Trial
+from reference_impl.memory.ledger import Ledger
 
 BUDGET = 1000
 LAST_RESORT = frozenset({"trained-layer-streaming"})
@@ -351,3 +354,15 @@ def test_weights_that_leave_no_room_to_stream_them_from_are_to_be_on_the_host(pl
     with pytest.raises(RefusedPlanError, match=r"try the model on the CPU, and device='cuda:0'"):
         played(Planner(), none, budget=200)
     assert played(Planner(), none, took(160), on_host=True, budget=200).plans == 2
+
+
+def test_a_plan_is_taken_off_with_all_memory_where_the_limit_leaves_it_no_room():
+    came_back = []
+
+    class Applied:
+        def close(self):
+            came_back.append(torch.empty(2**20, dtype=torch.uint8))
+
+    with Ledger(Device.of("cpu"), limit_bytes=2**10) as ledger, trial._closed_behind(Applied(), ledger):
+        pass
+    assert len(came_back) == 1

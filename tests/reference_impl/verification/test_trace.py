@@ -458,6 +458,17 @@ def test_a_question_for_a_truth_value_is_an_assumption():
     assert any("padding" in each for each in trace(Asks(), batch(), loss_of).assumptions)
 
 
+def test_a_tensor_with_a_value_answers_for_itself():
+    class Drops(Model):
+        def forward(self, ids):
+            # As layers are dropped: the number is there, and nothing is assumed.
+            if bool(torch.rand([]) < 0.0):
+                raise AssertionError("dropped")
+            return super().forward(ids)
+
+    assert trace(Drops(), batch(), loss_of).assumptions == trace(Model(), batch(), loss_of).assumptions
+
+
 @pytest.mark.parametrize(
     ("loss", "options", "message"),
     [
