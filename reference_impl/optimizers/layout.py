@@ -52,8 +52,9 @@ class Member:
     `order` is its place in the forward. The rest is its state between steps: of a gradient that has been sent off for
     the next step the event of its copy (`arrival`) and what stands on the parameter for it (`placeholder`); of a new
     weight the event of its copy back (`published`, `pending` until someone has waited for it). `is_compiled` says that
-    compiled code has read it since the last step, which does not tell of its order. `home` is where the weight lives
-    that only visits the device.
+    compiled code has read it since the last step, which does not tell of its order. `loaded_version` is the weight's
+    where a master was loaded that rounds to it: until it changes, they belong together. `home` is where the weight
+    lives that only visits the device.
     """
 
     param: torch.Tensor
@@ -70,6 +71,7 @@ class Member:
     published: Event = REACHED
     pending: bool = False
     is_compiled: bool = False
+    loaded_version: int | None = None
     home: WeightHome | None = None
 
     def __post_init__(self) -> None:

@@ -1,6 +1,7 @@
-"""What a load of a module's state_dict writes, so that masters follow that and nothing else.
+"""The hooks around a load of a module's weights, whose masters follow.
 
-Explained in docs/optimizer-offloading.md.
+But for those that were loaded before: torch's `set_state_dict` loads the optimizer and then the model, and a master may
+hold more than the weight to which it rounds. Explained in docs/optimizer-offloading.md.
 """
 
 from __future__ import annotations
@@ -18,53 +19,57 @@ _Call = Callable[[Sequence[Member]], None]
 
 
 class ModuleLoad:
-    """The hooks around a load of what one module owns, whose masters follow what the load writes.
-
-    A weight that it leaves as it is keeps its master, which may hold more: torch's `set_state_dict` loads the
-    optimizer before the model.
-    """
+    """A load of what one module owns: the members `own`, for which `wait` waits and `refresh` makes masters."""
 
     def __init__(self, own: Sequence[Member], wait: _Call, refresh: _Call) -> None:
-        """Be of the members `own`, for which `wait` waits and `refresh` makes masters."""
         self._own, self._wait, self._refresh = own, wait, refresh
-        # What may be written; a version for what `state_dict` does not name, but another hook may rename.
-        self._versions: dict[Member, int | None] = {}
+        self._named: list[Member] = []
+        self._kept: list[Member] = []
+        self._versions: dict[Member, int] = {}
 
     def before(self, module: nn.Module, state_dict: Mapping[str, Any], prefix: str, *_: Any) -> None:
-        """Wait for the weights, and compare them with those of `state_dict`."""
+        """Wait for the weights, and see which `state_dict` names, and which of these belong to a loaded master."""
         self._wait(self._own)
         names = {id(param): name for name, param in module._parameters.items()}
         values = {member: state_dict.get(prefix + names.get(id(member.param), "")) for member in self._own}
-        self._versions = {
-            member: _version(member) if value is None else None
-            for member, value in values.items()
-            if not _holds(value, member)
-        }
+        self._versions = {member: _version(member) for member in self._own}
+        self._named = [member for member, value in values.items() if value is not None]
+        self._kept = [
+            member
+            for member in self._named
+            if member.loaded_version == self._versions[member] and _rounds_to_weight(values[member], member)
+        ]
 
     def after(self, *_: Any) -> None:
-        """Make new masters where other weights were written."""
+        """Make masters of what was written, but for those that are kept."""
+        # Somebody else's hook may have renamed what was not named.
         written = [
             member
-            for member, version in self._versions.items()
-            if version is None or version != _version(member)
+            for member in self._own
+            if member not in self._kept
+            and (member in self._named or _version(member) != self._versions[member])
         ]
+        for member in self._kept:
+            member.loaded_version = _version(member)
         if written:
             self._refresh(written)
 
 
-def _holds(value: Any, member: Member) -> bool:
-    """Return whether `value` is the weight of `member`, which has a master beside it."""
-    weight = member.weight
-    if weight.dtype == torch.float32 or not isinstance(value, torch.Tensor) or value.is_meta:
+def note_loaded(member: Member, master: Any) -> None:
+    """Note that `master` was loaded, or None; it belongs to the weight if it rounds to it."""
+    belongs = member.dtype != torch.float32 and _rounds_to_weight(master, member)
+    member.loaded_version = _version(member) if belongs else None
+
+
+def _rounds_to_weight(value: Any, member: Member) -> bool:
+    if not isinstance(value, torch.Tensor) or value.is_meta:
         return False
-    value = value.to_local() if isinstance(value, DTensor) else value
+    value, weight = value.to_local() if isinstance(value, DTensor) else value, member.weight
     # Where the value is: the device may be full.
     return value.shape == weight.shape and torch.equal(value.to(weight.dtype), weight.to(value.device))
 
 
-def _version(member: Member) -> int | None:
-    """Return a number that changes when the parameter is written, or None where nobody counts."""
-    param = member.param
-    if member.home is not None or isinstance(param, DTensor) or param.is_inference():
-        return None
-    return param._version
+def _version(member: Member) -> int:
+    """Return a number that changes when the weight is written; of one that nobody counts, one that is none."""
+    weight = member.weight
+    return -1 if weight.is_inference() else weight._version

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from reference_impl.distributed.mesh import shard_like
 from reference_impl.optimizers.algorithms import Algorithm
 from reference_impl.optimizers.layout import MASTER, STEP, Member
+from reference_impl.optimizers.module_load import note_loaded
 from reference_impl.optimizers.saved_checks import check_state
 
 
@@ -245,7 +246,7 @@ class OptimizerState(Mapping[torch.Tensor, ParameterState]):
     @torch.no_grad()
     def write(self, param: torch.Tensor, values: Mapping[str, Any]) -> None:
         """Replace a parameter's state by `checked` values; what they lack starts anew."""
-        target = self._stored(param)
+        target, member = self._stored(param), self.members[param]
         target[STEP] = values.get(STEP, 0)
         for name in self.algorithm.moments:
             target[name] = values.get(name, torch.zeros(()))
@@ -253,10 +254,11 @@ class OptimizerState(Mapping[torch.Tensor, ParameterState]):
             target[MASTER] = values[MASTER]
         elif param.dtype == torch.float32:
             # It is its own master, and only the copies have to follow it: the CPU's, and what streams of a split one.
-            target.write_in_place(MASTER, self.members[param].weight)
-            self._finished([self.members[param]]).follow_weight(self.members[param])
+            target.write_in_place(MASTER, member.weight)
+            self._finished([member]).follow_weight(member)
         else:
-            target[MASTER] = self.members[param].weight
+            target[MASTER] = member.weight
+        note_loaded(member, values.get(MASTER))
 
     def packed(self, param: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return copies of a parameter's states."""

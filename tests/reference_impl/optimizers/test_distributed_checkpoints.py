@@ -70,6 +70,27 @@ def test_states_survive_the_round_trip(device, dtype, build, options):
         assert_same_weights(model, other)
 
 
+@pytest.mark.parametrize("loads_optimizer_first", [False, True])
+@pytest.mark.parametrize("build", [part, streamed, halved])
+def test_masters_follow_a_model_that_is_loaded_alone(device, build, loads_optimizer_first):
+    model, data = used(device, torch.bfloat16), batches(device.torch_device, 4)
+    others = {name: value + 1 for name, value in used(device, torch.bfloat16).state_dict().items()}
+    with build(model) as optimizer:
+        optimizer.attach(model)
+        train(model, optimizer, data)
+        if loads_optimizer_first:
+            optimizer.load_state_dict(optimizer.state_dict())
+        # As `dcp.load` does: into what the model has.
+        weights = model.state_dict()
+        for name, value in weights.items():
+            value.copy_(others[name])
+        model.load_state_dict(weights)
+        masters = [state["master_param"] for state in optimizer.state_dict()["state"].values()]
+        trained = [param for param in model.parameters() if param.requires_grad]
+        for master, param in zip(masters, trained, strict=True):
+            assert torch.equal(master.to(param.device), param.float())
+
+
 @pytest.mark.parametrize("build", [part, streamed, halved])
 def test_masters_stay_where_the_model_is_loaded_after_its_optimizer(device, build):
     model, data = used(device, torch.bfloat16), batches(device.torch_device, 4)
