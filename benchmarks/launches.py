@@ -23,13 +23,14 @@ from real_model_cases import CASES, Case, chunked_loss, entries, loss, make_batc
 from real_models import run_steps, task_of
 from trace_overlap import merge
 
-from reference_impl import apply_plan
+from reference_impl import apply_plan, trace
 from reference_impl.device import Device
 from reference_impl.fitting import trial
 from reference_impl.memory.ledger import Ledger
 from reference_impl.verification.probe import launch_s
 
 STEPS = 6
+PHASES = ("forward", "backward", "update")
 _TINY_TOKENS = 64
 _HALF = {"resident": 0.5, "streamed": 0.39, "cpu": 0.11}
 _STATES = {"offload_fraction": 0.5, "split": _HALF, "backward_overlap": "gradients"}
@@ -56,6 +57,8 @@ def run_case(case: Case, device: Device, *, tiny: bool) -> list[dict[str, Any]]:
     batches = [make_batch(case, config, tokens, device.torch_device, seed) for seed in range(STEPS)]
     task = task_of(model, batches[0], chunked_loss if case.chunked_loss else loss, device)
     stay = (config.get("num_hidden_layers") or config["text_config"]["num_hidden_layers"]) - _LEAVE
+    traced = [trace(model, batches[0], task.loss, checkpointing=again).kernels for again in (False, True)]
+    print("kernels by the trace, plain and computed again:", *traced)
     rows = []
     for name, execute in PLANS.items():
         if "trained_layers" in execute:
@@ -88,47 +91,72 @@ def _profiled(task: trial.Task, applied: Any) -> dict[str, Any]:
     """Train one more step under the profiler."""
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profiler:
-        task.step(applied)
-        task.device.synchronize()
-    count: Counter[str] = Counter()
+        with torch.profiler.record_function(PHASES[0]):
+            found = task.loss(task.model, task.batch)
+        with torch.profiler.record_function(PHASES[1]):
+            found.backward()
+        with torch.profiler.record_function(PHASES[2]):
+            applied.optimizer.step()
+            applied.optimizer.zero_grad()
+            task.device.synchronize()
+    return _counted(profiler.profiler.kineto_results.events())
+
+
+def _counted(events: list[Any]) -> dict[str, Any]:
+    """Return launches and the time that kernels run by phase, and the other calls of CUDA by their time."""
+    ranges = {
+        each.name(): (each.start_ns(), each.start_ns() + each.duration_ns())
+        for each in events
+        if each.name() in PHASES and each.device_type() == torch.autograd.DeviceType.CPU
+    }
+    launched: dict[int, str] = {}
+    launches: Counter[str] = Counter()
+    calls: Counter[str] = Counter()
     seconds: defaultdict[str, float] = defaultdict(float)
-    kernels = []
-    for event in profiler.profiler.kineto_results.events():
-        name, start_s, took_s = event.name(), event.start_ns() / 1e9, event.duration_ns() / 1e9
-        if event.device_type() == torch.autograd.DeviceType.CUDA:
-            if not name.startswith("Mem"):
-                kernels.append((start_s, start_s + took_s))
-        elif name.startswith("cuda"):
-            count[name] += 1
-            seconds[name] += took_s
-    waits = sorted((name for name in count if "Launch" not in name), key=lambda name: -seconds[name])
-    launched = [name for name in count if "LaunchKernel" in name]
-    launches = sum(count[name] for name in launched)
+    kernels: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
+    in_a_launch_ns = 0
+    for event in events:
+        if not event.name().startswith("cu") or event.device_type() == torch.autograd.DeviceType.CUDA:
+            continue
+        start_ns = event.start_ns()
+        phase = next((name for name, (start, stop) in ranges.items() if start <= start_ns <= stop), "other")
+        if "LaunchKernel" in event.name():
+            launched[event.correlation_id()] = phase
+            launches[phase] += 1
+            in_a_launch_ns += event.duration_ns()
+        else:
+            calls[event.name()] += 1
+            seconds[event.name()] += event.duration_ns() / 1e9
+    for event in events:
+        phase = launched.get(event.correlation_id(), "")
+        if phase and event.device_type() == torch.autograd.DeviceType.CUDA:
+            kernels[phase].append((event.start_ns() / 1e9, (event.start_ns() + event.duration_ns()) / 1e9))
     return {
-        "launches": launches,
-        "in_a_launch_us": 1e6 * sum(seconds[name] for name in launched) / max(launches, 1),
-        "kernels_s": sum(stop - start for start, stop in merge(kernels)),
-        "other_calls": {name: [count[name], seconds[name]] for name in waits},
+        "launches": dict(launches),
+        "in_a_launch_us": in_a_launch_ns / 1e3 / max(sum(launches.values()), 1),
+        "kernels_s": {
+            phase: sum(stop - start for start, stop in merge(each)) for phase, each in kernels.items()
+        },
+        "other_calls": {
+            name: [calls[name], seconds[name]] for name in sorted(calls, key=lambda name: -seconds[name])
+        },
     }
 
 
 def _shown(row: dict[str, Any]) -> dict[str, object]:
     if "failed" in row:
         return {"case": row["case"], "plan": row["plan"], "step_ms": row["failed"][:60]}
-    names = ("forward", "backward", "update")
-    phases = {
-        f"{name}_ms": f"{1e3 * host:.0f} / {1e3 * device:.0f}"
-        for name, host, device in zip(names, row["host_phases_s"], row["device_phases_s"], strict=True)
-    }
+    phases = {}
+    for name, host, device in zip(PHASES, row["host_phases_s"], row["device_phases_s"], strict=True):
+        launches, kernels_s = row["launches"].get(name, 0), row["kernels_s"].get(name, 0.0)
+        phases[name] = f"{1e3 * host:.0f} / {1e3 * device:.0f}, {launches}, {1e3 * kernels_s:.0f}"
     calls = [f"{name} {each[0]} {1e3 * each[1]:.0f}" for name, each in row["other_calls"].items()]
     return {
         "case": row["case"],
         "plan": row["plan"],
         "step_ms": 1e3 * row["step_s"],
         **phases,
-        "launches": row["launches"],
         "in_a_launch_us": row["in_a_launch_us"],
-        "kernels_ms": 1e3 * row["kernels_s"],
         "other calls, number and ms": ", ".join(calls[:_SHOWN]),
     }
 

@@ -25,7 +25,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -274,10 +274,18 @@ def _best(
     asked_bytes = round((1 - HEADROOM) * row["budget_bytes"]) - task.other_bytes()
     limit_bytes = round((1 - TRIAL_MARGIN) * row["budget_bytes"])
     most_s = row["step_s"] if task.device.is_accelerator else math.inf
-    tried: dict[str, Any] = {}
+    tried: dict[str, Any] = {
+        _key(row["execute"]): {
+            "plan": row["plan"],
+            "execute": row["execute"],
+            "step_s": row["trial_s"],
+            "peak_bytes": row["trial_bytes"],
+            "short_of": "",
+        }
+    }
     slower: dict[str, Any] = {}
     for plan in _plans(planner, asked_bytes):
-        key = json.dumps(plan["execute"], sort_keys=True)
+        key = _key(plan["execute"])
         option = plan["recommendation"]["option"]
         if option["time"]["least_s"] > most_s:
             slower[key] = {"plan": option["label"], "least_s": option["time"]["least_s"]}
@@ -296,6 +304,10 @@ def _best(
         "slower": list(slower.values()),
         **_compared(task, row, [each for each in tried.values() if not each["short_of"]], batches),
     }
+
+
+def _key(execute: Mapping[str, Any]) -> str:
+    return json.dumps(execute, sort_keys=True)
 
 
 def _plans(planner: Planner, asked_bytes: int) -> Iterator[Plan]:

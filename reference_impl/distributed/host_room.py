@@ -8,6 +8,7 @@ Explained in docs/distributed.md.
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -55,6 +56,8 @@ def require_room(need: HostNeed, ranks: Together | None, *, remedy: Callable[[fl
     All ranks have to call it, and all raise the same error. It names the rank that has found least, what that one
     needs, item by item, and its `remedy`, given the share of the need that fits.
     """
+    # What is closed and dropped may still wait for the collector, on any rank.
+    gc.collect()
     rank = 0 if ranks is None else dist.get_rank()
     own = _Answer(rank, os.uname().nodename, need, available_by_pool())
     answers: list[_Answer] = [own] if ranks is None else ranks.everyones(own)

@@ -12,6 +12,7 @@ Explained in docs/fitting.md.
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -262,6 +263,8 @@ def _least(model: nn.Module) -> str:
 
 def _budgets(task: Task, gpu_budget: Budget, host_budget: Budget) -> tuple[int, int]:
     """Return the bytes that may be used on the device, weights included, and on the host."""
+    # What is closed and dropped may still wait for the collector.
+    gc.collect()
     device, there = task.device, available_bytes()
     if device.allocator is None:
         # The twin's two tiers are one memory.

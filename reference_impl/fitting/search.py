@@ -38,9 +38,9 @@ _RETRIED = (
     "; the allocator gives its cache back in every step, which takes time: try "
     "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 )
-# A trial of it takes all steps, so none is tried beside another, nor where something else is to be about as fast.
+# Where nothing else fits: a trial of it takes all steps, and of seven models that fitted otherwise it was the fastest
+# way for none.
 _BUDGET_ENGINE = "activation-budget"
-_WORTH_LEARNING = 1.05
 # Two ways to divide states, of which a plan has one: the weights themselves leave, or they stay on the device. The
 # first is the last resort for weights that are on the device; where they are on the host, the faster way is taken.
 _TRAINED_LAYERS = "trained-layer-streaming"
@@ -100,9 +100,9 @@ class Search:
         self._budget_bytes = budget_bytes
         self._aim = round((1 - HEADROOM) * budget_bytes)
         self._asked = max(round((1 - error_share) * self._aim) - other_bytes, 1)
+        self._without = frozenset({_BUDGET_ENGINE})
         # On the twin its engine needs an open ledger, which a user's training does not have.
-        counts = task.device.allocator is not None
-        self._without = frozenset(() if counts else (_BUDGET_ENGINE,))
+        self._may_learn = task.device.allocator is not None
         streams = first is not None and trial.streams_trained_layers(first)
         self._way = _TRAINED_LAYERS if streams else _OPTIMIZER
         self._first = first
@@ -135,7 +135,6 @@ class Search:
                 self._ask_for_less(plan, found)
                 continue
             self._good.append((plan, found))
-            self._without |= {_BUDGET_ENGINE}
             has_steps = steps + trial.STEPS <= MOST_STEPS or (
                 len(self._good) == 1 and self._is_far_slower(plan, found)
             )
@@ -158,8 +157,10 @@ class Search:
             self._way = _OTHER_WAY[self._way]
             with suppress(RefusedPlanError):
                 return self._plan(self._way)
+            without = self._without - {_BUDGET_ENGINE} if self._may_learn else self._without
+            self._may_learn = False
             # Its refusal says what the way that needs less needs.
-            return self._planner.plan(self._asked, without=self._without)
+            return self._planner.plan(self._asked, without=without)
         if self._tried or not self._compares_ways:
             return plan
         with suppress(RefusedPlanError):
@@ -170,15 +171,8 @@ class Search:
         return plan
 
     def _plan(self, way: str) -> Plan:
-        """Return the fastest plan that divides states so, or one that need not learn where that is about as fast."""
-        without = self._without | {_OTHER_WAY[way]}
-        plan = self._planner.plan(self._asked, without=without)
-        if trial.learns(plan):
-            with suppress(RefusedPlanError):
-                other = self._planner.plan(self._asked, without=without | {_BUDGET_ENGINE})
-                if _time(other)["step_s"] <= _WORTH_LEARNING * _time(plan)["step_s"]:
-                    return other
-        return plan
+        """Return the fastest plan that divides states so."""
+        return self._planner.plan(self._asked, without=self._without | {_OTHER_WAY[way]})
 
     @property
     def _compares_ways(self) -> bool:
@@ -202,7 +196,7 @@ class Search:
                 self._planner.pinned_bytes = pinned // 2
             case _ if trial.learns(plan):
                 # How far its engine comes, no plan knows before it has learnt the step; others are counted.
-                self._without |= {_BUDGET_ENGINE}
+                self._may_learn = False
             case _ if self._way == _TRAINED_LAYERS and not (found.was_applied or self._task.on_host):
                 raise self._no_room()
             case _:

@@ -9,6 +9,7 @@ Explained in docs/activation-offloading.md.
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 from pathlib import Path
@@ -79,6 +80,12 @@ def available_by_pool() -> dict[str, int]:
     return pools
 
 
-def available_bytes() -> int:
-    """Return the host memory that can still be taken: the least of the kernel's and the container's answer."""
+def available_bytes(needed_bytes: int = 0) -> int:
+    """Return the host memory that can still be taken: the least of the kernel's and the container's answer.
+
+    Where that is less than `needed_bytes`, garbage is collected first: what is closed and dropped, states of 100 GB
+    among it, may refer to itself and wait for the collector.
+    """
+    if min(available_by_pool().values()) < needed_bytes:
+        gc.collect()
     return max(min(available_by_pool().values()), 0)

@@ -52,6 +52,8 @@ class _Promises:
         self._size_bytes = 0
 
     def make(self, size_bytes: int, remedy: str) -> None:
+        # Before the lock: finalizers may run.
+        available_bytes(size_bytes + self._size_bytes + RESERVE_BYTES)
         with self._lock:
             available = available_bytes() - self._size_bytes - RESERVE_BYTES
             if size_bytes > available:

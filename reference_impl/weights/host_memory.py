@@ -203,8 +203,7 @@ class HostMemory:
     def _require(self, blocks: Sequence[Sequence[BlockStorage]]) -> None:
         """Raise HostMemoryError unless the host can hold what is not on it yet."""
         needed_bytes = sum(s.size_bytes for block in blocks for s in block if s.device.type != "cpu")
-        if needed_bytes > available_bytes():
+        there_bytes = available_bytes(needed_bytes)
+        if needed_bytes > there_bytes:
             self.close()
-            raise HostMemoryError(
-                needed_bytes=needed_bytes, available_bytes=available_bytes(), remedy=_REMEDY
-            )
+            raise HostMemoryError(needed_bytes=needed_bytes, available_bytes=there_bytes, remedy=_REMEDY)

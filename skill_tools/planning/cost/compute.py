@@ -169,7 +169,10 @@ def launch_seconds(run: Run, step: TracedStep, machine: Machine) -> float:
     """Return what the host takes to launch one micro-batch's forward and backward."""
     constants = model_constants()
     groups = len(step.layers) + 1 if run.is_fully_sharded else 0
-    launched = step.kernels + groups * constants["group_launches"]
+    assert run.traced is not None
+    plain = run.traced.plain.kernels
+    launched = plain + constants["again_launches"] * (step.kernels - plain)
+    launched += groups * constants["group_launches"]
     return launched * (machine.launch_s or constants["launch_s"])
 
 

@@ -57,7 +57,8 @@ class Machine(NamedTuple):
     `staged_copy` is one direction of copies of pageable memory while the other runs too, 0 where nobody measured it.
     `peers` is what a rank receives in a collective inside a node, over the link where `peers_on_link`; `network` is its
     share of what a node receives from others. `launch_s` is what the host takes to launch a kernel of an eager step,
-    None where nobody measured it: then `hardware.yaml` says it. `measured` says that the rates come from this machine.
+    and `budget_extra` what an activation budget takes longer on real models, as a share of forward and backward: None
+    where nobody measured it, then `hardware.yaml` says it. `measured` says that the rates come from this machine.
     `named` is false where the rates of this GPU stand for one of which only the memory is known.
     """
 
@@ -87,6 +88,7 @@ class Machine(NamedTuple):
     pinned_memory_bytes: int = 0
     staged_copy: float = 0.0
     launch_s: float | None = None
+    budget_extra: float | None = None
 
 
 def model_constants() -> Mapping[str, float]:

@@ -39,6 +39,12 @@ def recompute_costs(run: Run, mode: Mode, memory: Memory, machine: Machine, spee
         exposed = max(0.0, (1 + launches) * plain - covered)
         formula = f"{1 + launches:.1f} x launches without hooks - forward and backward"
         yield Cost("hooks of saved tensors", launches * plain, exposed, formula)
+    if run.traced is not None and mode.activation_engine is ActivationEngine.OWN_BUDGET:
+        share = machine.budget_extra or model_constants()["budget_extra"]
+        extra = share * (speed.forward_s + speed.backward_s)
+        yield Cost(
+            "activation budget", extra, extra, f"{share:g} x forward and backward, measured of real models"
+        )
 
 
 def _launches_of_hooks(run: Run, mode: Mode) -> float:

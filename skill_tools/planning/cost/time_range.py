@@ -38,35 +38,38 @@ def _total_s(run: Run, mode: Mode, memory: Memory, machine: Machine, measured_st
 def slowest(run: Run, machine: Machine) -> Machine:
     """Return the machine if all its rates are at the low end."""
     constants = model_constants()
-    launch_s = constants["launch_slow_s"]
+    of_host = {"launch_s": constants["launch_slow_s"], "budget_extra": constants["budget_extra_slow"]}
     if machine.launch_s:
-        launch_s = machine.launch_s * constants["range_launch"]
+        of_host["launch_s"] = machine.launch_s * constants["range_launch"]
     if machine.measured:
         each = 1 / constants["range_probed"]
-        return _scaled(machine, compute=each, link=each, host=each, launch_s=launch_s)
+        return _scaled(machine, compute=each, link=each, host=each, **of_host)
     compute_s = constants["range_traced" if run.traced else "range_by_formula"]
     host = min(1 / constants["host_share"], 1 / constants["range_host"])
     link = constants["range_link_shared" if run.layout.ranks_on_node > 1 else "range_link"]
-    return _scaled(machine, compute=1 / compute_s, link=1 / link, host=host, launch_s=launch_s)
+    return _scaled(machine, compute=1 / compute_s, link=1 / link, host=host, **of_host)
 
 
 def fastest(run: Run, machine: Machine) -> Machine:
     """Return the machine if all its rates are at the high end."""
     constants = model_constants()
-    launch_s = constants["launch_fast_s"]
+    of_host = {"launch_s": constants["launch_fast_s"], "budget_extra": constants["budget_extra_fast"]}
     if machine.launch_s:
-        launch_s = machine.launch_s / constants["range_launch"]
+        of_host["launch_s"] = machine.launch_s / constants["range_launch"]
     if machine.measured:
         each = constants["range_probed"]
-        return _scaled(machine, compute=each, link=each, host=each, launch_s=launch_s)
+        return _scaled(machine, compute=each, link=each, host=each, **of_host)
     compute_s, host = constants["range_traced"], constants["range_host"]
     link = constants["range_link_fast"]
-    return _scaled(machine, compute=compute_s, link=link, host=host, launch_s=launch_s)
+    return _scaled(machine, compute=compute_s, link=link, host=host, **of_host)
 
 
-def _scaled(machine: Machine, *, compute: float, link: float, host: float, launch_s: float) -> Machine:
+def _scaled(
+    machine: Machine, *, compute: float, link: float, host: float, launch_s: float, budget_extra: float
+) -> Machine:
     return machine._replace(
         launch_s=launch_s,
+        budget_extra=budget_extra,
         gemm=machine.gemm * compute,
         hbm=machine.hbm * compute,
         h2d_copy=machine.h2d_copy * link,

@@ -164,7 +164,7 @@ def test_a_host_without_room_for_a_copy_of_the_weights_says_so_first(monkeypatch
     states = [value for state in optimizer.state.values() for value in state.values()]
     reserved = host_book.reserved_bytes
     with monkeypatch.context() as patched:
-        patched.setattr(slab, "available_bytes", lambda: slab.RESERVE_BYTES + 1000)
+        patched.setattr(slab, "available_bytes", lambda *_: slab.RESERVE_BYTES + 1000)
         with pytest.raises(HostMemoryError, match="fit holds a copy of the trained weights"):
             fit(model, optimizer, IDS, loss_of)
     assert same([*model.parameters(), model.calls], [*weights, calls])

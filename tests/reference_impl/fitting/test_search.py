@@ -14,9 +14,9 @@ from reference_impl.fitting.trial import Task, Trial
 from reference_impl.memory.ledger import Ledger
 
 BUDGET = 1000
-LAST_RESORT = frozenset({"trained-layer-streaming"})
-STREAMS_ALL = frozenset({"optimizer-offload"})
 LEARNS = frozenset({"activation-budget"})
+LAST_RESORT = LEARNS | {"trained-layer-streaming"}
+STREAMS_ALL = LEARNS | {"optimizer-offload"}
 
 
 def plan(allocated, *, mode="recompute", mechanisms=("recompute",), rivals=()):
@@ -145,25 +145,17 @@ def learning(seconds, *, rivals=()):
 
 
 def test_a_plan_whose_time_is_wrong_by_far_gives_way_to_another_mechanism_whatever_the_steps(played):
-    planner = Planner(learning(8.0, rivals=[(("optimizer-offload",), 9.0)]), plan(945))
-    settled = played(planner, took(800, steps=4, step_s=30.0), took(945, step_s=11.0))
-    asked_first = [(950, LAST_RESORT), (950, LAST_RESORT | LEARNS)]
-    assert planner.asked == [*asked_first, (950, LAST_RESORT | LEARNS)]
+    planner = Planner(plan(945))
+    given = learning(8.0, rivals=[(("optimizer-offload",), 9.0)])
+    settled = played(planner, took(800, steps=4, step_s=30.0), took(945, step_s=11.0), first=given)
+    assert planner.asked == [(950, LAST_RESORT)]
     assert (settled.trial.step_s, settled.steps, settled.plans) == (11.0, 6, 2)
 
 
 def test_a_plan_that_is_a_little_slower_than_said_is_the_last_within_four_steps(played):
-    planner = Planner(learning(8.0, rivals=[(("optimizer-offload",), 9.0)]), plan(945))
-    settled = played(planner, took(940, steps=4, step_s=14.0))
+    given = learning(8.0, rivals=[(("optimizer-offload",), 9.0)])
+    settled = played(Planner(), took(940, steps=4, step_s=14.0), first=given)
     assert (settled.steps, settled.plans) == (4, 1)
-
-
-@pytest.mark.parametrize(("seconds", "is_learning"), [(8.9, True), (9.1, False)])
-def test_a_plan_that_has_to_learn_is_tried_where_it_is_to_be_much_faster(played, seconds, is_learning):
-    # The other plan takes 9.45 s.
-    planner = Planner(learning(seconds), plan(945))
-    settled = played(planner, took(940, steps=4 if is_learning else 2))
-    assert trial.learns(settled.plan) == is_learning
 
 
 def test_a_plan_that_has_to_learn_is_tried_where_nothing_else_fits(played):
@@ -208,7 +200,7 @@ def test_what_lacked_is_asked_for_less(played, short_of, check):
 def test_a_budget_of_activations_that_is_not_kept_is_left_out(played):
     planner = Planner(plan(945, mode="budget"))
     played(planner, took(1000, short_of="device", steps=1), took(930))
-    assert planner.asked[1] == (950, LAST_RESORT | {"activation-budget"})
+    assert planner.asked[1] == (950, LAST_RESORT)
 
 
 def test_where_the_cache_had_to_be_given_back_less_is_asked_for_and_kept(played):
@@ -230,7 +222,7 @@ def test_a_rival_that_may_be_faster_is_tried_and_the_faster_one_is_kept(played, 
     first = plan(945, rivals=[(("optimizer-offload",), 0.8)])
     planner = Planner(first, plan(930, mode="layers", mechanisms=("optimizer-offload",)))
     settled = played(planner, took(940, step_s=1.0), took(930, step_s=rival_s))
-    assert planner.asked[1] == (950, LAST_RESORT | LEARNS | {"recompute"})
+    assert planner.asked[1] == (950, LAST_RESORT | {"recompute"})
     assert settled.trial.step_s == chosen_s
     assert settled.steps == 4
 
@@ -239,7 +231,7 @@ def test_an_alternative_with_more_mechanisms_hides_no_rival(played):
     first = plan(945, rivals=[(("recompute", "optimizer-offload"), 0.7), (("optimizer-offload",), 0.8)])
     planner = Planner(first, plan(930, mode="layers", mechanisms=("optimizer-offload",)))
     assert played(planner, took(940, step_s=1.0), took(930, step_s=0.9)).trial.step_s == 0.9
-    assert planner.asked[1] == (950, LAST_RESORT | LEARNS | {"recompute"})
+    assert planner.asked[1] == (950, LAST_RESORT | {"recompute"})
 
 
 class Ways(Planner):
@@ -251,7 +243,7 @@ class Ways(Planner):
 
     def plan(self, tensor_bytes, *, without=frozenset()):
         self.asked.append((tensor_bytes, without))
-        found, step_s = self.ways[without - LEARNS]
+        found, step_s = self.ways[without]
         if step_s is None:
             raise RefusedPlanError("nothing legal fits")
         time = {"least_s": 0.8 * step_s, "step_s": step_s, "most_s": 1.2 * step_s}
@@ -286,7 +278,7 @@ def test_the_other_way_is_tried_before_another_plan_of_the_same(played):
 
     planner = Rivals(stays=1.0, streams=0.9)
     played(planner, took(930, step_s=0.95), took(930, step_s=1.0), on_host=True)
-    assert planner.asked[-1] == (950, LAST_RESORT | LEARNS)
+    assert planner.asked[-1] == (950, LAST_RESORT)
 
 
 def test_weights_of_the_host_that_have_no_room_there_are_planned_on_the_device(played):
@@ -304,12 +296,12 @@ def test_weights_of_the_host_that_have_no_room_there_are_planned_on_the_device(p
 def test_a_plan_to_start_with_that_streams_is_corrected_by_one_that_streams(played):
     planner = Planner()
     settled = played(planner, took(800), took(940, step_s=0.9), first=streaming(930))
-    assert planner.asked == [(950 + 130, STREAMS_ALL | LEARNS)]
+    assert planner.asked == [(950 + 130, STREAMS_ALL)]
     assert settled.trial.peak_device_bytes == 940
 
 
 def test_two_plans_are_tried_to_their_end_however_slow_they_are(played):
-    first = plan(945, mechanisms=("activation-budget", "recompute"), rivals=[(("recompute",), 10.0)])
+    first = plan(945, mechanisms=("optimizer-offload", "recompute"), rivals=[(("recompute",), 10.0)])
     second = plan(940, rivals=[((), 10.0)])
     settled = played(Planner(first, second), took(945, step_s=40.0), took(940, step_s=30.0))
     assert (settled.trial.step_s, settled.steps, settled.plans) == (30.0, 4, 2)

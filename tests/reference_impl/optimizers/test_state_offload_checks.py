@@ -46,7 +46,7 @@ def test_an_optimizer_that_is_not_fused_is_refused(device):
 
 
 def test_host_memory_is_checked_before_anything_is_taken(device, offload, monkeypatch):
-    monkeypatch.setattr("reference_impl.memory.slab.available_bytes", lambda: 2**30 + 1000)
+    monkeypatch.setattr("reference_impl.memory.slab.available_bytes", lambda *_: 2**30 + 1000)
     model, _ = twins(device)
     inner = torch.optim.AdamW(model.parameters(), fused=True)
     before = host_book.reserved_bytes

@@ -77,8 +77,8 @@ def test_sharded_parameters():
 
 
 def test_the_host_memory_is_too_small(trainee, monkeypatch):
-    monkeypatch.setattr(slab, "available_bytes", lambda: 2**30)
-    monkeypatch.setattr(host_memory, "available_bytes", lambda: 0)
+    monkeypatch.setattr(slab, "available_bytes", lambda *_: 2**30)
+    monkeypatch.setattr(host_memory, "available_bytes", lambda *_: 0)
     refused(trainee.model, "GiB needed, .* try more resident_layers", error=HostMemoryError)
 
 

@@ -216,6 +216,33 @@ def test_hooks_of_saved_tensors_lengthen_a_step_of_few_tokens() -> None:
     assert hooks_s(1, 2048, Mode(recompute=CHECKPOINTS)) == 0
 
 
+def budget(states: float, offloaded: float, recomputed: float) -> Mode:
+    return off(states)._replace(
+        streamed_fraction=0.85 * states,
+        recompute=Recompute(),
+        activation_engine=ActivationEngine.OWN_BUDGET,
+        removed=offloaded + recomputed,
+        recomputed=recomputed,
+    )
+
+
+# The fourth steps on one H200, of the same forms as the planner chose.
+BUDGETS = {
+    "qwen3-4b": Row("qwen3-4b", 1, 4096, budget(0.57, 0.22, 0.66), 0, gpu="h200", step_s=1.019),
+    "qwen3-4b, 4 sequences": Row("qwen3-4b", 4, 4096, budget(0.31, 0.22, 0.66), 0, gpu="h200", step_s=3.871),
+    "qwen3-8b": Row("qwen3-8b", 1, 2048, budget(0.91, 0.25, 0.25), 0, gpu="h200", step_s=1.784),
+    "mistral-7b": Row("mistral-7b", 1, 4096, budget(0.87, 0.27, 0.35), 0, gpu="h200", step_s=1.706),
+    "gemma-3-4b": Row("gemma-3-4b", 1, 2048, budget(0.53, 0.22, 0.66), 0, gpu="h200", step_s=0.916),
+}
+
+
+def test_an_activation_budget_takes_about_what_it_has_taken_of_real_models() -> None:
+    found = {name: span(row, machine.known("h200", ranks_on_node=1)) for name, row in BUDGETS.items()}
+    assert all(least_s < BUDGETS[name].step_s < most_s for name, (_, least_s, most_s) in found.items()), found
+    errors = [abs(BUDGETS[name].step_s / step_s - 1) for name, (step_s, _, _) in found.items()]
+    assert statistics.median(errors) < 0.15
+
+
 @pytest.mark.parametrize(
     ("model", "length", "recompute", "traced_gib"),
     [
