@@ -12,7 +12,7 @@ import difflib
 import functools
 import inspect
 import types
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -175,7 +175,7 @@ def change_copies(module: nn.Module, change: ChangeState) -> Callable[[], None]:
 
 
 def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the blocks of `model` by name, in order.
+    """Return the blocks of `model` by name, in order: what its largest `nn.ModuleList` holds, and lists inside it.
 
     Raises ValueError when the model has no `nn.ModuleList`.
     """
@@ -193,7 +193,15 @@ def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
             "expected one that holds the blocks; try layers=[names] with names from model.named_modules()"
         )
     name = max(outermost, key=lambda name: sum(p.numel() for p in outermost[name].parameters()))
-    return {f"{name}.{index}": block for index, block in enumerate(outermost[name])}
+    return dict(_blocks_in(outermost[name], name))
+
+
+def _blocks_in(blocks: nn.ModuleList, name: str) -> Iterator[tuple[str, nn.Module]]:
+    for index, block in enumerate(blocks):
+        if isinstance(block, nn.ModuleList):
+            yield from _blocks_in(block, f"{name}.{index}")
+        else:
+            yield f"{name}.{index}", block
 
 
 def blocks_or_none(model: nn.Module) -> list[nn.Module] | None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import gc
 import json
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -27,7 +28,7 @@ from reference_impl.activations.attach import refuse_checkpointing
 from reference_impl.fitting import checks
 from reference_impl.fitting.before import Before, RandomState
 from reference_impl.fitting.checks import Budget, FitError
-from reference_impl.fitting.planner import Plan, Planner, RefusedPlanError, complete
+from reference_impl.fitting.planner import Plan, Planner, RefusedPlanError, complete, formula_parameters
 from reference_impl.fitting.search import Search, fastest
 from reference_impl.fitting.trial import Loss, Task
 from reference_impl.memory.closing import ClosedAtExit, close_behind, undo_all
@@ -44,6 +45,8 @@ _LOG = logging.getLogger(__name__)
 _HOST_SHARE = 0.9
 # The formula is within this of most Hugging Face models (docs/tracing.md).
 _FORMULA_ERROR = 0.08
+# The most, by the parameters that it counts, with which a plan is worth a trial.
+_MOST_FORMULA_ERROR = 0.5
 
 
 class Fitted(ClosedAtExit):
@@ -219,19 +222,20 @@ def _described(task: Task) -> tuple[Mapping[str, Any], float]:
         raise
     except Exception as error:  # the model's own code runs: it may raise anything
         said = (str(error).splitlines() or [type(error).__name__])[0].partition("; expected")[0]
-        if config is None:
+        off = math.inf if config is None else _formula_error(task.model, config)
+        if config is None or off > _MOST_FORMULA_ERROR:
             raise FitError(
                 f"{type(task.model).__name__} cannot be traced: {said}; {_least(task.model)}; expected a forward "
-                "whose operations follow from shapes, with blocks in an nn.ModuleList; try loss=, or apply_plan with "
-                "a plan of `offload plan` by sizes"
+                "whose operations follow from shapes, with blocks in an nn.ModuleList, or a decoder, which a formula "
+                "describes; try loss=, or apply_plan with a plan of `offload plan` by sizes"
             ) from error
         _LOG.warning(
-            "%s cannot be traced: %s; the plan rests on a formula, which is within %d %% of most models",
+            "%s cannot be traced: %s; the plan rests on a formula for decoders, which may be off by %d %%",
             type(task.model).__name__,
             said,
-            round(100 * _FORMULA_ERROR),
+            round(100 * off),
         )
-        return config, _FORMULA_ERROR
+        return config, off
     if not task.device.is_accelerator:
         # The twin rounds nothing.
         profile["weights_allocated_bytes"] = profile["weights_bytes"]
@@ -249,9 +253,25 @@ def _config(model: nn.Module) -> dict[str, Any] | None:
     return entries if isinstance(entries, dict) and isinstance(entries.get("model_type"), str) else None
 
 
+def _formula_error(model: nn.Module, config: Mapping[str, Any]) -> float:
+    """Return by how much the formula for this config.json may be wrong, infinity where there is none.
+
+    It counts a decoder: what a model has beside that, or less than that, it does not know.
+    """
+    counted = formula_parameters(config)
+    if not counted:
+        return math.inf
+    there = sum(param.numel() for param in _distinct(model))
+    return max(_FORMULA_ERROR, abs(there / counted - 1))
+
+
+def _distinct(model: nn.Module) -> list[nn.Parameter]:
+    return list({param.untyped_storage()._cdata: param for param in model.parameters()}.values())
+
+
 def _least(model: nn.Module) -> str:
     """Say what is known without a trace."""
-    params = list({param.untyped_storage()._cdata: param for param in model.parameters()}.values())
+    params = _distinct(model)
     weights = sum(param.nbytes for param in params)
     trained = [param for param in params if param.requires_grad]
     states = sum(param.nbytes + (8 if param.element_size() >= 4 else 12) * param.numel() for param in trained)

@@ -75,6 +75,17 @@ class Planner:
             return _ask([*words, "--overrides", *self._batch])
 
 
+def formula_parameters(config: Mapping[str, Any]) -> int | None:
+    """Return how many parameters the planner's formula gives a model of this config.json; None where it has none."""
+    endless = 2**60
+    try:
+        plan = Planner(config, sequences=1, tokens=1024, host_bytes=endless).plan(endless)
+    except RefusedPlanError:
+        return None
+    found: int = plan["model"]["parameters"]
+    return found
+
+
 def _ask(words: list[str]) -> Plan:
     paths = [str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     done = subprocess.run(

@@ -78,6 +78,10 @@ def model_from(
         ) from None
     own: Any = getattr(transformers, str((entries.get("architectures") or [None])[0]), None)
     has_own = isinstance(own, type) and issubclass(own, PreTrainedModel)
+    if not has_own and type(settings) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ValueError(
+            f"transformers has no causal language model of type {settings.model_type}, and architectures names no class"
+        )
     make = own._from_config if has_own else AutoModelForCausalLM.from_config
     with torch.device(device):
         model: nn.Module = make(settings, dtype=getattr(torch, dtype))
@@ -113,6 +117,18 @@ def image_batch(entries: Mapping[str, Any], images: int, dtype: str) -> Callable
         return text_batch(sequences, length) | {"pixel_values": pixels}
 
     return batch
+
+
+def tokens_to_trace(model: nn.Module, longest: int) -> int:
+    """Return a length that `model` takes `longest` times: 2,048, or less where a table of positions ends, as BERT's."""
+    config: Any = model.config
+    positions: int = getattr(config.get_text_config(), "max_position_embeddings", None) or 0
+    # A few models have two more rows in it.
+    has_table = positions > 0 and any(
+        isinstance(module, nn.Embedding) and positions <= module.num_embeddings <= positions + 2
+        for module in model.modules()
+    )
+    return min(2048, max(positions // longest, 1)) if has_table else 2048
 
 
 def text_batch(sequences: int, length: int) -> dict[str, torch.Tensor]:

@@ -12,7 +12,7 @@ import copy
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -25,7 +25,13 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
 
 from reference_impl.activations.attach import blocks_or_none
-from reference_impl.verification.trace_ledger import CUDA_TEMPORARIES, Birth, TraceLedger, allocated_bytes
+from reference_impl.verification.trace_ledger import (
+    CUDA_TEMPORARIES,
+    Birth,
+    TraceLedger,
+    UnknownValueError,
+    allocated_bytes,
+)
 
 Loss = Callable[[nn.Module, Any], torch.Tensor]
 Attention = Literal["flash", "as written"]
@@ -98,17 +104,46 @@ def trace(
     of `scaled_dot_product_attention`, which on meta would be the matrix products, and dropout is CUDA's fused kernel;
     "as written" leaves both alone. `on_cuda` counts `CUDA_TEMPORARIES` too, which the CPU twin's kernels do not make.
 
+    What a forward asks of other tensors, yes or no, is answered yes, or no where something is masked. If the model then
+    raises, as a test for ids out of range does, all is answered the other way; `assumptions` say it.
+
     The model is left as it was: a copy without weights is run. Raises ValueError for a model without blocks where they
     are to be recomputed, or a loss that is no scalar; `UnknownValueError` for a forward that depends on what tensors
-    hold.
+    hold; and what the model itself raises.
     """
-    loss = loss or own_loss
-    is_padded = _is_padded(batch)
+    usual = not _is_padded(batch)
+    temporaries = CUDA_TEMPORARIES if on_cuda else None
+    run = partial(_traced, model, batch, loss or own_loss, checkpointing=checkpointing, attention=attention)
+    ledger = TraceLedger(answer=usual, temporaries=temporaries)
+    try:
+        what = "no padding and no packing" if usual else "padding"
+        return run(ledger, f"{what}: each such question of the forward was answered so")
+    except UnknownValueError:
+        raise
+    except Exception as error:
+        if ledger.assumed:
+            answer, other = ("yes", "no") if usual else ("no", "yes")
+            said = f"what the forward asks of values was answered {other}: {answer} ended in {type(error).__name__}"
+            with suppress(Exception):
+                return run(TraceLedger(answer=not usual, temporaries=temporaries), said)
+        raise
+
+
+def _traced(
+    model: nn.Module,
+    batch: Any,
+    loss: Loss,
+    ledger: TraceLedger,
+    answered: str,
+    *,
+    checkpointing: bool,
+    attention: Attention,
+) -> TracedStep:
+    """Return what `ledger` counts in a step of a copy of `model`; `answered` says how it answers questions."""
     copied = _on_meta(model)
     batch = _batch_on_meta(batch)
     blocks = blocks_or_none(copied) or []
     trained = [param for param in _distinct(copied.parameters()) if param.requires_grad]
-    ledger = TraceLedger(answer=not is_padded, temporaries=CUDA_TEMPORARIES if on_cuda else None)
     ledger.resident([*copied.parameters(), *copied.buffers(), *_tensors(batch)])
     watch = _BlockWatch(ledger, blocks)
     _name_modules(copied, ledger)
@@ -125,8 +160,7 @@ def trace(
         result.backward()
         watch.end()
     if ledger.assumed:
-        what = "padding" if is_padded else "no padding and no packing"
-        assumptions.append(f"{what}: each such question of the forward was answered so")
+        assumptions.append(answered)
     return TracedStep(
         weights_bytes=sum(_size(param) for param in _distinct(copied.parameters())),
         weights_allocated_bytes=sum(

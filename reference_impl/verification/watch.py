@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,14 +25,13 @@ _MOST_ERROR = 0.06
 class StepWatch:
     """Reads peak and time after each of the first `STEPS` steps of `optimizer`, and then says in one line what it saw.
 
-    `plan` is a planner's document; of one without a recommendation there is nothing to compare with. On the CPU twin
-    peaks are those of an open ledger. `summary` is None until then.
+    `plan` is a planner's document; of one without a recommendation, or with other entries than the planner's, there is
+    nothing to compare with. On the CPU twin peaks are those of an open ledger. `summary` is None until then.
     """
 
     def __init__(self, optimizer: Any, device: Device, plan: Mapping[str, Any]) -> None:
         self._device = device
-        self._option: Mapping[str, Any] | None = (plan.get("recommendation") or {}).get("option")
-        self._budget_bytes: int | None = (plan.get("budget") or {}).get("gpu_bytes")
+        self._predicted = _predicted(plan)
         self._peaks: list[int] = []
         self._times = [time.perf_counter()]
         self.summary: str | None = None
@@ -54,22 +53,44 @@ class StepWatch:
         if len(self._times) <= STEPS:
             return
         self.close()
-        if self._peaks and self._option is not None:
-            self._say(max(self._peaks), self._times[-1] - self._times[-2], self._option)
+        if self._peaks and self._predicted is not None:
+            self._say(max(self._peaks), self._times[-1] - self._times[-2], self._predicted)
 
-    def _say(self, peak_bytes: int, step_s: float, option: Mapping[str, Any]) -> None:
-        predicted: int = option["memory"]["allocated_bytes"]
-        span = option["time"]
-        seconds = f"{span.get('least_s', span['step_s']):.3g} to {span.get('most_s', span['step_s']):.3g} s"
+    def _say(self, peak_bytes: int, step_s: float, predicted: _Predicted) -> None:
         self.summary = (
-            f"plan: {option['label']}: {peak_bytes / 2**30:.2f} GiB at the peak, {predicted / 2**30:.2f} predicted; "
-            f"{step_s:.3f} s a step, {seconds} predicted"
+            f"plan: {predicted.label}: {peak_bytes / 2**30:.2f} GiB at the peak, "
+            f"{predicted.peak_bytes / 2**30:.2f} predicted; {step_s:.3f} s a step, "
+            f"{predicted.least_s:.3g} to {predicted.most_s:.3g} s predicted"
         )
-        is_over = self._budget_bytes is not None and peak_bytes > self._budget_bytes
-        if is_over or peak_bytes > (1 + _MOST_ERROR) * predicted:
+        is_over = predicted.budget_bytes is not None and peak_bytes > predicted.budget_bytes
+        if is_over or peak_bytes > (1 + _MOST_ERROR) * predicted.peak_bytes:
             _LOG.warning(
                 "%s; try reference_impl.fit(model, optimizer, batch, plan=...), which corrects it",
                 self.summary,
             )
         else:
             _LOG.info(self.summary)
+
+
+class _Predicted(NamedTuple):
+    label: str
+    peak_bytes: float
+    least_s: float
+    most_s: float
+    budget_bytes: float | None
+
+
+def _predicted(plan: Mapping[str, Any]) -> _Predicted | None:
+    """Return what a planner's document predicts, None where somebody has written another one."""
+    try:
+        option, budget_bytes = plan["recommendation"]["option"], (plan.get("budget") or {}).get("gpu_bytes")
+        span = option["time"]
+        return _Predicted(
+            label=str(option["label"]),
+            peak_bytes=float(option["memory"]["allocated_bytes"]),
+            least_s=float(span.get("least_s", span["step_s"])),
+            most_s=float(span.get("most_s", span["step_s"])),
+            budget_bytes=None if budget_bytes is None else float(budget_bytes),
+        )
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return None

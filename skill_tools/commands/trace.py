@@ -18,6 +18,7 @@ from typing import Any
 
 from skill_tools.commands.verify import reference
 from skill_tools.errors import UnusableInput
+from skill_tools.planning.model import shape_sources
 from skill_tools.reports import measuring
 
 _LONGEST = 200
@@ -115,10 +116,14 @@ def _profile(config: str, dtype: str, lora_rank: int | None, images: int | None)
         raise UnusableInput(
             f"{config}: {said}",
             expected="the config.json of a Hugging Face model, or its folder",
-            attempt="offload trace MODEL_FOLDER",
+            attempt="offload trace MODEL_FOLDER, whose config.json has the model's class under architectures",
         ) from None
     try:
-        document: dict[str, Any] = trace_profile.profile_model(model, make_batch, images=images)
+        # A profile asks for twice or three times its length.
+        tokens = hugging_face.tokens_to_trace(model, 3 if images else 2)
+        document: dict[str, Any] = trace_profile.profile_model(
+            model, make_batch, tokens=tokens, images=images
+        )
         implementation = getattr(getattr(model, "config", None), "_attn_implementation", None)
         if implementation:
             document["attention_implementation"] = implementation
@@ -136,9 +141,18 @@ def _profile(config: str, dtype: str, lora_rank: int | None, images: int | None)
         raise UnusableInput(
             f"{config} cannot be traced: {_first_line(error)}",
             expected="a model whose operations follow from shapes",
-            attempt=f"offload plan {config}, whose formula is within 8 % of most models",
+            attempt=_instead(entries, config),
         ) from error
     return document
+
+
+def _instead(entries: dict[str, Any], config: str) -> str:
+    """Return what to do with a model that cannot be traced: a formula describes decoders alone."""
+    try:
+        shape_sources.from_entries(entries, config)
+    except UnusableInput:
+        return "reference_impl.trace(model, batch, loss) with a batch that your model takes"
+    return f"offload plan {config}, whose formula is within 8 % of most decoders"
 
 
 def _first_line(error: Exception) -> str:

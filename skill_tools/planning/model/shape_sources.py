@@ -207,7 +207,7 @@ def _changed_experts(config: Config, shape: ModelShape, changes: dict[str, Any])
 
 
 def is_config_json(path: str) -> bool:
-    """Whether `path` is a Hugging Face config.json: a JSON object with a model type and layers."""
+    """Whether `path` is a Hugging Face config.json: a JSON object with layers, or with the class of a model."""
     if not path.endswith(".json"):
         return False
     try:
@@ -217,7 +217,8 @@ def is_config_json(path: str) -> bool:
     if not isinstance(data, dict):
         return False
     inner = data.get("text_config")
-    return "num_hidden_layers" in data or (isinstance(inner, dict) and "num_hidden_layers" in inner)
+    has_layers = "num_hidden_layers" in data or (isinstance(inner, dict) and "num_hidden_layers" in inner)
+    return has_layers or ("model_type" in data and "architectures" in data)
 
 
 def _text_of(path: str) -> bytes:
@@ -240,7 +241,7 @@ def from_entries(data: dict[str, Any], path: str) -> ModelShape:
         raise UnusableInput(
             f"{path} describes a model with linear-attention or state-space layers",
             expected="a decoder of attention and MLP or expert layers, or such a model traced",
-            attempt=f"offload trace {path} --out profile.json, then offload plan --trace profile.json",
+            attempt=_traced(path),
         )
     known = {
         "num_layers": "num_hidden_layers",
@@ -253,13 +254,17 @@ def from_entries(data: dict[str, Any], path: str) -> ModelShape:
     if missing:
         raise UnusableInput(
             f"{path} has no {', '.join(missing)}",
-            expected="a config.json of a decoder",
-            attempt="--model NAME",
+            expected="a config.json of a decoder, or another model traced",
+            attempt=f"--model NAME, or {_traced(path)}",
         )
     values: dict[str, Any] = {name: data[key] for name, key in known.items()}
     values |= _json_attention(data) | _json_experts(data)
     architecture = architecture or data.get("model_type", "")
     return checked(ModelShape(name=f"{architecture or 'model'} of {path}", **values))
+
+
+def _traced(path: str) -> str:
+    return f"offload trace {path} --out profile.json, then offload plan --trace profile.json"
 
 
 def _json_attention(data: dict[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from reference_impl.activations import CheckpointOffloader, LegacyCheckpointOffloader
+from reference_impl.activations.attach import find_blocks
 from reference_impl.memory.ledger import Ledger
 
 SMALL = {"min_bytes": 1024}
@@ -27,6 +28,34 @@ def test_every_step_is_bitwise_the_same(trainee, num_layers, keep):
     with CheckpointOffloader(trainee.model, num_layers=num_layers, keep=keep, **SMALL) as offloader:
         for _ in range(3):
             assert trainee.step() == expected
+        assert offloader.offloaded_bytes > 0
+
+
+def test_lists_of_lists_of_blocks_are_blocks(device):
+    class Stages(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.stages = nn.ModuleList(nn.ModuleList(nn.Linear(64, 64) for _ in range(2)) for _ in range(3))
+
+        def forward(self, x):
+            for stage in self.stages:
+                for block in stage:
+                    x = block(x).tanh()
+            return x
+
+    model = Stages().to(device.torch_device)
+    assert list(find_blocks(model)) == [f"stages.{i}.{j}" for i in range(3) for j in range(2)]
+    x = torch.randn(32, 64, device=device.torch_device)
+
+    def step():
+        model.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        return [loss, *(param.grad for param in model.parameters())]
+
+    expected = step()
+    with CheckpointOffloader(model, **SMALL) as offloader:
+        assert all(map(torch.equal, step(), expected))
         assert offloader.offloaded_bytes > 0
 
 

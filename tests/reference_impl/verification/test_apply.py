@@ -413,3 +413,22 @@ def test_the_first_steps_are_watched_and_said_in_a_line(
     assert ("fit(model" in record.message) == (level == "WARNING")
     assert applied.watch.summary is not None
     assert "0.5 to 2 s predicted" in applied.watch.summary
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"recommendation": "the first"},
+        {"recommendation": {"option": {"label": "without memory", "time": {"step_s": 1.0}}}},
+        {"budget": "40GiB"},
+        {"budget": {"gpu_bytes": "40GiB"}},
+    ],
+    ids=str,
+)
+def test_a_plan_whose_prediction_cannot_be_read_is_carried_out_all_the_same(changed: dict[str, Any]) -> None:
+    option = {"label": "as it is", "memory": {"allocated_bytes": 1}, "time": {"step_s": 1.0}}
+    plan = {"recommendation": {"option": option}, "execute": {}} | changed
+    model = decoder()
+    with Ledger(Device.of("cpu")), apply_plan(model, adamw(model), plan) as applied:
+        losses(model, applied.optimizer, steps=5)
+    assert applied.watch.summary is None

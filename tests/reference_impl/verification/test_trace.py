@@ -458,6 +458,27 @@ def test_a_question_for_a_truth_value_is_an_assumption():
     assert any("padding" in each for each in trace(Asks(), batch(), loss_of).assumptions)
 
 
+def test_a_test_that_rejects_what_it_is_given_is_answered_the_other_way():
+    class Checks(Model):
+        def forward(self, ids):
+            if (ids >= 500).any():
+                raise IndexError("an id out of range")
+            return super().forward(ids)
+
+    found = trace(Checks(), batch(), loss_of)
+    assert found.peaks == trace(Model(), batch(), loss_of).peaks
+    assert found.assumptions[-1] == "what the forward asks of values was answered no: yes ended in IndexError"
+
+
+def test_what_a_model_raises_whatever_is_answered_is_raised():
+    class Fails(Model):
+        def forward(self, ids):
+            raise IndexError("out of range" if (ids >= 500).any() else "the second")
+
+    with pytest.raises(IndexError, match="out of range"):
+        trace(Fails(), batch(), loss_of)
+
+
 def test_a_tensor_with_a_value_answers_for_itself():
     class Drops(Model):
         def forward(self, ids):

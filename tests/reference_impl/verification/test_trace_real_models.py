@@ -38,6 +38,29 @@ def test_the_command_refuses_what_is_no_model_in_one_line(tmp_path, capsys, text
     assert said.err.count("\n") == 1
 
 
+BERT = {
+    "model_type": "bert", "architectures": ["BertForMaskedLM"], "hidden_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "intermediate_size": 128, "vocab_size": 1000, "max_position_embeddings": 512,
+}  # fmt: skip
+
+
+def test_a_model_of_few_positions_is_traced_within_them(tmp_path, capsys):
+    pytest.importorskip("transformers.modeling_utils", reason="transformers is not installed")
+    (tmp_path / "config.json").write_text(json.dumps(BERT))
+    out = tmp_path / "profile.json"
+    assert main(["trace", str(tmp_path), "--tokens", "512", "--out", str(out)]) == 0
+    assert json.loads(out.read_text())["traced_tokens"] == 256
+    assert "BertForMaskedLM, bfloat16, 1 x 512 tokens" in capsys.readouterr().out
+
+
+def test_a_type_without_a_class_asks_for_the_class(tmp_path, capsys):
+    pytest.importorskip("transformers.modeling_utils", reason="transformers is not installed")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "encodec"}))
+    assert main(["trace", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert "no causal language model of type encodec, and architectures names no class" in said
+
+
 def test_the_command_prints_peaks_and_writes_the_profile(tmp_path, capsys):
     pytest.importorskip("transformers.modeling_utils", reason="transformers is not installed")
     small = {

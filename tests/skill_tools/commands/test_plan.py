@@ -112,6 +112,21 @@ def test_a_config_json_gives_the_shape(tmp_path: Path, capsys: pytest.CaptureFix
     assert json.loads(out)["model"]["parameters"] == 1235814400  # Llama 3.2 1B
 
 
+def test_a_config_json_of_another_model_is_to_be_traced(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(
+        json.dumps({"model_type": "encodec", "architectures": ["EncodecModel"]}), encoding="utf-8"
+    )
+    code, _, err = plan(str(config), "--framework", "pytorch", "--gpu-memory", "80GiB", capsys=capsys)
+    assert code == 2
+    assert (
+        "expected a config.json of a decoder, or another model traced; try --model NAME, or offload trace"
+        in err
+    )
+
+
 def test_overrides_alone_are_those_of_the_stated_framework(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = plan(
         "--model", "qwen3-30b-a3b", "--framework", "megatron-bridge", "--gpus", "16", "--gpu-memory", "80GB",
