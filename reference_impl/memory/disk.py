@@ -94,6 +94,8 @@ class DiskTier:
         self._freed = threading.Condition()
         self._released: deque[DiskBytes] = deque()
         self._failure: BaseException | None = None
+        # How many failures have been raised. What was stored before the last of them belongs to a step that has failed.
+        self.failures_raised = 0
         # Only a write that ends frees staging memory for whoever waits.
         self._last_write: Future[None] | None = None
 
@@ -172,9 +174,11 @@ class DiskTier:
             with self._freed:
                 self._freed.notify_all()
 
-    def fail(self, error: BaseException) -> None:
-        """Remember an error of a thread for the next call of `store`."""
-        self._failure = error
+    def fail(self, error: BaseException, failures_raised: int) -> None:
+        """Remember an error of a thread for the next call of `store`, unless one was raised since then."""
+        with self._freed:
+            if failures_raised == self.failures_raised:
+                self._failure = error
 
     def take_back_later(self, stored: DiskBytes) -> None:
         """Take back what `stored` occupies later. Takes no lock, so a finalizer may call it."""
@@ -193,7 +197,9 @@ class DiskTier:
         undo_all([self.file.close, self.staging.close, self.sweep, self.reader.close, self.writer.close])
 
     def _raise_failure(self) -> None:
-        failure, self._failure = self._failure, None
+        with deferred_interrupts(), self._freed:
+            failure, self._failure = self._failure, None
+            self.failures_raised += failure is not None
         if failure is not None:
             raise failure
 
@@ -211,6 +217,7 @@ class DiskBytes:
         after: Event,
     ) -> None:
         self._tier = tier
+        self._failures_raised = tier.failures_raised
         self._block: HostBlock | None = block
         self._offset = offset
         self._padded_bytes = size_bytes
@@ -320,7 +327,7 @@ class DiskBytes:
             self._tier.file.write(self._offset, block.view(torch.uint8, (self._padded_bytes,)))
         except BaseException as error:
             # The bytes stay in memory, so the step in flight can still finish. Nobody asks a write for its result.
-            self._tier.fail(error.with_traceback(None))
+            self._tier.fail(error.with_traceback(None), self._failures_raised)
             return
         with self._lock:
             self._is_written = True

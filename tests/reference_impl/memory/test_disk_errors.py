@@ -1,5 +1,6 @@
 """Whatever the disk or its threads do, the caller hears of it, and staging memory and extents come back."""
 
+import errno
 import os
 import threading
 
@@ -90,6 +91,37 @@ def test_a_page_of_another_extent_is_noticed(tier, monkeypatch):
     with pytest.raises(DiskError, match="have changed"):
         load(tier, mixed)
     mixed.release()
+
+
+def store_for_ever(tier):
+    while True:
+        tier.store(source(tier), after=REACHED).release()
+
+
+def test_writes_that_a_failed_step_has_left_fail_no_later_one(tier, monkeypatch):
+    real, may_fail, is_told = os.pwrite, threading.Event(), threading.Event()
+    waits = iter((may_fail, is_told))
+
+    def full(*args):
+        if (event := next(waits, None)) is None:
+            return real(*args)
+        assert event.wait(60)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwrite", full)
+    left = [tier.store(source(tier), after=REACHED) for _ in range(2)]
+    may_fail.set()
+    # The second write waits, so the first one's error is there soon.
+    with pytest.raises(DiskError, match="No space left"):
+        store_for_ever(tier)
+    for each in left:
+        each.release()
+    is_told.set()
+    tier.writer.wait(tier.writer.submit(lambda: None), deadline_s=60)
+    stored = store(tier, 7)
+    assert torch.equal(load(tier, stored), source(tier, 7))
+    stored.release()
+    assert is_empty(tier)
 
 
 def test_after_read_errors_storing_goes_on(tier, monkeypatch):
