@@ -241,6 +241,7 @@ def test_gradients_that_had_left_do_not_stay_when_the_model_moves_back(execute, 
     assert not any(isinstance(param.grad, GradientStandIn) for param in model.parameters())
 
 
+@pytest.mark.slow
 def test_a_budget_has_learnt_all_before_the_step_that_is_timed(monkeypatch):
     steps, learnt_in = [], []
     step, measure_again = Task.step, Headroom.measure_again

@@ -317,6 +317,7 @@ def test_the_kernel_finds_everything_at_multiples_of_16_bytes(monkeypatch, inter
     assert not any(offsets)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fails_at", [0, 1, 4])
 def test_a_kernel_that_cannot_be_launched_once_leaves_a_step_that_goes_on(monkeypatch, interpreted, fails_at):
     """No piece is updated twice, and none is left out."""

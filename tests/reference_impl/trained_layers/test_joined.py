@@ -87,6 +87,7 @@ def test_matrices_that_lie_side_by_side_are_one_run(device):
                     assert own.data_ptr() == host[piece.offset - span.offset :].data_ptr()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "form",
     [

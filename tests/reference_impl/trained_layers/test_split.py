@@ -136,6 +136,7 @@ def test_the_cpus_masters_are_exact_whatever_streams():
         assert not all(same)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_late_copies_and_late_workers(monkeypatch, seed):
     """A home is written while its block is on its way to the device, and before, and after."""
@@ -180,6 +181,7 @@ def test_a_run_resumes_at_another_split():
         assert torch.equal(param, expected_param)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pending", [False, True])
 def test_weights_are_saved_lent_and_changed(monkeypatch, pending):
     """Those of norms too, which never leave the device."""

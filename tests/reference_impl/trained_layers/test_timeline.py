@@ -367,6 +367,7 @@ def test_without_clipping_the_update_hides_behind_backward(clocks, forward_ms, s
     assert 0.97 * (forward + backward) - kept <= step_ms <= 1.03 * (forward + backward) + exposed
 
 
+@pytest.mark.slow
 def test_backward_never_waits_for_the_update_that_it_has_just_started(clocks, monkeypatch):
     """Of what backward has passed, the block that was updated longer ago goes, however long until each is needed."""
     layers, forward_ms = 20, 12.0
