@@ -86,6 +86,8 @@ def available_bytes(needed_bytes: int = 0) -> int:
     Where that is less than `needed_bytes`, garbage is collected first: what is closed and dropped, states of 100 GB
     among it, may refer to itself and wait for the collector.
     """
-    if min(available_by_pool().values()) < needed_bytes:
+    there_bytes = min(available_by_pool().values())
+    if there_bytes < needed_bytes:
         gc.collect()
-    return max(min(available_by_pool().values()), 0)
+        there_bytes = min(available_by_pool().values())
+    return max(there_bytes, 0)

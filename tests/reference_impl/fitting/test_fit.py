@@ -2,7 +2,6 @@
 
 import json
 import random
-from types import SimpleNamespace
 
 import jsonschema
 import pytest
@@ -18,7 +17,6 @@ from reference_impl.device import Device
 from reference_impl.device.cpu_twin import CpuTwin
 from reference_impl.fitting import FitError
 from reference_impl.fitting.before import copies_on_host
-from reference_impl.fitting.planner import formula_parameters
 from reference_impl.memory import slab
 from reference_impl.memory.host import HostMemoryError, host_book
 from reference_impl.memory.ledger import Ledger
@@ -476,46 +474,3 @@ def test_a_norm_of_zero_clips_nothing_to_the_bit():
         with fit(model, optimizer, IDS, loss_of, gpu_budget=budget, max_grad_norm=max_grad_norm) as fitted:
             found.append(train(model, fitted.optimizer))
     assert all(same(*each) for other in found[1:] for each in zip(found[0], other, strict=True))
-
-
-def questions(**entries):
-    """A model that cannot be traced, with a config.json of these entries."""
-    model = Questions()
-    model.config = SimpleNamespace(to_json_string=lambda use_diff: json.dumps(entries))
-    return model, torch.optim.AdamW(model.parameters())
-
-
-LLAMA = {
-    "model_type": "llama",
-    "num_hidden_layers": 3,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_attention_heads": 4,
-    "vocab_size": 300,
-}
-
-
-@pytest.mark.usefixtures("planner_in_process")
-@pytest.mark.parametrize("layers", [3, 4])
-def test_a_model_that_cannot_be_traced_is_planned_by_the_formula_of_its_config(caplog, layers):
-    model, optimizer = questions(**LLAMA | {"num_hidden_layers": layers})
-    counted = formula_parameters(LLAMA | {"num_hidden_layers": layers})
-    off = max(0.08, abs(sum(p.numel() for p in model.parameters()) / counted - 1))
-    assert (off > 0.08) == (layers == 4)
-    with fit(model, optimizer, IDS, loss_of) as fitted:
-        assert "traced" not in fitted.plan["model"]
-    assert f"may be off by {round(100 * off)} %" in caplog.text
-
-
-@pytest.mark.usefixtures("planner_in_process")
-@pytest.mark.parametrize(
-    "entries",
-    [
-        pytest.param(LLAMA | {"num_hidden_layers": 12}, id="layers that share their weights"),
-        pytest.param({"model_type": "encodec", "num_layers": 3}, id="no decoder"),
-    ],
-)
-def test_what_cannot_be_traced_and_no_formula_describes_is_refused(entries):
-    model, optimizer = questions(**entries)
-    with pytest.raises(FitError, match=r"Questions cannot be traced: the forward asks .*its weights take"):
-        fit(model, optimizer, IDS, loss_of)
