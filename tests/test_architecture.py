@@ -8,7 +8,7 @@ from collections import Counter
 from functools import cache
 from pathlib import Path
 
-import pytest
+from for_each import for_each
 
 ROOT = Path(__file__).resolve().parent.parent
 SKILL_TOOLS = sorted((ROOT / "skill_tools").rglob("*.py"))
@@ -104,7 +104,7 @@ def test_the_packages_do_not_know_each_other() -> None:
     assert not problems
 
 
-@pytest.mark.parametrize("path", SKILL_TOOLS, ids=relative)
+@for_each(SKILL_TOOLS, relative)
 def test_skill_tools_reaches_for_nothing_dangerous(path: Path) -> None:
     dangerous = {
         m for m in imported(path) for banned in BANNED_MODULES if m == banned or m.startswith(f"{banned}.")
@@ -173,7 +173,7 @@ def listed(title: str, offenders: list[str]) -> str:
     return "\n  ".join([f"{len(offenders)} {title}:", *sorted(offenders)])
 
 
-@pytest.mark.parametrize("path", [*SKILL_TOOLS, *REFERENCE_IMPL], ids=relative)
+@for_each([*SKILL_TOOLS, *REFERENCE_IMPL], relative)
 def test_a_file_says_why_it_exists(path: Path) -> None:
     assert ast.get_docstring(nodes(path)[0]), "no module docstring"
 
@@ -229,7 +229,7 @@ def named_frameworks(path: Path) -> set[str]:
     return {found for word in words for found in FRAMEWORK.findall(word)}
 
 
-@pytest.mark.parametrize("path", [path for path in SKILL_TOOLS if room(path) != "dialects"], ids=relative)
+@for_each([path for path in SKILL_TOOLS if room(path) != "dialects"], relative)
 def test_only_a_dialect_knows_its_framework(path: Path) -> None:
     """What differs by framework is asked of its dialect (`dialects/base.py`)."""
     allowed = NAMED_ALL_THE_SAME.get(str(path.relative_to(ROOT / "skill_tools")), set())

@@ -3,6 +3,7 @@
 import re
 
 import pytest
+from for_each import for_each
 from packaging.specifiers import SpecifierSet
 
 from skill_tools import knowledge
@@ -46,7 +47,7 @@ def test_every_offload_key_is_there_once() -> None:
     assert set(names) >= OFFLOAD_KEYS
 
 
-@pytest.mark.parametrize("entry", knowledge.load_keys(), ids=lambda entry: entry["key"])
+@for_each(knowledge.load_keys(), lambda entry: entry["key"])
 def test_an_entry_says_nothing_that_is_not_read(entry: dict[str, object]) -> None:
     assert set(entry) <= FIELDS
     types = entry["type"]
@@ -60,7 +61,7 @@ def test_a_spelling_names_one_key(framework: str) -> None:
     assert len(spellings) == len(set(spellings))
 
 
-@pytest.mark.parametrize("key", KEYS, ids=lambda key: key.name)
+@for_each(KEYS, lambda key: key.name)
 def test_spellings_have_the_form_of_their_framework(key: Key) -> None:
     for flag in (*key.negatives, *filter(None, [key.spelling.get("megatron-lm")])):
         assert re.fullmatch(r"--[a-z][\w-]*", flag, re.IGNORECASE)
@@ -69,7 +70,7 @@ def test_spellings_have_the_form_of_their_framework(key: Key) -> None:
             assert re.fullmatch(r"[a-z]\w*(\.\w+)*|--[a-z_]+", key.spelling[framework])
 
 
-@pytest.mark.parametrize("key", KEYS, ids=lambda key: key.name)
+@for_each(KEYS, lambda key: key.name)
 def test_defaults_fit_the_type_and_ranges_are_specifiers(key: Key) -> None:
     for specifier in key.exists.values():
         SpecifierSet(specifier)
@@ -84,7 +85,7 @@ def test_defaults_fit_the_type_and_ranges_are_specifiers(key: Key) -> None:
                 SpecifierSet(specifier)
 
 
-@pytest.mark.parametrize("key", [key for key in KEYS if key.implies], ids=lambda key: key.name)
+@for_each([key for key in KEYS if key.implies], lambda key: key.name)
 def test_what_a_value_stands_for_is_made_of_known_keys(key: Key) -> None:
     for fields in key.implies.values():
         for field, value in fields.items():

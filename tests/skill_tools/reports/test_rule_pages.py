@@ -1,6 +1,7 @@
 from pathlib import Path
 
 import pytest
+from for_each import for_each
 from markdown_it import MarkdownIt
 
 from skill_tools.__main__ import main
@@ -32,7 +33,7 @@ def test_explain_prints_the_same_page(capsys: pytest.CaptureFixture[str]) -> Non
     assert capsys.readouterr().out == PAGES["la-pp.md"]
 
 
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.id)
+@for_each(RULES, lambda rule: rule.id)
 def test_a_page_has_every_part(rule: Rule) -> None:
     text = page(rule)
     headings = [

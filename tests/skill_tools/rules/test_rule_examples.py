@@ -1,10 +1,10 @@
 """Every rule finds its own bad example and leaves its good one alone; a fix makes its finding vanish.
 
-`-k la-pp` runs the examples of one rule. Rules are read from the YAML files, so that an edit is seen at once.
+Each test goes through all examples and names those that fail. Rules are read from the YAML files, so that an edit is seen at once.
 """
 
-import pytest
 import yaml
+from for_each import for_each
 
 from skill_tools.bundle import knowledge_path
 from skill_tools.configs.config import Config
@@ -34,13 +34,19 @@ def load() -> tuple[Rule, ...]:
 
 
 RULES = load()
+# An example is a rule and one of its frameworks.
 CASES = [(rule, framework) for rule in RULES for framework in rule.examples]
-FIXABLE = [(rule, framework) for rule, framework in CASES if rule.fix.applicability != "manual"]
 
-each_example = pytest.mark.parametrize(("rule", "framework"), CASES, ids=[f"{r.id}-{f}" for r, f in CASES])
-each_fixable = pytest.mark.parametrize(
-    ("rule", "framework"), FIXABLE, ids=[f"{r.id}-{f}" for r, f in FIXABLE]
-)
+
+def name_of(case: tuple[Rule, str]) -> str:
+    rule, framework = case
+    return f"{rule.id} for {framework}"
+
+
+each_example = for_each(CASES, name_of)
+# The input itself is at fault in the examples of the other rules.
+each_of_a_condition = for_each([case for case in CASES if case[0].check != "input"], name_of)
+each_fixable = for_each([case for case in CASES if case[0].fix.applicability != "manual"], name_of)
 
 
 def config_of(text: str, rule: Rule, framework: str) -> Config:
@@ -61,23 +67,24 @@ def of_rule(verdict: LintResult, rule: Rule) -> list[Finding]:
 
 
 @each_example
-def test_the_bad_example_is_found(rule: Rule, framework: str) -> None:
+def test_the_bad_example_is_found(case: tuple[Rule, str]) -> None:
+    rule, framework = case
     verdict = judge(config_of(rule.examples[framework].bad, rule, framework), rule, framework)
     open_rules = [(undecided.rule, undecided.missing) for undecided in verdict.undecided]
     assert of_rule(verdict, rule), f"found {[f.rule for f in verdict.findings]}, undecided {open_rules}"
 
 
 @each_example
-def test_the_good_example_is_not(rule: Rule, framework: str) -> None:
+def test_the_good_example_is_not(case: tuple[Rule, str]) -> None:
+    rule, framework = case
     verdict = judge(config_of(rule.examples[framework].good, rule, framework), rule, framework)
     assert not of_rule(verdict, rule), of_rule(verdict, rule)[0].message
 
 
-@each_example
-def test_an_example_is_clean_but_for_what_it_shows(rule: Rule, framework: str) -> None:
+@each_of_a_condition
+def test_an_example_is_clean_but_for_what_it_shows(case: tuple[Rule, str]) -> None:
     """No unknown key and no wrong type slips in: an example is copied by its reader."""
-    if rule.check == "input":
-        pytest.skip("this rule is about the input itself")
+    rule, framework = case
     for text in (rule.examples[framework].bad, rule.examples[framework].good):
         config = config_of(text, rule, framework)
         assert not config.unknown, config.unknown
@@ -97,8 +104,9 @@ def serious(verdict: LintResult) -> set[str]:
 
 
 @each_example
-def test_the_remedy_of_a_rule_trips_no_other(rule: Rule, framework: str) -> None:
+def test_the_remedy_of_a_rule_trips_no_other(case: tuple[Rule, str]) -> None:
     """What the good example and the fix do about the bad one is no new fault."""
+    rule, framework = case
     example = rule.examples[framework]
     bad = config_of(example.bad, rule, framework)
     before = serious(judge(bad, rule, framework))
@@ -114,7 +122,8 @@ def test_the_remedy_of_a_rule_trips_no_other(rule: Rule, framework: str) -> None
 
 
 @each_fixable
-def test_a_fix_makes_its_finding_vanish(rule: Rule, framework: str) -> None:
+def test_a_fix_makes_its_finding_vanish(case: tuple[Rule, str]) -> None:
+    rule, framework = case
     config = config_of(rule.examples[framework].bad, rule, framework)
     versions = rule.examples[framework].versions
     verdict = judge(config, rule, framework)

@@ -1,7 +1,4 @@
-"""Every rule file keeps the schema, speaks the language of conditions and reads known keys.
-
-One parameter is one file, so that `-k state_offload` shows one family alone.
-"""
+"""Every rule file keeps the schema, speaks the language of conditions and reads known keys."""
 
 import json
 import re
@@ -9,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
-import pytest
 import yaml
+from for_each import for_each
 
 from skill_tools.bundle import knowledge_path, schema_path
 from skill_tools.knowledge import load_keys
@@ -21,9 +18,7 @@ from skill_tools.rules.knowledge import read_rule_files
 SCHEMA = json.loads(schema_path("rules").read_text(encoding="utf-8"))
 KNOWN = {entry["key"] for entry in load_keys()}
 
-each_file = pytest.mark.parametrize(
-    "path", sorted(knowledge_path("rules").glob("*.yaml")), ids=lambda path: path.stem
-)
+each_file = for_each(sorted(knowledge_path("rules").glob("*.yaml")), lambda path: path.stem)
 
 
 def entries_of(path: Path) -> list[dict[str, Any]]:
