@@ -1,6 +1,7 @@
 """Every rule finds its own bad example and leaves its good one alone; a fix makes its finding vanish.
 
-Each test goes through all examples and names those that fail. Rules are read from the YAML files, so that an edit is seen at once.
+Each test goes through all examples and names those that fail. Rules are read from the YAML files, so that an edit
+is seen at once.
 """
 
 import yaml
