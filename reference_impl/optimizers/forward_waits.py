@@ -1,6 +1,7 @@
 """Each module's forward waits for the weights that it reads; under FSDP2 its gather does.
 
-A module reads the parameters that it owns itself. FSDP2 reads those of a whole group before the group's forward, on a
+A module reads the parameters that it owns itself, and those in its containers, which have no forward of their own
+(`ParameterList`, `ParameterDict`). FSDP2 reads those of a whole group before the group's forward, on a
 stream of its own: there the wait is a hook of the sharded module, before FSDP's hook, and it makes that stream wait.
 So a gather waits for its own shards, and not for those of later modules.
 
@@ -37,11 +38,11 @@ Wait = Callable[[Sequence[Member]], None]
 
 
 class ForwardWaits:
-    """Hooks on a model: each module's forward waits for the weights that this module owns, or FSDP2's gather for them.
+    """Hooks on a model: each module's forward waits for the weights that this module reads, or FSDP2's gather for them.
 
     Saving and loading its state_dict wait too, and loading calls `refresh_masters`. Each forward also teaches the
     members their `order`. A weight that somebody reads without its module's forward, as fused losses read a head's, is
-    updated first of all, and the first module of the next forward waits for it. The owner of both methods is not kept
+    updated first of all, and the next forward begins by waiting for it. The owner of both methods is not kept
     alive, and neither is the model. Make it where interrupts are deferred, because the model has hooks before the owner
     has this. Raises ValueError for members that a sharded model does not have; no hook stays where it raises.
 
@@ -97,15 +98,14 @@ class ForwardWaits:
         try:
             for module in model.modules():
                 own = _owned(module, members)
-                if not own:
-                    continue
-                load = ModuleLoad(own, wait_outside, refresh)
-                wait = ModelHook(partial(_called_with, wait_outside, own))
-                # One by one: a list would forget those before one that fails.
-                self._handles.append(module.register_state_dict_pre_hook(wait))
-                self._handles.append(module.register_load_state_dict_pre_hook(ModelHook(load.before)))
-                self._handles.append(module.register_load_state_dict_post_hook(ModelHook(load.after)))
-                read_here = self._not_gathered(own)
+                if own:
+                    load = ModuleLoad(own, wait_outside, refresh)
+                    wait = ModelHook(partial(_called_with, wait_outside, own))
+                    # One by one: a list would forget those before one that fails.
+                    self._handles.append(module.register_state_dict_pre_hook(wait))
+                    self._handles.append(module.register_load_state_dict_pre_hook(ModelHook(load.before)))
+                    self._handles.append(module.register_load_state_dict_post_hook(ModelHook(load.after)))
+                read_here = self._not_gathered(_read_in_forward(module, members))
                 if read_here:
                     self._wait_first(module, self._forward_hook(read_here), own=own, finish=finish)
             for gate in self._gates:
@@ -154,10 +154,14 @@ class ForwardWaits:
             if is_dynamo_compiling():
                 self._wait_inside_compiled(inside)
                 return
+            # A forward whose modules own nothing is one all the same.
+            self._clock += 1
             self._forward_start = self._clock
             if not self._has_run:
                 self._hook_compiled(module)
                 self._has_run = True
+            if self._unannounced:
+                self._wait_for_pending(self._not_gathered(self._unannounced))
 
         return hook
 
@@ -195,8 +199,10 @@ class ForwardWaits:
 
     def _learn_and_wait(self, members: Sequence[Member]) -> None:
         self._learn(members)
-        read = [*members, *self._unannounced] if self._unannounced else members
-        waiting = [member for member in read if member.pending]
+        self._wait_for_pending([*members, *self._unannounced] if self._unannounced else members)
+
+    def _wait_for_pending(self, members: Iterable[Member]) -> None:
+        waiting = [member for member in members if member.pending]
         if waiting:
             self._wait(waiting)
 
@@ -456,6 +462,21 @@ def _is_compiled(module: nn.Module) -> bool:
 def _owned(module: nn.Module, members: Mapping[torch.Tensor, Member]) -> list[Member]:
     """Return the members that `module` owns itself, without its children's."""
     return [members[p] for p in module._parameters.values() if p is not None and p in members]
+
+
+def _read_in_forward(module: nn.Module, members: Mapping[torch.Tensor, Member]) -> list[Member]:
+    """Return the members that the forward of `module` reads itself: its own, and those of children without one."""
+    return list(
+        dict.fromkeys(member for each in _without_forward(module) for member in _owned(each, members))
+    )
+
+
+def _without_forward(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield `module` and, all the way down, the children that nobody can call."""
+    yield module
+    for child in module.children():
+        if getattr(child.forward, "__func__", None) is nn.Module.forward:
+            yield from _without_forward(child)
 
 
 def _called_with(method: Callable[[Sequence[Member]], None], own: Sequence[Member], *_: Any) -> None:
