@@ -1,9 +1,10 @@
 """The weights of offloaded layers are held on the host too, from the end of a layer's forward until its backward.
 
-A layer's weights are copied out while it computes. Frozen ones are copied once, and again if they were written in
-place. Others are copied in every forward, because an optimizer may write `.data`, which autograd's version counter
-does not see. The device storage is resized to nothing under them and filled again before backward asks for it; views
-that autograd saved stay valid. After backward every weight is on the device for the optimizer.
+A layer's weights are copied out while it computes. Those that train are copied in every forward. A frozen one is
+sealed while its layer is idle: where the seal is whole at the next forward, and nobody else holds its memory, nobody
+can have written it, and the host's copy serves once more. The device storage is resized to nothing under the weights
+and filled again before backward asks for it; views that autograd saved stay valid. After backward every weight is on
+the device for the optimizer.
 
 Between a forward and the end of its backward the weights of offloaded layers must not be read from outside,
 except through `state_dict()`.
@@ -22,7 +23,7 @@ from torch import nn
 from reference_impl.activations.attach import change_copies
 from reference_impl.activations.geometry import flat_bytes
 from reference_impl.device import REACHED, Device, Event, device_is_lost
-from reference_impl.memory.absent import mark_absent
+from reference_impl.memory.absent import is_sealed, mark_absent, mark_present, seal, storage_of
 from reference_impl.memory.arena import HostArena, HostBlock
 from reference_impl.memory.ledger import resize_storage
 
@@ -38,36 +39,57 @@ class OffloadedStorage:
         self._name = name
         self._tensor = tensor
         self._block: HostBlock | None = None
+        self._storage = tensor.untyped_storage()
         self._version = -1
+        self._is_fresh = False
         self._ready: Event = REACHED
         self._size_bytes = 0
         self.is_on_host = False
 
+    def open(self) -> None:
+        """Take the seal off for the layer's forward, and see whether the host's copy is what the weight is."""
+        self._is_fresh = self._is_fresh and self._is_untouched()
+        mark_present(self._tensor)
+
+    def seal(self) -> None:
+        """Hear of whatever may write the weight from here on, if it is frozen and the host's copy is what it is."""
+        if self._is_fresh and not self.is_on_host and not self._tensor.requires_grad:
+            seal(self._tensor)
+
     def start_offload(self) -> int:
         """Start the D2H copy when the host's copy is stale; return the bytes it moves."""
-        is_same = not self._tensor.requires_grad and self._version == self._tensor._version
-        if self._block is not None and is_same:
+        if self._is_fresh:
             return 0
-        self._size_bytes = int(self._tensor.untyped_storage().nbytes())
+        storage = self._tensor.untyped_storage()
+        size_bytes = int(storage.nbytes())
+        if self._block is not None and size_bytes != self._size_bytes:
+            self._arena.free(self._block, after=self._ready)
+            self._block = None
         if self._block is None:
-            self._block = self._arena.allocate(self._size_bytes)
+            self._block = self._arena.allocate(size_bytes)
+        self._storage, self._size_bytes = storage, size_bytes
         after = (self._device.record(), self._block.ready)
         self._ready = self._block.ready = self._device.copy_out(self._host(), self._flat(), after=after)
         self._version = self._tensor._version
-        return self._size_bytes
+        self._is_fresh = True
+        return size_bytes
 
-    def free_device(self) -> None:
-        """Free the device storage, behind the copy."""
+    def free_device(self) -> int:
+        """Free the device storage, behind the copy; where forward has written the weight, return what moves again."""
+        self._is_fresh = self._is_fresh and self._is_as_copied()
+        moved_bytes = self.start_offload()
         self._device.wait(self._ready)
-        resize_storage(self._tensor.untyped_storage(), 0)
+        resize_storage(self._storage, 0)
         self.is_on_host = True
+        return moved_bytes
 
     def start_load(self) -> None:
         """Allocate on the live current stream and start the H2D copy."""
         if not self.is_on_host:
             return
         assert self._block is not None
-        resize_storage(self._tensor.untyped_storage(), self._size_bytes)
+        # Not the weight's of now: somebody may have given it other memory, and backward reads what it was.
+        resize_storage(self._storage, self._size_bytes)
         after = (self._device.record(), self._ready)
         self._ready = self._block.ready = self._device.copy_in(self._flat(), self._host(), after=after)
         self.is_on_host = False
@@ -80,6 +102,7 @@ class OffloadedStorage:
     def close(self) -> None:
         """Have the bytes on the device for good."""
         self.load()
+        mark_present(self._tensor)
         if self._block is not None:
             self._arena.free(self._block, after=self._ready)
             self._block = None
@@ -90,7 +113,19 @@ class OffloadedStorage:
             mark_absent(self._tensor, self._name, _LOST)
 
     def _flat(self) -> torch.Tensor:
-        return flat_bytes(self._tensor.untyped_storage(), 0, self._size_bytes)
+        return flat_bytes(self._storage, 0, self._size_bytes)
+
+    def _is_untouched(self) -> bool:
+        """Whether nobody can have written the weight since it was copied."""
+        if not self._is_as_copied():
+            return False
+        # Without device memory it cannot be written.
+        return self.is_on_host or (is_sealed(self._tensor) and _is_held_by_one(self._storage))
+
+    def _is_as_copied(self) -> bool:
+        """Whether the weight has the memory that was copied, and its version of then."""
+        is_same = storage_of(self._tensor)._cdata == self._storage._cdata
+        return is_same and self._tensor._version == self._version
 
     def _host(self) -> torch.Tensor:
         assert self._block is not None
@@ -125,18 +160,22 @@ class OffloadedWeights:
         """Have `layer`'s weights on the device; their copies out start while it computes."""
         if layer in self._order and torch._C._current_graph_task_id() == -1:
             self._order.clear()
+        leaves = _leaves_after_forward()
         for storage in self._storages[layer]:
+            storage.open()
             storage.load()
-            if torch.is_grad_enabled():
+            if leaves:
                 self.moved_bytes += storage.start_offload()
 
     def after_forward(self, layer: nn.Module) -> None:
         """Free the device storage of `layer`'s weights, unless this was an evaluation or a recomputation."""
-        if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
+        if not _leaves_after_forward():
+            for storage in self._storages[layer]:
+                storage.seal()
             return
         self._order.append(layer)
         for storage in self._storages[layer]:
-            storage.free_device()
+            self.moved_bytes += storage.free_device()
 
     def bring(self, layer: nn.Module) -> Callable[[], None]:
         """Return what brings `layer`'s weights before its backward, and starts to bring those of the one before."""
@@ -155,6 +194,7 @@ class OffloadedWeights:
         for storages in self._storages.values():
             for storage in storages:
                 storage.load()
+                storage.seal()
 
     def close(self) -> None:
         """Bring everything back for good. Where the device lacks the memory, this may be called again."""
@@ -174,6 +214,9 @@ class OffloadedWeights:
     def _make_plain(self, state: dict[str, Any]) -> None:
         """Have a copy find all weights on the device, and leave them to it."""
         self.gather()
+        for storages in self._storages.values():
+            for storage in storages:
+                storage.open()
         hooks = state.get("_state_dict_pre_hooks")
         if hooks and self._hook.id in hooks:
             state["_state_dict_pre_hooks"] = type(hooks)(
@@ -185,6 +228,17 @@ class OffloadedWeights:
         if position > 0:
             for storage in self._storages[self._order[position - 1]]:
                 storage.start_load()
+
+
+def _leaves_after_forward() -> bool:
+    """Whether the forward that runs is one whose backward follows, and not an evaluation or a recomputation."""
+    return torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
+
+
+def _is_held_by_one(storage: torch.UntypedStorage) -> bool:
+    """Whether one tensor uses `storage`: a view could be written without the tensor's knowledge."""
+    # One count is the Python object's.
+    return int(torch._C._storage_Use_Count(storage._cdata)) <= 2
 
 
 def _own_tensors(model: nn.Module, layer: nn.Module, min_bytes: int) -> dict[str, torch.Tensor]:

@@ -1,19 +1,27 @@
-"""Computing with a weight whose bytes are not on the device is an error that names the weight.
+"""Classes of tensors that hear what is done with them: weights that are away, and weights that nobody has touched.
 
-Without this, kernels would read address 0 (the process dies) or memory that a copy is still filling (silently wrong
-values). So an absent tensor has a class that answers questions about its shape, device and version and refuses
-everything else. It stays the same object: changing an instance's class is how torch's own lazy parameters become
-real, and kernels and autograd, which do not look at Python classes, are not affected.
+Computing with a weight whose bytes are not on the device is an error that names the weight. Without this, kernels would
+read address 0 (the process dies) or memory that a copy is still filling (silently wrong values). So an absent tensor
+has a class that answers questions about its shape, device and version and refuses everything else. It stays the same
+object: changing an instance's class is how torch's own lazy parameters become real, and kernels and autograd, which do
+not look at Python classes, are not affected.
 
-Explained in docs/layer-streaming.md. A file of its own, because both rooms that take weights off the device use it.
+A sealed tensor serves everything, and whatever might write it gives it its own class back first. Fused kernels, `.data`
+and storages write past autograd's version counter; none of them passes a seal unseen.
+
+Explained in docs/layer-streaming.md and docs/activation-offloading.md. A file of its own, because both rooms that take
+weights off the device use it.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
 
 # What these read is not about the tensor but its elements, in the form of another tensor.
 _READING_ATTRIBUTES = {"data", "T", "mT", "H", "mH", "real", "imag"}
@@ -24,6 +32,9 @@ _DESCRIBING_METHODS = {
     *("data_ptr", "untyped_storage", "is_set_to", "is_shared", "type", "__len__", "__hash__"),
     *("requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "empty_like", "zeros_like"),
 }
+
+# Through what these return, somebody else may read and write.
+_GIVING_ADDRESSES = {"data_ptr", "untyped_storage"}
 
 
 def mark_absent(tensor: torch.Tensor, name: str, remedy: str) -> None:
@@ -39,7 +50,24 @@ def mark_present(tensor: torch.Tensor) -> None:
 
 def is_absent(tensor: torch.Tensor) -> bool:
     """Return whether `tensor` was marked absent."""
-    return hasattr(type(tensor), "_present_class")
+    return getattr(type(tensor), "_is_absent", False)
+
+
+def seal(tensor: torch.Tensor) -> None:
+    """Have `is_sealed` tell whether anybody has used `tensor` since; one of a class with ways of its own stays open."""
+    if type(tensor) in (torch.Tensor, nn.Parameter):
+        tensor.__class__ = _sealed_class(type(tensor))
+
+
+def is_sealed(tensor: torch.Tensor) -> bool:
+    """Return whether `tensor` was sealed, and has done nothing since but describe itself."""
+    return getattr(type(tensor), "_is_sealed", False)
+
+
+def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
+    """Return the storage of `tensor` to whoever does not write it: a seal stays whole, and an absent one answers."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.untyped_storage()
 
 
 @functools.cache
@@ -65,5 +93,31 @@ def _absent_class(present_class: type[torch.Tensor], name: str, remedy: str) -> 
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
-    body = {"__torch_function__": classmethod(answer), "_present_class": present_class}
-    return cast("type[torch.Tensor]", type(f"Absent{present_class.__name__}", (present_class,), body))
+    return _class("Absent", present_class, answer, _is_absent=True)
+
+
+@functools.cache
+def _sealed_class(present_class: type[torch.Tensor]) -> type[torch.Tensor]:
+    """Return the class of a tensor of `present_class` that nobody has used since it was sealed."""
+
+    def answer(cls: type, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        function = func.__name__
+        is_attribute = function in ("__get__", "__set__", "__delete__")
+        if not (
+            function in _DESCRIBING_METHODS - _GIVING_ADDRESSES
+            or (is_attribute and func.__self__.__name__ not in _READING_ATTRIBUTES)
+        ):
+            for each in tree_leaves((args, kwargs)):
+                if isinstance(each, torch.Tensor) and is_sealed(each):
+                    mark_present(each)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    return _class("Sealed", present_class, answer, _is_sealed=True)
+
+
+def _class(
+    kind: str, present_class: type[torch.Tensor], answer: Callable[..., Any], **marks: bool
+) -> type[torch.Tensor]:
+    body = {"__torch_function__": classmethod(answer), "_present_class": present_class, **marks}
+    return cast("type[torch.Tensor]", type(f"{kind}{present_class.__name__}", (present_class,), body))
