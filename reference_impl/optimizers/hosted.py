@@ -64,6 +64,8 @@ class HostedOptimizer(torch.optim.Optimizer, ABC):
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         self._members: dict[torch.Tensor, Member] = {}
         self._checked: list[list[torch.Tensor]] = []
+        # What stands in the groups and has no states here, because it was frozen.
+        self._idle: list[torch.Tensor] = []
         self._waits: ForwardWaits | None = None
         self._gathers_can_wait = True
         self._pid = os.getpid()
@@ -149,6 +151,24 @@ class HostedOptimizer(torch.optim.Optimizer, ABC):
         finally:
             self._waits.close()
             self._waits = None
+
+    def _note_idle(self) -> None:
+        """Note which parameters of the groups have no states here."""
+        listed = (param for group in self.param_groups for param in group["params"])
+        self._idle = [param for param in listed if param not in self._members]
+
+    @abstractmethod
+    def _admit_new(self) -> None:
+        """Make states of the trainable parameters that have none."""
+
+    def _follow_groups(self) -> None:
+        """Make states of parameters that were frozen and have a gradient now, as `torch.optim` does.
+
+        Raises RuntimeError for parameters that somebody has put into the groups.
+        """
+        if any(param.grad is not None for param in self._idle):
+            self._admit_new()
+        self._check_replaced()
 
     def _check_replaced(self) -> None:
         """Raise RuntimeError when others stand in a group than the parameters that this has states for.

@@ -104,7 +104,6 @@ class HybridDeviceOptimizer(SavedOptimizer):
         self._max_grad_norm = max_grad_norm
         self._backward_overlap = backward_overlap or "gradients"
         self._overlaps_forward = options.cpu.overlap_forward
-        self._idle: list[torch.Tensor] = []
         self._accumulating = False
         self._asks_whether_accumulating: Callable[[], bool] = lambda: False
         # The step that has begun and is not finished; the update that backward has begun and step() goes on with; and
@@ -151,7 +150,7 @@ class HybridDeviceOptimizer(SavedOptimizer):
         )
         self._backward = BackwardHooks(self._device, self._members, self._gradients, self._on_gradient)
         try:
-            self._admit()
+            self._admit_new()
         except BaseException:
             shares, self._shares = self._shares, None
             shares.close()
@@ -164,7 +163,7 @@ class HybridDeviceOptimizer(SavedOptimizer):
             self._check_group(self.param_groups[-1])
             if self._shares is not None:
                 self.synchronize()
-                self._admit()
+                self._admit_new()
         except BaseException:
             self.param_groups.pop()
             raise
@@ -173,7 +172,7 @@ class HybridDeviceOptimizer(SavedOptimizer):
         checks.check_group(self._algorithm, group)
 
     @torch.no_grad()
-    def _admit(self) -> None:
+    def _admit_new(self) -> None:
         """Lay out the trainable parameters that are new here, and hook those that are offloaded."""
         listed = [(param, i) for i, group in enumerate(self.param_groups) for param in group["params"]]
         checks.one_device(param for param, _ in listed)
@@ -185,7 +184,7 @@ class HybridDeviceOptimizer(SavedOptimizer):
         with deferred_interrupts():
             self._members.update((member.param, member) for member in members)
             self._backward.hear(members, where_they_leave=not self._open.prefetches)
-        self._idle = [param for param, _ in listed if param not in self._members]
+        self._note_idle()
         self._attach_again()
 
     def attach(self, model: torch.nn.Module) -> None:
@@ -294,9 +293,7 @@ class HybridDeviceOptimizer(SavedOptimizer):
                 taken, self._taken = self._taken, {}
                 if not has_others(self._members.values(), taken):
                     return loss
-            if any(param.grad is not None for param in self._idle):
-                self._admit()
-            self._check_replaced()
+            self._follow_groups()
             self._is_asked = self._in_backward is not None
             self._take()
             self._begun = None

@@ -155,9 +155,8 @@ class OptimizerStateOffloader(SavedOptimizer):
             )
             self._wrapped = optimizer
             self.param_groups = optimizer.param_groups
-            self._admit(range(len(self.param_groups)))
-            if taken_over := {p: states for p, states in optimizer.state.items() if p in self._members}:
-                self.state = taken_over
+            self._states_of_frozen = dict(optimizer.state)
+            self._admit()
         except BaseException:
             share.close()
             self._open_share = None
@@ -216,33 +215,34 @@ class OptimizerStateOffloader(SavedOptimizer):
             return
         with self._working():
             self._resume()
-            self._finish(for_writing=True)
-            count = len(self.param_groups)
             super().add_param_group(param_group)
             try:
                 check_group(self._algorithm, self.param_groups[-1])
-                self._admit([count])
+                self._admit_new()
             except BaseException:
-                del self.param_groups[count:]
+                self.param_groups.pop()
                 raise
-            self._attach_again()
 
     @torch.no_grad()
-    def _admit(self, groups: Sequence[int]) -> None:
-        """Make the chunks of the trainable parameters of `groups`, and masters from the parameters."""
-        params = [
-            (param, index)
-            for index in groups
-            for param in self.param_groups[index]["params"]
-            if param.requires_grad
-        ]
+    def _admit(self) -> None:
+        """Make the chunks of the trainable parameters that are new here, and masters from the parameters."""
+        listed = [(param, i) for i, group in enumerate(self.param_groups) for param in group["params"]]
+        params = [each for each in listed if each[0].requires_grad and each[0] not in self._members]
         self._check_unshared(param for param, _ in params)
         members = self._lay_out(params)
         parts = self._parts(members)
         self._require_room(parts)
         self.streamed.add(parts)
         self._members.update({member.param: member for member in members})
+        self._note_idle()
         self._admitted(members)
+        for param in [member.param for member in members if member.param in self._states_of_frozen]:
+            self.state[param] = self._states_of_frozen.pop(param)
+
+    def _admit_new(self) -> None:
+        self._finish(for_writing=True)
+        self._admit()
+        self._attach_again()
 
     def _require_room(self, parts: Mapping[Member, Part]) -> None:
         """Raise HostMemoryError unless the host has the memory for `parts`, on all ranks alike."""
@@ -300,7 +300,7 @@ class OptimizerStateOffloader(SavedOptimizer):
         """Prepare a step, begin it, and carry it out as far as nobody else waits for it."""
         if are_standing(self._taken, self._members.values()):
             return
-        self._check_replaced()
+        self._follow_groups()
         gradients = self._to_use()
         if self._waits is not None:
             checks.check_used_in_time(gradients)

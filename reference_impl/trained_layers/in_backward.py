@@ -206,7 +206,7 @@ class InBackwardOptimizer(LayersOptimizer):
         """Update what is left of the batch."""
         if self._plan is not None:
             self._plan.check_unchanged(self.param_groups, self.defaults)
-        self._check_replaced()
+        self._follow_groups()
         self._check_used_stand()
         self._take_what_stands()
         if self._waits is not None:

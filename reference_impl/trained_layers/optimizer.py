@@ -118,8 +118,6 @@ class LayersOptimizer(OptimizerStateOffloader):
     ) -> None:
         self._weights = weights
         self._shares = shares
-        # What stands in the groups and was frozen when this was made.
-        self._idle: list[torch.Tensor] = []
         super().__init__(
             optimizer,
             chunk_bytes=streaming.chunk_bytes,
@@ -146,14 +144,9 @@ class LayersOptimizer(OptimizerStateOffloader):
         """Make new masters of weights that the user has written."""
         super()._refresh([self._members[param] for param in params])
 
-    def _admit(self, groups: Sequence[int]) -> None:
-        super()._admit(groups)
-        listed = (param for group in self.param_groups for param in group["params"])
-        self._idle = [param for param in listed if param not in self._members]
-
-    def _check_replaced(self) -> None:
+    def _follow_groups(self) -> None:
         self._refuse_unfrozen(param for param in self._idle if param.grad is not None)
-        super()._check_replaced()
+        super()._follow_groups()
 
     def _refuse_unfrozen(self, params: Iterable[torch.Tensor]) -> None:
         """Raise RuntimeError, unless there are none, that `params` are to train and have no states.

@@ -174,6 +174,38 @@ def test_parameters_may_come_and_go(device, offload):
     assert_same_weights(model, plain)
 
 
+@pytest.mark.parametrize("attached", [False, True])
+@pytest.mark.parametrize("fraction", [0.5, 1.0])
+def test_a_parameter_that_is_unfrozen_later_trains_from_then_on(device, offload, attached, fraction):
+    """As in torch with a new state, or with the one that the wrapped optimizer had for it."""
+    model, plain = twins(device, torch.float32)
+    data = batches(device.torch_device, 6)
+    made = []
+    for net in (model, plain):
+        wrapped = torch.optim.AdamW(net.parameters(), fused=True, **OPTIONS)
+        train(net, wrapped, data[:1])
+        for frozen in (net.first, net.embed):
+            frozen.requires_grad_(False)
+        wrapped.state.pop(net.first.weight)
+        made.append(wrapped)
+    optimizer = offload(model, wrapped=made[0], fraction=fraction)
+    if attached:
+        optimizer.attach(model)
+    for net, opt in ((model, optimizer), (plain, made[1])):
+        train(net, opt, data[1:3])
+        net.first.requires_grad_(True)
+        train(net, opt, data[3:4])
+        net.embed.requires_grad_(True)
+        train(net, opt, data[4:])
+    optimizer.synchronize()
+    assert_same_weights(model, plain)
+    theirs = made[1].state_dict()["state"]
+    ours = optimizer.state_dict()["state"]
+    assert ours.keys() == theirs.keys()
+    for index, state in theirs.items():
+        assert all(torch.equal(ours[index][name].cpu(), value.cpu()) for name, value in state.items())
+
+
 def test_channels_last_parameters_keep_their_layout(device):
     torch.manual_seed(0)
     model = torch.nn.Conv2d(4, 8, 3, device=device.torch_device).to(memory_format=torch.channels_last)
