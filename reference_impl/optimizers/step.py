@@ -10,11 +10,12 @@ Explained in docs/optimizer-offloading.md, "When something fails".
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -26,6 +27,8 @@ from reference_impl.optimizers.clip_decision import ClipDecision
 
 Operation = Callable[[], None]
 Status = Literal["untouched", "begun", "broken", "closed"]
+
+_LEAST_NORMAL = sys.float_info.min
 
 
 def snapshot(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -40,15 +43,22 @@ def snapshot(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
+def flushes_denormals() -> bool:
+    """Return whether the calling thread takes denormal numbers for zeros, as `torch.set_flush_denormal` lets it."""
+    return _LEAST_NORMAL / 2 == 0.0
+
+
 @dataclass(frozen=True, eq=False, slots=True)
 class StepPlan:
-    """The hyper-parameters of one step, by group, and its clip decision.
+    """The hyper-parameters of one step, by group, its clip decision, and what the CPU makes of denormal numbers.
 
-    Without a decision gradients are taken as they are and the step is not skipped.
+    Without a decision gradients are taken as they are and the step is not skipped. Denormal numbers are taken as the
+    thread takes them that makes the plan.
     """
 
     groups: list[dict[str, Any]]
     decision: ClipDecision | None
+    flushes_denormals: bool = field(default_factory=flushes_denormals)
 
     def check_unchanged(self, groups: Sequence[Mapping[str, Any]], names: Iterable[str]) -> None:
         """Raise RuntimeError when the hyper-parameters `names` in `groups` are not those of this plan.

@@ -216,6 +216,8 @@ class CpuShare:
         if part is None:
             return
         scratch = self._scratch()
+        # A thread has a mode of its own, that of the thread that has started it.
+        torch.set_flush_denormal(step.plan.flushes_denormals)
         parts = list(_by_factors(part, step))
         for member in part.members:
             step.count(member)
