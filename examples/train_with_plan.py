@@ -4,10 +4,13 @@
     python examples/train_with_plan.py plan.json
 
 It needs `reference_impl`, installed (`pip install -c constraints.txt '.[reference]'`) or through `PYTHONPATH=.`.
-A plan's amounts fit its model. This script only shows the mechanisms, so a plan for any model works.
+A plan's amounts fit its model, and `apply_plan` refuses one of another size. This script only shows the mechanisms: it
+takes what is to be done from a plan for any model.
 """
 
+import json
 import sys
+from pathlib import Path
 
 import torch
 
@@ -18,7 +21,9 @@ device = "cuda" if torch.cuda.is_available() else "cpu"
 model = Decoder(DecoderShape(layers=32)).to(device)
 ids = torch.randint(0, 512, (2, 64), device=device)
 
-with apply_plan(model, torch.optim.AdamW(model.parameters(), lr=1e-3), sys.argv[1]) as applied:
+plan = {"execute": json.loads(Path(sys.argv[1]).read_text())["execute"]}
+
+with apply_plan(model, torch.optim.AdamW(model.parameters(), lr=1e-3), plan) as applied:
     for step in range(10):
         loss = torch.nn.functional.cross_entropy(model(ids).flatten(0, 1).float(), ids.flatten())
         loss.backward()

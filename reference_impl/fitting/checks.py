@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from reference_impl.device import Device
 from reference_impl.fitting.planner import Plan
 from reference_impl.fitting.trial import Loss
-from reference_impl.verification.plan_document import execute_section, read_document
+from reference_impl.verification.plan_document import check_predicts, execute_section, read_document
 from reference_impl.verification.trace import check_callable_with, own_loss
 
 Budget = int | Literal["auto"]
@@ -36,6 +36,7 @@ def planned(plan: Plan | str | Path) -> Plan:
         raise ValueError(
             "the plan predicts nothing; expected one of `offload plan --format json`; try no plan"
         )
+    check_predicts(document)
     return document
 
 

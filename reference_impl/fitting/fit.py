@@ -53,6 +53,7 @@ class Fitted(ClosedAtExit):
     """A model under the plan that was settled on; a context manager.
 
     `optimizer` is the one to step, and `loss(model, batch)` the loss that it was fitted for: of several, the fastest.
+    `gathered()` is that of `AppliedPlan`.
     `plan` is the document of `schema/plan.schema.json`, with what was measured under `fitted`; `apply_plan` takes it.
     `summary` is one line.
     """
@@ -61,6 +62,7 @@ class Fitted(ClosedAtExit):
         self, applied: AppliedPlan, loss: Loss, plan: Plan, summary: str, undo: list[Callable[[], None]]
     ) -> None:
         self.optimizer = applied.optimizer
+        self.gathered = applied.gathered
         self.loss = loss
         self.plan = plan
         self.summary = summary
@@ -205,7 +207,10 @@ def fit(
     if len(losses) > 1:
         measured["loss"] = chosen
         summary += f"; loss {chosen} of those given"
-    fitted = Fitted(applied, losses[chosen], settled.plan | {"fitted": measured}, summary, undo)
+    # A formula may have counted others; `apply_plan` compares them.
+    described_as = settled.plan.get("model", {}) | {"parameters": sum(p.numel() for p in model.parameters())}
+    plan_of_model = settled.plan | {"fitted": measured, "model": described_as}
+    fitted = Fitted(applied, losses[chosen], plan_of_model, summary, undo)
     _LOG.info(fitted.summary)
     return fitted
 

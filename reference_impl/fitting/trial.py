@@ -102,10 +102,12 @@ class Task:
     def apply(self, plan: dict[str, Any]) -> AppliedPlan:
         """Put `plan` on the model; the optimizer keeps its states, for the next plan."""
         states = dict(self.optimizer.state)
+        # What it says of the model's size may rest on a formula, whose error is known.
+        its_own = {name: section for name, section in plan.items() if name != "model"}
         applied = apply_plan(
             self.model,
             self.optimizer,
-            plan,
+            its_own,
             max_grad_norm=self.max_grad_norm,
             device=self.device.torch_device,
         )

@@ -1,7 +1,6 @@
 """A plan that a trainer is given: the options of each mechanism, and the model that it was made for.
 
-Apart because options need none of this. `apply_plan` does not check which model a plan is for; in a trainer the plan
-comes from a file that may belong to another run. Explained in docs/trainers.md.
+Apart because options need none of this. Explained in docs/trainers.md.
 """
 
 from __future__ import annotations
@@ -12,17 +11,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
-from reference_impl.activations.attach import find_blocks
 from reference_impl.memory.pinned import limit_pinned_memory, pinned_book
 from reference_impl.verification.apply import activation_options, optimizer_options
 from reference_impl.verification.plan_document import execute_section
 
 Plan = Mapping[str, Any] | str | Path
-
-# Adapters, a head that was resized or tied: the model of a plan and the one that trains differ by so much.
-_TOLERANCES = {"layers": 0.0, "parameters": 0.05}
 
 
 def planned(plan: Plan) -> dict[str, Any]:
@@ -61,24 +54,5 @@ def planned(plan: Plan) -> dict[str, Any]:
         "optimizer": None if optimizer is None else optimizer_options(optimizer),
         "activations": activation_options(activations) if activations else None,
         "weights": execute.get("weights"),
-        "planned_for": document.get("model"),
+        "planned_for": document if "model" in document else None,
     }
-
-
-def check_planned_for(described: Mapping[str, Any], model: nn.Module) -> None:
-    """Raise ValueError where a plan's section on its model describes another one than `model`."""
-    shape = described.get("shape") or {}
-    expected = {"layers": shape.get("num_layers"), "parameters": described.get("parameters")}
-    # Packed weights hold several parameters in an element.
-    is_packed = any(not param.is_floating_point() for param in model.parameters())
-    found = {
-        "layers": len(find_blocks(model)),
-        "parameters": None if is_packed else sum(param.numel() for param in model.parameters()),
-    }
-    for what, tolerance in _TOLERANCES.items():
-        one, other = expected[what], found[what]
-        if one is not None and other is not None and abs(one - other) > tolerance * one:
-            raise ValueError(
-                f"the plan is for {described.get('name', 'a model')} with {one} {what}, but {type(model).__name__} has "
-                f"{other}; expected a plan for this model; try `offload plan` with its config.json"
-            )

@@ -16,8 +16,9 @@ from torch import nn
 from reference_impl.activations import ActivationOffloader, CheckpointOffloader
 from reference_impl.activations.attach import first_blocks
 from reference_impl.activations.offloader import EngineOptions
-from reference_impl.integrations.planned import Plan, check_planned_for, planned
+from reference_impl.integrations.planned import Plan, planned
 from reference_impl.optimizers import Budgets, HybridDeviceOptimizer
+from reference_impl.verification.apply import check_planned_for
 from reference_impl.verification.plan_document import MODES
 from reference_impl.weights import FrozenLayerStreamer
 
@@ -36,7 +37,7 @@ class Wanted:
         optimizer: those of `HybridDeviceOptimizer`, without what the trainer says already.
         activations: `mode` (`layers`, `checkpoint`, `recompute`, `budget`), and options of its offloader.
         weights: those of `FrozenLayerStreamer`.
-        planned_for: what a plan says of its model (`parameters`, `shape.num_layers`).
+        planned_for: the document of a plan, which says its model's size.
     """
 
     optimizer: Options | None = None

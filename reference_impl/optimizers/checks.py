@@ -329,6 +329,14 @@ def replaced(param: torch.Tensor) -> RuntimeError:
     )
 
 
+def has_no_states(given: str, taker: str) -> RuntimeError:
+    """Return the error for using the optimizer that was given away to another one, which has its states."""
+    return RuntimeError(
+        f"{given} was stepped, saved or loaded after {taker} had taken its place; expected the {taker}, which has the "
+        "states; try its step(), state_dict() and load_state_dict(), also in GradScaler.step() and trainers"
+    )
+
+
 def used_twice(member: Member) -> RuntimeError:
     """Return the error for a step with a gradient that the last one has used."""
     return RuntimeError(

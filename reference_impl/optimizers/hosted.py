@@ -105,6 +105,29 @@ class HostedOptimizer(torch.optim.Optimizer, ABC):
         """The trained parameters, and for each how many of its elements stay, stream or are updated on the CPU."""
         return self._members
 
+    def take_place_of(self, given: torch.optim.Optimizer) -> None:
+        """Let `given`, which a scheduler or scaler may hold, have these groups, and refuse what needs states.
+
+        To step, save or load it raises RuntimeError until this is closed. A rate that is set in either holds.
+        """
+        given.param_groups = self.param_groups
+        here, stepped, name = weakref.ref(self), weakref.ref(given), type(given).__name__
+
+        def refuse(*_: Any) -> None:
+            taker = here()
+            if taker is not None and not taker._closed:
+                raise checks.has_no_states(name, type(taker).__name__)
+
+        def note_step(*_: Any) -> None:
+            # Schedulers ask the one that they were made for whether it has been stepped.
+            if (optimizer := stepped()) is not None:
+                vars(optimizer)["_opt_called"] = True
+
+        given.register_step_pre_hook(refuse)
+        given.register_state_dict_pre_hook(refuse)
+        given.register_load_state_dict_pre_hook(refuse)
+        self.register_step_post_hook(note_step)
+
     def attach(self, model: nn.Module) -> None:
         """Let `step()` return early: the model's modules wait for their own weights in forward.
 

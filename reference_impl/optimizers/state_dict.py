@@ -25,7 +25,7 @@ from reference_impl.optimizers.parameter_state import OptimizerState, StateParts
 from reference_impl.optimizers.saved_checks import Groups, check_document, check_groups
 
 # Which of torch's kernels computes the same bits as ours, whatever the user's groups say.
-_KERNEL = {"foreach": None, "fused": True}
+KERNEL = {"foreach": None, "fused": True}
 
 
 class SavedOptimizer(HostedOptimizer):
@@ -132,7 +132,7 @@ class SavedOptimizer(HostedOptimizer):
                 {
                     **group_defaults(self._algorithm),
                     **{name: value for name, value in group.items() if name != "params"},
-                    **_KERNEL,
+                    **KERNEL,
                     "params": [keys[param] for param in group["params"]],
                 }
             )
@@ -183,10 +183,14 @@ class SavedOptimizer(HostedOptimizer):
             after(self)
 
     def __setstate__(self, loaded: dict[str, Any]) -> None:
-        """Take over the groups that `load_state_dict` has prepared; the state stays where it lives."""
-        self.param_groups = [
-            {**group_defaults(self._algorithm), **group, **_KERNEL} for group in loaded["param_groups"]
-        ]
+        """Take over the groups that `load_state_dict` has prepared; the state stays where it lives.
+
+        List and groups stay the same objects: another optimizer may share them, see `take_place_of`.
+        """
+        for ours, group in zip(self.param_groups, loaded["param_groups"], strict=True):
+            taken = {**group_defaults(self._algorithm), **group, **KERNEL}
+            ours.clear()
+            ours.update(taken)
 
 
 def _before_step(optimizer: SavedOptimizer, args: object, kwargs: Mapping[str, Any]) -> None:

@@ -153,7 +153,6 @@ class OptimizerStateOffloader(SavedOptimizer):
             super().__init__(
                 optimizer.param_groups, optimizer.defaults, algorithm, shows_steps=algorithm.counts_steps
             )
-            self._wrapped = optimizer
             self.param_groups = optimizer.param_groups
             self._states_of_frozen = dict(optimizer.state)
             self._admit()
@@ -162,6 +161,7 @@ class OptimizerStateOffloader(SavedOptimizer):
             self._open_share = None
             raise
         optimizer.state.clear()
+        self.take_place_of(optimizer)
 
     @property
     def status(self) -> Status:
@@ -210,7 +210,7 @@ class OptimizerStateOffloader(SavedOptimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to this and to the wrapped optimizer; the fraction applies to it by itself."""
-        if not hasattr(self, "_wrapped"):
+        if self._states is None:
             super().add_param_group(param_group)
             return
         with self._working():
@@ -465,11 +465,6 @@ class OptimizerStateOffloader(SavedOptimizer):
                 self.__setstate__({"param_groups": groups})
                 self._left.extend(partial(self.state.write, *each) for each in states.items())
                 self._resume()
-
-    def __setstate__(self, loaded: dict[str, Any]) -> None:
-        """Take over loaded groups, the wrapped optimizer too."""
-        super().__setstate__(loaded)
-        self._wrapped.param_groups = self.param_groups
 
     def close(self) -> None:
         """Finish, take all hooks off and free the host memory, also where finishing raises. Again, it does nothing."""

@@ -7,7 +7,8 @@ good. Explained in docs/choosing.md.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
@@ -16,7 +17,7 @@ import torch
 from torch import nn
 
 from reference_impl.activations import ActivationOffloader, CheckpointOffloader
-from reference_impl.activations.attach import first_blocks, refuse_checkpointing
+from reference_impl.activations.attach import blocks_or_none, first_blocks, refuse_checkpointing
 from reference_impl.activations.offloader import Offloader
 from reference_impl.device import Device
 from reference_impl.distributed.mesh import ranks_of_shards
@@ -24,6 +25,8 @@ from reference_impl.memory.closing import ClosedAtExit, close_behind, undo_all
 from reference_impl.memory.pinned import limit_pinned_memory, pinned_book
 from reference_impl.optimizers import Adam, HybridDeviceOptimizer, Streaming
 from reference_impl.optimizers.checks import norm_of
+from reference_impl.optimizers.hosted import HostedOptimizer
+from reference_impl.optimizers.state_dict import KERNEL
 from reference_impl.optimizers.streamed.storage import has_kernels
 from reference_impl.trained_layers import ShardStreamer, TrainableLayerStreamer
 from reference_impl.trained_layers.shard_streamer import CHUNK_BYTES
@@ -33,13 +36,18 @@ from reference_impl.verification.plan_document import (
     SHARES,
     STREAMED_STATES,
     execute_section,
+    planned_sizes,
     read_document,
 )
 from reference_impl.verification.watch import StepWatch
 from reference_impl.weights import FrozenLayerStreamer
 
+Streamer = FrozenLayerStreamer | TrainableLayerStreamer | ShardStreamer
+
 _RECOMPUTING = ("checkpoint", "recompute")
 _EVERYTHING = 2**62  # bytes that stay on the device: recompute without offload
+# Adapters, a head that was resized or tied: the model of a plan and the one that trains differ by so much.
+_TOLERANCES = {"layers": 0.0, "parameters": 0.05}
 
 
 class AppliedPlan(ClosedAtExit):
@@ -50,11 +58,27 @@ class AppliedPlan(ClosedAtExit):
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, undo: list[Callable[[], None]], watch: StepWatch
+        self,
+        optimizer: torch.optim.Optimizer,
+        undo: list[Callable[[], None]],
+        watch: StepWatch,
+        streamers: Sequence[Streamer],
     ) -> None:
         self.optimizer = optimizer
         self.watch = watch
         self._undo = undo
+        self._streamers = streamers
+
+    @contextmanager
+    def gathered(self, module: nn.Module | None = None) -> Iterator[None]:
+        """Have the weights of `module`, or of the model, on the device, to read or change them, whatever streams.
+
+        See `gathered` of `FrozenLayerStreamer`, `TrainableLayerStreamer` and `ShardStreamer`.
+        """
+        with ExitStack() as stack:
+            for streamer in self._streamers:
+                stack.enter_context(streamer.gathered(module))
+            yield
 
     def close(self) -> None:
         """Leave the model as it was and give the host memory back.
@@ -91,8 +115,9 @@ def apply_plan(
     Args:
         model: its blocks stand in an `nn.ModuleList`. For a plan of several GPUs `fully_shard` has sharded it, and the
             optimizer is made from it after that.
-        optimizer: a `torch.optim.AdamW`; its groups, hyper-parameters and defaults are taken over. So is its state, of
-            which it has none from then on, where the plan puts another optimizer in its place.
+        optimizer: a `torch.optim.AdamW`. Where the plan puts another optimizer in its place, that has the same groups,
+            so that a learning-rate scheduler of either works, and its states, of which it has none from then on. Until
+            `close()` its `step()`, `state_dict()` and `load_state_dict()` raise RuntimeError.
         plan: the document of `offload plan --format json`, or its path.
         max_grad_norm: clip the global norm exactly, in the optimizer; None or 0 clips nothing. A plan that starts
             updates in backward excludes it.
@@ -106,6 +131,7 @@ def apply_plan(
     max_grad_norm = norm_of(max_grad_norm)
     document = read_document(plan)
     execute = execute_section(document)
+    check_planned_for(document, model)
     _check_sharding(model, execute.get("sharding"))
     wanted, layers, shards = (
         execute.get(name) for name in ("optimizer", "trained_layers", "streamed_shards")
@@ -124,6 +150,7 @@ def apply_plan(
     if activations.get("mode") in _RECOMPUTING:
         refuse_checkpointing(model, f"the plan's activations mode {activations['mode']!r}")
     undo: list[Callable[[], None]] = []
+    streamers: list[Streamer] = []
     on = Device.of(device or next(model.parameters()).device)
     if on.allocator is not None:
         # Optimizer states, gradients and activations leave room in pieces of all sizes.
@@ -133,18 +160,23 @@ def apply_plan(
     # Where shards live on the host, parameters are there too.
     trains_on = next(model.parameters()).device if shards is not None else None
     try:
+        if {"optimizer", "trained_layers", "streamed_shards"} & set(execute):
+            undo.append(_fuse(optimizer))
         undo.append(without_caches(model))
         if (weights := execute.get("weights")) is not None:
-            undo.append(FrozenLayerStreamer(model, device=device, **weights).close)
+            streamers.append(FrozenLayerStreamer(model, device=device, **weights))
+            undo.append(streamers[-1].close)
         if activations:
             undo.append(activation_offloader(model, **activation_options(activations)).close)
-        stepped = optimizer
+        stepped: torch.optim.Optimizer = optimizer
         if layers is not None:
             streamer = _layer_streamer(model, optimizer, layers, max_grad_norm, device)
+            streamers.append(streamer)
             undo.append(streamer.close)
             stepped = streamer.optimizer
         if shards is not None:
             sharded = _shard_streamer(model, optimizer, shards, max_grad_norm)
+            streamers.append(sharded)
             undo.append(sharded.close)
             stepped = sharded.optimizer
         if wanted is not None:
@@ -155,14 +187,35 @@ def apply_plan(
             undo.append(_clip_before(optimizer, max_grad_norm))
         watch = StepWatch(stepped, Device.of(trains_on or next(model.parameters()).device), document)
         undo.append(watch.close)
-        applied = AppliedPlan(stepped, undo, watch)
+        applied = AppliedPlan(stepped, undo, watch, streamers)
     except BaseException as error:
         close_behind(error, lambda: undo_all(undo))
         raise
-    if stepped is not optimizer:
-        # They would stay on the device beside those that have taken their place.
+    if isinstance(stepped, HostedOptimizer):
+        # States would stay on the device beside those that have taken their place.
         optimizer.state.clear()
+        stepped.take_place_of(optimizer)
     return applied
+
+
+def check_planned_for(plan: Mapping[str, Any], model: nn.Module) -> None:
+    """Raise ValueError where a document says that it is for another model than `model`, by its size."""
+    expected = planned_sizes(plan)
+    blocks = blocks_or_none(model)
+    # Packed weights hold several parameters in an element.
+    is_packed = any(not param.is_floating_point() for param in model.parameters())
+    found = {
+        "layers": None if blocks is None else len(blocks),
+        "parameters": None if is_packed else sum(param.numel() for param in model.parameters()),
+    }
+    for counted, one in expected.items():
+        other = found[counted]
+        if other is not None and abs(one - other) > _TOLERANCES[counted] * one:
+            raise ValueError(
+                f"the plan is for {plan['model'].get('name', 'a model')} with {one} {counted}, but "
+                f"{type(model).__name__} has {other}; expected a plan for this model; try `offload plan` with its "
+                "config.json"
+            )
 
 
 def _check_sharding(model: nn.Module, wanted: Mapping[str, Any] | None) -> None:
@@ -208,7 +261,7 @@ def _optimizer(
     optimizer: torch.optim.Optimizer, wanted: Mapping[str, Any], max_grad_norm: float | None
 ) -> HybridDeviceOptimizer:
     offloading = HybridDeviceOptimizer(
-        _groups(optimizer),
+        optimizer.param_groups,
         max_grad_norm=max_grad_norm,
         **_hyper_parameters(optimizer),
         **optimizer_options(wanted),
@@ -222,9 +275,18 @@ def _optimizer(
     return offloading
 
 
-def _groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Return the groups with all that is in them, as what updates them in torch's fused kernels takes them."""
-    return [group | {"fused": True, "foreach": None} for group in optimizer.param_groups]
+def _fuse(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    """Let the groups name torch's fused kernel, whose bits those have that take them over; return what undoes it."""
+    before = [{name: group[name] for name in KERNEL} for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group.update(KERNEL)
+
+    def undo() -> None:
+        for index, group in enumerate(optimizer.param_groups):
+            of_added = {name: optimizer.defaults[name] for name in KERNEL}
+            group.update(before[index] if index < len(before) else of_added)
+
+    return undo
 
 
 def _hyper_parameters(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -277,7 +339,7 @@ def _shard_streamer(
 
 def _fused(optimizer: torch.optim.Optimizer) -> torch.optim.AdamW:
     """Return `optimizer` as the streamers take it, with the groups and states that it has."""
-    fused = torch.optim.AdamW(_groups(optimizer), **_hyper_parameters(optimizer), fused=True)
+    fused = torch.optim.AdamW(optimizer.param_groups, **_hyper_parameters(optimizer), fused=True)
     fused.state.update(optimizer.state)
     return fused
 

@@ -1,7 +1,7 @@
 """Reads a plan and checks its `execute` section, entry by entry, before anything is touched.
 
-The document is that of `schema/plan.schema.json`; its other sections are not read. Sizes that depend on the model,
-such as a number of layers, are checked by the mechanisms.
+The document is that of `schema/plan.schema.json`. Of its other sections the model's size and, for `fit`, the prediction
+are read. Sizes that depend on the model, such as a number of layers, are checked by the mechanisms.
 
 Explained in docs/choosing.md.
 """
@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from reference_impl.memory.pinned import LEAST_LIMIT_BYTES
 
 SECTIONS = frozenset(
     (
@@ -52,8 +54,15 @@ STREAMED_STATES: Mapping[str, Mapping[str, Any]] = {
 INPUTS = ("device", "host")
 SHARD_DTYPES: Mapping[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _OVERLAPS = ("gradients", "update")
+# Planners name no other; whoever reads gradients changes a plan so.
+_OVERLAPS_OF_OPTIMIZER = ("gradients", "update", "nothing")
 _MOST_BYTES = 2**63 - 1
 _SUM_TOLERANCE = 1e-6
+# What `fit` reads of an option.
+_PREDICTED = {
+    "memory": ("allocated_bytes", "host_bytes_per_node", "pinned_bytes_per_node"),
+    "time": ("step_s", "least_s"),
+}
 
 Check = Callable[[str, Any], None]
 
@@ -82,7 +91,7 @@ def execute_section(plan: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
         "weights": _weights,
         "trained_layers": _trained_layers,
         "streamed_shards": _streamed_shards,
-        "pinned_limit_bytes": _count,
+        "pinned_limit_bytes": _pinned_limit,
     }
     _object(checks)("execute", execute)
     others = [name for name in execute if name not in ("trained_layers", "pinned_limit_bytes")]
@@ -98,6 +107,44 @@ def execute_section(plan: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
         )
     assert isinstance(execute, Mapping)
     return execute
+
+
+def planned_sizes(plan: Mapping[str, Any]) -> dict[str, int]:
+    """Return the `layers` and `parameters` of the model that a document says it is for, as far as it says them.
+
+    Raises ValueError that names the entry for numbers that are none.
+    """
+    model = plan.get("model")
+    if model is None:
+        return {}
+    _mapping("model", model)
+    shape = model.get("shape")
+    if shape is not None:
+        _mapping("model.shape", shape)
+    found = {
+        "layers": ("model.shape.num_layers", (shape or {}).get("num_layers")),
+        "parameters": ("model.parameters", model.get("parameters")),
+    }
+    for entry, size in found.values():
+        if size is not None:
+            _count(entry, size)
+    return {name: size for name, (_, size) in found.items() if size is not None}
+
+
+def check_predicts(plan: Mapping[str, Any]) -> None:
+    """Raise ValueError that names the entry for a document without the prediction that `fit` compares trials with."""
+    option: Any = plan
+    for entry, name in (("recommendation", "recommendation"), ("recommendation.option", "option")):
+        option = option.get(name)
+        _mapping(entry, option)
+    entries: dict[str, Check] = {"label": _text, "mechanisms": _texts}
+    for name, check in entries.items():
+        check(f"recommendation.option.{name}", option.get(name))
+    for section, numbers in _PREDICTED.items():
+        entry = f"recommendation.option.{section}"
+        _mapping(entry, option.get(section))
+        for name in numbers:
+            _number(f"{entry}.{name}", option[section].get(name))
 
 
 def read_document(plan: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
@@ -130,7 +177,7 @@ def _optimizer(entry: str, found: Any) -> None:
         {
             "offload_fraction": _share,
             "split": _split,
-            "backward_overlap": _one_of(_OVERLAPS),
+            "backward_overlap": _one_of(_OVERLAPS_OF_OPTIMIZER),
             "streamed_states": _one_of(tuple(STREAMED_STATES)),
         },
         required=("offload_fraction",),
@@ -216,8 +263,44 @@ def _share(entry: str, found: Any) -> None:
 
 
 def _count(entry: str, found: Any) -> None:
-    if not isinstance(found, int) or isinstance(found, bool) or not 0 <= found <= _MOST_BYTES:
+    if not _is_whole(found):
         raise _wrong(entry, found, "a whole number of at least 0", "1")
+
+
+def _pinned_limit(entry: str, found: Any) -> None:
+    if _is_whole(found) and found >= LEAST_LIMIT_BYTES:
+        return
+    raise _wrong(
+        entry,
+        found,
+        f"bytes, {LEAST_LIMIT_BYTES} or more, for the buffers that copies of pageable memory pass through",
+        f"{2**30}, or leaving it out where pinned memory has no limit",
+    )
+
+
+def _is_whole(found: Any) -> bool:
+    return isinstance(found, int) and not isinstance(found, bool) and 0 <= found <= _MOST_BYTES
+
+
+def _mapping(entry: str, found: Any) -> None:
+    if not isinstance(found, Mapping):
+        raise _wrong(entry, found, "an object", "offload plan --framework pytorch --format json")
+
+
+def _text(entry: str, found: Any) -> None:
+    if not isinstance(found, str):
+        raise _wrong(entry, found, "a string", "offload plan --framework pytorch --format json")
+
+
+def _texts(entry: str, found: Any) -> None:
+    if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
+        raise _wrong(entry, found, "a list of strings", "offload plan --framework pytorch --format json")
+
+
+def _number(entry: str, found: Any) -> None:
+    is_number = isinstance(found, int | float) and not isinstance(found, bool)
+    if not is_number or not 0 <= found <= _MOST_BYTES:
+        raise _wrong(entry, found, "a number of at least 0", "offload plan --framework pytorch --format json")
 
 
 def _wrong(entry: str, found: Any, expected: str, remedy: str) -> ValueError:

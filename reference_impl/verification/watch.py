@@ -46,13 +46,15 @@ class StepWatch:
             self._hook.remove()
 
     def _after_step(self) -> None:
+        # The hook stays: torch walks the hooks while this runs.
+        if len(self._times) > STEPS:
+            return
         peak_bytes = marked_peak_bytes(self._device)
         self._times.append(time.perf_counter())
         if peak_bytes is not None:
             self._peaks.append(peak_bytes)
         if len(self._times) <= STEPS:
             return
-        self.close()
         if self._peaks and self._predicted is not None:
             self._say(max(self._peaks), self._times[-1] - self._times[-2], self._predicted)
 

@@ -416,6 +416,31 @@ def test_what_cannot_be_fitted_is_said_in_a_sentence_and_nothing_has_changed(cha
     assert before[0].is_meta or same(before, model.parameters())
 
 
+PREDICTED = {
+    "label": "no offload",
+    "mechanisms": [],
+    "memory": {"allocated_bytes": 1, "host_bytes_per_node": 0, "pinned_bytes_per_node": 0},
+    "time": {"step_s": 1.0, "least_s": 0.5},
+}
+
+
+@pytest.mark.parametrize(
+    ("recommendation", "named"),
+    [
+        (5, "recommendation is 5; expected an object"),
+        ({"option": "the first"}, "recommendation.option is 'the first'"),
+        ({"option": PREDICTED | {"label": None}}, "recommendation.option.label is None; expected a string"),
+        ({"option": PREDICTED | {"mechanisms": "all"}}, "mechanisms is 'all'; expected a list of strings"),
+        ({"option": PREDICTED | {"memory": []}}, r"option.memory is \[\]; expected an object"),
+        ({"option": PREDICTED | {"time": {"step_s": 1.0}}}, "option.time.least_s is None; expected a number"),
+    ],
+)
+def test_a_plan_whose_prediction_cannot_be_read_is_refused(recommendation, named):
+    model, optimizer = make()
+    with pytest.raises(ValueError, match=named):
+        fit(model, optimizer, IDS, loss_of, plan={"recommendation": recommendation, "execute": {}})
+
+
 def lean(model, ids):
     """The loss in chunks of 32 tokens."""
     kept = []

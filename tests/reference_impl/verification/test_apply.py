@@ -1,5 +1,6 @@
 import json
 import runpy
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -104,6 +105,10 @@ def test_a_plan_of_the_planner_is_applied_from_its_file(
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(document), encoding="utf-8")
     model = decoder()
+    with pytest.raises(ValueError, match="the plan is for llama-3-8b with 32 layers, but Decoder has 4"):
+        apply_plan(model, adamw(model), path)
+    # Without a model it is for any.
+    path.write_text(json.dumps({"execute": document["execute"]}), encoding="utf-8")
     with apply_plan(model, adamw(model), path) as applied:
         assert len(losses(model, applied.optimizer, steps=1)) == 1
 
@@ -190,6 +195,97 @@ def test_a_norm_is_that_of_gradients_without_their_scale() -> None:
         return [param.detach() for param in model.parameters()]
 
     torch.testing.assert_close(weights(2.0**10), weights(1.0), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("execute", [*STEPPED, {"optimizer": {"offload_fraction": 0.0}}], ids=str)
+def test_a_scheduler_that_was_made_before_sets_the_rate_of_what_steps(execute: Mapping[str, Any]) -> None:
+    def train(
+        model: Decoder, optimizer: torch.optim.Optimizer, scheduler: Any, group: Any
+    ) -> list[torch.Tensor]:
+        found = []
+        for step in range(4):
+            if step == 2:
+                # As a checkpoint is resumed from.
+                optimizer.load_state_dict(optimizer.state_dict())
+            group["weight_decay"] = 0.1 * step
+            found += losses(model, optimizer, steps=1)
+            scheduler.step()
+        return found
+
+    def prepared(model: Decoder) -> tuple[torch.optim.Optimizer, Any]:
+        optimizer = adamw(model)
+        return optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.3)
+
+    reference, model = decoder(), decoder()
+    plain, plain_scheduler = prepared(reference)
+    expected = train(reference, plain, plain_scheduler, _Last(plain))
+    given, scheduler = prepared(model)
+    with warnings.catch_warnings():
+        # Such as that of a scheduler that finds its optimizer has not been stepped.
+        warnings.simplefilter("error")
+        with apply_plan(model, given, {"execute": execute}) as applied:
+            found = train(model, applied.optimizer, scheduler, _Last(given))
+            assert torch.stack(found).equal(torch.stack(expected))
+            assert applied.optimizer.param_groups[0]["lr"] == plain.param_groups[0]["lr"]
+    assert given.param_groups[0]["lr"] == plain.param_groups[0]["lr"]
+
+
+class _Last:
+    """The first group that an optimizer has now."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._optimizer.param_groups[0][name] = value
+
+
+@pytest.mark.parametrize("execute", STEPPED[:2], ids=str)
+def test_an_optimizer_that_was_given_away_refuses_to_step_until_the_plan_is_closed(
+    execute: Mapping[str, Any],
+) -> None:
+    model = decoder()
+    given = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
+    with apply_plan(model, given, {"execute": execute}) as applied:
+        losses(model, applied.optimizer, steps=1)
+        for use in (
+            given.step,
+            given.state_dict,
+            lambda: given.load_state_dict(applied.optimizer.state_dict()),
+        ):
+            with pytest.raises(RuntimeError, match=f"expected the {type(applied.optimizer).__name__}"):
+                use()
+    assert given.param_groups[0]["foreach"] is True
+    assert given.param_groups[0]["fused"] is None
+    assert len(losses(model, given, steps=1)) == 1
+
+
+def test_a_hook_of_somebody_else_runs_behind_each_step_of_a_watched_plan() -> None:
+    model, calls = decoder(), []
+    with apply_plan(model, adamw(model), {"execute": STEPPED[0]}) as applied:
+        applied.optimizer.register_step_post_hook(lambda *_: calls.append(1))
+        losses(model, applied.optimizer, steps=6)
+    assert len(calls) == 6
+
+
+def test_weights_that_stream_under_a_plan_are_gathered_by_it() -> None:
+    model = decoder()
+    weights = [param.detach().clone() for param in model.parameters()]
+    with apply_plan(model, adamw(model), {"execute": {"trained_layers": {}}}) as applied:
+        with pytest.raises(RuntimeError, match="gathered"):
+            model.layers[0].qkv.weight.sum()
+        with applied.gathered():
+            assert all(map(torch.equal, weights, model.parameters()))
+
+
+def test_gradients_that_are_read_stay_under_a_plan_that_says_so() -> None:
+    model, ids = decoder(), torch.arange(64).view(2, 32)
+    execute = {"optimizer": {"offload_fraction": 1.0, "backward_overlap": "nothing"}}
+    with apply_plan(model, adamw(model), {"execute": execute}):
+        torch.nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten()).backward()
+        assert all(
+            float(param.grad.abs().sum()) > 0 for param in model.parameters() if param.grad is not None
+        )
 
 
 @pytest.mark.parametrize("execute", STEPPED[:2], ids=str)
@@ -313,6 +409,13 @@ def test_a_budget_is_kept_under_a_plan() -> None:
         ({"execute": {"optimizer": {"offload_fraction": 1.0, "streamed_states": "tiny"}}}, "tiny"),
         ({"execute": {"activations": {"mode": "layers", "num_layers": 99}}}, "99"),
         ({"execute": {"optimizer": {"offload_fraction": 1.0, "split": {"cpu": 0.7}}}}, "sum to 1"),
+        ({"model": {"shape": {"num_layers": 5}}, "execute": {}}, "with 5 layers, but Decoder has 4"),
+        ({"model": {"name": "toy", "parameters": 10**6}, "execute": {}}, "toy with 1000000 parameters"),
+        ({"model": {"parameters": "many"}, "execute": {}}, "model.parameters is 'many'"),
+        ({"model": {"shape": {"num_layers": -1}}, "execute": {}}, "model.shape.num_layers is -1"),
+        ({"model": 5, "execute": {}}, "model is 5"),
+        ({"model": {"shape": []}, "execute": {}}, r"model.shape is \[\]"),
+        ({"execute": {"pinned_limit_bytes": -1}}, "is -1; expected bytes, 1048576 or more.*try 1073741824"),
     ],
 )
 def test_a_plan_that_cannot_be_executed_is_refused(document: Mapping[str, Any], named: str) -> None:
