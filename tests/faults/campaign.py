@@ -40,6 +40,11 @@ CAMPAIGNS = (
     # Each run has other ones. In FSDP2's own code a signal leaves a model behind with which no loop can go on.
     "timed-signals",
     "timed-layers-signals",
+    "users",
+    "users-signals",
+    "python",
+    "layers-python",
+    "shards-python",
 )
 
 
@@ -117,21 +122,24 @@ def _child(limit_s: float, campaign: str, seeds: range, report_to: int, stacks: 
 
 def _case(campaign: str, seed: int) -> tuple[object, Any]:
     """Return the case of a seed and what judges it."""
+    import cases
     import judge
     import memory_cases
-    from settings import layers_settings, settings, shards_settings
+    from matrices import layers_settings, settings, shards_settings, users_settings
 
     if campaign.startswith("memory"):
         make = memory_cases.case_of if campaign == "memory" else memory_cases.interrupted_case_of
         held = make(seed)
         return held, lambda: memory_cases.judge(held)
-    matrices = {"layers": layers_settings, "shards": shards_settings}
-    what = campaign.removeprefix("timed-").removesuffix("-signals")
-    matrix = matrices.get(what, settings)()
-    if campaign.endswith("signals"):
-        case = judge.interrupted_case_of(seed, matrix=matrix, is_timed=campaign.startswith("timed-"))
+    matrices = {"layers": layers_settings, "shards": shards_settings, "users": users_settings}
+    words = campaign.split("-")
+    matrix = next((matrices[word] for word in words if word in matrices), settings)()
+    if "signals" in words:
+        case = cases.interrupted_case_of(seed, matrix=matrix, is_timed="timed" in words)
+    elif "python" in words:
+        case = cases.python_case_of(seed, matrix=matrix)
     else:
-        case = judge.case_of(seed, matrix=matrix)
+        case = cases.case_of(seed, matrix=matrix)
     return case, lambda: judge.judge(case)
 
 

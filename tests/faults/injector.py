@@ -1,4 +1,4 @@
-"""Fails one kernel, copy, allocation, event, worker task or user hook, at its n-th call.
+"""Fails one kernel, copy, allocation, event, worker task, thread's start or user hook, at its n-th call.
 
 A *seam* is a place at which a call may fail before it has an effect. `SEAMS` names where each is in the package; it is
 the only place here that knows private names. A *visit* is one call through a seam. A dry run counts the visits of every
@@ -53,6 +53,7 @@ KINDS: dict[str, Callable[[], BaseException]] = {
     "host_memory_error": host_out_of_memory,
     "worker_error": lambda: RuntimeError("injected into a worker"),
     "disk_error": lambda: OSError(errno.EIO, "Input/output error (injected)"),
+    "no_thread": lambda: RuntimeError("can't start new thread (injected)"),
     "device_lost": device_lost,
     "user_error": lambda: UserError("injected into a user's hook"),
 }
@@ -95,6 +96,8 @@ SEAMS: dict[str, Seam] = {
         ("memory_error",),
     ),
     "submit": Seam(((f"{_OPTIMIZERS}.cpu.workers", "DeadlineWorkers", "submit"),), ("memory_error",)),
+    # As where a container's limit of processes is reached.
+    "thread": Seam((("threading", "Thread", "start"),), ("no_thread",)),
 }
 
 # Methods of `Device`, by seam.
@@ -244,6 +247,8 @@ class Injector:
         seen: BaseException | None = error
         while seen is not None:
             if seen is self.error or (self.error is not None and str(self.error) in str(seen)):
+                return True
+            if isinstance(self.error, RecursionError) and isinstance(seen, RecursionError):
                 return True
             seen = seen.__cause__ or seen.__context__
         return False

@@ -1,7 +1,8 @@
 """Real signals at a chosen or at a random moment of training.
 
-`Interrupt.comes` sends SIGINT to this process: either before the n-th bytecode that the package, or torch around a
-step, runs on the main thread, or from another thread after a time, which may be anywhere and is another in each run.
+`Interrupt.comes` sends a signal to this process, SIGINT unless another is chosen, whose handler raises
+KeyboardInterrupt: either before the n-th bytecode that the package, or torch around a step, runs on the main thread, or
+from another thread after a time, which may be anywhere and is another in each run.
 """
 
 from __future__ import annotations
@@ -21,38 +22,45 @@ from injector import Injector
 
 import reference_impl
 
+_NAMED = frozenset(int(each) for each in signal.Signals)
 # What runs between the user's loop and the package in a step.
 AROUND_A_STEP = ("torch/amp/grad_scaler.py", "torch/optim/optimizer.py", "/contextlib.py")
-_PACKAGE = os.path.dirname(reference_impl.__file__) + os.sep
+PACKAGE = os.path.dirname(reference_impl.__file__) + os.sep
 
 
 @dataclass(frozen=True)
 class Interrupt:
-    """SIGINT before bytecode `nth`, counted as by `counted`, or after `delay_s` seconds of training."""
+    """Signal `number` before bytecode `nth`, counted as by `counted`, or after `delay_s` seconds of training."""
 
     nth: int | None
     delay_s: float = 0.0
     also: tuple[str, ...] = AROUND_A_STEP
+    number: int = signal.SIGINT
     may_break = False
 
     def __str__(self) -> str:
+        name = signal.Signals(self.number).name if self.number in _NAMED else f"signal {self.number}"
         if self.nth is None:
-            return f"SIGINT after {self.delay_s * 1e3:.1f} ms"
-        return f"SIGINT before bytecode {self.nth}"
+            return f"{name} after {self.delay_s * 1e3:.1f} ms"
+        return f"{name} before bytecode {self.nth}"
 
     @contextmanager
     def comes(self, injector: Injector) -> Iterator[None]:
         """Send the signal while the program inside runs; `injector.error` says that it has been sent."""
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        before = signal.signal(self.number, signal.default_int_handler)
 
         def send() -> None:
             injector.error = KeyboardInterrupt()
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), self.number)
 
-        with self._timed(send) if self.nth is None else counted(self.nth, send, also=self.also):
-            yield
-            # What is still under way must not hit the judge.
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
+            with self._timed(send) if self.nth is None else counted(self.nth, send, also=self.also):
+                yield
+                # What is still under way must not hit the judge.
+                signal.signal(self.number, signal.SIG_IGN)
+        finally:
+            if signal.getsignal(self.number) in (signal.default_int_handler, signal.SIG_IGN):
+                signal.signal(self.number, before)
 
     @contextmanager
     def _timed(self, send: Callable[[], None]) -> Iterator[None]:
@@ -83,7 +91,7 @@ def counted(
 
     def enter(frame: FrameType, event: str, argument: Any) -> Any:
         path = frame.f_code.co_filename
-        if not path.startswith(_PACKAGE) and not path.endswith(also):
+        if not path.startswith(PACKAGE) and not path.endswith(also):
             return None
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
         return each

@@ -8,29 +8,27 @@ the one that left the batch of the fault out.
 from __future__ import annotations
 
 import enum
-import gc
 import traceback
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import injector as injection
 import torch
-from injector import WORKER, Fault, Injector, Moment, some_kind
-from interrupts import Interrupt, counted, seconds_of
-from settings import STEPS, Setting, Trainee, differing, shuffled
+from injector import Fault, Injector
+from interrupts import Interrupt
+from leftovers import Leftovers
+from python_faults import OTHERS_FRAMES, NoMemory, TooDeep, deeper
+from settings import STEPS, Setting, Trainee, differing
 
 from reference_impl.device import Device
-from reference_impl.memory.host import host_book
 
 Snapshot = dict[str, torch.Tensor]
 ACTIONS = ("skip", "again", "state_dict", "synchronize", "forward", "close")
 # The fault comes in one of these steps: before them there is nothing to lose, after the last nothing would show it.
 FAULTY_STEPS = range(1, STEPS - 1)
-
-
-SEEDS_A_SETTING = 5
 
 
 class Verdict(enum.Enum):
@@ -59,7 +57,7 @@ class Case:
     """One run of the campaign."""
 
     setting: Setting
-    fault: Fault | Interrupt
+    fault: Fault | Interrupt | NoMemory | TooDeep
     action: str
 
     def __str__(self) -> str:
@@ -101,100 +99,36 @@ def undisturbed(setting: Setting, left_out: int | None, stop: int = STEPS) -> Sn
         return trainee.snapshot() | trainee.averages()
 
 
-@cache
-def visits(setting: Setting) -> dict[Moment, int]:
-    """Return how often each seam is visited in each moment of an undisturbed run."""
-    injector = Injector()
-    with injector.installed(Device.of("cpu")), opened(setting, injector) as trainee:
-        train(trainee, injector, 0)
-        injector.enter(STEPS, "end")
-        trainee.optimizer.synchronize()
-    return dict(injector.visits)
-
-
-def _setting(seed: int, matrix: list[Setting]) -> Setting:
-    # Neighbours share a setting, so that undisturbed runs serve several; 59 takes them through the whole matrix.
-    return matrix[seed // SEEDS_A_SETTING * 59 % len(matrix)]
-
-
-def case_of(seed: int, *, matrix: list[Setting]) -> Case:
-    """Return the case of a seed: what is trained, of `matrix`, what fails, when, and what the program then does."""
-    random, setting = shuffled(seed), _setting(seed, matrix)
-    counted = visits(setting)
-    # The step itself is what the contract is about, so it gets half of all faults.
-    moments = [m for m in counted if m.step in FAULTY_STEPS or m.seam.endswith(WORKER)]
-    kinds = sorted({(m.phase, m.seam) for m in moments})
-    by_phase = {"step": 6.0, "zero_grad": 1.0, "": 4.0}
-    weights = [by_phase.get(phase, 2.0) * (0.3 if seam == "order" else 1.0) for phase, seam in kinds]
-    phase, seam = random.choices(kinds, weights)[0]
-    moment = random.choice(sorted(m for m in moments if (m.phase, m.seam) == (phase, seam)))
-    nth = random.randint(1, counted[moment])
-    if seam.endswith(WORKER):
-        # Neither the first step nor the last.
-        each = counted[moment] // STEPS
-        nth = random.randint(each + 1, max(counted[moment] - each, each + 1))
-    return Case(setting, Fault(moment, nth, some_kind(random, seam)), random.choice(ACTIONS))
-
-
-@cache
-def bytecodes(setting: Setting) -> tuple[int, int]:
-    """Return how many bytecodes of the package run before the faulty steps, and until their end."""
-    with opened(setting, injector := Injector()) as trainee, counted(None, lambda: None) as count:
-        train(trainee, injector, 0, stop=FAULTY_STEPS.start)
-        before = count[0]
-        train(trainee, injector, FAULTY_STEPS.start, stop=FAULTY_STEPS.stop)
-        return before, count[0]
-
-
-@cache
-def duration_s(setting: Setting) -> float:
-    """Return how long training takes."""
-    with opened(setting, injector := Injector()) as trainee:
-        return seconds_of(lambda: train(trainee, injector, 0))
-
-
-def interrupted_case_of(seed: int, *, matrix: list[Setting], is_timed: bool) -> Case:
-    """Return the case of a seed in which SIGINT comes: at a bytecode, or after a time where it `is_timed`."""
-    random, setting = shuffled(seed), _setting(seed, matrix)
-    if is_timed:
-        interrupt = Interrupt(None, random.random() * duration_s(setting))
-    else:
-        before, until = bytecodes(setting)
-        interrupt = Interrupt(random.randint(before + 1, until))
-    # Whether a step has been taken, a program that was interrupted does not know: so it does not step again.
-    action = random.choice(
-        ("state_dict", "state_dict", "state_dict", "skip", "synchronize", "forward", "close")
-    )
-    return Case(setting, interrupt, action)
-
-
 def judge(case: Case) -> Outcome:
     """Run a case."""
-    reserved_bytes = host_book.reserved_bytes
-    fault = case.fault if isinstance(case.fault, Fault) else None
-    injector = Injector(fault)
-    trainee = Trainee(case.setting, injector.visit)
-    try:
-        with injector.installed(Device.of("cpu")) if fault else nullcontext():
-            outcome = _Run(case, trainee, injector).outcome()
-            injector.enter(STEPS, "close")
-            injector.fault = fault if fault and fault.kind == "device_lost" else None
-            try:
-                trainee.optimizer.close()
-            except Exception as error:
-                if outcome.verdict.passes:
-                    outcome = Outcome(Verdict.STUCK, f"close() raised {error!r}")
-    finally:
-        del trainee
-    if outcome.verdict.passes and _kept_bytes(reserved_bytes):
-        return Outcome(Verdict.LEAK, f"{_kept_bytes(reserved_bytes)} bytes of host memory stay after close()")
+    before = Leftovers.now()
+    frames = OTHERS_FRAMES if isinstance(case.fault, TooDeep) else 0
+    outcome = deeper(frames, lambda: _judged(case))
+    if outcome.verdict.passes and (left := before.more_than()):
+        return Outcome(Verdict.LEAK, f"after close() stay: {left}")
     return outcome
 
 
-def _kept_bytes(before: int) -> int:
-    if host_book.reserved_bytes > before:
-        gc.collect()
-    return host_book.reserved_bytes - before
+def _judged(case: Case) -> Outcome:
+    fault = case.fault if isinstance(case.fault, Fault) else None
+    injector = Injector(fault)
+    hears_threads = isinstance(case.fault, NoMemory) and not case.fault.on_main
+    with case.fault.comes(injector) if hears_threads else nullcontext():
+        trainee = Trainee(case.setting, injector.visit)
+        try:
+            with injector.installed(Device.of("cpu")) if fault else nullcontext():
+                run = _Run(case, trainee, injector)
+                outcome = run.outcome()
+                injector.enter(STEPS, "close")
+                injector.fault = fault if fault and fault.kind == "device_lost" else None
+                try:
+                    trainee.optimizer.close()
+                except Exception as error:
+                    if outcome.verdict.passes:
+                        outcome = Outcome(Verdict.STUCK, f"close() raised {error!r}")
+            return run.remedied() if outcome.verdict is Verdict.BROKEN else outcome
+        finally:
+            del trainee
 
 
 class _Run:
@@ -205,6 +139,10 @@ class _Run:
         self._optimizer = trainee.optimizer
         # What a look in between has shown the batch of the fault to be: "taken" or "skipped".
         self._seen: str | None = None
+        self._is_interrupted = isinstance(case.fault, Interrupt)
+        # Where the fault came, and all that errors have said.
+        self._step = STEPS
+        self._said = ""
 
     def outcome(self) -> Outcome:
         try:
@@ -217,8 +155,10 @@ class _Run:
                 return Outcome(Verdict.CRASH, told_of(error))
             if not self._injector.names(error):
                 return Outcome(Verdict.STUCK, f"the fault is not named: {told_of(error)}")
-            outcome = self._after(self._injector.step, phase := self._injector.phase)
-            unsaid = phase == "step" and isinstance(self._case.fault, Fault) and self._unsaid(error)
+            self._step, phase = self._injector.step, self._injector.phase
+            self._said += all_of(error)
+            outcome = self._after(self._step, phase)
+            unsaid = phase == "step" and not self._is_interrupted and self._unsaid(error)
             return Outcome(Verdict.UNSAID, unsaid) if unsaid and outcome.verdict.passes else outcome
         if self._injector.error is None and isinstance(self._case.fault, Fault):
             return Outcome(Verdict.MISSED, "the fault was never reached")
@@ -236,6 +176,9 @@ class _Run:
         if not _is_ours(error):
             # As where GradScaler looks for infinities.
             return ""
+        if isinstance(self._case.fault, TooDeep):
+            # A note takes frames, which are not there.
+            return ""
         notes = " ".join(getattr(error, "__notes__", ()))
         if not hasattr(self._optimizer, "status") or any(state in notes for state in states):
             return ""
@@ -243,14 +186,15 @@ class _Run:
 
     def _interrupted(self) -> AbstractContextManager[object]:
         fault = self._case.fault
-        return fault.comes(self._injector) if isinstance(fault, Interrupt) else nullcontext()
+        here = isinstance(fault, Interrupt | TooDeep) or (isinstance(fault, NoMemory) and fault.on_main)
+        return fault.comes(self._injector) if here else nullcontext()
 
     def _after(self, step: int, phase: str) -> Outcome:
         """Do what the case says after the fault came in `phase` of `step`, train on, and compare."""
         status = getattr(self._optimizer, "status", None)
         told = f"raised in step {step}, {phase}, status {status}"
         self._injector.enter(STEPS, "after")
-        self._trainee.recover(interrupted=isinstance(self._case.fault, Interrupt))
+        self._trainee.recover(interrupted=self._is_interrupted)
         try:
             closed = self._act(step, phase, status)
             if closed is not None:
@@ -280,7 +224,7 @@ class _Run:
             return {"skipped"}
         if phase in ("average", "zero_grad", "end"):
             return {"taken"}
-        if phase == "backward" or isinstance(self._case.fault, Interrupt):
+        if phase == "backward" or self._is_interrupted:
             # An interrupt may have come before the step or after it; a backward that updates may not have begun to.
             return {"taken", "skipped"}
         if status == "begun":
@@ -311,10 +255,10 @@ class _Run:
             optimizer.synchronize()
         elif action == "forward" and following < STEPS:
             loss = self._trainee.loss(following)
-            optimizer.zero_grad()
+            self._trainee.zero_grad()
             self._trainee.train(following, lambda *_: None, loss)
             following += 1
-        optimizer.zero_grad()
+        self._trainee.zero_grad()
         for index in range(following, STEPS):
             self._trainee.train(index, lambda *_: None)
         # That of the last batch may be the one that has failed.
@@ -356,8 +300,9 @@ class _Run:
     def _gives_up(self, later: BaseException, step: int, phase: str, told: str) -> Outcome:
         """Judge an error after the fault: may the optimizer give up, and does it say so everywhere?"""
         told = f"{told}; later {told_of(later)}"
+        self._said += all_of(later)
         # An interrupt may come before the first line of step().
-        before_step = ("backward", "step") if isinstance(self._case.fault, Interrupt) else ("backward",)
+        before_step = ("backward", "step") if self._is_interrupted else ("backward",)
         if phase in before_step and self._case.setting.updates_in_backward:
             return self._refuses(step, phase, told)
         status = getattr(self._optimizer, "status", None)
@@ -390,6 +335,32 @@ class _Run:
             Verdict.TORN if self._seen == "torn" else Verdict.STUCK, f"{told}; yet state_dict() returned"
         )
 
+    def remedied(self) -> Outcome:
+        """Do what the error of a lost optimizer says: load the last checkpoint into a new one, and train on."""
+        if not any(words in self._said for words in ("try ", "load the last checkpoint")):
+            return Outcome(Verdict.UNSAID, f"no remedy is named: {self._said}")
+        setting, trainee = self._case.setting, self._trainee
+        with injection.undisturbed.run():
+            if self._injector.fault is not None:
+                # With the device the process is lost, and with it the model.
+                trainee = Trainee(setting, lambda _: None)
+            else:
+                trainee.recover(interrupted=True)
+                trainee.build()
+            try:
+                trainee.zero_grad()
+                trainee.load(checkpoint(setting, self._step))
+                train(trainee, Injector(), self._step)
+                trainee.take_average()
+                found = trainee.snapshot() | trainee.averages()
+            except Exception as error:
+                return Outcome(Verdict.STUCK, f"the remedy fails: {told_of(error)}, after {self._said}")
+            finally:
+                trainee.optimizer.close()
+        if different := differing(found, undisturbed(setting, None)):
+            return Outcome(Verdict.SILENT, f"the remedy was taken, and {_few(different)}")
+        return Outcome(Verdict.BROKEN, f"and the remedy helps: {self._said[:160]}")
+
     def _different(self, left_out: int | None) -> list[str] | None:
         """Return what differs from the undisturbed run; None if nothing does."""
         with self._injector.quietly():
@@ -400,6 +371,23 @@ class _Run:
 def undisturbed_until(setting: Setting, stop: int) -> Snapshot:
     """Return what the undisturbed run holds after `stop` batches."""
     return undisturbed(setting, None, stop)
+
+
+@cache
+def checkpoint(setting: Setting, stop: int) -> dict[str, Any]:
+    """Return what an undisturbed run saves after `stop` batches, as `Trainee.load` takes it."""
+    with injection.undisturbed.run(), opened(setting, injector := Injector()) as trainee:
+        train(trainee, injector, 0, stop=stop)
+        return trainee.saved()
+
+
+def all_of(error: BaseException | None) -> str:
+    """Return all that an error and its causes say, with their notes."""
+    said = ""
+    while error is not None:
+        said += " ".join((str(error), *getattr(error, "__notes__", ()), ""))
+        error = error.__cause__ or error.__context__
+    return said
 
 
 def _is_ours(error: BaseException) -> bool:

@@ -1,17 +1,21 @@
 """What the campaign trains: a small model, and every way to keep its optimizer's states.
 
-A `Setting` is one way; `settings` lists those of the matrix. `Trainee` is a model with its optimizer and batches.
+A `Setting` is one way; `matrices` lists them. `Trainee` is a model with its optimizer and batches.
 
 Programs train in loops of different kinds: `plain`; `scaled` by GradScaler; `accumulated` over two backwards a step;
-`infinite`, where the gradients of one batch overflow; `averaged`, with an AveragedModel beside the model.
+`infinite`, where the gradients of one batch overflow; `averaged`, with an AveragedModel beside the model. Those of
+`USERS_LOOPS` have hooks wherever torch calls any, and more: `hooked` has them alone; `scheduled` a learning rate of
+its own for each batch; `zeroed` calls `model.zero_grad()`, and `filled` sets gradients to zero instead of dropping
+them.
 """
 
 from __future__ import annotations
 
+import copy
 import math
 import random
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +27,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.swa_utils import AveragedModel
 
 from reference_impl import (
@@ -40,7 +45,9 @@ OPTIONS = {"lr": 1e-2, "betas": (0.8, 0.95), "eps": 1e-7, "weight_decay": 0.1}
 WIDTH = 24
 # Of the same model and batches in each step, so that a clip decision of another step shows.
 LOSS_FACTORS = (1.0, 64.0, 0.02, 8.0, 0.3)
+LR_FACTORS = (1.0, 0.5, 2.0, 0.25, 1.5)
 INFINITE_BATCH = 2
+USERS_LOOPS = ("hooked", "scheduled", "zeroed")
 
 Visit = Callable[[str], None]
 
@@ -123,6 +130,21 @@ class LayersOptimizer:
         self._streamer.close()
 
 
+def hook_everywhere(model: nn.Module, optimizer: torch.optim.Optimizer, visit: Visit) -> None:
+    """Register a hook wherever torch calls one of the user's around a step; each changes nothing."""
+    module = model.get_submodule("third" if isinstance(model, Small) else "layers.3")
+    module.register_forward_pre_hook(lambda *_: visit("hook"))
+    module.register_forward_hook(lambda *_: visit("hook"))
+    module.register_full_backward_pre_hook(lambda *_: visit("hook"))
+    module.register_full_backward_hook(lambda *_: visit("hook"))
+    model.register_forward_hook(lambda *_: visit("hook"))
+    module.weight.register_hook(lambda _: visit("hook"))
+    if module.weight.is_leaf:
+        module.weight.register_post_accumulate_grad_hook(lambda _: visit("hook"))
+    optimizer.register_step_pre_hook(lambda *_: visit("hook"))
+    optimizer.register_step_post_hook(lambda *_: visit("hook"))
+
+
 @dataclass(frozen=True)
 class Setting:
     """One way to train: which optimizer, with which options."""
@@ -144,150 +166,6 @@ class Setting:
         return dict(self.options).get("backward_overlap") == "update"
 
 
-def _make(kind: str, dtype: torch.dtype, attached: bool, *, loop: str = "plain", **options: Any) -> Setting:
-    return Setting(kind, tuple(sorted(options.items())), dtype, attached, loop)
-
-
-def _hybrid() -> Iterator[Setting]:
-    half, single = torch.bfloat16, torch.float32
-    shares: list[tuple[dict[str, Any], tuple[torch.dtype, ...]]] = [
-        ({"offload_fraction": 0.0}, (half, single)),
-        ({"offload_fraction": 0.5}, (half, single)),
-        ({"offload_fraction": 1.0}, (half, single)),
-        ({"split": (0.3, 0.4, 0.3)}, (half, single)),
-        ({"split": (0.0, 1.0, 0.0)}, (half, single)),
-        ({"split": (0.0, 1.0, 0.0), "prefetch_bytes": 12_000}, (half,)),
-        ({"split": (0.2, 0.5, 0.3), "hi_lo_masters": True}, (half,)),
-        ({"split": (0.2, 0.5, 0.3), "moments_dtype": half}, (half, single)),
-        ({"split": (0.2, 0.5, 0.3), "compact_low_bits": 8}, (half, single)),
-    ]
-    for share, dtypes in shares:
-        for dtype in dtypes:
-            for overlap in ("nothing", "gradients", "update"):
-                for attached in (False, True):
-                    for norm in (None, 0.5) if overlap != "update" else (None,):
-                        yield _make(
-                            "hybrid",
-                            dtype,
-                            attached,
-                            backward_overlap=overlap,
-                            max_grad_norm=norm,
-                            threads=1 + attached,
-                            **share,
-                        )
-
-
-def _states() -> Iterator[Setting]:
-    half, single = torch.bfloat16, torch.float32
-    forms: list[tuple[dict[str, Any], tuple[torch.dtype, ...]]] = [
-        ({"fraction": 1.0}, (half, single)),
-        ({"fraction": 0.5}, (half, single)),
-        ({"fraction": 1.0, "hi_lo_masters": True}, (half,)),
-        ({"fraction": 0.5, "moments_dtype": half}, (half, single)),
-        ({"fraction": 1.0, "moments_dtype": half, "hi_lo_masters": True}, (half,)),
-        ({"fraction": 1.0, "compact_low_bits": 8}, (half, single)),
-        ({"fraction": 0.5, "compact_low_bits": 16, "device_budget_bytes": 60_000}, (half,)),
-        ({"fraction": 1.0, "offload_masters": False}, (half,)),
-        ({"fraction": 1.0, "device_budget_bytes": 60_000}, (half, single)),
-    ]
-    for form, dtypes in forms:
-        for dtype in dtypes:
-            for attached in (False, True):
-                for norm in (None, 0.5):
-                    yield _make("states", dtype, attached, max_grad_norm=norm, **form)
-
-
-def _loops() -> Iterator[Setting]:
-    """Yield other loops than the plain one, each with both dtypes and with both optimizers."""
-    for loop in ("scaled", "accumulated", "infinite", "averaged"):
-        # GradScaler needs the gradients, and an update in backward cannot be skipped.
-        overlaps = {"scaled": ("nothing",), "infinite": ("nothing", "gradients")}.get(
-            loop, ("nothing", "gradients", "update")
-        )
-        for attached in (False, True):
-            dtype = torch.bfloat16 if attached else torch.float32
-            for overlap in overlaps:
-                norm = 0.5 if attached and overlap != "update" else None
-                for share in ({"offload_fraction": 0.5}, {"split": (0.3, 0.4, 0.3)}):
-                    yield _make(
-                        "hybrid",
-                        dtype,
-                        attached,
-                        loop=loop,
-                        backward_overlap=overlap,
-                        max_grad_norm=norm,
-                        threads=1 + attached,
-                        **share,
-                    )
-            for fraction in (0.5, 1.0):
-                yield _make("states", dtype, attached, loop=loop, max_grad_norm=0.5, fraction=fraction)
-
-
-def layers_settings() -> list[Setting]:
-    """Return the matrix of trained layers that stream."""
-    half, single = torch.bfloat16, torch.float32
-    forms: list[tuple[dict[str, Any], tuple[torch.dtype, ...]]] = [
-        ({}, (half, single)),
-        ({"hi_lo_masters": True}, (half,)),
-        ({"moments_dtype": half, "hi_lo_masters": True}, (half,)),
-        ({"compact_low_bits": 8}, (half, single)),
-        ({"split": (0.2, 0.4, 0.4)}, (half, single)),
-        ({"split": (0.0, 0.0, 1.0), "resident_layers": 2}, (half,)),
-    ]
-    return [
-        _make(
-            "layers",
-            dtype,
-            False,
-            loop=loop,
-            prefetch=prefetch,
-            inputs=inputs,
-            max_grad_norm=norm,
-            backward_overlap=overlap,
-            **form,
-        )
-        for form, dtypes in forms
-        for dtype in dtypes
-        for loop, norm, prefetch, inputs, overlap in (
-            ("plain", 0.5, 1, "device", "gradients"),
-            ("plain", None, 0, "host", "gradients"),
-            ("scaled", 0.5, 2, "device", "gradients"),
-            ("accumulated", None, 1, "device", "gradients"),
-            ("infinite", 0.5, 0, "device", "gradients"),
-            ("plain", None, 1, "device", "update"),
-            ("plain", None, 0, "host", "update"),
-        )
-        if overlap == "gradients" or "split" not in form
-    ]
-
-
-def shards_settings() -> list[Setting]:
-    """Return the matrix of shards that stream under FSDP2, which takes no GradScaler."""
-    half, single = torch.bfloat16, torch.float32
-    forms: list[tuple[dict[str, Any], tuple[torch.dtype, ...]]] = [
-        ({}, (half, single)),
-        ({"hi_lo_masters": True}, (half,)),
-        ({"moments_dtype": half}, (single,)),
-        ({"compact_low_bits": 8}, (half, single)),
-    ]
-    return [
-        _make("shards", dtype, False, loop=loop, prefetch=prefetch, max_grad_norm=norm, **form)
-        for form, dtypes in forms
-        for dtype in dtypes
-        for loop, norm, prefetch in (
-            ("plain", 0.5, 1),
-            ("plain", None, 2),
-            ("accumulated", 0.5, 1),
-            ("infinite", 0.5, 2),
-        )
-    ]
-
-
-def settings() -> list[Setting]:
-    """Return the matrix of optimizers."""
-    return [*_hybrid(), *_states(), *_loops()]
-
-
 @dataclass
 class Trainee:
     """A model, its optimizer and its batches; `visit` is called by the user's hooks."""
@@ -295,6 +173,7 @@ class Trainee:
     setting: Setting
     visit: Visit
     device: Device = field(default_factory=lambda: Device.of("cpu"))
+    is_built: bool = True
 
     def __post_init__(self) -> None:
         torch.manual_seed(3)
@@ -305,15 +184,28 @@ class Trainee:
         generator = torch.Generator().manual_seed(1)
         ids = [torch.randint(0, 19, (2, 5), generator=generator) for _ in range(STEPS)]
         self.batches = [each.to(self.device.torch_device) for each in ids]
-        self.optimizer: Any = self._optimizer()
-        if self.setting.attached:
-            self.optimizer.attach(self.model)
-        loop = self.setting.loop
+        self.optimizer: Any = None
         self.scaler = self._new_scaler()
         self.average: Any = None
+        if self.is_built:
+            self.build()
+
+    def build(self) -> None:
+        """Make the optimizer, and what its loop has besides."""
+        loop = self.setting.loop
+        self.optimizer = self._optimizer()
+        if loop in USERS_LOOPS:
+            hook_everywhere(self.model, self.optimizer, self.visit)
+        if self.setting.attached:
+            self.optimizer.attach(self.model)
         if loop == "averaged":
             # Of the last weights alone: which steps it has missed does not show, and what is no weight does.
             self.average = AveragedModel(self.model, avg_fn=lambda _, weight, __: weight.clone())
+        self._batch = 0
+        self.schedule = None
+        if loop == "scheduled":
+            # By the number of the batch, whichever of them were left out.
+            self.schedule = LambdaLR(self.optimizer, lambda _: LR_FACTORS[self._batch])
 
     def _new_scaler(self) -> torch.amp.GradScaler:
         # A power of two, so that the bits are the same whether or not it has grown.
@@ -347,6 +239,7 @@ class Trainee:
 
     def train(self, index: int, enter: Callable[[int, str], None], loss: torch.Tensor | None = None) -> None:
         """Train with batch `index`, of which the first forward may have been done; `enter` hears of each phase."""
+        self._set_rate(index)
         backwards = 2 if self.setting.loop == "accumulated" else 1
         for number in range(1, backwards + 1):
             if loss is None:
@@ -362,7 +255,19 @@ class Trainee:
             enter(index, "average")
             self.take_average()
         enter(index, "zero_grad")
-        self.optimizer.zero_grad()
+        self.zero_grad()
+
+    def zero_grad(self) -> None:
+        """Drop the gradients, as the loop does."""
+        if self.setting.loop == "zeroed":
+            self.model.zero_grad()
+        else:
+            self.optimizer.zero_grad(set_to_none=self.setting.loop != "filled")
+
+    def _set_rate(self, index: int) -> None:
+        if self.schedule is not None and self._batch != index:
+            self._batch = index
+            self.schedule.step()
 
     def step(self) -> None:
         """Take a step."""
@@ -414,6 +319,15 @@ class Trainee:
             for name, value in each.items()
         }
         return found | self.weights()
+
+    def saved(self) -> dict[str, Any]:
+        """Return a checkpoint, in tensors of its own."""
+        return copy.deepcopy({"optimizer": self.optimizer.state_dict(), "model": self.model.state_dict()})
+
+    def load(self, checkpoint: dict[str, Any]) -> None:
+        """Load a checkpoint."""
+        self.model.load_state_dict(checkpoint["model"])
+        self.optimizer.load_state_dict(checkpoint["optimizer"])
 
     def averages(self) -> dict[str, torch.Tensor]:
         """Return copies of the averaged weights, if the loop has any."""

@@ -10,7 +10,7 @@ import pytest
 from mutations import MUTATIONS
 from settings import needs_recovery
 
-FAST = {"optimizers": 40, "signals": 10, "memory": 30, "memory-signals": 6}
+FAST = {"optimizers": 40, "users": 20, "signals": 10, "memory": 30, "memory-signals": 6}
 # `make test-faults` runs fifty times as many, which takes longer than the slow tier may.
 TIMES = int(os.environ.get("FAULT_SEEDS_TIMES", "1"))
 SLOW = {

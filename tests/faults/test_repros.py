@@ -3,6 +3,7 @@
 import gc
 import threading
 import time
+from contextlib import suppress
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 from reference_impl import CpuUpdate, HybridDeviceOptimizer, OptimizerStateOffloader
 from reference_impl.memory.host import host_book
 from reference_impl.optimizers.algorithms import Adam
+from reference_impl.optimizers.streamed.update import ChunkUpdate
 
 TOO_LONG_S = 10
 
@@ -128,6 +130,32 @@ class TestStatesTorn:
     def test_it(self, kernel_fails):
         after = self.trained(kernel_fails, 2, 2)
         assert any(differing(after, self.trained(kernel_fails, count)) == [] for count in (1, 2))
+
+
+@pytest.mark.parametrize("nth", [1, 2])
+def test_a_chunk_ends_whole(monkeypatch, nth):
+    """An error where a chunk is noted as updated keeps no trace for the next chunk, which is updated too."""
+
+    def trained():
+        p = nn.Parameter(torch.ones(3 * 4096))
+        wrapped = torch.optim.AdamW([p], lr=1e-2, fused=True)
+        with OptimizerStateOffloader(wrapped, chunk_bytes=3 * 4 * 4096) as optimizer:
+            p.grad = torch.ones_like(p)
+            with suppress(MemoryError):
+                optimizer.step()
+            optimizer.synchronize()
+            return states(optimizer) | {"p": p.detach().clone()}
+
+    def end(update):
+        calls.append(update)
+        if len(calls) == nth:
+            raise MemoryError("injected")
+        real(update)
+
+    expected, calls, real = trained(), [], ChunkUpdate.end
+    monkeypatch.setattr(ChunkUpdate, "end", end)
+    assert differing(trained(), expected) == []
+    assert len(calls) > nth
 
 
 def test_slots_come_back(kernel_fails):

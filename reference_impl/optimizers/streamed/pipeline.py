@@ -313,6 +313,8 @@ class StreamedPipeline:
             home.leave(self._send_home(chunk, step, updated))
         if not chunk.resident:
             chunk.stored = free
+        # Before the chunk is off the queue: if this fails, the chunk is still the one that has been updated.
+        self._update.end()
         self._loaded.pop(chunk, None)
         self._pop_head(chunk, updated)
         if slot is not None:
@@ -321,12 +323,11 @@ class StreamedPipeline:
             self._load_idle()
 
     def _pop_head(self, chunk: Chunk, updated: Event) -> None:
-        """Note that the update of `chunk` has been queued to its end; nothing here can fail."""
+        """Note that the update of `chunk` has been queued to its end; once it is off the queue, nothing can fail."""
         for piece in chunk.pieces:
             self.updated[piece.member] = updated
         self._unqueued.popleft()
         self._head_updated = None
-        self._update.end()
 
     def _send_home(self, chunk: Chunk, step: StreamedStep, updated: Event) -> Event:
         """Copy the new weights of `chunk` to where they live, and return the event after which they are there."""

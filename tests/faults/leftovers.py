@@ -1,0 +1,91 @@
+"""What a process holds beyond a case: memory, threads, hooks on all modules, signal handlers, torch's modes.
+
+`Leftovers.now()` before a case, `more_than` behind it: what a closed optimizer or offloader has left names itself.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import threading
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules import module as modules
+
+from reference_impl.memory.host import host_book
+
+# A thread ends, and makes its last slab, a moment after its owner has been closed.
+_MOST_S = 5.0
+_ON_MODULES = (
+    *("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"),
+    *("_state_dict_pre_hooks", "_state_dict_hooks", "_load_state_dict_pre_hooks"),
+    "_load_state_dict_post_hooks",
+)
+
+
+@dataclass(frozen=True)
+class Leftovers:
+    """Counts and settings of this process."""
+
+    live_bytes: int
+    reserved_bytes: int
+    threads: int
+    files: int
+    hooks_on_all: int
+    handlers: tuple[Any, ...]
+    takes_gradients: bool
+
+    @classmethod
+    def now(cls) -> Leftovers:
+        """Return those of this moment."""
+        return cls(
+            live_bytes=host_book.live_bytes,
+            reserved_bytes=host_book.reserved_bytes,
+            threads=threading.active_count(),
+            files=len(os.listdir("/proc/self/fd")),
+            hooks_on_all=len(modules._global_forward_pre_hooks) + len(modules._global_forward_hooks),
+            # Numbers below 32: SIGKILL and SIGSTOP have none.
+            handlers=tuple(signal.getsignal(number) for number in sorted(signal.valid_signals())),
+            takes_gradients=torch.is_grad_enabled(),
+        )
+
+    def more_than(self) -> str:
+        """Return what there is now and was not then; empty if there is nothing."""
+        stop = time.monotonic() + _MOST_S
+        while (found := self._found()) and time.monotonic() < stop:
+            gc.collect()
+            time.sleep(0.01)
+        return found
+
+    def _found(self) -> str:
+        now = Leftovers.now()
+        counts = {
+            "live bytes of host memory": now.live_bytes - self.live_bytes,
+            "reserved bytes of host memory": now.reserved_bytes - self.reserved_bytes,
+            "threads": now.threads - self.threads,
+            "open files": now.files - self.files,
+            "hooks on every forward": now.hooks_on_all - self.hooks_on_all,
+        }
+        found = [f"{count} {what}" for what, count in counts.items() if count > 0]
+        numbers = sorted(signal.valid_signals())
+        changed = [n for n, a, b in zip(numbers, self.handlers, now.handlers, strict=True) if a != b]
+        if changed:
+            found.append(f"other handlers of the signals {[int(number) for number in changed]}")
+        if now.takes_gradients != self.takes_gradients:
+            found.append(f"torch.is_grad_enabled() {now.takes_gradients}")
+        return ", ".join(found)
+
+
+def hooks_of(model: nn.Module) -> int:
+    """Return how many hooks `model`, its modules and its parameters have."""
+    on_modules = sum(len(getattr(each, name)) for each in model.modules() for name in _ON_MODULES)
+    on_parameters = sum(
+        len(param._backward_hooks or ()) + len(param._post_accumulate_grad_hooks or ())
+        for param in model.parameters()
+    )
+    return on_modules + on_parameters
