@@ -39,7 +39,7 @@ class OffloadedStorage:
         self._name = name
         self._tensor = tensor
         self._block: HostBlock | None = None
-        self._storage = tensor.untyped_storage()
+        self._storage = storage_of(tensor)
         self._version = -1
         self._is_fresh = False
         self._ready: Event = REACHED
@@ -244,10 +244,8 @@ def _is_held_by_one(storage: torch.UntypedStorage) -> bool:
 def _own_tensors(model: nn.Module, layer: nn.Module, min_bytes: int) -> dict[str, torch.Tensor]:
     """Return one parameter by its name for each storage of `layer` that is large enough and nobody else's."""
     inside = {id(parameter) for parameter in layer.parameters()}
-    shared = {p.untyped_storage()._cdata for p in model.parameters() if id(p) not in inside}
-    own = {p.untyped_storage()._cdata: (name, p) for name, p in model.named_parameters() if id(p) in inside}
+    shared = {storage_of(p)._cdata for p in model.parameters() if id(p) not in inside}
+    own = {storage_of(p)._cdata: (name, p) for name, p in model.named_parameters() if id(p) in inside}
     return {
-        name: p
-        for key, (name, p) in own.items()
-        if key not in shared and p.untyped_storage().nbytes() >= min_bytes
+        name: p for key, (name, p) in own.items() if key not in shared and storage_of(p).nbytes() >= min_bytes
     }

@@ -20,7 +20,6 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import torch
-from torch import nn
 from torch.utils._pytree import tree_leaves
 
 # What these read is not about the tensor but its elements, in the form of another tensor.
@@ -33,19 +32,16 @@ _DESCRIBING_METHODS = {
     *("requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "empty_like", "zeros_like"),
 }
 
-# Through what these return, somebody else may read and write.
-_GIVING_ADDRESSES = {"data_ptr", "untyped_storage"}
-
 
 def mark_absent(tensor: torch.Tensor, name: str, remedy: str) -> None:
     """Make `tensor`, which is `name` in its model, refuse to be computed with; `remedy` ends the message."""
     if not is_absent(tensor):
-        tensor.__class__ = _absent_class(type(tensor), name, remedy)
+        tensor.__class__ = _absent_class(_own_class(tensor), name, remedy)
 
 
 def mark_present(tensor: torch.Tensor) -> None:
     """Give `tensor` its own class back."""
-    tensor.__class__ = getattr(type(tensor), "_present_class", type(tensor))
+    tensor.__class__ = _own_class(tensor)
 
 
 def is_absent(tensor: torch.Tensor) -> bool:
@@ -54,9 +50,13 @@ def is_absent(tensor: torch.Tensor) -> bool:
 
 
 def seal(tensor: torch.Tensor) -> None:
-    """Have `is_sealed` tell whether anybody has used `tensor` since; one of a class with ways of its own stays open."""
-    if type(tensor) in (torch.Tensor, nn.Parameter):
-        tensor.__class__ = _sealed_class(type(tensor))
+    """Have `is_sealed` tell whether anybody has used `tensor`, which is there, since.
+
+    One that wraps others stays open.
+    """
+    own_class = _own_class(tensor)
+    if own_class.__torch_dispatch__ is torch.Tensor.__torch_dispatch__:
+        tensor.__class__ = _sealed_class(own_class)
 
 
 def is_sealed(tensor: torch.Tensor) -> bool:
@@ -64,8 +64,12 @@ def is_sealed(tensor: torch.Tensor) -> bool:
     return getattr(type(tensor), "_is_sealed", False)
 
 
+def _own_class(tensor: torch.Tensor) -> type[torch.Tensor]:
+    return getattr(type(tensor), "_present_class", type(tensor))
+
+
 def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
-    """Return the storage of `tensor` to whoever does not write it: a seal stays whole, and an absent one answers."""
+    """Return the storage of `tensor` to whoever does not write it: a seal stays whole, and one that is away answers."""
     with torch._C.DisableTorchFunctionSubclass():
         return tensor.untyped_storage()
 
@@ -104,12 +108,13 @@ def _sealed_class(present_class: type[torch.Tensor]) -> type[torch.Tensor]:
         function = func.__name__
         is_attribute = function in ("__get__", "__set__", "__delete__")
         if not (
-            function in _DESCRIBING_METHODS - _GIVING_ADDRESSES
+            function in _DESCRIBING_METHODS - {"data_ptr", "untyped_storage"}
             or (is_attribute and func.__self__.__name__ not in _READING_ATTRIBUTES)
         ):
             for each in tree_leaves((args, kwargs)):
                 if isinstance(each, torch.Tensor) and is_sealed(each):
                     mark_present(each)
+            return func(*args, **(kwargs or {}))
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 

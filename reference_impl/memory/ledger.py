@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves
 
 from reference_impl.device import Device
+from reference_impl.memory.absent import storage_of
 from reference_impl.memory.host import host_book, host_storages
 
 _active: list[_StorageWatch] = []
@@ -56,7 +57,7 @@ class _StorageWatch(TorchDispatchMode):
                 # A subclass that handles operations itself has no memory but that of the tensors inside it.
                 self.watch(_inner_tensors(tensor))
                 continue
-            storage = tensor.untyped_storage()
+            storage = storage_of(tensor)
             key = storage._cdata
             known = self._watched.get(key)
             if (known and known[0]() is not None) or storage.data_ptr() in host_storages:
@@ -145,12 +146,12 @@ def on_host(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
         yield
     finally:
         # They may have other memory by now.
-        host_storages.difference_update([tensor.untyped_storage().data_ptr() for tensor in tensors])
+        host_storages.difference_update([storage_of(tensor).data_ptr() for tensor in tensors])
 
 
 def note_on_host(tensor: torch.Tensor) -> None:
     """Count the memory of `tensor` to the host tier until it is freed."""
-    storage = tensor.untyped_storage()
+    storage = storage_of(tensor)
     address = storage.data_ptr()
     host_storages.add(address)
     weakref.finalize(storage, host_storages.discard, address)
@@ -160,7 +161,7 @@ def note_on_host(tensor: torch.Tensor) -> None:
 
 def note_on_device(tensor: torch.Tensor) -> None:
     """Count the memory of `tensor`, if it was the host's, to the device tier."""
-    storage = tensor.untyped_storage()
+    storage = storage_of(tensor)
     if storage.data_ptr() in host_storages:
         host_storages.discard(storage.data_ptr())
         for watch in _active:

@@ -137,6 +137,9 @@ class ShardBlock:
         """Make the live current stream wait until they are there."""
         self._device.wait(self._arrived)
 
+    def rest(self) -> None:
+        """Do nothing: their parameters always refuse, and gathers read their memory."""
+
     def evict(self) -> None:
         """Give the slot back, behind the gathers that read it, the copy in and that home."""
         assert self._slot is not None

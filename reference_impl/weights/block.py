@@ -3,7 +3,9 @@
 All streamed tensors of a block are views of one flat device storage. Freeing it resizes it to nothing under them, and
 filling it allocates it again and copies from the host, so that the views that autograd saved for backward are valid
 whenever the block is loaded. Only an optimizer that holds the block's homes may change a weight, through views of its
-own (`at`), and copies it back to the host; a change to any other tensor is an error.
+own (`at`), and copies it back to the host; a change to any other tensor is an error. Outside its block's forward and
+backward a weight that is still on the device is sealed: fused kernels, `.data` and storages write past autograd's
+version counter, so where a seal is broken the bytes are compared with the host's before their memory is freed.
 
 Explained in docs/layer-streaming.md.
 """
@@ -22,7 +24,7 @@ from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from reference_impl.device import REACHED, Device, Event
-from reference_impl.memory.absent import mark_absent, mark_present
+from reference_impl.memory.absent import is_sealed, mark_absent, mark_present, seal, storage_of
 from reference_impl.memory.host import host_storages
 from reference_impl.memory.interrupts import deferred_interrupts
 from reference_impl.memory.ledger import note_on_host, resize_storage, unseen
@@ -114,6 +116,9 @@ class StreamedBlock:
         self._stored: Event = REACHED
         self._brought: Event = REACHED
         self._stream_id = 0
+        # Whether the weights are sealed; whether a seal was found broken; and what was found written then.
+        self._rests = self._is_suspect = False
+        self._written: list[Place] = []
 
     @property
     def is_streamed(self) -> bool:
@@ -167,7 +172,11 @@ class StreamedBlock:
         return self._started() if self.is_loaded else None
 
     def hold(self) -> Event:
-        """Keep the weights, which are loaded, on the device until `stored`; return the event of their arrival."""
+        """Keep the weights, which are loaded, on the device until `stored`; return the event of their arrival.
+
+        Raises RuntimeError when a tensor has changed: an update would be of something else.
+        """
+        self._refuse_changes()
         self.is_held = True
         return self._started()
 
@@ -197,8 +206,17 @@ class StreamedBlock:
         except BaseException:
             self._free()
             raise
+        self._look_at_seals()
+        self._rests = False
         for watched in self._watched:
             mark_present(watched.tensor)
+
+    def rest(self) -> None:
+        """Hear of whatever may write the weights, which are on the device and not in use."""
+        if self.is_streamed and self.is_loaded:
+            self._rests = True
+            for watched in self._watched:
+                seal(watched.tensor)
 
     def evict(self) -> None:
         """Free the device memory behind everything that the live current stream has been given.
@@ -249,9 +267,7 @@ class StreamedBlock:
     def owns(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor`, or a part of it where it is packed, is a view of this block's device storage."""
         flat = self._flat.untyped_storage()._cdata
-        return self.is_streamed and any(
-            part.untyped_storage()._cdata == flat for _, part in unpacked("", tensor)
-        )
+        return self.is_streamed and any(storage_of(part)._cdata == flat for _, part in unpacked("", tensor))
 
     def on_host(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return what `tensor` holds, in host memory.
@@ -269,7 +285,7 @@ class StreamedBlock:
         start = tensor.storage_offset() * tensor.itemsize
         place = next(p for p in self._places if p.offset <= start < p.offset + p.host.numel())
         if self._is_written(place):
-            return tensor.detach().to("cpu", copy=True)
+            return placed(self._on_device(place).to("cpu", copy=True), tensor, -place.offset)
         return placed(torch.from_numpy(place.host.numpy()), tensor, -place.offset)
 
     def _own_bytes(self, host: HostCopy, place: Place, to_origin: bool) -> torch.Tensor:
@@ -292,23 +308,49 @@ class StreamedBlock:
 
     def _is_written(self, place: Place) -> bool:
         """Whether somebody has written the storage on the device, so that its host copy is old."""
-        return self.is_loaded and any(
-            watched.is_written
-            for watched in self._watched
-            if place.offset <= watched.offset < place.offset + place.host.numel()
+        return self.is_loaded and (
+            place in self._found_written()
+            or any(
+                watched.is_written
+                for watched in self._watched
+                if place.offset <= watched.offset < place.offset + place.host.numel()
+            )
         )
 
     def _free(self) -> None:
         resize_storage(self._flat.untyped_storage(), 0)
-        self.is_loaded = False
+        self.is_loaded = self._rests = self._is_suspect = False
+        self._written.clear()
         for watched in self._watched:
             mark_absent(watched.tensor, watched.name, _BROUGHT_BY_ITS_BLOCK)
 
     def _refuse_changes(self) -> None:
         base_address = self._flat.data_ptr()
-        for watched in self._watched:
-            if watched.has_changed(base_address):
-                raise RuntimeError(
-                    f"{watched.name} has changed, or been frozen or unfrozen, since it was taken over; expected "
-                    "streamed weights to be as they were; try changing them inside streamer.gathered()"
-                )
+        # Sealed tensors answer in Python otherwise.
+        with torch._C.DisableTorchFunctionSubclass():
+            changed = next((w.name for w in self._watched if w.has_changed(base_address)), None)
+        if changed is None:
+            changed = next((place.storage.names[0] for place in self._found_written()), None)
+        if changed is not None:
+            raise RuntimeError(
+                f"{changed} has changed, or been frozen or unfrozen, since it was taken over; expected streamed "
+                "weights to be as they were; try changing them inside streamer.gathered()"
+            )
+
+    def _look_at_seals(self) -> None:
+        """Suspect a write where a seal is broken."""
+        if self._rests:
+            self._is_suspect |= not all(is_sealed(watched.tensor) for watched in self._watched)
+
+    def _found_written(self) -> list[Place]:
+        """Return the places whose bytes are not what the host has, where anybody may have written them unseen."""
+        self._look_at_seals()
+        if self._is_suspect:
+            self.wait_stored()
+            for arriving in (self._started(), self._brought):
+                self._device.wait(arriving)
+            self._written = [p for p in self._places if not torch.equal(self._on_device(p).cpu(), p.host)]
+            self._is_suspect = False
+            if self._rests:
+                self.rest()
+        return self._written

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from reference_impl.memory.absent import storage_of
 from reference_impl.memory.ledger import note_on_device
 
 # Norm weights and biases: too small to be worth a check on every visit.
@@ -37,7 +38,7 @@ class BlockStorage:
     @property
     def size_bytes(self) -> int:
         """Bytes of the whole storage."""
-        return self.tensors[0].untyped_storage().nbytes()
+        return storage_of(self.tensors[0]).nbytes()
 
     @property
     def device(self) -> torch.device:
@@ -80,7 +81,7 @@ def streamable_storages(
     trained: set[int] = set()
     small: set[int] = set()
     for module, name, tensor, is_trained in plain_tensors(model):
-        storage = tensor.untyped_storage()
+        storage = storage_of(tensor)
         tensors[storage._cdata].append((name, tensor))
         owners[storage._cdata].add(owner_of_module.get(id(module), -1))
         if is_trained:
@@ -171,7 +172,7 @@ def _hides_what_it_holds(tensor: torch.Tensor) -> bool:
     """Whether `tensor` wraps others without the protocol that says which: reading its storage ends the process."""
     if is_traceable_wrapper_subclass(tensor) or type(tensor) in (torch.Tensor, nn.Parameter):
         return False
-    storage = tensor.untyped_storage()
+    storage = storage_of(tensor)
     if storage.nbytes() == 0 or storage.device.type == "meta":
         return False
     try:
@@ -193,7 +194,7 @@ def unpacked(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tenso
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the whole storage of `tensor` as flat uint8."""
-    storage = tensor.untyped_storage()
+    storage = storage_of(tensor)
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),), (1,))
 
 
@@ -215,7 +216,7 @@ def move(model: nn.Module, device: torch.device) -> None:
         if tensor.device == device:
             note_on_device(tensor)
         else:
-            by_storage[tensor.untyped_storage()._cdata].append(tensor)
+            by_storage[storage_of(tensor)._cdata].append(tensor)
     for views in by_storage.values():
         moved = bytes_of(views[0]).to(device)
         for tensor in views:

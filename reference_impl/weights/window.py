@@ -10,6 +10,7 @@ Explained in docs/layer-streaming.md.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -47,7 +48,10 @@ class Visitor(Protocol):
         """Free its device memory for others."""
 
     def wait(self) -> None:
-        """Make the live current stream wait until it is there."""
+        """Make the live current stream wait until it is there, and let it be used."""
+
+    def rest(self) -> None:
+        """Let nobody use it until the next `wait`, whether it is there or not."""
 
 
 class Window:
@@ -67,13 +71,20 @@ class Window:
         self._in_forward: Visitor | None = None
         self._in_backward: Visitor | None = None
         self._graph_task = -1
+        # The backwards that run, one inside another, and the blocks that may be used.
+        self._backwards: set[int] = set()
+        self._open: list[Visitor] = []
         self.advance()
 
     def before_forward(self, block: Visitor) -> None:
         """Have `block` on the device for the kernels that follow."""
         # Inside the same backward this is a recomputation, and the block that asked for it goes on afterwards.
-        if torch._C._current_graph_task_id() != self._graph_task:
+        task = torch._C._current_graph_task_id()
+        if task != self._graph_task:
             self._in_backward = None
+        if task == -1:
+            # One that has failed has not said that it ends.
+            self._backwards.clear()
         if not block.is_streamed:
             return
         self._in_forward = block
@@ -83,6 +94,7 @@ class Window:
         """Let `block` go, unless it is needed again soon; shards, once their gather has read them."""
         self._in_forward = None
         self.advance()
+        self._rest()
 
     def begins_backward(self, block: Visitor) -> bool:
         """Whether `before_backward(block)` would begin a backward of `block`, and not go on with it."""
@@ -104,6 +116,10 @@ class Window:
                 "`with streamer.gathered():` around both"
             )
         self._in_backward, self._graph_task = block, torch._C._current_graph_task_id()
+        if self._graph_task not in self._backwards:
+            self._backwards.add(self._graph_task)
+            end = partial(self._end_backward, self._graph_task)
+            torch.autograd.Variable._execution_engine.queue_callback(end)
         self._visit(Kind.BACKWARD, block)
 
     def before_gather(self, block: Visitor, kind: Kind) -> None:
@@ -195,4 +211,20 @@ class Window:
         self._order.visit(kind, block.index)
         self.late_loads += not block.is_loaded
         self.advance()
+        self._rest()
         block.wait()
+        self._open.append(block)
+
+    def _end_backward(self, task: int) -> None:
+        self._backwards.discard(task)
+        # One inside another leaves its block to the outer one.
+        if not self._backwards:
+            self._rest(of_all=True)
+
+    def _rest(self, *, of_all: bool = False) -> None:
+        """Have blocks that are not in use, or all, refuse what their own forward and backward do not do."""
+        in_use = [] if of_all else self._in_use
+        for block in self._open:
+            if block not in in_use:
+                block.rest()
+        self._open = in_use

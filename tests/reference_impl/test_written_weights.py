@@ -3,11 +3,14 @@
 Autograd's version counter sees some of these ways only.
 """
 
+import re
+from contextlib import suppress
+
 import pytest
 import torch
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from reference_impl import ActivationOffloader
+from reference_impl import ActivationOffloader, FrozenLayerStreamer, TrainableLayerStreamer
 from reference_impl.verification.model import Decoder, DecoderShape, add_lora, decoder_loss
 
 
@@ -53,7 +56,10 @@ def set_to_another(param):
 
 
 def storage_copied(param):
-    param.untyped_storage().copy_((param.detach() * 0.5).contiguous().untyped_storage())
+    halved = param.detach() * 0.5
+    source = param.untyped_storage().clone()
+    torch.empty(0).set_(source, param.storage_offset(), param.size(), param.stride()).copy_(halved)
+    param.untyped_storage().copy_(source)
 
 
 def from_a_vector(param):
@@ -92,6 +98,8 @@ WAYS = {
     "load_state_dict": loaded,
 }
 
+_REFUSAL = r"layers\.\d\.gate\.(base\.)?weight (is not on the device|has changed)"
+
 
 @pytest.fixture(autouse=True)
 def one_thread():
@@ -114,10 +122,14 @@ def decoder(device, *, lora=False):
     return model.to(device.torch_device)
 
 
-def losses_of(model, batches, write, *, param, lr=1e-2):
-    """Train, and write `param` after two of the steps, the second time after an evaluation."""
+def losses_of(model, batches, write, *, param):
+    """Train, and write `param` after two of the steps."""
     trained = [each for each in model.parameters() if each.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=lr, fused=True)
+    return trained_by(torch.optim.AdamW(trained, lr=1e-2, fused=True), model, batches, lambda _: write(param))
+
+
+def trained_by(optimizer, model, batches, write):
+    """Train, and `write(optimizer)` after two of the steps, the first time before an evaluation."""
     losses = []
     for index, ids in enumerate(batches):
         loss = decoder_loss(model(ids), ids)
@@ -126,11 +138,11 @@ def losses_of(model, batches, write, *, param, lr=1e-2):
         optimizer.zero_grad()
         losses.append(loss.item())
         if index == 1:
-            write(param)
+            write(optimizer)
             with torch.no_grad():
                 losses.append(model(ids).sum().item())
         if index == 2:
-            write(param)
+            write(optimizer)
     return losses
 
 
@@ -182,3 +194,104 @@ def test_offloaded_layers_have_what_their_own_forward_has_written(device, batche
             return losses_of(model, batches, in_place, param=param)
 
     assert run(offloads=True) == run(offloads=False)
+
+
+def plain_or_refused(run, refusal=_REFUSAL):
+    """Check that `run(streams=True)` is what `run(streams=False)` is, or that an error names the weight."""
+    try:
+        found = run(streams=True)
+    except RuntimeError as error:
+        found = str(error)
+    if isinstance(found, str):
+        assert re.search(refusal, found)
+    else:
+        assert found == run(streams=False)
+
+
+@pytest.mark.parametrize("layer", [0, 1, 2])
+@pytest.mark.parametrize("way", WAYS)
+def test_streamed_frozen_layers_have_what_was_written_or_name_it(device, batches, way, layer):
+    def run(streams):
+        model = decoder(device, lora=True)
+        param = model.layers[layer].gate.base.weight
+        if not streams:
+            return losses_of(model, batches, WAYS[way], param=param)
+        with FrozenLayerStreamer(model, prefetch=1):
+            return losses_of(model, batches, WAYS[way], param=param)
+
+    plain_or_refused(run)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_streamed_frozen_layers_have_what_was_written_where_they_are_gathered(device, batches, way):
+    def run(streams):
+        model = decoder(device, lora=True)
+        param = model.layers[1].gate.base.weight
+        if not streams:
+            return losses_of(model, batches, WAYS[way], param=param)
+        with FrozenLayerStreamer(model, prefetch=1) as streamer:
+
+            def write(param):
+                with streamer.gathered(model.layers[1]):
+                    WAYS[way](param)
+
+            return losses_of(model, batches, write, param=param)
+
+    assert run(streams=True) == run(streams=False)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_was_written_to_a_streamed_layer_is_not_lost_by_its_refusal(device, batches, way):
+    """As the error says nothing is lost: the weight is what was written once the streamer is closed."""
+    model = decoder(device, lora=True)
+    loaded = model.layers[0].gate.base.weight
+    with FrozenLayerStreamer(model, prefetch=1):
+        decoder_loss(model(batches[0]), batches[0]).backward()
+        expected = loaded.detach().clone()
+        WAYS[way](loaded)
+        saved = model.state_dict()["layers.0.gate.base.weight"]
+        with suppress(RuntimeError):
+            model(batches[1])
+    plain = torch.nn.Parameter(expected, requires_grad=False)
+    WAYS[way](plain)
+    assert torch.equal(saved.cpu(), plain.cpu())
+    assert torch.equal(loaded, plain)
+
+
+def test_nobody_looks_at_streamed_weights_that_nobody_touches(device, batches, monkeypatch):
+    """A comparison would copy them to the host and wait for it."""
+    model = decoder(device, lora=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with FrozenLayerStreamer(model, prefetch=1):
+        monkeypatch.setattr(torch.Tensor, "cpu", lambda _: pytest.fail("a copy to the host"))
+        for ids in batches:
+            decoder_loss(model(ids), ids).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            model.zero_grad()
+            assert sum(param.numel() for param in model.parameters() if not param.requires_grad) > 0
+            with torch.no_grad():
+                model(ids)
+
+
+@pytest.mark.parametrize("overlap", ["gradients", "update"])
+@pytest.mark.parametrize("name", ["layers.0.gate.weight", "layers.2.gate.weight", "head.weight"])
+@pytest.mark.parametrize("way", WAYS)
+def test_streamed_trained_layers_have_what_was_written_or_name_it(device, batches, way, name, overlap):
+    """A block that lingers, one that is away, and what never leaves."""
+
+    def run(streams):
+        model = decoder(device)
+        param = model.get_parameter(name)
+
+        def write(_):
+            WAYS[way](param)
+
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+        if not streams:
+            return trained_by(optimizer, model, batches, write)
+        with TrainableLayerStreamer(model, optimizer, prefetch=1, backward_overlap=overlap) as streamer:
+            return trained_by(streamer.optimizer, model, batches, write)
+
+    plain_or_refused(run)
