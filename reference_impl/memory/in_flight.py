@@ -53,11 +53,15 @@ class InFlight:
 
     def drain(self) -> None:
         """Let go of what copies have finished with; waits for nothing."""
+        if not (self._held or self._uncounted):
+            return
         with deferred_interrupts(), self._lock:
             self._drop_reached()
 
     def trim(self, limit_bytes: int) -> None:
         """Make the live current stream wait for the oldest until at most `limit_bytes` are held."""
+        if not (self._held or self._uncounted):
+            return
         with deferred_interrupts(), self._lock:
             self._drop_reached()
             self._trim(limit_bytes)

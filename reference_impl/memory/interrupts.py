@@ -1,9 +1,12 @@
-"""Keeps signals from interrupting what must happen as a whole.
+"""Keeps signals, and the recursion limit, from interrupting what must happen as a whole.
 
 Python runs signal handlers between two bytecodes of the main thread, and a handler may raise: Ctrl-C becomes
 KeyboardInterrupt anywhere. Inside `deferred_interrupts()` signals are noted, and their handlers run when the region
 ends. A region should be short and wait for nothing, because it cannot be interrupted. Python interrupts no other
 thread, so there a region does nothing.
+
+A region that began near the recursion limit would raise RecursionError half-way, and could not end. So the limit is
+higher inside: a region does not begin, or it has room.
 
 Explained in docs/reliability.md.
 """
@@ -11,95 +14,119 @@ Explained in docs/reliability.md.
 from __future__ import annotations
 
 import _signal  # type: ignore[import-not-found]
+import os
 import signal
 import sys
 import threading
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-# Signals that programs catch. The others either cannot be caught or tell of a fault of the process itself.
-_CAUGHT = tuple(
-    int(getattr(signal, name))
-    for name in (
-        *("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGALRM", "SIGUSR1", "SIGUSR2", "SIGXCPU"),
-        *("SIGVTALRM", "SIGPROF", "SIGCHLD", "SIGCONT", "SIGTSTP", "SIGWINCH"),
-    )
-    if hasattr(signal, name)
-)
+# `signal` makes enums of what these take and return, in ten times the time.
+_get_handler, _set_handler = _signal.getsignal, _signal.signal
+# All that a program can catch.
+_SIGNALS = tuple(int(number) for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP})
+# Python frames that a region may need: it starts threads, and torch imports modules when it first needs them.
+_FRAMES_INSIDE = 200
+
 # Only the main thread touches these.
+_main_thread = threading.main_thread().ident
 _depth = 0
-# How often handlers have been put back.
-_ended = 0
+# Whether every handler is replaced: not while the outermost region begins or ends, where finalizers may run.
+_is_deferring = False
+# What the signals had for handlers when a region last looked, and those of them that are Python's.
+_seen: list[Any] = []
 _handlers: dict[int, Any] = {}
 _noted: list[tuple[int, Any]] = []
+# The recursion limit outside and inside a region.
+_limit_outside = _limit_inside = 0
+
+
+def _follow_fork() -> None:
+    global _main_thread
+    _main_thread = threading.get_ident()
+
+
+os.register_at_fork(after_in_child=_follow_fork)
 
 
 class deferred_interrupts:  # noqa: N801 (used like a function, as contextlib's)
-    """Run the handlers of signals at the end of the region; regions may stand inside each other."""
+    """Run the handlers of signals at the end of the region; regions may stand inside each other.
+
+    Raises RecursionError before the region begins, where there is no room for it.
+    """
 
     __slots__ = ("_applies",)
 
     def __enter__(self) -> Self:
         global _depth
-        self._applies = threading.get_ident() == threading.main_thread().ident
-        if not self._applies:
-            return self
-        if _depth == 0:
+        self._applies = threading.get_ident() == _main_thread
+        if self._applies:
+            depth = _depth
             try:
-                ended = -1
-                while ended != _ended:
-                    # Again, if a finalizer's own region has begun and ended meanwhile.
-                    ended = _ended
-                    # `signal.signal` makes enums of what it takes and returns, in ten times the time of this one.
-                    for number in _CAUGHT:
-                        handler = _signal.getsignal(number)
-                        if callable(handler) and handler is not _note:
-                            _handlers[number] = handler
-                            _signal.signal(number, _note)
+                _depth = depth + 1
+                if not _is_deferring:
+                    _begin()
             except BaseException:
-                # A signal came that was not deferred yet: the region has not begun.
-                _put_back()
+                # A signal came that was not deferred yet, or there is no room: the region has not begun.
+                _depth = depth
+                if depth == 0 and _limit_inside:
+                    _end()
                 raise
-        # Last: from here on signals are noted, and the region is sure to end.
-        _depth += 1
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        global _depth, _noted
+        global _depth
         if not self._applies:
             return
-        noted: list[tuple[int, Any]] = []
-        if _depth == 1:
-            # A finalizer's own region may begin and end below: there, what a handler raises would be lost.
-            noted, _noted = _noted, noted
-        _depth -= 1
-        if _depth:
-            return
-        # From here on a signal is handled at once, also where its handler is not put back yet.
-        try:
-            _put_back()
-        finally:
-            try:
-                _run(noted)
-            finally:
-                _run(_noted)
+        if _depth > 1:
+            _depth -= 1
+        else:
+            _end()
 
 
-def _put_back() -> None:
-    """Give every signal its own handler again; raises what a handler has raised meanwhile, afterwards."""
-    global _ended
-    _ended += 1
+def _begin() -> None:
+    """Replace the handlers. A finalizer's own region may come between: it does the same, and leaves them replaced."""
+    global _is_deferring
+    _raise_limit()
+    if [*map(_get_handler, _SIGNALS)] != _seen:
+        _look()
+    for number, handler in _handlers.items():
+        before = _set_handler(number, _note)
+        if before is not handler and before is not _note:
+            # A handler has run meanwhile, and has set another.
+            _handlers[number] = before
+    _is_deferring = True
+
+
+def _end() -> None:
+    """Give each signal its own handler again, then run those of the signals that were noted.
+
+    Only handlers raise in the loop, each for a signal that comes in these few lines: `_raise_limit` has seen to the
+    room, and `_set_handler` does all or nothing. So the loop ends.
+    """
+    global _depth, _noted, _limit_inside, _is_deferring
+    # First, because a finalizer's own region may begin and end below: there, what a handler raises would be lost.
+    noted: list[tuple[int, Any]] = []
+    noted, _noted = _noted, noted
     raised: BaseException | None = None
-    while _handlers:
+    is_done = False
+    while not is_done:
         try:
-            # A copy, because a finalizer's own region may put them back meanwhile.
-            for number, handler in _handlers.copy().items():
-                # Somebody may have set another one inside the region; that stays.
-                if _signal.getsignal(number) is _note:
-                    _signal.signal(number, handler)
-                _handlers.pop(number, None)
+            # From here on a signal is handled at once, also where its handler is not put back yet.
+            _depth = 0
+            if sys.getrecursionlimit() == _limit_inside:
+                sys.setrecursionlimit(_limit_outside)
+            _limit_inside = 0
+            _is_deferring = False
+            for number, handler in _handlers.items():
+                # Somebody may have set another one inside the region, or just now; that stays.
+                if _get_handler(number) is _note:
+                    before = _set_handler(number, handler)
+                    if before is not _note:
+                        _set_handler(number, before)
+            is_done = True
         except BaseException as error:
             raised = raised or error
     try:
@@ -108,6 +135,23 @@ def _put_back() -> None:
     finally:
         # It knows this frame, and with it all that was interrupted.
         del raised
+        try:
+            if noted:
+                _run(noted)
+        finally:
+            if _noted:
+                _run(_noted)
+
+
+def _look() -> None:
+    """Learn which signals have handlers of Python's; of one that is replaced already, it is known."""
+    global _seen, _handlers
+    seen = [*map(_get_handler, _SIGNALS)]
+    own = (
+        (n, _handlers.get(n) if found is _note else found) for n, found in zip(_SIGNALS, seen, strict=True)
+    )
+    _handlers = {number: handler for number, handler in own if callable(handler)}
+    _seen = seen
 
 
 def _run(noted: list[tuple[int, Any]]) -> None:
@@ -121,11 +165,23 @@ def _run(noted: list[tuple[int, Any]]) -> None:
 
 
 def _note(number: int, frame: FrameType | None) -> None:
-    """Note a signal inside a region; outside, where an interrupt has left this in a handler's place, handle it."""
-    handler = _handlers.get(number, signal.default_int_handler if number == signal.SIGINT else None)
-    if handler is None:
+    """Note a signal inside a region; outside, where somebody has put this in a handler's place, handle it."""
+    handler = _handlers.get(number)
+    if not callable(handler):
         return
     if _depth:
         _noted.append((number, handler))
     else:
         handler(number, frame)
+
+
+def _raise_limit() -> None:
+    """Make room for the region.
+
+    Python refuses a limit that the calls of the moment have reached. These go one deeper than those of `_end`.
+    """
+    global _limit_outside, _limit_inside
+    limit = sys.getrecursionlimit()
+    if limit != _limit_inside:
+        _limit_outside, _limit_inside = limit, limit + _FRAMES_INSIDE
+        sys.setrecursionlimit(_limit_inside)

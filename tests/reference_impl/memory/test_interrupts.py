@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -11,25 +10,35 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import pytest
 
 from reference_impl.memory import interrupts
 from reference_impl.memory.interrupts import deferred_interrupts
 
+REAL_TIME = signal.SIGRTMIN + 3
+
 
 @pytest.fixture(autouse=True)
 def handlers_come_back() -> Iterator[None]:
-    """Every test leaves the handlers as it found them, and nothing noted."""
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    """Every test leaves the handlers and the recursion limit as it found them, and nothing noted."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGIO, REAL_TIME)
+    limit = sys.getrecursionlimit()
     before = [signal.signal(number, signal.default_int_handler) for number in numbers]
     yield
     after = [signal.getsignal(number) for number in numbers]
     for number, handler in zip(numbers, before, strict=True):
         signal.signal(number, handler)
     assert after == [signal.default_int_handler] * len(numbers)
+    assert sys.getrecursionlimit() == limit
+    assert_no_region_is_left()
+
+
+def assert_no_region_is_left() -> None:
     assert not interrupts._noted
-    assert not interrupts._handlers
+    assert (interrupts._depth, interrupts._limit_inside) == (0, 0)
+    assert all(signal.getsignal(number) is not interrupts._note for number in interrupts._SIGNALS)
 
 
 def run_region(body: Callable[[], object]) -> None:
@@ -111,39 +120,113 @@ def test_signals_without_a_handler_of_python_are_left_alone(handler: signal.Hand
     assert (inside, after) == (handler, handler)
 
 
-def test_a_signal_while_the_region_begins_leaves_all_handlers_in_place(monkeypatch: pytest.MonkeyPatch):
-    _raise_at_call(monkeypatch, "getsignal", 4)
-    with pytest.raises(KeyboardInterrupt):
-        run_region(lambda: pytest.fail("the region must not begin"))
-    monkeypatch.undo()
-    with deferred_interrupts():
-        pass
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGIO, REAL_TIME])
+def test_a_signal_before_any_bytecode_cuts_no_region_in_two(number: int):
+    """Any signal may have a handler that raises."""
+    done: list[str] = []
+
+    def region() -> None:
+        with deferred_interrupts():
+            done.append("begun")
+            done.append("ended")
+
+    region()
+    count = _interrupted(region, {})
+    outcomes = []
+    for nth in range(1, count + 1):
+        done.clear()
+        with pytest.raises(KeyboardInterrupt):
+            _interrupted(region, {nth: number})
+        assert_no_region_is_left()
+        outcomes.append(len(done))
+    assert set(outcomes) == {0, 2}
+    assert outcomes == sorted(outcomes)
 
 
-@pytest.mark.parametrize("call", [1, 2, 3])
-def test_a_signal_while_the_region_ends_leaves_all_handlers_in_place(
-    monkeypatch: pytest.MonkeyPatch, call: int
-):
-    with pytest.raises(KeyboardInterrupt):
-        run_region(lambda: _raise_at_call(monkeypatch, "getsignal", call))
+def test_two_signals_before_any_bytecodes_leave_all_handlers_in_place():
+    def region() -> None:
+        with deferred_interrupts():
+            pass
+
+    region()
+    count = _interrupted(region, {})
+    for nth in range(1, count, 4):
+        for other in range(nth + 1, count + 40, 5):
+            with suppress(KeyboardInterrupt):
+                _interrupted(region, {nth: signal.SIGIO, other: signal.SIGTERM})
+            # What the second signal has interrupted ends with the next region.
+            with suppress(KeyboardInterrupt):
+                region()
+            assert_no_region_is_left()
+
+
+@pytest.mark.parametrize("bytecode", range(1, 150, 7))
+def test_a_handler_that_sets_another_has_the_last_word(bytecode: int):
+    """The first Ctrl-C often asks for an end, and lets the second one kill."""
+
+    def set_another(number: int, frame: FrameType | None) -> None:
+        signal.signal(number, signal.SIG_IGN)
+
+    signal.signal(signal.SIGTERM, set_another)
+    _interrupted(lambda: run_region(lambda: None), {bytecode: signal.SIGTERM})
+    try:
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+
+def test_a_region_at_the_recursion_limit_does_not_begin_or_has_room():
+    done: list[str] = []
+
+    def region() -> None:
+        with deferred_interrupts():
+            done.append("begun")
+            deep(60, lambda: signal.raise_signal(signal.SIGINT))
+            done.append("ended")
+
+    limit, outcomes = sys.getrecursionlimit(), []
+    for room in range(200, 0, -1):
+        done.clear()
+        try:
+            deep(limit - room, region)
+        except (RecursionError, KeyboardInterrupt) as error:
+            outcomes.append((type(error), len(done)))
+        assert sys.getrecursionlimit() == limit
+        assert_no_region_is_left()
+    assert set(outcomes) == {(KeyboardInterrupt, 2), (RecursionError, 0)}
+
+
+def test_a_user_keeps_the_recursion_limit_that_is_set_inside_a_region():
+    limit = sys.getrecursionlimit()
+    run_region(lambda: sys.setrecursionlimit(limit + 10))
+    after = sys.getrecursionlimit()
+    sys.setrecursionlimit(limit)
+    assert after == limit + 10
+
+
+def deep(frames: int, call: Callable[[], object]) -> None:
+    if frames:
+        deep(frames - 1, call)
+    else:
+        call()
 
 
 def test_a_finalizer_that_runs_while_the_region_ends_takes_no_signal_with_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Garbage may be collected there, and what is raised in a finalizer nobody hears of."""
-    put_back = interrupts._put_back
-    finalizers = [True]
+    get_handler = interrupts._get_handler
+    finalizers: list[bool] = []
 
-    def collecting() -> None:
+    def collecting(number: int) -> object:
         if finalizers and finalizers.pop():
             with suppress(KeyboardInterrupt), deferred_interrupts():
                 pass
-        put_back()
+        return get_handler(number)
 
-    monkeypatch.setattr(interrupts, "_put_back", collecting)
-    with pytest.raises(KeyboardInterrupt), deferred_interrupts():
-        signal.raise_signal(signal.SIGINT)
+    monkeypatch.setattr(interrupts, "_get_handler", collecting)
+    with pytest.raises(KeyboardInterrupt):
+        run_region(lambda: [signal.raise_signal(signal.SIGINT), finalizers.append(True)])
     assert not finalizers
 
 
@@ -179,19 +262,37 @@ def test_no_region_is_cut_in_two_by_real_signals():
     assert child.stdout.split() == ["0", "True"]
 
 
-def _raise_at_call(monkeypatch: pytest.MonkeyPatch, name: str, call: int) -> None:
-    """Have a signal arrive right before the `call`-th call of `_signal.<name>` from here on."""
-    real: Callable[[int], object] = getattr(interrupts._signal, name)
-    calls = 0
+def _interrupted(call: Callable[[], object], signals: dict[int, int]) -> int:
+    """Call with a signal before each numbered bytecode of `interrupts`; return how many bytecodes there are."""
+    count = 0
 
-    def raising(number: int) -> object:
-        nonlocal calls
-        calls += 1
-        if calls == call:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return real(number)
+    def enter(frame: FrameType, event: str, argument: Any) -> Any:
+        if frame.f_code.co_filename != interrupts.__file__:
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        return each
 
-    monkeypatch.setattr(interrupts._signal, name, raising)
+    def each(frame: FrameType, event: str, argument: Any) -> Any:
+        nonlocal count
+        if event == "opcode":
+            count += 1
+            if count in signals:
+                # An exception ends the tracing of Python, so that it has to be begun again.
+                sys.settrace(None)
+                try:
+                    signal.raise_signal(signals[count])
+                finally:
+                    sys.settrace(enter)
+        return each
+
+    # Python 3.12 sends opcode events only if a frame asked for them before tracing began.
+    sys._getframe().f_trace_opcodes = True
+    sys.settrace(enter)
+    try:
+        call()
+    finally:
+        sys.settrace(None)
+    return count
 
 
 _HAMMERED = """
