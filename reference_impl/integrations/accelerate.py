@@ -97,21 +97,13 @@ def offload(
 
 
 def _check_sharded(optimizer: HostedOptimizer) -> None:
-    """Raise ValueError where `prepare` has sharded the model under the optimizer, or Accelerate cannot clip."""
+    """Raise ValueError where `prepare` has sharded the model under the optimizer."""
     given = [param for group in optimizer.param_groups for param in group["params"] if param.requires_grad]
     if any(param not in optimizer.members for param in given):
         raise ValueError(
             "prepare() has sharded the model and given its optimizer other parameters than those it was made of; "
             "expected an optimizer of sharded parameters; try model = "
             "accelerate.utils.fsdp2_prepare_model(accelerator, model) before the optimizer is made"
-        )
-    if not isinstance(optimizer, HybridDeviceOptimizer) or optimizer._max_grad_norm is not None:
-        return
-    if any(map(optimizer._gradients.leaves_unseen, optimizer.members.values())):
-        raise ValueError(
-            "backward_overlap makes sharded gradients leave before accelerator.clip_grad_norm_ sees them; expected "
-            "gradients that stay until step(); try leaving backward_overlap out, or max_grad_norm= of the optimizer in "
-            "place of accelerator.clip_grad_norm_"
         )
 
 

@@ -250,16 +250,6 @@ def gathered_outside_forward(module: nn.Module) -> RuntimeError:
     )
 
 
-def check_scaler(unseen: Iterable[Member]) -> None:
-    """Raise RuntimeError when a GradScaler could not see the gradients of `unseen` members."""
-    for member in unseen:
-        raise RuntimeError(
-            f"GradScaler has to see the gradient of a sharded parameter of shape {tuple(member.param.shape)}, which "
-            "has already left; expected one that stays until step(); try backward_overlap='nothing', or bf16 without "
-            "a scaler"
-        )
-
-
 def check_refresh(members: Iterable[Member]) -> None:
     """Raise RuntimeError when a gradient stands where the master would be made."""
     if any(member.arrival is not None for member in members):
@@ -364,8 +354,8 @@ def closed_in_between() -> RuntimeError:
 def warn_kept_gradients() -> None:
     """Warn that gradients of sharded parameters stay until `step()`."""
     warnings.warn(
-        "gradients of sharded parameters (DTensor) stay on param.grad until step(), so that code which clips them "
-        "finds them; to let them leave during backward, pass backward_overlap='gradients' and clip with max_grad_norm",
+        "gradients of sharded parameters (DTensor) stay on param.grad until step(), so any code finds them; to let "
+        "them leave during backward, pass backward_overlap='gradients', with which clip_grad_norm_ finds their norm",
         stacklevel=3,
     )
 

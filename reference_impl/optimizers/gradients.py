@@ -17,7 +17,7 @@ from reference_impl.device import Event
 from reference_impl.optimizers import checks
 from reference_impl.optimizers.clip_decision import norms_of
 from reference_impl.optimizers.layout import Member, gradient_of
-from reference_impl.optimizers.stand_in import GradientStandIn
+from reference_impl.optimizers.stand_in import GradientStandIn, unwrapped
 
 
 class HostGradients(Protocol):
@@ -47,12 +47,13 @@ class Gradients:
     Args:
         shares: where they go.
         leave_in_backward: gradients of members with a part on the host leave before `step()`.
-        sharded_too: those of DTensors, too; no stand-in can take their place.
+        sharded_too: those of DTensors, too.
         sums_stay: once a second backward has added to gradients that had left, they stay until `step()`. Without it
             each sum leaves again.
         measures: norms are taken. Without it an update may use a gradient at once.
 
     `reduced_later` are the parameters whose gradients somebody reduces once autograd has accumulated them.
+    `adds_shards` says that a second gradient of a sharded parameter is added to the first.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class Gradients:
         self._are_accumulated = False
         self._unplaced: dict[Member, torch.Tensor] = {}
         self.reduced_later: frozenset[torch.Tensor] = frozenset()
+        self.adds_shards = False
 
     def leave_in_backward(self, member: Member, reduced: torch.Tensor | None = None) -> bool:
         """Return whether a member's gradient leaves before `step()`: what autograd has accumulated, or `reduced`."""
@@ -80,35 +82,23 @@ class Gradients:
         is_final = reduced is not None or member.param not in self.reduced_later
         return self.may_leave and not self._are_accumulated and is_final
 
-    def leaves_unseen(self, member: Member) -> bool:
-        """Return whether a member's gradient leaves before `step()` and no stand-in takes its place."""
-        return isinstance(member.param, DTensor) and self.leave_in_backward(member)
-
     def put_arrived(self, member: Member) -> None:
         """Put the sum that autograd has made in the place of the stand-in to which it was added."""
-        stands = member.param.grad
+        stands = unwrapped(member.param.grad)
         if isinstance(stands, GradientStandIn) and stands.arrived is not None:
-            member.param.grad = stands.arrived
+            member.put(stands.arrived)
 
     def send(self, member: Member, reduced: torch.Tensor | None = None) -> None:
         """Offload a gradient and put a stand-in in its place; changes nothing when it raises.
 
         One that is `reduced` is not on its parameter yet: `place` puts the stand-in there.
         """
-        param = member.param
-        if self.leaves_unseen(member) and member.arrival is not None and member.on_device == 0:
-            # Nothing that stands on the parameter says whether the first one is still wanted.
-            raise checks.first_gradient_has_left(member)
         self.put_arrived(member)
         # Whoever has let go of the last one's stand-in does not want that gradient any more.
         self._shares.discard([member])
         gradient = self._shares.offload(member, measure=self.measures and reduced is None, reduced=reduced)
         if reduced is not None:
             self._unplaced[member] = member.placeholder = reduced
-        elif isinstance(param, DTensor):
-            if member.on_device == 0:
-                param.grad = None
-            member.placeholder = param.grad
         else:
             self._stand_in(member, gradient, self._shares.norms.get(member))
 
@@ -147,15 +137,16 @@ class Gradients:
         kept = gradient if member.on_device else None
         # One that stays from then on must not have been rounded.
         may_come_back = self.measures and (gradient.dtype == member.param.dtype or not self._sums_stay)
+        is_shard = isinstance(member.param, DTensor)
         member.placeholder = GradientStandIn(
             gradient,
             norm,
             kept=kept,
             kept_part=None if kept is None else member.flat(kept)[: member.on_device],
             used=not self.measures,
-            recall=self._recalled(member) if may_come_back else None,
+            recall=self._recalled(member) if may_come_back or is_shard else None,
         )
-        member.param.grad = member.placeholder
+        member.put(member.placeholder)
 
     def _recalled(self, member: Member) -> Callable[[], torch.Tensor]:
         """Return what calls `_recall` without keeping this object alive."""
@@ -177,9 +168,12 @@ class Gradients:
 
         Changes nothing when it raises.
         """
+        is_shard = isinstance(member.param, DTensor)
+        if is_shard and not (self.measures and (member.on_device or self.adds_shards)):
+            raise checks.first_gradient_has_left(member)
         stand_in = member.placeholder
         assert isinstance(stand_in, GradientStandIn)
-        gradient = torch.empty_like(member.param, memory_format=torch.preserve_format)
+        gradient = torch.empty_like(member.param_local, memory_format=torch.preserve_format)
         flat = member.flat(gradient)
         self._shares.bring_back(member, flat)
         for factor in stand_in.factors:
@@ -187,7 +181,7 @@ class Gradients:
         if stand_in.kept_part is not None:
             flat[: member.on_device].copy_(stand_in.kept_part)
         self._shares.discard([member])
-        if self._sums_stay and not self._are_accumulated:
+        if self._sums_stay and not (self._are_accumulated or is_shard):
             self._are_accumulated = True
             checks.warn_accumulated()
         return gradient
@@ -200,13 +194,12 @@ class Gradients:
         found = member.gradient
         if isinstance(found, GradientStandIn):
             if found.dropped:
-                found = member.param.grad = found.in_its_place(member.param)
+                found = found.in_its_place(member.param_local)
+                member.put(found)
             elif found is not member.placeholder:
                 raise checks.used_twice(member)
             else:
                 return found.kept
-        if member.arrival is not None and self.leaves_unseen(member) and found is member.placeholder:
-            return None if found is None else gradient_of(member)
         # It was dropped, or replaced by another one, or sent off by a step that failed before it began.
         self._shares.discard([member])
         if found is None:
@@ -227,7 +220,7 @@ class Gradients:
         """Return what stands on parameters from the begin of the step on, because the update reads their gradients."""
         found: dict[Member, GradientStandIn] = {}
         for member in (*arrivals, *(member for member in gradients if not member.pieces)):
-            now = member.param.grad
+            now = unwrapped(member.param.grad)
             if isinstance(now, GradientStandIn):
                 found[member] = now
             elif returns_early and now is not None and _may_be_replaced(member):
@@ -286,4 +279,5 @@ def put_in_place(stand_ins: Mapping[Member, GradientStandIn]) -> None:
     """Put stand-ins on parameters; the step owns the gradients from here on."""
     for member, stand_in in stand_ins.items():
         stand_in.use()
-        member.param.grad = stand_in
+        # To what stands on a sharded parameter FSDP2 would add the next reduction.
+        member.param.grad = None if isinstance(member.param, DTensor) else stand_in

@@ -61,7 +61,7 @@ class HybridDeviceOptimizer(SavedOptimizer):
             memory is freed; a `GradientStandIn` stays on `param.grad`. `update`: the CPU update starts too, with the
             hyper-parameters of that moment, and nothing can be skipped or clipped. `nothing`: gradients stay on
             `param.grad` until `step()`, which code that reads them needs.
-            Gradients of DTensors leave only where this is given, and then nothing stays.
+            Gradients of DTensors leave only where this is given.
 
     Bitwise contract: the CPU share equals `torch.optim.AdamW(fused=True)` on the CPU over the fp32 master, the
     resident and the streamed share equal it on the device, and the parameter is its master rounded to nearest even.
@@ -363,8 +363,6 @@ class HybridDeviceOptimizer(SavedOptimizer):
     ) -> ClipDecision | None:
         """Decide over all gradients, on the device; None when there are none."""
         scale = self._take_scale()
-        if scale["found_inf"] is not None:
-            checks.check_scaler(member for member in sent_off if self._gradients.leaves_unseen(member))
         decision = decide(
             self._gradients.norms(sent_off, gradients),
             self._device,

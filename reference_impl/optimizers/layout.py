@@ -21,8 +21,9 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from reference_impl.device import REACHED, Event
-from reference_impl.distributed.mesh import local_of
+from reference_impl.distributed.mesh import local_of, shard_like
 from reference_impl.memory.weight_home import WeightHome
+from reference_impl.optimizers.stand_in import unwrapped
 
 # 64 elements are 256 bytes in fp32: cuts at multiples of it leave the SIMD body of the fused kernels, and so
 # every bit of the result, as they are for the whole tensor.
@@ -81,9 +82,15 @@ class Member:
 
     @property
     def gradient(self) -> torch.Tensor | None:
-        """What the next update uses: `decoupled_grad` where Megatron has put one on the parameter, else `grad`."""
-        gradient: torch.Tensor | None = getattr(self.param, "decoupled_grad", self.param.grad)
-        return gradient
+        """What the next update uses: `decoupled_grad` where Megatron has put one on the parameter, else `grad`.
+
+        Of a shard that has been offloaded it is the stand-in itself.
+        """
+        return unwrapped(getattr(self.param, "decoupled_grad", self.param.grad))
+
+    def put(self, gradient: torch.Tensor) -> None:
+        """Let `gradient`, of the shape of this rank's own tensor, stand on the parameter."""
+        self.param.grad = shard_like(self.param, gradient)
 
     @property
     def on_device(self) -> int:

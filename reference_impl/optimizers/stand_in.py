@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 _aten = torch.ops.aten
 _REMEDY = (
@@ -142,6 +143,12 @@ class GradientStandIn(torch.Tensor):
         if answer is None:
             raise _refused(func, args)
         return answer(*args, **(kwargs or {}))
+
+
+def unwrapped(gradient: torch.Tensor | None) -> torch.Tensor | None:
+    """Return what stands on a parameter: of a sharded one the stand-in that its local tensor is, if it is one."""
+    local = gradient._local_tensor if isinstance(gradient, DTensor) else gradient
+    return local if isinstance(local, GradientStandIn) else gradient
 
 
 def _refused(func: Any, args: Sequence[Any]) -> RuntimeError:

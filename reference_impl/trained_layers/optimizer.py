@@ -311,9 +311,8 @@ class TrainedLayersOptimizer(LayersOptimizer):
         for member in self._members.values():
             self._leaving.to_use(member)
             if member.arrival is not None:
-                # Of a sharded gradient nothing is left on its parameter; what the device has of it is its norm.
-                stands = member.placeholder
-                used[member] = self._store.norms[member] if stands is None else stands
+                assert member.placeholder is not None
+                used[member] = member.placeholder
         return used
 
     def _norms(self, gradients: Mapping[Member, torch.Tensor]) -> list[torch.Tensor]:

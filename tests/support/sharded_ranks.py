@@ -26,13 +26,16 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.nn.utils import clip_grad_norm_
 from torch.utils.checkpoint import checkpoint
 
 from reference_impl import ShardStreamer, Streaming
 from reference_impl.device import Device
 from reference_impl.device.cuda import CudaDevice
+from reference_impl.distributed.mesh import local_of
 from reference_impl.optimizers import auto_split
 from reference_impl.optimizers.split import MachineRates
+from reference_impl.optimizers.stand_in import GradientStandIn
 
 LAYOUTS = ("blocks", "hsdp", "prefetched", "grouped", "kept", "root", "checkpointed", "mixed", "partly")
 SHARES = {
@@ -45,7 +48,8 @@ SHARES = {
     "everything": None,
 }
 OVERLAPS = ("gradients", "nothing", "update")
-CLIPS = {"clipped": 0.05, "unclipped": None}
+# `by-torch` is the user's own `clip_grad_norm_`, to the norm of `clipped`.
+CLIPS = {"clipped": 0.05, "unclipped": None, "by-torch": None}
 ACCUMULATIONS = ("once", "reduced", "unreduced")
 STEPS, WIDTH, ROWS = 4, 11, 37
 
@@ -243,13 +247,18 @@ def compare(case, rank, ranks, device):
             batches = [batch.to(device) for batch in batches]
             loss = backward(ours, optimizer, batches, accumulation)
             if overlap == "gradients" and shares in ("cpu", "everything"):
-                left = [param.grad for param in ours.parameters() if param.requires_grad]
-                assert not any(grad is not None and grad.to_local().numel() for grad in left), (
+                left = [local_of(param.grad) for param in ours.parameters() if param.requires_grad]
+                assert all(isinstance(each, GradientStandIn) or not each.numel() for each in left), (
                     "gradients stay"
                 )
+            norm = clip_grad_norm_(ours.parameters(), CLIPS["clipped"]) if clip == "by-torch" else None
             optimizer.step()
             optimizer.zero_grad()
             assert torch.equal(loss, backward(plain, None, batches, accumulation)), "the loss differs"
+            if norm is not None:
+                theirs = clip_grad_norm_(plain.parameters(), CLIPS["clipped"]).full_tensor()
+                assert torch.equal(norm.full_tensor(), theirs), "the norm differs"
+                assert theirs > CLIPS["clipped"]
             reference.step(optimizer.grad_norm)
         optimizer.synchronize()
         for (name, one), other in zip(ours.state_dict().items(), plain.state_dict().values(), strict=True):
@@ -310,7 +319,7 @@ def every_case():
     """All that are served."""
     for words in itertools.product(LAYOUTS, SHARES, OVERLAPS, CLIPS, ACCUMULATIONS):
         _, shares, overlap, clip, _ = words
-        clips_too_late = overlap == "update" and clip == "clipped"
+        clips_too_late = overlap == "update" and clip != "unclipped"
         if not clips_too_late and (shares not in ("offloader", "everything") or overlap == "gradients"):
             yield ",".join(words)
 

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
-from reference_impl import Streaming
+from reference_impl import ShardStreamer, Streaming
 from reference_impl.device.cpu_twin import CpuTwin
 from reference_impl.distributed import fsdp2
 from reference_impl.memory.ledger import Ledger
@@ -201,6 +201,92 @@ def test_a_second_gradient_of_a_step_is_an_error():
         optimizer.zero_grad()
 
 
+@contextmanager
+def leaving(model, kind):
+    """An optimizer whose gradients leave in backward."""
+    if kind == "streamer":
+        wrapped = torch.optim.AdamW(model.parameters(), fused=True, **OPTIONS)
+        with ShardStreamer(model, wrapped, streaming=Streaming(chunk_bytes=1024)) as streamer:
+            yield streamer.optimizer
+        return
+    split = {"cpu": (0, 0, 1), "thirds": (0.3, 0.4, 0.3)}[kind]
+    with hybrid(model, split=split, backward_overlap="gradients") as optimizer:
+        optimizer.attach(model)
+        yield optimizer
+
+
+KINDS = ("cpu", "thirds", "streamer")
+
+
+def local_weights(model):
+    return [value.to_local().clone() for value in model.state_dict().values()]
+
+
+@pytest.mark.parametrize("foreach", [None, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_clip_grad_norm_clips_gradients_that_have_left(kind, foreach):
+    data, plain, model = data_of(3), net(), net()
+    adamw = torch.optim.AdamW(plain.parameters(), fused=True, **OPTIONS)
+    with leaving(model, kind) as optimizer:
+        for batch in data:
+            norms = []
+            for each, steps in ((plain, adamw), (model, optimizer)):
+                each(batch).backward()
+                norms.append(nn.utils.clip_grad_norm_(each.parameters(), 0.1, foreach=foreach).full_tensor())
+                steps.step()
+                steps.zero_grad()
+            assert norms[0] == norms[1] > 0.1
+        optimizer.synchronize()
+        assert_same(local_weights(model), local_weights(plain))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_grad_scaler_sees_gradients_that_have_left(kind):
+    data, plain, model = data_of(4), net(), net()
+    data[1][0, 0] = float("inf")
+    adamw = torch.optim.AdamW(plain.parameters(), fused=True, **OPTIONS)
+    scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2) for _ in range(2)]
+    with leaving(model, kind) as optimizer:
+        for batch in data:
+            for each, steps, scaler in zip((plain, model), (adamw, optimizer), scalers, strict=True):
+                scaler.scale(each(batch)).backward()
+                scaler.unscale_(steps)
+                nn.utils.clip_grad_norm_(each.parameters(), 0.1)
+                scaler.step(steps)
+                scaler.update()
+                steps.zero_grad()
+            assert scalers[0].get_scale() == scalers[1].get_scale()
+        optimizer.synchronize()
+        assert_same(local_weights(model), local_weights(plain))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_gradient_that_the_model_drops_after_it_has_left_is_not_used(kind):
+    data, model = data_of(3), net()
+    with leaving(model, kind) as optimizer:
+        for batch in data:
+            model(-batch).backward()
+            model.zero_grad()
+            model(batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        model(data[0]).backward()
+        model.zero_grad()
+        optimizer.step()
+        optimizer.synchronize()
+        assert_same(local_weights(model), trained_plainly(data))
+
+
+def test_to_clip_what_backward_has_used_is_refused_by_name():
+    model, (batch,) = net(), data_of(1)
+    with hybrid(model, split=(0, 0, 1), backward_overlap="update") as optimizer:
+        optimizer.attach(model)
+        model(batch).backward()
+        with pytest.raises(RuntimeError, match=r"a norm in mode 'update'.*backward_overlap='nothing'"):
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+
+
 def test_parameters_that_the_model_has_replaced_are_refused():
     model = net()
     with hybrid(model) as optimizer:
@@ -330,7 +416,7 @@ def _states(document):
 @pytest.mark.parametrize(
     "cases",
     [
-        ("prefetched,thirds,reduced", "hsdp,offloader"),
+        ("prefetched,thirds,reduced", "hsdp,offloader", "blocks,cpu,by-torch", "grouped,everything,by-torch"),
         pytest.param(("grouped,cpu,update,unclipped", "blocks,auto"), marks=pytest.mark.slow),
     ],
 )
