@@ -12,7 +12,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: setup demo test test-all test-faults check lint-code render docs clean
 .PHONY: test-trainers test-trainers-axolotl test-axolotl test-megatron test-transformers test-deepspeed test-accelerate test-torchtune test-llama-factory test-rl
-.PHONY: test-mutations test-damage test-recognition traces
+.PHONY: test-mutations test-damage test-recognition test-messages traces
 
 setup: .venv/.ready
 
@@ -131,6 +131,14 @@ test-accelerate: setup
 test-rl: setup
 	$(BIN)/python tests/judges/rl/fetch.py
 	$(BIN)/python tests/judges/rl/judge.py --configurations 5000
+
+# The messages that quote a package's source, compared with it in several releases; torch's with the one that is installed.
+QUOTED ?= deepspeed==0.17.0 deepspeed==0.18.9 deepspeed==0.19.8 megatron-core==0.14.0 megatron-core==0.16.1 \
+    accelerate==1.6.0 accelerate==1.15.0 trl==0.23.0 trl==1.16.0
+
+test-messages: setup
+	$(BIN)/python tests/judges/messages/fetch.py $(QUOTED)
+	PYTHONPATH=. $(BIN)/python tests/judges/messages/judge.py
 
 # Traces the models that ship traced again; the environment needs torch and transformers.
 traces: setup

@@ -6,18 +6,22 @@
 
 The run's configuration confirms the rules. If the log says how large the GPU is, a plan for that budget follows; a
 known model (--model) or its sizes (--overrides) are enough for the plan.
-Exit codes: 0 nothing recognised, 1 something was, 2 unusable input, 3 a fault of this tool.
+Exit codes: 0 nothing failed and nothing is known of it, 1 something failed, is known or is wrong with the
+configuration, 2 unusable input, 3 a fault of this tool.
 """
 
 import argparse
 import sys
-from typing import Any
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from skill_tools.commands import plan_request, releases
 from skill_tools.commands.plan import FORMATS
 from skill_tools.commands.plan_request import Predicted
+from skill_tools.configs.config import Config
 from skill_tools.configs.source import looks_like_configuration
-from skill_tools.diagnosis import diagnosis
+from skill_tools.diagnosis import diagnosis, memory_owners
 from skill_tools.diagnosis.diagnosis import Diagnosis
 from skill_tools.diagnosis.log import Log, read_log
 from skill_tools.errors import OwnLoop, UnusableInput, printable_lines
@@ -51,30 +55,30 @@ def run(args: argparse.Namespace) -> int:
     """Print what the log says; return 1 when something was recognised, else 0."""
     plan_request.check(args)
     log = _log(args)
-    try:
-        framework, findings = _findings(args)
-    except OwnLoop as problem:
-        # The log says enough by itself.
-        print(f"offload: {problem}", file=sys.stderr)
-        args.inputs = []
-        framework, findings = "", ()
+    read = _read(args)
     found = diagnosis.diagnose(
-        log, findings=findings, framework=framework, known_gpu=_known_gpu, known_model=known_models.of_size
+        log,
+        findings=read.findings,
+        framework=read.framework,
+        config=read.config,
+        releases=read.releases,
+        known_gpu=_known_gpu,
+        known_model=known_models.of_size,
     )
-    plan, note = _plan(args, found)
+    plan, note, others = _plan(args, found)
     if args.format == "json":
         print(diagnoses.as_json(found, _plan_data(plan)))
-        return 1 if found.recognised else 0
+        return 1 if found.has_problem else 0
     render = diagnoses.markdown if args.format == "markdown" else diagnoses.concise
     if plan is None:
-        print(printable_lines(render(found)))
+        print(printable_lines(render(found, others=others)))
     else:
         from skill_tools.reports import plan_answer, plans
 
         print(printable_lines(render(found, planned=True, mended=plan_answer.has_changes(plan))))
         shown = plans.markdown if args.format == "markdown" else plans.concise
         print(printable_lines(f"\n{note}{shown(plan, details=args.details)}"))
-    return 1 if found.recognised else 0
+    return 1 if found.has_problem else 0
 
 
 def _log(args: argparse.Namespace) -> Log:
@@ -119,39 +123,54 @@ def _known_gpu(name: str) -> str | None:
         return None
 
 
-def _findings(args: argparse.Namespace) -> tuple[str, tuple[Finding, ...]]:
-    """Return what the configuration was read as, and what lint says of it."""
+class _Read(NamedTuple):
+    """What the run's configuration was read as, what lint says of it, and the releases that it states."""
+
+    framework: str
+    config: Config | None = None
+    findings: tuple[Finding, ...] = ()
+    releases: Mapping[str, str] = MappingProxyType({})
+
+
+def _read(args: argparse.Namespace) -> _Read:
+    """Read and lint the configuration; a loop of the user's own has none, and its log says enough by itself."""
     if not args.inputs:
-        return args.framework or "", ()
+        return _Read(args.framework or "")
     from skill_tools.rules.lint import lint
 
-    config = plan_request.read_config(args, args.inputs)
-    stated = releases.of_run(args, config, args.inputs)
-    return config.framework, lint(
-        config, versions={name: each.version for name, each in stated.items()}
-    ).findings
+    try:
+        config = plan_request.read_config(args, args.inputs)
+    except OwnLoop as problem:
+        print(f"offload: {problem}", file=sys.stderr)
+        args.inputs = []
+        return _Read("")
+    stated = {name: each.version for name, each in releases.of_run(args, config, args.inputs).items()}
+    return _Read(config.framework, config, lint(config, versions=stated).findings, stated)
 
 
-def _plan(args: argparse.Namespace, found: Diagnosis) -> tuple[Plan | None, str]:
+def _plan(args: argparse.Namespace, found: Diagnosis) -> tuple[Plan | None, str, str]:
     """Plan for the machine that the log names, or that the user does; say on stderr why there is no plan.
 
-    The second value is a line on what comes from the log.
+    The second value is a line on what comes from the log, the third one on host memory that others than the trainer
+    hold, so that no plan would help.
     """
     wanted = found.out_of_memory is not None or found.host_ran_out or args.gpu_memory or args.gpu
     if not wanted or not (args.inputs or args.model or args.overrides):
-        return None, ""
+        return None, "", ""
     try:
         note = _machine_of_the_log(args, found)
         predicted = _predicted(args, found)
         if args.gpu_memory is None and found.gpu_bytes is not None:
             plan, about = _plan_within(args, found, found.gpu_bytes, predicted)
-            return plan, f"{note}{about}"
+            return plan, f"{note}{about}", ""
         if found.host_ran_out and found.out_of_memory is None:
+            if others := _others(found, predicted):
+                return None, "", others
             note += _less_of_the_host(args, found, predicted)
-        return plan_request.make_plan(args, args.inputs), note
+        return plan_request.make_plan(args, args.inputs), note, ""
     except UnusableInput as problem:
         print(f"offload: no plan: {problem}", file=sys.stderr)
-        return None, ""
+        return None, "", ""
 
 
 def _predicted(args: argparse.Namespace, found: Diagnosis) -> Predicted:
@@ -187,6 +206,15 @@ def _plan_within(
     note = diagnosis.budget_note(gpu_bytes, needed, beyond)
     plan = plan_request.make_plan(args, args.inputs)
     return plan._replace(assumptions=(note, *plan.assumptions)), f"{note}\n"
+
+
+def _others(found: Diagnosis, predicted: Predicted) -> str:
+    """Say that others hold the host's memory, where the prediction leaves that much of it; then no plan helps."""
+    if found.in_use is None or not memory_owners.unexplained(
+        found.in_use[0], predicted.memory.host_bytes_per_node
+    ):
+        return ""
+    return memory_owners.sentence(*found.in_use, predicted.memory.host_bytes_per_node)
 
 
 def _less_of_the_host(args: argparse.Namespace, found: Diagnosis, predicted: Predicted) -> str:

@@ -6,8 +6,10 @@ Reading a device would never end, and a pipe may have no writer.
 import errno
 import os
 import stat
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
 
 from skill_tools.errors import UnusableInput
 
@@ -21,7 +23,14 @@ _WHAT = {
 
 
 def read_bytes(path: str | Path, at_most: int, *, expected: str, attempt: str = "checking the path") -> bytes:
-    """Return the first `at_most` bytes of the file at `path`.
+    """Return the first `at_most` bytes of the file at `path`; raises `UnusableInput` as `open_file` does."""
+    with open_file(path, expected=expected, attempt=attempt) as file:
+        return file.read(at_most)
+
+
+@contextmanager
+def open_file(path: str | Path, *, expected: str, attempt: str = "checking the path") -> Iterator[BinaryIO]:
+    """Open the file at `path` to read it.
 
     Raises `UnusableInput`, with what was `expected` and what to try, where there is no file that can be read.
     """
@@ -35,7 +44,7 @@ def read_bytes(path: str | Path, at_most: int, *, expected: str, attempt: str = 
                 raise UnusableInput(
                     f"{name!r} is {_WHAT.get(kind, 'no file')}", expected=expected, attempt=attempt
                 )
-            return file.read(at_most)
+            yield file
     except OSError as error:
         reason = (error.strerror or "unreadable").lower()
         raise UnusableInput(f"cannot read {name!r} ({reason})", expected=expected, attempt=attempt) from error

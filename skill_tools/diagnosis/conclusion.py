@@ -1,80 +1,253 @@
 """Which of all that a log shows is the cause, the rule behind it, and the lines to change.
 
-A rule that the run's own configuration breaks comes first. Then what happened, in the order of `messages.ORDER`, told
-by a rule that explains it where the configuration breaks one; then a framework's text that some rule quotes. A text
-that both know is told by the rule where the run's own framework is known.
+What ended the run outweighs what came before it: what is known of its exception is the answer. There a rule that the
+run's own configuration breaks comes first, then a message whose frames the traceback goes through, then the others.
+An event that many causes have (a hang, a killed process) is told by a finding of the configuration that stops a run
+there, if there is one. A notice counts only where nothing failed and the run does what the notice is about. Where
+nothing is known of an exception, the answer says where it was raised and what would decide.
 """
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from skill_tools.configs.config import Config
+from skill_tools.diagnosis import code, phases
+from skill_tools.diagnosis.builds import BuildError
+from skill_tools.diagnosis.changes import told
+from skill_tools.diagnosis.failures import Failure
 from skill_tools.diagnosis.known_errors import KnownError
 from skill_tools.diagnosis.memory import OutOfMemory
-from skill_tools.diagnosis.messages import Message, Seen
+from skill_tools.diagnosis.memory_owners import Owners
+from skill_tools.diagnosis.messages import ANSWERS, HOST_RAN_OUT, Message, Seen
+from skill_tools.diagnosis.phases import Phase
 from skill_tools.diagnosis.steps import StepPattern
-from skill_tools.rules.finding import Finding
-from skill_tools.rules.knowledge import Rule
+from skill_tools.rules.finding import Finding, Severity
+from skill_tools.rules.knowledge import Rule, load_rules
 from skill_tools.units import gib
 
 _LATE = frozenset({"hang", "numerics", "slow"})  # kinds that are as often an effect as a cause
+_GENERIC = frozenset({"hang", "killed", "host-memory"})  # kinds that say what happened, and never why
 _MEMORY = frozenset({"gpu-memory", "host-memory", "killed"})  # kinds whose lines a plan works out better
 # Where one tensor of many was asked for: a gap that would hold it does not hold the others.
 _FIRST_OF_MANY = frozenset({"adam-states-oom"})
+_SILENT = frozenset({"wrong-numerics", "slow", "ignored"})  # effects that end no run
 _SHOWN = 2
 _DEFRAGMENT = "export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+
+
+class Evidence(NamedTuple):
+    """All that a log and its run's configuration show. `dialects` are those whose settings the user has."""
+
+    failure: Failure | None
+    phase: Phase
+    errors: Sequence[KnownError]
+    seen: Sequence[Seen]
+    patterns: Sequence[StepPattern]
+    out_of_memory: OutOfMemory | None
+    build: BuildError | None
+    owners: Owners
+    findings: Sequence[Finding]
+    config: Config | None
+    dialects: tuple[str, ...]
+    mechanisms: frozenset[str]
 
 
 class Conclusion(NamedTuple):
     """The cause in words, the rule that tells more if there is one, and the lines to change.
 
-    `plans_away` says that a plan's lines, where there are any, take the place of these.
+    `plans_away` says that a plan's lines, where there are any, take the place of these. Where `is_known` is false, the
+    cause says that nothing is known of it, and `change` is what would decide.
     """
 
     cause: str
     rule: str
     change: tuple[str, ...]
     plans_away: bool = False
+    is_known: bool = True
 
 
-def conclude(
-    errors: Sequence[KnownError],
-    seen: Sequence[Seen],
-    patterns: Sequence[StepPattern],
-    out_of_memory: OutOfMemory | None,
-    findings: Sequence[Finding],
-) -> Conclusion | None:
-    """Return the conclusion, or None where nothing in the log is known."""
-    broken = {finding.rule: finding for finding in findings}
-    for error in errors:
-        if error.confirmed:
-            return _of_finding(broken[error.confirmed[0]])
+def conclude(evidence: Evidence) -> Conclusion | None:
+    """Return the conclusion, or None where nothing failed and nothing in the log is known."""
+    inside = _of_what_ended_it(evidence)
+    if inside is not None:
+        return inside
+    outside = _of_the_rest(evidence)
+    if outside is not None or evidence.failure is None or evidence.failure.is_aftermath:
+        return outside
+    return _unknown(evidence, evidence.failure)
+
+
+def _of_what_ended_it(evidence: Evidence) -> Conclusion | None:
+    """Return what is known of the exception that ended the run."""
+    errors = [error for error in evidence.errors if error.ended_the_run]
+    seen = [each for each in evidence.seen if each.ended_the_run and each.message.role in ANSWERS]
+    if confirmed := _confirmed(errors, evidence):
+        return confirmed
+    if evidence.build and (any(each.message.kind == "build" for each in seen) or not (errors or seen)):
+        return Conclusion(f"{evidence.build.cause}: {evidence.build.text}", "", evidence.build.change)
+    exact = next((each for each in seen if each.message.frames), None)
+    if exact is not None:
+        return _of_message(exact.message, evidence, errors)
+    return _known(errors, seen, evidence)
+
+
+def _of_the_rest(evidence: Evidence) -> Conclusion | None:
+    """Return what is known of what stands outside of any exception that ended the run."""
+    failed = evidence.failure is not None and not evidence.failure.is_aftermath
+    errors = [error for error in evidence.errors if not error.ended_the_run]
+    seen = [each for each in evidence.seen if not each.ended_the_run and each.message.role in ANSWERS]
+    if failed:
+        # Another's exception, or an earlier one, is not why this one was raised; a host without memory may be.
+        seen = [each for each in seen if each.message.kind in HOST_RAN_OUT]
+        return _known([], seen, evidence) or _of_fitting(evidence, needs_code=True)
+    known = _confirmed(errors, evidence) or _known(errors, seen, evidence)
+    if known is not None:
+        return known
+    if evidence.build is not None and evidence.failure is not None:
+        return Conclusion(f"{evidence.build.cause}: {evidence.build.text}", "", evidence.build.change)
+    return _of_fitting(evidence, needs_code=False) or _of_notice(evidence) or _of_pattern(evidence)
+
+
+def _known(errors: Sequence[KnownError], seen: Sequence[Seen], evidence: Evidence) -> Conclusion | None:
+    """Return what rules' texts (`errors`) and messages say, whichever knows more of the run."""
     same_text = [error for error in errors if error.of_the_run and seen and error.line == seen[0].line]
     if same_text:
         return _of_rule(same_text[0].rules[0])
     if seen and (seen[0].message.kind not in _LATE or not errors):
-        return _of_message(seen[0].message, errors, out_of_memory, broken.values())
-    if errors:
-        return _of_rule(errors[0].rules[0])
-    if patterns:
-        return Conclusion(f"{patterns[0].seen}: {patterns[0].points_to}", patterns[0].rule, ())
-    return None
+        return _of_message(seen[0].message, evidence, errors)
+    return _of_error(errors, evidence) if errors else None
 
 
-def _of_message(
-    message: Message,
-    errors: Sequence[KnownError],
-    out_of_memory: OutOfMemory | None,
-    findings: Iterable[Finding],
-) -> Conclusion:
-    for finding in findings:
+def _of_error(errors: Sequence[KnownError], evidence: Evidence) -> Conclusion:
+    """Return what a rule's text means; the change of a rule about another framework is none for this run."""
+    own = next((error for error in errors if error.of_the_run), None)
+    if own is not None or not evidence.dialects:
+        return _of_rule((own or errors[0]).rules[0])
+    rule = errors[0].rules[0]
+    where = code.of(evidence.failure) if evidence.failure is not None else None
+    return Conclusion(rule.title, "", where.code.decide if where else _DECIDE)
+
+
+def _confirmed(errors: Sequence[KnownError], evidence: Evidence) -> Conclusion | None:
+    broken = {finding.rule: finding for finding in evidence.findings}
+    return next((_of_finding(broken[error.confirmed[0]]) for error in errors if error.confirmed), None)
+
+
+def _of_message(message: Message, evidence: Evidence, errors: Sequence[KnownError]) -> Conclusion:
+    for finding in evidence.findings:
         if finding.rule in message.explained_by:
             return _of_finding(finding)._replace(plans_away=message.kind in _MEMORY)
+    if message.kind in _GENERIC and (fitting := _of_fitting(evidence, needs_code=False)) is not None:
+        return fitting
+    change = tuple(told(each, evidence.dialects, evidence.config) for each in message.change)
+    if message.kind in HOST_RAN_OUT:
+        return _of_the_host(message, evidence, change)
+    out_of_memory = evidence.out_of_memory
     fragments = out_of_memory.unallocated_bytes if out_of_memory and out_of_memory.is_fragmented else None
     if message.kind == "gpu-memory" and fragments is not None and message.id not in _FIRST_OF_MANY:
         cause = f"fragmentation: {gib(fragments)} was reserved and unused, more than was asked for"
-        return Conclusion(cause, message.rule, (_DEFRAGMENT, *message.change)[:_SHOWN])
-    rule = message.rule or next((error.rules[0].id for error in errors), "")
-    return Conclusion(message.cause, rule, message.change, plans_away=message.kind in _MEMORY)
+        return Conclusion(cause, _rule(message.rule, evidence), (_DEFRAGMENT, *change)[:_SHOWN])
+    rule = _rule(message.rule, evidence) or next(
+        (error.rules[0].id for error in errors if error.of_the_run), ""
+    )
+    return Conclusion(message.cause, rule, change[:_SHOWN], plans_away=message.kind in _MEMORY)
+
+
+def _of_the_host(message: Message, evidence: Evidence, change: tuple[str, ...]) -> Conclusion:
+    """Return a conclusion about host memory: whose it was, where the log or the configuration says it."""
+    owners = evidence.owners
+    cause, rule = message.cause, _rule(message.rule, evidence)
+    if owners.process:
+        cause += f"; {owners.process} alone held {gib(owners.process_bytes)}"
+    elif owners.of_the_host:
+        others = "; ".join(owners.of_the_host)
+        cause += f"{_at_a_save(evidence)}; beside the trainer's own states it holds {others}"
+    less = tuple(told(each, evidence.dialects, evidence.config) for each in owners.less)
+    if evidence.config is not None and not evidence.mechanisms and not less:
+        change = (
+            "what this process holds: smaller batches, fewer workers, data that is mapped from disk",
+            told("more-host-memory", ()),
+        )
+        rule = ""
+    return Conclusion(cause, rule, (*less[:1], *change)[:_SHOWN], plans_away=not (less or owners.process))
+
+
+def _at_a_save(evidence: Evidence) -> str:
+    return " while a checkpoint was saved" if evidence.phase is Phase.SAVE else ""
+
+
+def _of_fitting(evidence: Evidence, *, needs_code: bool) -> Conclusion | None:
+    """Return the configuration's own finding that shows where this log ends.
+
+    With `needs_code`, only one about a mechanism whose code the exception was raised in.
+    """
+    where = code.of(evidence.failure) if evidence.failure is not None else None
+    stopped = evidence.failure is not None or any(each.message.kind in _GENERIC for each in evidence.seen)
+    mechanisms = {rule.id: rule.mechanism for rule in load_rules()} if evidence.findings else {}
+    for finding in phases.in_order(tuple(evidence.findings), evidence.phase, failed=stopped):
+        if finding.severity is Severity.INFO:
+            continue
+        fits = phases.stops(finding, evidence.phase) if stopped else finding.effect in _SILENT
+        # What would have printed its own text is not why another was printed.
+        silent = finding.effect == "crashes-later" or not finding.text
+        in_its_code = where is not None and mechanisms.get(finding.rule) in where.code.mechanisms
+        if fits and (silent or not stopped) and (in_its_code or not needs_code):
+            return _of_finding(finding)
+    return None
+
+
+def _of_notice(evidence: Evidence) -> Conclusion | None:
+    for each in evidence.seen:
+        message = each.message
+        if message.role == "notice" and (not message.needs or message.needs in evidence.mechanisms):
+            return _of_message(message, evidence, ())
+    return None
+
+
+def _of_pattern(evidence: Evidence) -> Conclusion | None:
+    for pattern in evidence.patterns:
+        return Conclusion(f"{pattern.seen}: {pattern.points_to}", pattern.rule, ())
+    return None
+
+
+def _unknown(evidence: Evidence, failure: Failure) -> Conclusion:
+    """Say what is known of an exception whose cause is not, and what would decide it."""
+    who = f"{failure.rank} " if failure.rank else "the run "
+    cause = f"not known. {who}ended {evidence.phase} in {failure.text[:300]}"
+    where = code.of(failure)
+    if where is not None:
+        frame = where.frame
+        cause += f"; raised through {where.code.name} ({frame.path.rpartition('/')[2]}:{frame.line} {frame.function})"
+    elif failure.frames:
+        frame = failure.frames[-1]
+        cause += f"; raised in {frame.path}:{frame.line} {frame.function}, in no code that offloads"
+    offloads = code.offloads(evidence.config, where.code.mechanisms if where else ())
+    if offloads:
+        cause += "; this run offloads by " + ", ".join(f"{each.written}={each.value}" for each in offloads)
+    elif evidence.config is not None:
+        cause += "; the configuration offloads nothing that is known"
+    decide = (
+        where.code.decide if where else _DECIDE if offloads or evidence.config is None else _DECIDE_ELSEWHERE
+    )
+    return Conclusion(cause, "", decide, is_known=False)
+
+
+_DECIDE = (
+    "the same run for 3 steps without any offload: if it fails too, no offload is the cause",
+    "the whole traceback of the first rank that failed, and the configuration, given to diagnose",
+)
+_DECIDE_ELSEWHERE = (
+    "the exception's own text: nothing here offloads, so no offload is the cause",
+    "the whole traceback of the first rank that failed",
+)
+
+
+def _rule(name: str, evidence: Evidence) -> str:
+    """Return a message's rule where it is about a framework of this run, or where nobody knows the framework."""
+    if not name or not evidence.dialects:
+        return name
+    own = next((rule.dialects for rule in load_rules() if rule.id == name), ())
+    return name if set(own) & set(evidence.dialects) else ""
 
 
 def _of_finding(finding: Finding) -> Conclusion:

@@ -5,19 +5,37 @@ memory), the diagnosis passes it on: the plan's budget is lowered by what the ru
 """
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
-from skill_tools.diagnosis import known_errors, machine_in_log, memory, messages, model_in_log, steps
-from skill_tools.diagnosis.conclusion import Conclusion, conclude
+from skill_tools.configs.config import Config
+from skill_tools.diagnosis import (
+    builds,
+    code,
+    failures,
+    known_errors,
+    machine_in_log,
+    memory,
+    memory_owners,
+    messages,
+    model_in_log,
+    phases,
+    steps,
+)
+from skill_tools.diagnosis.changes import dialects_of
+from skill_tools.diagnosis.conclusion import Conclusion, Evidence, conclude
+from skill_tools.diagnosis.failures import Failure
 from skill_tools.diagnosis.known_errors import KnownError
 from skill_tools.diagnosis.log import Log
 from skill_tools.diagnosis.memory import OutOfMemory
+from skill_tools.diagnosis.memory_owners import Owners
 from skill_tools.diagnosis.messages import HOST_RAN_OUT, OF_THE_HOST, Seen
 from skill_tools.diagnosis.model_in_log import Parameters
+from skill_tools.diagnosis.phases import Phase
 from skill_tools.diagnosis.steps import StepPattern
 from skill_tools.dialects import registry
-from skill_tools.rules.finding import Finding
+from skill_tools.rules.finding import Finding, Severity
 from skill_tools.units import GIB, gib
 
 CPU_OPTIMIZER_BYTES = (
@@ -34,7 +52,9 @@ class Diagnosis:
     """Everything recognised in one log. `reported` is Megatron's (allocated, max allocated) in bytes.
 
     `gpu` is the GPU that the log names, `host_bytes` what it says the run may take of its host, `parameters` how many
-    the model has, and `model` is the known model of that size.
+    the model has, and `model` is the known model of that size. `failure` is the exception that ended the run, `phase`
+    where it or the log ends, `findings` are the configuration's own, those first that show there. `releases` says of
+    the failing code's package which release ran and which are known.
     """
 
     name: str
@@ -49,11 +69,23 @@ class Diagnosis:
     host_bytes: int | None
     parameters: Parameters | None
     model: str | None
+    failure: Failure | None
+    phase: Phase
+    findings: tuple[Finding, ...]
+    owners: Owners
+    in_use: tuple[int, int] | None
+    releases: str
 
     @property
     def recognised(self) -> bool:
         """Whether anything in the log is a problem that this tool knows."""
-        return self.conclusion is not None
+        return self.conclusion is not None and self.conclusion.is_known
+
+    @property
+    def has_problem(self) -> bool:
+        """Whether something ended the run, is known of its log, or is wrong with its configuration."""
+        wrong = any(finding.severity is not Severity.INFO for finding in self.findings)
+        return self.conclusion is not None or self.failure is not None or wrong
 
     @property
     def host(self) -> Seen | None:
@@ -81,32 +113,62 @@ def diagnose(
     *,
     findings: Sequence[Finding] = (),
     framework: str = "",
+    config: Config | None = None,
+    releases: Mapping[str, str] = MappingProxyType({}),
     known_gpu: Callable[[str], str | None] = _none,
     known_model: Callable[[int], str | None] = _none,
 ) -> Diagnosis:
-    """Read `log`; `findings` are what lint says of the run's configuration, which was read as one of `framework`.
+    """Read `log`; `findings` are what lint says of the run's `config`, which was read as one of `framework`.
 
-    `known_gpu` returns the name that a plan has for a GPU, `known_model` the one for a model of so many parameters, or
-    None.
+    `releases` are those that ran, by distribution. `known_gpu` returns the name that a plan has for a GPU,
+    `known_model` the one for a model of so many parameters, or None.
     """
-    errors = known_errors.find(log, broken=[finding.rule for finding in findings], framework=framework)
+    raised = failures.failures(log)
+    failure = failures.ended_by(log, raised)
+    phase = phases.phase_of(log, failure)
     times = steps.times_s(log)
-    seen, patterns = messages.find(log), steps.patterns(log, times)
-    out_of_memory = memory.out_of_memory(log)
+    evidence = Evidence(
+        failure=failure,
+        phase=phase,
+        errors=known_errors.find(
+            log, broken=[finding.rule for finding in findings], framework=framework, ended_by=failure
+        ),
+        seen=messages.find(log, failure),
+        patterns=steps.patterns(log, times),
+        out_of_memory=memory.out_of_memory(log),
+        build=builds.first_error(log),
+        owners=memory_owners.owners(log, config.sources if config else {}, saving=phase is Phase.SAVE),
+        findings=findings,
+        config=config,
+        dialects=dialects_of(config, framework, known_errors.frameworks(log)),
+        mechanisms=code.runs(config),
+    )
+    evidence = evidence._replace(
+        mechanisms=evidence.mechanisms | {each.message.shows for each in evidence.seen if each.message.shows}
+    )
     parameters = model_in_log.parameters(log)
+    conclusion = conclude(evidence)
+    unknown = failure is not None and conclusion is not None and not conclusion.is_known
+    where = code.of(failure) if failure is not None and unknown else None
     return Diagnosis(
         name=log.name,
-        errors=errors,
-        messages=seen,
-        out_of_memory=out_of_memory,
+        errors=tuple(evidence.errors),
+        messages=tuple(each for each in evidence.seen if each.message.role != "chatter"),
+        out_of_memory=evidence.out_of_memory,
         reported=memory.reported_bytes(log),
         steps=times,
-        patterns=patterns,
-        conclusion=conclude(errors, seen, patterns, out_of_memory, findings),
+        patterns=tuple(evidence.patterns),
+        conclusion=conclusion,
         gpu=machine_in_log.gpu_name(log, known_gpu),
         host_bytes=machine_in_log.host_bytes(log),
         parameters=parameters,
         model=known_model(parameters.total) if parameters else None,
+        failure=failure,
+        phase=phase,
+        findings=phases.in_order(tuple(findings), phase, failed=failure is not None),
+        owners=evidence.owners,
+        in_use=memory_owners.in_use(log),
+        releases=code.release(where.code.package, releases) if where else "",
     )
 
 

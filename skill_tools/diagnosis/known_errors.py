@@ -9,11 +9,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from skill_tools.configs.keys import load_keys
+from skill_tools.diagnosis.failures import Failure
 from skill_tools.diagnosis.log import Log
-from skill_tools.diagnosis.texts import position
+from skill_tools.diagnosis.texts import position, span
 from skill_tools.dialects import registry
 from skill_tools.rules.knowledge import Rule, load_rules
 
+_BARE = re.compile(r"[\w.]+$")
 _SHARED = 3  # rules shown when nothing tells those with the same text apart
 
 
@@ -21,7 +23,8 @@ _SHARED = 3  # rules shown when nothing tells those with the same text apart
 class KnownError:
     """One framework message in the log, and the rules that explain it; `confirmed` ones break the configuration.
 
-    `of_the_run` says that the rules are about the framework of this run.
+    `of_the_run` says that the rules are about the framework of this run, `ended_the_run` that the message stands in
+    what ended it.
     """
 
     line: int
@@ -29,32 +32,48 @@ class KnownError:
     rules: tuple[Rule, ...]
     confirmed: tuple[str, ...]
     of_the_run: bool = False
+    ended_the_run: bool = False
 
 
-def find(log: Log, *, broken: Iterable[str] = (), framework: str = "") -> tuple[KnownError, ...]:
+def find(
+    log: Log, *, broken: Iterable[str] = (), framework: str = "", ended_by: Failure | None = None
+) -> tuple[KnownError, ...]:
     """Return the known messages in `log`, in its order.
 
-    `broken` are ids that lint found in the configuration, `framework` is what the configuration was read as.
+    `broken` are ids that lint found in the configuration, `framework` is what the configuration was read as. A text
+    that is no more than an exception's name says too little: it counts where the configuration breaks its rule.
     """
     confirmed_ids = set(broken)
     at: dict[int, list[Rule]] = {}
     for rule in load_rules():
         for template in rule.raises:
-            place = position(log.text, template)
+            if _BARE.match(template) and rule.id not in confirmed_ids:
+                continue
+            place = _place(log, template, ended_by)
             if place >= 0 and rule not in at.setdefault(place, []):
                 at[place].append(rule)
-    run = (framework, *_frameworks(log)) if at else ()
+    run = (framework, *frameworks(log)) if at else ()
     errors = []
     for place in sorted(at):
         line = log.context(place)
         confirmed = tuple(rule.id for rule in at[place] if rule.id in confirmed_ids)
         own = _of_the_run(at[place], run)
         rules = tuple(rule for rule in at[place] if rule.id in confirmed) or _nearest(own or at[place], line)
-        errors.append(KnownError(log.line_at(place), line, rules, confirmed, bool(own)))
+        inside = ended_by is not None and ended_by.meets(place, place + 1)
+        errors.append(KnownError(log.line_at(place), line, rules, confirmed, bool(own), inside))
     return tuple(errors)
 
 
-def _frameworks(log: Log) -> tuple[str, ...]:
+def _place(log: Log, template: str, ended_by: Failure | None) -> int:
+    """Return where `template` stands: in what ended the run, or else where it stands first; -1 where nowhere."""
+    if ended_by is not None:
+        start, end = span(log.text, template, ended_by.start)
+        if start >= 0 and ended_by.meets(start, end):
+            return start
+    return position(log.text, template)
+
+
+def frameworks(log: Log) -> tuple[str, ...]:
     """Return the frameworks whose code a traceback in `log` goes through; one that runs in another comes before it."""
     packages = {dialect.name: dialect.package for dialect in registry.with_files()}
     return tuple(

@@ -1,20 +1,25 @@
 """Messages of a run that no rule about a configuration quotes: out of memory, hangs, builds, resumes, slow steps.
 
-They are data (`knowledge/messages.yaml`), each with the public thread that its text comes from. Apart from
-`known_errors`, because a rule is about what a user wrote, and a message about what happened.
+They are data (`knowledge/messages/*.yaml`), each with where its text comes from: a public thread, or a file of a
+package with the releases that have it. Apart from `known_errors`, because a rule is about what a user wrote, and a
+message about what happened.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from skill_tools import knowledge
+from skill_tools.diagnosis.failures import Failure
 from skill_tools.diagnosis.log import Log
-from skill_tools.diagnosis.texts import position
+from skill_tools.diagnosis.texts import REACH, position, span
 
 # What causes the others comes first: a build that failed ends in a time-out of the other ranks, not the other way.
 ORDER = (
     "build",
     "resume",
     "collectives",
+    "devices",
+    "offload",
     "host-memory",
     "locked-memory",
     "pinned-memory",
@@ -28,27 +33,39 @@ ORDER = (
 # A process that was killed (SIGKILL) leaves no reason; without another, it was most often the host's memory.
 HOST_RAN_OUT = frozenset({"host-memory", "killed"})
 OF_THE_HOST = HOST_RAN_OUT | {"pinned-memory", "locked-memory", "shared-memory"}
+ANSWERS = frozenset({"exception", "consequence"})  # roles that may be the answer whatever else the log says
 
 
 class Message(NamedTuple):
-    """One known text: why it appears, the lines to change, and rules that tell more."""
+    """One known text: why it appears, what to change, and rules that tell more.
+
+    `role` is what the text is: the `exception` that ended something, a `consequence` of a cause elsewhere, a `notice`
+    that counts where the run does what it is about (`needs`, a mechanism), or `chatter`, which only shows that a
+    mechanism runs (`shows`). `frames` are parts of files or functions that the traceback must go through.
+    """
 
     id: str
+    role: str
     kind: str
     texts: tuple[str, ...]
+    frames: tuple[str, ...]
     cause: str
     change: tuple[str, ...]
     rule: str
     explained_by: tuple[str, ...]
+    needs: str
+    shows: str
     source: str
 
 
 class Seen(NamedTuple):
-    """A message in a log, at its first place."""
+    """A message in a log: its line, and whether it stands in what ended the run."""
 
     line: int
     text: str
     message: Message
+    at: int = 0
+    ended_the_run: bool = False
 
 
 @knowledge.derived
@@ -58,28 +75,66 @@ def load_messages() -> tuple[Message, ...]:
 
 
 def from_data(entry: dict[str, object]) -> Message:
-    """Return one entry of the file as a message."""
-    text, change, explained_by = entry["text"], entry["change"], entry.get("explained_by", [])
-    assert isinstance(change, list) and isinstance(explained_by, list)  # noqa: PT018 - the schema says so
+    """Return one entry of the files as a message."""
+
+    def several(name: str) -> tuple[str, ...]:
+        given = entry.get(name, [])
+        return tuple(map(str, given)) if isinstance(given, list) else (str(given),)
+
     return Message(
         id=str(entry["id"]),
+        role=str(entry["role"]),
         kind=str(entry["kind"]),
-        texts=tuple(map(str, text)) if isinstance(text, list) else (str(text),),
-        cause=str(entry["cause"]),
-        change=tuple(map(str, change)),
+        texts=several("text"),
+        frames=several("frames"),
+        cause=str(entry.get("cause", "")),
+        change=several("change"),
         rule=str(entry.get("rule", "")),
-        explained_by=tuple(map(str, explained_by)),
+        explained_by=several("explained_by"),
+        needs=str(entry.get("needs", "")),
+        shows=str(entry.get("shows", "")),
         source=str(entry["source"]),
     )
 
 
-def find(log: Log) -> tuple[Seen, ...]:
-    """Return the messages in `log`, what causes others first, then in the log's order."""
-    found: list[tuple[int, int, Seen]] = []
+def find(log: Log, ended_by: Failure | None = None) -> tuple[Seen, ...]:
+    """Return the messages in `log`: those of what ended the run first, then what causes others, then in its order."""
+    found: list[tuple[bool, int, int, int, Seen]] = []
     for message in load_messages():
-        places = [place for text in message.texts if (place := position(log.text, text)) >= 0]
-        if places:
-            first = min(places)
-            seen = Seen(log.line_at(first), log.context(first), message)
-            found.append((ORDER.index(message.kind), first, seen))
-    return tuple(seen for _, _, seen in sorted(found, key=lambda each: each[:2]))
+        start, inside = _place(message, log, ended_by)
+        if start < 0:
+            continue
+        seen = Seen(log.line_at(start), log.context(start), message, start, inside)
+        found.append((not inside, -len(message.frames), ORDER.index(message.kind), start, seen))
+    return tuple(seen for *_, seen in sorted(found, key=lambda each: each[:4]))
+
+
+def _place(message: Message, log: Log, ended_by: Failure | None) -> tuple[int, bool]:
+    """Return where `message` stands (-1: nowhere), and whether that is in what ended the run.
+
+    One with frames has no other place.
+    """
+    if ended_by is not None and _goes_through(message.frames, ended_by):
+        for text in message.texts:
+            start = _span_in(text, log, ended_by)
+            if start >= 0:
+                return start, True
+    if message.frames:
+        return -1, False
+    places = [place for text in message.texts if (place := position(log.text, text)) >= 0]
+    return min(places, default=-1), False
+
+
+def _span_in(text: str, log: Log, ended_by: Failure) -> int:
+    """Return where `text` begins that stands in what ended the run, or reaches into it; -1 where none does."""
+    for first in (ended_by.start, max(0, ended_by.start - REACH)):
+        start, end = span(log.text, text, first)
+        if start >= 0 and ended_by.meets(start, end):
+            return start
+    return -1
+
+
+def _goes_through(frames: Sequence[str], failure: Failure) -> bool:
+    return all(
+        any(part in frame.path or part == frame.function for frame in failure.frames) for part in frames
+    )

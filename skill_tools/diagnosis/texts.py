@@ -4,24 +4,29 @@ Apart because rules' texts and messages are found alike.
 """
 
 HOLE = "{..}"
-_REACH = 1200  # characters after the first piece in which the rest of a message has to follow
+REACH = 1200  # characters after the first piece in which the rest of a message has to follow
 _TRIES = 10_000  # places of the first piece that are looked at; a log that repeats it more often is not more certain
 
 
 def position(text: str, template: str) -> int:
     """Return where `template` first stands in `text`, or -1."""
+    return span(text, template)[0]
+
+
+def span(text: str, template: str, first: int = 0) -> tuple[int, int]:
+    """Return where `template` first stands in `text` from `first` on, and where it ends; (-1, -1) where it does not."""
     pieces = [piece.strip() for piece in template.split(HOLE) if piece.strip()]
-    start = text.find(pieces[0]) if pieces else -1
+    start = text.find(pieces[0], first) if pieces else -1
     for _ in range(_TRIES):
         if start < 0:
-            return -1
+            return -1, -1
         end = start
         for piece in pieces:
-            end = text.find(piece, end, start + _REACH + len(template))
+            end = text.find(piece, end, start + REACH + len(template))
             if end < 0:
                 break
             end += len(piece)
         else:
-            return start
+            return start, end
         start = text.find(pieces[0], start + 1)
-    return -1
+    return -1, -1

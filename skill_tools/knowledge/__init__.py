@@ -33,6 +33,9 @@ SECTIONS = (
     "hardware",
     "host_buffers",
     "messages",
+    "changes",
+    "code",
+    "builds",
 )  # of the index, in this order
 _MERGED = ("spelling", "aliases", "default", "exists")  # what a key has for each framework
 
@@ -67,6 +70,12 @@ def load_keys() -> list[dict[str, Any]]:
     """Return the entries of `keys.yaml`, then those of the files in `keys/`, as plain data; one entry a key."""
     paths = [knowledge_path("keys.yaml"), *sorted(knowledge_path("keys").glob("*.yaml"))]
     return _merged(entry for path in paths for entry in load_yaml_file(path))
+
+
+def load_messages() -> list[dict[str, Any]]:
+    """Return the entries of the files in `messages/` as plain data."""
+    paths = sorted(knowledge_path("messages").glob("*.yaml"))
+    return [entry for path in paths for entry in load_yaml_file(path)]
 
 
 def words(text: str) -> list[str]:

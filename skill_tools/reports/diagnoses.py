@@ -4,10 +4,12 @@ import dataclasses
 import json
 from typing import Any
 
+from skill_tools.diagnosis import memory_owners, phases
 from skill_tools.diagnosis.diagnosis import Diagnosis, advice, host_need
 from skill_tools.diagnosis.known_errors import KnownError
 from skill_tools.diagnosis.memory import OutOfMemory
 from skill_tools.errors import printable_json
+from skill_tools.rules.finding import Finding, Severity
 from skill_tools.units import gib, seconds
 
 SCHEMA_VERSION = "1.0"
@@ -15,29 +17,65 @@ _MOST_FACTS = 5
 _WIDTH = 160
 
 
-def concise(found: Diagnosis, *, planned: bool = False, mended: bool = False) -> str:
+def concise(found: Diagnosis, *, planned: bool = False, mended: bool = False, others: str = "") -> str:
     """Return what was seen, then the cause, its rule and the lines to change.
 
     `planned` says that a plan follows, `mended` that it has lines to change, so that there are not two answers.
+    `others` is a line on host memory that no plan would free.
     """
-    lines = _seen(found)
+    lines = [*_seen(found), *([others] if others else [])]
     if found.reported is not None:
         now, most = found.reported
         lines.append(f"reported by the most loaded rank: {gib(now)} allocated, {gib(most)} at most")
     if found.usual_step_s is not None:
         lines.append(f"{len(found.steps)} steps, the usual one {seconds(found.usual_step_s)}")
+    if found.releases:
+        lines.append(f"releases: {found.releases}")
     conclusion = found.conclusion
     if conclusion is None:
-        return "\n".join([*lines, f"{found.name}: no problem that this tool knows"])
+        said = (
+            "the configuration has findings of its own"
+            if _shown_findings(found)
+            else "no problem that this tool knows"
+        )
+        return "\n".join([*lines, f"{found.name}: {said}", *_findings(found)])
     lines.append(f"cause: {conclusion.cause}")
     if conclusion.rule:
         lines.append(f"rule: {conclusion.rule} (offload explain {conclusion.rule})")
     if need := host_need(found):
         lines.append(need)
     if conclusion.change and not (mended and conclusion.plans_away):
-        lines += ["change:", *(f"  {line}" for line in conclusion.change)]
-    following = [f"  {line}" for line in advice(found, planned=planned)]
+        heading = "change:" if conclusion.is_known else "to decide it:"
+        lines += [heading, *(f"  {line}" for line in conclusion.change)]
+    if found.host_ran_out and found.owners.of_the_host:
+        lines.append(f"ask: {memory_owners.ASK}")
+    lines += _findings(found)
+    following = [f"  {line}" for line in advice(found, planned=planned or bool(others))]
     return "\n".join([*lines, *(["next:", *following] if following else [])])
+
+
+def _shown_findings(found: Diagnosis) -> tuple[Finding, ...]:
+    """Return the configuration's errors and warnings that the conclusion does not tell already."""
+    told = found.conclusion.rule if found.conclusion else ""
+    return tuple(
+        finding
+        for finding in found.findings
+        if finding.severity is not Severity.INFO and finding.rule != told
+    )
+
+
+def _findings(found: Diagnosis) -> list[str]:
+    """Return a line on each of the configuration's own findings: where, what it shows in a log, and what it says."""
+    shown = _shown_findings(found)
+    if not shown:
+        return []
+    lines = [
+        f"  {finding.place} {finding.severity} {finding.rule}: {phases.when(finding)}; {_cut(finding.message)}"
+        for finding in shown[:_MOST_FACTS]
+    ]
+    more = len(shown) - _MOST_FACTS
+    command = "offload lint shows them whole"
+    return ["the configuration's own:", *lines, *([f"  {more} more; {command}"] if more > 0 else [])]
 
 
 def _seen(found: Diagnosis) -> list[str]:
@@ -62,9 +100,9 @@ def _cut(text: str) -> str:
     return text if len(text) <= _WIDTH else f"{text[:_WIDTH]}…"
 
 
-def markdown(found: Diagnosis, *, planned: bool = False, mended: bool = False) -> str:
+def markdown(found: Diagnosis, *, planned: bool = False, mended: bool = False, others: str = "") -> str:
     """Return the same as a list."""
-    lines = concise(found, planned=planned, mended=mended).splitlines()
+    lines = concise(found, planned=planned, mended=mended, others=others).splitlines()
     return "\n".join(f"- {line.strip()}" for line in lines)
 
 
@@ -104,6 +142,7 @@ def document(found: Diagnosis, *, planned: bool = False) -> dict[str, Any]:
             {
                 "id": seen.message.id,
                 "kind": seen.message.kind,
+                "role": seen.message.role,
                 "line": seen.line,
                 "text": seen.text,
                 "cause": seen.message.cause,
@@ -118,7 +157,28 @@ def document(found: Diagnosis, *, planned: bool = False) -> dict[str, Any]:
             "cause": found.conclusion.cause,
             "rule": found.conclusion.rule,
             "change": list(found.conclusion.change),
+            "known": found.conclusion.is_known,
         },
+        "failure": found.failure
+        and {
+            "rank": found.failure.rank,
+            "error": found.failure.error,
+            "text": found.failure.text,
+            "phase": found.phase.value,
+            "frames": [frame._asdict() for frame in found.failure.frames],
+            "releases": found.releases,
+        },
+        "findings": [
+            {
+                "rule": finding.rule,
+                "severity": finding.severity.value,
+                "place": str(finding.place),
+                "message": finding.message,
+                "in_a_log": phases.when(finding),
+            }
+            for finding in found.findings
+        ],
+        "host_owners": list(found.owners.of_the_host),
         "machine": {"gpu": found.gpu, "host_bytes": found.host_bytes},
         "parameters": found.parameters._asdict() | {"model": found.model} if found.parameters else None,
         "reported_bytes": {"allocated": found.reported[0], "max_allocated": found.reported[1]}

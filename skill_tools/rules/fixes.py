@@ -175,7 +175,7 @@ def _remove(text: str, *, setting: Setting) -> str | None:
 def settings(config: Config, fix: RuleFix, keys: Keys) -> str:
     """Return the settings to take out and to put in, one a line, as the dialect writes them."""
     gone = [config.settings[key] for key in (*fix.set, *fix.remove) if key in config.settings]
-    lines = [f"-{_spell(config.framework, setting.written, setting.value)}" for setting in gone]
+    lines = [f"-{spell(config.framework, setting.written, setting.value)}" for setting in gone]
     for key, value in fix.set.items():
         spelling = spelled(config, keys[key])
         if spelling is not None and not (spelling.startswith("--") and value is False):
@@ -191,10 +191,10 @@ def _added(config: Config, spelling: str, value: object) -> str:
 
         if script_of(config) in dialect.scripts:
             return dialect.in_form({spelling: value}, config)
-    return _spell(config.framework, spelling, value)
+    return spell(config.framework, spelling, value)
 
 
-def _spell(framework: str, written: str, value: object) -> str:
+def spell(framework: str, written: str, value: object) -> str:
     """Write one setting as a script (`--flag value`), an override (`a.b=c`) or a file (`a: b`) has it."""
     if written.startswith("--"):
         items = value if isinstance(value, list) else [value]

@@ -30,7 +30,10 @@ def build() -> dict[str, Any]:
         "models": knowledge.load_yaml("models.yaml")["models"],
         "hardware": knowledge.load_yaml("hardware.yaml"),
         "host_buffers": knowledge.load_yaml("host_buffers.yaml"),
-        "messages": [_without_example(entry) for entry in knowledge.load_yaml("messages.yaml")],
+        "messages": [_without_example(entry) for entry in knowledge.load_messages()],
+        "changes": knowledge.load_yaml("changes.yaml"),
+        "code": knowledge.load_yaml("code.yaml"),
+        "builds": knowledge.load_yaml("builds.yaml"),
     }
 
 

@@ -21,9 +21,9 @@ if __name__ == "__main__":
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
     sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 
-import yaml
 from damage import SLOWEST_S, SPLICES, VALUES, Watch, damaged, examples
 
+from skill_tools import knowledge
 from skill_tools.__main__ import main
 from skill_tools.bundle import knowledge_path, root
 from skill_tools.rules.knowledge import load_rules
@@ -134,10 +134,7 @@ PROFILE = json.dumps(
 IDS = [rule.id for rule in load_rules()]
 LOGS = [
     *(path.read_text(encoding="utf-8") for path in sorted(FILES.glob("*.log"))),
-    *(
-        entry["example"]
-        for entry in yaml.safe_load(knowledge_path("messages.yaml").read_text(encoding="utf-8"))
-    ),
+    *(entry["example"] for entry in knowledge.load_messages()),
     *(template.replace("{..}", "7") for rule in load_rules() for template in rule.raises),
 ]
 COMMANDS: dict[str, Words] = {"plan": plan, "diagnose": diagnose, "explain": explain}

@@ -33,7 +33,7 @@ PIPELINE = "ValueError: Currently there is no support for Pipeline parallelism w
 
 
 def log(text: str) -> Log:
-    return Log("train.log", text, len(text), 0)
+    return Log("train.log", text)
 
 
 def test_every_amount_of_a_cuda_out_of_memory_message_is_read() -> None:
@@ -186,12 +186,15 @@ def test_slow_first_steps_and_starved_threads_are_seen() -> None:
     lines += [
         f" iteration {i} | elapsed time per iteration (ms): {9000.0 if i == 0 else 500.0} |" for i in range(9)
     ]
-    found = diagnose(log("\n".join(lines)))
+    found = diagnose(log("\n".join([*lines, "optimizer_cpu_offload=True"])))
     assert [seen.message.id for seen in found.messages] == ["omp-one-thread"]
     assert [pattern.rule for pattern in found.patterns] == [""]
     assert found.conclusion is not None
     assert found.conclusion.rule == "oc-cpu-threads"
     assert found.steps[0] == 9.0
+    without = diagnose(log("\n".join(lines))).conclusion
+    assert without is not None
+    assert without.rule == "", "nothing updates on the CPU"
 
 
 def test_a_clean_log_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

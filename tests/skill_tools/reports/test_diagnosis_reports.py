@@ -17,7 +17,7 @@ OUT_OF_MEMORY = (
 
 @pytest.fixture
 def found() -> Diagnosis:
-    return diagnose(Log("train.log", OUT_OF_MEMORY, len(OUT_OF_MEMORY), 0))
+    return diagnose(Log("train.log", OUT_OF_MEMORY))
 
 
 def test_the_commands_to_plan_with_are_whole(found: Diagnosis) -> None:

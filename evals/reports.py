@@ -1,0 +1,120 @@
+"""Asks `diagnose` about public reports of failed runs and grades what it says.
+
+    python3 evals/reports.py                # one line a report, and how many were right
+    python3 evals/reports.py --show ID      # the answer to one
+    python3 evals/reports.py --write        # evals/reports.md, with the column "now"
+
+`evals/reports.yaml` holds the reports. An answer is right where it names the cause and what to change, partly right
+where it names one of them, silent where it says that nothing is known, and wrong otherwise; one that holds a `never`
+misleads. Ten reports, drawn by a fixed seed, were not looked at while the tool was mended: they measure.
+"""
+
+import argparse
+import contextlib
+import io
+import random
+import re
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+
+from skill_tools.__main__ import main as offload  # noqa: E402 - found by the line above
+
+SEED, HELD_OUT = 51, 10
+NOTHING = "no failure"  # what is right where nothing failed
+SILENT = re.compile(r"no problem that this tool knows|^cause: not known", re.MULTILINE)
+
+
+def load() -> list[dict[str, Any]]:
+    """Return the reports."""
+    entries: list[dict[str, Any]] = yaml.safe_load((HERE / "reports.yaml").read_text(encoding="utf-8"))
+    return entries
+
+
+def held_out(reports: Sequence[Mapping[str, Any]]) -> frozenset[str]:
+    """Return the ids that measure."""
+    return frozenset(random.Random(SEED).sample(sorted(each["id"] for each in reports), HELD_OUT))
+
+
+def answer(report: Mapping[str, Any]) -> str:
+    """Return what `diagnose` prints of a report's log and files, laid out in an empty folder."""
+    with tempfile.TemporaryDirectory() as name, contextlib.chdir(name):
+        Path("train.log").write_text(report["log"], encoding="utf-8")
+        for file, text in report["files"].items():
+            Path(file).write_text(text, encoding="utf-8")
+        targets = [f"{package}=={release}" for package, release in report.get("versions", {}).items()]
+        inputs = [file for file in report["files"] if not _is_named(file, report["files"])]
+        stated = ["--target", *targets] if targets else []
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(io.StringIO()):
+            offload(["diagnose", "train.log", *inputs, *stated])
+    return out.getvalue()
+
+
+def _is_named(file: str, files: Mapping[str, str]) -> bool:
+    """Return whether another file names this one, so that it is read with that one."""
+    return any(file in text for other, text in files.items() if other != file)
+
+
+def grade(report: Mapping[str, Any], said: str) -> str:
+    """Return right, partly, silent, wrong or misleading."""
+    holds = [
+        all(re.search(pattern, part, re.MULTILINE) for pattern in report.get(key, ()))
+        for key, part in (("cause", _part(said, change=False)), ("change", _part(said, change=True)))
+    ]
+    if any(re.search(pattern, said, re.MULTILINE) for pattern in report.get("never", ())):
+        return "silent" if SILENT.search(said) and not any(holds) else "misleading"
+    if SILENT.search(said):
+        return "silent" if report["right"] != NOTHING else "right"
+    if all(holds):
+        return "right"
+    return "partly" if any(holds) else "wrong"
+
+
+def _part(said: str, *, change: bool) -> str:
+    """Return what the answer says of the cause, or of what to change: a change begins where it says so."""
+    _, found, lines = said.partition("cause:")
+    if not found:
+        return said
+    causes, _, changes = lines.partition("\nchange:")
+    return changes or lines if change else f"cause:{causes}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Grade, show or write."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--show", metavar="ID", help="print the answer to one report")
+    parser.add_argument("--open", action="store_true", help="leave out the ten that measure")
+    args = parser.parse_args(arguments)
+    reports = load()
+    measure = held_out(reports)
+    if args.show:
+        report = next(each for each in reports if each["id"] == args.show)
+        said = answer(report)
+        print(f"{said}\nright: {report['right']}\n{grade(report, said)}")
+        return 0
+    counts: dict[bool, Counter[str]] = {True: Counter(), False: Counter()}
+    for report in reports:
+        measures = report["id"] in measure
+        if args.open and measures:
+            continue
+        grade_now = grade(report, answer(report))
+        counts[measures][grade_now] += 1
+        print(f"{report['id']:32} {'measures' if measures else '':9} {grade_now}")
+    for measures, counted in counts.items():
+        print("those that measure:" if measures else "the others:", dict(counted))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,55 @@
+"""The first error of a compiler or linker in a log: what follows it, "Error building extension" too, is its aftermath.
+
+Compilers speak the user's language, so an error is known by its place, `file:line:column:`, and by the word behind it.
+"""
+
+import re
+from typing import NamedTuple
+
+from skill_tools import knowledge
+from skill_tools.diagnosis.log import Log
+
+_PREFIX = r"^(?:\[rank\d+\]: ?|\([^)\n]*pid=\d+[^)\n]*\) ?)?"
+_WORD = (
+    "(?:fatal error|error|schwerwiegender Fehler|Fehler|erreur fatale|erreur|error fatal|errore(?: fatale)?"
+    "|致命的?错误|错误|致命的エラー|エラー)"
+)
+_ERRORS = re.compile(
+    _PREFIX
+    + rf"(?P<error>\S*?[^\s:]:\d+(?::\d+)?: ?{_WORD} ?[:：].*"  # gcc, clang
+    + r"|\S+\(\d+\): (?:fatal )?error(?: C\d+|:).*"  # nvcc, cl
+    + r"|nvcc (?:fatal|error) *:.*|nvcc: (?:No such file|not found).*|.*\bnvcc: (?:command )?not found.*"
+    + r"|\S*\bld(?:\.\w+)?: (?:cannot find|.*undefined reference|.*No such file).*"
+    + r"|(?:\S*[cg]\+\+|\S*gcc|\S*cc1plus|\S*clang(?:\+\+)?): (?:fatal )?error: .*)",
+    re.MULTILINE,
+)
+_BUILDS = re.compile(
+    "Building extension module|FAILED: |ninja: build stopped|Error building extension|Emitting ninja build file"
+)
+
+
+class BuildError(NamedTuple):
+    """The first error of a compiler or linker: its line in the log, its text, what it means, what mends it."""
+
+    line: int
+    text: str
+    cause: str
+    change: tuple[str, ...]
+
+
+def first_error(log: Log) -> BuildError | None:
+    """Return the first error of a build; None where nothing was built, or no compiler complained."""
+    match = _ERRORS.search(log.text) if _BUILDS.search(log.text) else None
+    if match is None:
+        return None
+    text = match["error"].strip()
+    for entry in knowledge.index()["builds"]:
+        if found := re.search(entry["error"], text):
+            named = found.groupdict("")
+            return BuildError(
+                log.line_at(match.start("error")),
+                text,
+                entry["cause"].format(**named),
+                tuple(each.format(**named) for each in entry["change"]),
+            )
+    return None

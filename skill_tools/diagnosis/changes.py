@@ -1,0 +1,72 @@
+"""Says what to change in the words of the run's own framework.
+
+What a message advises is either words that hold everywhere, or the name of an entry of `knowledge/changes.yaml`, which
+has each framework's settings. A DeepSpeed user is told the JSON's keys, and nobody else is.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from skill_tools import knowledge
+from skill_tools.configs.config import Config
+from skill_tools.dialects import registry
+from skill_tools.rules.fixes import spell
+
+
+class Change(NamedTuple):
+    """One thing to change: in words, and by dialect as settings (canonical key to value) or as words of its own."""
+
+    words: str
+    settings: Mapping[str, Mapping[str, object]]
+    texts: Mapping[str, str]
+
+
+@knowledge.derived
+def load_changes() -> Mapping[str, Change]:
+    """Return every change by its name."""
+    return {
+        entry["change"]: Change(entry["words"], entry.get("set", {}), entry.get("text", {}))
+        for entry in knowledge.index()["changes"]
+    }
+
+
+def told(change: str, dialects: Sequence[str], config: Config | None = None) -> str:
+    """Return `change` for a run of `dialects`, its own before those that it embeds; its words where none has a form.
+
+    Of several settings those are told that `config` sets; where it sets nothing near them, none is.
+    """
+    known = load_changes().get(change)
+    if known is None:
+        return change
+    for name in dialects:
+        keys = _of_the_run(known.settings.get(name, {}), config)
+        if keys:
+            spelled = registry.named(name).spelled({key: known.settings[name][key] for key in keys}, config)
+            lines = ", ".join(spell(name, written, value) for written, value in spelled.items())
+            return f"{lines} ({known.words})"
+    own = next((known.texts[name] for name in dialects if name in known.texts), "")
+    return f"{own} ({known.words})" if own and own != known.words else known.words
+
+
+def dialects_of(config: Config | None, framework: str, seen: Iterable[str]) -> tuple[str, ...]:
+    """Return the dialects whose settings a user has: the configuration's, or those whose code the log shows."""
+    if config is not None:
+        own = [config.framework, *sorted(config.dialects() - {config.framework})]
+        return tuple(own)
+    return tuple(dict.fromkeys(name for name in (framework, *seen) if name))
+
+
+def _of_the_run(settings: Mapping[str, object], config: Config | None) -> tuple[str, ...]:
+    """Return the keys of `settings` that `config` sets, or else the first that has a place in it."""
+    if config is None:
+        return tuple(settings)[:1]
+    here = tuple(key for key in settings if key in config.settings and config.value(key) != settings[key])
+    return here or tuple(key for key in settings if _has_a_place(key, config))[:1]
+
+
+def _has_a_place(key: str, config: Config) -> bool:
+    """Return whether a configuration sets something in the key's section; what is in no section always has one."""
+    section = key.rpartition(".")[0]
+    if not section:
+        return key not in config.settings
+    return key not in config.settings and any(each.startswith(f"{section}.") for each in config.settings)

@@ -1,0 +1,103 @@
+"""Whose code a failure is in, what the configuration offloads there, and what would tell its causes apart.
+
+Apart because an answer that knows no cause still knows this much.
+"""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from skill_tools import knowledge
+from skill_tools.configs.config import Config, Setting
+from skill_tools.configs.keys import load_keys
+from skill_tools.diagnosis.failures import Failure, Frame
+
+_OFF = (False, None, 0, 0.0, "none", "false", "", "off")
+_OFFLOADS = frozenset(
+    (
+        "layer-activation-offload",
+        "fine-grained-offload",
+        "optimizer-offload",
+        "state-offload",
+        "layer-streaming",
+        "checkpoint-offload",
+    )
+)
+_MOST = 3
+
+
+class Code(NamedTuple):
+    """Code that carries out offloads: its name in a sentence, its mechanisms, its package, and what would decide."""
+
+    path: str
+    name: str
+    mechanisms: tuple[str, ...]
+    package: str
+    decide: tuple[str, ...]
+
+
+class Where(NamedTuple):
+    """The innermost frame of a failure that is in such code, and that code."""
+
+    frame: Frame
+    code: Code
+
+
+@knowledge.derived
+def load_code() -> tuple[Code, ...]:
+    """Return every known code, the most exact first."""
+    return tuple(
+        Code(
+            entry["path"], entry["code"], tuple(entry["mechanisms"]), entry["package"], tuple(entry["decide"])
+        )
+        for entry in knowledge.index()["code"]
+    )
+
+
+def of(failure: Failure) -> Where | None:
+    """Return whose code `failure` is in; None where no frame is in any that offloads."""
+    known = [
+        (order, Where(frame, code))
+        for frame in failure.frames
+        for order, code in enumerate(load_code())
+        if code.path in frame.path.replace("\\", "/")
+    ]
+    by_frame: dict[Frame, tuple[int, Where]] = {}
+    for order, where in known:
+        by_frame.setdefault(where.frame, (order, where))
+    return min(by_frame.values(), key=lambda each: each[0])[1] if by_frame else None
+
+
+def offloads(config: Config | None, mechanisms: tuple[str, ...] = ()) -> tuple[Setting, ...]:
+    """Return the settings of `config` that offload something: by `mechanisms`, or where those set nothing, at all."""
+    keys = load_keys()
+    on = _switched_on(config)
+    there = tuple(each for each in on if keys[each.key].mechanism in mechanisms)
+    return (there or on)[:_MOST]
+
+
+def runs(config: Config | None) -> frozenset[str]:
+    """Return the mechanisms of offloading that `config` switches on."""
+    keys = load_keys()
+    return frozenset(keys[each.key].mechanism for each in _switched_on(config))
+
+
+def _switched_on(config: Config | None) -> tuple[Setting, ...]:
+    if config is None:
+        return ()
+    known = load_keys()
+    return tuple(
+        setting
+        for key, setting in config.settings.items()
+        if key in known
+        and not (isinstance(setting.value, str | bool | int | float | None) and setting.value in _OFF)
+        and ("offload" in key or "nvme" in key)
+        and not key.endswith(("pin_memory", "offload_optimizer", "offload_param"))
+        and (known[key].mechanism in _OFFLOADS or known[key].mechanism == "parallelism")
+    )
+
+
+def release(package: str, stated: Mapping[str, str]) -> str:
+    """Return the release of `package`, and which are known: `torch 2.7.0 (2.2.0 to 2.13.0 are known)`."""
+    known = knowledge.index()["releases"]["known"].get(package, [])
+    of_the_run = f"{package} {stated[package]}" if package in stated else f"{package}, release not stated"
+    return f"{of_the_run} ({known[0]} to {known[-1]} are known)" if known else of_the_run

@@ -1,0 +1,202 @@
+"""The exceptions of a log by rank, and the one that ended the run.
+
+Each rank, actor or task writes its own traceback, often between the lines of others; what names the writer stands in
+front of the line. A rank's last exception counts, because earlier ones were caught; of several ranks the first to
+fail, because the others fail of it. An exception after which training went on ended nothing.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from skill_tools.diagnosis.log import Log
+
+# What stands in front of a line: a timestamp of the container, a rank of torchrun, a Ray actor, a task of Slurm or MPI.
+_PREFIX = re.compile(
+    r"(?:\d{4}-\d\d-\d\dT[\d:.]+Z (?:std(?:err|out) F )?)?"
+    r"(?P<rank>(?:\[(?:rank|default)\d+\]:|\(\w[^()\n]{0,80}?pid=\d+[^()\n]{0,60}\)(?: \[repeated [^\]\n]{1,90}\])?"
+    r"|\[\d+,\d+\]<std(?:err|out)>:|[\w.-]{1,40}: (?=\[rank\d+\]:|  File|Traceback)"
+    r"|\d+: (?=\[rank|  ?File|Traceback|\w+Error))?)"
+    r"(?: ?\[rank\d+\]:)? ?"
+)
+_FRAME = re.compile(r"""\s*(?:File "(?P<path>[^"\n]+)", line (?P<line>\d+)(?:, in (?P<function>[^\s\n]+))?"""
+                    r"""|File (?P<cell>[^\s",]+):(?P<cell_line>\d+), in (?P<cell_function>[\w.<>]+))""")  # fmt: skip
+_RAISED = re.compile(
+    r"(?:E {3,})?(?P<error>(?:[A-Za-z_][\w.]*\.)?[A-Za-z_]\w*)(?:\([\w.]+\))?(?::(?: (?P<words>.*))?)?$"
+)
+_ERROR = re.compile(r"(?:Error|Exception|Interrupt|Exit|Failure|Timeout|Abort|Fault|Killed|Empty)$")
+_TRACEBACK = "Traceback (most recent call last)"
+_CHAINED = re.compile(r"During handling of the above exception|The above exception was the direct cause")
+_IGNORED = "Exception ignored in"
+_NATIVE = re.compile(
+    r"(?P<native>Segmentation fault|Bus error|Aborted|Floating point exception|Illegal instruction)"
+    r"(?: \(core dumped\))?$"
+    r"|terminate called after throwing an instance of|Fatal Python error: |: Assertion [`'].{1,400}' failed\.$"
+)
+_INTERESTING = re.compile(
+    r"^.*(?:File |Traceback|Error|Exception|Interrupt|Failure|Timeout|Exit|Killed|Empty|Fault|fault|Aborted|Fatal "
+    r"|Assertion|terminate called|Bus error|Illegal instruction).*$",
+    re.MULTILINE,
+)
+_PROGRESS = re.compile(
+    r"^.*(?:iteration +\d+/|'loss': |[ \[|]step[ :=]+\d+\D.{0,40}loss|elapsed time per iteration"
+    r"|[ ,]\d+(?:\.\d+)?(?:s/it|it/s)\b)",
+    re.MULTILINE,
+)
+_GAP = 6000  # characters between two frames of one traceback, others' lines among them
+_LONGEST = 4000  # characters of a line that are looked at
+_TAIL = 1200  # characters after an exception's first line that may belong to its text
+# What the other ranks, the launcher and the garbage collector raise once a run has failed.
+_AFTERMATH = re.compile(
+    r"ChildFailedError|ActorDiedError|RayActorError|SignalException|KeyboardInterrupt|SystemExit|BrokenPipeError|ConnectionResetError"
+    r"|communicator was aborted|Connection closed by peer|Socket Timeout|TCPStore|returned non-zero exit status"
+    r"|DataLoader worker .{1,60} exited unexpectedly|RendezvousConnectionError|has no attribute 'ds_opt_adam'"
+)
+
+
+class Frame(NamedTuple):
+    """One line of a traceback: file, line number and function; empty or 0 where it does not say."""
+
+    path: str
+    line: int
+    function: str
+
+
+class Failure(NamedTuple):
+    """One exception, or a chain of them of which the last is named.
+
+    `start` and `end` are positions in the log's text, `raised_at` that of the exception's own line; `rank` is what
+    names the writer. `text` is the exception's first line. `is_aftermath` says that it follows from another failure.
+    """
+
+    rank: str
+    start: int
+    raised_at: int
+    end: int
+    error: str
+    text: str
+    frames: tuple[Frame, ...]
+    is_aftermath: bool
+
+    def meets(self, start: int, end: int) -> bool:
+        """Return whether a piece of the log is in the traceback or the exception's text, or reaches into it."""
+        return start < self.end and end > self.start
+
+
+class _Open:
+    """A traceback that has begun and not ended."""
+
+    def __init__(self, start: int) -> None:
+        self.start = start
+        self.seen = start
+        self.frames: list[Frame] = []
+        self.headed = False
+        self.ignored = False
+
+
+def failures(log: Log) -> tuple[Failure, ...]:
+    """Return the exceptions in `log`, in the order in which they were raised; a chain is one."""
+    found: list[Failure] = []
+    open_: dict[str, _Open] = {}
+    last: dict[str, int] = {}  # where each rank's last failure stands in `found`
+    chained: set[str] = set()
+    for start, rank, body in _lines(log.text):
+        current = open_.get(rank)
+        if current is not None and start - current.seen > _GAP:
+            del open_[rank]
+            current = None
+        if _CHAINED.search(body):
+            chained.add(rank)
+        elif _IGNORED in body:
+            current = open_[rank] = _Open(start)
+            current.ignored = True
+        elif _TRACEBACK in body:
+            ignored = current is not None and current.ignored and not current.frames
+            current = open_[rank] = _Open(start)
+            current.headed, current.ignored = True, ignored
+        elif frame := _FRAME.match(body):
+            current = open_.setdefault(rank, _Open(start))
+            current.seen = start
+            current.frames.append(_frame(frame))
+        elif (error := _raised(body, current)) is not None:
+            open_.pop(rank, None)
+            failure = _failure(log, rank, start, error, body, current)
+            if rank in chained and rank in last:
+                chained.discard(rank)
+                before = found[last[rank]]
+                frames = failure.frames or before.frames
+                failure = failure._replace(start=min(before.start, failure.start), frames=frames)
+                found[last[rank]] = failure
+            else:
+                last[rank] = len(found)
+                found.append(failure)
+    return tuple(sorted(found, key=lambda each: each.raised_at))
+
+
+def ended_by(log: Log, found: Sequence[Failure]) -> Failure | None:
+    """Return the failure that ended the run; None where training went on after each, or nothing failed."""
+    went_on = max((match.start() for match in _PROGRESS.finditer(log.text)), default=-1)
+    final = {each.rank: each for each in found if each.raised_at > went_on and not each.is_aftermath}
+    if final:
+        return min(final.values(), key=lambda each: each.raised_at)
+    return next((each for each in found if each.raised_at > went_on and "Died" not in each.error), None)
+
+
+def trained_until(log: Log, position: int) -> bool:
+    """Return whether a training step was reported before `position`."""
+    match = _PROGRESS.search(log.text)
+    return match is not None and match.start() < position
+
+
+def _lines(text: str) -> Iterator[tuple[int, str, str]]:
+    """Yield the lines that may belong to an exception: position, who wrote it, and the rest."""
+    for match in _INTERESTING.finditer(text):
+        line = text[match.start() : min(match.end(), match.start() + _LONGEST)]
+        skipped = line.rfind("\r", 0, len(line) - 1) + 1  # behind a progress bar
+        prefix = _PREFIX.match(line, skipped)
+        assert prefix is not None
+        yield (
+            match.start() + skipped,
+            prefix["rank"].partition(" [repeated")[0],
+            line[prefix.end() :].rstrip(),
+        )
+
+
+def _frame(match: re.Match[str]) -> Frame:
+    path = match["path"] or match["cell"]
+    return Frame(
+        path,
+        int((match["line"] or match["cell_line"])[:9]),
+        match["function"] or match["cell_function"] or "",
+    )
+
+
+def _raised(body: str, current: _Open | None) -> str | None:
+    """Return the name of the exception that a line raises, or None."""
+    if native := _NATIVE.search(body):
+        return native["native"] or "abort"
+    match = _RAISED.match(body)
+    if match is None:
+        return None
+    if _ERROR.search(match["error"]):
+        return match["error"]
+    # An exception of an own name ends a traceback, whatever it is called.
+    ends = current is not None and current.headed and current.frames and "." in match["error"]
+    return match["error"] if ends else None
+
+
+def _failure(log: Log, rank: str, at: int, error: str, body: str, current: _Open | None) -> Failure:
+    frames = tuple(current.frames) if current else ()
+    following = log.text.find(_TRACEBACK, at, at + _TAIL)
+    end = following if following >= 0 else min(at + _TAIL, len(log.text))
+    ignored = current is not None and current.ignored
+    return Failure(
+        rank=rank.strip("[]():"),
+        start=current.start if current else at,
+        raised_at=at,
+        end=max(end, at + len(body)),
+        error=error,
+        text=body.strip(),
+        frames=frames,
+        is_aftermath=ignored or _AFTERMATH.search(body) is not None,
+    )

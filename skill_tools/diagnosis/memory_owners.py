@@ -1,0 +1,138 @@
+"""Who else takes memory beside the trainer: rollout engines, copies of weights, saves, workers, single processes.
+
+A trainer's prediction says what its own states take. Where the host held far more, the rest belongs to what is listed
+here, read from the configuration and the log where they say it; what they do not say is asked for.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from skill_tools.diagnosis.log import Log
+from skill_tools.units import GIB, gib
+
+_FAR = 0.75  # of what was in use: a prediction below it does not explain it
+_TABLE = re.compile(r"^.*PID\s+MEM\(GB\)\s+COMMAND\s*$", re.MULTILINE)
+_ROW = re.compile(r"^\D*(?P<pid>\d{1,9})\s+(?P<gb>\d{1,6}(?:\.\d{1,3})?)\s+(?P<command>\S.{0,80})")
+_IN_USE = re.compile(r"was running was ([0-9.]{1,12})\s*GB / ([0-9.]{1,12})\s*GB")
+_OF_ONE = re.compile(r"name=(?P<command>[\w.]{1,60}),[^)\n]{0,80}memory used=(?P<gb>\d{1,6}(?:\.\d{1,3})?)GB")
+_MOST = 0.5  # of the memory in use: a process above it is named as its owner
+
+
+class _Sign(NamedTuple):
+    pattern: re.Pattern[str]
+    owner: str
+    less: str
+
+
+# What a configuration or a command in the log says of others; `{}` is the pattern's first group.
+_SIGNS = (
+    _Sign(
+        re.compile(r"(?:--)?overlap[-_]cpu[-_]optimizer[-_]d2h[-_]h2d(?!\S*[=:]\s*[Ff]alse)"),
+        "pinned copies of weights and gradients for the overlap of the CPU optimizer",
+        "without the overlap of the CPU optimizer's copies (overlap-cpu-optimizer-d2h-h2d), whose copies are pinned",
+    ),
+    _Sign(
+        re.compile(r"(?:vllm_enable_sleep|enable_sleep_mode|free_cache_engine[=:]\s*[Tt]rue)"),
+        "the weights of each rollout engine while it sleeps",
+        "rollout engines that do not sleep, or fewer of them: each keeps its weights in host memory while it sleeps",
+    ),
+    _Sign(
+        re.compile(r"--colocate\b|colocate_all_models|vllm_mode['\"]?\s*[=:]\s*['\"]?colocate|rollout\.name="),
+        "a rollout engine on the same nodes: its paused weights, and a backup of the trainer's",
+        "fewer-host-copies",
+    ),
+    _Sign(
+        re.compile(r"--ref-load\b|(?<![.\w])ref\.fsdp_config|_ref\.ref\.|--ref_num_nodes"),
+        "a reference model that waits on the host",
+        "",
+    ),
+    _Sign(
+        re.compile(r"(?:dataloader|preprocessing)_num_workers['\"]?\s*[=: ]\s*['\"]?([1-9]\d{0,2})"),
+        "{} dataloader workers, each with its prefetched batches",
+        "fewer dataloader workers",
+    ),
+)  # fmt: skip
+_GPU_SHARE = re.compile(
+    r"(?:sglang[-_]mem[-_]fraction[-_]static|(?:vllm_)?gpu_memory_utilization)['\"]?"
+    r"\s*[=: ]\s*['\"]?(0?\.\d{1,4}|1(?:\.0)?)(?!\d)"
+)
+_SAVE = "copies of what a checkpoint writes, until it is written"
+ASK = (
+    "the largest processes of the node while it is full: ps -eo rss,args --sort=-rss | head; free -g before the "
+    "trainer starts"
+)
+
+
+class Owners(NamedTuple):
+    """Who else takes memory: of the host in words, what would take less, and the share of each GPU of a rollout engine.
+
+    `process` is the process that held most of the host, if the log lists one, and `process_bytes` how much.
+    """
+
+    of_the_host: tuple[str, ...]
+    less: tuple[str, ...]
+    gpu_share: float | None
+    process: str
+    process_bytes: int
+
+
+def owners(log: Log, sources: Mapping[str, str], *, saving: bool) -> Owners:
+    """Return who else takes memory by the configuration's texts (`sources`) and the log."""
+    texts = [*sources.values(), log.text]
+    found, less = [], []
+    for sign in _SIGNS:
+        match = next((match for text in texts if (match := sign.pattern.search(text))), None)
+        if match is not None:
+            found.append(sign.owner.replace("{}", match.group(1) if match.groups() else ""))
+            less += [sign.less] if sign.less else []
+    shares = [float(match.group(1)) for text in texts if (match := _GPU_SHARE.search(text))]
+    process, taken = _largest(log)
+    return Owners(
+        (*found, *((_SAVE,) if saving else ())), tuple(less), shares[0] if shares else None, process, taken
+    )
+
+
+def in_use(log: Log) -> tuple[int, int] | None:
+    """Return how much of the host's memory was in use when it ran out, and how much there is, as the log says."""
+    matches = _IN_USE.findall(log.text)
+    if not matches:
+        return None
+    try:
+        used, whole = (round(float(each) * GIB) for each in matches[-1])
+    except ValueError:
+        return None
+    return (used, whole) if 0 < used < 1 << 50 and whole > 0 else None
+
+
+def unexplained(used_bytes: int, predicted_bytes: int) -> bool:
+    """Return whether a prediction leaves so much of what was in use that others took it."""
+    return predicted_bytes < _FAR * used_bytes
+
+
+def sentence(used_bytes: int, whole_bytes: int, predicted_bytes: int) -> str:
+    """Say how much of what was in use a prediction explains."""
+    others = used_bytes - predicted_bytes
+    return (
+        f"host memory: {gib(used_bytes)} of {gib(whole_bytes)} were in use, and {gib(predicted_bytes)} a node are "
+        f"predicted for the trainer, so {gib(others)} belong to others"
+    )
+
+
+def _largest(log: Log) -> tuple[str, int]:
+    """Return the process that held most of what was in use, and its bytes; nothing where none held half of it."""
+    used = in_use(log)
+    rows = []
+    if table := _TABLE.search(log.text):
+        for line in log.text[table.end() : table.end() + 2000].split("\n")[1:12]:
+            row = _ROW.match(line)
+            if row is None:
+                break
+            rows.append((float(row["gb"]), row["command"].strip()))
+    if match := _OF_ONE.search(log.text):
+        rows.append((float(match["gb"]), match["command"].partition(".")[0]))
+    if not rows or used is None:
+        return "", 0
+    gigabytes, command = max(rows)
+    taken = round(gigabytes * GIB)
+    return (command, taken) if taken > _MOST * used[0] else ("", 0)

@@ -1,0 +1,145 @@
+"""Where in a run a log ends or a failure stands: at the start, in the first step, at a save, at a resume, or later.
+
+A fault of the configuration has its time too: what is refused at startup does not stop a run that has trained, and
+what is silent ends none. So of the configuration's own findings those come first whose consequence fits the phase.
+"""
+
+import re
+from enum import StrEnum
+
+from skill_tools.configs.keys import load_keys
+from skill_tools.diagnosis.failures import Failure, trained_until
+from skill_tools.diagnosis.log import Log
+from skill_tools.rules.finding import Finding, Severity
+
+_SAVING = re.compile(
+    r"(?i)\bsaving (?:model |full |the )?(?:checkpoint|state|optimizer)|\bsaved? (?:model|checkpoint|optim)"
+)
+_LOADING = re.compile(
+    r"(?i)\bloading (?:distributed |the )?checkpoint (?!shards)|\bresum(?:e|ing) (?:training )?from|\bload_checkpoint\b"
+)
+_BEGINS = re.compile(
+    r"(?i)running training|\btrain(?:ing)? start(?:s|ed)?\b|before the start of training step"
+    r"|timer train start|begin(?:ning)? training"
+)
+_SAVE_FRAME = re.compile(
+    r"(?:^|_)(?:save|saving)(?:_|$)|^sharded_state_dict$|^sharded_param_state|_in_state_dict$|_save_"
+)
+_LOAD_FRAME = re.compile(
+    r"(?:^|_)(?:load|resume)_(?:checkpoint|state|optim|fsdp|model_state)|^set_(?:model_|optimizer_)?state_dict$|_by_new_state$"
+)
+_UPDATE_FRAME = re.compile(
+    r"^(?:step|_step|optimizer_step|_optimizer_step|_take_model_step|_init_group|clip_grad_norm_?|unscale_and_clip_grads)$"
+)
+_STEP_FRAME = re.compile(
+    r"^(?:backward|training_step|train_step|forward_step|forward_backward\w*|train_batch|train|post_backward|compute_loss|_inner_training_loop|unpack_hook|pack_hook|forward)$"
+)
+_NEAR = 40_000  # characters before a place in which a line on a save or a load still counts
+
+
+class Phase(StrEnum):
+    """A part of a run, as an answer says it."""
+
+    STARTUP = "at its start"
+    FIRST_STEP = "in its first forward and backward"
+    FIRST_UPDATE = "in its first optimizer step"
+    SAVE = "while a checkpoint was saved"
+    RESUME = "while a checkpoint was loaded"
+    LATER = "after it had trained for some steps"
+
+
+_WHENEVER = frozenset(Phase)
+_BEGINNING = frozenset((Phase.STARTUP, Phase.FIRST_STEP))
+# The phases in which what a rule is about stops a run; none where it stops none.
+_STOPS = {
+    "raises": frozenset((Phase.STARTUP, Phase.RESUME)),
+    "raises-at-build": _BEGINNING | {Phase.RESUME},
+    "crashes-later": _WHENEVER - {Phase.STARTUP},
+    "out-of-memory": _WHENEVER,
+}
+IN_A_LOG = {
+    "raises": "stops the run at its start",
+    "raises-at-build": "stops the run when it builds the model or the optimizer",
+    "crashes-later": "stops the run later",
+    "wrong-numerics": "trains with wrong numbers and prints no error",
+    "ignored": "does nothing: what it should free stays on the GPU",
+    "slow": "makes steps slower and stops none",
+    "out-of-memory": "runs out of memory",
+    "warns": "prints a warning",
+    "fact": "shows nothing",
+}
+_SAVES = re.compile(r"(?:^|[._-])(?:save|ckpt|checkpoint_format|dist_ckpt)")
+_LOADS = re.compile(r"(?:^|[._-])(?:load|resume|pretrained_checkpoint)")
+
+
+def phase_of(log: Log, failure: Failure | None) -> Phase:
+    """Return the phase that `failure` stopped, or without one that in which the log ends."""
+    at = failure.raised_at if failure else len(log.text)
+    functions = [frame.function.rpartition(".")[2] for frame in failure.frames] if failure else []
+    if any(map(_SAVE_FRAME.search, functions)):
+        return Phase.SAVE
+    if any(map(_LOAD_FRAME.search, functions)):
+        return Phase.RESUME
+    near = log.text[max(0, at - _NEAR) : at]
+    trained = trained_until(log, at)
+    said = max(
+        (
+            (match.start(), phase)
+            for pattern, phase in ((_SAVING, Phase.SAVE), (_LOADING, Phase.RESUME))
+            for match in pattern.finditer(near)
+        ),
+        default=(-1, Phase.LATER),
+    )
+    stepped = any(map(_UPDATE_FRAME.search, functions)) or any(map(_STEP_FRAME.search, functions))
+    if said[0] >= 0 and not stepped and not trained_until(Log(log.name, near[said[0] :]), len(near)):
+        return said[1]
+    if trained:
+        return Phase.LATER
+    if any(map(_UPDATE_FRAME.search, functions)):
+        return Phase.FIRST_UPDATE
+    if any(map(_STEP_FRAME.search, functions)) or _BEGINS.search(log.text[:at]):
+        return Phase.FIRST_STEP
+    return Phase.STARTUP
+
+
+def stops(finding: Finding, phase: Phase) -> bool:
+    """Return whether what `finding` is about stops a run in `phase`."""
+    if phase not in _STOPS.get(finding.effect, ()):
+        return False
+    own = _own_phases(finding)
+    return not own or phase in own or (phase is Phase.LATER and finding.effect == "out-of-memory")
+
+
+def when(finding: Finding) -> str:
+    """Return what `finding` shows in a log, in a few words."""
+    shown = IN_A_LOG.get(finding.effect, "")
+    own = _own_phases(finding)
+    if finding.effect == "crashes-later" and len(own) == 1:
+        return (
+            "stops the run when it saves" if Phase.SAVE in own else "stops the run when it loads a checkpoint"
+        )
+    return shown
+
+
+def in_order(findings: tuple[Finding, ...], phase: Phase, *, failed: bool) -> tuple[Finding, ...]:
+    """Return the findings that may show in a log, those first whose consequence fits where it ends."""
+
+    def place(finding: Finding) -> tuple[bool, bool, int]:
+        fits = stops(finding, phase) if failed else finding.effect in ("wrong-numerics", "slow", "ignored")
+        return (not fits, finding.effect == "fact", list(Severity).index(finding.severity))
+
+    return tuple(sorted(findings, key=place))
+
+
+def _own_phases(finding: Finding) -> frozenset[Phase]:
+    """Return the phases that the finding's own keys speak of: saving, loading, or none of them."""
+    known = load_keys()
+    names = [
+        name
+        for key in finding.observed
+        for name in (key, *(known[key].spelling.values() if key in known else ()))
+    ]
+    if finding.effect != "crashes-later":
+        return frozenset()
+    saves, loads = any(map(_SAVES.search, names)), any(map(_LOADS.search, names))
+    return frozenset(phase for phase, holds in ((Phase.SAVE, saves), (Phase.RESUME, loads)) if holds)

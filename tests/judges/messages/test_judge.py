@@ -1,0 +1,36 @@
+"""The judge of quoted messages finds what is in the installed source, and what is not."""
+
+import copy
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import judge
+
+TORCH = [entry for entry in judge.quoting() if "torch" in entry["versions"]]
+(FOLDER,) = judge.trees()["torch"].values()
+
+
+@pytest.mark.parametrize("entry", TORCH, ids=lambda entry: str(entry["id"]))
+def test_torch_s_own_texts_are_in_the_installed_torch(entry: dict[str, object]) -> None:
+    assert judge.missing(entry, FOLDER) == ""
+
+
+def test_a_text_that_is_not_there_is_found_out() -> None:
+    for entry in TORCH:
+        changed = copy.deepcopy(entry)
+        texts = changed["text"] if isinstance(changed["text"], list) else [changed["text"]]
+        changed["text"] = [f"{text} which nobody prints" for text in texts]
+        assert judge.missing(changed, FOLDER)
+
+
+def test_texts_of_joined_literals_are_whole(tmp_path: Path) -> None:
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "a.py").write_text(
+        'raise ValueError(\n    f"The device {self.d} is "\n    f"not \\"cpu\\"."\n)\n', encoding="utf-8"
+    )
+    entry = {"text": 'The device {..} is not "cpu".', "source": "m/a.py::f"}
+    assert judge.missing(entry, tmp_path) == ""
