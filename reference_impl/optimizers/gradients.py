@@ -19,6 +19,9 @@ from reference_impl.optimizers.clip_decision import norms_of
 from reference_impl.optimizers.layout import Member, gradient_of
 from reference_impl.optimizers.stand_in import GradientStandIn, unwrapped
 
+# Of a storage: by the tensor, and by the object that stands for the storage here.
+_USES_OF_ONE_TENSOR = 2
+
 
 class HostGradients(Protocol):
     """Where gradients are sent: those of members with pieces on the host."""
@@ -88,12 +91,25 @@ class Gradients:
         if isinstance(stands, GradientStandIn) and stands.arrived is not None:
             member.put(stands.arrived)
 
+    def keep(self, member: Member) -> None:
+        """Let what autograd has accumulated stay on the parameter, in memory of its own where it leaves later.
+
+        Torch may have given one memory to the gradients of two parameters, and would add the next ones to both at once.
+        """
+        self.put_arrived(member)
+        is_ours = not isinstance(member.param, DTensor) and member.param not in self.reduced_later
+        if self.may_leave and member.pieces and is_ours:
+            _own_memory(member)
+
     def send(self, member: Member, reduced: torch.Tensor | None = None) -> None:
         """Offload a gradient and put a stand-in in its place; changes nothing when it raises.
 
         One that is `reduced` is not on its parameter yet: `place` puts the stand-in there.
         """
         self.put_arrived(member)
+        if reduced is None and not isinstance(member.param, DTensor):
+            # Somebody may scale the other gradient while this one is copied.
+            _own_memory(member)
         # Whoever has let go of the last one's stand-in does not want that gradient any more.
         self._shares.discard([member])
         gradient = self._shares.offload(member, measure=self.measures and reduced is None, reduced=reduced)
@@ -240,6 +256,18 @@ class Gradients:
             if norm is not None:
                 norms.append(norm)
         return norms + norms_of(each for member, each in gradients.items() if not member.pieces)
+
+
+def _own_memory(member: Member) -> None:
+    """Copy a gradient whose memory another tensor has too, as where `a + b` is used: both may have one gradient."""
+    gradient = member.param.grad
+    if gradient is None or isinstance(gradient, GradientStandIn):
+        return
+    storage = gradient.untyped_storage()
+    shared = torch._C._storage_Use_Count(storage._cdata) > _USES_OF_ONE_TENSOR
+    # Slices of one buffer do not overlap.
+    if shared and storage.nbytes() == gradient.nbytes:
+        member.param.grad = gradient.clone()
 
 
 def _may_be_replaced(member: Member) -> bool:

@@ -207,7 +207,7 @@ class HybridDeviceOptimizer(SavedOptimizer):
                 self._open.gradient_is_final(member)
         leaves = member.pieces and self._gradients.leave_in_backward(member, reduced)
         if self._is_accumulating or not leaves:
-            self._gradients.put_arrived(member)
+            self._gradients.keep(member)
             return
         with self._failures.told():
             self._check_usable()
