@@ -146,6 +146,9 @@ class ActivationOffloader(Offloader):
         """What a budget has decided, for printing or for the next job; None before the third step."""
         return None if self._budget is None else self._budget.plan
 
+    def _largest_small_bytes(self) -> int:
+        return 0 if isinstance(self._policy, Nothing) else super()._largest_small_bytes()
+
     def _start_run(self, run: Run) -> None:
         if self._budget is None:
             return

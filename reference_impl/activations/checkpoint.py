@@ -90,11 +90,15 @@ class CheckpointOffloader(Offloader):
         self._share = Share(keep_last_bytes=keep_last_bytes)
         self._results: list[ExpensiveResults] = []
         self._outside = AtMost(self._share)
+        self._largest_input_bytes = 0
         for module in kept:
             self._wrap(module, self._around_kept)
         for layer in chosen:
             self._wrap(layer, self._around_layer)
         self._follow(blocks_or_none(model) or chosen, chosen)
+
+    def _largest_small_bytes(self) -> int:
+        return self._largest_input_bytes if self._largest_input_bytes < self.min_bytes else 0
 
     @contextmanager
     def _outside_layers(self, model: nn.Module, run: Run) -> Iterator[None]:
@@ -116,6 +120,7 @@ class CheckpointOffloader(Offloader):
             default=0,
         )
         self._outside.limit_bytes = input_bytes
+        self._largest_input_bytes = max(self._largest_input_bytes, input_bytes)
         results = ExpensiveResults(lambda tensor: self.engine.save(tensor, self._share))
 
         def body(*inputs: Any) -> Any:

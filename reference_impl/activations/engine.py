@@ -47,6 +47,8 @@ class SavedTensorEngine:
         self.kept_bytes = 0
         self.recomputed_bytes = 0
         self._min_bytes = min_bytes
+        # Of what has stayed because it is smaller.
+        self.largest_small_bytes = 0
         self._orders = BackwardOrders()
         self.weights = Weights()
         self._moved: weakref.WeakValueDictionary[_Key, SavedStorage] = weakref.WeakValueDictionary()
@@ -181,7 +183,11 @@ class SavedTensorEngine:
 
     def _movable_extent(self, tensor: torch.Tensor) -> Extent | None:
         """Return the bytes behind `tensor`, or None where it has to stay."""
-        if not is_plain(tensor, self.device.torch_device) or tensor.nbytes < self._min_bytes:
+        if not is_plain(tensor, self.device.torch_device):
+            return None
+        if tensor.nbytes < self._min_bytes:
+            if tensor.nbytes > self.largest_small_bytes and not self.weights.own(tensor):
+                self.largest_small_bytes = tensor.nbytes
             return None
         # A recomputation inside backward saves what it uses next.
         if torch._C._current_graph_task_id() != -1:

@@ -7,6 +7,7 @@ Explained in docs/activation-offloading.md.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Self, TypedDict
@@ -124,6 +125,7 @@ class Offloader(ClosedAtExit):
                 raise
         self._forecast: Forecast | None = None
         self._is_closed = False
+        self._has_looked = False
         self._undo: list[Callable[[], None]] = []
         self._wrap(model, self._around_model)
 
@@ -181,8 +183,27 @@ class Offloader(ClosedAtExit):
             self.engine.start_loss(run)
         if run.has_saved:
             self._forecast = None
+        if not self._has_looked:
+            self._say_if_all_is_small()
         self._announce_backward(result, run)
         return result
+
+    def _say_if_all_is_small(self) -> None:
+        """Warn, once, where the first forward that trains has saved nothing that is large enough to leave."""
+        largest_bytes = self._largest_small_bytes()
+        moved_bytes = self.engine.offloaded_bytes + self.engine.recomputed_bytes
+        self._has_looked = largest_bytes > 0 or moved_bytes > 0
+        if largest_bytes and not moved_bytes:
+            warnings.warn(
+                f"{type(self).__name__} moves nothing: the largest tensor that may leave has {largest_bytes} bytes; "
+                f"expected at least min_bytes={self.min_bytes}; try min_bytes={largest_bytes}",
+                UserWarning,
+                stacklevel=2,
+            )
+
+    def _largest_small_bytes(self) -> int:
+        """Return the bytes of the largest tensor that was too small to leave; 0 where a larger one has stayed."""
+        return 0 if self.engine.kept_bytes else self.engine.largest_small_bytes
 
     def _outside_layers(self, model: nn.Module, run: Run) -> AbstractContextManager[object]:
         """Return a context for what `model` saves outside its layers in `run`, by default one that leaves it alone."""

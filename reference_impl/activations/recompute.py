@@ -105,6 +105,7 @@ class _Recomputation:
         # `keep` must not hold this object: a layer may leave what it computes again in an input that it was given (keys
         # and values for later layers), and so the second graph and its hooks, with that input's holder.
         expected, has_returned = self._numels, self._has_returned
+        remedy = self._inputs.remedy
 
         def keep(tensor: torch.Tensor) -> torch.Tensor:
             # With its history the layer's second graph would hold itself.
@@ -114,7 +115,7 @@ class _Recomputation:
                 if tensor.numel() != expected[len(found)]:
                     raise RuntimeError(
                         f"tensor {len(found)} that a layer saved when it was computed again has {tensor.numel()} "
-                        f"elements; expected {expected[len(found)]}, as in its first call; {_TRY}"
+                        f"elements; expected {expected[len(found)]}, as in its first call; {remedy}"
                     )
                 found.append(tensor)
                 if has_returned and len(found) == len(expected):
@@ -131,7 +132,7 @@ class _Recomputation:
         if len(found) < len(expected):
             raise RuntimeError(
                 f"a layer that was computed again saved {len(found)} tensors; expected {len(expected)}, as in its "
-                f"first call; {_TRY}"
+                f"first call; {remedy}"
             )
         return found
 
@@ -153,6 +154,17 @@ class _Inputs:
         anchor = torch.empty(0, device="cpu", requires_grad=True)
         # Before torch 2.13 a node lives no longer than its result.
         self._result = _Saving.apply(anchor, *(inputs[place] for place in self._places))  # type: ignore[no-untyped-call]
+
+    @property
+    def remedy(self) -> str:
+        """What to try where the second call does something else: it has the objects that the first has left."""
+        objects = [type(each).__name__ for each in self._others if hasattr(each, "__dict__")]
+        if not objects:
+            return _TRY
+        return (
+            f"the layer was given a {objects[0]}, which its first call may have changed, as prefix tuning does with "
+            "keys and values; try ActivationOffloader, which computes nothing again"
+        )
 
     def restore(self) -> list[Any]:
         """Return all inputs in their order."""

@@ -40,7 +40,9 @@ from reference_impl.weights.storages import (
     BlockStorage,
     layout,
     plain_tensors,
+    refuse_slices,
     repeated_blocks,
+    slices_of_one_buffer,
     streamable_storages,
 )
 from reference_impl.weights.trained import Homes, TrainedWeights
@@ -299,6 +301,7 @@ def _check_blocks(model: nn.Module, modules: list[nn.Module], storages: list[lis
             continue
         trains = True
         if id(tensor) not in own:
+            refuse_slices(slices_of_one_buffer(model, modules))
             raise ValueError(
                 f"{name} is used by another block or outside its block too; expected blocks with weights of their own; "
                 "try layers=[...] without that block"

@@ -16,8 +16,7 @@ import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -79,19 +78,31 @@ class Watched:
 
         Parametrizations begin so, and peft's adapters hang one on the weights of experts in every forward.
         """
-        self.tensor.set_ = partial(_set, weakref.ref(self.tensor))  # type: ignore[method-assign]
+        self.tensor.set_ = _SetToItself(self.name, self.tensor)  # type: ignore[method-assign]
 
     def let_go(self) -> None:
         """Undo `let_it_be_set_to_itself`."""
         self.tensor.__dict__.pop("set_", None)
 
 
-def _set(reference: weakref.ref[torch.Tensor], *source: Any, **others: Any) -> torch.Tensor:
-    tensor = reference()
-    assert tensor is not None
-    if len(source) == 1 and isinstance(source[0], torch.Tensor) and tensor.is_set_to(source[0]):
-        return tensor
-    return torch.Tensor.set_(tensor, *source, **others)
+class _SetToItself:
+    """`set_` of a streamed tensor, see `Watched`; it stands in the tensor's `__dict__`, which pickling reads."""
+
+    def __init__(self, name: str, tensor: torch.Tensor) -> None:
+        self._name = name
+        self._tensor = weakref.ref(tensor)
+
+    def __call__(self, *source: Any, **others: Any) -> torch.Tensor:
+        """Set the tensor, unless it is that already."""
+        tensor = self._tensor()
+        assert tensor is not None
+        if len(source) == 1 and isinstance(source[0], torch.Tensor) and tensor.is_set_to(source[0]):
+            return tensor
+        return torch.Tensor.set_(tensor, *source, **others)
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse to be pickled with the tensor, as one that is away does."""
+        raise RuntimeError(f"{self._name} is not on the device to stay; {_BROUGHT_BY_ITS_BLOCK}")
 
 
 class StreamedBlock:

@@ -60,9 +60,11 @@ def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
         for index, block in enumerate(module.children()):
             blocks[f"{name}.{index}" if name else str(index)] = block
     if not blocks:
+        single = next((n for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m)), None)
         raise ValueError(
             f"{type(model).__name__} has no repeated blocks: looked for an nn.ModuleList of two or more modules, "
-            "or an nn.Sequential of two or more of one class; try layers=[modules]"
+            "or an nn.Sequential of two or more of one class; try "
+            + ("layers=[modules]" if single is None else f"layers=model.{single}, which is a list of one")
         )
     return blocks
 
@@ -97,6 +99,30 @@ def streamable_storages(
             streamable[owner].append(BlockStorage(names, views))
     # Matrices side by side: one copy, or one kernel, may then serve several.
     return [sorted(block, key=lambda storage: storage.size_bytes < MIN_BYTES) for block in streamable]
+
+
+def slices_of_one_buffer(model: nn.Module, blocks: Sequence[nn.Module]) -> tuple[str, str, int] | None:
+    """Return the names of two tensors, one of a block, in one storage that no block has to itself, and its bytes."""
+    owner_of_module = _owners(blocks)
+    first: dict[int, tuple[int, str, torch.Tensor]] = {}
+    for module, name, tensor, _ in plain_tensors(model):
+        owner, storage = owner_of_module.get(id(module), -1), storage_of(tensor)
+        other, other_name, beside = first.setdefault(storage._cdata, (owner, name, tensor))
+        if other != owner and beside.data_ptr() != tensor.data_ptr():
+            names = (name, other_name) if other < 0 else (other_name, name)
+            return *names, storage.nbytes()
+    return None
+
+
+def refuse_slices(found: tuple[str, str, int] | None) -> None:
+    """Raise ValueError for what `slices_of_one_buffer` has found."""
+    if found is not None:
+        name, other, size_bytes = found
+        raise ValueError(
+            f"{name} and {other} are slices of one buffer of {size_bytes} bytes; expected memory that belongs to one "
+            "block, which comes and goes as a whole; try `for p in model.parameters(): p.data = p.data.clone()` before "
+            "the streamer is made"
+        )
 
 
 def weighted_modules(block: nn.Module, *, with_trained: bool = False) -> list[nn.Module]:

@@ -14,10 +14,19 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 
+from reference_impl.memory.absent import storage_of
 from reference_impl.weights.host_memory import HostMemory
 from reference_impl.weights.layers import LayerStreamer, beyond, device_of
 from reference_impl.weights.residency import allowances, fraction_of_layers, fraction_within
-from reference_impl.weights.storages import BlockStorage, repeated_blocks, streamable_storages
+from reference_impl.weights.storages import (
+    MIN_BYTES,
+    BlockStorage,
+    plain_tensors,
+    refuse_slices,
+    repeated_blocks,
+    slices_of_one_buffer,
+    streamable_storages,
+)
 
 
 class FrozenLayerStreamer(LayerStreamer):
@@ -61,7 +70,8 @@ class FrozenLayerStreamer(LayerStreamer):
             raise ValueError(f"prefetch={prefetch}; expected at least 0; try 2")
         modules = list(dict.fromkeys(repeated_blocks(model).values() if layers is None else layers))
         on = device_of(model, device)
-        storages = _with_something_frozen(model, streamable_storages(model, modules))
+        storages = streamable_storages(model, modules)
+        _check_something_streams(model, modules, storages)
         sizes = [[storage.size_bytes for storage in block] for block in storages]
         fraction = _fraction(sizes, resident_layers, budget_bytes, min(prefetch + 1, len(modules)))
         shares = allowances(sizes, fraction)
@@ -91,10 +101,34 @@ def _fraction(
     return fraction_of_layers(resident_layers or 0, len(sizes))
 
 
-def _with_something_frozen(model: nn.Module, storages: list[list[BlockStorage]]) -> list[list[BlockStorage]]:
-    if not any(storages):
+def _check_something_streams(
+    model: nn.Module, modules: Sequence[nn.Module], storages: list[list[BlockStorage]]
+) -> None:
+    """Raise ValueError, with the cause, where no block of `modules` has frozen weights of its own."""
+    if any(storages):
+        return
+    inside = {id(module) for block in modules for module in block.modules()}
+    frozen = [
+        (name, tensor)
+        for module, name, tensor, is_trained in plain_tensors(model)
+        if id(module) in inside and not is_trained
+    ]
+    if not frozen:
         raise ValueError(
             f"no block of {type(model).__name__} has frozen weights of its own; expected parameters with "
             "requires_grad=False, as an adapter leaves them; try freezing the base model first"
         )
-    return storages
+    refuse_slices(slices_of_one_buffer(model, modules))
+    name, largest = max(frozen, key=lambda each: storage_of(each[1]).nbytes())
+    size_bytes = storage_of(largest).nbytes()
+    if size_bytes < MIN_BYTES:
+        raise ValueError(
+            f"the largest frozen weight in the blocks of {type(model).__name__} is {name} of {size_bytes} bytes; "
+            f"expected one of at least {MIN_BYTES}, because smaller ones stay on the device; try the model without a "
+            "streamer"
+        )
+    raise ValueError(
+        f"{name} is used by another block or outside its block too, as are all large frozen weights in the blocks of "
+        f"{type(model).__name__}; expected blocks with weights of their own; try layers=[...] with the module that "
+        "holds it once"
+    )

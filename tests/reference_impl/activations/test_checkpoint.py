@@ -1,11 +1,12 @@
 import gc
+import warnings
 
 import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from reference_impl.activations import CheckpointOffloader, LegacyCheckpointOffloader
+from reference_impl.activations import ActivationOffloader, CheckpointOffloader, LegacyCheckpointOffloader
 from reference_impl.activations.attach import find_blocks
 from reference_impl.memory.ledger import Ledger
 
@@ -251,3 +252,58 @@ def test_a_failed_forward_leaves_no_hook_in_place_while_its_error_is_kept(traine
         assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
         del kept
     handle.remove()
+
+
+def test_inputs_that_are_all_too_small_to_leave_are_said_once(trainee):
+    with CheckpointOffloader(trainee.model) as offloader:
+        with pytest.warns(
+            UserWarning, match=r"CheckpointOffloader moves nothing: .* try min_bytes=\d+"
+        ) as said:
+            trainee.step()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            trainee.step()
+        assert offloader.offloaded_bytes == 0
+    (message,) = [str(each.message) for each in said if "moves nothing" in str(each.message)]
+    with CheckpointOffloader(trainee.model, min_bytes=int(message.rsplit("=", 1)[1])) as offloader:
+        trainee.step()
+        assert offloader.offloaded_bytes > 0
+
+
+class Remembering(nn.Module):
+    """Adds keys to an object that it is given, as attention adds them to a cache."""
+
+    def forward(self, x, cache):
+        cache.keys = torch.cat([cache.keys, x])
+        return (x @ cache.keys.T.sin()).sum(1, keepdim=True) + x
+
+
+class Cache:
+    def __init__(self):
+        self.keys = torch.ones(3, 8)
+
+
+def test_a_layer_that_writes_an_object_it_is_given_is_told_which(device):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList([Remembering(), Remembering()])
+            self.start = nn.Linear(8, 8)
+
+        def forward(self, x):
+            cache, x = Cache(), self.start(x)
+            for layer in self.layers:
+                x = layer(x, cache)
+            return x
+
+    model = Model()
+    with (
+        CheckpointOffloader(model, min_bytes=1),
+        pytest.raises(
+            RuntimeError, match=r"was given a Cache, which its first call may have changed.* try Activ"
+        ),
+    ):
+        model(torch.ones(2, 8)).sum().backward()
+    model.zero_grad()
+    with ActivationOffloader(model, min_bytes=1):
+        model(torch.ones(2, 8)).sum().backward()

@@ -1,15 +1,19 @@
 """What cannot be served is refused by name, with what to try, before anything is moved."""
 
+import io
+
 import pytest
 import torch
 from layers_trainee import assert_same, batches, decoder, resident, streamed, train, wrapped
 from torch import nn
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from reference_impl import TrainableLayerStreamer
 from reference_impl.device import Device
 from reference_impl.distributed import host_room
 from reference_impl.memory.host import HostMemoryError
 from reference_impl.optimizers.options import Streaming
+from reference_impl.verification.model import decoder_loss
 
 pytestmark = pytest.mark.usefixtures("host_memory_comes_back")
 
@@ -45,6 +49,35 @@ def test_the_room_that_compact_states_need_is_counted(device):
 
 def test_a_model_without_blocks(device):
     refused(nn.Linear(4, 4).to(device.torch_device), ValueError, "no repeated blocks")
+
+
+def test_slices_of_one_buffer(device):
+    model = decoder(device)
+    params = list(model.parameters())
+    vector_to_parameters(parameters_to_vector(params).detach().clone(), params)
+    refused(
+        model, ValueError, r"and embedding\.weight are slices of one buffer .*p\.data = p\.data\.clone\(\)"
+    )
+    for p in model.parameters():
+        p.data = p.data.clone()
+    with streamed(model):
+        pass
+
+
+def test_parameters_cannot_be_saved_by_themselves_before_a_step_nor_after(device):
+    model = decoder(device)
+    optimizer = wrapped(model)
+    with TrainableLayerStreamer(model, optimizer) as streamer:
+        for ids in batches(device, 2):
+            with pytest.raises(
+                RuntimeError, match=r"layers\.0.*is not on the device.*try `with streamer\.gathered"
+            ):
+                torch.save(dict(model.named_parameters()), io.BytesIO())
+            with streamer.gathered():
+                torch.save(dict(model.named_parameters()), io.BytesIO())
+            decoder_loss(model(ids), ids).backward()
+            streamer.optimizer.step()
+            streamer.optimizer.zero_grad()
 
 
 def test_a_block_that_is_not_self_contained(device):

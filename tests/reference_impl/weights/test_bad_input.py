@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from reference_impl.memory import slab
 from reference_impl.memory.host import HostMemoryError
@@ -30,6 +31,47 @@ def test_no_repeated_blocks():
 def test_nothing_frozen(trainee):
     trainee.model.requires_grad_()
     refused(trainee.model, "no block of Decoder has frozen weights .* try freezing the base model first")
+
+
+def in_one_buffer(model):
+    params = list(model.parameters())
+    vector_to_parameters(parameters_to_vector(params).detach().clone(), params)
+    return model
+
+
+def apart(model):
+    for p in model.parameters():
+        p.data = p.data.clone()
+
+
+def test_slices_of_one_buffer(trainee):
+    expected = trainee.step()
+    refused(
+        in_one_buffer(trainee.model),
+        r"layers\.0\.\S+ and embedding\.weight are slices of one buffer of \d+ bytes; .*p\.data\.clone\(\)",
+    )
+    apart(trainee.model)
+    with FrozenLayerStreamer(trainee.model):
+        assert trainee.step() == expected
+
+
+def test_frozen_weights_that_are_all_small():
+    model = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 16)]).requires_grad_(False)
+    refused(model, r"the largest frozen weight .* is 1\.weight of 512 bytes; expected one of at least 16384")
+
+
+def test_frozen_weights_that_are_all_shared():
+    model = nn.ModuleList([nn.Linear(128, 128, bias=False), nn.Linear(128, 128, bias=False)])
+    model[1].weight = model[0].weight
+    refused(model.requires_grad_(False), r"0\.weight is used by another block or outside its block too")
+
+
+def test_a_list_of_one(trainee):
+    """As in ALBERT, whose one block runs several times."""
+    model = nn.ModuleDict({"groups": nn.ModuleList([nn.Linear(128, 128)])}).requires_grad_(False)
+    refused(model, r"try layers=model\.groups, which is a list of one")
+    with FrozenLayerStreamer(model, layers=model.groups) as streamer:
+        assert streamer.report.streamed_bytes == 128 * 128 * 4
 
 
 @pytest.mark.parametrize("resident_layers", [-1, 7])
