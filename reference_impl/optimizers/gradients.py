@@ -17,7 +17,7 @@ from reference_impl.device import Event
 from reference_impl.optimizers import checks
 from reference_impl.optimizers.clip_decision import norms_of
 from reference_impl.optimizers.layout import Member, gradient_of
-from reference_impl.optimizers.stand_in import GradientStandIn, unwrapped
+from reference_impl.optimizers.stand_in import REMEDY, GradientStandIn, second_gradient, unwrapped
 
 # Of a storage: by the tensor, and by the object that stands for the storage here.
 _USES_OF_ONE_TENSOR = 2
@@ -54,6 +54,7 @@ class Gradients:
         sums_stay: once a second backward has added to gradients that had left, they stay until `step()`. Without it
             each sum leaves again.
         measures: norms are taken. Without it an update may use a gradient at once.
+        remedy: what an error advises whoever needs a gradient's values.
 
     `reduced_later` are the parameters whose gradients somebody reduces once autograd has accumulated them.
     `adds_shards` says that a second gradient of a sharded parameter is added to the first.
@@ -67,10 +68,12 @@ class Gradients:
         sharded_too: bool,
         sums_stay: bool = True,
         measures: bool = True,
+        remedy: str = REMEDY,
     ) -> None:
         self._shares = shares
         self.measures = measures
         self._sums_stay = sums_stay
+        self._remedy = remedy
         self.may_leave = leave_in_backward
         self._sharded_too = sharded_too
         self._are_accumulated = False
@@ -86,10 +89,16 @@ class Gradients:
         return self.may_leave and not self._are_accumulated and is_final
 
     def put_arrived(self, member: Member) -> None:
-        """Put the sum that autograd has made in the place of the stand-in to which it was added."""
+        """Put the sum that autograd has made in the place of the stand-in to which it was added.
+
+        Raises RuntimeError for a sum that is lost where somebody is about to reduce it.
+        """
         stands = unwrapped(member.param.grad)
-        if isinstance(stands, GradientStandIn) and stands.arrived is not None:
-            member.put(stands.arrived)
+        if isinstance(stands, GradientStandIn):
+            if stands.arrived is not None:
+                member.put(stands.arrived)
+            elif stands.is_stale and member.param in self.reduced_later:
+                raise second_gradient(stands)
 
     def keep(self, member: Member) -> None:
         """Let what autograd has accumulated stay on the parameter, in memory of its own where it leaves later.
@@ -101,12 +110,15 @@ class Gradients:
         if self.may_leave and member.pieces and is_ours:
             _own_memory(member)
 
-    def send(self, member: Member, reduced: torch.Tensor | None = None) -> None:
+    def send(self, member: Member, reduced: torch.Tensor | None = None) -> bool:
         """Offload a gradient and put a stand-in in its place; changes nothing when it raises.
 
-        One that is `reduced` is not on its parameter yet: `place` puts the stand-in there.
+        One that is `reduced` is not on its parameter yet: `place` puts the stand-in there. Returns False where nothing
+        is sent, because the sum with a gradient that was used is lost.
         """
         self.put_arrived(member)
+        if reduced is None and isinstance(unwrapped(member.param.grad), GradientStandIn):
+            return False
         if reduced is None and not isinstance(member.param, DTensor):
             # Somebody may scale the other gradient while this one is copied.
             _own_memory(member)
@@ -117,6 +129,7 @@ class Gradients:
             self._unplaced[member] = member.placeholder = reduced
         else:
             self._stand_in(member, gradient, self._shares.norms.get(member))
+        return True
 
     def send_together(
         self, members: Iterable[Member], offload: Callable[[Sequence[Member]], list[torch.Tensor]]
@@ -161,28 +174,29 @@ class Gradients:
             kept_part=None if kept is None else member.flat(kept)[: member.on_device],
             used=not self.measures,
             recall=self._recalled(member) if may_come_back or is_shard else None,
+            remedy=self._remedy,
         )
         member.put(member.placeholder)
 
-    def _recalled(self, member: Member) -> Callable[[], torch.Tensor]:
+    def _recalled(self, member: Member) -> Callable[[bool], torch.Tensor]:
         """Return what calls `_recall` without keeping this object alive."""
         recall = weakref.WeakMethod(self._recall)
 
-        def call() -> torch.Tensor:
+        def call(by_backward: bool) -> torch.Tensor:
             bound = recall()
             if bound is None:
                 raise RuntimeError(
                     f"the gradient of a parameter of shape {tuple(member.param.shape)} went with its optimizer; "
                     "expected an optimizer that lives until gradients are dropped; try zero_grad() on the model"
                 )
-            return bound(member)
+            return bound(member, by_backward)
 
         return call
 
-    def _recall(self, member: Member) -> torch.Tensor:
-        """Bring a gradient back because another backward adds to it; from now on gradients wait for `step()`.
+    def _recall(self, member: Member, by_backward: bool) -> torch.Tensor:
+        """Bring a gradient back because something is added to it; changes nothing when it raises.
 
-        Changes nothing when it raises.
+        If that is another backward, gradients wait for `step()` from now on.
         """
         is_shard = isinstance(member.param, DTensor)
         if is_shard and not (self.measures and (member.on_device or self.adds_shards)):
@@ -197,7 +211,7 @@ class Gradients:
         if stand_in.kept_part is not None:
             flat[: member.on_device].copy_(stand_in.kept_part)
         self._shares.discard([member])
-        if self._sums_stay and not (self._are_accumulated or is_shard):
+        if by_backward and self._sums_stay and not (self._are_accumulated or is_shard):
             self._are_accumulated = True
             checks.warn_accumulated()
         return gradient
@@ -231,17 +245,22 @@ class Gradients:
         arrivals: Mapping[Member, Event],
         gradients: Mapping[Member, torch.Tensor],
         *,
+        begun: Iterable[Member] = (),
         returns_early: bool,
     ) -> dict[Member, GradientStandIn]:
-        """Return what stands on parameters from the begin of the step on, because the update reads their gradients."""
-        found: dict[Member, GradientStandIn] = {}
+        """Return what stands on parameters from the begin of the step on, because the update reads their gradients.
+
+        Of `begun` members, whose update has begun in backward, a stand-in that somebody has replaced stays away.
+        """
+        placed = ((member, unwrapped(member.param.grad)) for member in begun)
+        found = {member: stands for member, stands in placed if isinstance(stands, GradientStandIn)}
         for member in (*arrivals, *(member for member in gradients if not member.pieces)):
             now = unwrapped(member.param.grad)
             if isinstance(now, GradientStandIn):
                 found[member] = now
             elif returns_early and now is not None and _may_be_replaced(member):
                 # Whoever writes into a gradient later does not know that the update still reads it.
-                found[member] = GradientStandIn(now, None)
+                found[member] = GradientStandIn(now, None, remedy=self._remedy)
         return found
 
     def norms(
@@ -273,6 +292,21 @@ def _own_memory(member: Member) -> None:
 def _may_be_replaced(member: Member) -> bool:
     read_later = bool(member.pieces) or member.streamed > 0
     return read_later and member.gradient is member.param.grad and not isinstance(member.param, DTensor)
+
+
+def used_by_nobody(members: Iterable[Member]) -> list[Member]:
+    """Return those of `members` whose new weight nobody waits for, and that have a gradient without having been used.
+
+    It is zeros, since somebody has set the last one to zero, or the weight only visits the device when it is used.
+    """
+    found = []
+    for member in members:
+        if member.pending:
+            stands = member.gradient
+            zeroed = isinstance(stands, GradientStandIn) and stands.dropped and stands.arrived is None
+            if stands is not None and (zeroed or member.home is not None):
+                found.append(member)
+    return found
 
 
 def factors_of(members: Iterable[Member]) -> tuple[list[torch.Tensor | float], dict[Member, list[int]]]:

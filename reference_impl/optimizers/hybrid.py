@@ -27,7 +27,14 @@ from reference_impl.optimizers.algorithms import Adam, Algorithm, group_defaults
 from reference_impl.optimizers.backward_hooks import BackwardHooks
 from reference_impl.optimizers.clip_decision import ClipDecision, decide
 from reference_impl.optimizers.cpu.step import CpuStep
-from reference_impl.optimizers.gradients import Gradients, factors_of, has_others, put_in_place, standing_on
+from reference_impl.optimizers.gradients import (
+    Gradients,
+    factors_of,
+    has_others,
+    put_in_place,
+    standing_on,
+    used_by_nobody,
+)
 from reference_impl.optimizers.layout import Member
 from reference_impl.optimizers.options import Budgets, CpuUpdate, Options, Streaming, take_moved_keywords
 from reference_impl.optimizers.shares import Shares
@@ -220,8 +227,7 @@ class HybridDeviceOptimizer(SavedOptimizer):
         """Offload a gradient and put a stand-in in its place; changes nothing when it raises."""
         if self._in_backward is not None and member in self._in_backward.arrivals:
             raise checks.second_gradient(member)
-        self._gradients.send(member, reduced)
-        if self._backward_overlap == "update":
+        if self._gradients.send(member, reduced) and self._backward_overlap == "update":
             for bucket in self._open.completed_by(member):
                 # A split member's other part is updated in step(), and both are published together.
                 with deferred_interrupts():
@@ -301,6 +307,7 @@ class HybridDeviceOptimizer(SavedOptimizer):
 
     def _take(self) -> None:
         """Take a step with the gradients that there are."""
+        self._open.wait_for(used_by_nobody(self._members.values()))
         prepared = self._prepare()
         if self._waits is not None:
             self._waits.on_step(prepared.gradients)
@@ -354,7 +361,9 @@ class HybridDeviceOptimizer(SavedOptimizer):
             decision = self._decide(arrivals, gradients)
             step = CpuStep(StepPlan(snapshot(self.param_groups), decision), indices)
         operations = self._open.prepare(step, arrivals, gradients, factors)
-        stand_ins = self._gradients.stand_ins(arrivals, gradients, returns_early=self._returns_early)
+        stand_ins = self._gradients.stand_ins(
+            arrivals, gradients, begun=step.arrivals, returns_early=self._returns_early
+        )
         others = standing_on(m for m in (*step.arrivals, *arrivals, *gradients) if m not in stand_ins)
         return BegunStep([partial(put_in_place, stand_ins), *operations], {**others, **stand_ins})
 

@@ -3,9 +3,10 @@
 Code between backward and `step()` does two things with gradients: it takes their norm and scales them
 (`clip_grad_norm_`). A `GradientStandIn` supports both. The norm was computed when the gradient was offloaded; a scale
 is recorded, and the update applies it to the gradient in the gradient's own dtype, which is what scaling in place
-would have done. Everything else that would read or write values raises RuntimeError and names the operator: a
-stand-in is never mistaken for a gradient of zeros. It stays after `step()`, as any gradient does, until
-`zero_grad()`.
+would have done. What is added in place brings the gradient back. Everything else that would read or write values raises
+RuntimeError and names the operator: a stand-in is never mistaken for a gradient of zeros. It stays after `step()`, as
+any gradient does, until `zero_grad()`. What a backward adds to it until then is lost, as `zero_grad()` would lose it,
+and a step with such a sum is refused.
 
 Explained in docs/optimizer-offloading.md.
 """
@@ -18,9 +19,12 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map
 
 _aten = torch.ops.aten
-_REMEDY = (
+# As autograd numbers what runs.
+_NO_BACKWARD = -1
+REMEDY = (
     "try backward_overlap='nothing', which keeps gradients on param.grad until step(), or with DistributedDataParallel "
     "attach() of that model"
 )
@@ -35,17 +39,22 @@ class GradientStandIn(torch.Tensor):
         kept: the gradient itself where its device still needs a part of it.
         kept_part: that part, a view of `kept`, which is scaled at once.
         used: an update has begun to use the gradient, so that it can be scaled no more.
-        recall: returns the gradient, with what it has been multiplied by, on its device again; None where it cannot.
+        recall: returns the gradient, with what it has been multiplied by, on its device again, told whether a backward
+            adds to it; None where it cannot.
+        remedy: what an error advises whoever needs values.
 
     `factors` are the 0-dim tensors or numbers that the gradient has been multiplied by since, in order. `dropped` says
     that it stands for its gradient no more: for zeros, since somebody has set it to zero, or for `arrived`. That is
-    what autograd has added up since, for whoever hooks the parameter to put in this one's place.
+    what has been added up since, for whoever hooks the parameter to put in this one's place; until then every operation
+    finds it here. `is_over` says that its step was taken, and `is_stale` that a backward has added to it since.
     """
 
     factors: list[torch.Tensor | float]
     dropped: bool
     arrived: torch.Tensor | None
     used: bool
+    is_over: bool
+    is_stale: bool
 
     @staticmethod
     def __new__(cls, gradient: torch.Tensor, norm: torch.Tensor | None, **_: Any) -> GradientStandIn:
@@ -67,15 +76,18 @@ class GradientStandIn(torch.Tensor):
         kept: torch.Tensor | None = None,
         kept_part: torch.Tensor | None = None,
         used: bool = False,
-        recall: Callable[[], torch.Tensor] | None = None,
+        recall: Callable[[bool], torch.Tensor] | None = None,
+        remedy: str = REMEDY,
     ) -> None:
         self.l2_norm = norm
         self.recall = recall
+        self.remedy = remedy
+        self._made_in = torch._C._current_graph_task_id()
         self.kept = kept
         self.kept_part = kept_part
         self.used = used
         self.factors = []
-        self.dropped = False
+        self.dropped = self.is_over = self.is_stale = False
         self.arrived = None
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -91,36 +103,61 @@ class GradientStandIn(torch.Tensor):
 
     def scaled_norm(self) -> torch.Tensor:
         """Return the 2-norm in fp32 with all factors applied; raises RuntimeError where it has not been measured."""
-        if self.l2_norm is None:
-            raise _refused("a norm in mode 'update'", [self])
+        if self.dropped:
+            return torch.zeros((), device=self.device)
+        if self.l2_norm is None or self.is_stale:
+            raise _refused("a norm", [self])
         norm = self.l2_norm
         for factor in self.factors:
             norm = norm * (factor.abs() if isinstance(factor, torch.Tensor) else abs(factor))
-        return torch.zeros_like(norm) if self.dropped else norm
+        return norm
 
     def scale_by(self, factor: torch.Tensor | float) -> None:
         """Record that the gradient is scaled by `factor`, which nobody changes afterwards."""
+        if self.dropped:
+            return
         if self.used:
             raise RuntimeError(
                 f"a gradient of shape {tuple(self.shape)} was scaled after an update had begun to use it; expected "
                 "scaling between backward and step(), and none with backward_overlap='update'; try "
                 "backward_overlap='gradients'"
             )
-        if not self.dropped:
-            if self.kept_part is not None:
-                self.kept_part.mul_(factor)
-            self.factors.append(factor)
+        if self.kept_part is not None:
+            self.kept_part.mul_(factor)
+        self.factors.append(factor)
 
     def use(self) -> None:
-        """Let go of what is kept: an update owns the gradient from here on."""
-        self.used = True
+        """Let go of what is kept: the step owns the gradient from here on."""
+        self.used = self.is_over = True
         self.kept = self.kept_part = self.recall = None
 
     def drop(self) -> None:
         """Forget the gradient: it is zero from here on."""
-        self.dropped = True
+        self.dropped, self.is_stale = True, False
         self.factors.clear()
         self.kept = self.kept_part = self.recall = None
+
+    @property
+    def is_added_to(self) -> bool:
+        """Whether an addition now is that of a backward, which adds once, and before anybody hears of the sum."""
+        return torch._C._current_graph_task_id() not in (_NO_BACKWARD, self._made_in)
+
+    def plus(self, other: torch.Tensor, alpha: Any, *, by_backward: bool) -> torch.Tensor:
+        """Return the sum of the gradient, which comes back, and `other`, times `alpha`; itself where that is lost."""
+        if self.recall is not None:
+            recalled = self.recall(by_backward)
+            self.drop()
+            self.arrived = recalled
+        if self.arrived is not None:
+            return self.arrived.add(other, alpha=alpha)
+        if self.dropped:
+            return other.clone() if alpha == 1 else other * alpha
+        if not by_backward:
+            raise _refused(_aten.add_.Tensor, [self])
+        if not self.is_over:
+            raise second_gradient(self)
+        self.is_stale = True
+        return self
 
     def in_its_place(self, param: torch.Tensor) -> torch.Tensor:
         """Return what the gradient of `param` is, for which this has stood until it was dropped.
@@ -138,7 +175,11 @@ class GradientStandIn(torch.Tensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Answer what needs no values; raise RuntimeError for everything else."""
+        """Answer what needs no values, with `arrived` where it is there; raise RuntimeError for everything else."""
+        arrived = {id(each.arrived): each for each in _stand_ins(args) if each.arrived is not None}
+        if arrived:
+            result = func(*tree_map(_arrived, args), **tree_map(_arrived, dict(kwargs or {})))
+            return arrived.get(id(result), result)
         answer = _ANSWERS.get(func)
         if answer is None:
             raise _refused(func, args)
@@ -151,12 +192,35 @@ def unwrapped(gradient: torch.Tensor | None) -> torch.Tensor | None:
     return local if isinstance(local, GradientStandIn) else gradient
 
 
-def _refused(func: Any, args: Sequence[Any]) -> RuntimeError:
+def _stand_ins(args: Sequence[Any]) -> list[GradientStandIn]:
     listed = [*args, *(each for arg in args if isinstance(arg, list | tuple) for each in arg)]
-    shape = next((tuple(each.shape) for each in listed if isinstance(each, GradientStandIn)), ())
+    return [each for each in listed if isinstance(each, GradientStandIn)]
+
+
+def _arrived(arg: Any) -> Any:
+    return arg.arrived if isinstance(arg, GradientStandIn) and arg.arrived is not None else arg
+
+
+def _refused(func: Any, args: Sequence[Any]) -> RuntimeError:
+    first = next(iter(_stand_ins(args)), None)
+    shape, remedy = ((), REMEDY) if first is None else (tuple(first.shape), first.remedy)
+    if first is not None and first.used:
+        return RuntimeError(
+            f"{func} reads or writes a gradient of shape {shape} that an update has begun to use; expected such code "
+            f"between backward and step(), and none with backward_overlap='update'; {remedy}"
+        )
     return RuntimeError(
-        f"{func} reads or writes a gradient of shape {shape} that has been offloaded; expected nothing but its 2-norm "
-        f"and scaling, as clip_grad_norm_ does, between backward and step(); {_REMEDY}"
+        f"{func} reads or writes a gradient of shape {shape} that has been offloaded; expected nothing but its 2-norm, "
+        f"scaling, as clip_grad_norm_ does, and additions in place, between backward and step(); {remedy}"
+    )
+
+
+def second_gradient(first: GradientStandIn) -> RuntimeError:
+    """Return the error for a gradient that came where the first can neither come back nor be lost."""
+    return RuntimeError(
+        f"a second gradient of a parameter of shape {tuple(first.shape)} came while the first, which has been "
+        "offloaded, is still on param.grad; expected zero_grad() between steps, and one backward a step; try `with "
+        f"optimizer.accumulate():` around all backwards but the last, or {first.remedy.removeprefix('try ')}"
     )
 
 
@@ -232,25 +296,17 @@ def _add(first: torch.Tensor, second: torch.Tensor, *, alpha: Any = 1) -> torch.
 
     One that has not been dropped comes back, since the loop adds up what several backwards make.
     """
-    old, new = (first, second) if isinstance(first, GradientStandIn) else (second, first)
-    if isinstance(old, GradientStandIn) and not isinstance(new, GradientStandIn) and alpha == 1:
-        if old.recall is not None:
-            recalled = old.recall()
-            old.drop()
-            old.arrived = recalled
-        if old.dropped:
-            return new.clone() if old.arrived is None else old.arrived + new
-    raise RuntimeError(
-        f"a second gradient of a parameter of shape {tuple(first.shape)} came while the first, which has been "
-        "offloaded, is still on param.grad; expected zero_grad() between steps, and one backward a step; try `with "
-        f"optimizer.accumulate():` around all backwards but the last, or {_REMEDY.removeprefix('try ')}"
-    )
+    if not isinstance(first, GradientStandIn) or isinstance(second, GradientStandIn) or not first.is_added_to:
+        raise _refused(_aten.add.Tensor, [first, second])
+    return first.plus(second, alpha, by_backward=True)
 
 
 def _add_in_place(gradient: torch.Tensor, other: torch.Tensor, *, alpha: Any = 1) -> torch.Tensor:
-    total = _add(gradient, other, alpha=alpha)
-    assert isinstance(gradient, GradientStandIn)
-    gradient.arrived = total
+    if not isinstance(gradient, GradientStandIn) or isinstance(other, GradientStandIn):
+        raise _refused(_aten.add_.Tensor, [gradient, other])
+    total = gradient.plus(other, alpha, by_backward=gradient.is_added_to)
+    if total is not gradient:
+        gradient.arrived = total
     return gradient
 
 

@@ -18,11 +18,12 @@ import torch
 
 from reference_impl.memory.interrupts import deferred_interrupts
 from reference_impl.optimizers import checks
+from reference_impl.optimizers.gradients import used_by_nobody
 from reference_impl.optimizers.layout import Member, gradient_of
 from reference_impl.optimizers.options import Streaming
 from reference_impl.optimizers.stand_in import GradientStandIn
 from reference_impl.optimizers.step import Status, StepPlan, snapshot
-from reference_impl.trained_layers.optimizer import LayersOptimizer, VisitingWeights
+from reference_impl.trained_layers.optimizer import READ_IN_A_HOOK, LayersOptimizer, VisitingWeights
 from reference_impl.trained_layers.shares import StateShares
 
 # As autograd numbers what runs.
@@ -165,7 +166,9 @@ class InBackwardOptimizer(LayersOptimizer):
             member = self._members[param]
             if member in self._used:
                 raise _second_gradient(member)
-            self._keep(member)
+            stands = param.grad
+            if not (isinstance(stands, GradientStandIn) and stands.is_stale):
+                self._keep(member)
 
     def _keep(self, member: Member) -> None:
         """Keep a gradient until its update, and put a stand-in in its place; changes nothing when it raises."""
@@ -237,12 +240,19 @@ class InBackwardOptimizer(LayersOptimizer):
         )
 
     def _take_what_stands(self) -> None:
-        """Take gradients that somebody has put on parameters, and leave out those of backward that were dropped."""
+        """Take gradients that somebody has put on parameters, and leave out those of backward that were dropped.
+
+        Raises RuntimeError for one that an earlier step has used.
+        """
+        self._wait_for(used_by_nobody(self._members.values()))
         for member in self._members.values():
             if member in self._final and not _stands(member):
                 del self._final[member]
             found = member.gradient
-            if found is not None and not (isinstance(found, GradientStandIn) and not found.dropped):
+            if isinstance(found, GradientStandIn) and not found.dropped:
+                if found.is_over:
+                    raise checks.used_twice(member)
+            elif found is not None:
                 self._keep(member)
 
     def _resume(self) -> None:
@@ -254,6 +264,9 @@ class InBackwardOptimizer(LayersOptimizer):
 
     def _end_step(self) -> None:
         """Let the next backward begin anew."""
+        for member in self._used:
+            if isinstance(member.placeholder, GradientStandIn):
+                member.placeholder.use()
         self._used.clear()
         self._plan, self._is_asked, self._has_refused = None, False, False
 
@@ -281,7 +294,7 @@ class InBackwardOptimizer(LayersOptimizer):
 
 def _stand_in(member: Member, gradient: torch.Tensor) -> GradientStandIn:
     """Return what stands on the parameter for a gradient that waits for its update, or that it uses."""
-    return GradientStandIn(gradient, None, used=True, recall=_refuse_second(member))
+    return GradientStandIn(gradient, None, used=True, recall=_refuse_second(member), remedy=READ_IN_A_HOOK)
 
 
 def _stands(member: Member) -> bool:
@@ -301,7 +314,7 @@ def _second_gradient(member: Member) -> RuntimeError:
 def _refuse_second(member: Member) -> Any:
     """Return what raises where another backward adds to the gradient of `member`."""
 
-    def refuse() -> NoReturn:
+    def refuse(by_backward: bool) -> NoReturn:
         raise _second_gradient(member)
 
     return refuse

@@ -23,7 +23,7 @@ from reference_impl.memory.weight_home import WeightHome
 from reference_impl.optimizers.clip_decision import ClipDecision
 from reference_impl.optimizers.forward_waits import forgetful
 from reference_impl.optimizers.gradient_mover import GradientMover
-from reference_impl.optimizers.gradients import Gradients, put_in_place
+from reference_impl.optimizers.gradients import Gradients, put_in_place, used_by_nobody
 from reference_impl.optimizers.layout import Member, Piece
 from reference_impl.optimizers.options import CpuUpdate, Streaming
 from reference_impl.optimizers.parameter_state import StateParts
@@ -34,6 +34,9 @@ from reference_impl.optimizers.step import Status
 from reference_impl.optimizers.streamed.chunks import Part
 from reference_impl.trained_layers.cpu_updates import BothParts, CpuUpdates
 from reference_impl.trained_layers.shares import NOTHING_STAYS, StateShares
+
+# What an error advises whoever needs a gradient's values.
+READ_IN_A_HOOK = "try param.register_hook(), which is given each gradient with its values in backward"
 
 
 class VisitingWeights(Protocol):
@@ -236,7 +239,9 @@ class TrainedLayersOptimizer(LayersOptimizer):
         mover = GradientMover(device, in_flight_bytes=in_flight_bytes)
         self._store = ChunkGradients(device, mover)
         self._cpu = CpuUpdates(device, algorithm_of(optimizer), cpu or CpuUpdate(), mover)
-        self._leaving = Gradients(self._store, leave_in_backward=True, sharded_too=True, sums_stay=False)
+        self._leaving = Gradients(
+            self._store, leave_in_backward=True, sharded_too=True, sums_stay=False, remedy=READ_IN_A_HOOK
+        )
         self._stand_ins: dict[Member, GradientStandIn] = {}
         # Of the block that backward is in, the gradients that are final; and how many there will be, by block.
         self._final: dict[Member, None] = {}
@@ -307,6 +312,7 @@ class TrainedLayersOptimizer(LayersOptimizer):
             self._final.clear()
 
     def _to_use(self) -> dict[Member, torch.Tensor]:
+        self._wait_for(used_by_nobody(self._members.values()))
         used: dict[Member, torch.Tensor] = {}
         for member in self._members.values():
             self._leaving.to_use(member)

@@ -1,0 +1,187 @@
+"""Loops of tutorials and papers: to the bit those with AdamW, with each optimizer here.
+
+Each row of the table in docs/pytorch-loop.md, "Loops", is a loop here.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from optimizer_training import OPTIONS, hybrid, streaming
+from torch import nn
+
+from reference_impl import TrainableLayerStreamer
+
+STEPS = 4
+
+
+class Net(nn.Module):
+    """Blocks of which a forward may leave some out."""
+
+    def __init__(self, out=1, blocks=3):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(blocks))
+        self.head = nn.Linear(16, out)
+
+    def forward(self, x, visits=None):
+        for index in range(len(self.layers)) if visits is None else visits:
+            x = torch.tanh(self.layers[index](x)) + x
+        return self.head(x)
+
+
+def plain(model):
+    return torch.optim.AdamW(model.parameters(), fused=True, **OPTIONS)
+
+
+def detached(model):
+    return hybrid(model)
+
+
+def attached(model, **options):
+    optimizer = hybrid(model, **options)
+    optimizer.attach(model)
+    return optimizer
+
+
+def half(model):
+    return attached(model, offload_fraction=0.5)
+
+
+def kept(model):
+    return attached(model, backward_overlap="nothing")
+
+
+def in_backward(model):
+    return attached(model, backward_overlap="update")
+
+
+def in_three_shares(model):
+    return attached(model, split=(0.3, 0.4, 0.3))
+
+
+def streamed(model):
+    optimizer = streaming(model)
+    optimizer.attach(model)
+    return optimizer
+
+
+def layers(model):
+    """The optimizer of a streamer, which closes with it."""
+    streamer = TrainableLayerStreamer(model, plain(model))
+    optimizer, close = streamer.optimizer, streamer.optimizer.close
+    optimizer.close = lambda: (streamer.close(), close())
+    return optimizer
+
+
+BUILDS = [detached, attached, half, kept, in_backward, in_three_shares, streamed, layers]
+
+
+def finish(*optimizers):
+    for optimizer in optimizers:
+        for end in ("synchronize", "close"):
+            getattr(optimizer, end, lambda: None)()
+
+
+def inputs(device):
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(4, 16, generator=generator).to(device.torch_device) for _ in range(STEPS)]
+
+
+def made(device, seed=0, **shape):
+    torch.manual_seed(seed)
+    return Net(**shape).to(device.torch_device)
+
+
+def gan(device, make, *, set_to_none=True):
+    """DCGAN of torch's tutorials: each network's gradients are dropped before its own backward."""
+    generator, critic = made(device, out=16), made(device, seed=1)
+    makes, judges = make(generator), make(critic)
+    for x in inputs(device):
+        critic.zero_grad(set_to_none)
+        fake = generator(x)
+        (F.softplus(-critic(x.flip(0))) + F.softplus(critic(fake.detach()))).mean().backward()
+        judges.step()
+        generator.zero_grad(set_to_none)
+        F.softplus(-critic(fake)).mean().backward()
+        makes.step()
+    finish(makes, judges)
+    return generator, critic
+
+
+def gan_with_zeros(device, make):
+    return gan(device, make, set_to_none=False)
+
+
+def layer_drop(device, make, *, clips=False):
+    """Zeros where a step leaves a block out: a step of momentum and decay."""
+    model = made(device)
+    optimizer = make(model)
+    for index, x in enumerate(inputs(device)):
+        model(x, (0, 2) if index % 2 else None).square().mean().backward()
+        if clips:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+    finish(optimizer)
+    return (model,)
+
+
+def layer_drop_and_clipping(device, make):
+    return layer_drop(device, make, clips=True)
+
+
+def put_gradients(device, make):
+    """`torch.autograd.grad`, with zeros for what a step leaves out."""
+    model = made(device)
+    optimizer = make(model)
+    params = list(model.parameters())
+    for x in inputs(device):
+        loss = model(x).square().mean()
+        for param, grad in zip(params, torch.autograd.grad(loss, params), strict=True):
+            param.grad = grad
+        optimizer.step()
+    finish(optimizer)
+    return (model,)
+
+
+def gradient_noise(device, make):
+    model = made(device)
+    optimizer = make(model)
+    generator = torch.Generator().manual_seed(2)
+    for x in inputs(device):
+        model(x).square().mean().backward()
+        for param in model.parameters():
+            param.grad += torch.randn(param.shape, generator=generator).to(x.device) * 1e-2
+        optimizer.step()
+        optimizer.zero_grad()
+    finish(optimizer)
+    return (model,)
+
+
+LOOPS = [gan, gan_with_zeros, layer_drop, layer_drop_and_clipping, put_gradients, gradient_noise]
+# What is refused by name, which the page says.
+REFUSED = {
+    (layer_drop_and_clipping, in_backward): r"a norm .*none with backward_overlap='update'",
+    (gradient_noise, in_backward): r"aten\.add_\.Tensor .*none with backward_overlap='update'",
+}
+SERVED = [(loop, make) for loop in LOOPS for make in BUILDS if (loop, make) not in REFUSED]
+
+
+def named(each):
+    return getattr(each, "__name__", None)
+
+
+@pytest.mark.filterwarnings("ignore:a second backward has added to gradients")
+@pytest.mark.parametrize(("loop", "make"), SERVED, ids=named)
+def test_the_weights_are_those_of_adamw(device, loop, make):
+    if device.is_accelerator and make not in (streamed, layers):
+        pytest.skip("CPU and GPU kernels round differently, so shares that the CPU updates are not AdamW's")
+    models, expected = loop(device, make), loop(device, plain)
+    for ours, theirs in zip(models, expected, strict=True):
+        for (name, param), same in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+            assert torch.equal(param, same), name
+
+
+@pytest.mark.parametrize(("loop", "make"), REFUSED, ids=named)
+def test_the_rest_is_refused_by_name(device, loop, make):
+    with pytest.raises(RuntimeError, match=REFUSED[loop, make]):
+        loop(device, make)
