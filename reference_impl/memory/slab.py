@@ -18,8 +18,10 @@ import os
 import threading
 import weakref
 from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -27,7 +29,7 @@ from reference_impl.device import Device
 from reference_impl.memory.host import HostMemoryError, available_bytes, host_book, host_storages
 from reference_impl.memory.interrupts import deferred_interrupts
 from reference_impl.memory.pinned import PinnedMemoryError, pinned_book
-from reference_impl.memory.worker import result_of
+from reference_impl.memory.worker import Worker
 
 _HUGE_PAGE_BYTES = 2 * 2**20
 # What slabs leave to everybody else.
@@ -157,12 +159,14 @@ def _touch(bytes_: torch.Tensor, threads: int) -> None:
         _populate(bytes_)
         return
     pages = -(-bytes_.numel() // _HUGE_PAGE_BYTES)
-    with ThreadPoolExecutor(threads) as pool:
-        with deferred_interrupts():
-            parts = bytes_.split(-(-pages // threads) * _HUGE_PAGE_BYTES)
-            touched = [pool.submit(_populate, part) for part in parts]
+    worker = Worker("touch-pages", threads=threads)
+    try:
+        parts = bytes_.split(-(-pages // threads) * _HUGE_PAGE_BYTES)
+        touched = [worker.submit(partial(_populate, part)) for part in parts]
         for each in touched:
-            result_of(each)
+            worker.wait(each)
+    finally:
+        worker.close()
 
 
 def _populate(bytes_: torch.Tensor) -> None:
@@ -200,6 +204,19 @@ def _release_dropped(device: Device, address: int, size_bytes: int, is_pinned: b
     _release(device, address, size_bytes, is_pinned, for_ring)
 
 
+@dataclass(frozen=True, slots=True)
+class Order:
+    """A slab of `size_bytes` that threads are to make."""
+
+    size_bytes: int
+    worker: Worker
+    slab: Future[Slab]
+
+    def wait(self) -> Slab:
+        """Return the slab, or raise what making it has raised."""
+        return self.worker.wait(self.slab)
+
+
 class SlabSupply:
     """Makes slabs ahead of their use, so that a first step does not wait for page-locking.
 
@@ -213,22 +230,22 @@ class SlabSupply:
         self._remedy = remedy
         self._pinned = pinned
         self._process = os.getpid()
-        self._pool: ThreadPoolExecutor | None = None
-        self._orders: deque[tuple[int, Future[Slab]]] = deque()
+        self._worker: Worker | None = None
+        self._orders: deque[Order] = deque()
 
     @property
     def ordered_bytes(self) -> int:
         """Bytes that were ordered and not taken yet."""
-        return sum(size_bytes for size_bytes, _ in self._orders)
+        return sum(order.size_bytes for order in self._orders)
 
     def order(self, size_bytes: int, *, most_bytes: int | None = None) -> None:
         """Have a slab of `size_bytes`, rounded up within `most_bytes`, made in the background."""
         with deferred_interrupts():
-            if self._pool is None:
-                self._pool = ThreadPoolExecutor(
-                    TOUCHING_THREADS, "make-slab", initializer=self._device.use_in_thread
+            if self._worker is None:
+                self._worker = Worker(
+                    "make-slab", threads=TOUCHING_THREADS, prepare=self._device.use_in_thread
                 )
-            order = self._pool.submit(
+            make = partial(
                 Slab,
                 self._device,
                 size_bytes,
@@ -238,9 +255,9 @@ class SlabSupply:
                 touching_threads=1,
                 most_bytes=most_bytes,
             )
-            self._orders.append((size_bytes, order))
+            self._orders.append(Order(size_bytes, self._worker, self._worker.submit(make)))
 
-    def take(self) -> Future[Slab] | None:
+    def take(self) -> Order | None:
         """Return the order that came first, for `made`; None when there is none."""
         with deferred_interrupts():
             if not self._orders:
@@ -248,17 +265,17 @@ class SlabSupply:
             if os.getpid() != self._process:
                 # A forked child has the orders, but not the threads that would carry them out.
                 self._orders.clear()
-                self._pool = None
+                self._worker = None
                 return None
-            _, order = self._orders.popleft()
+            order = self._orders.popleft()
             if not self._orders:
                 self._stop()
             return order
 
-    def made(self, order: Future[Slab]) -> Slab | None:
+    def made(self, order: Order) -> Slab | None:
         """Wait for a slab that was ordered; None when there is no memory for it."""
         try:
-            return result_of(order)
+            return order.wait()
         except Exception:
             # An order is a guess: whoever truly needs the memory asks for it and gets the error.
             self.close()
@@ -267,15 +284,15 @@ class SlabSupply:
     def close(self) -> None:
         """Forget all orders, and wait for the one that is being carried out. Calling it again does nothing."""
         with deferred_interrupts():
-            orders = [order for _, order in self._orders]
+            orders = [*self._orders]
             self._orders.clear()
-            under_way = [order for order in orders if not order.cancel()]
+            under_way = [order for order in orders if not order.slab.cancel()]
             self._stop()
         for order in under_way:
             with suppress(Exception):
-                result_of(order).close()
+                order.wait().close()
 
     def _stop(self) -> None:
-        if self._pool is not None:
-            self._pool.shutdown(wait=False)
-            self._pool = None
+        if self._worker is not None:
+            self._worker.end()
+            self._worker = None

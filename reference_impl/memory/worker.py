@@ -1,31 +1,31 @@
-"""One thread that carries out tasks in order; if it dies, every wait for it ends with an error.
+"""Threads that carry out tasks in order; if one dies, every wait for its tasks ends with an error.
 
-A file of its own, because the disk tier and the streamed weights use it alike.
+A task is queued once a thread is there for it: what `submit` has raised for never runs. The threads are not those of
+`concurrent.futures`, which ends its own with the main thread, also where another one still trains.
 
 Explained in docs/reliability.md.
 """
 
 from __future__ import annotations
 
+import atexit
+import math
+import os
 import threading
 import time
+import weakref
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import TypeVar
+from concurrent.futures import Future, wait
+from queue import Empty, SimpleQueue
+from typing import Any, TypeVar
 
 from reference_impl.memory.interrupts import deferred_interrupts
 
 # How long a wait cannot be interrupted.
 _SLICE_S = 0.05
 _T = TypeVar("_T")
-
-
-def result_of(future: Future[_T]) -> _T:
-    """Return what a task has returned, or raise what it has raised; may be interrupted while it waits."""
-    while not is_done(future, within_s=_SLICE_S):
-        pass
-    with deferred_interrupts():
-        return future.result(0)
+# None ends a thread.
+_Tasks = SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
 
 
 def is_done(future: Future[_T], *, within_s: float = 0.0) -> bool:
@@ -38,51 +38,154 @@ def is_done(future: Future[_T], *, within_s: float = 0.0) -> bool:
 
 
 class Worker:
-    """A thread called `name`, from its first task until it is closed, or dropped."""
+    """Threads called `name`, one unless more are allowed, from the first tasks until it is closed, or dropped."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, threads: int = 1, prepare: Callable[[], None] | None = None) -> None:
+        """Start nothing yet; each thread will call `prepare` first."""
         self._name = name
-        self._threads: list[threading.Thread] = []
-        # The thread must not know this object, or it would keep it alive.
-        self._pool = ThreadPoolExecutor(
-            1,
-            name,
-            initializer=lambda threads: threads.append(threading.current_thread()),
-            initargs=(self._threads,),
-        )
+        self._most_threads = threads
+        self._prepare = prepare
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self._threads: list[_Thread] = []
+        # The threads know this, and not the worker, which they would keep alive.
+        self._tasks: _Tasks = SimpleQueue()
+        weakref.finalize(self, self._tasks.put, None).atexit = False
 
     @property
     def is_alive(self) -> bool:
         """Whether tasks that were given to it will be carried out."""
-        return all(thread.is_alive() for thread in self._threads)
+        return all(thread.is_alive() or thread.has_ended for thread in self._threads)
 
     def submit(self, task: Callable[[], _T]) -> Future[_T]:
-        """Queue `task`; its result or exception is what `wait` on the returned future gives."""
-        with deferred_interrupts():
-            return self._pool.submit(task)
+        """Queue `task`; its result or exception is what `wait` on the returned future gives.
 
-    def wait(self, future: Future[_T], *, deadline_s: float) -> _T:
-        """Return what a task has returned, or raise what it has raised.
+        Raises RuntimeError when closed, or where no thread can be started; then the task never runs.
+        """
+        with deferred_interrupts(), self._lock:
+            if self._is_closed:
+                raise RuntimeError(
+                    f"a task was given to thread {self._name!r}, which is closed; expected an open offloader; try "
+                    "constructing a new one"
+                )
+            if len(self._threads) < self._most_threads:
+                self._start_thread()
+            future: Future[_T] = Future()
+            self._tasks.put((future, task))
+            return future
 
-        Raises RuntimeError when the thread is dead, as all are in a forked child, or after `deadline_s`.
+    def wait(self, future: Future[_T], *, deadline_s: float = math.inf) -> _T:
+        """Return what a task has returned, or raise what it has raised; may be interrupted while it waits.
+
+        Raises RuntimeError when a thread is dead, as all are in a forked child, or after `deadline_s`.
         """
         deadline = time.monotonic() + deadline_s
         while not is_done(future, within_s=_SLICE_S):
-            if not self.is_alive:
+            if not self.is_alive and not is_done(future):
                 raise RuntimeError(
                     f"thread {self._name!r} has died with a task unfinished; expected it to live as long as its "
                     "offloader; try a new offloader, made in this process"
-                )
+                ) from next((thread.error for thread in self._threads if thread.error), None)
             if time.monotonic() > deadline:
                 raise RuntimeError(
                     f"thread {self._name!r} has not finished a task within {deadline_s:.0f} s; expected seconds; try "
                     "another disk"
                 )
-        return result_of(future)
+        with deferred_interrupts():
+            return future.result(0)
+
+    def end(self) -> None:
+        """Let the threads end behind what is queued, without a wait."""
+        with deferred_interrupts(), self._lock:
+            self._is_closed = True
+            self._tasks.put(None)
 
     def close(self) -> None:
-        """Forget queued tasks and wait for the one that runs. Calling it again does nothing."""
-        if self.is_alive:
-            with deferred_interrupts():
-                self._pool.shutdown(wait=False, cancel_futures=True)
-            self._pool.shutdown()
+        """Forget queued tasks and wait for those that run. Calling it again does nothing."""
+        with deferred_interrupts(), self._lock:
+            self._is_closed = True
+            # A forked child has none of the threads, and perhaps a future that one of them has locked.
+            if any(thread.is_alive() for thread in self._threads):
+                _cancel_all(self._tasks)
+                self._tasks.put(None)
+        for thread in self._threads:
+            _join(thread)
+
+    def _start_thread(self) -> None:
+        thread = _Thread(self._name, self._tasks, self._prepare)
+        # Made before: a thread that nobody knows would take tasks out of turn.
+        threads = [*self._threads, thread]
+        _running[thread] = self._tasks
+        try:
+            thread.start()
+        except BaseException:
+            if not self._threads:
+                raise
+        else:
+            self._threads = threads
+
+
+class _Thread(threading.Thread):
+    """Carries out tasks until it finds None, or dies of an error outside the tasks."""
+
+    def __init__(self, name: str, tasks: _Tasks, prepare: Callable[[], None] | None) -> None:
+        super().__init__(name=name, daemon=True)
+        self._tasks = tasks
+        self._prepare = prepare
+        self.has_ended = False
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        """Take tasks in turn; nothing holds one while the thread waits for the next."""
+        try:
+            if self._prepare is not None:
+                self._prepare()
+            while (queued := self._tasks.get()) is not None:
+                _carry_out(*queued)
+                del queued
+            # For the other threads.
+            self._tasks.put(None)
+            self.has_ended = True
+        except BaseException as error:
+            self.error = error.with_traceback(None)
+
+
+# A daemon thread that comes back from torch into a dying interpreter aborts the process.
+_running: weakref.WeakKeyDictionary[threading.Thread, _Tasks] = weakref.WeakKeyDictionary()
+os.register_at_fork(after_in_child=_running.clear)
+
+
+@atexit.register
+def _end_all() -> None:
+    running = list(_running.items())
+    for _, tasks in running:
+        tasks.put(None)
+    for thread, _ in running:
+        _join(thread)
+
+
+def _join(thread: threading.Thread) -> None:
+    while thread.is_alive() and thread is not threading.current_thread():
+        with deferred_interrupts():
+            thread.join(_SLICE_S)
+
+
+def _cancel_all(tasks: _Tasks) -> None:
+    try:
+        while True:
+            if (queued := tasks.get_nowait()) is not None:
+                queued[0].cancel()
+    except Empty:
+        pass
+
+
+def _carry_out(future: Future[_T], task: Callable[[], _T]) -> None:
+    try:
+        if future.set_running_or_notify_cancel():
+            future.set_result(task())
+    except BaseException as error:
+        # Also where the result was there and could not be handed over.
+        if not future.done():
+            future.set_exception(error)
+        # The traceback knows this frame.
+        del future, task

@@ -1,0 +1,210 @@
+"""What a worker was given runs once, in turn, or never; and whoever waits for it hears of it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from reference_impl.memory import worker as worker_module
+from reference_impl.memory.worker import Worker
+
+# Long against a thread that lives, short against a test that hangs.
+DEADLINE_S = 20.0
+
+
+@pytest.fixture
+def worker() -> Iterator[Worker]:
+    worker = Worker("tested")
+    yield worker
+    worker.close()
+
+
+def refuse_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+
+
+def test_a_task_whose_submit_has_raised_never_runs(worker, monkeypatch):
+    ran: list[str] = []
+    with monkeypatch.context() as patch:
+        refuse_threads(patch)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            worker.submit(lambda: ran.append("refused"))
+    worker.wait(worker.submit(lambda: ran.append("taken")), deadline_s=DEADLINE_S)
+    assert ran == ["taken"]
+
+
+def test_threads_that_cannot_be_started_leave_the_tasks_to_those_that_are(monkeypatch):
+    worker = Worker("tested", threads=2)
+    first = worker.submit(lambda: 1)
+    refuse_threads(monkeypatch)
+    second = worker.submit(lambda: 2)
+    assert [worker.wait(each, deadline_s=DEADLINE_S) for each in (first, second)] == [1, 2]
+    monkeypatch.undo()
+    worker.close()
+
+
+def test_each_task_has_a_thread_where_so_many_are_allowed():
+    worker, together = Worker("tested", threads=3), threading.Barrier(3)
+    for future in [worker.submit(lambda: together.wait(DEADLINE_S)) for _ in range(3)]:
+        worker.wait(future, deadline_s=DEADLINE_S)
+    worker.end()
+    for thread in worker._threads:
+        thread.join(DEADLINE_S)
+        assert not thread.is_alive()
+    assert worker.is_alive, "all that was queued has been carried out"
+
+
+def test_what_a_task_has_raised_is_raised(worker):
+    def fail() -> None:
+        raise ValueError("the task's own")
+
+    with pytest.raises(ValueError, match="the task's own"):
+        worker.wait(worker.submit(fail), deadline_s=DEADLINE_S)
+    assert worker.wait(worker.submit(lambda: 5), deadline_s=DEADLINE_S) == 5
+
+
+def test_a_closed_one_takes_no_tasks(worker):
+    worker.close()
+    with pytest.raises(RuntimeError, match=r"closed; expected .*; try constructing a new one"):
+        worker.submit(lambda: None)
+
+
+def test_closing_forgets_what_is_queued(worker):
+    running, leave, ran = threading.Event(), threading.Event(), []
+    first = worker.submit(lambda: [running.set(), leave.wait(DEADLINE_S)])
+    second = worker.submit(lambda: ran.append("forgotten"))
+    assert running.wait(DEADLINE_S)
+    closing = threading.Thread(target=worker.close)
+    closing.start()
+    while not second.cancelled():
+        pass
+    leave.set()
+    closing.join(DEADLINE_S)
+    assert first.done()
+    assert not ran
+
+
+def test_a_result_that_cannot_be_handed_over_is_an_error(worker, monkeypatch):
+    def fail(*_: object) -> None:
+        monkeypatch.undo()
+        raise MemoryError("in the bookkeeping")
+
+    monkeypatch.setattr(Future, "set_result", fail)
+    with pytest.raises(MemoryError, match="in the bookkeeping"):
+        worker.wait(worker.submit(lambda: 5), deadline_s=DEADLINE_S)
+    assert worker.wait(worker.submit(lambda: 6), deadline_s=DEADLINE_S) == 6
+
+
+def test_a_thread_that_has_died_says_of_what():
+    def prepare() -> None:
+        raise MemoryError("of the thread")
+
+    worker = Worker("tested", prepare=prepare)
+    with pytest.raises(RuntimeError, match="thread 'tested' has died with a task unfinished") as raised:
+        worker.wait(worker.submit(lambda: 5), deadline_s=DEADLINE_S)
+    assert str(raised.value.__cause__) == "of the thread"
+    worker.close()
+
+
+# Before the thread's first line Python itself tells of it.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_error_before_any_bytecode_of_the_thread_leaves_nobody_waiting():
+    """The task is carried out, or its waiter hears of the error or of the thread that has died of it."""
+    with fails_before(-1) as count:
+        carry_out_two()
+    outcomes = set()
+    for nth in range(1, count[0] + 1):
+        with fails_before(nth):
+            outcomes.add(carry_out_two())
+    assert "done" in outcomes
+    assert "MemoryError" in outcomes
+    assert "thread 'tested' has died" in outcomes
+
+
+def carry_out_two() -> str:
+    worker = Worker("tested")
+    try:
+        for future in [worker.submit(lambda: 5), worker.submit(lambda: 5)]:
+            assert worker.wait(future, deadline_s=DEADLINE_S) == 5
+        return "done"
+    except MemoryError as error:
+        return type(error).__name__
+    except RuntimeError as error:
+        return str(error)[:24]
+    finally:
+        worker.close()
+
+
+@contextmanager
+def fails_before(nth: int) -> Iterator[list[int]]:
+    """Raise MemoryError before bytecode `nth` of a worker's thread; yield the list of how many there were."""
+    count = [0]
+
+    def enter(frame: FrameType, event: str, argument: Any) -> Any:
+        if frame.f_code.co_filename != worker_module.__file__:
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        return each
+
+    def each(frame: FrameType, event: str, argument: Any) -> Any:
+        if event == "opcode":
+            count[0] += 1
+            if count[0] == nth:
+                raise MemoryError(f"before bytecode {nth}")
+        return each
+
+    def trace(frame: FrameType, event: str, argument: Any) -> Callable[..., Any] | None:
+        # Python 3.12 sends opcode events only if a frame asked for them before tracing began.
+        frame.f_trace_opcodes = True
+        sys.settrace(enter)
+        return enter(frame, event, argument)
+
+    threading.settrace(trace)
+    try:
+        yield count
+    finally:
+        threading.settrace(None)  # type: ignore[arg-type]
+
+
+def test_a_thread_that_outlives_the_main_one_trains_on():
+    """Python ends the threads of `concurrent.futures` with the main one."""
+    done = subprocess.run(
+        [sys.executable, "-c", _OUTLIVES],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert (done.stdout.split(), done.stderr, done.returncode) == (["trained"], "", 0)
+
+
+_OUTLIVES = """
+import tempfile, threading
+import torch
+from reference_impl import ActivationOffloader
+from reference_impl.memory.disk import DiskSpace
+
+def train():
+    threading.main_thread().join()
+    model = torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(3)))
+    space = DiskSpace(path=tempfile.gettempdir(), limit_bytes=2**24, staging_bytes=2**22)
+    options = dict(layers=list(model), min_bytes=1, host_limit_bytes=1, disk=space)
+    with ActivationOffloader(model, **options) as offloader:
+        model(torch.ones(64, 32)).sum().backward()
+        assert offloader.offloaded_bytes
+    print("trained")
+
+threading.Thread(target=train).start()
+"""
