@@ -45,6 +45,17 @@ CAMPAIGNS = (
     "python",
     "layers-python",
     "shards-python",
+    "memory-python",
+    "memory-calls",
+    "memory-calls-signals",
+    "calls",
+    "calls-signals",
+    "layers-calls",
+    "layers-calls-signals",
+    "shards-calls",
+    "shards-calls-signals",
+    # When the second thread runs is chance.
+    "readers",
 )
 
 
@@ -122,18 +133,34 @@ def _child(limit_s: float, campaign: str, seeds: range, report_to: int, stacks: 
 
 def _case(campaign: str, seed: int) -> tuple[object, Any]:
     """Return the case of a seed and what judges it."""
+    import calls
     import cases
     import judge
+    import memory_calls
     import memory_cases
+    import readers
     from matrices import layers_settings, settings, shards_settings, users_settings
 
     if campaign.startswith("memory"):
-        make = memory_cases.case_of if campaign == "memory" else memory_cases.interrupted_case_of
+        if "calls" in campaign:
+            called_here = memory_calls.case_of(seed, signals="signals" in campaign)
+            return called_here, lambda: memory_calls.judge(called_here)
+        make = {
+            "memory": memory_cases.case_of,
+            "memory-signals": memory_cases.interrupted_case_of,
+            "memory-python": memory_cases.python_case_of,
+        }[campaign]
         held = make(seed)
         return held, lambda: memory_cases.judge(held)
     matrices = {"layers": layers_settings, "shards": shards_settings, "users": users_settings}
     words = campaign.split("-")
     matrix = next((matrices[word] for word in words if word in matrices), settings)()
+    if "readers" in words:
+        read = readers.case_of(seed, matrix=matrix)
+        return read, lambda: readers.judge(read)
+    if "calls" in words:
+        called = calls.case_of(seed, matrix=matrix, signals="signals" in words)
+        return called, lambda: calls.judge(called)
     if "signals" in words:
         case = cases.interrupted_case_of(seed, matrix=matrix, is_timed="timed" in words)
     elif "python" in words:

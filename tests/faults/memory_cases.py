@@ -6,10 +6,9 @@ leaves it out, or does it again, and from then on everything equals, bit for bit
 
 from __future__ import annotations
 
-import gc
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -18,12 +17,13 @@ import torch
 from injector import WORKER, Fault, Injector, Moment, some_kind, undisturbed
 from interrupts import Interrupt, counted
 from judge import Outcome, Verdict, told_of
+from leftovers import Leftovers
+from python_faults import OTHERS_FRAMES, NoMemory, TooDeep, calls_counted, deeper, frames_counted
 from settings import differing, shuffled
 
 from reference_impl import ActivationOffloader, CheckpointOffloader, FrozenLayerStreamer
 from reference_impl.device import Device
 from reference_impl.memory.disk import DiskSpace
-from reference_impl.memory.host import host_book
 from reference_impl.verification.model import Decoder, DecoderShape, add_lora, decoder_loss
 
 STEPS = 5
@@ -88,7 +88,7 @@ class Case:
     """One run of the campaign."""
 
     way: Way
-    fault: Fault | Interrupt
+    fault: Fault | Interrupt | NoMemory | TooDeep
     action: str
 
     def __str__(self) -> str:
@@ -142,7 +142,8 @@ def plain(way: Way, left_out: int | None) -> dict[str, torch.Tensor]:
 
 
 @contextmanager
-def _directory(way: Way) -> Iterator[str]:
+def directory_of(way: Way) -> Iterator[str]:
+    """Make an empty directory for `way`."""
     with tempfile.TemporaryDirectory() as directory:
         yield directory
 
@@ -152,7 +153,7 @@ def visits(way: Way) -> dict[Moment, int]:
     """Return how often each seam is visited in each moment of an undisturbed run."""
     injector = Injector()
     trainee = Trainee(way, injector)
-    with injector.installed(Device.of("cpu")), _directory(way) as directory:
+    with injector.installed(Device.of("cpu")), directory_of(way) as directory:
         offloader = way.wrap(trainee.model, directory)
         trainee.train(0)
         injector.enter(STEPS, "close")
@@ -182,7 +183,7 @@ def case_of(seed: int) -> Case:
 def bytecodes(way: Way) -> tuple[int, int]:
     """Return how many bytecodes of the package run before the second step, and until the last begins."""
     trainee = Trainee(way, Injector())
-    with _directory(way) as directory:
+    with directory_of(way) as directory:
         offloader = way.wrap(trainee.model, directory)
         with counted(None, lambda: None, also=()) as count:
             trainee.train(0, stop=1)
@@ -202,13 +203,67 @@ def interrupted_case_of(seed: int) -> Case:
     return Case(way, interrupt, random.choice(ACTIONS))
 
 
+@cache
+def calls(way: Way, on_main: bool) -> tuple[int, int]:
+    """Return how many calls, as `NoMemory` counts them, are made before the second step, and until the last begins."""
+    trainee = Trainee(way, Injector())
+    with directory_of(way) as directory, calls_counted(None, lambda where: None, on_main=on_main) as count:
+        offloader = way.wrap(trainee.model, directory)
+        trainee.train(0, stop=1)
+        before = count[0]
+        trainee.train(1, stop=STEPS - 1)
+        until = count[0]
+        offloader.close()
+    return before, until
+
+
+@cache
+def depths(way: Way) -> dict[tuple[int, str], int]:
+    """Return how many frames deep each phase goes."""
+    trainee = Trainee(way, Injector())
+    with directory_of(way) as directory:
+        offloader = way.wrap(trainee.model, directory)
+        with frames_counted(trainee.injector) as deepest:
+            trainee.train(0)
+        offloader.close()
+    return deepest
+
+
+def python_case_of(seed: int) -> Case:
+    """Return the case of a seed in which a call of the package has no memory, or a phase no frames."""
+    random = shuffled(seed)
+    way = WAYS[seed % len(WAYS)]
+    fault: NoMemory | TooDeep
+    if random.random() < 0.3:
+        deepest = depths(way)
+        moments = sorted(at for at in deepest if at[0] in FAULTY_STEPS and at[1] in ("forward", "backward"))
+        at = random.choice(moments)
+        fault = TooDeep(random.randint(2, max(deepest[at] - 1, 2)), *at)
+    else:
+        before, until = calls(way, on_main := random.random() < 0.6)
+        if before == until:
+            # It has no threads.
+            before, until = calls(way, on_main := True)
+        fault = NoMemory(random.randint(before + 1, until), on_main)
+    return Case(way, fault, random.choice(ACTIONS))
+
+
 def judge(case: Case) -> Outcome:
     """Run a case."""
-    before = (host_book.live_bytes, host_book.reserved_bytes)
+    # What is imported late is, before the count of what stays.
+    plain(case.way, None)
+    before = Leftovers.now()
+    outcome = deeper(OTHERS_FRAMES if isinstance(case.fault, TooDeep) else 0, lambda: _judged(case))
+    if outcome.verdict.passes and (left := before.more_than()):
+        return Outcome(Verdict.LEAK, f"{outcome.detail}; after close() stay: {left}")
+    return outcome
+
+
+def _judged(case: Case) -> Outcome:
     fault = case.fault if isinstance(case.fault, Fault) else None
     injector = Injector(fault)
     trainee = Trainee(case.way, injector)
-    with injector.installed(Device.of("cpu")) if fault else nullcontext(), _directory(case.way) as directory:
+    with _injected(case, injector), directory_of(case.way) as directory:
         with injector.quietly():
             offloader = case.way.wrap(trainee.model, directory)
         outcome = _outcome(case, trainee, offloader, injector)
@@ -218,18 +273,25 @@ def judge(case: Case) -> Outcome:
         except Exception as error:
             if outcome.verdict.passes:
                 outcome = Outcome(Verdict.STUCK, f"close() raised {told_of(error)}")
-    del trainee, offloader
-    if outcome.verdict.passes and (host_book.live_bytes, host_book.reserved_bytes) != before:
-        gc.collect()
-        kept = (host_book.live_bytes - before[0], host_book.reserved_bytes - before[1])
-        if max(kept) > 0:
-            return Outcome(Verdict.LEAK, f"{kept[0]} live and {kept[1]} reserved bytes of host memory stay")
     return outcome
+
+
+def _injected(case: Case, injector: Injector) -> AbstractContextManager[object]:
+    if isinstance(case.fault, Fault):
+        return injector.installed(Device.of("cpu"))
+    hears_threads = isinstance(case.fault, NoMemory) and not case.fault.on_main
+    return case.fault.comes(injector) if hears_threads else nullcontext()
+
+
+def _comes(case: Case, injector: Injector) -> AbstractContextManager[object]:
+    fault = case.fault
+    here = isinstance(fault, Interrupt | TooDeep) or (isinstance(fault, NoMemory) and fault.on_main)
+    return fault.comes(injector) if here else nullcontext()
 
 
 def _outcome(case: Case, trainee: Trainee, offloader: Any, injector: Injector) -> Outcome:
     try:
-        with case.fault.comes(injector) if isinstance(case.fault, Interrupt) else nullcontext():
+        with _comes(case, injector):
             trainee.train(0)
     except (Exception, KeyboardInterrupt) as error:
         if injector.error is None:

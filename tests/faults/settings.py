@@ -237,7 +237,15 @@ class Trainee:
         self.visit("hook")
         return norm_squared
 
-    def train(self, index: int, enter: Callable[[int, str], None], loss: torch.Tensor | None = None) -> None:
+    def train(
+        self,
+        index: int,
+        enter: Callable[[int, str], None],
+        loss: torch.Tensor | None = None,
+        *,
+        steps: bool = True,
+        zeroes: bool = True,
+    ) -> None:
         """Train with batch `index`, of which the first forward may have been done; `enter` hears of each phase."""
         self._set_rate(index)
         backwards = 2 if self.setting.loop == "accumulated" else 1
@@ -249,13 +257,16 @@ class Trainee:
             with self._accumulates(number < backwards):
                 self.scaler.scale(loss).backward()
             loss = None
+        if not steps:
+            return
         enter(index, "step")
         self.step()
         if self.average is not None:
             enter(index, "average")
             self.take_average()
-        enter(index, "zero_grad")
-        self.zero_grad()
+        if zeroes:
+            enter(index, "zero_grad")
+            self.zero_grad()
 
     def zero_grad(self) -> None:
         """Drop the gradients, as the loop does."""
