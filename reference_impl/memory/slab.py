@@ -18,6 +18,7 @@ import os
 import threading
 import weakref
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from functools import partial
 import torch
 
 from reference_impl.device import Device
+from reference_impl.memory.closing import undo_all
 from reference_impl.memory.host import HostMemoryError, available_bytes, host_book, host_storages
 from reference_impl.memory.interrupts import deferred_interrupts
 from reference_impl.memory.pinned import PinnedMemoryError, pinned_book
@@ -134,11 +136,20 @@ class Slab:
     def _lock(self, device: Device, address: int, *, for_ring: bool) -> None:
         # What is locked and counted is sure to be released.
         with deferred_interrupts():
+            # A step that has failed is tried again, by another close() or at the latest by the finalizer.
+            self._unlocking: list[Callable[[], None]] = [
+                partial(_forget, device, address),
+                partial(host_book.add, reserved=-self.size_bytes),
+            ]
             if self.is_pinned:
+                self._unlocking += [
+                    partial(pinned_book.give_back, self.size_bytes, for_ring=for_ring),
+                    partial(device.unpin, address),
+                ]
                 device.pin(self.bytes)
             host_book.add(reserved=self.size_bytes)
             self._finalizer = weakref.finalize(
-                self, _release_dropped, device, address, self.size_bytes, self.is_pinned, for_ring
+                self, _release_dropped, device if self.is_pinned else None, self._unlocking
             )
 
     @property
@@ -149,8 +160,8 @@ class Slab:
     def close(self) -> None:
         """Unlock the pages. Views handed out earlier stay readable but are pageable from then on."""
         with deferred_interrupts():
-            if (finalizer := self._finalizer.detach()) is not None:
-                _release(*finalizer[2])
+            undo_all(self._unlocking)
+            self._finalizer.detach()
 
 
 def _touch(bytes_: torch.Tensor, threads: int) -> None:
@@ -187,21 +198,17 @@ def _may_pin(size_bytes: int, or_pageable: bool, *, for_ring: bool) -> bool:
     return True
 
 
-def _release(device: Device, address: int, size_bytes: int, is_pinned: bool, for_ring: bool) -> None:
-    with deferred_interrupts():
-        host_storages.discard(address)
-        host_book.add(reserved=-size_bytes)
-        device.pageable.pop(address, None)
-        if is_pinned:
-            device.unpin(address)
-            pinned_book.give_back(size_bytes, for_ring=for_ring)
+def _forget(device: Device, address: int) -> None:
+    host_storages.discard(address)
+    device.pageable.pop(address, None)
 
 
-def _release_dropped(device: Device, address: int, size_bytes: int, is_pinned: bool, for_ring: bool) -> None:
-    """Release a slab that nobody has closed: copies may still use it."""
-    if is_pinned:
+def _release_dropped(device: Device | None, unlocking: list[Callable[[], None]]) -> None:
+    """Release a slab that nobody has closed: copies on `device`, where its pages are pinned, may still use it."""
+    if device is not None:
         device.finish_work()
-    _release(device, address, size_bytes, is_pinned, for_ring)
+    with deferred_interrupts():
+        undo_all(unlocking)
 
 
 @dataclass(frozen=True, slots=True)

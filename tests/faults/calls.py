@@ -20,7 +20,7 @@ from interrupts import AROUND_A_STEP, Interrupt, counted
 from judge import Outcome, Snapshot, Verdict, checkpoint, told_of, train, undisturbed, undisturbed_until
 from leftovers import Leftovers, hooks_of
 from python_faults import OTHERS_FRAMES, NoMemory, TooDeep, calls_counted, deeper, frames_counted
-from settings import STEPS, Setting, Trainee, differing, shuffled
+from settings import Setting, Trainee, differing, shuffled
 
 # The last of them has been stepped with, and its gradients are still there.
 BATCHES = 3
@@ -30,15 +30,8 @@ LOADED_BATCHES = 1
 # Torch's own code that runs between the bytecodes of the package.
 ALSO = (*AROUND_A_STEP, "torch/utils/hooks.py", "torch/utils/_contextlib.py", "torch/autograd/grad_mode.py")
 # Those that programs catch, and some that few do.
-SIGNALS = tuple(
-    int(getattr(signal, name))
-    for name in (
-        *("SIGINT", "SIGTERM", "SIGHUP", "SIGALRM", "SIGUSR1", "SIGXCPU"),
-        "SIGIO",
-        "SIGURG",
-        "SIGPIPE",
-    )
-) + (int(signal.SIGRTMIN) + 3,)
+_NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGALRM", "SIGUSR1", "SIGXCPU", "SIGIO", "SIGURG", "SIGPIPE")
+SIGNALS = (*(int(getattr(signal, name)) for name in _NAMES), int(signal.SIGRTMIN) + 3)
 SEEDS_A_SETTING = 7
 
 

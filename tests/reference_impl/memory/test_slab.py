@@ -54,3 +54,22 @@ def test_a_slab_that_the_host_has_no_room_for_takes_nothing():
     with pytest.raises(HostMemoryError, match="try less"):
         Slab(Device.of("cpu"), 2**50, remedy="try less")
     assert host_book.reserved_bytes == before
+
+
+def test_what_closing_has_failed_to_give_back_another_close_gives_back(monkeypatch):
+    before = host_book.reserved_bytes
+    slab = Slab(Device.of("cpu"), 4 * MIB, remedy="")
+    real = slab_module.undo_all
+
+    def fails(steps):
+        raise MemoryError("injected")
+
+    monkeypatch.setattr(slab_module, "undo_all", fails)
+    with pytest.raises(MemoryError):
+        slab.close()
+    assert slab.is_open
+    monkeypatch.setattr(slab_module, "undo_all", real)
+    slab.close()
+    slab.close()
+    assert not slab.is_open
+    assert host_book.reserved_bytes == before
