@@ -213,15 +213,22 @@ def warn_foreign_hook(name: str) -> None:
 
 
 def check_in_model(model: nn.Module, params: Iterable[torch.Tensor]) -> None:
-    """Raise ValueError for `params` that no module of a sharded `model` holds: nobody would wait for them."""
+    """Raise ValueError for `params` that no module of `model` holds: nobody would wait for them."""
     held = set(model.parameters())
     for param in params:
-        if param not in held:
+        if param in held:
+            continue
+        what = f"a parameter of shape {tuple(param.shape)} is not in"
+        if any(isinstance(each, DTensor) for each in held):
             raise ValueError(
-                f"a parameter of shape {tuple(param.shape)} is not in the sharded model; expected the parameters that "
-                "its modules hold, which fully_shard and load_state_dict(assign=True) replace; try making the "
-                "optimizer after these"
+                f"{what} the sharded model; expected the parameters that its modules hold, which fully_shard and "
+                "load_state_dict(assign=True) replace; try making the optimizer after these"
             )
+        raise ValueError(
+            f"{what} the {type(model).__name__} that is attached; expected a model that holds all that the optimizer "
+            "trains, not a copy or a part of it; try attach() of that model, or of torch.nn.ModuleList([...]) with "
+            "all modules that the optimizer trains"
+        )
 
 
 def warn_gathers_cannot_wait(missing: str) -> None:

@@ -44,7 +44,7 @@ class ForwardWaits:
     members their `order`. A weight that somebody reads without its module's forward, as fused losses read a head's, is
     updated first of all, and the next forward begins by waiting for it. The owner of both methods is not kept
     alive, and neither is the model. Make it where interrupts are deferred, because the model has hooks before the owner
-    has this. Raises ValueError for members that a sharded model does not have; no hook stays where it raises.
+    has this. Raises ValueError for members that the model does not have; no hook stays where it raises.
 
     A compiled model waits at its begin for all weights, and a compiled module of it for those inside, if it is compiled
     when the model's first forward starts. Order inside of one is not learnt.
@@ -93,8 +93,7 @@ class ForwardWaits:
         self._gates = Gates(
             gathered_groups(model) if gates else [], members, device=device, wait_for=self._wait, told=told
         )
-        if self._gates:
-            checks.check_in_model(model, members)
+        checks.check_in_model(model, members)
         try:
             for module in model.modules():
                 own = _owned(module, members)

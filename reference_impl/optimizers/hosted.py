@@ -132,7 +132,7 @@ class HostedOptimizer(torch.optim.Optimizer, ABC):
         """Let `step()` return early: the model's modules wait for their own weights in forward.
 
         Under FSDP2 gathers wait for their own shards; call it after `fully_shard`. State_dicts wait too, and loading
-        one refreshes masters. Raises ValueError under FSDP1 and for parameters that the sharded model does not have.
+        one refreshes masters. Raises ValueError under FSDP1 and for parameters that the model does not have.
         """
         checks.check_model(model, serves_data_parallel=True)
         missing = missing_name(model)
@@ -215,6 +215,13 @@ class HostedOptimizer(torch.optim.Optimizer, ABC):
         """Let modules wait for members that are new since `attach`."""
         if self._waits is not None and self._waits.model is not None:
             self.attach(self._waits.model)
+
+    def _check_new(self, params: Iterable[torch.Tensor]) -> None:
+        """Raise ValueError for parameters that another open optimizer trains, or that an attached model has not."""
+        listed = list(params)
+        self._check_unshared(listed)
+        if self._waits is not None and self._waits.model is not None:
+            checks.check_in_model(self._waits.model, listed)
 
     def _check_unshared(self, params: Iterable[torch.Tensor]) -> None:
         """Raise ValueError for parameters that another open optimizer trains."""

@@ -185,7 +185,7 @@ class HybridDeviceOptimizer(SavedOptimizer):
         checks.one_device(param for param, _ in listed)
         trained = [each for each in listed if each[0].requires_grad or self._trains_frozen]
         params = [each for each in trained if each[0] not in self._members]
-        self._check_unshared(param for param, _ in params)
+        self._check_new(param for param, _ in params)
         members = self._open.lay_out(params, first_order=len(self._members), offload=self._filter)
         self._open.add(members)
         with deferred_interrupts():

@@ -228,7 +228,7 @@ class OptimizerStateOffloader(SavedOptimizer):
         """Make the chunks of the trainable parameters that are new here, and masters from the parameters."""
         listed = [(param, i) for i, group in enumerate(self.param_groups) for param in group["params"]]
         params = [each for each in listed if each[0].requires_grad and each[0] not in self._members]
-        self._check_unshared(param for param, _ in params)
+        self._check_new(param for param, _ in params)
         members = self._lay_out(params)
         parts = self._parts(members)
         self._require_room(parts)
@@ -367,7 +367,7 @@ class OptimizerStateOffloader(SavedOptimizer):
         """Let the update run behind the next forward: the model's modules wait for their own weights, on the device.
 
         Under FSDP2 gathers wait for their own shards; call it after `fully_shard`. Saving or loading the state_dict of
-        any module waits too. Raises ValueError under FSDP1 and for parameters that the sharded model does not have.
+        any module waits too. Raises ValueError under FSDP1 and for parameters that the model does not have.
         """
         super().attach(model)
         if self.streamed.prefetches_in_backward:

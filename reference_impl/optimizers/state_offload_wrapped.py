@@ -30,8 +30,8 @@ def algorithm_of(optimizer: torch.optim.Optimizer) -> Algorithm:
         algorithm = SGD()
     else:
         raise TypeError(
-            f"{type(optimizer).__name__} cannot be updated in chunks; expected torch.optim.AdamW, Adam or SGD, whose "
-            "update treats each element by itself; try AdamW(fused=True)"
+            f"the formula of {type(optimizer).__name__} is not among those that update offloaded states here; expected "
+            "torch.optim.AdamW, Adam or SGD, and none of their subclasses; try AdamW(fused=True)"
         )
     for group in optimizer.param_groups:
         check_group(algorithm, group)

@@ -114,6 +114,77 @@ def test_weights_are_waited_for_wherever_they_are_read(device, build, make):
 
 
 @BUILDS
+@pytest.mark.parametrize(
+    "other",
+    [copy.deepcopy, lambda model: model[0], lambda model: nn.Sequential(model[0], copy.deepcopy(model[1]))],
+    ids=["a copy", "a part", "one that shares a part"],
+)
+def test_a_model_that_lacks_a_trained_parameter_is_refused(device, build, other):
+    """At once, and the one that was attached before stays."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)).to(device.torch_device)
+    x = torch.randn(4, 16, device=device.torch_device)
+    with build(model) as optimizer:
+        optimizer.attach(model)
+        hooks = [len(module._forward_pre_hooks) for module in model.modules()]
+        with pytest.raises(ValueError, match=r"a parameter of shape .* is not in the .*try attach\(\) of"):
+            optimizer.attach(other(model))
+        assert [len(module._forward_pre_hooks) for module in model.modules()] == hooks
+        for _ in range(2):
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@BUILDS
+def test_several_modules_are_attached_as_a_list(device, build):
+    """A criterion that trains, too: what the refusal advises."""
+    if device.is_accelerator and build is not streaming:
+        pytest.skip("CPU and GPU kernels round differently, so shares that the CPU updates are not AdamW's")
+
+    def trained(make):
+        torch.manual_seed(0)
+        model = nn.Linear(16, 16).to(device.torch_device)
+        criterion = nn.Bilinear(16, 16, 1).to(device.torch_device)
+        both = nn.ModuleList([model, criterion])
+        optimizer = make(both)
+        if make is build:
+            with pytest.raises(ValueError, match=r"torch\.nn\.ModuleList\(\[\.\.\.\]\)"):
+                optimizer.attach(model)
+            optimizer.attach(both)
+        x = torch.randn(4, 16, device=device.torch_device)
+        for _ in range(4):
+            criterion(model(x), x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if make is build:
+            optimizer.close()
+        return both
+
+    assert_same_weights(
+        trained(build), trained(lambda both: torch.optim.AdamW(both.parameters(), fused=True, **OPTIONS))
+    )
+
+
+@BUILDS
+def test_a_group_that_the_attached_model_lacks_is_refused(device, build):
+    torch.manual_seed(0)
+    model = nn.Linear(16, 16, device=device.torch_device)
+    late = nn.Linear(16, 4, device=device.torch_device)
+    with build(model) as optimizer:
+        optimizer.attach(model)
+        with pytest.raises(ValueError, match="is not in the Linear that is attached"):
+            optimizer.add_param_group({"params": list(late.parameters())})
+        assert len(optimizer.param_groups) == 1
+        assert not any(param in optimizer.members for param in late.parameters())
+        model.late = late
+        optimizer.add_param_group({"params": list(late.parameters())})
+        model.late(model(torch.ones(2, 16, device=device.torch_device))).sum().backward()
+        optimizer.step()
+        optimizer.synchronize()
+
+
+@BUILDS
 def test_copies_and_saves_wait_for_weights_in_containers(device, build):
     torch.manual_seed(0)
     model = in_a_dict().to(device.torch_device)

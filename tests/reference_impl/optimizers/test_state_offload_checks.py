@@ -33,11 +33,20 @@ def test_a_budget_of_exactly_one_ring_is_enough(device, offload):
     offload(twins(device)[0], chunk_bytes=768, device_budget_bytes=2560)
 
 
-@pytest.mark.parametrize("wraps", ["LBFGS", "Muon", "Adagrad"])
-def test_optimizers_that_cannot_be_chunked_are_refused_by_name(device, wraps):
+class Lion(torch.optim.AdamW):
+    """A subclass, whose step may be another one."""
+
+
+@pytest.mark.parametrize(
+    "wraps",
+    [torch.optim.LBFGS, torch.optim.Muon, torch.optim.Adagrad, torch.optim.NAdam, torch.optim.RMSprop, Lion],
+)
+def test_optimizers_of_other_formulas_are_refused_by_name(device, wraps):
     layer = torch.nn.Linear(4, 4, bias=False, device=device.torch_device)
-    with pytest.raises(TypeError, match=f"{wraps} cannot be updated in chunks.*AdamW"):
-        OptimizerStateOffloader(getattr(torch.optim, wraps)(layer.parameters()))
+    message = rf"the formula of {wraps.__name__} is not among those .* try AdamW\(fused=True\)"
+    with pytest.raises(TypeError, match=message):
+        OptimizerStateOffloader(wraps(layer.parameters()))
+    OptimizerStateOffloader(torch.optim.AdamW(layer.parameters(), fused=True)).close()
 
 
 def test_an_optimizer_that_is_not_fused_is_refused(device):

@@ -113,9 +113,9 @@ class Whole(torch.optim.Optimizer):
         super().__init__(params, {"lr": 1e-3})
 
 
-def test_an_optimizer_whose_update_needs_whole_matrices(device):
+def test_an_optimizer_of_another_formula(device):
     model = decoder(device)
-    refused(model, TypeError, "Whole cannot be updated in chunks.*AdamW", optimizer=Whole(model.parameters()))
+    refused(model, TypeError, "formula of Whole is not among.*AdamW", optimizer=Whole(model.parameters()))
     refused(model, ValueError, "fused is None", optimizer=torch.optim.AdamW(model.parameters()))
 
 
