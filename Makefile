@@ -12,7 +12,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: setup demo test test-all test-faults check lint-code render docs clean
 .PHONY: test-trainers test-trainers-axolotl test-axolotl test-megatron test-transformers test-deepspeed test-accelerate test-torchtune test-llama-factory test-rl
-.PHONY: test-mutations test-damage test-recognition test-messages traces
+.PHONY: test-mutations test-damage test-recognition test-messages test-parsers traces
 
 setup: .venv/.ready
 
@@ -139,6 +139,13 @@ QUOTED ?= deepspeed==0.17.0 deepspeed==0.18.9 deepspeed==0.19.8 megatron-core==0
 test-messages: setup
 	$(BIN)/python tests/judges/messages/fetch.py $(QUOTED)
 	PYTHONPATH=. $(BIN)/python tests/judges/messages/judge.py
+
+# The parsers that frameworks read configurations with judge our readers: 5,000 generated inputs a parser and release.
+PARSER_INPUTS ?= 5000
+
+test-parsers: setup
+	$(BIN)/python tests/judges/parsers/fetch.py
+	$(BIN)/python tests/judges/parsers/parser_campaign.py --inputs $(PARSER_INPUTS)
 
 # Traces the models that ship traced again; the environment needs torch and transformers.
 traces: setup

@@ -23,6 +23,8 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from skill_tools.commands import releases
@@ -196,11 +198,24 @@ class Linted:
     def _sources(self, group: Group, pass_over: bool) -> list[Source] | None:
         """Load the inputs; None for a file to pass over that is no text of ours, though it is there."""
         try:
-            return [_source(name, self._args) for name in group.names]
+            sources = [_source(name, self._args) for name in group.names]
         except UnusableInput:
             if pass_over and all(os.path.isfile(name) for name in group.names):
                 return None
             raise
+        return [source.stating(partial(self._around, source)) for source in sources]
+
+    def _around(self, source: Source) -> dict[str, str]:
+        """Return the releases that the user or the folder of an input states."""
+        return _versions({**self._beside_of(source.folder), **self._stated_by_user})
+
+    def _beside_of(self, folder: Path | None) -> dict[str, Stated]:
+        if folder is None:
+            return {}
+        name = str(folder)
+        if name not in self._beside:
+            self._beside[name] = stated_beside(name)
+        return self._beside[name]
 
     def _readings(self, sources: Sequence[Source], pass_over: bool) -> list[Reading]:
         """Tell whose the inputs are; nobody's are none where they may be passed over.
@@ -243,10 +258,9 @@ class Linted:
 
     def _stated(self, config: Config, reading: Reading) -> dict[str, Stated]:
         """Return the releases of this run: the user's word goes before the input's, that before its folder's."""
-        folder = next((str(source.folder) for source in reading.sources if source.folder is not None), None)
-        if folder is not None and folder not in self._beside:
-            self._beside[folder] = stated_beside(folder)
-        beside = self._beside.get(folder or "", {})
+        beside = self._beside_of(
+            next((each.folder for each in reading.sources if each.folder is not None), None)
+        )
         if not reading.sources:
             return {**beside, **self._stated_by_user}
         return {**releases.of_input(config, beside, reading.sources[0].name), **self._stated_by_user}

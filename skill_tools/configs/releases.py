@@ -48,6 +48,16 @@ class Stated(NamedTuple):
     where: str
 
 
+def is_before(release: str, bound: str) -> bool:
+    """Return whether `release` comes before `bound`, by the numbers of both (`0.13.2`, `0.15`)."""
+    return _numbers(release) < _numbers(bound)
+
+
+def _numbers(release: str) -> list[int]:
+    found = re.match(r"\d+(?:\.\d+)*", release)
+    return [int(part) for part in found[0].split(".")] if found else []
+
+
 def stated_in(text: str, file: str = "") -> dict[str, Stated]:
     """Return the releases that `text` states, by distribution; of several statements of one file the last counts.
 

@@ -4,7 +4,8 @@ Size limits and encodings are checked here, once, so later readers may assume sh
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from enum import Enum
 from functools import cached_property
 from pathlib import Path
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     import ast
 
     from skill_tools.configs.shell.command import Command
-    from skill_tools.configs.yaml_lines import Node
+    from skill_tools.configs.yaml_lines import Documents, Node
 
 MAX_BYTES = 1024 * 1024
 
@@ -52,12 +53,32 @@ class Source:
     it is parsed once, when somebody first asks for its documents; so is a file that many others name (`_Parsed`).
     """
 
+    _stated: Callable[[], Mapping[str, str]] = dict
+
     def __init__(self, name: str, text: str, folder: Path | None = None, recipe: str | None = None) -> None:
         self.name, self.text, self.folder, self.recipe = name, text, folder, recipe
 
     def with_text(self, text: str) -> "Source":
         """Return the same input with another text."""
-        return Source(self.name, text, self.folder, self.recipe)
+        return self._like(text, self.recipe)
+
+    def stating(self, releases: Callable[[], Mapping[str, str]]) -> "Source":
+        """Return the same input; `releases` tells, when first asked, what the user or the input's folder states."""
+        source = self._like(self.text, self.recipe)
+        source._stated = releases
+        return source
+
+    def release(self, package: str) -> str | None:
+        """Return the release of a distribution that is stated for this input, by the user, its folder or its text."""
+        from skill_tools.configs.releases import stated_in
+
+        in_text = stated_in(self.text).get(package)
+        return self._stated().get(package) or (in_text.version if in_text is not None else None)
+
+    def _like(self, text: str, recipe: str | None) -> "Source":
+        source = Source(self.name, text, self.folder, recipe)
+        source._stated = self._stated
+        return source
 
     @property
     def title(self) -> str:
@@ -66,26 +87,33 @@ class Source:
 
     def for_recipe(self, recipe: str) -> "Source":
         """Return the same input for one recipe in it."""
-        source = Source(self.name, self.text, self.folder, recipe)
+        source = self._like(self.text, recipe)
         source.__dict__["module"] = self.module
         return source
 
     def part(self, documents: "list[Node]") -> "Source":
         """Return the same input as if it held `documents` alone, which are parts of it."""
-        source = Source(self.name, self.text, self.folder)
-        source.__dict__["documents"] = documents
+        from skill_tools.configs.yaml_lines import Documents
+
+        source = self._like(self.text, None)
+        source.__dict__["documents"] = Documents(documents)
         return source
 
     def part_as_shell(self, text: str) -> "Source":
         """Return a shell text that stands in this input, under its name."""
-        source = Source(self.name, text, self.folder)
+        source = self._like(text, None)
         source.__dict__["kind"] = Kind.SHELL
         return source
 
     @cached_property
-    def documents(self) -> "list[Node]":
+    def documents(self) -> "Documents":
         """The roots of a YAML, JSON or TOML text, not to be changed; raises `UnusableInput` where it is none."""
-        return _PARSED.documents(self.kind, self.text, self.name)
+        pyyaml = self.release("pyyaml") if "<<" in self.text and self.kind is Kind.YAML else None
+        return self.documents_of(pyyaml)
+
+    def documents_of(self, pyyaml: str | None) -> "Documents":
+        """Return them as a release of PyYAML reads them, None where it is unknown."""
+        return _PARSED.documents(self.kind, self.text, self.name, pyyaml)
 
     @cached_property
     def module(self) -> "ast.Module":
@@ -122,17 +150,17 @@ class _Parsed:
 
     def __init__(self, most_characters: int) -> None:
         self._left = most_characters
-        self._kept: dict[tuple[Kind, str], list[Node]] = {}
+        self._kept: dict[tuple[Kind, str | None, str], Documents] = {}
 
-    def documents(self, kind: Kind, text: str, name: str) -> "list[Node]":
-        """Return the roots of `text`; those that were asked for longest ago make room."""
-        found = self._kept.pop((kind, text), None)
+    def documents(self, kind: Kind, text: str, name: str, pyyaml: str | None) -> "Documents":
+        """Return the roots of `text`, as the release `pyyaml` reads it; the ones asked for longest ago make room."""
+        found = self._kept.pop((kind, pyyaml, text), None)
         if found is None:
-            found = _parse(kind, text, name)
+            found = _parse(kind, text, name, pyyaml)
             self._left -= len(text)
-        self._kept[kind, text] = found
+        self._kept[kind, pyyaml, text] = found
         while self._left < 0:
-            _, oldest = oldest_key = next(iter(self._kept))
+            _, _, oldest = oldest_key = next(iter(self._kept))
             del self._kept[oldest_key]
             self._left += len(oldest)
         return found
@@ -141,14 +169,25 @@ class _Parsed:
 _PARSED = _Parsed(2 * MAX_BYTES)
 
 
-def _parse(kind: Kind, text: str, name: str) -> "list[Node]":
+def _parse(kind: Kind, text: str, name: str, pyyaml: str | None) -> "Documents":
     if kind is Kind.TOML:
         from skill_tools.configs.toml_lines import parse as parse_toml
 
         return parse_toml(text, name)
-    from skill_tools.configs.yaml_lines import parse
+    from skill_tools.configs import yaml_lines
 
-    return parse(_without_comments(text) if kind is Kind.JSON else text, name)
+    if kind is Kind.JSON:
+        from skill_tools.configs import json_lines
+
+        with suppress(json_lines.NotJsonError):
+            return json_lines.parse(text, name)
+        return yaml_lines.parse(_without_comments(text), name)
+    if pyyaml is None:
+        return yaml_lines.parse(text, name)
+    from skill_tools.configs.releases import is_before
+
+    wins = not is_before(pyyaml, yaml_lines.MERGE_ORDER_CHANGED)
+    return yaml_lines.parse(text, name, last_merge_wins=wins)
 
 
 def _without_comments(text: str) -> str:

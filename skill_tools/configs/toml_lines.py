@@ -8,7 +8,7 @@ whose error the user sees.
 import re
 from datetime import date, time
 
-from skill_tools.configs.yaml_lines import MAX_DEPTH, MAX_NODES, Node
+from skill_tools.configs.yaml_lines import MAX_DEPTH, MAX_NODES, Documents, Node
 from skill_tools.errors import UnusableInput
 
 Path = tuple[str | int, ...]
@@ -22,7 +22,7 @@ _MULTILINE = re.compile(r'"""(?:[^\\]|\\.)*?"{3,5}|' r"'''(?:.)*?'{3,5}", re.DOT
 _SCALAR = re.compile(r"[^,\]}\n#]+")
 
 
-def parse(text: str, filename: str) -> list[Node]:
+def parse(text: str, filename: str) -> Documents:
     """Return the root of a TOML text, as the only document.
 
     Raises `UnusableInput` for invalid TOML, and for input beyond `MAX_DEPTH` levels or `MAX_NODES` values.
@@ -36,7 +36,7 @@ def parse(text: str, filename: str) -> list[Node]:
         raise UnusableInput(
             f"{filename} is not valid TOML ({error})", expected="TOML", attempt="mending that line"
         ) from error
-    return [_node(root, (), (1, 1), places)]
+    return Documents([_node(root, (), (1, 1), places)])
 
 
 def _node(value: object, path: Path, around: tuple[int, int], places: dict[Path, tuple[int, int]]) -> Node:

@@ -6,21 +6,34 @@ there. Nothing is read below an unknown key: one finding is enough.
 
 from collections.abc import Callable
 
-from skill_tools.configs.config import Place
+from skill_tools.configs.config import Fault, Place
 from skill_tools.configs.draft import Draft
+from skill_tools.configs.releases import is_before
 from skill_tools.configs.source import Kind, Source
-from skill_tools.configs.yaml_lines import Node, as_omegaconf, plain
+from skill_tools.configs.values import UNREADABLE
+from skill_tools.configs.yaml_lines import OMEGACONF, Documents, Loader, Node, as_omegaconf, plain
 from skill_tools.errors import UnusableInput
 
 Value = Callable[[Node], object]
+SAFE = frozenset({Loader.SAFE})
+FULL = frozenset({Loader.FULL})
+_BY_RELEASE = "yaml-by-release"
+_AS_OMEGACONF_2_4_MERGES = "6.0.3"  # it has a merge of its own, in which the first of a list wins
 
 
-def single_document(source: Source, *, omegaconf: bool = False) -> Node:
+def single_document(source: Source, loaders: frozenset[Loader] = SAFE, *, draft: Draft | None = None) -> Node:
     """Return the root of a YAML or JSON source, an empty mapping if it holds nothing.
 
-    Raises `UnusableInput` when it holds several documents, or no mapping: no framework takes that.
+    `loaders` are those of the framework, several where its releases load differently. A `draft` gets the faults of
+    form that depend on the release of one. Raises `UnusableInput` when the source holds several documents, or no
+    mapping, or what all `loaders` refuse: no framework takes that.
     """
     documents = source.documents
+    if source.kind is Kind.YAML and (documents.refusals or "<<" in source.text):
+        loaders = _of_release(source, loaders)
+        if loaders == {Loader.OMEGACONF_2_4}:
+            documents = source.documents_of(_AS_OMEGACONF_2_4_MERGES)
+        _hear_loaders(source, documents, loaders, draft)
     root = documents[0] if documents and documents[0].value is not None else Node({}, 1, 1)
     if len(documents) > 1 or not isinstance(root.value, dict):
         what = f"{len(documents)} documents" if len(documents) > 1 else "no mapping of keys to values"
@@ -29,7 +42,34 @@ def single_document(source: Source, *, omegaconf: bool = False) -> Node:
             expected="one mapping of keys to values",
             attempt="linting a configuration file",
         )
-    return as_omegaconf(root) if omegaconf or source.kind is Kind.JSON else root
+    return as_omegaconf(root) if loaders <= OMEGACONF or source.kind is Kind.JSON else root
+
+
+def _hear_loaders(
+    source: Source, documents: Documents, loaders: frozenset[Loader], draft: Draft | None
+) -> None:
+    """Raise what every one of `loaders` refuses; note in the draft what only some do, or read differently."""
+    for refusal in documents.refusals:
+        if loaders <= refusal.loaders:
+            raise refusal.error
+        refusing = sorted(each.value for each in loaders & refusal.loaders)
+        if refusing and draft is not None:
+            taking = sorted(each.value for each in loaders - refusal.loaders)
+            text = f"{', '.join(taking)} takes it, {', '.join(refusing)} refuses it"
+            draft.faults.append(Fault(_BY_RELEASE, text, Place(source.name, refusal.line, 1)))
+    if draft is not None:
+        draft.faults += [
+            Fault(_BY_RELEASE, doubt.text, Place(source.name, doubt.line, doubt.column))
+            for doubt in documents.doubts
+        ]
+
+
+def _of_release(source: Source, loaders: frozenset[Loader]) -> frozenset[Loader]:
+    """Return those of `loaders` that the release of OmegaConf leaves, where it is stated."""
+    if not (loaders >= OMEGACONF and (release := source.release("omegaconf"))):
+        return loaders
+    before = is_before(release, "2.4")
+    return loaders - {Loader.OMEGACONF_2_4 if before else Loader.OMEGACONF_2_3}
 
 
 def entries_of(node: Node | None) -> dict[str, Node]:
@@ -87,4 +127,6 @@ def _write(
     if is_section:
         return True
     draft.set_key(draft.canonical(spelling), value_of(node), path, place)
+    if node.value is UNREADABLE and not draft.is_leaf(spelling):
+        draft.may_be_set(f"{spelling}.")
     return not draft.is_leaf(spelling)

@@ -2,7 +2,7 @@
 
 Axolotl loads with PyYAML's safe loader (YAML 1.1: `yes` is true, `1e-4` is a string); Megatron Bridge loads with
 OmegaConf, which adds a wider grammar for floats (`1e-4` is a number) and leaves dates as text. PyYAML's own
-constructors do the conversion; what they cannot convert stays text.
+constructors do the conversion; what they refuse is refused here.
 """
 
 import re
@@ -11,8 +11,14 @@ import yaml
 
 _STR = "tag:yaml.org,2002:str"
 _PREFIX = "tag:yaml.org,2002:"
-_PLAIN_TAGS = {f"{_PREFIX}{name}" for name in ("null", "bool", "int", "float")}
-_OMEGACONF_FLOAT = re.compile(r"[-+]?\d+(?:_\d+)*(?:\.[\d_]*)?(?:[eE][-+]?\d+)?|\.\d[\d_]*(?:[eE][-+]\d+)?")
+_NULL, _TIMESTAMP = f"{_PREFIX}null", f"{_PREFIX}timestamp"
+_PLAIN_TAGS = {f"{_PREFIX}{name}" for name in ("null", "bool", "int", "float", "timestamp")}
+_TEXT_TAGS = frozenset({_STR, f"{_PREFIX}binary"})
+_OMEGACONF_FLOAT = re.compile(
+    r"[-+]?\d+(?:_\d+)*\.[\d_]*(?:[eE][-+]?\d+)?|[-+]?\d+(?:_\d+)*[eE][-+]?\d+|\.\d+(?:_\d+)*(?:[eE][-+]\d+)?"
+    r"|[-+]?\d+(?:_\d+)*(?::[0-5]?\d)+\.[\d_]*",
+    re.ASCII,
+)  # omegaconf/_utils.py::get_yaml_loader of 2.3.0, _yaml.py of 2.4.0
 _LONGEST_NUMBER = 100  # characters; `1:1:1...` is a number to YAML 1.1, whose value takes time by the square
 _RESOLVERS = yaml.SafeLoader.yaml_implicit_resolvers
 _CONSTRUCTOR = yaml.constructor.SafeConstructor()
@@ -20,18 +26,33 @@ _CONSTRUCTOR = yaml.constructor.SafeConstructor()
 Scalar = None | bool | int | float | str
 
 
+class RefusedError(Exception):
+    """No value can be made of a scalar; `is_date` says that the text is a date which no calendar has."""
+
+    def __init__(self, problem: str, *, is_date: bool = False) -> None:
+        super().__init__(problem)
+        self.is_date = is_date
+
+
 def resolve(text: str, *, tag: str | None, plain: bool) -> Scalar:
     """Return the value of one scalar: `tag` is the explicit tag if any, `plain` whether it is unquoted.
 
-    Unknown tags and dates give the text itself.
+    A date gives the text itself. Raises `RefusedError` where PyYAML's safe loader makes no value.
     """
     if tag is None or tag == "!":
         if not plain:
             return text
         tag = _implicit_tag(text)
-    if tag not in _PLAIN_TAGS or len(text) > _LONGEST_NUMBER:
+    if tag in _TEXT_TAGS:
         return text
-    return _construct(tag, text)
+    if tag not in _PLAIN_TAGS:
+        raise RefusedError(f"could not determine a constructor for the tag {shown_tag(tag)}")
+    return text if len(text) > _LONGEST_NUMBER else _construct(tag, text)
+
+
+def shown_tag(tag: str) -> str:
+    """Return a tag as it is written in a text: `!!python/tuple`."""
+    return f"!!{tag.removeprefix(_PREFIX)}" if tag.startswith(_PREFIX) else tag
 
 
 def _implicit_tag(text: str) -> str:
@@ -44,7 +65,7 @@ def _implicit_tag(text: str) -> str:
 def omegaconf_float(text: str) -> float | None:
     """Return the number that OmegaConf reads in a bare scalar which YAML 1.1 leaves as text."""
     is_float = ("." in text or "e" in text.lower()) and _OMEGACONF_FLOAT.fullmatch(text) is not None
-    return float(text.replace("_", "")) if is_float else None
+    return float(_CONSTRUCTOR.construct_yaml_float(yaml.ScalarNode(_STR, text))) if is_float else None
 
 
 def _construct(tag: str, text: str) -> Scalar:
@@ -57,7 +78,11 @@ def _construct(tag: str, text: str) -> Scalar:
                 return int(_CONSTRUCTOR.construct_yaml_int(node))
             case "float":
                 return float(_CONSTRUCTOR.construct_yaml_float(node))
+            case "timestamp":
+                _CONSTRUCTOR.construct_yaml_timestamp(node)
+                return text
             case _:
                 return None
-    except (ValueError, KeyError, IndexError):
-        return text
+    except (ValueError, KeyError, IndexError, AttributeError) as error:
+        what = f"{text!r} is no {tag.removeprefix(_PREFIX)}"
+        raise RefusedError(what, is_date=tag == _TIMESTAMP) from error

@@ -64,7 +64,7 @@ _INHERITED = {
 def write_file(draft: Draft, source: Source) -> None:
     """Write a configuration file in YAML or JSON, and keep its text."""
     draft.take(source)
-    root = single_document(source)
+    root = single_document(source, draft=draft)
     entries = entries_of(root)
     for name, node in entries.items():
         _write_node(draft, name, name, node, source.name)

@@ -6,6 +6,8 @@ any other file that is not there leaves the section open.
 """
 
 from collections.abc import Sequence
+from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 
 from skill_tools.configs.config import Config, Fault, Place, Setting
@@ -18,6 +20,7 @@ from skill_tools.configs.values import UNREADABLE
 from skill_tools.configs.vocabulary import load_vocabulary
 from skill_tools.configs.yaml_lines import parse, plain
 from skill_tools.dialects.axolotl import AXOLOTL
+from skill_tools.dialects.axolotl.options import Read, held, read
 from skill_tools.dialects.deepspeed import DEEPSPEED, EMBEDDED, section
 from skill_tools.errors import UnusableInput
 
@@ -39,23 +42,50 @@ def compose(sources: Sequence[Source], overrides: Sequence[str]) -> Config:
     draft = Draft(AXOLOTL, embeds=EMBEDDED)
     draft.complete = True
     folders = [source.folder for source in sources if source.folder is not None]
+    run = _Run(draft, sources)
     for source in sources:
         draft.take(source)
-        _write_source(draft, source)
+        _write_source(run, source)
+    run.is_overrides = True
     for text in overrides:
-        _write_options(draft, command_line(text, _OVERRIDES), _OVERRIDES)
+        words = command_line(text, _OVERRIDES)
+        _write_settings(draft, [word for word in words if _is_setting(word)], _OVERRIDES)
+        _write_options(run, [word for word in words if not _is_setting(word)], _OVERRIDES)
     _settle(draft, folders)
     return draft.finish()
 
 
-def _write_source(draft: Draft, source: Source) -> None:
+class _Run:
+    """A configuration in the making: the draft, the values of its file as the loader has them, and who reads options.
+
+    `is_click` says that options are `axolotl train`'s, else Fire's alone; `through_fire` that Fire reads their values;
+    `is_overrides` that they are the user's own `--overrides`.
+    """
+
+    def __init__(self, draft: Draft, sources: Sequence[Source]) -> None:
+        self.draft = draft
+        self.file: dict[str, object] = {}
+        self.is_click = self.through_fire = True
+        self.is_overrides = False
+        self._sources = sources
+
+    @cached_property
+    def release(self) -> str | None:
+        """The release of Axolotl, where it is stated."""
+        return next(filter(None, (source.release(AXOLOTL) for source in self._sources)), None)
+
+
+def _write_source(run: _Run, source: Source) -> None:
+    draft = run.draft
     match source.kind:
         case Kind.YAML:
-            write_tree(draft, single_document(source), source.name, spell=_without_prefix)
+            root = single_document(source, draft=draft)
+            run.file |= {name: plain(node) for name, node in entries_of(root).items()}
+            write_tree(draft, root, source.name, spell=_without_prefix)
         case Kind.JSON:
             _write_json(draft, source)
         case Kind.SHELL:
-            _write_script(draft, source)
+            _write_script(run, source)
         case Kind.PYTHON:
             raise UnusableInput(
                 f"{source.name} is Python",
@@ -66,18 +96,41 @@ def _write_source(draft: Draft, source: Source) -> None:
 
 def _write_json(draft: Draft, source: Source) -> None:
     """Write a JSON source: a DeepSpeed configuration, unless it is Axolotl's own in JSON."""
-    root = single_document(source)
+    root = single_document(source, draft=draft)
     if "base_model" in entries_of(root):
         write_tree(draft, root, source.name)
     else:
         section.write_file(draft, source)
 
 
-def _write_script(draft: Draft, source: Source) -> None:
+def _is_setting(word: Argument) -> bool:
+    return "=" in word.text and not word.text.startswith("-")
+
+
+def _write_settings(draft: Draft, words: Sequence[Argument], file: str) -> None:
+    """Write the user's own `x=y`, whose values are written as in the file."""
+    for word in words:
+        name, _, text = word.text.partition("=")
+        place = Place(file, word.line, word.column)
+        spelling = _without_prefix(name.replace("-", "_"))
+        if draft.accepts(spelling):
+            value = _scalar(text) if word.resolved and word.certain else UNREADABLE
+            draft.set_key(draft.canonical(spelling), value, name, place)
+        elif spelling not in _OF_COMMANDS:
+            draft.note_unknown(name, place)
+
+
+def _scalar(text: str) -> object:
+    documents = parse(text, _OVERRIDES)
+    return plain(documents[0]) if len(documents) == 1 else text
+
+
+def _write_script(run: _Run, source: Source) -> None:
     """Write a launch script: the configuration that it names, if that is there, then its options.
 
     What stands before the program and after `--` is the launcher's.
     """
+    draft = run.draft
     command = training_command(source, lambda word: word.endswith(_YAML))
     write_environment(draft, command, source.name)
     texts = [word.text for word in command.words]
@@ -89,11 +142,21 @@ def _write_script(draft: Draft, source: Source) -> None:
     if configuration is not None and configuration.resolved:
         named = find(configuration.text, [source.folder] if source.folder else [])
     if named is not None:
-        _write_source(draft, named)
+        _write_source(run, named)
         draft.sources[named.name] = named.text
     elif configuration is not None or not source.text.lstrip().startswith("--"):
         draft.may_be_set()  # by a file that is not here, or that the script itself is told
-    _write_options(draft, words, source.name, hands_on=start > 0)
+    run.is_click = start > 0 or source.text.lstrip().startswith("--")
+    run.is_overrides = start == 0 and run.is_click
+    run.through_fire = _launched_by(words) != "python"
+    _write_options(run, words, source.name)
+
+
+def _launched_by(words: Sequence[Argument]) -> str:
+    texts = [word.text for word in words]
+    given = [text.partition("=")[2] for text in texts if text.startswith("--launcher=")]
+    given += [after for text, after in pairwise(texts) if text == "--launcher"]
+    return given[-1] if given else "accelerate"
 
 
 def _configuration(words: Sequence[Argument]) -> Argument | None:
@@ -107,46 +170,79 @@ def _is_yaml(word: Argument) -> bool:
     return word.text.endswith(_YAML) and not word.text.startswith("--")
 
 
-def _write_options(draft: Draft, words: Sequence[Argument], file: str, *, hands_on: bool = False) -> None:
-    """Write `--fsdp-config.offload-params true`, `--no-layer-offloading`, `--x=y`, and plain `x=y`.
-
-    `hands_on` says that the command gives options that it does not know to the launcher.
-    """
-    for position, word in enumerate(words):
-        name, equals, value = word.text.partition("=")
-        is_option = name.startswith("--") and len(name) > 2
-        if not is_option and not (equals and not name.startswith("-")):
-            continue
-        following = words[position + 1] if position + 1 < len(words) else None
-        known = word.resolved and word.certain
-        if name.startswith("--") and not equals:
-            takes = (
-                following is not None and not following.text.startswith("--") and "=" not in following.text
-            )
-            value = following.text if following is not None and takes else "true"
-            known = known and (following is None or not takes or following.resolved)
+def _write_options(run: _Run, words: Sequence[Argument], file: str) -> None:
+    """Write `--fsdp-config.offload-params`, `--no-layer-offloading`, `--x=y`, `--x y`; a plain `x=y` is no option."""
+    position = 0
+    while position < len(words):
+        word = words[position]
+        position += 1
+        option, equals, text = word.text.partition("=")
         place = Place(file, word.line, word.column)
-        _write_option(draft, name, value if known else None, place, hands_on=hands_on)
+        known = word.resolved and word.certain
+        if not option.startswith("--") or len(option) < 3:
+            if equals and option.isidentifier() and run.draft.accepts(option):
+                _report(run, word.text, option, place)
+            continue
+        name = _name_of(run, option)
+        if name is None:
+            _report(run, option, option.removeprefix("--").replace("-", "_"), place)
+        elif run.is_click and _is_flag(run.draft, name):
+            given = Read(not option.startswith("--no-") if known else UNREADABLE)
+            _write_value(run, name, given, option, place)
+        elif equals or position < len(words):
+            if not equals:
+                text, known = words[position].text, known and words[position].resolved
+                position += 1
+            _write_value(run, name, _value_of(run, name, text) if known else Read(UNREADABLE), option, place)
+        elif run.is_click:
+            run.draft.set_key(run.draft.canonical(name), option, option, place)
+            run.draft.refuse_type(run.draft.canonical(name), "a value after the option")
+        else:
+            _write_value(run, name, Read(True), option, place)
 
 
-def _write_option(draft: Draft, option: str, text: str | None, place: Place, *, hands_on: bool) -> None:
-    name = _without_prefix(option.removeprefix("--").replace("-", "_"))
-    negated = name.startswith("no_") and not draft.accepts(name)
-    name = name.removeprefix("no_") if negated else name
-    if draft.accepts(name):
-        value = UNREADABLE if text is None else False if negated else _scalar(text)
-        draft.set_key(draft.canonical(name), value, option, place)
-    elif name in _OF_COMMANDS:
+def _name_of(run: _Run, option: str) -> str | None:
+    """Return the key that an option sets, None where the command does not know it."""
+    name = option.removeprefix("--")
+    if run.is_click and ("_" in name or not name):
+        return None
+    name = name.replace("-", "_")
+    if run.draft.accepts(name):
+        return name
+    bare = name.removeprefix("no_" if run.is_click else "no").removeprefix("_")
+    is_off = bare != name and run.draft.accepts(bare)
+    return bare if is_off and (_is_flag(run.draft, bare) or not run.is_click) else None
+
+
+def _is_flag(draft: Draft, name: str) -> bool:
+    key = draft.key(name)
+    return key is not None and key.type_in(AXOLOTL) == "bool"
+
+
+def _value_of(run: _Run, name: str, text: str) -> Read:
+    return read(text, held(run.file, name), run.release, through_fire=run.through_fire)
+
+
+def _write_value(run: _Run, name: str, given: Read, option: str, place: Place) -> None:
+    run.draft.set_key(run.draft.canonical(name), given.value, option, place)
+    if given.by_release:
+        run.draft.faults.append(Fault("ax-option-over-bool", f"{option} is {given.by_release}", place))
+
+
+def _report(run: _Run, option: str, name: str, place: Place) -> None:
+    """Note an option that the command does not know: it goes to the launcher, and Fire takes any name."""
+    if name in _OF_COMMANDS:
         return
-    elif not hands_on:
-        draft.note_unknown(option, place)
-    elif nearest := load_vocabulary(AXOLOTL).nearest(name):
-        draft.faults.append(Fault("ax-option-unknown", f"{option}; nearest: {', '.join(nearest)}", place))
+    if run.is_overrides or not run.is_click:
+        run.draft.note_unknown(option, place)
+    elif nearest := _nearest_options(run.draft, name):
+        run.draft.faults.append(Fault("ax-option-unknown", f"{option}; nearest: {', '.join(nearest)}", place))
 
 
-def _scalar(text: str) -> object:
-    documents = parse(text, _OVERRIDES)
-    return plain(documents[0]) if len(documents) == 1 else text
+def _nearest_options(draft: Draft, name: str) -> list[str]:
+    bare = name.removeprefix("no_")
+    names = (bare,) if draft.accepts(bare) else load_vocabulary(AXOLOTL).nearest(name)
+    return [f"--{each.replace('_', '-')}" for each in names]
 
 
 def _without_prefix(path: str) -> str:

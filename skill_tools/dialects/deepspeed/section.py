@@ -133,13 +133,13 @@ def _form(source: Source, root: Node, *, strict: bool) -> list[Fault]:
                 lines = ", ".join(str(each.line) for each in (*child.shadowed, child))
                 place = Place(source.name, child.line, child.column)
                 faults.append(Fault("ds-duplicate-key", f"{name} (lines {lines})", place))
-    if source.kind is Kind.JSON and (line := _not_json(source.text)):
+    if source.kind is Kind.JSON and (line := not_json(source.text)):
         rule = "ds-json-strict" if strict else "ds-json-comments"
         faults.append(Fault(rule, f"line {line}", Place(source.name, line, 1)))
     return faults
 
 
-def _not_json(text: str) -> int:
+def not_json(text: str) -> int:
     """Return the first line at which `text` is no longer JSON, 0 where all of it is."""
     import json
 

@@ -16,7 +16,7 @@ from skill_tools.configs.shell.launch import command_line, commands_of, write_en
 from skill_tools.configs.source import Kind, Source, find
 from skill_tools.configs.tree import entries_of, single_document
 from skill_tools.configs.values import UNREADABLE
-from skill_tools.configs.yaml_lines import Node, as_omegaconf, parse, plain
+from skill_tools.configs.yaml_lines import OMEGACONF, Node, as_omegaconf, parse, plain
 from skill_tools.dialects.deepspeed import DEEPSPEED, EMBEDDED, section
 from skill_tools.dialects.llama_factory import LLAMA_FACTORY
 from skill_tools.dialects.transformers import CLASS, LAUNCHER, TRANSFORMERS, arguments
@@ -64,7 +64,7 @@ def compose(sources: Sequence[Source], overrides: Sequence[str]) -> Config:
 
 
 def _write_file(draft: Draft, source: Source) -> None:
-    entries = entries_of(single_document(source, omegaconf=True))
+    entries = entries_of(single_document(source, OMEGACONF, draft=draft))
     reports = not entries.keys() & _OF_MEGATRON and not _is_on(draft, "ALLOW_EXTRA_ARGS")
     for name, node in entries.items():
         _write(draft, name, node, Place(source.name, node.line, node.column), reports=reports)

@@ -17,6 +17,7 @@ from skill_tools.configs.config import Config, Place, Setting
 from skill_tools.configs.draft import Draft
 from skill_tools.configs.source import Kind, Source
 from skill_tools.configs.tree import single_document
+from skill_tools.configs.yaml_lines import OMEGACONF
 from skill_tools.dialects.megatron import BRIDGE
 from skill_tools.dialects.megatron.bridge_inputs import write_file, write_override
 
@@ -46,7 +47,7 @@ def compose(sources: Sequence[Source], overrides: Sequence[str]) -> Config:
                 write_arguments(draft, command.words, source.name, source.folder)
                 scripts.append((command, source.name))
             case _:
-                write_file(draft, single_document(source, omegaconf=True), source.name)
+                write_file(draft, single_document(source, OMEGACONF, draft=draft), source.name)
     for number, text in enumerate(overrides, start=1):
         _write_overrides(draft, text, Place(_OVERRIDES, number, 1))
     if scripts:

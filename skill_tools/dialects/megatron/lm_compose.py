@@ -22,7 +22,7 @@ from skill_tools.configs.shell.launch import (
     write_environment,
 )
 from skill_tools.configs.source import MAX_BYTES, Kind, Source
-from skill_tools.configs.tree import entries_of, single_document
+from skill_tools.configs.tree import FULL, entries_of, single_document
 from skill_tools.configs.values import UNREADABLE
 from skill_tools.configs.yaml_lines import Node, plain
 from skill_tools.dialects.megatron import LM
@@ -64,7 +64,7 @@ def _write_source(draft: Draft, source: Source) -> None:
                 draft.may_be_set()
             _write_flags(draft, flags(words, source.name), is_closed=is_own, folder=source.folder)
         case Kind.YAML | Kind.JSON:
-            _write_yaml(draft, single_document(source), source.name)
+            _write_yaml(draft, single_document(source, FULL, draft=draft), source.name)
         case Kind.PYTHON:
             raise UnusableInput(
                 f"{source.name} is Python",

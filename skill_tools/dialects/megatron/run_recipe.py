@@ -15,6 +15,7 @@ from skill_tools.configs.shell.command import Argument
 from skill_tools.configs.source import load
 from skill_tools.configs.tree import single_document
 from skill_tools.configs.values import UNREADABLE
+from skill_tools.configs.yaml_lines import OMEGACONF
 from skill_tools.dialects.megatron.bridge_inputs import write_file, write_override, write_section
 from skill_tools.errors import UnusableInput
 
@@ -143,5 +144,5 @@ def _write_config_file(draft: Draft, argument: Argument, folder: Path | None) ->
         if path.is_file():
             source = load(path)
             draft.sources[source.name] = source.text
-            write_file(draft, single_document(source, omegaconf=True), source.name)
+            write_file(draft, single_document(source, OMEGACONF, draft=draft), source.name)
             return

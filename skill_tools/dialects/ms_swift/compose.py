@@ -55,7 +55,7 @@ def compose(sources: Sequence[Source], overrides: Sequence[str]) -> Config:
             case Kind.JSON if deepspeed.is_one(source):
                 deepspeed.write_file(draft, source)
             case Kind.YAML | Kind.JSON:
-                root = single_document(source)
+                root = single_document(source, draft=draft)
                 program = _program_of(draft, entries_of(root))
                 _write_file(draft, root, source.name, program)
             case _:
@@ -81,7 +81,7 @@ def _write_script(draft: Draft, source: Source, folders: Sequence[Path]) -> str:
         found = find(words[0].text, folders)
         if found is not None:
             draft.take(found)
-            _write_file(draft, single_document(found), found.name, program)
+            _write_file(draft, single_document(found, draft=draft), found.name, program)
         else:
             place = Place(source.name, words[0].line, words[0].column)
             draft.missing_files.append(Setting("config", words[0].text, "config", place))
@@ -227,7 +227,7 @@ def _write_named(draft: Draft, named: Setting, folders: Sequence[Path]) -> None:
         deepspeed.write_file(draft, found)
     else:
         draft.take(found)
-        _write_fsdp(draft, single_document(found), found.name)
+        _write_fsdp(draft, single_document(found, draft=draft), found.name)
 
 
 def _is_path(text: str) -> bool:

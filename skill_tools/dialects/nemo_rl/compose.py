@@ -19,7 +19,7 @@ from skill_tools.configs.source import Kind, Source, find, load
 from skill_tools.configs.tree import entries_of, single_document, write_tree
 from skill_tools.configs.values import UNREADABLE
 from skill_tools.configs.vocabulary import load_vocabulary
-from skill_tools.configs.yaml_lines import Node, plain
+from skill_tools.configs.yaml_lines import OMEGACONF, Node, plain
 from skill_tools.dialects.megatron import BRIDGE, embedded
 from skill_tools.dialects.nemo_rl import NEMO_RL
 from skill_tools.errors import UnusableInput
@@ -72,7 +72,7 @@ def goes_to_megatron(path: str) -> bool:
 def _write_file(draft: Draft, source: Source, children: tuple[str, ...]) -> None:
     """Write a file over its parents; `children` are the files between it and the one that was asked for."""
     draft.take(source)
-    root = single_document(source, omegaconf=True)
+    root = single_document(source, OMEGACONF, draft=draft)
     entries = entries_of(root)
     parent = entries.get("defaults")
     for node in [] if parent is None else parent.value if isinstance(parent.value, list) else [parent]:

@@ -19,7 +19,7 @@ from skill_tools.configs.source import Kind, Source, find
 from skill_tools.configs.tree import single_document
 from skill_tools.configs.values import UNREADABLE, whole_number
 from skill_tools.configs.vocabulary import load_vocabulary
-from skill_tools.configs.yaml_lines import as_omegaconf, parse, plain
+from skill_tools.configs.yaml_lines import OMEGACONF, as_omegaconf, parse, plain
 from skill_tools.dialects.torchtune import TORCHTUNE
 from skill_tools.dialects.torchtune.entries import Entries
 from skill_tools.errors import UnusableInput
@@ -84,7 +84,7 @@ def compose(sources: Sequence[Source], overrides: Sequence[str]) -> Config:
 
 
 def _read_file(draft: Draft, entries: Entries, source: Source) -> None:
-    entries.write_tree(single_document(source, omegaconf=True), source.name)
+    entries.write_tree(single_document(source, OMEGACONF, draft=draft), source.name)
     if _RECIPE not in draft and not draft.is_open(_RECIPE):
         _note_recipe_of_comment(draft, source)
 
@@ -129,7 +129,7 @@ def _read_script(draft: Draft, entries: Entries, source: Source) -> None:
         draft.complete = False
     else:
         draft.take(found)
-        entries.write_tree(single_document(found, omegaconf=True), found.name)
+        entries.write_tree(single_document(found, OMEGACONF, draft=draft), found.name)
     _override(entries, rest, source.name)
 
 

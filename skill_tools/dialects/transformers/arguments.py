@@ -120,5 +120,5 @@ def _follow_fsdp_config(draft: Draft, named: Setting, folders: Sequence[Path]) -
         draft.may_be_set(f"{FSDP_CONFIG}.")
         return
     draft.take(found)
-    root = single_document(found)
+    root = single_document(found, draft=draft)
     write_tree(draft, root, found.name, spell=lambda path: without_prefix(f"{FSDP_CONFIG}.{path}"), prefix="")

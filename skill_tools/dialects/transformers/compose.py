@@ -65,7 +65,7 @@ def is_fsdp_config(entries: Mapping[str, Node]) -> bool:
 
 
 def _write_recipe(draft: Draft, source: Source) -> None:
-    root = single_document(source)
+    root = single_document(source, draft=draft)
     entries = entries_of(root)
     if is_fsdp_config(entries):
         draft.may_be_set()

@@ -27,7 +27,7 @@ from skill_tools.configs.source import Kind, Source, load
 from skill_tools.configs.tree import entries_of, single_document, write_tree
 from skill_tools.configs.values import UNREADABLE
 from skill_tools.configs.vocabulary import load_vocabulary
-from skill_tools.configs.yaml_lines import Node, plain
+from skill_tools.configs.yaml_lines import OMEGACONF, Node, plain
 from skill_tools.dialects.verl import VERL
 from skill_tools.dialects.verl.megatron import hand_on_to_megatron
 from skill_tools.errors import UnusableInput
@@ -70,7 +70,7 @@ def compose(sources: Sequence[Source], overrides: Sequence[str]) -> Config:
             case Kind.SHELL:
                 is_closed = _write_script(draft, source)
             case Kind.YAML | Kind.JSON:
-                _write_file(draft, single_document(source, omegaconf=True), source.name)
+                _write_file(draft, single_document(source, OMEGACONF, draft=draft), source.name)
             case _:
                 raise UnusableInput(
                     f"{source.name} is {source.kind.value}",

@@ -8,11 +8,17 @@ from typing import Any
 import pytest
 
 from skill_tools.__main__ import main
-from skill_tools.configs import source, toml_lines, yaml_lines
+from skill_tools.configs import json_lines, source, toml_lines, yaml_lines
 from skill_tools.configs.python import syntax
 from skill_tools.configs.shell import script
 
-PARSERS = [(yaml_lines, "parse"), (toml_lines, "parse"), (syntax, "parse"), (script, "run")]
+PARSERS = [
+    (yaml_lines, "parse"),
+    (json_lines, "parse"),
+    (toml_lines, "parse"),
+    (syntax, "parse"),
+    (script, "run"),
+]
 AXOLOTL = "base_model: Qwen/Qwen3-8B\nadapter: lora\ndeepspeed: ds_z3.json\n"
 FACTORY = "stage: sft\nfinetuning_type: full\nmodel_name_or_path: m\noutput_dir: o\ndeepspeed: ds_z3.json\n"
 TRAINER = "model_name_or_path: m\ndataset_name: d\noutput_dir: o\nlearning_rate: 1.0e-5\nmax_steps: 9\n"

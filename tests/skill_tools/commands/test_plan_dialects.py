@@ -165,7 +165,7 @@ def test_modules_of_a_switch_that_goes_off_are_removed(plan: Any) -> None:
 
 
 FINE_GRAINED = BRIDGE.replace(
-    "optimizer:", "  fine_grained_activation_offloading: true\n  offload_modules: [moe_act]\noptimizer:"
+    "\noptimizer:", "\n  fine_grained_activation_offloading: true\n  offload_modules: [moe_act]\noptimizer:"
 )
 
 

@@ -7,7 +7,18 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skill_tools.configs.yaml_lines import MAX_DEPTH, Node, as_omegaconf, parse, plain
+from skill_tools.configs.values import UNREADABLE
+from skill_tools.configs.yaml_lines import (
+    IN_PYTHON,
+    MAX_DEPTH,
+    OMEGACONF,
+    ON_LIBYAML,
+    Loader,
+    Node,
+    as_omegaconf,
+    parse,
+    plain,
+)
 from skill_tools.errors import UnusableInput
 
 scalars = st.one_of(
@@ -96,19 +107,73 @@ def test_quoted_numbers_and_dates_stay_text() -> None:
     }
 
 
-@pytest.mark.parametrize("text", ["!!int x", "!!float b", "0x_", "!!bool maybe", "!!python/name:os.system x"])
-def test_a_scalar_that_cannot_be_converted_stays_text(text: str) -> None:
-    assert value_of(f"key: {text}") == {"key": text.split()[-1]}
+@pytest.mark.parametrize(
+    "value",
+    [
+        "!!int x", "!!float b", "0x_", "!!bool maybe", "=", "<<", "!mine 1", "!!map [a]", "[<<]",
+        "{[a]: 1}", "{{a: 1}: 1}",
+        "{<<: 1}", "{<<: [1]}", "[&a 1, &a 2]", "!!timestamp soon",
+    ],
+)  # fmt: skip
+def test_what_no_loader_makes_a_value_of_is_refused(value: str) -> None:
+    with pytest.raises(UnusableInput, match="is not valid YAML"):
+        only(f"key: {value}")
+    with pytest.raises((yaml.YAMLError, ValueError, AttributeError, KeyError)):
+        yaml.safe_load(f"key: {value}")
+
+
+@pytest.mark.parametrize(
+    ("text", "refusing"),
+    [
+        ("lr: 1\t# comment", IN_PYTHON),
+        ('lr: "\\ud83d\\ude00"', ON_LIBYAML),
+        ("lr: 1\nlr: 2", OMEGACONF),
+        ("day: 2026-02-30", {Loader.SAFE, Loader.FULL}),
+        ("lr: !!python/tuple [1]", set(Loader) - {Loader.FULL}),
+        ("lr: 1", set()),
+    ],
+)
+def test_a_text_that_some_loaders_refuse_is_read_and_says_who_does(text: str, refusing: set[Loader]) -> None:
+    documents = parse(text, "a.yaml")
+    assert plain(documents[0])
+    assert {loader for refusal in documents.refusals for loader in refusal.loaders} == refusing
+
+
+def test_half_a_surrogate_pair_is_a_value_of_the_loader_in_python() -> None:
+    text = 'key: "\\ud83d\\ude00"'
+    assert value_of(text) == yaml.safe_load(text)
 
 
 def test_merge_keys_yield_to_written_ones_and_keep_their_own_place() -> None:
-    text = "base: &b {lr: 1, wd: 2}\nrun:\n  lr: 3\n  <<: *b\nboth:\n  <<: [{lr: 7}, *b]\n"
+    text = "base: &b {lr: 1, wd: 2}\nrun:\n  lr: 3\n  <<: *b\n"
     root = only(text)
-    assert plain(root) == {"base": {"lr": 1, "wd": 2}, "run": {"lr": 3, "wd": 2}, "both": {"lr": 7, "wd": 2}}
-    # Of several mappings that are merged the first wins, by the specification and PyYAML 6.0.3; by 6.0.4 the last does.
-    assert plain(root)["run"] == yaml.safe_load(text)["run"]
+    assert plain(root) == {"base": {"lr": 1, "wd": 2}, "run": {"lr": 3, "wd": 2}} == yaml.safe_load(text)
     run = root.value["run"].value  # type: ignore[index]
     assert (run["lr"].line, run["wd"].line) == (3, 1)
+
+
+BASES = "one: &one {lr: 1, wd: 2}\ntwo: &two {lr: 7, wd: 2}\n"
+
+
+def test_of_several_merge_keys_the_later_wins() -> None:
+    text = f"{BASES}run:\n  <<: *one\n  <<: *two\n"
+    assert value_of(text) == yaml.safe_load(text)
+
+
+def test_who_wins_in_the_list_of_a_merge_key_depends_on_the_release_of_pyyaml() -> None:
+    text = f"{BASES}run: {{<<: [*one, *two]}}\n"
+    (before,), (since,), unknown = (
+        parse(text, "a.yaml", last_merge_wins=each) for each in (False, True, None)
+    )
+    assert (plain(before)["run"], plain(since)["run"]) == ({"lr": 1, "wd": 2}, {"lr": 7, "wd": 2})  # type: ignore[index]
+    assert plain(unknown[0])["run"] == {"lr": UNREADABLE, "wd": 2}  # type: ignore[index]
+    assert [doubt.text for doubt in unknown.doubts] == ["lr is 1 in PyYAML before 6.0.4 and 7 since"]
+    assert yaml.safe_load(text)["run"]["lr"] == (1 if yaml.__version__ < "6.0.4" else 7)
+
+
+def test_keys_that_are_one_value_are_one_key() -> None:
+    assert list(only("{yes: a, true: b}").value) == ["yes"]  # type: ignore[call-overload]
+    assert value_of("{yes: a, true: b}") == {"yes": "b"}
 
 
 def test_the_last_of_duplicate_keys_wins_and_the_others_are_remembered() -> None:

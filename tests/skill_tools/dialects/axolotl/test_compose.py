@@ -58,14 +58,16 @@ def test_the_old_prefix_of_fsdp_fields_is_taken_off() -> None:
 @pytest.mark.parametrize(
     ("option", "key", "expected"),
     [
-        ("--activation-offloading", "activation_offloading", True),
-        ("--activation-offloading legacy", "activation_offloading", "legacy"),
-        ("--activation-offloading=disk", "activation_offloading", "disk"),
+        ("--activation-offloading true", "activation_offloading", True),
+        ("--activation-offloading=1", "activation_offloading", True),
+        ("--gradient-checkpointing offload", "gradient_checkpointing", "offload"),
         ("--no-layer-offloading", "layer_offloading", False),
-        ("--fsdp-config.offload-params true", "fsdp_config.offload_params", True),
+        ("--fsdp-config.offload-params", "fsdp_config.offload_params", True),
         ("--micro-batch-size 4 --layer-offloading", "micro_batch_size", 4),
+        ("--micro-batch-size 010", "micro_batch_size", 10),
+        ("--micro-batch-size 0x10", "micro_batch_size", 16),
         ("micro_batch_size=8", "micro_batch_size", 8),
-        ("--fsdp-config.fsdp-offload-params", "fsdp_config.offload_params", True),
+        ("activation_offloading=disk", "activation_offloading", "disk"),
     ],
 )
 def test_options_win_over_the_file(option: str, key: str, expected: object) -> None:
@@ -73,6 +75,36 @@ def test_options_win_over_the_file(option: str, key: str, expected: object) -> N
     assert value(config, key) == expected
     assert config.settings[key].place.file == "<overrides>"
     assert not config.unknown
+
+
+@pytest.mark.parametrize("text", ["hidden_states", "on", "y", "t", "auto", "null", "~"])
+def test_an_option_over_a_bool_is_one_or_the_other_by_the_release(text: str) -> None:
+    files = [f"# axolotl {release}\nactivation_offloading: true\n" for release in ("0.14.0", "0.15.0")]
+    before, since = (axolotl(file, f"--activation-offloading {text}") for file in files)
+    assert (value(before, "activation_offloading"), value(since, "activation_offloading")) == (True, False)
+    unknown = axolotl("activation_offloading: true\n", f"--activation-offloading {text}")
+    assert "activation_offloading" in unknown.unresolved
+    (said,) = [fault.text for fault in unknown.faults]
+    assert said == "--activation-offloading is true in Axolotl before 0.15.0, false since"
+
+
+@pytest.mark.parametrize(
+    "option", ["--activation_offloading false", "--no-activation-offloading", "activation_offloading=false"]
+)
+def test_what_is_no_option_goes_to_the_launcher(option: str, tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(f"{BASE}sequence_len: 64\nactivation_offloading: true\n")
+    script = tmp_path / "train.sh"
+    script.write_text(f"axolotl train run.yaml {option}\n")
+    config = read([script])
+    assert value(config, "activation_offloading") is True
+    assert [fault.rule for fault in config.faults] == ["ax-option-unknown"]
+
+
+def test_an_option_without_its_value_is_refused(tmp_path: Path) -> None:
+    script = tmp_path / "train.sh"
+    script.write_text("axolotl train run.yaml --activation-offloading\n")
+    (wrong,) = read([script]).wrong_types
+    assert wrong.expected == "a value after the option"
 
 
 def test_an_unknown_option_is_a_finding() -> None:

@@ -131,15 +131,18 @@ def test_one_section_with_a_target_is_still_an_override_file() -> None:
 
 
 def test_overrides_win_and_the_losers_are_kept() -> None:
-    config = bridge(
-        "model:\n  num_layers: 32\n  num_layers: 16\n", "model.num_layers=8", "+model.num_layers=4"
-    )
+    config = bridge("model:\n  num_layers: 16\n", "model.num_layers=8", "+model.num_layers=4")
     assert value(config, "num_layers") == 4
     assert (config.settings["num_layers"].place.file, config.settings["num_layers"].place.line) == (
         "<overrides>",
         2,
     )
-    assert [loser.value for loser in config.overridden] == [32, 16, 8]
+    assert [loser.value for loser in config.overridden] == [16, 8]
+
+
+def test_a_key_that_stands_twice_is_refused_as_omegaconf_does() -> None:
+    with pytest.raises(UnusableInput, match=r"found duplicate key num_layers.*that OmegaConf accepts"):
+        bridge("model:\n  num_layers: 32\n  num_layers: 16\n")
 
 
 @pytest.mark.parametrize(

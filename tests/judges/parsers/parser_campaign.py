@@ -1,0 +1,167 @@
+"""Holds our readers to the frameworks' own parsers, on generated inputs, release by release.
+
+    python tests/judges/parsers/parser_campaign.py [--inputs 5000] [--seed 1] [--record] [PARSER ..]
+
+Prints one line a parser and release, and some differences. Exit code 1 for any difference. `--record` writes the
+parsers' answers to the table of first cases and to a seed of inputs into recorded.json, to which ordinary tests hold
+our readers. Called by `make test-parsers`.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+from typing import Any, NamedTuple
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[2]
+sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(HERE))
+
+import axolotl_commands  # noqa: E402
+import yaml_texts  # noqa: E402
+from parser_answers import Answer, agree, encoded  # noqa: E402
+
+from skill_tools.errors import UnusableInput  # noqa: E402
+
+FOLDER = ROOT / "build" / "parsers"
+RECORDED = HERE / "recorded.json"
+SHOWN, WIDTH = 6, 300
+SEED_OF_RECORD, RECORDED_INPUTS = 52, 40
+
+
+class Parser(NamedTuple):
+    """One parser: who answers for it, what it is asked, and our reader; `releases` maps each to its folders."""
+
+    witness: str
+    releases: dict[str, tuple[str, ...]]
+    question: Callable[[Random], dict[str, Any]]
+    table: list[dict[str, Any]]
+    ours: Callable[[dict[str, Any], str], Any]
+    agrees: Callable[[Answer, Answer], bool] = agree
+    python: str = sys.executable
+
+
+_OMEGACONF = ("PyYAML-6.0.3", "antlr4-python3-runtime-4.9.3")
+_AXOLOTL = ("click-8.1.8", "fire-0.7.1", "termcolor-3.1.0", "addict-2.4.0")
+PARSERS = {
+    "yaml": Parser(
+        "yaml_safe",
+        {each: (f"PyYAML-{each}",) for each in ("6.0.2", "6.0.3", "6.0.4")},
+        yaml_texts.question,
+        [{"text": text} for text in yaml_texts.TABLE],
+        yaml_texts.ours_safe,
+    ),
+    "omegaconf": Parser(
+        "omegaconf",
+        {each: (f"omegaconf-{each}", *_OMEGACONF) for each in ("2.3.0", "2.3.1", "2.4.0")},
+        yaml_texts.omegaconf_question,
+        [{"text": text} for text in yaml_texts.TABLE],
+        yaml_texts.ours_omegaconf,
+    ),
+    "json": Parser(
+        "json_loads",
+        {"python": ()},
+        yaml_texts.json_question,
+        [{"text": text} for text in yaml_texts.JSON_TABLE],
+        yaml_texts.ours_json,
+    ),
+    "axolotl": Parser(
+        "axolotl",
+        {each: (f"axolotl-{each}", *_AXOLOTL) for each in ("0.18.0", "0.21.0")},
+        axolotl_commands.question,
+        axolotl_commands.TABLE,
+        axolotl_commands.ours,
+        axolotl_commands.agree,
+    ),
+}
+
+
+def answered(parser: Parser, question: dict[str, Any], release: str) -> Answer:
+    """Return what our reader answers."""
+    try:
+        return {"value": encoded(parser.ours(question, release))}
+    except (UnusableInput, ValueError) as error:
+        return {"raised": str(error)[:300]}
+
+
+def asked(parser: Parser, release: str, questions: list[dict[str, Any]]) -> list[Answer]:
+    """Return what the framework's own parser answers."""
+    folders = [str(FOLDER / each) for each in parser.releases[release]]
+    lines = "".join(f"{json.dumps(each)}\n" for each in questions)
+    command = [parser.python, str(HERE / "parser_witness.py"), parser.witness, *folders]
+    done = subprocess.run(command, input=lines, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{parser.witness} {release}: {done.stderr[-2000:]}")
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def questions_of(parser: Parser, seed: int, inputs: int) -> list[dict[str, Any]]:
+    """Return the table and as many generated inputs."""
+    random = Random(seed)
+    return [*parser.table, *(parser.question(random) for _ in range(inputs))]
+
+
+def differences(name: str, release: str, questions: list[dict[str, Any]]) -> int:
+    """Print how many answers differ, and some of them."""
+    parser = PARSERS[name]
+    real = asked(parser, release, questions)
+    found = []
+    for question, answer in zip(questions, real, strict=True):
+        mine = answered(parser, question, release)
+        if not parser.agrees(answer, mine):
+            found.append((question, answer, mine))
+    taken = sum("value" in answer for answer in real)
+    print(
+        f"{name} {release}: {len(questions)} inputs, {taken} accepted by the parser, {len(found)} differences"
+    )
+    for question, answer, mine in found[:SHOWN]:
+        for what, said in (("", question), ("  real ", answer), ("  ours ", mine)):
+            print(f"  {what}{json.dumps(said)[:WIDTH]}")
+    return len(found)
+
+
+def record(names: list[str]) -> None:
+    """Write the real answers that the ordinary tests compare with."""
+    kept = json.loads(RECORDED.read_text(encoding="utf-8")) if RECORDED.exists() else {}
+    for name in names:
+        parser = PARSERS[name]
+        questions = questions_of(parser, SEED_OF_RECORD, RECORDED_INPUTS)
+        kept[name] = {
+            release: [
+                [question, answer]
+                for question, answer in zip(questions, asked(parser, release, questions), strict=True)
+            ]
+            for release in parser.releases
+        }
+    RECORDED.write_text(json.dumps(kept, indent=0, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def main() -> int:
+    """Run the campaigns."""
+    arguments = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    arguments.add_argument(
+        "parsers", nargs="*", metavar="PARSER", help=f"of {', '.join(PARSERS)}; default: all"
+    )
+    arguments.add_argument("--inputs", type=int, default=5000)
+    arguments.add_argument("--seed", type=int, default=1)
+    arguments.add_argument("--record", action="store_true")
+    args = arguments.parse_args()
+    names = args.parsers or list(PARSERS)
+    if args.record:
+        record(names)
+        return 0
+    found = 0
+    for name in names:
+        questions = questions_of(PARSERS[name], args.seed, args.inputs)
+        found += sum(differences(name, release, questions) for release in PARSERS[name].releases)
+    return int(found > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,80 @@
+"""Asks a framework's own parser: a process that answers one question in JSON a line with one answer (`parser_answers`).
+
+    python parser_witness.py PARSER FOLDER..
+
+PARSER is a function of this module; the folders hold the release that is asked, and come first on the path.
+"""
+
+import json
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from parser_answers import Answer, encoded
+
+
+def yaml_safe(question: dict[str, Any]) -> Any:
+    """PyYAML's safe loader."""
+    import yaml
+
+    return mapping(yaml.safe_load(question["text"]))
+
+
+def omegaconf(question: dict[str, Any]) -> Any:
+    """OmegaConf, from a file."""
+    from omegaconf import OmegaConf
+
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8", newline="") as file:
+        file.write(question["text"])
+        file.flush()
+        return mapping(OmegaConf.to_container(OmegaConf.load(file.name)))
+
+
+def json_loads(question: dict[str, Any]) -> Any:
+    """Python's own JSON, as transformers, Accelerate and ms-swift read a DeepSpeed file."""
+    return mapping(json.loads(question["text"]))
+
+
+def axolotl(question: dict[str, Any]) -> Any:
+    """Axolotl's `load_cfg` on a file and the options of `axolotl train`, up to where it validates the result.
+
+    Click parses the options by the release's own table of them, its own function builds the launcher's command, and
+    Fire reads that; `left` is what goes to the launcher.
+    """
+    import axolotl_command
+
+    return axolotl_command.run(question["text"], question["words"], launcher=question["launcher"])
+
+
+def mapping(value: Any) -> Any:
+    """Return the value; no framework takes a configuration that is no mapping."""
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise TypeError(type(value).__name__)
+    return value
+
+
+def answer(parser: Callable[[dict[str, Any]], Any], question: dict[str, Any]) -> Answer:
+    """Return what the parser makes of one question."""
+    try:
+        return {"value": encoded(parser(question))}
+    except (Exception, SystemExit) as error:
+        return {"raised": f"{type(error).__name__}: {error}"[:300]}
+
+
+def main() -> None:
+    """Answer until the input ends."""
+    name, *folders = sys.argv[1:]
+    here = str(Path(__file__).parent)
+    sys.path[:] = [*folders, here, *(each for each in sys.path if each != here)]
+    answers, sys.stdout = sys.stdout, sys.stderr
+    parser = globals()[name]
+    for line in sys.stdin:
+        print(json.dumps(answer(parser, json.loads(line))), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()
