@@ -1,4 +1,4 @@
-"""Moves training memory between GPU and host: activations, optimizer state and frozen weights.
+"""Moves training memory between GPU and host: activations, optimizer state and weights.
 
 Reads no configuration and imports no `skill_tools`: a plan is the only thing that passes between the two packages.
 Streaming of optimizer states, the probe and the verifiers are imported when their names are first used.
@@ -15,6 +15,7 @@ from reference_impl.weights import FrozenLayerStreamer
 if TYPE_CHECKING:
     from reference_impl.fitting import fit
     from reference_impl.optimizers import OptimizerStateOffloader
+    from reference_impl.parking import park
     from reference_impl.trained_layers import ShardStreamer, TrainableLayerStreamer
     from reference_impl.verification.apply import apply_plan
     from reference_impl.verification.probe import probe
@@ -34,6 +35,7 @@ __all__ = [
     "apply_plan",
     "fit",
     "limit_pinned_memory",
+    "park",
     "probe",
     "trace",
 ]
@@ -44,6 +46,7 @@ _LATER = {
     "TrainableLayerStreamer": "reference_impl.trained_layers",
     "apply_plan": "reference_impl.verification.apply",
     "fit": "reference_impl.fitting.fit",
+    "park": "reference_impl.parking",
     "probe": "reference_impl.verification.probe",
     "trace": "reference_impl.verification.trace",
 }

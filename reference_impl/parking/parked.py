@@ -1,0 +1,530 @@
+"""`park`: training memory that can leave the device as a whole, and come back as it was.
+
+Parking is one transaction. The bytes are copied out while everything stays in place, and nothing is freed before all of
+them are on the host; on the way back no tensor may be used before all bytes are there. So after an error, Ctrl-C or a
+lack of memory either everything is parked or nothing has moved, and `status` says which.
+
+Explained in docs/parking.md.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.utils._pytree import tree_flatten, tree_map
+
+from reference_impl.device.base import device_is_full
+from reference_impl.distributed.ddp import data_parallels
+from reference_impl.distributed.ranks import Together, alike
+from reference_impl.memory.arena import HostArena
+from reference_impl.memory.closing import ClosedAtExit, close_behind, undo_all
+from reference_impl.memory.interrupts import deferred_interrupts
+from reference_impl.optimizers.hosted import HostedOptimizer
+from reference_impl.parking.guards import guard
+from reference_impl.parking.storage import Fingerprints, ParkedStorage
+from reference_impl.parking.tensors import KINDS, Found, FoundStorage, Kind, find
+
+Status = Literal["present", "parked", "closed"]
+
+_RETRY_S = 0.05
+# Kept alive while their tensors have no memory: nobody else could bring that back.
+_parked: set[ParkedTraining] = set()
+
+
+def park(
+    model: nn.Module | Sequence[nn.Module],
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] = (),
+    *,
+    also: Sequence[object] = (),
+    gradients: Literal["keep", "drop"] = "keep",
+    host_limit_bytes: int | None = None,
+    strict: bool = True,
+    keep_host: bool = True,
+    timeout_s: float = 60.0,
+) -> ParkedTraining:
+    """Return what parks and restores the training memory of a model and its optimizer; nothing moves yet.
+
+    >>> parked = park(model, optimizer)
+    >>> with parked:
+    ...     generate()  # the GPU is free
+    >>> train_on()
+
+    Args:
+        model: a module, or several. Under FSDP2 the sharded module, under DistributedDataParallel the wrapped one.
+        optimizer: those that train it: any `torch.optim.Optimizer`, ours among them.
+        also: more to park: tensors, containers, modules, streamers and offloaders of this package.
+        gradients: `keep` parks them, `drop` sets them to None at each `park()`.
+        host_limit_bytes: the most host memory to take; what may not be pinned (`limit_pinned_memory`) is pageable.
+        strict: raise at `park()` where a storage cannot leave; False leaves it, and the report names it.
+        keep_host: False gives the host memory back at each `restore()`, and takes it anew at the next `park()`.
+        timeout_s: how long `restore()` waits for memory on the device.
+
+    Raises ValueError for training memory on several accelerators, an optimizer of other parameters than the model's, or
+    an option out of range; RuntimeError for a closed optimizer.
+    """
+    models = [model] if isinstance(model, nn.Module) else list(model)
+    optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+    if gradients not in ("keep", "drop"):
+        raise ValueError(f"gradients is {gradients!r}; expected 'keep' or 'drop'; try 'keep'")
+    if not models or not all(isinstance(each, nn.Module) for each in models):
+        raise ValueError(
+            f"model is {model!r}; expected a module, or a list of some; try the model that is trained"
+        )
+    owned = {id(param) for each in models for param in each.parameters()}
+    for each in optimizers:
+        listed = [param for group in each.param_groups for param in group["params"]]
+        if not any(id(param) in owned for param in listed):
+            raise ValueError(
+                f"{type(each).__name__} trains no parameter of the model; expected its own optimizer; try "
+                "park([model, the other model], optimizer)"
+            )
+        _finish(each)
+    return ParkedTraining(
+        models,
+        optimizers,
+        also=also,
+        drops_gradients=gradients == "drop",
+        host_limit_bytes=host_limit_bytes,
+        strict=strict,
+        keep_host=keep_host,
+        timeout_s=timeout_s,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParkingReport:
+    """What the last `park()` and `restore()` have moved.
+
+    Args:
+        parked_bytes: bytes of the storages that were parked, by kind.
+        copied_bytes: bytes that were copied out; the others were on the host already.
+        left: what cannot leave the device, by name, and why.
+        host_bytes: pinned host memory that is held.
+        park_s, restore_s: seconds that the calls took, from the synchronized device to the synchronized device.
+    """
+
+    parked_bytes: Mapping[Kind, int] = field(default_factory=dict)
+    copied_bytes: int = 0
+    left: Mapping[str, str] = field(default_factory=dict)
+    host_bytes: int = 0
+    park_s: float = 0.0
+    restore_s: float = 0.0
+
+    def __str__(self) -> str:
+        """Return it in a few words."""
+        kinds = ", ".join(f"{kind} {size / 1e9:.2f} GB" for kind, size in self.parked_bytes.items())
+        left = f"; {len(self.left)} tensors stay" if self.left else ""
+        return f"{kinds}; away in {self.park_s:.2f} s, back in {self.restore_s:.2f} s{left}"
+
+
+class ParkedTraining(ClosedAtExit):
+    """The training memory of models and optimizers; made by `park`, which says what it does.
+
+    A `with` block parks it and brings it back at its end. `close()` brings it back for good, and gives the host memory
+    and the hooks back.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[nn.Module],
+        optimizers: Sequence[torch.optim.Optimizer],
+        *,
+        also: Sequence[object],
+        drops_gradients: bool,
+        host_limit_bytes: int | None,
+        strict: bool,
+        keep_host: bool,
+        timeout_s: float,
+    ) -> None:
+        self._models, self._optimizers, self._also = models, optimizers, also
+        self._drops_gradients, self._strict = drops_gradients, strict
+        self._host_limit_bytes, self._keep_host, self._timeout_s = host_limit_bytes, keep_host, timeout_s
+        self._device = self._find().device
+        self._ranks = _ranks_of(models)
+        self._arena: HostArena | None = None
+        # By the storage that each is of.
+        self._known: dict[int, ParkedStorage] = {}
+        self._is_read = self._is_closed = False
+        self._report = ParkingReport()
+        self._handles = guard(
+            models, optimizers, weights=self._refuse_without_weights, training=self._refuse_without_all
+        )
+
+    @property
+    def status(self) -> Status:
+        """`present`: everything is on the device; `parked`: what `parked_kinds` names is not; `closed`."""
+        if self._is_closed:
+            return "closed"
+        return "parked" if self.parked_kinds else "present"
+
+    @property
+    def parked_kinds(self) -> tuple[Kind, ...]:
+        """The kinds of which something is parked."""
+        kinds = {each.kind for each in self._parked()}
+        return tuple(kind for kind in KINDS if kind in kinds)
+
+    @property
+    def report(self) -> ParkingReport:
+        """What the last `park()` and `restore()` have moved."""
+        return self._report
+
+    def prepare(self) -> None:
+        """Start pinning the host memory of the next `park()` in the background, for instance before a backward."""
+        self._check_open()
+        if self._arena is None:
+            self._arena = self._new_arena()
+            self._arena.expect(found.size_bytes for found in self._find().storages)
+
+    def park(self, *, weights: bool = True) -> ParkingReport:
+        """Move training memory to the host and give it back to the driver, the allocator's cache included.
+
+        Call it between a step and the next forward, or between two micro-batches of an accumulation, never between a
+        forward and its backward. On several ranks it is a collective.
+
+        Args:
+            weights: False leaves parameters and buffers on the device, for a weight sync.
+
+        Raises RuntimeError when all of it is parked already, when this or an optimizer is closed, and for a storage
+        that cannot leave (`strict`); HostMemoryError when the host has too little memory. Then nothing has moved.
+        """
+        self._check_open()
+        start_s = time.perf_counter()
+        with self._abandoned_on_error():
+            with alike(self._ranks):
+                for optimizer in self._optimizers:
+                    _finish(optimizer)
+                for model in self._models:
+                    _free_gathered(model)
+                self._device.synchronize()
+                storages, left = self._take(KINDS if weights else KINDS[1:])
+                fingerprints = Fingerprints(self._device)
+                copied_bytes = sum(each.start_copy_out(fingerprints) for each in storages)
+                # Their buffers go before the cache does.
+                del fingerprints
+                self._device.synchronize()
+                if self._drops_gradients:
+                    self._zero_gradients()
+            self._free_device(storages)
+        if self._device.allocator is not None:
+            self._device.allocator.give_back()
+        self._report = replace(
+            self._report,
+            parked_bytes=_bytes_by_kind(self._parked()),
+            copied_bytes=copied_bytes,
+            left=left,
+            host_bytes=0 if self._arena is None else self._arena.reserved_bytes,
+            park_s=time.perf_counter() - start_s,
+        )
+        return self._report
+
+    def restore(self, *kinds: Kind, timeout_s: float | None = None) -> ParkingReport:
+        """Bring training memory back, and return when it is there. On several ranks it is a collective.
+
+        Args:
+            kinds: `weights`, `gradients`, `states`, `extra`; all without any. With weights alone the model can run, but
+                not train.
+            timeout_s: seconds to wait for memory that somebody else still holds, in place of the constructor's.
+
+        Raises RuntimeError when nothing of these is parked, ValueError for a kind that there is not, and
+        torch.OutOfMemoryError when the memory does not come in time. Then everything is still parked.
+        """
+        self._check_open()
+        if unknown := set(kinds) - set(KINDS):
+            raise ValueError(
+                f"restore() got {', '.join(sorted(unknown))}; expected some of {', '.join(KINDS)}; try restore()"
+            )
+        storages = [each for each in self._parked() if not kinds or each.kind in kinds]
+        if not storages:
+            raise RuntimeError(
+                f"nothing of {', '.join(kinds or KINDS)} is parked; expected what park() has moved; try park() before"
+            )
+        start_s = time.perf_counter()
+        try:
+            with alike(self._ranks):
+                self._copy_in(storages, self._timeout_s if timeout_s is None else timeout_s)
+            with deferred_interrupts():
+                for each in storages:
+                    each.be_present()
+                if not self._parked():
+                    _parked.discard(self)
+        except BaseException:
+            self._free_again(storages)
+            raise
+        if not self._keep_host and not self._parked():
+            self._drop_host()
+        self._report = replace(self._report, restore_s=time.perf_counter() - start_s)
+        return self._report
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return `{"model": ..., "optimizer": ...}` of parked training, read from the host, which nothing moves.
+
+        Each is a list where several were given. Tensors are copies in ordinary memory. Raises RuntimeError where
+        nothing is parked, and for an optimizer of this package, whose `state_dict()` computes on the device.
+        """
+        return tree_map(_copied, self._on_host())  # type: ignore[no-any-return]
+
+    def load_state_dict(self, states: Mapping[str, Any]) -> None:
+        """Write what `state_dict()` has returned into parked training, on the host; `restore()` brings it.
+
+        Raises ValueError for another structure, shape or dtype, before anything is written.
+        """
+        mine, theirs = self._on_host(), dict(states)
+        into, structure = tree_flatten(mine)
+        values, other = tree_flatten(theirs)
+        if structure != other:
+            raise ValueError(
+                f"the states have another structure than this training ({len(values)} entries for {len(into)}); "
+                "expected what state_dict() returned of the same one; try load_state_dict() of each after restore()"
+            )
+        for target, value in zip(into, values, strict=True):
+            if isinstance(target, torch.Tensor) and (
+                not isinstance(value, torch.Tensor)
+                or value.shape != target.shape
+                or value.dtype != target.dtype
+            ):
+                found = (value.shape, value.dtype) if isinstance(value, torch.Tensor) else value
+                raise ValueError(
+                    f"a state is {found}; expected {(target.shape, target.dtype)}; try the checkpoint of this model"
+                )
+        with torch.no_grad():
+            for target, value in zip(into, values, strict=True):
+                if isinstance(target, torch.Tensor):
+                    target.copy_(value)
+        listed = theirs["optimizer"] if isinstance(theirs["optimizer"], list) else [theirs["optimizer"]]
+        for optimizer, saved in zip(self._optimizers, listed, strict=True):
+            for group, loaded in zip(optimizer.param_groups, saved["param_groups"], strict=True):
+                group.update({key: value for key, value in loaded.items() if key != "params"})
+
+    def close(self) -> None:
+        """Bring everything back for good; give host memory and hooks back. Calling it again does nothing."""
+        if self._is_closed:
+            return
+        if self._parked():
+            self.restore()
+        undo_all([self._drop_host, *(handle.remove for handle in self._handles)])
+        self._is_closed = True
+
+    def __enter__(self) -> Self:
+        """Park."""
+        self.park()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Restore what is parked; an exception that has left the block stays the one that is raised."""
+        if self._parked():
+            close_behind(error, self._restore_all)
+
+    def _parked(self) -> list[ParkedStorage]:
+        return [each for each in self._known.values() if each.is_parked]
+
+    def _restore_all(self) -> None:
+        self.restore()
+
+    def _find(self) -> Found:
+        return find(self._models, self._optimizers, self._also)
+
+    def _take(self, kinds: Sequence[Kind]) -> tuple[list[ParkedStorage], Mapping[str, str]]:
+        """Return what of `kinds` is to be parked, with its host memory, and what cannot leave."""
+        found, left = self._movable(kinds)
+        if not found and self._parked():
+            raise RuntimeError("training is parked already; expected it on the device; try restore() first")
+        known = {key: each for key, each in self._known.items() if each.is_parked}
+        for each in found:
+            before = self._known.get(each.storage._cdata)
+            is_same = before is not None and before.finds(each)
+            known[each.storage._cdata] = before if before and is_same else ParkedStorage(self._device, each)
+        arena = self._arena = self._arena or self._new_arena()
+        with deferred_interrupts():
+            for gone in set(self._known.values()) - set(known.values()):
+                gone.give_block(arena)
+            self._known = known
+        storages = [storage for storage in known.values() if not storage.is_parked]
+        if not arena.reserved_bytes:
+            arena.reserve_blocks(storage.size_bytes for storage in storages)
+        for storage in storages:
+            with deferred_interrupts():
+                storage.take_block(arena)
+        return storages, left
+
+    def _movable(self, kinds: Sequence[Kind]) -> tuple[list[FoundStorage], Mapping[str, str]]:
+        """Return the storages of `kinds` that can leave, and by name why others cannot, which raises if `strict`."""
+        found = self._find()
+        left = dict(found.unmovable)
+        dropped = {"gradients"} if self._drops_gradients else set()
+        wanted = [each for each in found.storages if each.kind in kinds and each.kind not in dropped]
+        allocator = self._device.allocator
+        if allocator is not None:
+            pinned_down = allocator.of_graphs(each.storage.data_ptr() for each in wanted)
+            for each in [each for each in wanted if each.storage.data_ptr() in pinned_down]:
+                left[each.name] = "it is in the memory pool of a CUDA graph, which knows its address"
+                wanted.remove(each)
+        if left and self._strict:
+            listed = "; ".join(f"{name}: {reason}" for name, reason in list(left.items())[:5])
+            raise RuntimeError(
+                f"{len(left)} tensors cannot leave the device ({listed}); expected storages of torch's own allocator; "
+                "try strict=False, which leaves them where they are"
+            )
+        return wanted, left
+
+    @contextmanager
+    def _abandoned_on_error(self) -> Iterator[None]:
+        """Leave everything on the device where parking is not to be, once no copy runs."""
+        try:
+            yield
+        except BaseException:
+            with suppress(Exception):
+                self._device.synchronize()
+            for each in self._known.values():
+                if not each.is_parked:
+                    each.abandon()
+            raise
+
+    def _zero_gradients(self) -> None:
+        for optimizer in self._optimizers:
+            optimizer.zero_grad()
+        for model in self._models:
+            model.zero_grad()
+
+    def _free_device(self, storages: Sequence[ParkedStorage]) -> None:
+        with deferred_interrupts():
+            try:
+                _parked.add(self)
+                for each in storages:
+                    each.free_device()
+            except BaseException:
+                # What is free already fits again.
+                self._copy_in([each for each in storages if each.is_parked], timeout_s=self._timeout_s)
+                for each in storages:
+                    each.be_present()
+                raise
+
+    def _copy_in(self, storages: Sequence[ParkedStorage], timeout_s: float) -> None:
+        """Have the bytes of `storages` on the device, or none of them after an error."""
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            try:
+                for each in storages:
+                    with deferred_interrupts():
+                        each.start_copy_in()
+                self._device.synchronize()
+                return
+            except Exception as error:
+                self._free_again(storages)
+                if not device_is_full(error):
+                    raise
+                if time.monotonic() >= deadline_s:
+                    size_bytes = sum(each.size_bytes for each in storages)
+                    raise torch.OutOfMemoryError(
+                        f"restore() found no memory for {size_bytes / 2**30:.2f} GiB within {timeout_s:g} s; expected "
+                        "the device to be free again; everything is still parked; try again once others have given "
+                        "their memory back, or a longer timeout_s"
+                    ) from error
+            time.sleep(_RETRY_S)
+
+    def _free_again(self, storages: Sequence[ParkedStorage]) -> None:
+        with suppress(Exception):
+            self._device.synchronize()
+        with deferred_interrupts():
+            for each in storages:
+                each.free_again()
+        if self._device.allocator is not None:
+            self._device.allocator.give_back()
+
+    def _new_arena(self) -> HostArena:
+        return HostArena(
+            self._device,
+            limit_bytes=self._host_limit_bytes,
+            remedy="try a larger host_limit_bytes, gradients='drop', or park(weights=False)",
+        )
+
+    def _drop_host(self) -> None:
+        arena, self._arena, self._known = self._arena, None, {}
+        if arena is not None:
+            arena.close()
+
+    def _on_host(self) -> dict[str, Any]:
+        """Return `state_dict()` of models and optimizers with views of the host memory for what is parked."""
+        self._check_open()
+        if not self._parked():
+            raise RuntimeError(
+                "nothing is parked; expected parked training; try the model's and the optimizer's own state_dict()"
+            )
+        self._is_read = True
+        try:
+            models: Any = [each.state_dict() for each in self._models]
+            optimizers: Any = [each.state_dict() for each in self._optimizers]
+        finally:
+            self._is_read = False
+        by_storage = {each.storage_key: each for each in self._parked()}
+
+        def read(leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor):
+                return leaf
+            parked = by_storage.get(leaf.untyped_storage()._cdata)
+            return leaf if parked is None else parked.on_host(leaf)
+
+        states = {"model": tree_map(read, models), "optimizer": tree_map(read, optimizers)}
+        return {key: value[0] if len(value) == 1 else value for key, value in states.items()}
+
+    def _refuse_without_weights(self, action: str) -> None:
+        if not self._is_read and any(each.kind == "weights" for each in self._parked()):
+            raise _parked_error(action)
+
+    def _refuse_without_all(self, action: str) -> None:
+        if not self._is_read and self._parked():
+            raise _parked_error(action)
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise RuntimeError(
+                "this parking is closed; expected an open one; try park(model, optimizer) again"
+            )
+
+
+def _parked_error(action: str) -> RuntimeError:
+    return RuntimeError(
+        f"{action} came while training memory is parked; expected it on the device; try restore() first"
+    )
+
+
+def _finish(optimizer: torch.optim.Optimizer) -> None:
+    """Finish the update that one of our optimizers still runs. Raises RuntimeError when it is closed or broken."""
+    inner = getattr(optimizer, "optimizer", optimizer)
+    if isinstance(inner, HostedOptimizer):
+        inner.synchronize()
+
+
+def _free_gathered(model: nn.Module) -> None:
+    """Free what FSDP2 has gathered and keeps for a backward that has been."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def _ranks_of(models: Sequence[nn.Module]) -> Together | None:
+    """Return the ranks that train `models` together; None for one."""
+    for model in models:
+        for parallel in data_parallels(model):
+            return Together.of(parallel.parameters(), parallel.process_group)
+    return Together.of(param for model in models for param in model.parameters())
+
+
+def _bytes_by_kind(storages: Iterable[ParkedStorage]) -> dict[Kind, int]:
+    sizes: dict[Kind, int] = {}
+    for each in storages:
+        sizes[each.kind] = sizes.get(each.kind, 0) + each.size_bytes
+    return sizes
+
+
+def _copied(leaf: Any) -> Any:
+    return leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf

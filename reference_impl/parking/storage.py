@@ -1,0 +1,178 @@
+"""One storage's way to the host and back, under the tensors that lie on it.
+
+The bytes are copied out first. Only then is the storage emptied, and its tensors refuse to be computed with. On the
+way back the storage gets memory again and the bytes are copied in; tensors, views, version counters and autograd's
+leaves never learn of it.
+
+A frozen weight whose bytes are those of the last parking is not copied again. A fingerprint says so that the device
+computes, because no version counter sees fused kernels, `.data` and writes to the storage itself.
+
+Explained in docs/parking.md.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from functools import cached_property
+
+import torch
+
+from reference_impl.device import Device
+from reference_impl.device.base import device_is_full
+from reference_impl.memory.absent import mark_absent, mark_present
+from reference_impl.memory.arena import HostArena, HostBlock
+from reference_impl.memory.ledger import resize_storage
+from reference_impl.parking.tensors import FoundStorage, Kind
+from reference_impl.weights.storages import placed
+
+REMEDY = "training is parked: try restore() first"
+# Two kernels a chunk; both buffers stay in the GPU's cache.
+_CHUNK_WORDS = 2**20
+_WORD_BYTES = 8
+
+
+class ParkedStorage:
+    """A storage of training memory that can be parked: on the device, or `is_parked` in its block of `arena`.
+
+    Between parkings it keeps its block but none of its tensors alive.
+    """
+
+    def __init__(self, device: Device, found: FoundStorage) -> None:
+        self.kind: Kind = found.kind
+        self.size_bytes = found.size_bytes
+        self.is_parked = False
+        self._device = device
+        self._block: HostBlock | None = None
+        self._fingerprint: int | None = None
+        self.found: FoundStorage | None = found
+        self._seen = self._reference(found)
+
+    def finds(self, found: FoundStorage) -> bool:
+        """Take over `found` and return True if it is this same storage, at another parking."""
+        tensor = self._seen()
+        if tensor is None or tensor.untyped_storage()._cdata != found.storage._cdata:
+            return False
+        if found.size_bytes != self.size_bytes or found.kind != self.kind:
+            return False
+        self.found, self._seen = found, self._reference(found)
+        return True
+
+    def take_block(self, arena: HostArena) -> None:
+        """Have host memory. Raises HostMemoryError."""
+        if self._block is None:
+            self._block = arena.allocate(self.size_bytes)
+
+    def give_block(self, arena: HostArena) -> None:
+        """Give the host memory back."""
+        block, self._block, self._fingerprint = self._block, None, None
+        if block is not None:
+            arena.free(block)
+
+    def start_copy_out(self, fingerprints: Fingerprints) -> int:
+        """Start the D2H copy and return its bytes: 0 where the host has the same bytes already. The host may wait."""
+        assert self.found is not None
+        flat = self._flat()
+        if not self.found.may_change:
+            before, self._fingerprint = self._fingerprint, fingerprints.of(flat)
+            if before is not None and before == self._fingerprint:
+                return 0
+        self._device.copy_out(self.host, flat, after=(self._device.record(),))
+        return self.size_bytes
+
+    def abandon(self) -> None:
+        """Forget the parking that is not to be; no copy runs. The host's bytes are of no parking any more."""
+        self._fingerprint, self.found = None, None
+
+    def free_device(self) -> None:
+        """Take the memory from under the tensors, whose bytes are on the host. Nothing here may wait or fail."""
+        assert self.found is not None
+        for name, tensor in self.found.tensors:
+            mark_absent(tensor, name, REMEDY)
+        resize_storage(self.found.storage, 0)
+        self.is_parked = True
+
+    def start_copy_in(self) -> None:
+        """Have memory on the device again and start the H2D copy. Raises OutOfMemoryError."""
+        assert self.found is not None
+        resize_storage(self.found.storage, self.size_bytes)
+        self._device.copy_in(self._flat(), self.host, after=(self._device.record(),))
+
+    def free_again(self) -> None:
+        """Undo `start_copy_in`, once no copy runs, unless the tensors are present already."""
+        if self.is_parked and self.found is not None and self.found.storage.nbytes():
+            resize_storage(self.found.storage, 0)
+
+    def be_present(self) -> None:
+        """Let the tensors be computed with, whose bytes are on the device; keep none of them alive."""
+        assert self.found is not None
+        for _, tensor in self.found.tensors:
+            mark_present(tensor)
+        self.is_parked, self.found = False, None
+
+    @property
+    def storage_key(self) -> int:
+        """What tells the parked storage from others."""
+        assert self.found is not None
+        return int(self.found.storage._cdata)
+
+    def on_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the parked `tensor` of this storage as it is on the host: a view of the slab."""
+        return placed(self.host, tensor, int(self.host.storage_offset()))
+
+    @property
+    def host(self) -> torch.Tensor:
+        """The bytes on the host, flat uint8."""
+        assert self._block is not None
+        return self._block.view(torch.uint8, (self.size_bytes,))
+
+    def _flat(self) -> torch.Tensor:
+        assert self.found is not None
+        # An absent tensor answers nothing but what its storage is.
+        storage = self.found.storage
+        return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(
+            storage, 0, (self.size_bytes,), (1,)
+        )
+
+    @staticmethod
+    def _reference(found: FoundStorage) -> Callable[[], torch.Tensor | None]:
+        return weakref.ref(found.tensors[0][1])
+
+
+class Fingerprints:
+    """Fingerprints of bytes on one device, whose buffers live as long as this.
+
+    A fingerprint is the sum of the 64-bit words times fixed odd random numbers, modulo 2^64: it changes with any single
+    word, and other changes keep it with a probability of 2^-63 or less.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._device = device.torch_device
+
+    @cached_property
+    def _buffers(self) -> tuple[torch.Tensor, torch.Tensor]:
+        multipliers = torch.empty(_CHUNK_WORDS, dtype=torch.int64)
+        multipliers.random_(generator=torch.Generator().manual_seed(0)).bitwise_or_(1)
+        on_device = multipliers.to(self._device)
+        return on_device, torch.empty_like(on_device)
+
+    def of(self, flat: torch.Tensor) -> int | None:
+        """Return the fingerprint of `flat` (uint8, on the device), or None without room for it; the host waits."""
+        try:
+            return self._computed(flat)
+        except Exception as error:
+            if not device_is_full(error):
+                raise
+            return None
+
+    def _computed(self, flat: torch.Tensor) -> int:
+        multipliers, product = self._buffers
+        words = flat[: flat.numel() // _WORD_BYTES * _WORD_BYTES].view(torch.int64)
+        total = torch.zeros((), dtype=torch.int64, device=flat.device)
+        for number, chunk in enumerate(words.split(_CHUNK_WORDS)):
+            part = torch.mul(chunk, multipliers[: chunk.numel()], out=product[: chunk.numel()])
+            # Chunks that are exchanged change the sum, too.
+            total.add_(part.sum()).mul_(2 * number + 3)
+        rest = flat[words.numel() * _WORD_BYTES :].to(torch.int64)
+        total.add_((rest * multipliers[: rest.numel()]).sum())
+        return int(total)

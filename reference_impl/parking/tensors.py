@@ -1,0 +1,236 @@
+"""Which storages training memory is made of, of which kind they are, and which tensors lie on each.
+
+Modules say what their parameters and buffers are. What optimizers and offloaders hold is found by following references
+through containers, objects of this package and optimizers, never into a module or the objects of others.
+
+Explained in docs/parking.md.
+"""
+
+from __future__ import annotations
+
+import types
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Literal
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from reference_impl.device import Device
+from reference_impl.memory.host import host_storages
+
+Kind = Literal["weights", "gradients", "states", "extra"]
+KINDS: tuple[Kind, ...] = ("weights", "gradients", "states", "extra")
+
+_PACKAGE = __name__.partition(".")[0]
+# Of a reference that leads to no training memory, or to that of a whole process.
+_EMPTY_CELL = types.CellType()
+_NOT_FOLLOWED = (nn.Module, Device, type, types.ModuleType)
+
+
+@dataclass(eq=False)
+class FoundStorage:
+    """One storage on the device, and the tensors of training that lie on it, each with its name.
+
+    `may_change` says that training writes it: a trained weight, a gradient, a state.
+    """
+
+    kind: Kind
+    may_change: bool
+    tensors: list[tuple[str, torch.Tensor]] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """The name of the first tensor on it."""
+        return self.tensors[0][0]
+
+    @property
+    def storage(self) -> torch.UntypedStorage:
+        """The storage itself."""
+        return self.tensors[0][1].untyped_storage()
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the whole storage."""
+        return self.storage.nbytes()
+
+
+@dataclass(frozen=True)
+class Found:
+    """What training memory is made of: storages in the order of their kinds, and what cannot be moved, by name."""
+
+    device: Device
+    storages: Sequence[FoundStorage]
+    unmovable: Mapping[str, str]
+
+
+def find(
+    models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer], also: Sequence[object]
+) -> Found:
+    """Return the storages of `models`, of their gradients, of what `optimizers` hold, and of what `also` holds.
+
+    Each storage once, under the first kind that it has. Raises ValueError where they are on several accelerators.
+    """
+    trained = {id(param) for each in optimizers for group in each.param_groups for param in group["params"]}
+    unmovable: dict[str, str] = {}
+    named = list(_named(models, optimizers, also))
+    device = _device_of([tensor for _, _, tensor in named])
+    by_storage: dict[int, FoundStorage] = {}
+    for kind, name, tensor in named:
+        if tensor.device != device.torch_device or _is_on_host(tensor):
+            continue
+        reason = _why_not(tensor)
+        if reason is not None:
+            unmovable.setdefault(name, reason)
+            continue
+        storage = tensor.untyped_storage()
+        if storage.nbytes() == 0:
+            continue
+        found = by_storage.setdefault(storage._cdata, FoundStorage(kind, may_change=False))
+        found.may_change |= kind != "weights" or tensor.requires_grad or id(tensor) in trained
+        if not any(each is tensor for _, each in found.tensors):
+            found.tensors.append((name, tensor))
+    ordered = sorted(by_storage.values(), key=lambda found: KINDS.index(found.kind))
+    return Found(device, ordered, unmovable)
+
+
+def _named(
+    models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer], also: Sequence[object]
+) -> Iterator[tuple[Kind, str, torch.Tensor]]:
+    names: dict[int, str] = {}
+    for model in models:
+        for prefix, module in model.named_modules():
+            for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+                if tensor is None:
+                    continue
+                whole = f"{prefix}.{name}" if prefix else name
+                names.setdefault(id(tensor), whole)
+                yield from (("weights", inner, plain) for inner, plain in tensors_in(tensor, whole))
+    params = [param for each in optimizers for group in each.param_groups for param in group["params"]]
+    params += [param for model in models for param in model.parameters()]
+    for param in dict.fromkeys(params):
+        if param.grad is not None:
+            name = f"gradient of {names.get(id(param), 'a parameter')}"
+            yield from (("gradients", inner, plain) for inner, plain in tensors_in(param.grad, name))
+    known = {id(param) for param in params}
+    for optimizer in optimizers:
+        # The states of our own optimizers are views that are made when somebody asks.
+        for param, held in () if _is_ours(optimizer.state) else optimizer.state.items():
+            of = names.get(id(param), "a parameter")
+            for name, plain in tensors_in(held, "state", but=known, into_objects=True):
+                yield "states", f"{name} of {of}", plain
+        for name, plain in tensors_in(optimizer, type(optimizer).__name__, but=known):
+            yield "states", name, plain
+    for index, root in enumerate(also):
+        name = f"also[{index}]"
+        if isinstance(root, nn.Module):
+            for inner, tensor in (*root.named_parameters(), *root.named_buffers()):
+                yield from (("extra", each, plain) for each, plain in tensors_in(tensor, f"{name}.{inner}"))
+        else:
+            yield from (("extra", each, plain) for each, plain in tensors_in(root, name))
+
+
+def tensors_in(
+    root: object, name: str, *, but: Collection[int] = (), into_objects: bool = False
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the plain tensors that `root` leads to, each once and with a name that begins with `name`.
+
+    Args:
+        root: a tensor, a container, an optimizer or an object of this package.
+        name: what `root` is called.
+        but: ids of tensors that are left out, with what they lead to.
+        into_objects: follow the attributes of any other object, too, as a quantized state's.
+    """
+    # Whoever is seen is kept, so that no other object gets its id.
+    seen: dict[int, object] = {}
+    waiting = deque([(name, root, into_objects)])
+    while waiting:
+        path, held, into = waiting.popleft()
+        if id(held) in seen or id(held) in but:
+            continue
+        seen[id(held)] = held
+        if not isinstance(held, torch.Tensor):
+            waiting.extend((*each, into) for each in _followed(path, held, into_objects=into))
+            continue
+        if is_traceable_wrapper_subclass(held):
+            parts, _ = held.__tensor_flatten__()
+            waiting.extend((f"{path}.{part}", getattr(held, part), into) for part in parts)
+        elif not _is_ours(held):
+            yield path, held
+        # A quantized weight keeps its scales in an attribute, and so does our stand-in what is left of a gradient.
+        waiting.extend((f"{path}.{key}", value, True) for key, value in vars(held).items())
+
+
+def _followed(path: str, held: object, *, into_objects: bool) -> Iterable[tuple[str, object]]:
+    """Return what `held` refers to, as far as it is followed."""
+    if isinstance(held, Mapping):
+        return [(f"{path}.{key}" if isinstance(key, str) else path, value) for key, value in held.items()]
+    if isinstance(held, list | tuple | set | frozenset | deque):
+        return [(path, value) for value in held]
+    if isinstance(held, partial):
+        return [(path, each) for each in (held.func, *held.args, *held.keywords.values())]
+    if isinstance(held, types.MethodType):
+        return [(path, held.__self__)]
+    if isinstance(held, types.FunctionType):
+        cells = held.__closure__ or () if held.__module__.partition(".")[0] == _PACKAGE else ()
+        return [(path, cell.cell_contents) for cell in cells if cell != _EMPTY_CELL]
+    if isinstance(held, _NOT_FOLLOWED):
+        return []
+    if _is_ours(held) or isinstance(held, torch.optim.Optimizer) or (into_objects and not _is_of_torch(held)):
+        return [(f"{path}.{key}", value) for key, value in _attributes(held)]
+    return []
+
+
+def _is_ours(held: object) -> bool:
+    return type(held).__module__.partition(".")[0] == _PACKAGE
+
+
+def _is_of_torch(held: object) -> bool:
+    """Whether `held` is of torch's own machinery: process groups, meshes and streams lead anywhere."""
+    return type(held).__module__.partition(".")[0] == "torch"
+
+
+def _attributes(held: object) -> Iterator[tuple[str, object]]:
+    yield from getattr(held, "__dict__", {}).items()
+    for cls in type(held).__mro__:
+        slots = cls.__dict__.get("__slots__", ())
+        for slot in (slots,) if isinstance(slots, str) else slots:
+            if slot not in ("__dict__", "__weakref__") and hasattr(held, slot):
+                yield slot, getattr(held, slot)
+
+
+def _device_of(tensors: Iterable[torch.Tensor]) -> Device:
+    devices = sorted(
+        {tensor.device for tensor in tensors if tensor.device.type not in ("cpu", "meta")}, key=str
+    )
+    if len(devices) > 1:
+        raise ValueError(
+            f"training memory is on {', '.join(map(str, devices))}; expected one accelerator; try one park() for the "
+            "model and optimizer of each"
+        )
+    return Device.of(devices[0] if devices else "cpu")
+
+
+def _is_on_host(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` is in the host tier, which on the CPU twin is memory of the same device."""
+    return tensor.layout is torch.strided and tensor.untyped_storage().data_ptr() in host_storages
+
+
+def _why_not(tensor: torch.Tensor) -> str | None:
+    """Return why the memory of `tensor` cannot be taken from under it; None where it can."""
+    if tensor.layout is not torch.strided:
+        return f"its layout is {tensor.layout}"
+    if tensor.is_quantized or tensor.is_nested:
+        return "its bytes are not in one storage"
+    try:
+        storage = tensor.untyped_storage()
+        if not storage.resizable():
+            return "its storage does not resize, as memory of numpy, DLPack or a mapped file"
+        if storage.nbytes() and tensor.device.type != "meta" and storage.data_ptr() == 0:
+            return "it has no memory of its own"
+    except (RuntimeError, NotImplementedError):
+        return "it has no storage"
+    return None
