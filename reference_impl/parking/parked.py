@@ -78,14 +78,8 @@ def park(
         raise ValueError(
             f"model is {model!r}; expected a module, or a list of some; try the model that is trained"
         )
-    owned = {id(param) for each in models for param in each.parameters()}
     for each in optimizers:
-        listed = [param for group in each.param_groups for param in group["params"]]
-        if not any(id(param) in owned for param in listed):
-            raise ValueError(
-                f"{type(each).__name__} trains no parameter of the model; expected its own optimizer; try "
-                "park([model, the other model], optimizer)"
-            )
+        _check_trains(each, models)
         _finish(each)
     return ParkedTraining(
         models,
@@ -251,10 +245,7 @@ class ParkedTraining(ClosedAtExit):
             with alike(self._ranks):
                 self._copy_in(storages, self._timeout_s if timeout_s is None else timeout_s)
             with deferred_interrupts():
-                for each in storages:
-                    each.be_present()
-                if not self._parked():
-                    _parked.discard(self)
+                self._be_present(storages)
         except BaseException:
             self._free_again(storages)
             raise
@@ -374,6 +365,10 @@ class ParkedTraining(ClosedAtExit):
                 f"{len(left)} tensors cannot leave the device ({listed}); expected storages of torch's own allocator; "
                 "try strict=False, which leaves them where they are"
             )
+        for model in self._models:
+            for parallel in data_parallels(model):
+                if not parallel.gradient_as_bucket_view:
+                    left["DistributedDataParallel's buckets"] = "expected gradient_as_bucket_view=True"
         return wanted, left
 
     @contextmanager
@@ -404,9 +399,21 @@ class ParkedTraining(ClosedAtExit):
             except BaseException:
                 # What is free already fits again.
                 self._copy_in([each for each in storages if each.is_parked], timeout_s=self._timeout_s)
-                for each in storages:
-                    each.be_present()
+                self._be_present(storages)
                 raise
+
+    def _be_present(self, storages: Sequence[ParkedStorage]) -> None:
+        """Let all be computed with, also after an error in between."""
+        try:
+            for each in storages:
+                each.be_present()
+        except BaseException:
+            for each in storages:
+                each.be_present()
+            raise
+        finally:
+            if not self._parked():
+                _parked.discard(self)
 
     def _copy_in(self, storages: Sequence[ParkedStorage], timeout_s: float) -> None:
         """Have the bytes of `storages` on the device, or none of them after an error."""
@@ -495,6 +502,18 @@ def _parked_error(action: str) -> RuntimeError:
     return RuntimeError(
         f"{action} came while training memory is parked; expected it on the device; try restore() first"
     )
+
+
+def _check_trains(optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]) -> None:
+    """Raise ValueError unless `optimizer` has parameters of `models`, or as many elements, as masters of them have."""
+    owned = {id(param): param for each in models for param in each.parameters()}
+    listed = [param for group in optimizer.param_groups for param in group["params"]]
+    trained = sum(param.numel() for param in owned.values() if param.requires_grad)
+    if not any(id(param) in owned for param in listed) and sum(p.numel() for p in listed) != trained:
+        raise ValueError(
+            f"{type(optimizer).__name__} trains no parameter of the model, nor masters of them; expected its own "
+            "optimizer; try park([model, the other model], optimizer)"
+        )
 
 
 def _finish(optimizer: torch.optim.Optimizer) -> None:

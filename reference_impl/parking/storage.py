@@ -87,10 +87,11 @@ class ParkedStorage:
     def free_device(self) -> None:
         """Take the memory from under the tensors, whose bytes are on the host. Nothing here may wait or fail."""
         assert self.found is not None
+        # First: from here on the host's bytes are those that count.
+        self.is_parked = True
         for name, tensor in self.found.tensors:
             mark_absent(tensor, name, REMEDY)
         resize_storage(self.found.storage, 0)
-        self.is_parked = True
 
     def start_copy_in(self) -> None:
         """Have memory on the device again and start the H2D copy. Raises OutOfMemoryError."""
@@ -104,10 +105,10 @@ class ParkedStorage:
             resize_storage(self.found.storage, 0)
 
     def be_present(self) -> None:
-        """Let the tensors be computed with, whose bytes are on the device; keep none of them alive."""
-        assert self.found is not None
-        for _, tensor in self.found.tensors:
-            mark_present(tensor)
+        """Let the tensors be computed with, whose bytes are on the device; keep none of them alive. Idempotent."""
+        if self.found is not None:
+            for _, tensor in self.found.tensors:
+                mark_present(tensor)
         self.is_parked, self.found = False, None
 
     @property

@@ -115,6 +115,11 @@ def _named(
         if param.grad is not None:
             name = f"gradient of {names.get(id(param), 'a parameter')}"
             yield from (("gradients", inner, plain) for inner, plain in tensors_in(param.grad, name))
+    for number, param in enumerate(dict.fromkeys(params)):
+        if id(param) not in names:
+            # Masters that training keeps beside the model.
+            name = f"parameter {number} of an optimizer"
+            yield from (("states", inner, plain) for inner, plain in tensors_in(param, name))
     known = {id(param) for param in params}
     for optimizer in optimizers:
         # The states of our own optimizers are views that are made when somebody asks.

@@ -7,6 +7,7 @@ import time
 
 import pytest
 import torch
+from small_net import loss_of, net
 from torch import nn
 
 from reference_impl import (
@@ -41,27 +42,16 @@ STOCK = {
     "SGD": {"momentum": 0.9},
     "Adam": {"amsgrad": True},
     "AdamW": {"fused": True},
-    **dict.fromkeys(
-        ("Adadelta", "Adafactor", "Adagrad", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "LBFGS"), {}
-    ),
+    "Adafactor": {},
+    "Rprop": {},
+    "LBFGS": {},
+    **{name: {} for name in ("Adadelta", "Adagrad", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop")},
 }
 
 
 @pytest.fixture
 def model(device):
     return net(device)
-
-
-def net(device):
-    torch.manual_seed(0)
-    blocks = [nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(3)]
-    return nn.Sequential(*blocks, nn.BatchNorm1d(64)).to(device.torch_device)
-
-
-def loss_of(model, step):
-    """A function of the batch of a step, on the device of the model."""
-    batch = torch.randn(8, 64, generator=torch.Generator().manual_seed(step))
-    return model(batch.to(next(model.parameters()).device)).square().mean()
 
 
 def optimizer_of(name, model):
@@ -280,7 +270,7 @@ def test_calls_out_of_order_say_what_to_do(model, action):
 
 def test_bad_arguments(model, device):
     with pytest.raises(ValueError, match="trains no parameter of the model"):
-        park(model, torch.optim.AdamW(net(device).parameters()))
+        park(model, torch.optim.AdamW(net(device)[0].parameters()))
     with pytest.raises(ValueError, match="expected 'keep' or 'drop'"):
         park(model, gradients="forget")
     with pytest.raises(ValueError, match="expected a module"):
@@ -461,7 +451,10 @@ def test_parked_states_are_read_and_written_on_the_host(model, device):
     torch.testing.assert_close(model.state_dict(), other["model"], rtol=0, atol=0, check_device=False)
     assert optimizer.param_groups[0]["lr"] == 0.5
     parked.park()
-    for bad in ({"model": {}, "optimizer": {}}, {**saved, "model": {**saved["model"], "0.0.bias": torch.ones(3)}}):
+    for bad in (
+        {"model": {}, "optimizer": {}},
+        {**saved, "model": {**saved["model"], "0.0.bias": torch.ones(3)}},
+    ):
         with pytest.raises(ValueError, match="expected"):
             parked.load_state_dict(bad)
     torch.testing.assert_close(parked.state_dict()["model"], other["model"], rtol=0, atol=0)
@@ -479,7 +472,17 @@ def test_two_networks_and_their_optimizers(device):
     optimizers[1].step()
 
 
-def test_a_scaler_and_what_else_is_given(device):
+def test_masters_beside_the_model_are_states(model):
+    masters = [param.detach().double().requires_grad_() for param in model.parameters()]
+    optimizer = torch.optim.AdamW(masters, lr=1e-2)
+    with park(model, optimizer) as parked:
+        assert parked.report.parked_bytes["states"] == sum(master.nbytes for master in masters)
+        with pytest.raises(RuntimeError, match="parameter 0 of an optimizer is not on the device"):
+            masters[0].sum()
+    assert masters[0].sum().isfinite()
+
+
+def test_what_else_is_given(device):
     model = net(device)
     ema = net(device)
     extra = {"rewards": [torch.ones(100, device=device.torch_device)]}
@@ -529,7 +532,9 @@ def test_trained_layers_that_stream_and_offloaded_activations(device):
     for pauses, offloads in itertools.product((False, True), repeat=2):
         model = decoder(Device.of("cpu"))
         wrapped = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-        with TrainableLayerStreamer(model, wrapped, resident_layers=1, device=device.torch_device) as streamer:
+        with TrainableLayerStreamer(
+            model, wrapped, resident_layers=1, device=device.torch_device
+        ) as streamer:
             optimizer = streamer.optimizer
             activations = ActivationOffloader(model, num_layers=1, min_bytes=1) if offloads else None
             parked = park(model, optimizer, also=[streamer])

@@ -1,0 +1,178 @@
+"""Whatever fails while training parks or comes back, it is all parked or all present, and goes on to the bit."""
+
+import os
+import random
+import signal
+
+import pytest
+import torch
+from interrupts import counted
+from small_net import loss_of, net
+
+from reference_impl import HybridDeviceOptimizer, Streaming, park
+from reference_impl.device import CpuTwin, Device
+from reference_impl.memory.arena import HostArena
+from reference_impl.memory.slab import Slab
+from reference_impl.parking import parked as room
+from reference_impl.parking import storage as parked_storage
+
+pytestmark = pytest.mark.usefixtures("host_memory_comes_back")
+
+# `make test-faults` runs more.
+TIMES = int(os.environ.get("FAULT_SEEDS_TIMES", "1"))
+DEVICE = Device.of("cpu")
+ERRORS = (MemoryError, torch.OutOfMemoryError, KeyboardInterrupt, RuntimeError, RecursionError)
+SEAMS = [
+    *((CpuTwin, name) for name in ("copy_out", "copy_in", "record", "synchronize", "pin")),
+    *((HostArena, name) for name in ("allocate", "reserve_blocks", "free")),
+    *((parked_storage, name) for name in ("resize_storage", "mark_absent", "mark_present")),
+    (Slab, "__init__"),
+    (room, "find"),
+]
+
+
+class Failing:
+    """Counts the calls of all seams; the one that is chosen raises, before or after it has happened."""
+
+    def __init__(self, monkeypatch):
+        self.calls, self.fail_at, self.error, self.after = 0, None, None, False
+        for owner, name in SEAMS:
+            monkeypatch.setattr(owner, name, self._wrapped(getattr(owner, name)))
+
+    def _wrapped(self, real):
+        def call(*args, **kwargs):
+            self.calls += 1
+            fails = self.calls == self.fail_at
+            if fails and not self.after:
+                raise self.error("injected")
+            result = real(*args, **kwargs)
+            if fails:
+                raise self.error("injected")
+            return result
+
+        return call
+
+
+def training(kind):
+    model = net(DEVICE)
+    if kind == "AdamW":
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    else:
+        optimizer = HybridDeviceOptimizer(
+            model.parameters(), lr=1e-2, split=(0.3, 0.4, 0.3), streaming=Streaming(chunk_bytes=8192)
+        )
+        optimizer.attach(model)
+    for step in range(2):
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        optimizer.step()
+    return model, optimizer
+
+
+def finished(model, optimizer):
+    """The weights after two more steps."""
+    for step in range(2, 4):
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        optimizer.step()
+    if hasattr(optimizer, "close"):
+        optimizer.close()
+    return [param.detach().clone() for param in model.parameters()]
+
+
+@pytest.fixture(scope="module")
+def want():
+    return {kind: finished(*training(kind)) for kind in ("AdamW", "ours")}
+
+
+def all_or_nothing(model, parked):
+    sizes = {param.untyped_storage().nbytes() > 0 for param in model.parameters()}
+    assert sizes == {parked.status == "present"}, (sizes, parked.status)
+
+
+def with_one_fault(kind, fail, choose):
+    """Train, park and restore with one fault; return how many calls could have failed, and the weights."""
+    model, optimizer = training(kind)
+    parked = park(model, optimizer, gradients="keep", timeout_s=0.0)
+    fail.calls = 0
+    choose(fail)
+    for act in (parked.park, parked.restore, parked.park, parked.restore):
+        try:
+            act()
+        except ERRORS:
+            all_or_nothing(model, parked)
+            # The remedy: the same call again, unless it has happened.
+            if (parked.status == "parked") != (act == parked.park):
+                act()
+        all_or_nothing(model, parked)
+    calls, fail.fail_at = fail.calls, None
+    parked.close()
+    return calls, finished(model, optimizer)
+
+
+def run(seeds, want):
+    with pytest.MonkeyPatch.context() as patch:
+        fail = Failing(patch)
+        calls = {kind: with_one_fault(kind, fail, lambda fail: None)[0] for kind in want}
+        for seed in seeds:
+            drawn = random.Random(seed)
+            kind = drawn.choice(list(want))
+            place, error, after = (
+                drawn.randrange(1, calls[kind] + 1),
+                drawn.choice(ERRORS),
+                drawn.random() < 0.5,
+            )
+
+            def choose(fail, place=place, error=error, after=after):
+                fail.fail_at, fail.error, fail.after = place, error, after
+
+            weights = with_one_fault(kind, fail, choose)[1]
+            assert all(map(torch.equal, weights, want[kind])), (seed, kind, place, error, after)
+
+
+def test_a_fault_leaves_all_or_nothing_and_training_goes_on(want):
+    run(range(60), want)
+
+
+@pytest.mark.slow
+def test_many_faults(want):
+    run(range(60, 60 + 200 * TIMES), want)
+
+
+def interrupted(places, want):
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        for place in places:
+            model, optimizer = training("AdamW")
+            parked = park(model, optimizer)
+            for act in (parked.park, parked.restore):
+                try:
+                    with counted(place, lambda: signal.raise_signal(signal.SIGINT)):
+                        act()
+                except KeyboardInterrupt:
+                    all_or_nothing(model, parked)
+                if (parked.status == "parked") != (act == parked.park):
+                    act()
+                all_or_nothing(model, parked)
+            parked.close()
+            assert all(map(torch.equal, finished(model, optimizer), want["AdamW"])), place
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def bytecodes():
+    model, optimizer = training("AdamW")
+    parked = park(model, optimizer)
+    with counted(None, lambda: None) as count:
+        parked.park()
+    parked.close()
+    return count[0]
+
+
+def test_ctrl_c_leaves_all_or_nothing(want):
+    interrupted(range(1, bytecodes(), max(bytecodes() // 40, 1)), want)
+
+
+@pytest.mark.slow
+def test_ctrl_c_before_many_bytecodes(want):
+    interrupted(range(3, bytecodes(), max(bytecodes() // 600, 1)), want)

@@ -1,0 +1,145 @@
+"""Runs as a script, once a rank: training that parks under FSDP2 and DDP, against training that never does.
+
+python parked_ranks.py RANK RANKS STORE_FILE cpu|cuda CASE ...
+
+Ends with an error where anything differs. In the case `fails` rank 1 has no host memory: all ranks end the parking with
+an error, and train on.
+"""
+
+import sys
+import warnings
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from small_net import loss_of
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from reference_impl import HybridDeviceOptimizer, ShardStreamer, Streaming, park
+from reference_impl.memory.arena import HostArena
+from reference_impl.memory.host import HostMemoryError
+
+
+def net(place):
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(3))).to(place)
+
+
+def sharded(place, mesh):
+    model = net(place)
+    for block in model:
+        fully_shard(block, mesh=mesh)
+    # Kept gathered between forward and backward.
+    return fully_shard(model, mesh=mesh, reshard_after_forward=False)
+
+
+def replicated(place, mesh, *, views):
+    return DistributedDataParallel(net(place), gradient_as_bucket_view=views)
+
+
+def stock(model):
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def three_ways(model):
+    split = {"split": (0.3, 0.4, 0.3), "streaming": Streaming(chunk_bytes=4096)}
+    optimizer = HybridDeviceOptimizer(model.parameters(), lr=1e-2, max_grad_norm=0.1, **split)
+    optimizer.attach(model)
+    return optimizer
+
+
+def everything_off(model):
+    wrapped = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    return ShardStreamer(model, wrapped).optimizer
+
+
+CASES = {
+    "fsdp": (sharded, stock),
+    "fsdp-ours": (sharded, three_ways),
+    "fsdp-streamed": (sharded, everything_off),
+    "ddp-views": (lambda place, mesh: replicated(place, mesh, views=True), stock),
+    "ddp": (lambda place, mesh: replicated(place, mesh, views=False), stock),
+    "ddp-ours": (lambda place, mesh: replicated(place, mesh, views=False), three_ways),
+}
+
+
+def trained(case, place, mesh, *, parks):
+    build, optimize = CASES[case]
+    model = build(place, mesh)
+    optimizer = optimize(model)
+    parked = park(model, optimizer) if parks else None
+    losses = []
+    for step in range(3):
+        loss = loss_of(model, 10 * step + dist.get_rank())
+        loss.backward()
+        losses.append(loss.item())
+        if parks:
+            with parked:
+                assert parked.report.parked_bytes["weights"] or case == "fsdp-streamed"
+        optimizer.step()
+        if parks:
+            with parked:
+                pass
+        optimizer.zero_grad()
+    if parks:
+        parked.close()
+    weights = [value.full_tensor() if hasattr(value, "full_tensor") else value for value in model.state_dict().values()]
+    return losses, [each.clone() for each in weights]
+
+
+def fails(place, mesh):
+    model = sharded(place, mesh)
+    optimizer = stock(model)
+    parked = park(model, optimizer)
+    real = HostArena.allocate
+
+    def no_memory(self, size_bytes):
+        raise HostMemoryError(needed_bytes=size_bytes, available_bytes=0, remedy="try less")
+
+    if dist.get_rank() == 1:
+        HostArena.allocate = no_memory
+    try:
+        parked.park()
+        raise AssertionError("one rank had no memory")
+    except (HostMemoryError, RuntimeError) as error:
+        assert (dist.get_rank() == 1) == isinstance(error, HostMemoryError), error
+        assert "rank 1" in str(error) or "rank 1" in str(error.__notes__)
+    HostArena.allocate = real
+    assert parked.status == "present"
+    loss_of(model, 0).backward()
+    with parked:
+        assert parked.status == "parked"
+    optimizer.step()
+    parked.close()
+
+
+def main(rank, ranks, store, place, *cases):
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    if place == "cuda":
+        torch.cuda.set_device(int(rank))
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if place == "cuda" else "gloo",
+        store=dist.FileStore(store, int(ranks)),
+        rank=int(rank),
+        world_size=int(ranks),
+        timeout=timedelta(seconds=60),
+    )
+    mesh = init_device_mesh(place, (int(ranks),))
+    for case in cases:
+        if case == "fails":
+            fails(place, mesh)
+        else:
+            losses, weights = trained(case, place, mesh, parks=True)
+            want_losses, want = trained(case, place, mesh, parks=False)
+            assert losses == want_losses, case
+            assert all(map(torch.equal, weights, want)), case
+        print(case, "is the same", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
