@@ -141,11 +141,14 @@ class Allocator(Protocol):
     def limit(self, limit_bytes: int | None) -> None:
         """Refuse to take more than `limit_bytes` from the driver, cache included; None lifts it."""
 
-    def give_back(self) -> None:
-        """Give the allocator's cache, and the workspaces of libraries, back to the driver. Not for the hot path."""
+    def private_segments(self) -> list[tuple[int, int]]:
+        """Return the addresses, begin and end, of memory pools that are not everybody's: graphs know theirs.
 
-    def of_graphs(self, addresses: Iterable[int]) -> set[int]:
-        """Return which of `addresses` are in memory pools of graphs, whose kernels know them. Not for the hot path."""
+        Not for the hot path.
+        """
+
+    def give_back(self) -> None:
+        """Give the allocator's cache back to the driver. Not for the hot path."""
 
     def free_bytes(self) -> int:
         """Give the allocator's cache back and return the bytes that any process may take. Not for the hot path."""

@@ -171,24 +171,17 @@ class CachingAllocator:
         share = 1.0 if limit_bytes is None else (limit_bytes - _PAGE_BYTES) / self.total_bytes
         torch.cuda.set_per_process_memory_fraction(min(max(share, 0.0), 1.0), self._torch_device)
 
-    def give_back(self) -> None:
-        """Empty the cache, and free cuBLAS's workspaces unless a graph may have captured them."""
-        if not self._private_segments():
-            torch._C._cuda_clearCublasWorkspaces()
-        torch.cuda.empty_cache()
-
-    def of_graphs(self, addresses: Iterable[int]) -> set[int]:
-        """Look into the segments of the private pools."""
-        segments = self._private_segments()
-        return {address for address in addresses if any(start <= address < stop for start, stop in segments)}
-
-    def _private_segments(self) -> list[tuple[int, int]]:
-        """Return begin and end of each segment that belongs to a pool of its own, as graphs have one."""
+    def private_segments(self) -> list[tuple[int, int]]:
+        """Look through all segments."""
         return [
             (each["address"], each["address"] + each["total_size"])
             for each in torch.cuda.memory_snapshot()
             if tuple(each["segment_pool_id"]) != (0, 0) and each["device"] == self._torch_device.index
         ]
+
+    def give_back(self) -> None:
+        """Empty the cache."""
+        torch.cuda.empty_cache()
 
     def free_bytes(self) -> int:
         """Collect garbage, empty the cache and ask the driver."""

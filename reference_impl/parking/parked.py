@@ -201,8 +201,9 @@ class ParkedTraining(ClosedAtExit):
                 storages, left = self._take(KINDS if weights else KINDS[1:])
                 fingerprints = Fingerprints(self._device)
                 copied_bytes = sum(each.start_copy_out(fingerprints) for each in storages)
-                # Their buffers go before the cache does.
+                # Its buffers go before the cache does.
                 del fingerprints
+                left = {**left, **self._leave_to_graphs(storages)}
                 self._device.synchronize()
                 if self._drops_gradients:
                     self._zero_gradients()
@@ -342,8 +343,8 @@ class ParkedTraining(ClosedAtExit):
         storages = [storage for storage in known.values() if not storage.is_parked]
         if not arena.reserved_bytes:
             arena.reserve_blocks(storage.size_bytes for storage in storages)
-        for storage in storages:
-            with deferred_interrupts():
+        with deferred_interrupts():
+            for storage in storages:
                 storage.take_block(arena)
         return storages, left
 
@@ -353,23 +354,35 @@ class ParkedTraining(ClosedAtExit):
         left = dict(found.unmovable)
         dropped = {"gradients"} if self._drops_gradients else set()
         wanted = [each for each in found.storages if each.kind in kinds and each.kind not in dropped]
+        self._check_left(left)
+        for model in self._models:
+            for parallel in data_parallels(model):
+                if not parallel.gradient_as_bucket_view:
+                    left["DistributedDataParallel's buckets"] = "expected gradient_as_bucket_view=True"
+        return wanted, left
+
+    def _leave_to_graphs(self, storages: list[ParkedStorage]) -> dict[str, str]:
+        """Take out of `storages` those whose address a graph may know, and return their names with the reason."""
         allocator = self._device.allocator
-        if allocator is not None:
-            pinned_down = allocator.of_graphs(each.storage.data_ptr() for each in wanted)
-            for each in [each for each in wanted if each.storage.data_ptr() in pinned_down]:
-                left[each.name] = "it is in the memory pool of a CUDA graph, which knows its address"
-                wanted.remove(each)
+        left: dict[str, str] = {}
+        if allocator is not None and (pools := allocator.private_segments()):
+            for each in list(storages):
+                if any(start <= each.address < stop for start, stop in pools):
+                    left[each.name] = (
+                        "it is in a memory pool of its own, as of a CUDA graph, which knows its address"
+                    )
+                    each.abandon()
+                    storages.remove(each)
+        self._check_left(left)
+        return left
+
+    def _check_left(self, left: Mapping[str, str]) -> None:
         if left and self._strict:
             listed = "; ".join(f"{name}: {reason}" for name, reason in list(left.items())[:5])
             raise RuntimeError(
                 f"{len(left)} tensors cannot leave the device ({listed}); expected storages of torch's own allocator; "
                 "try strict=False, which leaves them where they are"
             )
-        for model in self._models:
-            for parallel in data_parallels(model):
-                if not parallel.gradient_as_bucket_view:
-                    left["DistributedDataParallel's buckets"] = "expected gradient_as_bucket_view=True"
-        return wanted, left
 
     @contextmanager
     def _abandoned_on_error(self) -> Iterator[None]:
@@ -421,8 +434,7 @@ class ParkedTraining(ClosedAtExit):
         while True:
             try:
                 for each in storages:
-                    with deferred_interrupts():
-                        each.start_copy_in()
+                    each.start_copy_in()
                 self._device.synchronize()
                 return
             except Exception as error:

@@ -112,6 +112,18 @@ class ParkedStorage:
         self.is_parked, self.found = False, None
 
     @property
+    def name(self) -> str:
+        """The name of the first tensor on it."""
+        assert self.found is not None
+        return self.found.name
+
+    @property
+    def address(self) -> int:
+        """Where the storage is on the device."""
+        assert self.found is not None
+        return self.found.storage.data_ptr()
+
+    @property
     def storage_key(self) -> int:
         """What tells the parked storage from others."""
         assert self.found is not None

@@ -31,31 +31,23 @@ _EMPTY_CELL = types.CellType()
 _NOT_FOLLOWED = (nn.Module, Device, type, types.ModuleType)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class FoundStorage:
-    """One storage on the device, and the tensors of training that lie on it, each with its name.
+    """One storage of `size_bytes` on the device, and the tensors of training that lie on it, each with its name.
 
     `may_change` says that training writes it: a trained weight, a gradient, a state.
     """
 
     kind: Kind
-    may_change: bool
+    storage: torch.UntypedStorage
+    size_bytes: int
+    may_change: bool = False
     tensors: list[tuple[str, torch.Tensor]] = field(default_factory=list)
 
     @property
     def name(self) -> str:
         """The name of the first tensor on it."""
         return self.tensors[0][0]
-
-    @property
-    def storage(self) -> torch.UntypedStorage:
-        """The storage itself."""
-        return self.tensors[0][1].untyped_storage()
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of the whole storage."""
-        return self.storage.nbytes()
 
 
 @dataclass(frozen=True)
@@ -80,16 +72,23 @@ def find(
     device = _device_of([tensor for _, _, tensor in named])
     by_storage: dict[int, FoundStorage] = {}
     for kind, name, tensor in named:
-        if tensor.device != device.torch_device or _is_on_host(tensor):
+        if tensor.device != device.torch_device:
             continue
-        reason = _why_not(tensor)
-        if reason is not None:
-            unmovable.setdefault(name, reason)
+        storage = _storage_of(tensor)
+        if isinstance(storage, str):
+            unmovable.setdefault(name, storage)
             continue
-        storage = tensor.untyped_storage()
-        if storage.nbytes() == 0:
+        size_bytes = storage.nbytes()
+        if size_bytes == 0 or (not device.is_accelerator and storage.data_ptr() in host_storages):
             continue
-        found = by_storage.setdefault(storage._cdata, FoundStorage(kind, may_change=False))
+        found = by_storage.get(storage._cdata)
+        if found is None:
+            if not storage.resizable():
+                unmovable.setdefault(
+                    name, "its storage does not resize, as memory of numpy, DLPack or a mapped file"
+                )
+                continue
+            found = by_storage[storage._cdata] = FoundStorage(kind, storage, size_bytes)
         found.may_change |= kind != "weights" or tensor.requires_grad or id(tensor) in trained
         if not any(each is tensor for _, each in found.tensors):
             found.tensors.append((name, tensor))
@@ -122,7 +121,6 @@ def _named(
             yield from (("states", inner, plain) for inner, plain in tensors_in(param, name))
     known = {id(param) for param in params}
     for optimizer in optimizers:
-        # The states of our own optimizers are views that are made when somebody asks.
         for param, held in () if _is_ours(optimizer.state) else optimizer.state.items():
             of = names.get(id(param), "a parameter")
             for name, plain in tensors_in(held, "state", but=known, into_objects=True):
@@ -171,6 +169,13 @@ def tensors_in(
 
 def _followed(path: str, held: object, *, into_objects: bool) -> Iterable[tuple[str, object]]:
     """Return what `held` refers to, as far as it is followed."""
+    if _is_ours(held):
+        # Also mappings: their values are views that are made when somebody asks.
+        return (
+            []
+            if isinstance(held, _NOT_FOLLOWED)
+            else [(f"{path}.{key}", value) for key, value in _attributes(held)]
+        )
     if isinstance(held, Mapping):
         return [(f"{path}.{key}" if isinstance(key, str) else path, value) for key, value in held.items()]
     if isinstance(held, list | tuple | set | frozenset | deque):
@@ -184,7 +189,7 @@ def _followed(path: str, held: object, *, into_objects: bool) -> Iterable[tuple[
         return [(path, cell.cell_contents) for cell in cells if cell != _EMPTY_CELL]
     if isinstance(held, _NOT_FOLLOWED):
         return []
-    if _is_ours(held) or isinstance(held, torch.optim.Optimizer) or (into_objects and not _is_of_torch(held)):
+    if isinstance(held, torch.optim.Optimizer) or (into_objects and not _is_of_torch(held)):
         return [(f"{path}.{key}", value) for key, value in _attributes(held)]
     return []
 
@@ -219,23 +224,16 @@ def _device_of(tensors: Iterable[torch.Tensor]) -> Device:
     return Device.of(devices[0] if devices else "cpu")
 
 
-def _is_on_host(tensor: torch.Tensor) -> bool:
-    """Whether `tensor` is in the host tier, which on the CPU twin is memory of the same device."""
-    return tensor.layout is torch.strided and tensor.untyped_storage().data_ptr() in host_storages
-
-
-def _why_not(tensor: torch.Tensor) -> str | None:
-    """Return why the memory of `tensor` cannot be taken from under it; None where it can."""
+def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | str:
+    """Return the storage of `tensor`, or why its memory cannot be taken from under it."""
     if tensor.layout is not torch.strided:
         return f"its layout is {tensor.layout}"
     if tensor.is_quantized or tensor.is_nested:
         return "its bytes are not in one storage"
     try:
         storage = tensor.untyped_storage()
-        if not storage.resizable():
-            return "its storage does not resize, as memory of numpy, DLPack or a mapped file"
-        if storage.nbytes() and tensor.device.type != "meta" and storage.data_ptr() == 0:
+        if storage.nbytes() and storage.data_ptr() == 0:
             return "it has no memory of its own"
     except (RuntimeError, NotImplementedError):
         return "it has no storage"
-    return None
+    return storage

@@ -86,7 +86,10 @@ def trained(case, place, mesh, *, parks):
         optimizer.zero_grad()
     if parks:
         parked.close()
-    weights = [value.full_tensor() if hasattr(value, "full_tensor") else value for value in model.state_dict().values()]
+    weights = [
+        value.full_tensor() if hasattr(value, "full_tensor") else value
+        for value in model.state_dict().values()
+    ]
     return losses, [each.clone() for each in weights]
 
 

@@ -207,12 +207,30 @@ def test_our_optimizers_refuse_too(model, name):
     loss_of(model, 0).backward()
     optimizer.step()
     with park(model, optimizer) as parked:
-        for action in (optimizer.step, optimizer.state_dict, parked.state_dict):
+        for action in (optimizer.step, optimizer.state_dict):
             with pytest.raises(RuntimeError, match=r"restore\(\)"):
                 action()
     optimizer.zero_grad()
     loss_of(model, 1).backward()
     optimizer.step()
+    parked.close()
+    optimizer.close()
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_our_states_are_read_while_parked_where_none_is_on_the_device(model, device, name):
+    optimizer = optimizer_of(name, model)
+    loss_of(model, 0).backward()
+    optimizer.step()
+    want = copy.deepcopy(optimizer.state_dict()["state"])
+    with park(model, optimizer) as parked:
+        try:
+            got = parked.state_dict()["optimizer"]["state"]
+        except RuntimeError as error:
+            assert "try restore()" in str(error)
+            assert "states" in parked.parked_kinds
+        else:
+            torch.testing.assert_close(got, want, rtol=0, atol=0)
     parked.close()
     optimizer.close()
 
