@@ -147,6 +147,9 @@ class Allocator(Protocol):
         Not for the hot path.
         """
 
+    def make_room(self, sizes: Iterable[int]) -> None:
+        """Have one free piece for allocations of `sizes` bytes that come next, where the device has one that long."""
+
     def give_back(self) -> None:
         """Give the allocator's cache back to the driver. Not for the hot path."""
 

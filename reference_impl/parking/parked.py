@@ -204,9 +204,11 @@ class ParkedTraining(ClosedAtExit):
                 # Its buffers go before the cache does.
                 del fingerprints
                 left = {**left, **self._leave_to_graphs(storages)}
-                self._device.synchronize()
                 if self._drops_gradients:
                     self._zero_gradients()
+                for each in storages:
+                    each.be_absent()
+                self._device.synchronize()
             self._free_device(storages)
         if self._device.allocator is not None:
             self._device.allocator.give_back()
@@ -433,8 +435,11 @@ class ParkedTraining(ClosedAtExit):
         deadline_s = time.monotonic() + timeout_s
         while True:
             try:
-                for each in storages:
-                    each.start_copy_in()
+                for kind in KINDS:
+                    ours = [each for each in storages if each.kind == kind]
+                    self._make_room(ours)
+                    for each in ours:
+                        each.start_copy_in()
                 self._device.synchronize()
                 return
             except Exception as error:
@@ -449,6 +454,15 @@ class ParkedTraining(ClosedAtExit):
                         "their memory back, or a longer timeout_s"
                     ) from error
             time.sleep(_RETRY_S)
+
+    def _make_room(self, storages: Sequence[ParkedStorage]) -> None:
+        """Let `storages` be next to each other on the device, so that the driver can have them back in one piece.
+
+        By kind, because gradients are freed together, and what they leave is to be one piece, too.
+        """
+        allocator = self._device.allocator
+        if allocator is not None and not allocator.segments_grow:
+            allocator.make_room(each.size_bytes for each in storages)
 
     def _free_again(self, storages: Sequence[ParkedStorage]) -> None:
         with suppress(Exception):

@@ -80,17 +80,22 @@ class ParkedStorage:
         self._device.copy_out(self.host, flat, after=(self._device.record(),))
         return self.size_bytes
 
+    def be_absent(self) -> None:
+        """Have the tensors refuse to be computed with. While copies run there is time for it."""
+        assert self.found is not None
+        for name, tensor in self.found.tensors:
+            mark_absent(tensor, name, REMEDY)
+
     def abandon(self) -> None:
         """Forget the parking that is not to be; no copy runs. The host's bytes are of no parking any more."""
-        self._fingerprint, self.found = None, None
+        self._fingerprint = None
+        self.be_present()
 
     def free_device(self) -> None:
-        """Take the memory from under the tensors, whose bytes are on the host. Nothing here may wait or fail."""
+        """Take the memory from under the tensors, which are absent and whose bytes are on the host."""
         assert self.found is not None
         # First: from here on the host's bytes are those that count.
         self.is_parked = True
-        for name, tensor in self.found.tensors:
-            mark_absent(tensor, name, REMEDY)
         resize_storage(self.found.storage, 0)
 
     def start_copy_in(self) -> None:

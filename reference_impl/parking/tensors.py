@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import types
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Literal
+from functools import cache, partial
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -27,6 +27,8 @@ KINDS: tuple[Kind, ...] = ("weights", "gradients", "states", "extra")
 
 _PACKAGE = __name__.partition(".")[0]
 # Of a reference that leads to no training memory, or to that of a whole process.
+# What leads nowhere, and there is much of it.
+_ATOMS = frozenset((int, float, bool, str, bytes, type(None), range, torch.dtype, torch.device, torch.Size))
 _EMPTY_CELL = types.CellType()
 _NOT_FOLLOWED = (nn.Module, Device, type, types.ModuleType)
 
@@ -121,7 +123,7 @@ def _named(
             yield from (("states", inner, plain) for inner, plain in tensors_in(param, name))
     known = {id(param) for param in params}
     for optimizer in optimizers:
-        for param, held in () if _is_ours(optimizer.state) else optimizer.state.items():
+        for param, held in () if _is_of(type(optimizer.state), _PACKAGE) else optimizer.state.items():
             of = names.get(id(param), "a parameter")
             for name, plain in tensors_in(held, "state", but=known, into_objects=True):
                 yield "states", f"{name} of {of}", plain
@@ -156,12 +158,14 @@ def tensors_in(
             continue
         seen[id(held)] = held
         if not isinstance(held, torch.Tensor):
-            waiting.extend((*each, into) for each in _followed(path, held, into_objects=into))
+            for inner, each in _followed(path, held, into_objects=into):
+                if type(each) not in _ATOMS and id(each) not in seen:
+                    waiting.append((inner, each, into))
             continue
         if is_traceable_wrapper_subclass(held):
             parts, _ = held.__tensor_flatten__()
             waiting.extend((f"{path}.{part}", getattr(held, part), into) for part in parts)
-        elif not _is_ours(held):
+        elif not _is_of(type(held), _PACKAGE):
             yield path, held
         # A quantized weight keeps its scales in an attribute, and so does our stand-in what is left of a gradient.
         waiting.extend((f"{path}.{key}", value, True) for key, value in vars(held).items())
@@ -169,47 +173,85 @@ def tensors_in(
 
 def _followed(path: str, held: object, *, into_objects: bool) -> Iterable[tuple[str, object]]:
     """Return what `held` refers to, as far as it is followed."""
-    if _is_ours(held):
-        # Also mappings: their values are views that are made when somebody asks.
-        return (
-            []
-            if isinstance(held, _NOT_FOLLOWED)
-            else [(f"{path}.{key}", value) for key, value in _attributes(held)]
-        )
-    if isinstance(held, Mapping):
-        return [(f"{path}.{key}" if isinstance(key, str) else path, value) for key, value in held.items()]
-    if isinstance(held, list | tuple | set | frozenset | deque):
-        return [(path, value) for value in held]
-    if isinstance(held, partial):
-        return [(path, each) for each in (held.func, *held.args, *held.keywords.values())]
-    if isinstance(held, types.MethodType):
-        return [(path, held.__self__)]
-    if isinstance(held, types.FunctionType):
-        cells = held.__closure__ or () if held.__module__.partition(".")[0] == _PACKAGE else ()
-        return [(path, cell.cell_contents) for cell in cells if cell != _EMPTY_CELL]
-    if isinstance(held, _NOT_FOLLOWED):
-        return []
-    if isinstance(held, torch.optim.Optimizer) or (into_objects and not _is_of_torch(held)):
-        return [(f"{path}.{key}", value) for key, value in _attributes(held)]
-    return []
+    cls: Any = type(held)
+    follow, needs_leave = _way_of(cls)
+    return follow(path, held) if into_objects or not needs_leave else ()
 
 
-def _is_ours(held: object) -> bool:
-    return type(held).__module__.partition(".")[0] == _PACKAGE
+@cache
+def _way_of(cls: type) -> tuple[Callable[[str, Any], Iterable[tuple[str, object]]], bool]:
+    """Return what an object of `cls` refers to, as a function, and whether it is followed only with leave."""
+    if cls in _ATOMS or issubclass(cls, _NOT_FOLLOWED):
+        return _nothing, False
+    # Before mappings: the values of ours are views that are made when somebody asks.
+    if _is_of(cls, _PACKAGE):
+        return partial(_attributes, _slots(cls)), False
+    for kind, follow in _WAYS.items():
+        if issubclass(cls, kind):
+            return follow, False
+    if issubclass(cls, torch.optim.Optimizer):
+        return partial(_attributes, _slots(cls)), False
+    # Process groups, meshes and streams lead anywhere.
+    return (_nothing, False) if _is_of(cls, "torch") else (partial(_attributes, _slots(cls)), True)
 
 
-def _is_of_torch(held: object) -> bool:
-    """Whether `held` is of torch's own machinery: process groups, meshes and streams lead anywhere."""
-    return type(held).__module__.partition(".")[0] == "torch"
+def _is_of(cls: type, package: str) -> bool:
+    return cls.__module__.partition(".")[0] == package
 
 
-def _attributes(held: object) -> Iterator[tuple[str, object]]:
-    yield from getattr(held, "__dict__", {}).items()
-    for cls in type(held).__mro__:
-        slots = cls.__dict__.get("__slots__", ())
-        for slot in (slots,) if isinstance(slots, str) else slots:
-            if slot not in ("__dict__", "__weakref__") and hasattr(held, slot):
-                yield slot, getattr(held, slot)
+def _slots(cls: type) -> list[str]:
+    stated = [each.__dict__.get("__slots__", ()) for each in cls.__mro__]
+    slots = [slot for each in stated for slot in ((each,) if isinstance(each, str) else each)]
+    return [slot for slot in slots if slot not in ("__dict__", "__weakref__")]
+
+
+def _nothing(path: str, held: object) -> Iterable[tuple[str, object]]:
+    return ()
+
+
+def _attributes(slots: Sequence[str], path: str, held: object) -> Iterator[tuple[str, object]]:
+    for key, value in getattr(held, "__dict__", {}).items():
+        yield f"{path}.{key}", value
+    for slot in slots:
+        if hasattr(held, slot):
+            yield f"{path}.{slot}", getattr(held, slot)
+
+
+def _values(path: str, held: Mapping[object, object]) -> Iterator[tuple[str, object]]:
+    for key, value in held.items():
+        yield (f"{path}.{key}" if isinstance(key, str) else path), value
+
+
+def _elements(path: str, held: Iterable[object]) -> Iterator[tuple[str, object]]:
+    for value in held:
+        yield path, value
+
+
+def _bound(path: str, held: partial[object]) -> Iterator[tuple[str, object]]:
+    yield from _elements(path, (held.func, *held.args, *held.keywords.values()))
+
+
+def _owner(path: str, held: types.MethodType) -> Iterator[tuple[str, object]]:
+    yield path, held.__self__
+
+
+def _closure(path: str, held: types.FunctionType) -> Iterator[tuple[str, object]]:
+    if held.__module__.partition(".")[0] == _PACKAGE:
+        for cell in held.__closure__ or ():
+            if cell != _EMPTY_CELL:
+                yield path, cell.cell_contents
+
+
+_WAYS: Mapping[type, Callable[[str, Any], Iterable[tuple[str, object]]]] = {
+    Mapping: _values,
+    list: _elements,
+    tuple: _elements,
+    Set: _elements,
+    deque: _elements,
+    partial: _bound,
+    types.MethodType: _owner,
+    types.FunctionType: _closure,
+}
 
 
 def _device_of(tensors: Iterable[torch.Tensor]) -> Device:

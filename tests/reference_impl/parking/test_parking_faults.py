@@ -131,12 +131,12 @@ def run(seeds, want):
 
 
 def test_a_fault_leaves_all_or_nothing_and_training_goes_on(want):
-    run(range(60), want)
+    run(range(20), want)
 
 
 @pytest.mark.slow
 def test_many_faults(want):
-    run(range(60, 60 + 200 * TIMES), want)
+    run(range(20, 20 + 100 * TIMES), want)
 
 
 def interrupted(places, want):
@@ -170,9 +170,9 @@ def bytecodes():
 
 
 def test_ctrl_c_leaves_all_or_nothing(want):
-    interrupted(range(1, bytecodes(), max(bytecodes() // 40, 1)), want)
+    interrupted(range(1, bytecodes(), max(bytecodes() // 25, 1)), want)
 
 
 @pytest.mark.slow
 def test_ctrl_c_before_many_bytecodes(want):
-    interrupted(range(3, bytecodes(), max(bytecodes() // 600, 1)), want)
+    interrupted(range(3, bytecodes(), max(bytecodes() // 150, 1)), want)
