@@ -215,15 +215,16 @@ def main() -> None:
     parked.park()
     size_bytes = sum(parked.report.parked_bytes.values())
     parked.close()
-    rows["a tensor at a time"] = row(
-        device,
-        context_bytes,
-        *per_tensor(device, tensors_of(model, beside)),
-        size_bytes,
-        links,
-        # It takes half a minute.
-        times_wanted=2,
-    )
+    if not args.no_peers:
+        rows["a tensor at a time"] = row(
+            device,
+            context_bytes,
+            *per_tensor(device, tensors_of(model, beside)),
+            size_bytes,
+            links,
+            # It takes half a minute.
+            times_wanted=2,
+        )
     parked = park(model, beside.optimizer)
     rows["park()"] = row(device, context_bytes, parked.park, parked.restore, size_bytes, links)
     rows["park()"]["host / bytes"] = parked.report.host_bytes / size_bytes

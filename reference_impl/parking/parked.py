@@ -1,8 +1,7 @@
 """`park`: training memory that can leave the device as a whole, and come back as it was.
 
-Parking is one transaction. The bytes are copied out while everything stays in place, and nothing is freed before all of
-them are on the host; on the way back no tensor may be used before all bytes are there. So after an error, Ctrl-C or a
-lack of memory either everything is parked or nothing has moved, and `status` says which.
+After an error, Ctrl-C or a lack of memory either everything is parked or nothing has moved (`transfer`), and `status`
+says which.
 
 Explained in docs/parking.md.
 """
@@ -10,8 +9,7 @@ Explained in docs/parking.md.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -19,22 +17,21 @@ from typing import Any, Literal, Self
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_flatten, tree_map
 
-from reference_impl.device.base import device_is_full
 from reference_impl.distributed.ddp import data_parallels
 from reference_impl.distributed.ranks import Together, alike
-from reference_impl.memory.arena import HostArena
 from reference_impl.memory.closing import ClosedAtExit, close_behind, undo_all
 from reference_impl.memory.interrupts import deferred_interrupts
 from reference_impl.optimizers.hosted import HostedOptimizer
 from reference_impl.parking.guards import guard
-from reference_impl.parking.storage import Fingerprints, ParkedStorage
+from reference_impl.parking.storage import ParkedStorage
 from reference_impl.parking.tensors import KINDS, Found, FoundStorage, Kind, find
+from reference_impl.parking.transfer import Transfer
 
 Status = Literal["present", "parked", "closed"]
 
-_RETRY_S = 0.05
 # Kept alive while their tensors have no memory: nobody else could bring that back.
 _parked: set[ParkedTraining] = set()
 
@@ -140,12 +137,10 @@ class ParkedTraining(ClosedAtExit):
     ) -> None:
         self._models, self._optimizers, self._also = models, optimizers, also
         self._drops_gradients, self._strict = drops_gradients, strict
-        self._host_limit_bytes, self._keep_host, self._timeout_s = host_limit_bytes, keep_host, timeout_s
+        self._keep_host, self._timeout_s = keep_host, timeout_s
         self._device = self._find().device
+        self._transfer = Transfer(self._device, host_limit_bytes=host_limit_bytes)
         self._ranks = _ranks_of(models)
-        self._arena: HostArena | None = None
-        # By the storage that each is of.
-        self._known: dict[int, ParkedStorage] = {}
         self._is_read = self._is_closed = False
         self._report = ParkingReport()
         self._handles = guard(
@@ -162,7 +157,7 @@ class ParkedTraining(ClosedAtExit):
     @property
     def parked_kinds(self) -> tuple[Kind, ...]:
         """The kinds of which something is parked."""
-        kinds = {each.kind for each in self._parked()}
+        kinds = {each.kind for each in self._transfer.parked}
         return tuple(kind for kind in KINDS if kind in kinds)
 
     @property
@@ -171,11 +166,12 @@ class ParkedTraining(ClosedAtExit):
         return self._report
 
     def prepare(self) -> None:
-        """Start pinning the host memory of the next `park()` in the background, for instance before a backward."""
+        """Start to pin the host memory of the first `park()` in the background, for instance before a backward.
+
+        It pins as much as training memory takes now; gradients and states that are made later come on top.
+        """
         self._check_open()
-        if self._arena is None:
-            self._arena = self._new_arena()
-            self._arena.expect(found.size_bytes for found in self._find().storages)
+        self._transfer.prepare(found.size_bytes for found in self._find().storages)
 
     def park(self, *, weights: bool = True) -> ParkingReport:
         """Move training memory to the host and give it back to the driver, the allocator's cache included.
@@ -191,33 +187,37 @@ class ParkedTraining(ClosedAtExit):
         """
         self._check_open()
         start_s = time.perf_counter()
-        with self._abandoned_on_error():
+        with self._transfer.abandoned_on_error():
             with alike(self._ranks):
                 for optimizer in self._optimizers:
                     _finish(optimizer)
                 for model in self._models:
                     _free_gathered(model)
                 self._device.synchronize()
-                storages, left = self._take(KINDS if weights else KINDS[1:])
-                fingerprints = Fingerprints(self._device)
-                copied_bytes = sum(each.start_copy_out(fingerprints) for each in storages)
-                # Its buffers go before the cache does.
-                del fingerprints
-                left = {**left, **self._leave_to_graphs(storages)}
+                found, left = self._movable(KINDS if weights else KINDS[1:])
+                if not found and self._transfer.parked:
+                    raise RuntimeError(
+                        "training is parked already; expected it on the device; try restore() first"
+                    )
+                storages = self._transfer.take(found)
+                copied_bytes = self._transfer.start_out(storages)
+                of_graphs = self._transfer.leave_to_graphs(storages)
+                self._check_left(of_graphs)
                 if self._drops_gradients:
                     self._zero_gradients()
-                for each in storages:
-                    each.be_absent()
-                self._device.synchronize()
-            self._free_device(storages)
-        if self._device.allocator is not None:
-            self._device.allocator.give_back()
+                self._transfer.finish_out(storages)
+            _parked.add(self)
+            try:
+                self._transfer.free_device(storages)
+            finally:
+                self._let_go()
+        self._transfer.give_back()
         self._report = replace(
             self._report,
-            parked_bytes=_bytes_by_kind(self._parked()),
+            parked_bytes=_bytes_by_kind(self._transfer.parked),
             copied_bytes=copied_bytes,
-            left=left,
-            host_bytes=0 if self._arena is None else self._arena.reserved_bytes,
+            left={**left, **of_graphs},
+            host_bytes=self._transfer.host_bytes,
             park_s=time.perf_counter() - start_s,
         )
         return self._report
@@ -238,7 +238,7 @@ class ParkedTraining(ClosedAtExit):
             raise ValueError(
                 f"restore() got {', '.join(sorted(unknown))}; expected some of {', '.join(KINDS)}; try restore()"
             )
-        storages = [each for each in self._parked() if not kinds or each.kind in kinds]
+        storages = [each for each in self._transfer.parked if not kinds or each.kind in kinds]
         if not storages:
             raise RuntimeError(
                 f"nothing of {', '.join(kinds or KINDS)} is parked; expected what park() has moved; try park() before"
@@ -246,14 +246,17 @@ class ParkedTraining(ClosedAtExit):
         start_s = time.perf_counter()
         try:
             with alike(self._ranks):
-                self._copy_in(storages, self._timeout_s if timeout_s is None else timeout_s)
+                self._transfer.bring_back(
+                    storages, timeout_s=self._timeout_s if timeout_s is None else timeout_s
+                )
             with deferred_interrupts():
-                self._be_present(storages)
+                self._transfer.be_present(storages)
         except BaseException:
-            self._free_again(storages)
+            self._transfer.free_again(storages)
             raise
-        if not self._keep_host and not self._parked():
-            self._drop_host()
+        self._let_go()
+        if not self._keep_host and not self._transfer.parked:
+            self._transfer.drop_host()
         self._report = replace(self._report, restore_s=time.perf_counter() - start_s)
         return self._report
 
@@ -261,7 +264,7 @@ class ParkedTraining(ClosedAtExit):
         """Return `{"model": ..., "optimizer": ...}` of parked training, read from the host, which nothing moves.
 
         Each is a list where several were given. Tensors are copies in ordinary memory. Raises RuntimeError where
-        nothing is parked, and for an optimizer of this package, whose `state_dict()` computes on the device.
+        nothing is parked, for sharded parameters, and for states of our optimizers that are on the device.
         """
         return tree_map(_copied, self._on_host())  # type: ignore[no-any-return]
 
@@ -301,9 +304,9 @@ class ParkedTraining(ClosedAtExit):
         """Bring everything back for good; give host memory and hooks back. Calling it again does nothing."""
         if self._is_closed:
             return
-        if self._parked():
+        if self._transfer.parked:
             self.restore()
-        undo_all([self._drop_host, *(handle.remove for handle in self._handles)])
+        undo_all([self._transfer.drop_host, *(handle.remove for handle in self._handles)])
         self._is_closed = True
 
     def __enter__(self) -> Self:
@@ -315,40 +318,18 @@ class ParkedTraining(ClosedAtExit):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Restore what is parked; an exception that has left the block stays the one that is raised."""
-        if self._parked():
+        if self._transfer.parked:
             close_behind(error, self._restore_all)
 
-    def _parked(self) -> list[ParkedStorage]:
-        return [each for each in self._known.values() if each.is_parked]
+    def _let_go(self) -> None:
+        if not self._transfer.parked:
+            _parked.discard(self)
 
     def _restore_all(self) -> None:
         self.restore()
 
     def _find(self) -> Found:
         return find(self._models, self._optimizers, self._also)
-
-    def _take(self, kinds: Sequence[Kind]) -> tuple[list[ParkedStorage], Mapping[str, str]]:
-        """Return what of `kinds` is to be parked, with its host memory, and what cannot leave."""
-        found, left = self._movable(kinds)
-        if not found and self._parked():
-            raise RuntimeError("training is parked already; expected it on the device; try restore() first")
-        known = {key: each for key, each in self._known.items() if each.is_parked}
-        for each in found:
-            before = self._known.get(each.storage._cdata)
-            is_same = before is not None and before.finds(each)
-            known[each.storage._cdata] = before if before and is_same else ParkedStorage(self._device, each)
-        arena = self._arena = self._arena or self._new_arena()
-        with deferred_interrupts():
-            for gone in set(self._known.values()) - set(known.values()):
-                gone.give_block(arena)
-            self._known = known
-        storages = [storage for storage in known.values() if not storage.is_parked]
-        if not arena.reserved_bytes:
-            arena.reserve_blocks(storage.size_bytes for storage in storages)
-        with deferred_interrupts():
-            for storage in storages:
-                storage.take_block(arena)
-        return storages, left
 
     def _movable(self, kinds: Sequence[Kind]) -> tuple[list[FoundStorage], Mapping[str, str]]:
         """Return the storages of `kinds` that can leave, and by name why others cannot, which raises if `strict`."""
@@ -363,21 +344,6 @@ class ParkedTraining(ClosedAtExit):
                     left["DistributedDataParallel's buckets"] = "expected gradient_as_bucket_view=True"
         return wanted, left
 
-    def _leave_to_graphs(self, storages: list[ParkedStorage]) -> dict[str, str]:
-        """Take out of `storages` those whose address a graph may know, and return their names with the reason."""
-        allocator = self._device.allocator
-        left: dict[str, str] = {}
-        if allocator is not None and (pools := allocator.private_segments()):
-            for each in list(storages):
-                if any(start <= each.address < stop for start, stop in pools):
-                    left[each.name] = (
-                        "it is in a memory pool of its own, as of a CUDA graph, which knows its address"
-                    )
-                    each.abandon()
-                    storages.remove(each)
-        self._check_left(left)
-        return left
-
     def _check_left(self, left: Mapping[str, str]) -> None:
         if left and self._strict:
             listed = "; ".join(f"{name}: {reason}" for name, reason in list(left.items())[:5])
@@ -386,109 +352,16 @@ class ParkedTraining(ClosedAtExit):
                 "try strict=False, which leaves them where they are"
             )
 
-    @contextmanager
-    def _abandoned_on_error(self) -> Iterator[None]:
-        """Leave everything on the device where parking is not to be, once no copy runs."""
-        try:
-            yield
-        except BaseException:
-            with suppress(Exception):
-                self._device.synchronize()
-            for each in self._known.values():
-                if not each.is_parked:
-                    each.abandon()
-            raise
-
     def _zero_gradients(self) -> None:
         for optimizer in self._optimizers:
             optimizer.zero_grad()
         for model in self._models:
             model.zero_grad()
 
-    def _free_device(self, storages: Sequence[ParkedStorage]) -> None:
-        with deferred_interrupts():
-            try:
-                _parked.add(self)
-                for each in storages:
-                    each.free_device()
-            except BaseException:
-                # What is free already fits again.
-                self._copy_in([each for each in storages if each.is_parked], timeout_s=self._timeout_s)
-                self._be_present(storages)
-                raise
-
-    def _be_present(self, storages: Sequence[ParkedStorage]) -> None:
-        """Let all be computed with, also after an error in between."""
-        try:
-            for each in storages:
-                each.be_present()
-        except BaseException:
-            for each in storages:
-                each.be_present()
-            raise
-        finally:
-            if not self._parked():
-                _parked.discard(self)
-
-    def _copy_in(self, storages: Sequence[ParkedStorage], timeout_s: float) -> None:
-        """Have the bytes of `storages` on the device, or none of them after an error."""
-        deadline_s = time.monotonic() + timeout_s
-        while True:
-            try:
-                for kind in KINDS:
-                    ours = [each for each in storages if each.kind == kind]
-                    self._make_room(ours)
-                    for each in ours:
-                        each.start_copy_in()
-                self._device.synchronize()
-                return
-            except Exception as error:
-                self._free_again(storages)
-                if not device_is_full(error):
-                    raise
-                if time.monotonic() >= deadline_s:
-                    size_bytes = sum(each.size_bytes for each in storages)
-                    raise torch.OutOfMemoryError(
-                        f"restore() found no memory for {size_bytes / 2**30:.2f} GiB within {timeout_s:g} s; expected "
-                        "the device to be free again; everything is still parked; try again once others have given "
-                        "their memory back, or a longer timeout_s"
-                    ) from error
-            time.sleep(_RETRY_S)
-
-    def _make_room(self, storages: Sequence[ParkedStorage]) -> None:
-        """Let `storages` be next to each other on the device, so that the driver can have them back in one piece.
-
-        By kind, because gradients are freed together, and what they leave is to be one piece, too.
-        """
-        allocator = self._device.allocator
-        if allocator is not None and not allocator.segments_grow:
-            allocator.make_room(each.size_bytes for each in storages)
-
-    def _free_again(self, storages: Sequence[ParkedStorage]) -> None:
-        with suppress(Exception):
-            self._device.synchronize()
-        with deferred_interrupts():
-            for each in storages:
-                each.free_again()
-        if self._device.allocator is not None:
-            self._device.allocator.give_back()
-
-    def _new_arena(self) -> HostArena:
-        return HostArena(
-            self._device,
-            limit_bytes=self._host_limit_bytes,
-            remedy="try a larger host_limit_bytes, gradients='drop', or park(weights=False)",
-        )
-
-    def _drop_host(self) -> None:
-        arena, self._arena, self._known = self._arena, None, {}
-        if arena is not None:
-            arena.close()
-
     def _on_host(self) -> dict[str, Any]:
         """Return `state_dict()` of models and optimizers with views of the host memory for what is parked."""
         self._check_open()
-        if not self._parked():
+        if not self._transfer.parked:
             raise RuntimeError(
                 "nothing is parked; expected parked training; try the model's and the optimizer's own state_dict()"
             )
@@ -498,11 +371,16 @@ class ParkedTraining(ClosedAtExit):
             optimizers: Any = [each.state_dict() for each in self._optimizers]
         finally:
             self._is_read = False
-        by_storage = {each.storage_key: each for each in self._parked()}
+        by_storage = {each.storage_key: each for each in self._transfer.parked}
 
         def read(leaf: Any) -> Any:
             if not isinstance(leaf, torch.Tensor):
                 return leaf
+            if is_traceable_wrapper_subclass(leaf):
+                raise RuntimeError(
+                    f"a state is a {type(leaf).__name__}, which lives on its device; expected plain tensors; try "
+                    "restore() first"
+                )
             parked = by_storage.get(leaf.untyped_storage()._cdata)
             return leaf if parked is None else parked.on_host(leaf)
 
@@ -510,11 +388,11 @@ class ParkedTraining(ClosedAtExit):
         return {key: value[0] if len(value) == 1 else value for key, value in states.items()}
 
     def _refuse_without_weights(self, action: str) -> None:
-        if not self._is_read and any(each.kind == "weights" for each in self._parked()):
+        if not self._is_read and any(each.kind == "weights" for each in self._transfer.parked):
             raise _parked_error(action)
 
     def _refuse_without_all(self, action: str) -> None:
-        if not self._is_read and self._parked():
+        if not self._is_read and self._transfer.parked:
             raise _parked_error(action)
 
     def _check_open(self) -> None:
