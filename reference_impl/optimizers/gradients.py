@@ -280,7 +280,7 @@ class Gradients:
 def _own_memory(member: Member) -> None:
     """Copy a gradient whose memory another tensor has too, as where `a + b` is used: both may have one gradient."""
     gradient = member.param.grad
-    if gradient is None or isinstance(gradient, GradientStandIn):
+    if gradient is None or isinstance(gradient, GradientStandIn) or gradient.layout != torch.strided:
         return
     storage = gradient.untyped_storage()
     shared = torch._C._storage_Use_Count(storage._cdata) > _USES_OF_ONE_TENSOR

@@ -32,6 +32,7 @@ from reference_impl.memory.interrupts import deferred_interrupts
 from reference_impl.optimizers import checks
 from reference_impl.optimizers.clip_decision import ClipDecision, decide, norms_of
 from reference_impl.optimizers.forward_waits import forgetful
+from reference_impl.optimizers.gradient_in_use import in_use, put_in_use, take_out
 from reference_impl.optimizers.layout import Member, gradient_of, members_of
 from reference_impl.optimizers.options import CHUNK_BYTES
 from reference_impl.optimizers.parameter_state import StateParts
@@ -88,8 +89,8 @@ class OptimizerStateOffloader(SavedOptimizer):
     nothing.
 
     After `step()` gradients stay on the parameters until `zero_grad()`, as torch leaves them. With a model attached the
-    update still reads them until the forward has waited for it: whoever writes into one before that, and not through
-    this optimizer's `zero_grad()`, gets a RuntimeError.
+    update still reads them until the forward has waited for it: whoever writes into `param.grad` before that waits for
+    it too. Who wrote through a tensor kept from before `step()`, or into a shard, gets a RuntimeError.
 
     Threads may call it at the same time, for instance `state_dict()` beside training: one waits for the other.
 
@@ -326,12 +327,15 @@ class OptimizerStateOffloader(SavedOptimizer):
             for member in gradients:
                 member.pending = True
             self._began(gradients)
+            if self._model_waits:
+                put_in_use(read, forgetful(self._wait_for))
             self._advance()
         if not self._model_waits:
             self._wait_for_all()
 
     def _to_use(self) -> dict[Member, torch.Tensor]:
         """Return the gradients of this step."""
+        self._wait_for(in_use(self._members.values()))
         return {member: gradient_of(member) for member in standing(self._members.values())}
 
     def _norms(self, gradients: Mapping[Member, torch.Tensor]) -> list[torch.Tensor]:
@@ -417,7 +421,8 @@ class OptimizerStateOffloader(SavedOptimizer):
                 )
                 raise self._failures.first
             member.pending = False
-            self._read.pop(member, None)
+            if self._read.pop(member, None) is not None:
+                take_out(member)
 
     def synchronize(self) -> None:
         """Make the live current stream see finished weights: call it before reading them in your own code."""

@@ -12,6 +12,7 @@ import torch
 
 from reference_impl.optimizers import checks
 from reference_impl.optimizers.algorithms import SGD, Adam, Algorithm
+from reference_impl.optimizers.gradient_in_use import GradientInUse
 from reference_impl.optimizers.layout import Member
 from reference_impl.optimizers.streamed.share import StreamedShare
 
@@ -49,8 +50,12 @@ def check_group(algorithm: Algorithm, group: Mapping[str, Any]) -> None:
 
 def standing(members: Iterable[Member]) -> dict[Member, tuple[torch.Tensor, int]]:
     """Return the gradients that are on the parameters of `members`, with their versions."""
-    grads = ((member, member.param.grad) for member in members)
+    grads = ((member, _itself(member.param.grad)) for member in members)
     return {member: (grad, version_of(grad)) for member, grad in grads if grad is not None}
+
+
+def _itself(gradient: torch.Tensor | None) -> torch.Tensor | None:
+    return gradient.gradient if isinstance(gradient, GradientInUse) else gradient
 
 
 def are_standing(taken: Mapping[Member, tuple[torch.Tensor, int]], members: Iterable[Member]) -> bool:

@@ -111,7 +111,7 @@ def gan_with_zeros(device, make):
     return gan(device, make, set_to_none=False)
 
 
-def layer_drop(device, make, *, clips=False):
+def layer_drop(device, make, *, by_model=False, clips=False):
     """Zeros where a step leaves a block out: a step of momentum and decay."""
     model = made(device)
     optimizer = make(model)
@@ -120,13 +120,17 @@ def layer_drop(device, make, *, clips=False):
         if clips:
             nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         optimizer.step()
-        optimizer.zero_grad(set_to_none=False)
+        (model if by_model else optimizer).zero_grad(set_to_none=False)
     finish(optimizer)
     return (model,)
 
 
 def layer_drop_and_clipping(device, make):
     return layer_drop(device, make, clips=True)
+
+
+def layer_drop_zeroed_by_the_model(device, make):
+    return layer_drop(device, make, by_model=True)
 
 
 def put_gradients(device, make):
@@ -157,7 +161,15 @@ def gradient_noise(device, make):
     return (model,)
 
 
-LOOPS = [gan, gan_with_zeros, layer_drop, layer_drop_and_clipping, put_gradients, gradient_noise]
+LOOPS = [
+    gan,
+    gan_with_zeros,
+    layer_drop,
+    layer_drop_and_clipping,
+    layer_drop_zeroed_by_the_model,
+    put_gradients,
+    gradient_noise,
+]
 # What is refused by name, which the page says.
 REFUSED = {
     (layer_drop_and_clipping, in_backward): r"a norm .*none with backward_overlap='update'",
