@@ -11,11 +11,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from reference_impl.integrations.offloading import Offloading
+from reference_impl.integrations.parked_generation import ParkedGeneration
 from reference_impl.integrations.planned import Plan
 from reference_impl.integrations.transformers_callback import callback_of, events_that_read
 from reference_impl.integrations.transformers_checks import check_trainer, optimizer_arguments
 from reference_impl.integrations.wanted import Options, Wanted
-from reference_impl.memory.closing import close_behind
+from reference_impl.memory.closing import closed_behind, undo_all
 from reference_impl.optimizers import HybridDeviceOptimizer
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ def offload(
     optimizer: bool | str | Options = False,
     activations: str | Options | None = None,
     weights: bool | Options = False,
+    park: str | None = None,
 ) -> Offloading:
     """Have `trainer` offload what a plan or the words say, from its next `train()` until `close()` of the handle.
 
@@ -42,11 +44,15 @@ def offload(
     Args:
         trainer: a built `transformers.Trainer` 5.x, or one of TRL's (`SFTTrainer`, `DPOTrainer`, `GRPOTrainer`).
         plan, optimizer, activations, weights: see `Wanted.of`.
+        park: `generate` parks training memory while a trainer of TRL generates (docs/parking.md).
 
     Raises TypeError for another trainer and ValueError, before anything is changed, for what does not go together:
     the message names both and what to do.
     """
-    wanted = Wanted.of(plan, optimizer=optimizer, activations=activations, weights=weights)
+    generation = None if park is None else ParkedGeneration(trainer, park)
+    parks_alone = generation is not None and plan is None and not (optimizer or activations or weights)
+    words = {"optimizer": optimizer, "activations": activations, "weights": weights}
+    wanted = Wanted() if parks_alone else Wanted.of(plan, **words)  # type: ignore[arg-type]
     check_trainer(trainer, wanted)
     handle = Offloading(wanted)
     if any(
@@ -62,11 +68,13 @@ def offload(
             HybridDeviceOptimizer,
             optimizer_arguments(trainer, wanted.optimizer),
         )
-    callback = callback_of(handle, lambda: events_that_read(trainer), lambda: trainer.model_wrapped)
+    callback = callback_of(
+        handle, lambda: events_that_read(trainer), lambda: trainer.model_wrapped, generation
+    )
     # First of all, so that weights are finished for the others.
     trainer.callback_handler.callbacks.insert(0, callback)
     # Exceptions leave `train` without `on_train_end`.
-    trainer.train = _detaching(train, handle)
+    trainer.train = _detaching(train, handle, generation)
 
     def give_back() -> None:
         trainer.remove_callback(callback)
@@ -97,16 +105,16 @@ def offload_callback(
     return callback_of(Offloading(wanted), tuple, lambda: None)
 
 
-def _detaching(train: Callable[..., Any], handle: Offloading) -> Callable[..., Any]:
+def _detaching(
+    train: Callable[..., Any], handle: Offloading, generation: ParkedGeneration | None
+) -> Callable[..., Any]:
+    def leave() -> None:
+        undo_all([handle.detach, *(() if generation is None else (generation.end,))])
+
     @functools.wraps(train)
     def run(*args: Any, **kwargs: Any) -> Any:
-        try:
-            result = train(*args, **kwargs)
-        except BaseException as error:
-            close_behind(error, handle.detach)
-            raise
-        handle.detach()
-        return result
+        with closed_behind(leave):
+            return train(*args, **kwargs)
 
     run.offloading = handle  # type: ignore[attr-defined]
     return run

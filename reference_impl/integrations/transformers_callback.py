@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from reference_impl.integrations.offloading import Offloading
+from reference_impl.integrations.parked_generation import ParkedGeneration
 from reference_impl.optimizers import HybridDeviceOptimizer
 
 if TYPE_CHECKING:
@@ -26,8 +27,12 @@ def callback_of(
     handle: Offloading,
     events_that_read: Callable[[], Iterable[str]],
     wrapped: Callable[[], nn.Module | None],
+    generation: ParkedGeneration | None = None,
 ) -> TrainerCallback:
-    """Return the callback of `handle`; `events_that_read` and the `wrapped` model are asked when training begins."""
+    """Return the callback of `handle`; `events_that_read` and the `wrapped` model are asked when training begins.
+
+    `generation` begins and ends with training.
+    """
     from transformers import TrainerCallback
 
     class OffloadCallback(TrainerCallback):  # type: ignore[misc]
@@ -47,6 +52,8 @@ def callback_of(
                 wrapped=wrapped(),
                 accumulating=lambda: not gradient_state.sync_gradients,
             )
+            if generation is not None:
+                generation.begin(kwargs["model"], kwargs["optimizer"])
 
         def finish_weights(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             """Let whoever comes next read weights as they are."""
@@ -55,6 +62,8 @@ def callback_of(
 
         def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             """Leave the model."""
+            if generation is not None:
+                generation.end()
             handle.detach()
 
     return OffloadCallback()

@@ -9,7 +9,8 @@ Explained in docs/parking.md.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -22,7 +23,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from reference_impl.distributed.ddp import data_parallels
 from reference_impl.distributed.ranks import Together, alike
-from reference_impl.memory.closing import ClosedAtExit, close_behind, undo_all
+from reference_impl.memory.closing import ClosedAtExit, close_behind, closed_behind, undo_all
 from reference_impl.memory.interrupts import deferred_interrupts
 from reference_impl.optimizers.hosted import HostedOptimizer
 from reference_impl.parking.guards import guard
@@ -68,7 +69,8 @@ def park(
     an option out of range; RuntimeError for a closed optimizer.
     """
     models = [model] if isinstance(model, nn.Module) else list(model)
-    optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+    given = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+    optimizers = [_unwrapped(each) for each in given]
     if gradients not in ("keep", "drop"):
         raise ValueError(f"gradients is {gradients!r}; expected 'keep' or 'drop'; try 'keep'")
     if not models or not all(isinstance(each, nn.Module) for each in models):
@@ -309,6 +311,15 @@ class ParkedTraining(ClosedAtExit):
         undo_all([self._transfer.drop_host, *(handle.remove for handle in self._handles)])
         self._is_closed = True
 
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Restore what is parked behind the block; an exception that has left the block stays the one that is raised.
+
+        For blocks behind a `park(weights=False)`; `with parked:` parks everything.
+        """
+        with closed_behind(self._restore_all):
+            yield
+
     def __enter__(self) -> Self:
         """Park."""
         self.park()
@@ -318,15 +329,15 @@ class ParkedTraining(ClosedAtExit):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Restore what is parked; an exception that has left the block stays the one that is raised."""
-        if self._transfer.parked:
-            close_behind(error, self._restore_all)
+        close_behind(error, self._restore_all)
 
     def _let_go(self) -> None:
         if not self._transfer.parked:
             _parked.discard(self)
 
     def _restore_all(self) -> None:
-        self.restore()
+        if self._transfer.parked:
+            self.restore()
 
     def _find(self) -> Found:
         return find(self._models, self._optimizers, self._also)
@@ -420,11 +431,16 @@ def _check_trains(optimizer: torch.optim.Optimizer, models: Sequence[nn.Module])
         )
 
 
+def _unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Return what a trainer's wrapper steps, as Accelerate's does, which has no hooks of its own."""
+    inner = getattr(optimizer, "optimizer", None)
+    return _unwrapped(inner) if isinstance(inner, torch.optim.Optimizer) else optimizer
+
+
 def _finish(optimizer: torch.optim.Optimizer) -> None:
     """Finish the update that one of our optimizers still runs. Raises RuntimeError when it is closed or broken."""
-    inner = getattr(optimizer, "optimizer", optimizer)
-    if isinstance(inner, HostedOptimizer):
-        inner.synchronize()
+    if isinstance(optimizer, HostedOptimizer):
+        optimizer.synchronize()
 
 
 def _free_gathered(model: nn.Module) -> None:

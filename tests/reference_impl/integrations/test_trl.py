@@ -12,6 +12,7 @@ from transformers import TrainerCallback
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
 from reference_impl.integrations.transformers import offload
+from reference_impl.parking import ParkedTraining
 
 CHECKPOINT = {"mode": "checkpoint", "min_bytes": 1}
 LAYERS = {"mode": "layers", "min_bytes": 1}
@@ -79,6 +80,55 @@ def course(trainer, **wanted):
 def test_a_run_is_that_of_adamw(tmp_path, build, wanted):
     expected = course(build(tmp_path))
     course(build(tmp_path), **wanted).assert_is(expected)
+
+
+class Engine:
+    """What TRL calls vLLM by: it reads all weights for a sync, and generates while the trainer's memory is away."""
+
+    def __init__(self, trainer):
+        self.trainer, self.calls, self.synced = trainer, 0, 0
+
+    def sync_weights(self):
+        self.synced += sum(param.isfinite().all() for param in self.trainer.model.parameters()) > 0
+
+    def generate(self, prompts, num_generations, **_):
+        self.calls += 1
+        assert not any(param.untyped_storage().nbytes() for param in self.trainer.model.parameters())
+        completions = [[3 + index % 5, 4, 5] for index in range(len(prompts))]
+        return prompts, completions, [[[-1.0]] * 3 for _ in completions], None
+
+
+@pytest.mark.parametrize("wanted", [{}, WANTED["both"]], ids=["alone", "offloaded too"])
+def test_grpo_parks_while_it_generates(tmp_path, wanted, monkeypatch):
+    expected = course(grpo(tmp_path))
+    moved, restore = [], ParkedTraining.restore
+
+    def counted(self, *kinds):
+        moved.append(self.parked_kinds)
+        return restore(self, *kinds)
+
+    monkeypatch.setattr(ParkedTraining, "restore", counted)
+    course(grpo(tmp_path), park="generate", **wanted).assert_is(expected)
+    # Without states before the first step.
+    assert moved[1:]
+    assert all(kinds == ("states",) for kinds in moved[1:])
+
+
+def test_all_leaves_while_an_engine_on_the_same_gpu_generates(tmp_path):
+    trainer = grpo(tmp_path)
+    engine = trainer.vllm_generation = Engine(trainer)
+    trainer.use_vllm, trainer.vllm_mode, trainer._last_loaded_step = True, "colocate", -1
+    with offload(trainer, optimizer=OPTIMIZER, park="generate"):
+        trainer.train()
+    assert engine.calls == engine.synced == 3
+    assert "generate" not in vars(engine)
+
+
+def test_parking_is_refused_where_nothing_generates(tmp_path):
+    with pytest.raises(ValueError, match="SFTTrainer generates nothing"):
+        offload(sft(tmp_path), park="generate")
+    with pytest.raises(ValueError, match="park is 'evaluate'"):
+        offload(grpo(tmp_path), park="evaluate")
 
 
 @pytest.mark.parametrize("wanted", [{**WANTED["both"], "weights": True}], ids=["everything"])
