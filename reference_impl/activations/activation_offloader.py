@@ -149,6 +149,14 @@ class ActivationOffloader(Offloader):
     def _largest_small_bytes(self) -> int:
         return 0 if isinstance(self._policy, Nothing) else super()._largest_small_bytes()
 
+    def _pass_over(self, transform: str) -> None:
+        if self._weights is not None:
+            raise RuntimeError(
+                f"{transform} was called through layers whose weights are offloaded (weights=True), and nothing says "
+                "there when its backward needs them; expected weights that stay; try weights=False, or close() before"
+            )
+        super()._pass_over(transform)
+
     def _start_run(self, run: Run) -> None:
         if self._budget is None:
             return

@@ -25,6 +25,7 @@ from reference_impl.memory.arena import HostArena
 from reference_impl.memory.closing import ClosedAtExit, past_a_lost_device, undo_all
 from reference_impl.memory.disk import DiskSpace, DiskTier, SpillTier
 from reference_impl.memory.tiers import HostTier, Tier
+from reference_impl.memory.transforms import running_transform
 
 MIN_BYTES = 2**20
 _BLOCKS_AHEAD = 2
@@ -125,6 +126,7 @@ class Offloader(ClosedAtExit):
                 raise
         self._forecast: Forecast | None = None
         self._is_closed = False
+        self._has_passed_over = False
         self._has_looked = False
         self._undo: list[Callable[[], None]] = []
         self._wrap(model, self._around_model)
@@ -156,7 +158,26 @@ class Offloader(ClosedAtExit):
         return self
 
     def _wrap(self, module: nn.Module, around: Around) -> None:
-        self._undo.append(wrap_forward(module, around))
+        def unless_transformed(
+            forward: Forward, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        ) -> Any:
+            transform = running_transform()
+            if transform is None:
+                return around(forward, module, args, kwargs)
+            self._pass_over(transform)
+            return forward(*args, **kwargs)
+
+        self._undo.append(wrap_forward(module, unless_transformed))
+
+    def _pass_over(self, transform: str) -> None:
+        """Say that modules run as they are inside `transform`. Raises RuntimeError where they cannot."""
+        if not self._has_passed_over:
+            self._has_passed_over = True
+            warnings.warn(
+                f"{type(self).__name__} offloads and recomputes nothing inside {transform}, whose tensors have no "
+                "storage that could move: modules run there as without it, in as much memory",
+                stacklevel=2,
+            )
 
     def _follow(self, blocks: list[nn.Module], chosen: list[nn.Module]) -> None:
         """Tell the engine when each of a model's blocks has run; in some of them modules were `chosen` to offload."""

@@ -27,6 +27,7 @@ from reference_impl.distributed.ddp import data_parallels
 from reference_impl.distributed.fsdp2 import GatheredGroup, gathered_groups
 from reference_impl.memory.compiler import uncompiled
 from reference_impl.memory.interrupts import deferred_interrupts
+from reference_impl.memory.transforms import outside_transforms
 from reference_impl.optimizers import checks
 from reference_impl.optimizers.layout import Member
 from reference_impl.optimizers.module_load import ModuleLoad
@@ -78,7 +79,7 @@ class ForwardWaits:
         self._unannounced: list[Member] = []
         self._members = members
         self._has_run = False
-        self._wait = forgetful(wait_for)
+        self._wait = outside_transforms(forgetful(wait_for))
         refresh = forgetful(refresh_masters)
         everyone = list(members.values())
 

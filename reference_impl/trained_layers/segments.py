@@ -18,6 +18,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from reference_impl.activations.attach import Forward, wrap_forward
 from reference_impl.activations.recompute import recomputed, repeatable
+from reference_impl.memory.transforms import running_transform
 
 
 def sum_in_fp32(params: Iterable[torch.Tensor]) -> Callable[[], None]:
@@ -36,8 +37,13 @@ def sum_in_fp32(params: Iterable[torch.Tensor]) -> Callable[[], None]:
     return undo
 
 
-def recompute_in_slices(block: nn.Module, slices: int, *, recomputes: bool = True) -> Callable[[], None]:
+def recompute_in_slices(
+    block: nn.Module, slices: int, *, recomputes: bool = True, is_gathered: Callable[[], bool] = lambda: True
+) -> Callable[[], None]:
     """Run `block` in `slices` of the batch, each computed again in backward; return what undoes it.
+
+    In torch.func's transforms and forward-mode derivatives it runs as it is, if `is_gathered()`: otherwise it raises
+    RuntimeError, because nothing says there when backward needs its weights.
 
     Tensors of two or more dimensions whose first is the batch are cut along it; others go whole to every slice.
     `recomputes=False` leaves recomputation to somebody inside. Evaluation runs the block as it is. While training the
@@ -47,6 +53,10 @@ def recompute_in_slices(block: nn.Module, slices: int, *, recomputes: bool = Tru
 
     def around(forward: Forward, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        if (transform := running_transform()) is not None:
+            if not is_gathered():
+                raise _refused(module, transform)
             return forward(*args, **kwargs)
         _refuse_caches(module, (*args, *kwargs.values()))
         if slices == 1:
@@ -100,6 +110,13 @@ def _joined(module: nn.Module, outputs: Sequence[Any]) -> Any:
         else:
             joined.append(leaves[0])
     return tree_unflatten(joined, flat[0][1])
+
+
+def _refused(module: nn.Module, transform: str) -> RuntimeError:
+    return RuntimeError(
+        f"{transform} was called through {type(module).__name__}, whose weights stream, and nothing says there when "
+        "its backward needs them; expected weights that stay meanwhile; try `with streamer.gathered():` around it"
+    )
 
 
 def _refuse_caches(module: nn.Module, values: Sequence[Any]) -> None:

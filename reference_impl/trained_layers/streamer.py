@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, Self
 
 import torch
@@ -198,7 +199,14 @@ class TrainableLayerStreamer(ClosedAtExit):
             if inputs == "host":
                 self._undo.append(CheckpointOffloader(model, layers=blocks, min_bytes=MIN_BYTES).close)
             for module in blocks:
-                self._undo.append(recompute_in_slices(module, slices, recomputes=inputs == "device"))
+                self._undo.append(
+                    recompute_in_slices(
+                        module,
+                        slices,
+                        is_gathered=partial(self._weights.is_gathered, module),
+                        recomputes=inputs == "device",
+                    )
+                )
         except BaseException as error:
             # The frames that have failed hold the states that were made: weights could not come back beside them.
             traceback.clear_frames(error.__traceback__)

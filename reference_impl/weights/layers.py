@@ -133,6 +133,10 @@ class LayerStreamer(ClosedAtExit):
             if not self._is_closed:
                 self._window.advance()
 
+    def is_gathered(self, layer: nn.Module) -> bool:
+        """Return whether the weights of `layer` are ordinary tensors for now."""
+        return any(block.module is layer and block.index in self._gathered for block in self._blocks)
+
     def close(self) -> None:
         """Give every weight its own memory where it came from, and the host memory back. Idempotent.
 

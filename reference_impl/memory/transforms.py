@@ -1,0 +1,46 @@
+"""torch.func's transforms and forward-mode derivatives: whether one runs, and how to work outside of it.
+
+Inside, tensors are wrapped: they have no storage that could move, nothing that is captured may be written in place, and
+saved-tensor hooks are refused by torch, or read tangents as if they were values.
+
+Explained in docs/activation-offloading.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import ParamSpec
+
+from torch._C import _functorch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.autograd import forward_ad
+
+_P = ParamSpec("_P")
+
+_NAMES = {
+    "Vmap": "torch.func.vmap",
+    "Grad": "torch.func.grad (vjp, jacrev, hessian)",
+    "Jvp": "torch.func.jvp (jacfwd, hessian)",
+    "Functionalize": "torch.func.functionalize",
+}
+
+
+def running_transform() -> str | None:
+    """Return the name of the transform that the calling thread is inside, None where it is in none."""
+    innermost = _functorch.peek_interpreter_stack()
+    if innermost is not None:
+        return _NAMES.get(innermost.key().name, "a transform of torch.func")
+    return "torch.autograd.forward_ad.dual_level" if forward_ad._current_level >= 0 else None
+
+
+def outside_transforms(call: Callable[_P, None]) -> Callable[_P, None]:
+    """Return a function that makes the `call` as if no transform ran: it writes tensors that somebody has captured."""
+
+    def called(*arguments: _P.args, **named: _P.kwargs) -> None:
+        if running_transform() is None:
+            call(*arguments, **named)
+        else:
+            with temporarily_clear_interpreter_stack():
+                call(*arguments, **named)
+
+    return called
