@@ -136,6 +136,17 @@ def case_of(seed: int, *, matrix: list[Setting], signals: bool) -> Case:
 
 
 @cache
+def hooks_left(setting: Setting) -> int:
+    """Return how many hooks a closed optimizer leaves on a model that has trained: the user's, and FSDP2's."""
+    with quiet.run():
+        program = Program(setting, "construct")
+        program.run()
+        train(program.trainee, Injector(), 0)
+        program.close()
+        return hooks_of(program.trainee.model)
+
+
+@cache
 def half_loaded(setting: Setting) -> Snapshot:
     """Return what is there once the weights of a checkpoint have been loaded, and not its states."""
     with quiet.run(), _come(setting, "load_state_dict") as program:
@@ -146,6 +157,7 @@ def judge(case: Case) -> Outcome:
     """Run a case."""
     # What is compared with is made, and what is imported late is imported, before the count of what stays.
     undisturbed(case.setting, None)
+    hooks_left(case.setting)
     with _come(case.setting, case.call) as program:
         program.run()
     del program
@@ -159,7 +171,6 @@ def judge(case: Case) -> Outcome:
 def _judged(case: Case) -> Outcome:
     injector, program = Injector(), Program(case.setting, case.call)
     trainee = program.trainee
-    hooks = hooks_of(trainee.model)
     try:
         with case.fault.comes(injector):
             program.run()
@@ -180,10 +191,8 @@ def _judged(case: Case) -> Outcome:
     except Exception as error:
         if outcome.verdict.passes:
             outcome = Outcome(Verdict.STUCK, f"{told}; close() raised {told_of(error)}")
-    if case.call == "construct" and outcome.verdict.passes and hooks_of(trainee.model) > hooks:
-        return Outcome(
-            Verdict.LEAK, f"{told}; hooks on the model after close(): {hooks_of(trainee.model)}, not {hooks}"
-        )
+    if outcome.verdict.passes and (hooks := hooks_of(trainee.model)) > hooks_left(case.setting):
+        return Outcome(Verdict.LEAK, f"{told}; hooks on the model: {hooks}, not {hooks_left(case.setting)}")
     return outcome
 
 

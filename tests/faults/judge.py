@@ -31,6 +31,10 @@ ACTIONS = ("skip", "again", "state_dict", "synchronize", "forward", "close")
 FAULTY_STEPS = range(1, STEPS - 1)
 
 
+# `step()` itself, and what it enters to hear of errors.
+_CALLS_BEFORE_NOTES = 2
+
+
 class Verdict(enum.Enum):
     """What became of a run with a fault."""
 
@@ -176,8 +180,10 @@ class _Run:
         if not _is_ours(error):
             # As where GradScaler looks for infinities.
             return ""
-        if isinstance(self._case.fault, TooDeep):
-            # A note takes frames, which are not there.
+        if isinstance(self._case.fault, TooDeep) or (
+            isinstance(self._case.fault, NoMemory) and _calls_of_ours(error) <= _CALLS_BEFORE_NOTES
+        ):
+            # A note takes frames, which are not there, and calls that come before all others.
             return ""
         notes = " ".join(getattr(error, "__notes__", ()))
         if not hasattr(self._optimizer, "status") or any(state in notes for state in states):
@@ -391,8 +397,12 @@ def all_of(error: BaseException | None) -> str:
 
 
 def _is_ours(error: BaseException) -> bool:
+    return _calls_of_ours(error) > 0
+
+
+def _calls_of_ours(error: BaseException) -> int:
     frames = traceback.extract_tb(error.__traceback__)
-    return any("/reference_impl/" in frame.filename for frame in frames)
+    return sum("/reference_impl/" in frame.filename for frame in frames)
 
 
 def _few(names: list[str] | None) -> str:
