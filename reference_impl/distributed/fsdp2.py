@@ -151,9 +151,10 @@ class Shard:
         getattr(self._shard, _LOOK_FOR_EXTENSIONS)()
 
     def stop_serving(self) -> None:
-        """Let gathers read the memory again."""
-        local: Any = self.local
-        del local.fsdp_pre_all_gather, local.fsdp_post_all_gather
+        """Let gathers read the memory again, if they do not."""
+        own = vars(self.local)
+        own.pop("fsdp_pre_all_gather", None)
+        own.pop("fsdp_post_all_gather", None)
 
 
 def shards_by_gather(model: nn.Module) -> list[list[Shard]]:

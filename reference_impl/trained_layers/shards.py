@@ -371,13 +371,14 @@ class StreamedShards:
     def _leave(self, params: Iterable[torch.Tensor]) -> None:
         for param in params:
             block, index = self._places[param]
+            # First: whatever is raised below, `close` brings it back from its home, which has it all.
+            self._lent.discard(param)
             block.leave(
                 index,
                 read=partial(self._gather, block, index),
                 after=partial(self._after_gather, block),
                 name=self._names[param],
             )
-            self._lent.discard(param)
 
     def _settle_at_home(self, params: Iterable[torch.Tensor]) -> None:
         """Block until the weights of `params` are new at home."""

@@ -18,8 +18,11 @@ from typing import Any
 from injector import Injector, undisturbed
 from interrupts import PACKAGE
 
-# These take no memory. What gives a lock back must, or nobody could use it again: Python's own `with` calls it too.
+# These take no memory. What gives a lock back must not, or nobody could use it again, and so must not the end of a
+# region that defers signals.
 _TAKES_NONE = frozenset({"__exit__", "release", "pop", "popleft", "clear", "discard", "remove", "__del__"})
+_ENDS_A_REGION = frozenset({"_end", "_run"})
+_INTERRUPTS = "memory/interrupts.py"
 # As many suffice for other threads, which the same limit holds for.
 OTHERS_FRAMES = 100
 _SEARCHED_FRAMES = 2000
@@ -144,6 +147,8 @@ def calls_counted(nth: int | None, fail: Callable[[str], None], *, on_main: bool
 
 
 def _is_call(frame: FrameType, event: str, argument: Any) -> bool:
+    if frame.f_code.co_name in _ENDS_A_REGION and frame.f_code.co_filename.endswith(_INTERRUPTS):
+        return False
     if event == "c_call":
         return frame.f_code.co_filename.startswith(PACKAGE) and argument.__name__ not in _TAKES_NONE
     code = frame.f_code

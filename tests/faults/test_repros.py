@@ -7,13 +7,15 @@ from contextlib import suppress
 
 import pytest
 import torch
-from settings import differing
+from matrices import shards_settings
+from settings import Trainee, differing, needs_recovery
 from torch import nn
 
 from reference_impl import CpuUpdate, HybridDeviceOptimizer, OptimizerStateOffloader
 from reference_impl.memory.host import host_book
 from reference_impl.optimizers.algorithms import Adam
 from reference_impl.optimizers.streamed.update import ChunkUpdate
+from reference_impl.trained_layers.shards import ShardBlock
 
 TOO_LONG_S = 10
 
@@ -156,6 +158,26 @@ def test_a_chunk_ends_whole(monkeypatch, nth):
     monkeypatch.setattr(ChunkUpdate, "end", end)
     assert differing(trained(), expected) == []
     assert len(calls) > nth
+
+
+@pytest.mark.parametrize("has_left", [False, True])
+def test_shards_come_back_where_one_was_interrupted_as_it_left(monkeypatch, has_left):
+    needs_recovery("shards")
+    trainee = Trainee(shards_settings()[0], lambda _: None, is_built=False)
+    before, left, real = trainee.weights(), [], ShardBlock.leave
+
+    def leave(block, *args, **options):
+        left.append(block)
+        if has_left or len(left) < 3:
+            real(block, *args, **options)
+        if len(left) == 3:
+            # As the handler of a signal does at the end of the region inside.
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(ShardBlock, "leave", leave)
+    with pytest.raises(KeyboardInterrupt):
+        trainee.build()
+    assert differing(trainee.weights(), before) == []
 
 
 def test_slots_come_back(kernel_fails):
