@@ -198,37 +198,32 @@ class CpuShare:
         for bucket in buckets:
             present = Counter(piece.member for piece in bucket.pieces if piece.member in step.arrivals)
             tasks = self._tasks[bucket]
-            update = BucketUpdate(step, present, len(tasks), new_weights, last_use)
+            update = BucketUpdate(step, present, new_weights, last_use)
             jobs += [Job(bucket.deadline, arrived, _TaskUpdate(self, task, update)) for task in tasks]
         self._workers.submit(jobs)
         step.queued.update(buckets)
         for bucket in buckets:
             bucket.sent.clear()
 
-    def run_kernel(self, task: Task, step: CpuStep, present: Container[Member]) -> None:
-        """Update a task's members that are `present`, on the calling worker.
-
-        Raises WorkLostError from inside the kernel.
-        """
+    def kernel(self, task: Task, step: CpuStep, present: Container[Member]) -> Callable[[], None]:
+        """Return what updates a task's members that are `present`, on the calling worker; may be called again."""
         self._gradients.drain()
         grad_scale, skip = step.scale_and_skip()
         part = None if skip else present_part(task, present)
         if part is None:
-            return
+            return _nothing
         scratch = self._scratch()
         # A thread has a mode of its own, that of the thread that has started it.
         torch.set_flush_denormal(step.plan.flushes_denormals)
         parts = list(_by_factors(part, step))
         for member in part.members:
             step.count(member)
-        try:
+
+        def update() -> None:
             for each, factors in parts:
                 self._kernel.update(each, step.plan.groups[each.group], scratch, grad_scale, factors)
-        except BaseException as error:
-            raise WorkLostError(
-                f"an update on the CPU has failed: {error!r}; expected it to finish; some masters are neither old nor "
-                "new; try loading the last checkpoint into a new optimizer"
-            ) from error
+
+        return update
 
     def publish(self, member: Member, update: BucketUpdate) -> None:
         """Send a member's new weight to the device, unless the step is skipped, and let its readers go on."""
@@ -292,17 +287,30 @@ class _TaskUpdate:
     def __init__(self, share: CpuShare, task: Task, update: BucketUpdate) -> None:
         self._share, self._task, self._update = share, task, update
         self._is_updated = False
-        self._to_publish: list[Member] = []
+        self._to_publish: list[Member] | None = None
+        update.left.add(self)
 
     def __call__(self) -> None:
-        """Do what is left of it."""
+        """Do what is left of it. Raises WorkLostError from inside the kernel, which cannot be run again."""
         if not self._is_updated:
-            self._share.run_kernel(self._task, self._update.step, self._update.present)
-            self._is_updated = True
-            self._to_publish = self._update.finish_task()
+            kernel = self._share.kernel(self._task, self._update.step, self._update.present)
+            try:
+                kernel()
+                self._is_updated = True
+            except BaseException as error:
+                raise WorkLostError(
+                    f"an update on the CPU has failed: {error!r}; expected it to finish; some masters are neither old "
+                    "nor new; try loading the last checkpoint into a new optimizer"
+                ) from error
+        if self._to_publish is None:
+            self._to_publish = self._update.finish(self)
         while self._to_publish:
             self._share.publish(self._to_publish[-1], self._update)
             self._to_publish.pop()
+
+
+def _nothing() -> None:
+    pass
 
 
 def _by_factors(task: Task, step: CpuStep) -> Iterator[tuple[Task, tuple[float, ...]]]:

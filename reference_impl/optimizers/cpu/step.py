@@ -36,7 +36,9 @@ class CpuStep:
         self._lock = threading.Lock()
         self._numbers: list[float] | None = [1.0, 0.0] if plan.decision is None else None
         self._counted: set[Member] = set()
-        self._done: Counter[Member] = Counter()
+        self._counts: dict[Member, torch.Tensor] = {}
+        self._done: dict[Member, dict[BucketUpdate, int]] = {}
+        self._publishers: dict[Member, object] = {}
 
     def scale_and_skip(self) -> tuple[torch.Tensor | None, bool]:
         """Return what divides gradients (0-dim fp32 on the host, None for exactly 1) and whether to skip the step."""
@@ -64,37 +66,43 @@ class CpuStep:
             return self._numbers
 
     def count(self, member: Member) -> None:
-        """Count the step of `member`, once however many buckets it has."""
+        """Count the step of `member`, once however many buckets it has, and however often an error ends this."""
         with self._lock:
             if member not in self._counted:
-                member.step += 1
+                if member not in self._counts:
+                    self._counts[member] = member.step + 1
+                member.step.copy_(self._counts[member])
                 self._counted.add(member)
 
-    def finish(self, member: Member, pieces: int) -> bool:
-        """Count `pieces` of `member` as updated; return whether these were the last."""
+    def finish(self, member: Member, update: BucketUpdate, job: object) -> bool:
+        """Count the pieces of `member` in `update`; return whether all are updated, and `job` is to publish it.
+
+        One job is, the first that asks then, and hears so again if it asks again after an error.
+        """
         with self._lock:
-            self._done[member] += pieces
-            return self._done[member] == len(member.pieces)
+            done = self._done.setdefault(member, {})
+            done[update] = update.present[member]
+            return (
+                sum(done.values()) == len(member.pieces) and self._publishers.setdefault(member, job) is job
+            )
 
 
 class BucketUpdate:
-    """One bucket in one step: what its `tasks` share, and how many of them are still to do.
+    """One bucket in one step: what its jobs share, and in `left` those that are still to do.
 
     Args:
         step: the step.
         present: the members that take part, each with its number of pieces in the bucket.
-        tasks: into how many the update is cut.
         new_weights: yields the parts of a member that the device has updated and that go out with the CPU's.
         last_use: the event after which nothing reads the members' old weights; None for each gradient's arrival.
     """
 
-    __slots__ = ("_lock", "_tasks", "last_use", "new_weights", "present", "step")
+    __slots__ = ("_lock", "last_use", "left", "new_weights", "present", "step")
 
     def __init__(
         self,
         step: CpuStep,
         present: Counter[Member],
-        tasks: int,
         new_weights: Callable[[Member], Iterable[NewWeights]],
         last_use: Event | None,
     ) -> None:
@@ -102,13 +110,16 @@ class BucketUpdate:
         self.present = present
         self.new_weights = new_weights
         self.last_use = last_use
-        self._tasks = tasks
+        self.left: set[object] = set()
         self._lock = threading.Lock()
 
-    def finish_task(self) -> list[Member]:
-        """Count a task as done; after the bucket's last return the members whose every piece is updated."""
+    def finish(self, job: object) -> list[Member]:
+        """Count `job` as done; after the last return the members that it is to publish, every piece being updated.
+
+        After an error it may be called again.
+        """
         with self._lock:
-            self._tasks -= 1
-            if self._tasks:
+            self.left.discard(job)
+            if self.left:
                 return []
-        return [member for member, pieces in self.present.items() if self.step.finish(member, pieces)]
+        return [member for member in self.present if self.step.finish(member, self, job)]

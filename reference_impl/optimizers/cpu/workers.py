@@ -18,8 +18,8 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
+from queue import Empty, SimpleQueue
 
 import torch
 
@@ -76,6 +76,8 @@ class _Queue:
         self.running = 0
         self.closed = False
         self.lost = False
+        # What a thread has died of, outside its jobs.
+        self.error: BaseException | None = None
 
     def put(self, jobs: Sequence[Job]) -> None:
         with self.changed:
@@ -143,7 +145,7 @@ class DeadlineWorkers:
         self._unheard: BaseException | None = None
         self._lasting: BaseException | None = None
         callers_threads = torch.get_num_threads()
-        ready = threading.Barrier(threads + 1)
+        ready: SimpleQueue[None] = SimpleQueue()
         self._threads = [
             threading.Thread(
                 target=_work, args=(weakref.ref(self), self._queue, ready), daemon=True, name="offload-update"
@@ -153,16 +155,26 @@ class DeadlineWorkers:
         try:
             for thread in self._threads:
                 thread.start()
-            ready.wait()
+            for _ in self._threads:
+                self._wait_started(ready)
         except BaseException:
             # Threads that have been started end again.
             self._queue.close()
-            ready.abort()
             raise
         _open.add(self)
         weakref.finalize(self, self._queue.close).atexit = False
         # A thread's own setting also becomes the default of threads born later: put that back.
         torch.set_num_threads(callers_threads)
+
+    def _wait_started(self, ready: SimpleQueue[None]) -> None:
+        while True:
+            try:
+                return ready.get(timeout=_SLICE_S)
+            except Empty:
+                if not all(thread.is_alive() for thread in self._threads):
+                    raise RuntimeError(
+                        "an update thread of the optimizer's has not started; expected memory for it; try fewer threads"
+                    ) from self._queue.error
 
     def submit(self, jobs: Sequence[Job]) -> None:
         """Queue jobs, all or none; raises what a worker has failed with."""
@@ -175,6 +187,8 @@ class DeadlineWorkers:
 
         Raises RuntimeError when closed, or when the threads are gone.
         """
+        if self._queue.error is not None and self._lasting is None:
+            self._lasting = _lost_thread(self._queue.error)
         if self._lasting is not None:
             raise self._lasting
         if self._queue.closed:
@@ -226,12 +240,10 @@ class DeadlineWorkers:
                     )
 
     def _check_threads(self) -> None:
-        if not any(thread.is_alive() for thread in self._threads):
+        if not all(thread.is_alive() for thread in self._threads):
             self.check()
-            raise WorkLostError(
-                "the optimizer's threads have ended, as at the end of the interpreter; expected them to run; try "
-                "synchronize() before the program ends"
-            )
+            self._lasting = _lost_thread(None)
+            raise self._lasting
 
     def close(self) -> None:
         """Let running jobs finish and stop the threads. Calling it again does nothing."""
@@ -271,22 +283,37 @@ def _close_all() -> None:
         workers.close()
 
 
-def _work(owner: weakref.ref[DeadlineWorkers], queue: _Queue, ready: threading.Barrier) -> None:
+def _lost_thread(error: BaseException | None) -> WorkLostError:
+    reason = "as at the end of the interpreter, or in a forked process" if error is None else f"of {error!r}"
+    lost = WorkLostError(
+        f"a thread of the optimizer's has ended, {reason}; expected all to run until close(); try synchronize() before "
+        "the program ends, or loading the last checkpoint into a new optimizer"
+    )
+    lost.__cause__ = error
+    return lost
+
+
+def _work(owner: weakref.ref[DeadlineWorkers], queue: _Queue, ready: SimpleQueue[None]) -> None:
     """A worker's life; it holds its owner only while it works, so that a forgotten owner can be collected."""
-    # A thread takes over the process's setting when it first asks, so it asks before it sets its own.
-    torch.get_num_threads()
-    torch.set_num_threads(1)
-    with suppress(threading.BrokenBarrierError):
-        ready.wait()
-    while (job := queue.take()) is not None:
-        lost, workers = False, owner()
-        try:
-            if workers is not None:
-                with torch.no_grad():
-                    workers.run_job(job)
-        except BaseException as error:
-            if workers is not None:
-                lost = workers.keep(job, error)
-        # Before the wait for the next: neither must keep the owner alive.
-        del workers, job
-        queue.finish(lost=lost)
+    try:
+        # A thread takes over the process's setting when it first asks, so it asks before it sets its own.
+        torch.get_num_threads()
+        torch.set_num_threads(1)
+        ready.put(None)
+        while (job := queue.take()) is not None:
+            lost, workers = False, owner()
+            try:
+                if workers is not None:
+                    with torch.no_grad():
+                        workers.run_job(job)
+            except BaseException as error:
+                if workers is not None:
+                    lost = workers.keep(job, error)
+            # Before the wait for the next: neither must keep the owner alive.
+            del workers, job
+            queue.finish(lost=lost)
+    except BaseException as error:
+        # Nobody knows what has become of its job. Nothing is allocated here: memory may be what it lacks.
+        queue.error = error
+        queue.lost = True
+        queue.error.__traceback__ = None

@@ -283,16 +283,16 @@ def test_the_update_hides_behind_forward_and_weights_behind_backward(clocks, for
 def cpu(clocks, monkeypatch):
     """Workers that update when the clocks say so: one thread, which takes so many ms for a layer."""
     thread = SimpleNamespace(layer_ms=0.0, now=0.0, done={})
-    release, share = Publisher.release, CpuShare.run_kernel
+    release, share = Publisher.release, CpuShare.kernel
 
     def submit(workers, jobs):
         for job in sorted(jobs, key=lambda job: job.deadline):
             thread.now = max(thread.now, job.arrival.time)
             job.run()
 
-    def run_kernel(cpu_share, task, step, present):
+    def kernel(cpu_share, task, step, present):
         thread.now += thread.layer_ms
-        share(cpu_share, task, step, present)
+        return share(cpu_share, task, step, present)
 
     def released(publisher, member):
         thread.done[publisher.flag(member)] = thread.now
@@ -304,7 +304,7 @@ def cpu(clocks, monkeypatch):
 
     monkeypatch.setattr(DeadlineWorkers, "submit", submit)
     monkeypatch.setattr(DeadlineWorkers, "wait_until", wait_until)
-    monkeypatch.setattr(CpuShare, "run_kernel", run_kernel)
+    monkeypatch.setattr(CpuShare, "kernel", kernel)
     monkeypatch.setattr(Publisher, "release", released)
     return thread
 
