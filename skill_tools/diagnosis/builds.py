@@ -23,8 +23,12 @@ _ERRORS = re.compile(
     + r"|(?:\S*[cg]\+\+|\S*gcc|\S*cc1plus|\S*clang(?:\+\+)?): (?:fatal )?error: .*)",
     re.MULTILINE,
 )
-_BUILDS = re.compile(
-    "Building extension module|FAILED: |ninja: build stopped|Error building extension|Emitting ninja build file"
+_BUILDS = (
+    "Building extension module",
+    "FAILED: ",
+    "ninja: build stopped",
+    "Error building",
+    "Emitting ninja build file",
 )
 
 
@@ -39,7 +43,7 @@ class BuildError(NamedTuple):
 
 def first_error(log: Log) -> BuildError | None:
     """Return the first error of a build; None where nothing was built, or no compiler complained."""
-    match = _ERRORS.search(log.text) if _BUILDS.search(log.text) else None
+    match = _ERRORS.search(log.text) if any(each in log.text for each in _BUILDS) else None
     if match is None:
         return None
     text = match["error"].strip()

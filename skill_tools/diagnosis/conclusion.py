@@ -147,10 +147,14 @@ def _of_message(message: Message, evidence: Evidence, errors: Sequence[KnownErro
     if message.kind == "gpu-memory" and fragments is not None and message.id not in _FIRST_OF_MANY:
         cause = f"fragmentation: {gib(fragments)} was reserved and unused, more than was asked for"
         return Conclusion(cause, _rule(message.rule, evidence), (_DEFRAGMENT, *change)[:_SHOWN])
+    cause = message.cause
+    if message.kind == "gpu-memory" and evidence.owners.gpu_share is not None:
+        cause += f"; a rollout engine takes {evidence.owners.gpu_share:.0%} of the GPU while it runs"
+        change = (told("smaller-rollout", ()), *change)
     rule = _rule(message.rule, evidence) or next(
         (error.rules[0].id for error in errors if error.of_the_run), ""
     )
-    return Conclusion(message.cause, rule, change[:_SHOWN], plans_away=message.kind in _MEMORY)
+    return Conclusion(cause, rule, change[:_SHOWN], plans_away=message.kind in _MEMORY)
 
 
 def _of_the_host(message: Message, evidence: Evidence, change: tuple[str, ...]) -> Conclusion:

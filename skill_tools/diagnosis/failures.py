@@ -35,11 +35,11 @@ _NATIVE = re.compile(
 )
 _INTERESTING = re.compile(
     r"^.*(?:File |Traceback|Error|Exception|Interrupt|Failure|Timeout|Exit|Killed|Empty|Fault|fault|Aborted|Fatal "
-    r"|Assertion|terminate called|Bus error|Illegal instruction).*$",
+    r"|above exception|Assertion|terminate called|Bus error|Illegal instruction).*$",
     re.MULTILINE,
 )
 _PROGRESS = re.compile(
-    r"^.*(?:iteration +\d+/|'loss': |[ \[|]step[ :=]+\d+\D.{0,40}loss|elapsed time per iteration"
+    r"(?:iteration +\d+/|'loss': |[ \[|]step[ :=]+\d+\D.{0,40}loss|elapsed time per iteration"
     r"|[ ,]\d+(?:\.\d+)?(?:s/it|it/s)\b)",
     re.MULTILINE,
 )

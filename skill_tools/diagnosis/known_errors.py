@@ -15,7 +15,7 @@ from skill_tools.diagnosis.texts import position, span
 from skill_tools.dialects import registry
 from skill_tools.rules.knowledge import Rule, load_rules
 
-_BARE = re.compile(r"[\w.]+$")
+_BARE = re.compile(r"[\w.]+(?:: ?'?\{\.\.\}'?)?$|'\w+'$")
 _SHARED = 3  # rules shown when nothing tells those with the same text apart
 
 
@@ -75,12 +75,17 @@ def _place(log: Log, template: str, ended_by: Failure | None) -> int:
 
 def frameworks(log: Log) -> tuple[str, ...]:
     """Return the frameworks whose code a traceback in `log` goes through; one that runs in another comes before it."""
-    packages = {dialect.name: dialect.package for dialect in registry.with_files()}
     return tuple(
-        name
-        for name, package in packages.items()
-        if re.search(rf"(?<![\w.-]){re.escape(package)}/\w", log.text)
+        dialect.name for dialect in registry.with_files() if _goes_through(log.text, dialect.package)
     )
+
+
+def _goes_through(text: str, package: str) -> bool:
+    """Return whether `package/` stands in `text` as a folder's whole name; `re` would take a hundred times as long."""
+    start = text.find(f"{package}/")
+    while start > 0 and (text[start - 1].isalnum() or text[start - 1] in "_.-"):
+        start = text.find(f"{package}/", start + 1)
+    return start >= 0 and text[start + len(package) + 1 : start + len(package) + 2].isidentifier()
 
 
 def _of_the_run(rules: Sequence[Rule], frameworks: Sequence[str]) -> list[Rule]:

@@ -15,12 +15,11 @@ from skill_tools.configs.files import open_file
 from skill_tools.errors import UnusableInput
 
 _CHUNK_BYTES = 1 << 20
-_CHUNKS_AT_THE_END = 3
+_CHUNKS_AT_THE_END = 2
 _CHUNKS_OF_A_FAILURE = 2  # a traceback may go on in the next one
+_SEAM_BYTES = 64  # of the chunk before, in which a sign of failure may begin
 _MOST_PIPED_BYTES = 512 << 20  # a pipe may have no end
-_FAILED = re.compile(
-    rb"Traceback \(most recent call last\)|[Oo]ut of memory|oom[-_]kill|^\S*(?:Error|Exception): ", re.M
-)
+_FAILED = (b"Traceback (most recent call last)", b"ut of memory", b"oom-kill", b"oom_kill", b"core dumped")
 _COLOURS = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?|\x1b[@-Z\\-_]")
 _EXPECTED = "a training log or traceback"
 
@@ -79,13 +78,14 @@ def _kept(chunks: Iterator[bytes]) -> list[tuple[bytes, int]]:
     """Return the chunks that are read, each with the number of lines that were left out before it."""
     kept: list[tuple[bytes, int]] = []
     end: deque[bytes] = deque()
-    left_out, of_a_failure = 0, 0
+    left_out, of_a_failure, seam = 0, 0, b""
     for chunk in chunks:
         end.append(chunk)
         if len(end) <= _CHUNKS_AT_THE_END:
             continue
         oldest = end.popleft()
-        fails = of_a_failure == 0 and len(kept) > 0 and _FAILED.search(oldest) is not None
+        fails = of_a_failure == 0 and bool(kept) and any(each in seam + oldest for each in _FAILED)
+        seam = oldest[-_SEAM_BYTES:]
         if not kept or fails or 0 < of_a_failure < _CHUNKS_OF_A_FAILURE:
             of_a_failure += bool(kept)
             kept.append((oldest, left_out))

@@ -12,10 +12,11 @@ from skill_tools.diagnosis.log import Log
 from skill_tools.units import GIB, gib
 
 _FAR = 0.75  # of what was in use: a prediction below it does not explain it
-_TABLE = re.compile(r"^.*PID\s+MEM\(GB\)\s+COMMAND\s*$", re.MULTILINE)
+_TABLE = re.compile(r"PID\s+MEM\(GB\)\s+COMMAND\s*$", re.MULTILINE)
 _ROW = re.compile(r"^\D*(?P<pid>\d{1,9})\s+(?P<gb>\d{1,6}(?:\.\d{1,3})?)\s+(?P<command>\S.{0,80})")
 _IN_USE = re.compile(r"was running was ([0-9.]{1,12})\s*GB / ([0-9.]{1,12})\s*GB")
 _OF_ONE = re.compile(r"name=(?P<command>[\w.]{1,60}),[^)\n]{0,80}memory used=(?P<gb>\d{1,6}(?:\.\d{1,3})?)GB")
+_COMMAND = 1 << 17  # characters at a log's start in which the command stands that began the run
 _MOST = 0.5  # of the memory in use: a process above it is named as its owner
 
 
@@ -79,7 +80,7 @@ class Owners(NamedTuple):
 
 def owners(log: Log, sources: Mapping[str, str], *, saving: bool) -> Owners:
     """Return who else takes memory by the configuration's texts (`sources`) and the log."""
-    texts = [*sources.values(), log.text]
+    texts = [*sources.values(), log.text[:_COMMAND]]
     found, less = [], []
     for sign in _SIGNS:
         match = next((match for text in texts if (match := sign.pattern.search(text))), None)

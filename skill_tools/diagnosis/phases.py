@@ -97,7 +97,7 @@ def phase_of(log: Log, failure: Failure | None) -> Phase:
         return Phase.LATER
     if any(map(_UPDATE_FRAME.search, functions)):
         return Phase.FIRST_UPDATE
-    if any(map(_STEP_FRAME.search, functions)) or _BEGINS.search(log.text[:at]):
+    if any(map(_STEP_FRAME.search, functions)) or _BEGINS.search(near):
         return Phase.FIRST_STEP
     return Phase.STARTUP
 

@@ -1,0 +1,153 @@
+"""What a message advises is in the settings of the run's own framework, and its own lint accepts them."""
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skill_tools import knowledge
+from skill_tools.configs.keys import load_keys
+from skill_tools.configs.source import Source
+from skill_tools.diagnosis.changes import load_changes, told
+from skill_tools.dialects import registry
+from skill_tools.rules.finding import Severity
+from skill_tools.rules.lint import lint
+
+ENTRIES = [entry for entry in knowledge.load_messages() if entry["role"] != "chatter"]
+DIALECTS = [dialect.name for dialect in registry.with_files()]
+FORMS = [(change, name) for change, known in load_changes().items() for name in known.settings]
+# A key is written with a dot or an underscore, and something is assigned to it.
+_ASSIGNED = re.compile(r"(?<![\w.-])(?:--)?([A-Za-z]\w*(?:[._]\w+)+)\"?(?: ?= ?|: )(?=[\w\"{])")
+
+_CODE = re.compile(
+    r"'[^']*'|\w+\([^()]*\)"
+)  # a command, a call: torch's own interface, which is nobody's configuration
+
+
+def spelled_in(dialect: str) -> set[str]:
+    """Every name that a user of a dialect may write, and the last part of each."""
+    names = {
+        key.spelling[name]
+        for key in load_keys().values()
+        for name in (dialect, *embedded(dialect))
+        if name in key.spelling
+    }
+    names |= set(knowledge.index()["vocabulary"].get(dialect, ()))
+    return (
+        names
+        | {name.rpartition(".")[2] for name in names}
+        | {name.lstrip("-+").replace("-", "_") for name in names}
+    )
+
+
+def embedded(dialect: str) -> tuple[str, ...]:
+    return registry.named(dialect).embeds
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_no_message_tells_a_user_another_framework_s_key(dialect: str) -> None:
+    own = spelled_in(dialect)
+    everywhere = {name for other in DIALECTS for name in spelled_in(other)}
+    for entry in ENTRIES:
+        if entry.get("of", dialect) != dialect:
+            continue
+        for change in entry["change"]:
+            text = _CODE.sub("", told(change, (dialect,)))
+            foreign = {name for name in _ASSIGNED.findall(text) if name in everywhere and name not in own}
+            assert not foreign, (entry["id"], text)
+
+
+@pytest.mark.parametrize(("change", "dialect"), FORMS)
+def test_each_setting_is_one_that_the_framework_s_lint_accepts(change: str, dialect: str) -> None:
+    settings = load_changes()[change].settings[dialect]
+    of = registry.named(dialect)
+    for key, value in settings.items():
+        assert dialect in load_keys()[key].spelling, f"{dialect} does not spell {key}"
+        text = text_of(dialect, {key: value})
+        config = of.compose([Source(of.example_file, text)], [])
+        assert config.value(key) == value or (value == "none" and config.value(key) in (None, "none")), text
+        wrong = [
+            each.rule
+            for each in lint(config).findings
+            if each.severity is Severity.ERROR and "unknown" in each.rule
+        ]
+        assert not wrong, text
+        assert not config.unknown
+        assert not config.wrong_types
+
+
+def text_of(dialect: str, settings: Mapping[str, object]) -> str:
+    """A file of the dialect with nothing else in it; a script's settings are its words."""
+    of = registry.named(dialect)
+    if of.example_file.endswith(".sh"):
+        words = " ".join(
+            of.spelled({key: value}, None).popitem()[0] + _word(value, of.assigns)
+            for key, value in settings.items()
+        )
+        return SCRIPTS[dialect] + f" {words}\n"
+    if of.example_file.endswith(".json"):
+        nested: dict[str, Any] = {}
+        for key, value in of.spelled(settings, None).items():
+            place = nested
+            *sections, name = key.split(".")
+            for section in sections:
+                place = place.setdefault(section, {})
+            place[name] = value
+        return json.dumps(nested)
+    if of.reads_toml:
+        return "\n".join(f"{key} = {json.dumps(value)}" for key, value in of.spelled(settings, None).items())
+    patch = of.patch(settings)
+    return patch.text or "\n".join(_as_yaml(line) for line in patch.overrides.split())
+
+
+SCRIPTS = {
+    "megatron-lm": "torchrun pretrain_gpt.py",
+    "ms-swift": "swift sft",
+    "verl": "python3 -m verl.trainer.main_ppo",
+}
+
+
+def _word(value: object, assigns: str) -> str:
+    return "" if value is True else f"{assigns}{str(value).lower()}"
+
+
+def _as_yaml(assigned: str) -> str:
+    """A dotted override as YAML."""
+    name, _, value = assigned.partition("=")
+    *sections, last = name.split(".")
+    return (
+        "".join(f"{'  ' * depth}{section}:\n" for depth, section in enumerate(sections))
+        + f"{'  ' * len(sections)}{last}: {value}"
+    )
+
+
+def test_of_several_settings_those_are_told_that_the_run_has() -> None:
+    deepspeed = registry.named("deepspeed")
+    config = deepspeed.compose(
+        [Source("ds.json", '{"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}')], []
+    )
+    text = told("offload-less", ("deepspeed",), config)
+    assert "offload_optimizer.device: none" in text
+    assert "offload_param" not in text
+    without = deepspeed.compose([Source("ds.json", '{"zero_optimization": {"stage": 3}}')], [])
+    assert "device" not in told("offload-less", ("deepspeed",), without)
+
+
+def test_where_no_framework_is_known_words_tell_it() -> None:
+    assert told("unpin", ()) == load_changes()["unpin"].words
+    assert told("some words", ("deepspeed",)) == "some words"
+
+
+def test_the_words_of_changes_name_no_key() -> None:
+    for name, change in load_changes().items():
+        assert not re.search(r"\w_\w", change.words.replace("cpu:gloo", "")), name
+
+
+def test_every_change_is_advised_by_some_message_or_owner() -> None:
+    advised = {change for entry in ENTRIES for change in entry["change"]}
+    folder = Path(__file__).parents[3] / "skill_tools" / "diagnosis"
+    source = "".join(path.read_text(encoding="utf-8") for path in folder.glob("*.py"))
+    assert {name for name in load_changes() if name not in advised and f'"{name}"' not in source} == set()

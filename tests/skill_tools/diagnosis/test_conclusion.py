@@ -1,0 +1,139 @@
+"""What is named as the cause: the run's own exception and configuration before notices, others and stock advice."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from skill_tools.__main__ import main
+
+Say = Callable[..., tuple[int, str]]
+OMP = (
+    "W0812 08:00:01.123 torch/distributed/run.py:793] Setting OMP_NUM_THREADS environment variable for each process to "
+    "be 1 in default, to avoid your system being overloaded\n"
+)
+UNPACK = (
+    'Traceback (most recent call last):\n  File "train.py", line 3, in <module>\n'
+    "ValueError: too many values to unpack (expected 2)\n"
+)
+STEPS = "".join(
+    f"iteration {i}/ 9 | elapsed time per iteration (ms): 500.0 | lm loss: 2.0E+00 |\n" for i in (1, 2)
+)
+MEGATRON = (
+    "#!/bin/bash\n# megatron-core==0.19.0\nexport OMP_NUM_THREADS={threads}\n"
+    "torchrun --nproc-per-node 8 pretrain_gpt.py --num-layers 24 --hidden-size 2048 --num-attention-heads 16 "
+    "--seq-length 4096 --max-position-embeddings 4096 --micro-batch-size 1 --global-batch-size 64 --train-iters 100 "
+    "--lr 1e-5 --bf16 --swiglu --use-distributed-optimizer --use-precision-aware-optimizer --optimizer-cpu-offload "
+    "--optimizer-offload-fraction 1.0 --overlap-cpu-optimizer-d2h-h2d{more}\n"
+)
+FSDP = (
+    " --use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params --no-gradient-accumulation-fusion "
+    + ("--ckpt-format fsdp_dtensor --save /ckpt/out --save-interval 1")
+)
+PLAIN = "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_GPU\nmixed_precision: bf16\nnum_processes: 8\n"
+WATCHDOG = (
+    "[rank3]:[E521 09:22:11.310 ProcessGroupNCCL.cpp:685] [Rank 3] Watchdog caught collective operation timeout: "
+    "WorkNCCL(SeqNum=412, OpType=ALLGATHER, NumelIn=1, NumelOut=8, Timeout(ms)=600000)\n"
+)
+
+
+@pytest.fixture
+def say(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Say:
+    """Diagnose a log beside configurations; return the exit code and what is printed."""
+    monkeypatch.chdir(tmp_path)
+
+    def diagnosed(log: str, **files: str) -> tuple[int, str]:
+        Path("train.log").write_text(log, encoding="utf-8")
+        names = []
+        for name, text in files.items():
+            names.append(name.replace("_", "."))
+            Path(names[-1]).write_text(text, encoding="utf-8")
+        code = main(["diagnose", "train.log", *names])
+        return code, capsys.readouterr().out
+
+    return diagnosed
+
+
+def test_a_banner_is_no_cause_where_nothing_is_offloaded(say: Say) -> None:
+    code, out = say(OMP + UNPACK, run_yaml=PLAIN)
+    assert code == 1
+    assert "cause: not known." in out
+    assert "ValueError: too many values to unpack (expected 2)" in out
+    assert "offloads nothing" in out
+
+
+def test_nor_where_an_exception_follows(say: Say) -> None:
+    code, out = say(OMP + UNPACK, run_sh=MEGATRON.format(threads=1, more=""))
+    assert code == 1
+    assert "cause: not known." in out
+
+
+def test_it_is_one_where_the_run_does_what_it_slows(say: Say) -> None:
+    _, out = say(
+        OMP + STEPS, run_sh=MEGATRON.format(threads=1, more="").replace("export OMP_NUM_THREADS=1\n", "")
+    )
+    assert "rule: oc-cpu-threads" in out
+    _, out = say(OMP + STEPS, run_yaml=PLAIN)
+    assert "oc-cpu-threads" not in out
+
+
+def test_a_hang_at_a_save_is_told_by_the_finding_that_saves(say: Say) -> None:
+    log = STEPS + "saving checkpoint at iteration 2 to /ckpt/out in fsdp_dtensor format\n" + WATCHDOG
+    _, out = say(log, run_sh=MEGATRON.format(threads=8, more=FSDP))
+    assert "rule: oc-mfsdp1" in out
+    assert "ddp_timeout" not in out
+    _, out = say(STEPS + WATCHDOG, run_sh=MEGATRON.format(threads=8, more=FSDP))
+    assert "rule: oc-mfsdp1" not in out, "it was not saving"
+
+
+def test_findings_count_beside_a_log_of_which_nothing_is_known(say: Say) -> None:
+    code, out = say("all is well\n", run_sh=MEGATRON.format(threads=8, more=FSDP))
+    assert code == 1
+    assert "oc-mfsdp1: stops the run when it saves" in out
+    assert "no problem" not in out
+    code, out = say("all is well\n", run_yaml=PLAIN)
+    assert code == 0
+    assert "no problem that this tool knows" in out
+
+
+def test_a_finding_is_shown_with_what_it_does_in_a_log(say: Say) -> None:
+    _, out = say(UNPACK, run_sh=MEGATRON.format(threads=1, more=FSDP))
+    assert "oc-mfsdp1: stops the run when it saves" in out
+    assert out.index("cause: not known") < out.index("oc-mfsdp1")
+
+
+def test_what_is_not_known_is_said_with_its_code_and_what_would_decide(say: Say) -> None:
+    log = STEPS + (
+        'Traceback (most recent call last):\n  File "/m/megatron/core/optimizer/cpu_offloading/hybrid_optimizer.py", '
+        "line 9, in step\nKeyError: 'new'\n"
+    )
+    code, out = say(log, run_sh=MEGATRON.format(threads=8, more=""))
+    assert code == 1
+    assert "cause: not known. the run ended after it had trained for some steps in KeyError: 'new'" in out
+    assert "Megatron-Core's optimizer CPU offload (hybrid_optimizer.py:9 step)" in out
+    assert "--optimizer-cpu-offload=True" in out
+    assert "releases: megatron-core 0.19.0 (0.10.0 to" in out
+    assert "to decide it:\n  the same run for 3 iterations without optimizer_cpu_offload" in out
+
+
+def test_a_text_that_is_only_an_exception_s_name_says_too_little(say: Say) -> None:
+    _, out = say('Traceback (most recent call last):\n  File "/a.py", line 3, in f\nAssertionError\n')
+    assert "titan-impl" not in out
+
+
+def test_a_rule_about_another_framework_gives_no_lines_to_change(say: Say) -> None:
+    log = (
+        '  File "/v/site-packages/transformers/trainer.py", line 4071, in training_step\n'
+        '  File "/v/site-packages/my/activation_offloading.py", line 137, in pack_tensor\n'
+        "ValueError: Backward pass should have cleared tracker of all tensors\n"
+    )
+    _, out = say(log)
+    assert "activation_offloading: legacy" not in out
+
+
+def test_a_rollout_engine_s_share_is_said_where_the_gpu_ran_out(say: Say) -> None:
+    log = "python -m verl.trainer.main_ppo actor_rollout_ref.rollout.gpu_memory_utilization=0.6\n" + (
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.\n"
+    )
+    _, out = say(log)
+    assert "a rollout engine takes 60% of the GPU" in out

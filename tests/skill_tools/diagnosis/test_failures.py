@@ -1,0 +1,148 @@
+"""Of all exceptions in a log, the one that ended the run: by rank, in order, through every launcher's prefixes."""
+
+import pytest
+
+from skill_tools.diagnosis.failures import Failure, ended_by, failures
+from skill_tools.diagnosis.log import Log
+from skill_tools.diagnosis.phases import Phase, phase_of
+
+STEP = "iteration {}/ 100 | elapsed time per iteration (ms): 500.0 | lm loss: 2.0E+00 |"
+
+
+def raised(error: str, *, rank: str = "", path: str = "/a/b.py", function: str = "f") -> str:
+    lines = [
+        "Traceback (most recent call last):",
+        f'  File "{path}", line 3, in {function}',
+        "    g()",
+        error,
+    ]
+    return "".join(f"{rank}{line}\n" for line in lines)
+
+
+def ending(text: str) -> Failure | None:
+    log = Log("train.log", text)
+    return ended_by(log, failures(log))
+
+
+@pytest.mark.parametrize(
+    "prefix",
+    [
+        "",
+        "[rank3]: ",
+        "[default2]:",
+        "(WorkerDict pid=77) ",
+        "(TaskRunner pid=901, ip=10.0.0.1) ",
+        "[1,3]<stderr>:",
+        "24: [rank24]: ",
+        "node-1: [rank3]: ",
+        "2026-01-02T03:04:05.678Z stderr F ",
+        "2026-01-02T03:04:05.678Z ",
+    ],
+)
+def test_what_stands_in_front_of_a_line_is_no_part_of_it(prefix: str) -> None:
+    found = ending(raised("ValueError: no", rank=prefix))
+    assert found is not None
+    assert (found.error, found.text) == ("ValueError", "ValueError: no")
+    assert [(frame.path, frame.line, frame.function) for frame in found.frames] == [("/a/b.py", 3, "f")]
+
+
+def test_interleaved_ranks_keep_their_own_frames() -> None:
+    one = raised("ValueError: one", rank="[rank0]: ", function="one").splitlines()
+    two = raised("KeyError: two", rank="[rank1]: ", function="two").splitlines()
+    mixed = "\n".join(line for pair in zip(one, two, strict=True) for line in pair)
+    found = failures(Log("train.log", mixed))
+    assert [(each.rank, each.frames[0].function) for each in found] == [("rank0", "one"), ("rank1", "two")]
+
+
+def test_of_several_ranks_the_first_to_fail_counts() -> None:
+    found = ending(
+        raised("ValueError: first", rank="[rank5]: ") + raised("KeyError: later", rank="[rank0]: ")
+    )
+    assert found is not None
+    assert found.rank == "rank5"
+
+
+def test_of_one_rank_the_last_exception_counts() -> None:
+    found = ending(raised("ImportError: optional") + "using the slow path\n" + raised("ValueError: end"))
+    assert found is not None
+    assert found.text == "ValueError: end"
+
+
+def test_an_exception_after_which_training_went_on_ended_nothing() -> None:
+    assert ending(raised("ValueError: caught") + STEP.format(7)) is None
+    assert ending(STEP.format(7) + "\n" + raised("ValueError: end")) is not None
+
+
+@pytest.mark.parametrize(
+    "aftermath",
+    [
+        "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: train.py FAILED",
+        "torch.distributed.DistBackendError: NCCL communicator was aborted on rank 0.",
+        "RuntimeError: [../third_party/gloo/pair.cc:534] Connection closed by peer [10.0.0.3]:5301",
+        "ray.exceptions.ActorDiedError: The actor died unexpectedly before finishing this task.",
+    ],
+)
+def test_what_others_raise_of_it_is_its_aftermath(aftermath: str) -> None:
+    text = (
+        raised(aftermath, rank="[rank0]: ") + raised("KeyError: cause", rank="[rank1]: ") + raised(aftermath)
+    )
+    found = ending(text)
+    assert found is not None
+    assert found.text == "KeyError: cause"
+
+
+def test_what_a_destructor_raises_is_ignored() -> None:
+    text = (
+        raised("ValueError: end")
+        + "Exception ignored in: <function A.__del__ at 0x7f>\n"
+        + raised("AttributeError: 'A' object has no attribute 'b'")
+    )
+    found = ending(text)
+    assert found is not None
+    assert found.text == "ValueError: end"
+
+
+def test_a_chain_is_one_failure_with_its_first_cause_inside() -> None:
+    chain = "\nThe above exception was the direct cause of the following exception:\n\n"
+    text = raised("OSError: first") + chain + raised("RuntimeError: last")
+    (found,) = failures(Log("train.log", text))
+    assert found.text == "RuntimeError: last"
+    assert found.start == 0
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "Segmentation fault (core dumped)",
+        "Bus error (core dumped)",
+        "python: a.cpp:3: f(): Assertion `n > 0' failed.",
+    ],
+)
+def test_a_native_crash_ends_a_run_too(line: str) -> None:
+    assert ending(f"training\n{line}\n") is not None
+
+
+def test_notebooks_write_frames_in_their_own_form() -> None:
+    text = "File ~/env/torch/nn/modules/module.py:1736, in Module._call_impl(self)\nValueError: no\n"
+    found = ending(text)
+    assert found is not None
+    assert found.frames[-1].path == "~/env/torch/nn/modules/module.py"
+
+
+@pytest.mark.parametrize(
+    ("before", "function", "phase"),
+    [
+        ("", "build_model", Phase.STARTUP),
+        ("", "backward", Phase.FIRST_STEP),
+        ("", "_init_group", Phase.FIRST_UPDATE),
+        (STEP.format(3) + "\n", "forward", Phase.LATER),
+        (STEP.format(3) + "\n", "save_checkpoint", Phase.SAVE),
+        (STEP.format(3) + "\nsaving checkpoint at iteration 3\n", "gather", Phase.SAVE),
+        ("", "load_checkpoint", Phase.RESUME),
+        ("loading distributed checkpoint from out\n", "read", Phase.RESUME),
+        ("Loading checkpoint shards: 100%\n", "build_model", Phase.STARTUP),
+    ],
+)
+def test_the_phase_is_where_it_was_raised(before: str, function: str, phase: Phase) -> None:
+    log = Log("train.log", before + raised("ValueError: no", function=function))
+    assert phase_of(log, ended_by(log, failures(log))) is phase

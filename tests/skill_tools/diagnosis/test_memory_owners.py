@@ -1,0 +1,65 @@
+"""Host memory that others than the trainer hold is not laid to the trainer."""
+
+from pathlib import Path
+
+import pytest
+
+from skill_tools.__main__ import main
+from skill_tools.diagnosis import memory_owners
+from skill_tools.diagnosis.diagnosis import diagnose
+from skill_tools.diagnosis.log import Log
+
+KILLED = (
+    "ray.exceptions.OutOfMemoryError: Task was killed due to the node running low on memory.\n"
+    "Memory on the node (IP: 10.0.0.2, ID: 5b) where the task was running was {}GB / 1000.00GB (0.95), which exceeds\n"
+)
+SCRIPT = """\
+ray job submit -- python3 train.py --actor-num-nodes 1 --actor-num-gpus-per-node 8 --colocate \\
+  --num-layers 48 --hidden-size 2048 --num-attention-heads 32 --num-experts 128 --moe-router-topk 8 \\
+  --moe-ffn-hidden-size 768 --tensor-model-parallel-size 4 --pipeline-model-parallel-size 1 \\
+  --expert-model-parallel-size 8 --expert-tensor-parallel-size 1 --hf-checkpoint /models/Qwen3-30B-A3B \\
+  --bf16 --use-distributed-optimizer --optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d \\
+  --use-precision-aware-optimizer --global-batch-size 64 --seq-length 8192 --sglang-mem-fraction-static 0.7
+"""
+
+
+def test_what_the_trainer_does_not_explain_belongs_to_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run.sh").write_text(SCRIPT, encoding="utf-8")
+    (tmp_path / "train.log").write_text(
+        "saving checkpoint at iteration 19\n" + KILLED.format("951.32"), encoding="utf-8"
+    )
+    assert main(["diagnose", str(tmp_path / "train.log"), str(tmp_path / "run.sh")]) == 1
+    out = capsys.readouterr().out
+    assert "951.3 GiB of 1000.0 GiB were in use, and 533.2 GiB a node are predicted" in out
+    assert "while a checkpoint was saved" in out
+    assert "rollout engine on the same nodes" in out
+    assert "overlap-cpu-optimizer-d2h-h2d" in out
+    assert "ask: " in out
+    assert "fits with" not in out, "no plan for the GPU's memory is an answer to this"
+
+
+@pytest.mark.parametrize(("used", "predicted", "others"), [(900, 880, False), (900, 500, True)])
+def test_a_prediction_near_what_was_in_use_explains_it(used: int, predicted: int, others: bool) -> None:
+    assert memory_owners.unexplained(used << 30, predicted << 30) is others
+
+
+def test_the_process_that_held_most_is_named() -> None:
+    table = "PID\tMEM(GB)\tCOMMAND\n900\t829.84\tray::TaskRunner.run\n901\t9.00\tray::WorkerDict\n"
+    conclusion = diagnose(Log("train.log", KILLED.format("951.32") + table)).conclusion
+    assert conclusion is not None
+    assert "ray::TaskRunner.run alone held 829.8 GiB" in conclusion.cause
+
+
+@pytest.mark.parametrize(
+    ("text", "share"),
+    [
+        ("--sglang-mem-fraction-static 0.7", 0.7),
+        ("actor_rollout_ref.rollout.gpu_memory_utilization=0.5", 0.5),
+        ('{"vllm_gpu_memory_utilization": 0.9}', 0.9),
+        ("nothing of it", None),
+    ],
+)
+def test_the_share_of_a_rollout_engine_is_read(text: str, share: float | None) -> None:
+    assert memory_owners.owners(Log("train.log", ""), {"run.sh": text}, saving=False).gpu_share == share
