@@ -382,8 +382,9 @@ def check_used_in_time(members: Iterable[Member]) -> None:
     for member in members:
         if member.pending:
             raise RuntimeError(
-                f"a parameter of shape {tuple(member.param.shape)} was used before its new weight had arrived, "
-                "outside the forward of the module that owns it; try optimizer.synchronize() before that use"
+                f"a parameter of shape {tuple(member.param.shape)} was used before its new weight had arrived, outside "
+                "the forward of the module that owns it, or was given a gradient though its module was left out; try "
+                "optimizer.synchronize() before that"
             )
 
 

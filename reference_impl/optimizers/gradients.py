@@ -240,6 +240,27 @@ class Gradients:
         member.placeholder = found
         return gradient
 
+    @staticmethod
+    def real_ones(members: Iterable[Member]) -> list[Member]:
+        """Return those of `members` whose new weight nobody waits for, and whose gradient itself stands on them."""
+        return [m for m in members if m.pending and not isinstance(m.gradient, GradientStandIn | None)]
+
+    @staticmethod
+    def used_by_nobody(members: Iterable[Member]) -> list[Member]:
+        """Return those of `members` that have a gradient and whose new weight nobody waited for, since none used it.
+
+        The gradient is zeros, since somebody has set the last one to zero, or the weight only visits the device for its
+        uses.
+        """
+        found = []
+        for member in members:
+            if member.pending:
+                stands = member.gradient
+                zeroed = isinstance(stands, GradientStandIn) and stands.dropped and stands.arrived is None
+                if stands is not None and (zeroed or member.home is not None):
+                    found.append(member)
+        return found
+
     def stand_ins(
         self,
         arrivals: Mapping[Member, Event],
@@ -294,21 +315,6 @@ def _may_be_replaced(member: Member) -> bool:
     return read_later and member.gradient is member.param.grad and not isinstance(member.param, DTensor)
 
 
-def used_by_nobody(members: Iterable[Member]) -> list[Member]:
-    """Return those of `members` whose new weight nobody waits for, and that have a gradient without having been used.
-
-    It is zeros, since somebody has set the last one to zero, or the weight only visits the device when it is used.
-    """
-    found = []
-    for member in members:
-        if member.pending:
-            stands = member.gradient
-            zeroed = isinstance(stands, GradientStandIn) and stands.dropped and stands.arrived is None
-            if stands is not None and (zeroed or member.home is not None):
-                found.append(member)
-    return found
-
-
 def factors_of(members: Iterable[Member]) -> tuple[list[torch.Tensor | float], dict[Member, list[int]]]:
     """Return all that gradients of `members` have been multiplied by, and for each member which of it, in order."""
     places: dict[int, int] = {}
@@ -341,5 +347,5 @@ def put_in_place(stand_ins: Mapping[Member, GradientStandIn]) -> None:
     """Put stand-ins on parameters; the step owns the gradients from here on."""
     for member, stand_in in stand_ins.items():
         stand_in.use()
-        # To what stands on a sharded parameter FSDP2 would add the next reduction.
-        member.param.grad = None if isinstance(member.param, DTensor) else stand_in
+        if unwrapped(member.param.grad) is not stand_in:
+            member.put(stand_in)

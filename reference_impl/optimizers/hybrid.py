@@ -27,14 +27,7 @@ from reference_impl.optimizers.algorithms import Adam, Algorithm, group_defaults
 from reference_impl.optimizers.backward_hooks import BackwardHooks
 from reference_impl.optimizers.clip_decision import ClipDecision, decide
 from reference_impl.optimizers.cpu.step import CpuStep
-from reference_impl.optimizers.gradients import (
-    Gradients,
-    factors_of,
-    has_others,
-    put_in_place,
-    standing_on,
-    used_by_nobody,
-)
+from reference_impl.optimizers.gradients import Gradients, factors_of, has_others, put_in_place, standing_on
 from reference_impl.optimizers.layout import Member
 from reference_impl.optimizers.options import Budgets, CpuUpdate, Options, Streaming, take_moved_keywords
 from reference_impl.optimizers.shares import Shares
@@ -270,6 +263,8 @@ class HybridDeviceOptimizer(SavedOptimizer):
                 self._taken, self._has_stepped = {}, False
                 self._shares.discard(self._members.values())
                 if not set_to_none:
+                    self._shares.wait_for(self._gradients.real_ones(self._members.values()))
+                    self._order_gathers(all_are_new=False)
                     self._shares.fence()
         super().zero_grad(set_to_none)
 
@@ -307,7 +302,10 @@ class HybridDeviceOptimizer(SavedOptimizer):
 
     def _take(self) -> None:
         """Take a step with the gradients that there are."""
-        self._open.wait_for(used_by_nobody(self._members.values()))
+        late = self._gradients.used_by_nobody(self._members.values())
+        if late:
+            self._open.wait_for(late)
+            self._order_gathers(all_are_new=False)
         prepared = self._prepare()
         if self._waits is not None:
             self._waits.on_step(prepared.gradients)

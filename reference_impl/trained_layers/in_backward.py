@@ -18,7 +18,7 @@ import torch
 
 from reference_impl.memory.interrupts import deferred_interrupts
 from reference_impl.optimizers import checks
-from reference_impl.optimizers.gradients import used_by_nobody
+from reference_impl.optimizers.gradients import Gradients
 from reference_impl.optimizers.layout import Member, gradient_of
 from reference_impl.optimizers.options import Streaming
 from reference_impl.optimizers.stand_in import GradientStandIn
@@ -244,7 +244,7 @@ class InBackwardOptimizer(LayersOptimizer):
 
         Raises RuntimeError for one that an earlier step has used.
         """
-        self._wait_for(used_by_nobody(self._members.values()))
+        self._wait_for(Gradients.used_by_nobody(self._members.values()))
         for member in self._members.values():
             if member in self._final and not _stands(member):
                 del self._final[member]

@@ -23,7 +23,7 @@ from reference_impl.memory.weight_home import WeightHome
 from reference_impl.optimizers.clip_decision import ClipDecision
 from reference_impl.optimizers.forward_waits import forgetful
 from reference_impl.optimizers.gradient_mover import GradientMover
-from reference_impl.optimizers.gradients import Gradients, put_in_place, used_by_nobody
+from reference_impl.optimizers.gradients import Gradients, put_in_place
 from reference_impl.optimizers.layout import Member, Piece
 from reference_impl.optimizers.options import CpuUpdate, Streaming
 from reference_impl.optimizers.parameter_state import StateParts
@@ -312,7 +312,7 @@ class TrainedLayersOptimizer(LayersOptimizer):
             self._final.clear()
 
     def _to_use(self) -> dict[Member, torch.Tensor]:
-        self._wait_for(used_by_nobody(self._members.values()))
+        self._wait_for(self._leaving.used_by_nobody(self._members.values()))
         used: dict[Member, torch.Tensor] = {}
         for member in self._members.values():
             self._leaving.to_use(member)

@@ -37,11 +37,13 @@ class Net(nn.Module):
         self.first = nn.Linear(13, 70)
         self.layers = nn.ModuleList(nn.Linear(70, 70) for _ in range(2))
         self.last = nn.Linear(70, 5)
+        self.leaves_out = ()
 
     def forward(self, batch):
         hidden = self.first(batch)
-        for layer in self.layers:
-            hidden = torch.tanh(layer(hidden))
+        for index, layer in enumerate(self.layers):
+            if index not in self.leaves_out:
+                hidden = torch.tanh(layer(hidden))
         return self.last(hidden).square().sum()
 
     def score(self, batch):
@@ -209,8 +211,9 @@ def leaving(model, kind):
         with ShardStreamer(model, wrapped, streaming=Streaming(chunk_bytes=1024)) as streamer:
             yield streamer.optimizer
         return
-    split = {"cpu": (0, 0, 1), "thirds": (0.3, 0.4, 0.3)}[kind]
-    with hybrid(model, split=split, backward_overlap="gradients") as optimizer:
+    split = (0.3, 0.4, 0.3) if kind == "thirds" else (0, 0, 1)
+    overlap = "update" if kind == "update" else "gradients"
+    with hybrid(model, split=split, backward_overlap=overlap) as optimizer:
         optimizer.attach(model)
         yield optimizer
 
@@ -275,6 +278,56 @@ def test_a_gradient_that_the_model_drops_after_it_has_left_is_not_used(kind):
         optimizer.step()
         optimizer.synchronize()
         assert_same(local_weights(model), trained_plainly(data))
+
+
+@pytest.mark.parametrize("by", ["optimizer", "model", "model, once weights are new"])
+@pytest.mark.parametrize("kind", [*KINDS, "update"])
+def test_a_module_that_a_step_leaves_out_steps_on_zeros(kind, by):
+    """Where gradients were set to zero, as in torch."""
+    data, plain, model = data_of(5), net(), net()
+    adamw = torch.optim.AdamW(plain.parameters(), fused=True, **OPTIONS)
+    if (kind, by) == ("thirds", "model"):
+        pytest.skip("a gradient of which a part stays on the device has no stand-in: the next test")
+    with leaving(model, kind) as optimizer:
+        for each, steps in ((plain, adamw), (model, optimizer)):
+            for index, batch in enumerate(data):
+                each.leaves_out = (1,) if index % 2 else ()
+                each(batch).backward()
+                steps.step()
+                if "new" in by and each is model:
+                    optimizer.synchronize()
+                (steps if by == "optimizer" else each).zero_grad(set_to_none=False)
+        optimizer.synchronize()
+        assert_same(local_weights(model), local_weights(plain))
+
+
+def test_zeros_that_nobody_has_told_the_optimizer_of_are_refused():
+    data, model = data_of(2), net()
+    with leaving(model, "thirds") as optimizer:
+        model(data[0]).backward()
+        optimizer.step()
+        model.zero_grad(set_to_none=False)
+        model.leaves_out = (1,)
+        model(data[1]).backward()
+        with pytest.raises(RuntimeError, match=r"its module was left out; try optimizer\.synchronize\(\)"):
+            optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "update"])
+def test_a_step_with_sums_of_used_shards_is_refused(kind):
+    """Torch would step with the sum of both gradients."""
+    data, model = data_of(2), net()
+    with leaving(model, kind) as optimizer:
+        model(-data[0]).backward()
+        optimizer.step()
+        model(data[0]).backward()
+        with pytest.raises(RuntimeError, match=r"used by an earlier step\(\).*try zero_grad\(\)"):
+            optimizer.step()
+        optimizer.zero_grad()
+        model(data[1]).backward()
+        optimizer.step()
+        optimizer.synchronize()
 
 
 def test_to_clip_what_backward_has_used_is_refused_by_name():
