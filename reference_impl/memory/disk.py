@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -93,6 +94,8 @@ class DiskTier:
         self._largest_bytes = 0
         self._freed = threading.Condition()
         self._released: deque[DiskBytes] = deque()
+        # What is in staging memory, or on its way there, before it is needed.
+        self._ahead: weakref.WeakSet[DiskBytes] = weakref.WeakSet()
         self._failure: BaseException | None = None
         # How many failures have been raised. What was stored before the last of them belongs to a step that has failed.
         self.failures_raised = 0
@@ -133,6 +136,7 @@ class DiskTier:
     def wait_for_staging(self, size_bytes: int, *, unless: Callable[[], None] = lambda: None) -> HostBlock:
         """Return a staging block as soon as the threads have freed one; `unless` may raise while it waits.
 
+        What is there ahead of its need makes room: its memory may be enough in all, and in pieces that are too small.
         Raises HostMemoryError when none will come: no write is under way, and no copy either.
         """
         deadline = time.monotonic() + _DEADLINE_S
@@ -152,7 +156,9 @@ class DiskTier:
                     hopeless_since = None
                 elif hopeless_since is None:
                     self.device.synchronize()
+                    self._give_up_ahead()
                     hopeless_since = now
+                    continue
                 elif now > hopeless_since + _OTHERS_TURN_S:
                     raise
             with deferred_interrupts(), self._freed:
@@ -173,6 +179,18 @@ class DiskTier:
             self.staging.free(block, after=after)
             with self._freed:
                 self._freed.notify_all()
+
+    def expect(self, stored: DiskBytes) -> None:
+        """Note that `stored` is brought, or kept, ahead of its need."""
+        with deferred_interrupts(), self._freed:
+            self._ahead.add(stored)
+
+    def _give_up_ahead(self) -> None:
+        with deferred_interrupts(), self._freed:
+            ahead = list(self._ahead)
+            self._ahead.clear()
+        for stored in ahead:
+            stored.give_up()
 
     def fail(self, error: BaseException, failures_raised: int) -> None:
         """Remember an error of a thread for the next call of `store`, unless one was raised since then."""
@@ -227,6 +245,7 @@ class DiskBytes:
         self._reading: Future[None] | None = None
         # Once backward is near, the block stays until the copy to the device has been started.
         self._is_wanted = False
+        self._is_needed = False
         self._is_written = False
         self._is_released = False
         host = block.view(torch.uint8, (self._size_bytes,))
@@ -240,6 +259,7 @@ class DiskBytes:
 
     def prepare(self) -> None:
         """Queue the read when staging memory is free; does nothing while the bytes still are in memory."""
+        self._tier.expect(self)
         with deferred_interrupts(), self._lock:
             self._is_wanted = True
             if self._block is None and (block := self._tier.try_staging(self._padded_bytes)) is not None:
@@ -260,9 +280,20 @@ class DiskBytes:
         loaded = self._tier.device.copy_in(target, host, after=(self._tier.device.record(), self._last_copy))
         with deferred_interrupts(), self._lock:
             self._last_copy = loaded
-            self._is_wanted = False
+            self._is_wanted = self._is_needed = False
             self._free_staging()
         return loaded
+
+    def give_up(self) -> None:
+        """Leave the staging memory to what is needed at once, where the file has the bytes; `load` reads them again."""
+        reading = self._reading
+        if reading is not None:
+            with suppress(Exception):
+                self._tier.reader.wait(reading, deadline_s=_DEADLINE_S)
+        with deferred_interrupts(), self._lock:
+            if not self._is_needed and not self._is_used(self._reading, self._tier.reader):
+                self._is_wanted = False
+                self._free_staging()
 
     def release(self) -> None:
         """Let the tier's next sweep take everything back. Calling it again does nothing."""
@@ -286,7 +317,7 @@ class DiskBytes:
     def _in_memory(self) -> HostBlock:
         """Return the block with the bytes; raises what reading them has raised, and gives the block back then."""
         with deferred_interrupts(), self._lock:
-            self._is_wanted = True
+            self._is_wanted = self._is_needed = True
             is_missing = self._block is None
         staging: HostBlock | None = None
         try:
@@ -309,7 +340,8 @@ class DiskBytes:
             # Of an interrupted wait the thread still fills the block.
             with deferred_interrupts(), self._lock:
                 if is_done(reading):
-                    self._block, self._reading, self._is_wanted = None, None, False
+                    self._block, self._reading = None, None
+                    self._is_wanted = self._is_needed = False
                     self._tier.free_staging(block, after=block.ready)
             raise
         return block

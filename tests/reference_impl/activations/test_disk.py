@@ -6,6 +6,8 @@ import shutil
 import time
 
 import pytest
+import torch
+from torch import nn
 
 from reference_impl.activations import ActivationOffloader
 from reference_impl.memory.disk import DiskSpace
@@ -35,6 +37,28 @@ def test_a_slow_disk_only_takes_time(trainee, tmp_path, monkeypatch):
     with ActivationOffloader(trainee.model, disk=space(tmp_path, staging_bytes=2 * MIB), **SMALL):
         for _ in range(2):
             assert trainee.step() == expected
+
+
+@pytest.mark.parametrize("eighths", range(8, 33, 2))
+def test_staging_memory_of_any_size_that_holds_the_largest_storage_suffices(tmp_path, eighths):
+    """What was read ahead leaves it in pieces, each of which may be too small for what is needed at once."""
+    torch.manual_seed(0)
+    blocks = [
+        nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(4)
+    ]
+    model, inputs = nn.Sequential(*blocks), torch.randn(512, 32)
+    largest_bytes = 512 * 64 * 4
+
+    def gradients():
+        model.zero_grad()
+        model(inputs).square().mean().backward()
+        return [param.grad.clone() for param in model.parameters()]
+
+    expected = gradients()
+    disk = space(tmp_path, staging_bytes=largest_bytes * eighths // 8)
+    with ActivationOffloader(model, layers=blocks, min_bytes=1, host_limit_bytes=1, disk=disk):
+        for _ in range(4):
+            assert all(map(torch.equal, gradients(), expected))
 
 
 def ten_steps(trainee):
