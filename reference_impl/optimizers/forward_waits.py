@@ -10,6 +10,7 @@ Explained in docs/optimizer-offloading.md and docs/distributed.md.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -50,6 +51,8 @@ class ForwardWaits:
     A compiled model waits at its begin for all weights, and a compiled module of it for those inside, if it is compiled
     when the model's first forward starts. Order inside of one is not learnt.
 
+    `has_run_since_step` says that a forward of the thread that steps has begun since its last step.
+
     Args:
         model: whose forward waits.
         members: the trained parameters.
@@ -79,6 +82,9 @@ class ForwardWaits:
         self._unannounced: list[Member] = []
         self._members = members
         self._has_run = False
+        # The thread that steps, once one has: forwards of others, which only read, teach nothing.
+        self._teacher: int | None = None
+        self.has_run_since_step = False
         self._wait = outside_transforms(forgetful(wait_for))
         refresh = forgetful(refresh_masters)
         everyone = list(members.values())
@@ -139,6 +145,9 @@ class ForwardWaits:
         """The model, unless it is gone."""
         return self._model()
 
+    def _teaches(self) -> bool:
+        return self._teacher is None or self._teacher == threading.get_ident()
+
     def order_gathers(self, *, all_are_new: bool) -> None:
         """Let FSDP2's gathers run behind what the live current stream has waited for outside the hooks here.
 
@@ -154,9 +163,11 @@ class ForwardWaits:
             if is_dynamo_compiling():
                 self._wait_inside_compiled(inside)
                 return
-            # A forward whose modules own nothing is one all the same.
-            self._clock += 1
-            self._forward_start = self._clock
+            if self._teaches():
+                self.has_run_since_step = True
+                # A forward whose modules own nothing is one all the same.
+                self._clock += 1
+                self._forward_start = self._clock
             if not self._has_run:
                 self._hook_compiled(module)
                 self._has_run = True
@@ -181,6 +192,9 @@ class ForwardWaits:
 
     def _learn(self, members: Sequence[Member]) -> None:
         # A member's first use in the last forward is the best guess of when the next one needs it.
+        if not self._teaches():
+            return
+        self.has_run_since_step = True
         self._clock += 1
         for member in members:
             if member.order <= self._forward_start:
@@ -222,6 +236,7 @@ class ForwardWaits:
 
         It uses new gradients of `members`: note those whose modules no forward since the last step has run.
         """
+        self._teacher, self.has_run_since_step = threading.get_ident(), False
         self._gates.on_step()
         if self._clock > self._last_step:
             for member in members:
@@ -391,9 +406,8 @@ class ModelHook:
         late = [member.param for member in self._own if member.pending and id(member.param) in memo]
         if self._finish is not None:
             self._finish()
-        with torch.no_grad():
-            for param in late:
-                memo[id(param)].copy_(param)
+        for param in late:
+            memo[id(param)].detach().copy_(param.detach())
         return nullcontext().__exit__
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -92,3 +92,8 @@ def take_out(member: Member) -> None:
 def in_use(members: Iterable[Member]) -> list[Member]:
     """Return those of `members` whose new weight nobody waits for, and whose gradient is that of the last step."""
     return [member for member in members if member.pending and isinstance(member.param.grad, GradientInUse)]
+
+
+def itself(gradient: torch.Tensor) -> torch.Tensor:
+    """Return the gradient that stands on a parameter, guarded or not."""
+    return gradient.gradient if isinstance(gradient, GradientInUse) else gradient

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from reference_impl.device import Event
 from reference_impl.optimizers import checks
 from reference_impl.optimizers.clip_decision import norms_of
+from reference_impl.optimizers.gradient_in_use import itself
 from reference_impl.optimizers.layout import Member, gradient_of
 from reference_impl.optimizers.stand_in import REMEDY, GradientStandIn, second_gradient, unwrapped
 
@@ -337,10 +338,46 @@ def standing_on(members: Iterable[Member]) -> dict[Member, torch.Tensor]:
     return {member: gradient for member in members if (gradient := member.gradient) is not None}
 
 
-def has_others(members: Iterable[Member], taken: Mapping[Member, torch.Tensor]) -> bool:
-    """Return whether other gradients stand on parameters than `taken`."""
-    found = ((member, member.gradient) for member in members)
-    return any(gradient is not None and gradient is not taken.get(member) for member, gradient in found)
+def version_of(gradient: torch.Tensor) -> int:
+    """Return a number that changes when a gradient is written in place."""
+    return 0 if gradient.is_inference() else gradient._version
+
+
+class UsedGradients:
+    """The gradients that the last step was taken from, as far as they still stand on parameters."""
+
+    def __init__(self) -> None:
+        # Weak, so that a gradient's memory is free once it is dropped.
+        self._used: dict[Member, tuple[weakref.ref[torch.Tensor], int]] = {}
+        self._left_unseen = False
+        # Whether a forward has begun since.
+        self.are_of_the_past = False
+
+    def note(self, standing: Mapping[Member, torch.Tensor], *, left_unseen: bool) -> None:
+        """Note that a step uses all that is `standing`, and what has left with nothing in its place."""
+        self._used = {
+            member: (weakref.ref(itself(gradient)), version_of(itself(gradient)))
+            for member, gradient in standing.items()
+        }
+        self._left_unseen, self.are_of_the_past = left_unseen, False
+
+    def forget(self) -> None:
+        """Note that gradients were dropped, or that new ones come."""
+        self._used, self._left_unseen = {}, False
+
+    def are_all(self, members: Iterable[Member]) -> bool:
+        """Return whether no other gradients stand on parameters, and these do unless they could not."""
+        if not self._used and not self._left_unseen:
+            return False
+        standing = standing_on(members)
+        return (bool(standing) or self._left_unseen) and all(map(self._is_used, standing, standing.values()))
+
+    def _is_used(self, member: Member, gradient: torch.Tensor) -> bool:
+        gradient = itself(gradient)
+        used, version = self._used.get(member, (None, 0))
+        if used is None or used() is not gradient or version != version_of(gradient):
+            return False
+        return not (isinstance(gradient, GradientStandIn) and gradient.dropped)
 
 
 def put_in_place(stand_ins: Mapping[Member, GradientStandIn]) -> None:

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import operator
 import os
+import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, Self
 
 import torch
@@ -18,11 +19,13 @@ from torch import nn
 
 from reference_impl.device import Device
 from reference_impl.distributed.fsdp2 import missing_name
+from reference_impl.memory.closing import close_behind, undo_all
 from reference_impl.memory.interrupts import deferred_interrupts
 from reference_impl.optimizers import checks
 from reference_impl.optimizers.forward_waits import ForwardWaits
+from reference_impl.optimizers.gradients import UsedGradients
 from reference_impl.optimizers.layout import Member
-from reference_impl.optimizers.step import Failures
+from reference_impl.optimizers.step import Failures, Status, in_turn
 
 # All that have not been collected, so that two do not train one parameter.
 _open: weakref.WeakSet[HostedOptimizer] = weakref.WeakSet()
@@ -69,6 +72,10 @@ class HostedOptimizer(torch.optim.Optimizer, ABC):
         self._waits: ForwardWaits | None = None
         self._gathers_can_wait = True
         self._pid = os.getpid()
+        self._used = UsedGradients()
+        # Where the last step was taken: the thread, before the first one that of this, and its stream.
+        self._step_thread = threading.get_ident()
+        self._step_stream: Any = None
         # What `close` has not brought to its end.
         self._unclosed: list[Callable[[], None]] = []
         super().__init__(params, defaults)
@@ -78,6 +85,70 @@ class HostedOptimizer(torch.optim.Optimizer, ABC):
     @abstractmethod
     def _closed(self) -> bool:
         """Whether the host memory has been given back."""
+
+    @abstractmethod
+    def _status(self) -> Status:
+        """See `status`."""
+
+    @property
+    def status(self) -> Status:
+        """What has become of the last gradients: `untouched`, `begun`, `broken` or `closed`.
+
+        `begun`: a step or a backward has begun to use them, and the next call finishes what an error has left of it.
+        `untouched`: none has been used. `broken`: every call raises the first error again. It is about the last step
+        until its gradients are dropped, new ones come or, where a model is attached, its forward begins.
+        """
+        with self._failures.turn:
+            status = self._status()
+            # Whoever hears so may call step() to go on.
+            self._failures.told_begun |= status == "begun"
+            return status
+
+    @abstractmethod
+    def _finish_begun(self) -> None:
+        """Finish the load or the step that has begun, if an error has left one."""
+
+    def _before_forward(self) -> None:
+        """Finish what an error has left, before any forward."""
+        try:
+            self._check_usable()
+            self._finish_begun()
+            self._used.are_of_the_past = True
+        finally:
+            if self._status() != "begun":
+                self._failures.forget_forward()
+
+    def _step_begins(self, standing: Mapping[Member, torch.Tensor], *, left_unseen: bool) -> None:
+        """Note that a step begins to use what is `standing` on parameters, and what has left unseen."""
+        self._used.note(standing, left_unseen=left_unseen)
+        self._failures.told_begun = False
+        self._step_thread, self._step_stream = threading.get_ident(), self._device.current_stream()
+
+    def _step_is_last(self, *, is_unqueued: bool) -> bool:
+        """Return whether a program does not go on from the last step yet: the step is what an error speaks of."""
+        if self._used.are_of_the_past or (self._waits is not None and self._waits.has_run_since_step):
+            return False
+        return is_unqueued or self._used.are_all(self._members.values())
+
+    def _seen_by_steps(self, wait: Callable[[], None]) -> None:
+        """Run `wait`, which makes the live current stream wait for weights, and nobody after it.
+
+        Another thread that reads on a stream of its own waits behind the stream of the steps, which waits first.
+        """
+        stream = self._step_stream
+        if stream is None or not self._is_reader or self._device.current_stream() == stream:
+            wait()
+            return
+        with self._device.on(stream):
+            wait()
+            weights_are_new = self._device.record()
+        self._device.wait(weights_are_new)
+
+    @property
+    def _is_reader(self) -> bool:
+        """Whether the calling thread is neither the one that steps nor one of autograd's in a backward."""
+        elsewhere = self._step_thread != threading.get_ident()
+        return elsewhere and torch._C._current_graph_task_id() == -1
 
     @property
     def _moves_in_backward(self) -> bool:
@@ -97,8 +168,41 @@ class HostedOptimizer(torch.optim.Optimizer, ABC):
         """Make the live current stream see finished weights."""
 
     @abstractmethod
+    def _finish_for_close(self) -> None:
+        """Finish the step that runs; of a broken optimizer nothing, and nothing is raised."""
+
+    @abstractmethod
+    def _let_go(self) -> None:
+        """Take own hooks off, be closed, and leave in `_unclosed` what gives memory back; changes nothing again."""
+
+    @in_turn
     def close(self) -> None:
-        """Finish, take all hooks off and give the host memory back; again, go on with what could not be given back."""
+        """Finish, take all hooks off and give the host memory back, also where finishing raises.
+
+        Again, it goes on with what could not be given back, and then does nothing. Raises, once all is given back, what
+        has kept a step from being finished; a broken optimizer closes quietly. An interrupt leaves it open or closed.
+        """
+        if not self._closed:
+            checks.check_alive(closed=False, made_by=self._pid)
+        try:
+            if not self._closed:
+                self._finish_for_close()
+        except Exception as error:
+            close_behind(error, self._give_back)
+            raise
+        # Not behind an interrupt: what is given back cannot be finished any more.
+        self._give_back()
+
+    def _give_back(self) -> None:
+        with deferred_interrupts():
+            if self._waits is not None:
+                self._waits.close()
+            self._failures.forget_forward()
+            self._used.forget()
+            self._let_go()
+            # Of a broken optimizer everybody knows the error.
+            with suppress(Exception) if self._failures.first else nullcontext():
+                undo_all(self._unclosed)
 
     @property
     def members(self) -> Mapping[torch.Tensor, Member]:
@@ -128,6 +232,7 @@ class HostedOptimizer(torch.optim.Optimizer, ABC):
         given.register_load_state_dict_pre_hook(refuse)
         self.register_step_post_hook(note_step)
 
+    @in_turn
     def attach(self, model: nn.Module) -> None:
         """Let `step()` return early: the model's modules wait for their own weights in forward.
 
@@ -164,6 +269,7 @@ class HostedOptimizer(torch.optim.Optimizer, ABC):
         if self._waits is not None:
             self._waits.order_gathers(all_are_new=all_are_new)
 
+    @in_turn
     def detach(self) -> None:
         """Finish the weights and take `attach` back: from here on `step()` returns finished. Idempotent."""
         if self._waits is None:
@@ -206,6 +312,7 @@ class HostedOptimizer(torch.optim.Optimizer, ABC):
                 raise checks.replaced(param)
         self._checked = lists
 
+    @in_turn
     def refresh_masters(self) -> None:
         """Make masters from the parameters as they are, after something else has written these."""
         self.synchronize()

@@ -20,19 +20,27 @@ import torch
 
 from reference_impl.device import Event
 from reference_impl.distributed.mesh import norm_reduction
-from reference_impl.memory.closing import closed_behind, undo_all
 from reference_impl.memory.interrupts import deferred_interrupts
 from reference_impl.optimizers import checks
 from reference_impl.optimizers.algorithms import Adam, Algorithm, group_defaults
 from reference_impl.optimizers.backward_hooks import BackwardHooks
 from reference_impl.optimizers.clip_decision import ClipDecision, decide
 from reference_impl.optimizers.cpu.step import CpuStep
-from reference_impl.optimizers.gradients import Gradients, factors_of, has_others, put_in_place, standing_on
+from reference_impl.optimizers.gradients import Gradients, factors_of, put_in_place, standing_on
 from reference_impl.optimizers.layout import Member
 from reference_impl.optimizers.options import Budgets, CpuUpdate, Options, Streaming, take_moved_keywords
 from reference_impl.optimizers.shares import Shares
 from reference_impl.optimizers.state_dict import SavedOptimizer
-from reference_impl.optimizers.step import BegunStep, Failures, Status, StepPlan, snapshot
+from reference_impl.optimizers.step import (
+    BegunStep,
+    Failures,
+    Status,
+    StepPlan,
+    hooked,
+    in_turn,
+    snapshot,
+    without_gradients,
+)
 
 
 class HybridDeviceOptimizer(SavedOptimizer):
@@ -106,17 +114,13 @@ class HybridDeviceOptimizer(SavedOptimizer):
         self._overlaps_forward = options.cpu.overlap_forward
         self._accumulating = False
         self._asks_whether_accumulating: Callable[[], bool] = lambda: False
-        # The step that has begun and is not finished; the update that backward has begun and step() goes on with; and
-        # what a step that has failed was taken from, once it is finished.
+        # The step that has begun and is not finished, and the update that backward has begun and step() goes on with.
         self._begun: BegunStep | None = None
         self._in_backward: CpuStep | None = None
-        self._taken: Mapping[Member, torch.Tensor] = {}
         # Whether step() was called and has failed before it could go on with what backward has begun.
         self._is_asked = False
         self._refused_in_between = False
-        # Whether the last call was a step() that had begun; an error after that belongs to somebody else.
-        self._has_stepped = False
-        self._failures = Failures(self._status, self._finish_begun)
+        self._failures = Failures(self._status, self._before_forward)
         self._shares: Shares | None = None
         self.grad_norm: torch.Tensor | None = None
         super().__init__(
@@ -158,20 +162,21 @@ class HybridDeviceOptimizer(SavedOptimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; the fraction applies to it by itself."""
-        super().add_param_group(param_group)
-        try:
-            self._check_group(self.param_groups[-1])
-            if self._shares is not None:
-                self.synchronize()
-                self._admit_new()
-        except BaseException:
-            self.param_groups.pop()
-            raise
+        with self._failures.turn:
+            super().add_param_group(param_group)
+            try:
+                self._check_group(self.param_groups[-1])
+                if self._shares is not None:
+                    self.synchronize()
+                    self._admit_new()
+            except BaseException:
+                self.param_groups.pop()
+                raise
 
     def _check_group(self, group: dict[str, Any]) -> None:
         checks.check_group(self._algorithm, group)
 
-    @torch.no_grad()
+    @without_gradients
     def _admit_new(self) -> None:
         """Lay out the trainable parameters that are new here, and hook those that are offloaded."""
         listed = [(param, i) for i, group in enumerate(self.param_groups) for param in group["params"]]
@@ -198,23 +203,21 @@ class HybridDeviceOptimizer(SavedOptimizer):
         assert self._shares is not None
         return self._shares
 
-    @torch.no_grad()
+    @in_turn
     def _on_gradient(self, param: torch.Tensor, reduced: torch.Tensor | None = None) -> None:
         """A gradient is accumulated, or `reduced`: send it if it is final; in mode `update` start what it completes."""
         member = self._members[param]
         if reduced is None and self._waits is not None and self._open.prefetches:
-            with self._failures.told():
-                self._open.gradient_is_final(member)
+            self._open.gradient_is_final(member)
         leaves = member.pieces and self._gradients.leave_in_backward(member, reduced)
         if self._is_accumulating or not leaves:
             self._gradients.keep(member)
             return
-        with self._failures.told():
-            self._check_usable()
-            self._device.refuse_capture("optimizer offload")
-            self._has_stepped = False
-            self._finish_begun()
-            self._send(member, reduced)
+        self._check_usable()
+        self._device.refuse_capture("optimizer offload")
+        self._finish_begun()
+        self._used.forget()
+        self._send(member, reduced)
 
     def _send(self, member: Member, reduced: torch.Tensor | None) -> None:
         """Offload a gradient and put a stand-in in its place; changes nothing when it raises."""
@@ -248,6 +251,7 @@ class HybridDeviceOptimizer(SavedOptimizer):
     def _is_accumulating(self) -> bool:
         return self._accumulating or self._asks_whether_accumulating()
 
+    @in_turn
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop gradients, those that have been sent off but not been used included.
 
@@ -255,20 +259,19 @@ class HybridDeviceOptimizer(SavedOptimizer):
         (`backward_overlap="update"`).
         """
         if self._shares is not None:
-            with self._failures.told():
-                self._check_between_steps(checks.update_begun)
-                if self._begun is not None or self._is_asked:
-                    self._check_usable()
-                    self._finish_begun()
-                self._taken, self._has_stepped = {}, False
-                self._shares.discard(self._members.values())
-                if not set_to_none:
-                    self._shares.wait_for(self._gradients.real_ones(self._members.values()))
-                    self._order_gathers(all_are_new=False)
-                    self._shares.fence()
+            self._check_between_steps(checks.update_begun)
+            if self._begun is not None or self._is_asked:
+                self._check_usable()
+                self._finish_begun()
+            self._used.forget()
+            self._shares.discard(self._members.values())
+            if not set_to_none:
+                self._shares.wait_for(self._gradients.real_ones(self._members.values()))
+                self._order_gathers(all_are_new=False)
+                self._shares.fence()
         super().zero_grad(set_to_none)
 
-    @torch.no_grad()
+    @hooked
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update with the gradients of the last backward.
 
@@ -276,29 +279,36 @@ class HybridDeviceOptimizer(SavedOptimizer):
         `status` says what has become of the step; one that had begun is finished by the next call, which takes another
         step only where there are new gradients.
         """
-        with self._scaled_once(), self._failures.told():
-            # From here on no call refuses to finish what backward has begun, whatever is raised below.
-            was_asked = self._is_asked
-            self._is_asked = was_asked or (closure is None and self._in_backward is not None)
-            self._check_usable()
-            self._device.refuse_capture("optimizer offload")
-            self._has_stepped = False
-            if was_asked or self._begun is not None or self._unwritten:
-                self._finish_begun()
-            self._failures.forget_forward()
+        with self._scaled_once():
+            self._finish_earlier(asks=closure is None)
             loss = None
             if closure is not None:
                 with torch.enable_grad():
                     loss = closure()
-            if self._taken:
-                taken, self._taken = self._taken, {}
-                if not has_others(self._members.values(), taken):
-                    return loss
-            self._follow_groups()
-            self._is_asked = self._in_backward is not None
-            self._take()
-            self._begun = None
+            self._step()
             return loss
+
+    @in_turn
+    def _finish_earlier(self, *, asks: bool) -> None:
+        """Finish the step or the load before; `asks` says that no closure comes before the next step."""
+        # From here on no call refuses to finish what backward has begun, whatever is raised below.
+        was_asked = self._is_asked
+        self._is_asked = was_asked or (asks and self._in_backward is not None)
+        self._check_usable()
+        self._device.refuse_capture("optimizer offload")
+        if was_asked or self._begun is not None or self._unwritten:
+            self._finish_begun()
+        self._failures.forget_forward()
+
+    @in_turn
+    def _step(self) -> None:
+        """Take a step, unless an error has told of one that has used what stands on the parameters."""
+        if self._failures.told_begun and self._used.are_all(self._members.values()):
+            return
+        self._follow_groups()
+        self._is_asked = self._in_backward is not None
+        self._take()
+        self._begun = None
 
     def _take(self) -> None:
         """Take a step with the gradients that there are."""
@@ -310,26 +320,23 @@ class HybridDeviceOptimizer(SavedOptimizer):
         if self._waits is not None:
             self._waits.on_step(prepared.gradients)
         with deferred_interrupts():
-            self._begun, self._in_backward, self._is_asked, self._has_stepped = prepared, None, False, True
+            self._begun, self._in_backward, self._is_asked = prepared, None, False
+            self._step_begins(prepared.gradients, left_unseen=prepared.left_unseen)
             prepared.advance()
         if not self._returns_early:
             self._wait()
 
     def _finish_begun(self) -> None:
-        """Finish the load or the step that has begun, if an error has left one."""
         self._write_rest()
-        if self._begun is not None:
-            with torch.no_grad(), deferred_interrupts():
-                self._begun.advance()
-            if not self._returns_early:
-                self._wait()
-        elif self._is_asked:
-            with torch.no_grad():
+        if self._begun is not None or self._is_asked:
+            if self._begun is None:
                 self._take()
-        if self._begun is not None:
-            # What it was taken from may still stand on the parameters.
-            self._taken = self._begun.gradients
-            self._begun = None
+            else:
+                with deferred_interrupts():
+                    self._begun.advance()
+                if not self._returns_early:
+                    self._wait()
+            self._begun, self._failures.told_begun = None, True
         self._failures.forget_forward()
 
     @property
@@ -363,7 +370,11 @@ class HybridDeviceOptimizer(SavedOptimizer):
             arrivals, gradients, begun=step.arrivals, returns_early=self._returns_early
         )
         others = standing_on(m for m in (*step.arrivals, *arrivals, *gradients) if m not in stand_ins)
-        return BegunStep([partial(put_in_place, stand_ins), *operations], {**others, **stand_ins})
+        standing = {**others, **stand_ins}
+        uses_any = bool(step.arrivals or arrivals or gradients)
+        return BegunStep(
+            [partial(put_in_place, stand_ins), *operations], standing, left_unseen=uses_any and not standing
+        )
 
     def _decide(
         self, sent_off: Mapping[Member, Event], gradients: Mapping[Member, torch.Tensor]
@@ -388,43 +399,49 @@ class HybridDeviceOptimizer(SavedOptimizer):
     def _moves_in_backward(self) -> bool:
         return self._backward_overlap != "nothing"
 
-    @property
-    def status(self) -> Status:
-        """What has become of the last gradients: `untouched`, `begun`, `broken` or `closed`.
-
-        `begun`: a step or a backward has begun to use them, and the next call finishes what an error has left of it.
-        `untouched`: none has been used. `broken`: every call raises the first error again.
-        """
-        return self._status()
-
     def _status(self) -> Status:
         if self._shares is None:
             return "closed"
         if self._failures.first is not None:
             return "broken"
-        begun = self._begun is not None or self._in_backward is not None or self._has_stepped
-        return "begun" if begun or self._unwritten or self._shares.is_unfinished else "untouched"
+        begun = self._begun is not None or self._in_backward is not None or bool(self._unwritten)
+        if begun or self._shares.has_failed_jobs or self._step_is_last(is_unqueued=self._shares.is_unqueued):
+            return "begun"
+        return "untouched"
 
+    @in_turn
     def _wait_for(self, members: Iterable[Member]) -> None:
-        with self._failures.told():
-            self._check_usable()
-            self._finish_begun()
-            self._open.wait_for(members)
+        if self._shares is None:
+            # While this waited for its turn somebody has closed it, and finished all.
+            return
+        if self._is_reader and self._in_backward is not None and not self._is_asked:
+            # Weights stay old until step(), or are new: nothing can be waited for meanwhile.
+            return
+        self._check_usable()
+        self._finish_begun()
+        try:
+            self._seen_by_steps(lambda: self._open.wait_for(members))
+        except Exception:
+            # The step has begun, and not all of it could be carried out behind the forward.
+            self._begun = self._begun or BegunStep([], {})
+            raise
 
+    @in_turn
     def synchronize(self) -> None:
         """Make the live current stream see finished weights: call it before reading them in your own code."""
-        with self._failures.told():
-            self._check_usable()
-            self._finish_begun()
-            self._wait()
+        self._check_usable()
+        self._finish_begun()
+        self._wait()
 
     def _wait(self) -> None:
-        self._open.wait_for(self._members.values())
+        self._seen_by_steps(lambda: self._open.wait_for(self._members.values()))
         self._order_gathers(all_are_new=True)
         self._open.drain()
 
+    @in_turn
     def _finished(self, members: Iterable[Member]) -> Shares:
         """Return where states are, once no update of `members` runs. Raises RuntimeError when closed."""
+        self._check_usable()
         self._wait_for(members)
         self._order_gathers(all_are_new=False)
         return self._open
@@ -440,38 +457,8 @@ class HybridDeviceOptimizer(SavedOptimizer):
             raise refusal()
 
     def _finish_for_saving(self) -> None:
-        with self._failures.told():
-            self._check_between_steps(checks.saved_in_between)
+        self._check_between_steps(checks.saved_in_between)
         self.synchronize()
-
-    def _load(self, groups: list[dict[str, Any]], states: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
-        with self._failures.told():
-            super()._load(groups, states)
-
-    def close(self) -> None:
-        """Finish, take all hooks off and give the host memory back. Calling it again does nothing.
-
-        Raises, once all is given back, what has kept a step from being finished; a broken optimizer closes quietly.
-        """
-        if self._shares is not None:
-            checks.check_alive(closed=False, made_by=self._pid)
-        with closed_behind(self._give_back):
-            if self._shares is not None:
-                self._unclosed.append(self._shares.close)
-                self._backward.close()
-                if self._waits is not None:
-                    self._waits.close()
-                self._finish_for_close()
-
-    def _give_back(self) -> None:
-        self._failures.forget_forward()
-        self._shares = self._begun = self._in_backward = None
-        self._unwritten.clear()
-        try:
-            undo_all(self._unclosed)
-        except Exception:
-            if self._failures.first is None:
-                raise
 
     def _finish_for_close(self) -> None:
         begun_in_backward = self._in_backward is not None and not self._is_asked
@@ -491,6 +478,13 @@ class HybridDeviceOptimizer(SavedOptimizer):
                     raise
         if begun_in_backward and not self._refused_in_between and not was_told:
             raise checks.closed_in_between()
+
+    def _let_go(self) -> None:
+        self._backward.close()
+        if self._shares is not None:
+            self._unclosed.append(self._shares.close)
+        self._shares = self._begun = self._in_backward = None
+        self._unwritten.clear()
 
     def _check_usable(self) -> None:
         super()._check_usable()

@@ -20,6 +20,7 @@ from reference_impl.optimizers.algorithms import Algorithm
 from reference_impl.optimizers.layout import MASTER, STEP, Member
 from reference_impl.optimizers.module_load import note_loaded
 from reference_impl.optimizers.saved_checks import check_state
+from reference_impl.optimizers.step import without_gradients
 
 
 class StateParts(Protocol):
@@ -83,7 +84,7 @@ class StoredState(MutableMapping[str, torch.Tensor]):
             return shard_like(self._member.param, views[0][1].as_strided(local.shape, self._member.stride))
         return self.copied(name)
 
-    @torch.no_grad()
+    @without_gradients
     def __setitem__(self, name: str, value: Any) -> None:
         """Write a state, converted to fp32, to wherever it stands; KeyError for a name that is not known."""
         if name not in (*self._names, STEP, MASTER):
@@ -243,7 +244,7 @@ class OptimizerState(Mapping[torch.Tensor, ParameterState]):
             values = {name: value for name, value in values.items() if name in known}
         return check_state(label, values, self.members[param], self.algorithm)
 
-    @torch.no_grad()
+    @without_gradients
     def write(self, param: torch.Tensor, values: Mapping[str, Any]) -> None:
         """Replace a parameter's state by `checked` values; what they lack starts anew."""
         target, member = self._stored(param), self.members[param]

@@ -282,9 +282,14 @@ class Shares:
         self._cpu.check()
 
     @property
-    def is_unfinished(self) -> bool:
-        """Whether some update is not queued to its end, or has failed on a worker and is to be done again."""
-        return self._cpu.has_failed_jobs or (self._streamed is not None and self._streamed.is_begun)
+    def has_failed_jobs(self) -> bool:
+        """Whether a part of an update has failed on a worker and is to be done again."""
+        return self._cpu.has_failed_jobs
+
+    @property
+    def is_unqueued(self) -> bool:
+        """Whether a step has begun that is not queued to its end: whoever waits for weights goes on with it."""
+        return self._streamed is not None and self._streamed.is_begun
 
     def drain(self) -> None:
         """Wait until all CPU updates are done and their copies have read what they need."""

@@ -23,6 +23,7 @@ from reference_impl.optimizers.hosted import HostedOptimizer
 from reference_impl.optimizers.layout import Member
 from reference_impl.optimizers.parameter_state import OptimizerState, StateParts
 from reference_impl.optimizers.saved_checks import Groups, check_document, check_groups
+from reference_impl.optimizers.step import in_turn
 
 # Which of torch's kernels computes the same bits as ours, whatever the user's groups say.
 KERNEL = {"foreach": None, "fused": True}
@@ -71,7 +72,8 @@ class SavedOptimizer(HostedOptimizer):
         """Return where states are, once no update of `members` runs. Raises RuntimeError when closed."""
 
     def _parts_of(self, members: Iterable[Member]) -> StateParts:
-        check_thread(self._stepped_by)
+        if not self._failures.has_turn:
+            check_thread(self._stepped_by)
         return self._finished(members)
 
     def _finish_for_saving(self) -> None:
@@ -112,6 +114,7 @@ class SavedOptimizer(HostedOptimizer):
         if self._states is not None:
             self._states.replace(states)
 
+    @in_turn
     def state_dict(self) -> dict[str, Any]:
         """Return a consistent snapshot in the layout of `torch.optim.AdamW` (or the algorithm's other class).
 
@@ -121,7 +124,6 @@ class SavedOptimizer(HostedOptimizer):
         """
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
-        check_thread(self._stepped_by)
         self._finish_for_saving()
         keys: dict[torch.Tensor, int] = {}
         groups = []
@@ -142,7 +144,7 @@ class SavedOptimizer(HostedOptimizer):
             packed = packed if replaced is None else replaced
         return packed
 
-    @torch.no_grad()
+    @in_turn
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what `state_dict` of this class (at any split) or of torch's class of the same algorithm returned.
 

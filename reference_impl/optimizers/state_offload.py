@@ -15,10 +15,8 @@ Explained in docs/optimizer-state-offloading.md.
 
 from __future__ import annotations
 
-import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -27,25 +25,23 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from reference_impl.distributed.mesh import norm_reduction
-from reference_impl.memory.closing import closed_behind, undo_all
 from reference_impl.memory.interrupts import deferred_interrupts
 from reference_impl.optimizers import checks
 from reference_impl.optimizers.clip_decision import ClipDecision, decide, norms_of
 from reference_impl.optimizers.forward_waits import forgetful
 from reference_impl.optimizers.gradient_in_use import in_use, put_in_use, take_out
+from reference_impl.optimizers.gradients import standing_on, version_of
 from reference_impl.optimizers.layout import Member, gradient_of, members_of
 from reference_impl.optimizers.options import CHUNK_BYTES
 from reference_impl.optimizers.parameter_state import StateParts
+from reference_impl.optimizers.stand_in import GradientStandIn
 from reference_impl.optimizers.state_dict import SavedOptimizer
 from reference_impl.optimizers.state_offload_wrapped import (
     StreamedParts,
     algorithm_of,
-    are_standing,
     check_group,
-    standing,
-    version_of,
 )
-from reference_impl.optimizers.step import Failures, Status
+from reference_impl.optimizers.step import Failures, Status, hooked, in_turn, without_gradients
 from reference_impl.optimizers.streamed.chunks import Part
 from reference_impl.optimizers.streamed.share import StreamedShare
 from reference_impl.optimizers.streamed.storage import StateFormat
@@ -140,16 +136,14 @@ class OptimizerStateOffloader(SavedOptimizer):
         )
         self._open_share: StreamedShare | None = share
         self.grad_norm: torch.Tensor | None = None
-        # Held by whoever works with the states; never while a closure runs, whose backward has threads of its own.
-        self._lock = threading.RLock()
-        self._failures = Failures(self._told_status, self._finish_begun)
-        # Whether a step has begun in a call of `step` that has not returned.
+        self._failures = Failures(self._status, self._before_forward)
+        # Whether a step has begun that an error has kept from being carried out.
         self._is_begun = False
         # What a load or a refresh has left to do.
         self._left: deque[Callable[[], None]] = deque()
-        # The gradients that a begun update reads, with their versions; and those that stood when a step failed.
+        # The gradients that a begun update reads, with their versions; and what takes the place of others.
         self._read: dict[Member, tuple[torch.Tensor, int]] = {}
-        self._taken: dict[Member, tuple[torch.Tensor, int]] = {}
+        self._stand_ins: dict[Member, GradientStandIn] = {}
         try:
             super().__init__(
                 optimizer.param_groups, optimizer.defaults, algorithm, shows_steps=algorithm.counts_steps
@@ -164,67 +158,49 @@ class OptimizerStateOffloader(SavedOptimizer):
         optimizer.state.clear()
         self.take_place_of(optimizer)
 
-    @property
-    def status(self) -> Status:
-        """What became of the last step: "untouched" unless it has failed, "begun", "broken" or "closed".
-
-        After `step()` has raised: an untouched step has changed nothing, and may be made again or left out. A begun one
-        is finished by the next `step()`, `synchronize()`, `state_dict()`, `zero_grad()`, `close()` or forward. A broken
-        optimizer raises its first error again at every call but `close()`.
-        """
-        return self._told_status()
-
-    def _told_status(self) -> Status:
+    def _status(self) -> Status:
         if self._open_share is None:
             return "closed"
         if self._failures.first is not None:
             return "broken"
-        return "begun" if self._is_begun or self._left else "untouched"
+        begun = self._is_begun or self._left or self._step_is_last(is_unqueued=self._open_share.is_begun)
+        return "begun" if begun else "untouched"
 
-    @contextmanager
-    def _working(self) -> Iterator[None]:
-        """Let no other thread in, and note on whatever is raised what became of the step."""
-        with self._lock, self._failures.told():
-            self._check_usable()
-            yield
+    def _ready(self) -> None:
+        """Finish what an error has cut short. Raises RuntimeError where this cannot be used."""
+        self._check_usable()
+        self._finish_begun()
 
-    def _resume(self) -> None:
-        """Finish what an error has cut short."""
+    def _finish_begun(self) -> None:
         if self._is_begun:
             self._advance()
             self._wait_for_all()
-            self._is_begun = False
+            self._is_begun, self._failures.told_begun = False, True
         while self._left:
-            with deferred_interrupts(), torch.no_grad():
+            with deferred_interrupts():
                 self._left[0]()
                 self._left.popleft()
         self._failures.forget_forward()
-
-    def _finish_begun(self) -> None:
-        """Finish what an error has cut short, before a forward."""
-        try:
-            with self._working():
-                self._resume()
-        finally:
-            if self.status != "begun":
-                self._failures.forget_forward()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to this and to the wrapped optimizer; the fraction applies to it by itself."""
         if self._states is None:
             super().add_param_group(param_group)
             return
-        with self._working():
-            self._resume()
-            super().add_param_group(param_group)
-            try:
-                check_group(self._algorithm, self.param_groups[-1])
-                self._admit_new()
-            except BaseException:
-                self.param_groups.pop()
-                raise
+        self._add_group(param_group)
 
-    @torch.no_grad()
+    @in_turn
+    def _add_group(self, param_group: dict[str, Any]) -> None:
+        self._ready()
+        super().add_param_group(param_group)
+        try:
+            check_group(self._algorithm, self.param_groups[-1])
+            self._admit_new()
+        except BaseException:
+            self.param_groups.pop()
+            raise
+
+    @without_gradients
     def _admit(self) -> None:
         """Make the chunks of the trainable parameters that are new here, and masters from the parameters."""
         listed = [(param, i) for i, group in enumerate(self.param_groups) for param in group["params"]]
@@ -272,7 +248,7 @@ class OptimizerStateOffloader(SavedOptimizer):
             raise RuntimeError("the optimizer is closed; expected an open one; try constructing a new one")
         return self._open_share
 
-    @torch.no_grad()
+    @hooked
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Queue the update with the gradients that the parameters have; the host waits for nothing.
 
@@ -280,27 +256,31 @@ class OptimizerStateOffloader(SavedOptimizer):
         update. Gradients stay until `zero_grad()`. After an error `status` says what became of the step; the next call
         finishes one that has begun, and takes a new one if any gradient is new.
         """
-        loss = None
-        try:
-            with self._scaled_once(), self._failures.told():
-                with self._working():
-                    self._resume()
-                if closure is not None:
-                    with torch.enable_grad():
-                        loss = closure()
-                with self._working():
-                    self._step()
-        except BaseException:
-            if self._is_begun:
-                self._taken = standing(self._members.values())
-            raise
+        with self._scaled_once():
+            self._finish_earlier()
+            loss = None
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
+            self._take_step()
+            return loss
+
+    @in_turn
+    def _finish_earlier(self) -> None:
+        """Finish what an error has left of the step before."""
+        self._ready()
+
+    @in_turn
+    def _take_step(self) -> None:
+        """Take a step, unless an error has told of one that has used what stands on the parameters."""
+        self._check_usable()
+        if self._failures.told_begun and self._used.are_all(self._members.values()):
+            return
+        self._step()
         self._is_begun = False
-        return loss
 
     def _step(self) -> None:
         """Prepare a step, begin it, and carry it out as far as nobody else waits for it."""
-        if are_standing(self._taken, self._members.values()):
-            return
         self._follow_groups()
         gradients = self._to_use()
         if self._waits is not None:
@@ -315,13 +295,14 @@ class OptimizerStateOffloader(SavedOptimizer):
             max_norm=self._max_grad_norm,
             **self._take_scale(),
         )
-        self._taken = {}
         if decision is None:
             self.grad_norm = None
             return
         read = self._prepare(gradients, decision)
+        standing = {**standing_on(self._members.values()), **self._stand_ins}
         with deferred_interrupts():
             self._is_begun = True
+            self._step_begins(standing, left_unseen=not standing)
             self.grad_norm, self._read = decision.norm, read
             self.streamed.begin()
             for member in gradients:
@@ -336,7 +317,7 @@ class OptimizerStateOffloader(SavedOptimizer):
     def _to_use(self) -> dict[Member, torch.Tensor]:
         """Return the gradients of this step."""
         self._wait_for(in_use(self._members.values()))
-        return {member: gradient_of(member) for member in standing(self._members.values())}
+        return {member: gradient_of(member) for member in standing_on(self._members.values())}
 
     def _norms(self, gradients: Mapping[Member, torch.Tensor]) -> list[torch.Tensor]:
         """Return the fp32 norms of `gradients`."""
@@ -356,17 +337,18 @@ class OptimizerStateOffloader(SavedOptimizer):
         """Carry the begun step out as far as nobody has to ask for it; after an error, go on."""
         self.streamed.advance()
 
+    @in_turn
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Finish a step that has begun and failed, then drop the gradients or set them to zero."""
         if self._open_share is not None:
-            with self._working():
-                self._resume()
-                if not set_to_none and self._read:
-                    # The update still reads them.
-                    self._wait_for_all()
-                self._taken = {}
+            self._ready()
+            if not set_to_none and self._read:
+                # The update still reads them.
+                self._wait_for_all()
+            self._used.forget()
         super().zero_grad(set_to_none)
 
+    @in_turn
     def attach(self, model: nn.Module) -> None:
         """Let the update run behind the next forward: the model's modules wait for their own weights, on the device.
 
@@ -379,10 +361,10 @@ class OptimizerStateOffloader(SavedOptimizer):
             hook = forgetful(self._on_gradient)
             self._hooks = [param.register_post_accumulate_grad_hook(hook) for param in self._members]
 
+    @in_turn
     def _on_gradient(self, param: torch.Tensor) -> None:
-        with self._lock, self._failures.told():
-            if self._open_share is not None and self._failures.first is None:
-                self._open_share.on_gradient(self._members[param])
+        if self._open_share is not None and self._failures.first is None:
+            self._open_share.on_gradient(self._members[param])
 
     def _unhook(self) -> None:
         for hook in self._hooks:
@@ -392,14 +374,22 @@ class OptimizerStateOffloader(SavedOptimizer):
     def _closed(self) -> bool:
         return self._open_share is None
 
+    @in_turn
     def _wait_for(self, members: Iterable[Member]) -> None:
         """Make the live current stream wait for the updates of `members`, and drop their gradients."""
+        if self._open_share is None:
+            # While this waited for its turn somebody has closed it, and finished all.
+            return
         # Of the checks only this one: every module of a model comes here in its forward.
-        with self._lock, self._failures.told():
-            self._failures.check()
-            listed = list(members)
-            self._wait_for_updates(listed)
-            self._end_reading(listed)
+        self._failures.check()
+        listed = list(members)
+        try:
+            self._seen_by_steps(lambda: self._wait_for_updates(listed))
+        except Exception:
+            # Not all of the step could be carried out behind the forward.
+            self._is_begun |= self._open_share.is_begun
+            raise
+        self._end_reading(listed)
 
     def _wait_for_updates(self, members: Sequence[Member]) -> None:
         """Make the live current stream wait for the updates of `members`."""
@@ -424,18 +414,18 @@ class OptimizerStateOffloader(SavedOptimizer):
             if self._read.pop(member, None) is not None:
                 take_out(member)
 
+    @in_turn
     def synchronize(self) -> None:
         """Make the live current stream see finished weights: call it before reading them in your own code."""
-        with self._working():
-            self._resume()
-            self._wait_for_all()
+        self._ready()
+        self._wait_for_all()
 
+    @in_turn
     def _refresh(self, members: Sequence[Member]) -> None:
-        with self._working():
-            self._resume()
-            self._finish(for_writing=True)
-            self._left.append(partial(self._make_masters, members))
-            self._resume()
+        self._ready()
+        self._finish(for_writing=True)
+        self._left.append(partial(self._make_masters, members))
+        self._finish_begun()
 
     def _make_masters(self, members: Sequence[Member]) -> None:
         """Make the masters of `members` from their weights as they are."""
@@ -446,53 +436,47 @@ class OptimizerStateOffloader(SavedOptimizer):
         self.streamed.finish(for_writing=for_writing)
         self._end_reading(self._members.values())
 
+    @in_turn
     def _finished(self, members: Iterable[Member]) -> StateParts:
         self._check_usable()
         self._wait_for([member for member in members if member.pending])
         self._order_gathers(all_are_new=False)
         return StreamedParts(self.streamed)
 
+    @in_turn
     def state_dict(self) -> dict[str, Any]:
         """Return a consistent snapshot, on the CPU, in the layout of the wrapped optimizer.
 
         Parameters that are not fp32 have their `master_param` too.
         """
-        with self._working():
-            self._resume()
-            self._finish(for_writing=False)
-            return super().state_dict()
+        self._ready()
+        self._finish(for_writing=False)
+        return super().state_dict()
 
     def _load(self, groups: list[dict[str, Any]], states: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
-        with self._working():
-            self._resume()
-            self._finish(for_writing=True)
-            with deferred_interrupts():
-                self.__setstate__({"param_groups": groups})
-                self._left.extend(partial(self.state.write, *each) for each in states.items())
-                self._resume()
-
-    def close(self) -> None:
-        """Finish, take all hooks off and free the host memory, also where finishing raises. Again, it does nothing."""
-        with self._lock, closed_behind(self._give_back):
-            if self._open_share is not None:
-                self._unclosed.append(self._open_share.close)
-                if self._failures.first is None:
-                    with self._working():
-                        self._resume()
-                        self._wait_for_all()
-
-    def _give_back(self) -> None:
+        self._ready()
+        self._finish(for_writing=True)
         with deferred_interrupts():
-            self._unhook()
-            if self._waits is not None:
-                self._waits.close()
-            self._failures.forget_forward()
-            self._open_share = None
-            self._left.clear()
-            self._read, self._taken = {}, {}
-            # Of a broken optimizer everybody knows the error.
-            with suppress(Exception) if self._failures.first else nullcontext():
-                undo_all(self._unclosed)
+            self.__setstate__({"param_groups": groups})
+            self._left.extend(partial(self.state.write, *each) for each in states.items())
+            self._finish_begun()
+
+    def _finish_for_close(self) -> None:
+        if self._failures.first is None:
+            self._ready()
+            self._wait_for_all()
+
+    def _let_go(self) -> None:
+        self._unhook()
+        if self._open_share is not None:
+            self._unclosed += self._closes(self._open_share)
+        self._open_share = None
+        self._left.clear()
+        self._read = {}
+
+    def _closes(self, share: StreamedShare) -> list[Callable[[], None]]:
+        """Return what gives memory back and ends threads, the last one first."""
+        return [share.close]
 
     def _check_usable(self) -> None:
         super()._check_usable()

@@ -5,14 +5,13 @@ Explained in docs/optimizer-state-offloading.md.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from reference_impl.optimizers import checks
 from reference_impl.optimizers.algorithms import SGD, Adam, Algorithm
-from reference_impl.optimizers.gradient_in_use import GradientInUse
 from reference_impl.optimizers.layout import Member
 from reference_impl.optimizers.streamed.share import StreamedShare
 
@@ -46,30 +45,6 @@ def check_group(algorithm: Algorithm, group: Mapping[str, Any]) -> None:
     checks.check_group(algorithm, group)
     if group.get("momentum") == 0:
         raise ValueError("momentum is 0; expected a positive one, without which SGD has no state to offload")
-
-
-def standing(members: Iterable[Member]) -> dict[Member, tuple[torch.Tensor, int]]:
-    """Return the gradients that are on the parameters of `members`, with their versions."""
-    grads = ((member, _itself(member.param.grad)) for member in members)
-    return {member: (grad, version_of(grad)) for member, grad in grads if grad is not None}
-
-
-def _itself(gradient: torch.Tensor | None) -> torch.Tensor | None:
-    return gradient.gradient if isinstance(gradient, GradientInUse) else gradient
-
-
-def are_standing(taken: Mapping[Member, tuple[torch.Tensor, int]], members: Iterable[Member]) -> bool:
-    """Return whether gradients are on the parameters of `members`, and all are those `taken` by a step that failed."""
-    found = standing(members) if taken else {}
-    return bool(found) and all(
-        taken.get(member, (None, 0))[0] is grad and taken[member][1] == version
-        for member, (grad, version) in found.items()
-    )
-
-
-def version_of(gradient: torch.Tensor) -> int:
-    """Return a number that changes when a gradient is written in place."""
-    return 0 if gradient.is_inference() else gradient._version
 
 
 class StreamedParts:

@@ -10,13 +10,16 @@ Explained in docs/optimizer-offloading.md, "When something fails".
 
 from __future__ import annotations
 
+import functools
+import os
 import sys
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
@@ -82,12 +85,19 @@ class BegunStep:
     """The operations of a step that are still to do, in order.
 
     Each one happens, or raises before it has had an effect. `gradients` are what stood on the parameters when the step
-    was taken; what stands there later is new.
+    was taken; `left_unseen` says that nothing did, because all gradients had left.
     """
 
-    def __init__(self, operations: Iterable[Operation], gradients: Mapping[Any, torch.Tensor]) -> None:
+    def __init__(
+        self,
+        operations: Iterable[Operation],
+        gradients: Mapping[Any, torch.Tensor],
+        *,
+        left_unseen: bool = False,
+    ) -> None:
         self._left = deque(operations)
         self.gradients = gradients
+        self.left_unseen = left_unseen
 
     @property
     def is_queued(self) -> bool:
@@ -110,16 +120,19 @@ class WorkLostError(RuntimeError):
     """A worker has failed inside an update: what it was updating is neither old nor new."""
 
 
+_NOTE = "optimizer.status is "
 _NOTES = {
     "untouched": "the step has changed nothing: step() again, or leave the batch out with zero_grad()",
     "begun": "the step has begun: the next step(), synchronize(), state_dict(), zero_grad() or forward completes it",
     "broken": "the optimizer is lost: load the last checkpoint into a new one",
-    "closed": "the optimizer is closed",
 }
 
 
 class Failures:
-    """What errors have left of an optimizer: whether it is broken, and how a step that has begun gets finished.
+    """Who works with an optimizer, and what errors have left of it.
+
+    One thread at a time works with it (`in_turn`), so that a begun step is carried out by one. Errors say what became
+    of the step, and one that has begun is finished by any forward.
 
     Args:
         status: returns the optimizer's status; not kept alive.
@@ -129,8 +142,17 @@ class Failures:
     def __init__(self, status: Callable[[], Status], finish: Callable[[], None]) -> None:
         self._status, self._finish = weakref.WeakMethod(status), weakref.WeakMethod(finish)
         self._hook: RemovableHandle | None = None
-        self._depth = 0
+        # Workers never take it: whoever has it may wait for them.
+        self.turn = threading.RLock()
+        # Whether somebody has heard that a step has begun, and may call step() to go on with it.
+        self.told_begun = False
         self.first: BaseException | None = None
+        _all.add(self)
+
+    @property
+    def has_turn(self) -> bool:
+        """Whether it is the calling thread's turn."""
+        return bool(self.turn._is_owned())  # type: ignore[attr-defined]
 
     def check(self) -> None:
         """Raise the first error after which the optimizer is broken, as one of its type."""
@@ -145,38 +167,135 @@ class Failures:
 
     @contextmanager
     def told(self) -> Iterator[None]:
-        """Note on what is raised inside what became of the step; one that has begun is finished by any forward."""
-        self._depth += 1
+        """Note on what is raised inside what became of the step."""
         try:
             yield
         except BaseException as error:
+            self.tell(error)
+            raise
+
+    def tell(self, error: BaseException) -> None:
+        """Note on `error` what became of the step; a note of an earlier call, which knew less, makes way."""
+        with self.turn:
             if self.first is None and is_lasting(error):
                 self.first = error
-            if self._depth == 1:
-                self._tell(error)
-            raise
-        finally:
-            self._depth -= 1
-
-    def _tell(self, error: BaseException) -> None:
-        status = self._status()
-        if status is None:
-            return
-        told = status()
-        if not any(each.startswith("optimizer.status") for each in getattr(error, "__notes__", ())):
-            error.add_note(f"optimizer.status is {told!r}: {_NOTES[told]}")
-        if told == "begun" and self._hook is None:
-            self._hook = register_module_forward_pre_hook(self._before_forward)
+            status = self._status()
+            if status is None:
+                return
+            told = status()
+            notes = getattr(error, "__notes__", [])
+            notes[:] = [note for note in notes if not note.startswith(_NOTE)]
+            if told != "closed":
+                error.add_note(f"{_NOTE}{told!r}: {_NOTES[told]}")
+            if told == "begun":
+                self.told_begun = True
+                if self._hook is None:
+                    self._hook = register_module_forward_pre_hook(self._before_forward)
 
     def _before_forward(self, *_: Any) -> None:
         finish = self._finish()
         if finish is None:
             self.forget_forward()
-        else:
-            finish()
+            return
+        with self.turn, self.told():
+            without_gradients(finish)()
 
     def forget_forward(self) -> None:
         """Take the hook on every forward off: nothing is left to finish."""
-        if self._hook is not None:
-            self._hook.remove()
+        if (hook := self._hook) is not None:
+            hook.remove()
             self._hook = None
+
+
+# A forked child has none of the threads that may have had their turn.
+_all: weakref.WeakSet[Failures] = weakref.WeakSet()
+
+
+def _renew_turns() -> None:
+    for each in _all:
+        each.turn = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_renew_turns)
+
+
+class _Fails(Protocol):
+    _failures: Failures
+
+
+_Optimizer = TypeVar("_Optimizer", bound=_Fails)
+_P = ParamSpec("_P")
+_Result = TypeVar("_Result")
+_Method = Callable[Concatenate[_Optimizer, _P], _Result]
+
+
+def without_gradients(function: Callable[_P, _Result]) -> Callable[_P, _Result]:
+    """Run `function` in no gradient mode, as `torch.no_grad()`, which an interrupt at its begin or end leaves off."""
+
+    @functools.wraps(function)
+    def call(*args: _P.args, **named: _P.kwargs) -> _Result:
+        computes = torch.is_grad_enabled()
+        try:
+            try:
+                torch._C._set_grad_enabled(False)
+                return function(*args, **named)
+            finally:
+                torch._C._set_grad_enabled(computes)
+        finally:
+            # An interrupt may have come before the same line above.
+            torch._C._set_grad_enabled(computes)
+
+    return call
+
+
+def in_turn(method: _Method[_Optimizer, _P, _Result]) -> _Method[_Optimizer, _P, _Result]:
+    """Let one thread at a time run `method` of an optimizer, in no gradient mode; its errors say what became of a step.
+
+    An interrupt never leaves the turn taken: torch's functions and locks take and give back as one bytecode, which a
+    context manager written in Python does not.
+    """
+    run = without_gradients(method)
+
+    @functools.wraps(method)
+    def call(optimizer: _Optimizer, /, *args: _P.args, **named: _P.kwargs) -> _Result:
+        failures = optimizer._failures
+        turn, had_turn = failures.turn, failures.has_turn
+        try:
+            with turn:
+                try:
+                    return run(optimizer, *args, **named)
+                except BaseException as error:
+                    failures.tell(error)
+                    raise
+        finally:
+            # An interrupt may have come between the last bytecode of the block and the one that gives the turn back.
+            if failures.has_turn and not had_turn:
+                turn.release()
+
+    return call
+
+
+def hooked(step: _Method[_Optimizer, _P, _Result]) -> _Method[_Optimizer, _P, _Result]:
+    """Run torch's hooks around `step` of an optimizer; their errors say what became of the step, too.
+
+    It is nobody's turn between its parts: a closure has a backward, whose hooks run on other threads.
+    """
+    run = torch.optim.Optimizer.profile_hook_step(step)
+
+    @functools.wraps(step)
+    def call(optimizer: _Optimizer, /, *args: _P.args, **named: _P.kwargs) -> _Result:
+        computes = torch.is_grad_enabled()
+        try:
+            try:
+                return run(optimizer, *args, **named)
+            except BaseException as error:
+                optimizer._failures.tell(error)
+                raise
+            finally:
+                torch._C._set_grad_enabled(computes)
+        finally:
+            torch._C._set_grad_enabled(computes)
+
+    # As torch marks a method that has its hooks.
+    call.hooked = True  # type: ignore[attr-defined]
+    return call

@@ -18,11 +18,11 @@ import torch
 
 from reference_impl.memory.interrupts import deferred_interrupts
 from reference_impl.optimizers import checks
-from reference_impl.optimizers.gradients import Gradients
+from reference_impl.optimizers.gradients import Gradients, standing_on
 from reference_impl.optimizers.layout import Member, gradient_of
 from reference_impl.optimizers.options import Streaming
 from reference_impl.optimizers.stand_in import GradientStandIn
-from reference_impl.optimizers.step import Status, StepPlan, snapshot
+from reference_impl.optimizers.step import Status, StepPlan, in_turn, snapshot
 from reference_impl.trained_layers.optimizer import READ_IN_A_HOOK, LayersOptimizer, VisitingWeights
 from reference_impl.trained_layers.shares import StateShares
 
@@ -56,7 +56,7 @@ class InBackwardOptimizer(LayersOptimizer):
     ) -> None:
         # Gradients that are final and wait for their update; whose update has begun since the last step().
         self._final: dict[Member, torch.Tensor] = {}
-        self._used: set[Member] = set()
+        self._updating: set[Member] = set()
         self._plan: StepPlan | None = None
         # Whether step() was called and has failed before it was done.
         self._is_asked = False
@@ -71,19 +71,26 @@ class InBackwardOptimizer(LayersOptimizer):
         self._check_backward()
         members = self._pending(params)
         if members:
-            with self._working():
-                self._resume()
-                self._wait_for(members)
+            self._settle(members)
+
+    @in_turn
+    def _settle(self, members: Sequence[Member]) -> None:
+        self._ready()
+        self._wait_for(members)
 
     def passed(self) -> None:
         """Update what has its final gradients: backward is about to begin another block, and has done with these."""
         if self._final:
-            with self.told(), self._working():
-                self._resume()
-                if self._used:
-                    self._update()
-                else:
-                    self._begin_in_backward()
+            with self.told():
+                self._update_passed()
+
+    @in_turn
+    def _update_passed(self) -> None:
+        self._ready()
+        if self._updating:
+            self._update()
+        else:
+            self._begin_in_backward()
 
     def _begin_in_backward(self) -> None:
         """Update for the first time in a backward, and note in which, until it has ended well."""
@@ -94,7 +101,7 @@ class InBackwardOptimizer(LayersOptimizer):
         try:
             self._update()
         finally:
-            if self._used:
+            if self._updating:
                 self._backward = torch._C._current_graph_task_id()
 
     def _on_backward_end(self) -> None:
@@ -123,52 +130,56 @@ class InBackwardOptimizer(LayersOptimizer):
             try:
                 yield
             except BaseException:
-                if self._used and self._backward == torch._C._current_graph_task_id() != _NO_BACKWARD:
+                if self._updating and self._backward == torch._C._current_graph_task_id() != _NO_BACKWARD:
                     self._has_failed = True
                 raise
 
+    @in_turn
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients. Raises RuntimeError where backward has begun to use them, and no step() came since."""
         if not self._closed:
-            with self._working():
-                self._resume()
-                self._check_between_steps(checks.update_begun())
-                self._final.clear()
+            self._ready()
+            self._check_between_steps(checks.update_begun())
+            self._final.clear()
         super().zero_grad(set_to_none)
 
+    @in_turn
     def close(self) -> None:
         """Finish what is queued, take all hooks off and free the host memory. Again, it does nothing.
 
         Raises RuntimeError, once all is freed, between a backward that has begun to update and its step.
         """
-        is_between = bool(self._used) and not (self._closed or self._is_asked or self._has_refused)
+        is_between = bool(self._updating) and not (self._closed or self._is_asked or self._has_refused)
         was_told = self._failures.first is not None
         super().close()
         self._final.clear()
-        self._used.clear()
+        self._updating.clear()
         if is_between and not was_told:
             raise checks.closed_in_between()
 
-    def _told_status(self) -> Status:
-        told = super()._told_status()
+    def _status(self) -> Status:
+        told = super()._status()
         if told in ("untouched", "begun") and self._is_cut_short:
             return "broken"
-        return "begun" if told == "untouched" and self._used else told
+        return "begun" if told == "untouched" and self._updating else told
 
     def _admitted(self, members: Sequence[Member]) -> None:
         self._hook_gradients(members, self._on_final)
 
-    @torch.no_grad()
     def _on_final(self, param: torch.Tensor) -> None:
         """Keep a gradient that is final until backward has passed its block."""
-        with self.told(), self._working():
-            self._resume()
-            member = self._members[param]
-            if member in self._used:
-                raise _second_gradient(member)
-            stands = param.grad
-            if not (isinstance(stands, GradientStandIn) and stands.is_stale):
-                self._keep(member)
+        with self.told():
+            self._keep_final(self._members[param])
+
+    @in_turn
+    def _keep_final(self, member: Member) -> None:
+        self._ready()
+        self._used.forget()
+        if member in self._updating:
+            raise _second_gradient(member)
+        stands = member.param.grad
+        if not (isinstance(stands, GradientStandIn) and stands.is_stale):
+            self._keep(member)
 
     def _keep(self, member: Member) -> None:
         """Keep a gradient until its update, and put a stand-in in its place; changes nothing when it raises."""
@@ -181,11 +192,10 @@ class InBackwardOptimizer(LayersOptimizer):
         self._final[member] = gradient.to(param.dtype)
         param.grad = member.placeholder = _stand_in(member, gradient)
 
-    @torch.no_grad()
     def _update(self) -> None:
         """Queue the update of all gradients that wait and still stand, behind the live current stream."""
         # Whoever has dropped a gradient before any was used has left out the batch.
-        gradients = {m: g for m, g in self._final.items() if _stands(m) or self._used}
+        gradients = {m: g for m, g in self._final.items() if _stands(m) or self._updating}
         if not gradients:
             self._final.clear()
             return
@@ -197,7 +207,7 @@ class InBackwardOptimizer(LayersOptimizer):
         with deferred_interrupts():
             self._is_begun = True
             self.streamed.begin()
-            self._used.update(gradients)
+            self._updating.update(gradients)
             self._final.clear()
             for member in gradients:
                 member.pending = True
@@ -213,12 +223,12 @@ class InBackwardOptimizer(LayersOptimizer):
         self._check_used_stand()
         self._take_what_stands()
         if self._waits is not None:
-            self._waits.on_step([*self._used, *self._final])
+            self._waits.on_step([*self._updating, *self._final])
         self._is_asked = True
         try:
             self._update()
         except BaseException:
-            self._is_asked = bool(self._used)
+            self._is_asked = bool(self._updating)
             raise
         self._end_step()
 
@@ -227,10 +237,10 @@ class InBackwardOptimizer(LayersOptimizer):
 
         Stand-ins are put back, so that the next step goes on with the gradients of backward.
         """
-        changed = [member for member in self._used if not _stands(member)]
+        changed = [member for member in self._updating if not _stands(member)]
         if not changed:
             return
-        for member in (*self._used, *self._final):
+        for member in (*self._updating, *self._final):
             assert member.placeholder is not None
             member.param.grad = member.placeholder = _stand_in(member, member.placeholder)
         raise RuntimeError(
@@ -255,40 +265,41 @@ class InBackwardOptimizer(LayersOptimizer):
             elif found is not None:
                 self._keep(member)
 
-    def _resume(self) -> None:
+    def _finish_begun(self) -> None:
         self._check_backward()
-        super()._resume()
+        super()._finish_begun()
         if self._is_asked:
             self._update()
             self._end_step()
+            self._failures.told_begun = True
 
     def _end_step(self) -> None:
         """Let the next backward begin anew."""
-        for member in self._used:
+        for member in self._updating:
             if isinstance(member.placeholder, GradientStandIn):
                 member.placeholder.use()
-        self._used.clear()
+        self._step_begins(standing_on(self._updating), left_unseen=False)
+        self._updating.clear()
         self._plan, self._is_asked, self._has_refused = None, False, False
 
     def _check_between_steps(self, refusal: Exception) -> None:
         """Raise `refusal` between a backward that has begun to update and its step."""
-        if self._used and self._failures.first is None:
+        if self._updating and self._failures.first is None:
             self._has_refused = True
             raise refusal
 
+    @in_turn
     def state_dict(self) -> dict[str, Any]:
         """Return a snapshot as `OptimizerStateOffloader` does; raises RuntimeError between backward and step()."""
-        with self._working():
-            self._resume()
-            self._check_between_steps(checks.saved_in_between())
+        self._ready()
+        self._check_between_steps(checks.saved_in_between())
         return super().state_dict()
 
     def _load(
         self, groups: list[dict[str, object]], states: Mapping[torch.Tensor, Mapping[str, object]]
     ) -> None:
-        with self._working():
-            self._resume()
-            self._check_between_steps(checks.saved_in_between())
+        self._ready()
+        self._check_between_steps(checks.saved_in_between())
         super()._load(groups, states)
 
 

@@ -30,8 +30,9 @@ from reference_impl.optimizers.parameter_state import StateParts
 from reference_impl.optimizers.stand_in import GradientStandIn
 from reference_impl.optimizers.state_offload import OptimizerStateOffloader
 from reference_impl.optimizers.state_offload_wrapped import algorithm_of
-from reference_impl.optimizers.step import Status
+from reference_impl.optimizers.step import Status, in_turn
 from reference_impl.optimizers.streamed.chunks import Part
+from reference_impl.optimizers.streamed.share import StreamedShare
 from reference_impl.trained_layers.cpu_updates import BothParts, CpuUpdates
 from reference_impl.trained_layers.shares import NOTHING_STAYS, StateShares
 
@@ -242,7 +243,6 @@ class TrainedLayersOptimizer(LayersOptimizer):
         self._leaving = Gradients(
             self._store, leave_in_backward=True, sharded_too=True, sums_stay=False, remedy=READ_IN_A_HOOK
         )
-        self._stand_ins: dict[Member, GradientStandIn] = {}
         # Of the block that backward is in, the gradients that are final; and how many there will be, by block.
         self._final: dict[Member, None] = {}
         self._in_block: Counter[int] = Counter()
@@ -258,14 +258,16 @@ class TrainedLayersOptimizer(LayersOptimizer):
     def settle(self, params: Iterable[torch.Tensor], ahead: Iterable[torch.Tensor]) -> None:
         """See `LayersOptimizer`."""
         members = self._pending(params)
-        if not members and not self.streamed.unqueued:
-            return
-        with self._working():
-            self._resume()
-            self._store.drain()
-            self.streamed.queue(members)
-            self.streamed.queue(self._members[param] for param in ahead)
-            self._wait_for(members)
+        if members or self.streamed.unqueued:
+            self._settle(members, ahead)
+
+    @in_turn
+    def _settle(self, members: Sequence[Member], ahead: Iterable[torch.Tensor]) -> None:
+        self._ready()
+        self._store.drain()
+        self.streamed.queue(members)
+        self.streamed.queue(self._members[param] for param in ahead)
+        self._wait_for(members)
 
     def _admitted(self, members: Sequence[Member]) -> None:
         places = self.streamed.gradient_places(members)
@@ -279,14 +281,14 @@ class TrainedLayersOptimizer(LayersOptimizer):
         self._in_block.update(member.home.visitors for member in members if member.home is not None)
         self._hook_gradients(members, self._on_final)
 
-    @torch.no_grad()
+    @in_turn
     def _on_final(self, param: torch.Tensor) -> None:
         """Send a gradient that is final to the host: those of a block together."""
         member = self._members[param]
         if member.home is None or isinstance(param, DTensor):
-            with self._working():
-                self._resume()
-                self._leaving.send(member)
+            self._ready()
+            self._used.forget()
+            self._leaving.send(member)
             return
         block = member.home.visitors
         before = next(iter(self._final), member)
@@ -301,15 +303,15 @@ class TrainedLayersOptimizer(LayersOptimizer):
         if len(self._final) == self._in_block[block]:
             self._send_final()
 
-    @torch.no_grad()
+    @in_turn
     def _send_final(self) -> None:
         """Send those of a block that are final, unless they have been dropped."""
         if not self._final or self._closed:
             return
-        with self._working():
-            self._resume()
-            self._leaving.send_together(self._final, self._store.offload_together)
-            self._final.clear()
+        self._ready()
+        self._used.forget()
+        self._leaving.send_together(self._final, self._store.offload_together)
+        self._final.clear()
 
     def _to_use(self) -> dict[Member, torch.Tensor]:
         self._wait_for(self._leaving.used_by_nobody(self._members.values()))
@@ -354,12 +356,12 @@ class TrainedLayersOptimizer(LayersOptimizer):
         self._cpu.submit()
         super()._advance()
 
-    def _told_status(self) -> Status:
-        told = super()._told_status()
+    def _status(self) -> Status:
+        told = super()._status()
         return "begun" if told == "untouched" and self._cpu.has_failed_jobs else told
 
-    def _resume(self) -> None:
-        super()._resume()
+    def _finish_begun(self) -> None:
+        super()._finish_begun()
         if self._cpu.has_failed_jobs:
             self._wait_for_all()
 
@@ -379,15 +381,15 @@ class TrainedLayersOptimizer(LayersOptimizer):
     def _finished(self, members: Iterable[Member]) -> StateParts:
         return BothParts(super()._finished(members), self._cpu)
 
-    def close(self) -> None:
-        """Finish, take all hooks off and free the host memory, also where finishing raises. Again, it does nothing."""
-        if not self._closed:
-            self._unclosed.append(self._cpu.close)
-            if self._failures.first is None:
-                # What a worker has failed with is raised once; then its work is done again.
-                with self._lock, suppress(Exception):
-                    self._cpu.finish()
-        super().close()
+    def _finish_for_close(self) -> None:
+        if self._failures.first is None:
+            # What a worker has failed with is raised once; then its work is done again.
+            with suppress(Exception):
+                self._cpu.finish()
+        super()._finish_for_close()
+
+    def _closes(self, share: StreamedShare) -> list[Callable[[], None]]:
+        return [self._cpu.close, *super()._closes(share)]
 
     def _step(self) -> None:
         super()._step()

@@ -15,6 +15,7 @@ import torch
 
 from reference_impl.device import Device
 from reference_impl.optimizers.options import Streaming
+from reference_impl.optimizers.step import in_turn
 from reference_impl.trained_layers.optimizer import TrainedLayersOptimizer
 from reference_impl.trained_layers.shards import StreamedShards
 
@@ -57,6 +58,7 @@ class ShardOptimizer(TrainedLayersOptimizer):
         self._leaving.adds_shards = True
         yield
 
+    @in_turn
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, those that have been offloaded and not been used included."""
         super().zero_grad(set_to_none)
@@ -64,10 +66,11 @@ class ShardOptimizer(TrainedLayersOptimizer):
         if not self._closed:
             self._store.discard(self._members.values())
 
+    @in_turn
     def end_forward(self) -> None:
         """Free the slots of an update that the forward has carried out."""
-        with self._working():
-            self.streamed.free_slots()
+        self._check_usable()
+        self.streamed.free_slots()
 
     def _step(self) -> None:
         super()._step()

@@ -307,7 +307,7 @@ def test_a_step_that_hears_of_a_worker_s_error_in_backward_is_finished(device, m
     train(plain, reference(plain), data[:1] if following == "close" else data)
     model(data[0]).backward()
     backward_is_over.set()
-    wait_until(lambda: optimizer._open.is_unfinished)
+    wait_until(lambda: optimizer._open.has_failed_jobs)
     with pytest.raises(MemoryError):
         optimizer.step()
     assert optimizer.status == "begun"

@@ -2,6 +2,7 @@
 
 import gc
 import signal
+import threading
 import weakref
 
 import pytest
@@ -163,3 +164,19 @@ def test_no_hook_stays_of_an_attach_that_does_not_come_to_its_end(device, monkey
                 optimizer.attach(model)
         assert hooks_on(model) == own, f"hook {at}"
     model.load_state_dict(model.state_dict())
+
+
+def test_a_forward_of_another_thread_teaches_nothing(waited_for):
+    model, members, waiter, waits = waited_for
+    model("abc")
+    waits.on_step(members)
+    order = [member.order for member in members]
+    members[2].pending = True
+    reader = threading.Thread(target=model, args=("cba",))
+    reader.start()
+    reader.join()
+    assert [member.order for member in members] == order
+    assert not waits.has_run_since_step
+    assert waiter.waited == [[members[2]]]
+    model("ab")
+    assert waits.has_run_since_step

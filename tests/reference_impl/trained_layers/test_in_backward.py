@@ -122,8 +122,9 @@ def test_between_backward_and_step_nothing_is_dropped_saved_or_added(device):
         with pytest.raises(RuntimeError, match="second gradient"):
             decoder_loss(model(ids[1]), ids[1]).backward()
         optimizer.step()
-        assert optimizer.status == "untouched"
+        assert optimizer.status == "begun"
         optimizer.zero_grad()
+        assert optimizer.status == "untouched"
         train(model, optimizer, ids)
 
 

@@ -1,0 +1,166 @@
+"""Ctrl-C at any bytecode: gradient mode comes back, no turn stays taken, and another `close()` goes on."""
+
+import gc
+import os
+import signal
+import sys
+import threading
+from itertools import count
+
+import pytest
+import torch
+from layers_trainee import batches as ids_of
+from layers_trainee import decoder, streamed
+from optimizer_reference import batches
+from optimizer_training import hybrid, streaming, twins
+
+from reference_impl.memory.host import host_book
+from reference_impl.verification.model import decoder_loss
+
+pytestmark = pytest.mark.usefixtures("host_memory_comes_back", "raises_keyboard_interrupt")
+BUILDS = {
+    "hybrid": hybrid,
+    "three ways": lambda model: hybrid(model, split=(0.3, 0.4, 0.3)),
+    "wrapped": streaming,
+}
+
+
+@pytest.fixture
+def raises_keyboard_interrupt():
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def interrupted(nth, run, files, functions=None):
+    """Run with SIGINT before the `nth` bytecode of `files`; return how many were reached."""
+    reached = 0
+
+    def enter(frame, event, argument):
+        code = frame.f_code
+        if not code.co_filename.endswith(files) or (functions and code.co_name not in functions):
+            return None
+        frame.f_trace_opcodes = True
+        return each
+
+    def each(frame, event, argument):
+        nonlocal reached
+        if event == "opcode":
+            reached += 1
+            if reached == nth:
+                sys.settrace(None)
+                os.kill(os.getpid(), signal.SIGINT)
+        return each
+
+    # Python 3.12 sends opcode events only if a frame asked for them before tracing began.
+    sys._getframe().f_trace_opcodes = True
+    sys.settrace(enter)
+    try:
+        run()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.settrace(None)
+    return reached
+
+
+def is_free(turn):
+    found = []
+    other = threading.Thread(target=lambda: found.append(turn.acquire(blocking=False) and not turn.release()))
+    other.start()
+    other.join()
+    return found == [True]
+
+
+CALLS = {
+    "step": lambda optimizer: optimizer.step(),
+    "closure": lambda optimizer: optimizer.step(lambda: None),
+    "zero_grad": lambda optimizer: optimizer.zero_grad(),
+    "synchronize": lambda optimizer: optimizer.synchronize(),
+    "state_dict": lambda optimizer: optimizer.state_dict(),
+    "load_state_dict": lambda optimizer: optimizer.load_state_dict(optimizer.state_dict()),
+    "refresh_masters": lambda optimizer: optimizer.refresh_masters(),
+    "add_param_group": lambda optimizer: optimizer.add_param_group(
+        {"params": [torch.nn.Parameter(torch.ones(8))]}
+    ),
+}
+
+
+@pytest.mark.parametrize("build", [hybrid, streaming])
+@pytest.mark.parametrize("call", CALLS)
+def test_gradient_mode_and_the_turn_come_back(device, build, call):
+    model, _ = twins(device)
+    (data,) = batches(device.torch_device, 1)
+    bytecodes = 0
+    # Each third, to be quick.
+    for nth in count(1, 3):
+        with build(model) as optimizer:
+            model(data).backward()
+            reached = interrupted(
+                nth,
+                lambda optimizer=optimizer: CALLS[call](optimizer),
+                ("torch/autograd/grad_mode.py", "optimizers/step.py"),
+                ("call", "__enter__", "__exit__", "__init__", "set_grad_enabled"),
+            )
+            computes = torch.is_grad_enabled()
+            torch.set_grad_enabled(True)
+            assert computes, nth
+            assert is_free(optimizer._failures.turn), nth
+        model.zero_grad()
+        if reached < nth:
+            break
+        bytecodes = nth
+    assert bytecodes > 20
+
+
+def opened(device, build):
+    """A model, its loss, and what is to be closed."""
+    if build in BUILDS:
+        model, (data,) = twins(device)[0], batches(device.torch_device, 1)
+        optimizer = BUILDS[build](model)
+        optimizer.attach(model)
+        return model, lambda: model(data), optimizer, optimizer
+    model, ids = decoder(device), ids_of(device, 1)[0]
+    streamer = streamed(model, max_grad_norm=None, backward_overlap=build)
+    return model, lambda: decoder_loss(model(ids), ids), streamer.optimizer, streamer
+
+
+def weights(model):
+    return [param.detach().clone() for param in model.parameters()]
+
+
+CLOSING = (
+    *("optimizers/hosted.py", "optimizers/hybrid.py", "optimizers/state_offload.py", "optimizers/step.py"),
+    *("trained_layers/optimizer.py", "trained_layers/in_backward.py", "trained_layers/streamer.py"),
+    "torch/utils/hooks.py",
+)
+
+
+@pytest.mark.parametrize(
+    ("build", "places"),
+    [(build, 16) for build in [*BUILDS, "gradients", "update"]]
+    + [pytest.param(build, None, marks=pytest.mark.slow) for build in [*BUILDS, "gradients", "update"]],
+)
+def test_closing_again_finishes_what_an_interrupt_has_left(device, build, places):
+    model, loss, optimizer, closes = opened(device, build)
+    loss().backward()
+    optimizer.step()
+    bytecodes = interrupted(0, closes.close, CLOSING)
+    new, reserved_bytes = weights(model), host_book.reserved_bytes
+    threads = threading.active_count()
+    assert bytecodes > 100
+    for nth in range(1, bytecodes, max(bytecodes // places, 1) if places else 3):
+        model, loss, optimizer, closes = opened(device, build)
+        loss().backward()
+        optimizer.step()
+        interrupted(nth, closes.close, CLOSING)
+        closes.close()
+        assert all(map(torch.equal, weights(model), new)), nth
+        assert optimizer.status == "closed"
+        assert host_book.reserved_bytes == reserved_bytes, nth
+        assert threading.active_count() == threads, nth
+        assert not any(module._forward_pre_hooks for module in model.modules()), nth
+        model.zero_grad()
+        loss().backward()
+        del model, loss, optimizer, closes
+        gc.collect()

@@ -1,0 +1,194 @@
+"""`status` tells the truth, and what the page says to do for it neither uses gradients twice nor loses a step."""
+
+import weakref
+
+import pytest
+import torch
+from layers_trainee import batches as ids_of
+from layers_trainee import decoder, streamed
+from optimizer_reference import batches
+from optimizer_training import hybrid, streaming, twins
+
+from reference_impl.verification.model import decoder_loss
+
+pytestmark = pytest.mark.usefixtures("host_memory_comes_back")
+
+
+class UserError(Exception):
+    pass
+
+
+def boom(*_):
+    raise UserError
+
+
+class Loop:
+    """Somebody's loop, over any of the optimizers."""
+
+    def __init__(self, device, build, *, attached=False):
+        self.is_streamed = build in LAYERS
+        if self.is_streamed:
+            self.model, self.data = decoder(device), ids_of(device, 3)
+            self.closes = streamed(self.model, max_grad_norm=None, backward_overlap=build)
+            self.optimizer = self.closes.optimizer
+        else:
+            self.model, self.data = twins(device)[0], batches(device.torch_device, 3)
+            self.closes = self.optimizer = BUILDS[build](self.model)
+            if attached:
+                self.optimizer.attach(self.model)
+
+    def loss(self, index):
+        ids = self.data[index]
+        return decoder_loss(self.model(ids), ids) if self.is_streamed else self.model(ids)
+
+    def backward(self, index):
+        self.loss(index).backward()
+
+    def states(self):
+        self.optimizer.synchronize()
+        states = self.optimizer.state_dict()["state"].values()
+        return [value for state in states for value in state.values()]
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.closes.close()
+
+
+BUILDS = {
+    "resident": lambda model: hybrid(model, offload_fraction=0.0),
+    "cpu": hybrid,
+    "kept": lambda model: hybrid(model, backward_overlap="nothing"),
+    "three ways": lambda model: hybrid(model, split=(0.3, 0.4, 0.3)),
+    "wrapped": streaming,
+}
+LAYERS = ("gradients", "update")
+EACH = pytest.mark.parametrize("build", [*BUILDS, *LAYERS])
+ATTACHED = pytest.mark.parametrize("attached", [False, True])
+
+
+def plain_states(device, build, count):
+    """What the masters and moments are after `count` batches without a fault."""
+    with Loop(device, build) as loop:
+        for index in range(count):
+            loop.backward(index)
+            loop.optimizer.step()
+            loop.optimizer.zero_grad()
+        return loop.states()
+
+
+def assert_equal(loop, device, build, count):
+    for left, right in zip(loop.states(), plain_states(device, build, count), strict=True):
+        assert torch.equal(left, right)
+
+
+@EACH
+@ATTACHED
+def test_a_forward_that_fails_is_no_matter_of_the_step_before(device, build, attached):
+    with Loop(device, build, attached=attached) as loop:
+        loop.backward(0)
+        loop.optimizer.step()
+        assert loop.optimizer.status == "begun"
+        loop.model.zero_grad()
+        hook = next(loop.model.children()).register_forward_hook(boom)
+        with pytest.raises(UserError):
+            loop.loss(1)
+        hook.remove()
+        assert loop.optimizer.status == "untouched"
+        # The batch that has failed comes again.
+        loop.backward(1)
+        loop.optimizer.step()
+        assert_equal(loop, device, build, 2)
+
+
+@EACH
+@ATTACHED
+def test_a_hook_before_the_step_leaves_it_untouched(device, build, attached):
+    with Loop(device, build, attached=attached) as loop:
+        loop.backward(0)
+        loop.optimizer.step()
+        loop.model.zero_grad()
+        loop.backward(1)
+        hook = loop.optimizer.register_step_pre_hook(boom)
+        with pytest.raises(UserError) as caught:
+            loop.optimizer.step()
+        hook.remove()
+        expected = "begun" if build == "update" else "untouched"
+        assert loop.optimizer.status == expected
+        assert f"status is {expected!r}" in caught.value.__notes__[0]
+        loop.optimizer.step()
+        assert_equal(loop, device, build, 2)
+
+
+@EACH
+@ATTACHED
+@pytest.mark.parametrize("then", ["step", "go on", "synchronize", "zero_grad", "state_dict"])
+def test_a_hook_behind_the_step_leaves_it_taken(device, build, attached, then):
+    with Loop(device, build, attached=attached) as loop:
+        optimizer = loop.optimizer
+        loop.backward(0)
+        hook = optimizer.register_step_post_hook(boom)
+        with pytest.raises(UserError) as caught:
+            optimizer.step()
+        hook.remove()
+        assert optimizer.status == "begun"
+        assert "status is 'begun'" in caught.value.__notes__[0]
+        if then != "go on":
+            getattr(optimizer, then)()
+            # Once more: it has been taken, whatever was called.
+            optimizer.step()
+            assert_equal(loop, device, build, 1)
+        optimizer.zero_grad()
+        loop.backward(1)
+        assert optimizer.status == ("begun" if build == "update" else "untouched")
+        optimizer.step()
+        assert_equal(loop, device, build, 2)
+
+
+@EACH
+def test_status_that_was_asked_for_holds_in_the_next_step(device, build):
+    """As behind a signal between the end of step() and whoever has called it."""
+    with Loop(device, build) as loop:
+        loop.backward(0)
+        loop.optimizer.step()
+        assert loop.optimizer.status == "begun"
+        loop.optimizer.step()
+        assert_equal(loop, device, build, 1)
+        loop.model.zero_grad(set_to_none=build in ("cpu", "kept", "three ways", *LAYERS))
+        assert loop.optimizer.status == "untouched"
+
+
+@EACH
+def test_a_scheduler_wraps_the_step_and_its_hooks(device, build):
+    with Loop(device, build) as loop:
+        scheduler = torch.optim.lr_scheduler.LambdaLR(loop.optimizer, lambda epoch: 1.0)
+        loop.backward(0)
+        hook = loop.optimizer.register_step_post_hook(boom)
+        with pytest.raises(UserError):
+            loop.optimizer.step()
+        hook.remove()
+        loop.optimizer.step()
+        scheduler.step()
+        assert_equal(loop, device, build, 1)
+
+
+def test_a_step_that_is_taken_twice_without_an_error_is_taken_twice(device):
+    """As torch does; only an error, or `status`, makes the second one go on with the first."""
+    once, twice = (Loop(device, "resident") for _ in range(2))
+    with once, twice:
+        for loop in (once, twice):
+            loop.backward(0)
+            loop.optimizer.step()
+        twice.optimizer.step()
+        steps = {float(state["step"]) for state in twice.optimizer.state_dict()["state"].values()}
+        assert steps == {2.0}
+
+
+def test_gradients_are_free_once_they_are_dropped_behind_the_optimizer(device):
+    with Loop(device, "resident") as loop:
+        loop.backward(0)
+        loop.optimizer.step()
+        gradient = weakref.ref(next(loop.model.parameters()).grad)
+        loop.model.zero_grad()
+        assert gradient() is None
