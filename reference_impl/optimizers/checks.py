@@ -24,6 +24,11 @@ from reference_impl.optimizers.options import Budgets, CpuUpdate
 
 BackwardOverlap = Literal["nothing", "gradients", "update"]
 
+_REASONS = {
+    "amsgrad": "because the largest second moment is a third state, which is kept nowhere here",
+    "capturable": "because no copy between host and device can be part of a CUDA graph that steps",
+    "differentiable": "because no graph of the update is kept",
+}
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -96,7 +101,8 @@ def check_group(algorithm: Algorithm, group: Mapping[str, Any]) -> None:
     for option, served in algorithm.fixed.items():
         value = group.get(option, served)
         if not isinstance(value, Real) or value != served:
-            raise ValueError(f"{option} is {value!r}; expected {served}; try {option}={served}")
+            reason = _REASONS.get(option, "which changes the formula")
+            raise ValueError(f"{option} is {value!r}; expected {served}, {reason}; try {option}={served}")
     algorithm.check(group)
     for param in group["params"]:
         check_param(param)
@@ -383,8 +389,9 @@ def check_used_in_time(members: Iterable[Member]) -> None:
         if member.pending:
             raise RuntimeError(
                 f"a parameter of shape {tuple(member.param.shape)} was used before its new weight had arrived, outside "
-                "the forward of the module that owns it, or was given a gradient though its module was left out; try "
-                "optimizer.synchronize() before that"
+                "the forward of the module that owns it or in code that was compiled before attach(), or was given a "
+                "gradient though its module was left out; try optimizer.synchronize() before that, or "
+                "torch.compiler.reset() behind attach()"
             )
 
 

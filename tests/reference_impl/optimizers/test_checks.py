@@ -59,7 +59,7 @@ def test_a_fraction_is_in_the_unit_interval(fraction):
 
 @pytest.mark.parametrize("option", ["differentiable", "capturable", "amsgrad"])
 def test_an_option_that_is_not_served_is_named(option):
-    with pytest.raises(ValueError, match=f"{option} is True; expected False"):
+    with pytest.raises(ValueError, match=f"{option} is True; expected False, because .*; try {option}=False"):
         checks.check_group(Adam(), {"params": [], **Adam().defaults, option: True})
 
 

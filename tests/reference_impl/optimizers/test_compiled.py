@@ -5,6 +5,7 @@ import torch
 from optimizer_training import hybrid
 from torch import nn
 
+from reference_impl import HybridDeviceOptimizer
 from reference_impl.device import Device
 from reference_impl.optimizers.forward_waits import ForwardWaits
 from reference_impl.optimizers.layout import Member
@@ -145,3 +146,28 @@ def test_compiled_modules_do_not_count_as_read_outside_of_their_forward(compiler
         assert waited == [[first], [second]]
         assert 0 < first.order < second.order
         waited.clear()
+
+
+def test_code_that_was_compiled_before_attach_is_named_with_a_remedy():
+    """Compiled code does not look for hooks that came later."""
+    torch.compiler.reset()
+    model, batch = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.ones(2, 8)
+
+    def step(compiled, optimizer):
+        compiled(batch).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    with HybridDeviceOptimizer(model.parameters()) as optimizer:
+        compiled = torch.compile(model, backend="eager")
+        compiled(batch)
+        optimizer.attach(model)
+        step(compiled, optimizer)
+        with pytest.raises(
+            RuntimeError, match=r"compiled before attach\(\).*torch\.compiler\.reset\(\) behind attach"
+        ):
+            step(compiled, optimizer)
+        optimizer.zero_grad()
+        torch.compiler.reset()
+        for _ in range(3):
+            step(compiled, optimizer)
