@@ -202,6 +202,7 @@ def test_gradients_add_up_inside_accumulate_and_nowhere_else():
             model(data[2]).backward()
             assert all(isinstance(local_of(param.grad), GradientStandIn) for param in model.parameters())
             optimizer.step()
+            optimizer.zero_grad()
             assert all(param.grad is None for param in model.parameters())
             for batch in data:
                 plain(batch).backward()
