@@ -187,6 +187,7 @@ def _predicted(args: argparse.Namespace, found: Diagnosis) -> Predicted:
 def _machine_of_the_log(args: argparse.Namespace, found: Diagnosis) -> str:
     """Take the GPU and the host's memory from the log where the user names none; return a line that says so."""
     taken = []
+    args.takes_host_of_gpu = args.gpu is not None or bool(args.profile)
     if args.gpu is None and not args.profile and found.gpu is not None:
         args.gpu = found.gpu
         taken.append(f"GPU {found.gpu}")

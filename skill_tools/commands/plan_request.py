@@ -32,6 +32,7 @@ AUTO = "auto"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the budgets, the machine, and what the configuration does not say."""
+    parser.set_defaults(takes_host_of_gpu=True)  # a log's host is not that of a machine with such a GPU
     budgets = parser.add_argument_group("budgets and machine")
     budgets.add_argument("--gpu-memory", metavar="AMOUNT", help="memory budget per GPU, for example 80GiB")
     budgets.add_argument(
@@ -382,7 +383,7 @@ def _budget(args: argparse.Namespace, where: Machine) -> tuple[Budget, tuple[str
         gpu_bytes = parse_bytes(args.gpu_memory, option="--gpu-memory")
         if is_bare_number(args.gpu_memory):
             notes.append(f"--gpu-memory {args.gpu_memory} read as GiB")
-    host_bytes = where.host_memory_bytes or None
+    host_bytes = where.host_memory_bytes or None if args.takes_host_of_gpu else None
     if args.host_memory is not None:
         host_bytes = parse_bytes(args.host_memory, option="--host-memory")
     elif host_bytes:

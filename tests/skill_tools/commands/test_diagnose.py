@@ -306,3 +306,18 @@ def test_a_plan_names_no_gpu_that_nobody_named(
     path.write_text(f"compiled for sm_86\n{OLD_OOM}", encoding="utf-8")
     main(["diagnose", str(path), "--framework", "pytorch", "--model", "llama-3.2-1b", *named])
     assert on in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("named", "judged"), [((), False), (("--gpu", "h100"), True), (("--host-memory", "64GiB"), True)]
+)
+def test_no_host_is_judged_by_another_machine_s_memory(
+    named: tuple[str, ...], judged: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The run keeps 120 GiB on a host of which neither the log nor the user says anything."""
+    (tmp_path / "train.log").write_text(OOM, encoding="utf-8")
+    (tmp_path / "run.sh").write_text(OFFLOADED, encoding="utf-8")
+    arguments = ["diagnose", str(tmp_path / "train.log"), str(tmp_path / "run.sh"), "--gpus", "1", *named]
+    main([*arguments, "--format", "json"])
+    plan = json.loads(capsys.readouterr().out)["plan"]
+    assert (plan["budget"]["host_bytes_per_node"] is not None) is judged
