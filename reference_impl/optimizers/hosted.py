@@ -16,6 +16,7 @@ from typing import Any, Self
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from reference_impl.device import Device
 from reference_impl.distributed.fsdp2 import missing_name
@@ -25,6 +26,7 @@ from reference_impl.optimizers import checks
 from reference_impl.optimizers.forward_waits import ForwardWaits
 from reference_impl.optimizers.gradients import UsedGradients
 from reference_impl.optimizers.layout import Member
+from reference_impl.optimizers.module_load import written, written_on_its_way
 from reference_impl.optimizers.step import Failures, Status, in_turn
 
 # All that have not been collected, so that two do not train one parameter.
@@ -58,6 +60,8 @@ class HostedOptimizer(torch.optim.Optimizer, ABC):
 
     _device: Device
     _failures: Failures
+    # Whether masters follow weights that somebody else has written.
+    _follows_writes = True
 
     # GradScaler hands over its scale and overflow flag instead of touching the gradients itself.
     _step_supports_amp_scaling = True
@@ -162,6 +166,10 @@ class HostedOptimizer(torch.optim.Optimizer, ABC):
     @abstractmethod
     def _refresh(self, members: Sequence[Member]) -> None:
         """Make the masters of `members` from their parameters."""
+
+    @abstractmethod
+    def _follow(self, member: Member) -> None:
+        """Let the master of `member` be what the weight is, as far as that is not the master rounded."""
 
     @abstractmethod
     def synchronize(self) -> None:
@@ -314,9 +322,34 @@ class HostedOptimizer(torch.optim.Optimizer, ABC):
 
     @in_turn
     def refresh_masters(self) -> None:
-        """Make masters from the parameters as they are, after something else has written these."""
+        """Make masters from the parameters as they are, after something else has written these.
+
+        Needed for writes that autograd does not count, through `.data`; for others the next step does it.
+        """
         self.synchronize()
         self._refresh(list(self._members.values()))
+        for member in self._members.values():
+            member.note_weight()
+
+    def _follow_writes(self) -> None:
+        """Let masters follow the weights that somebody else has written. Raises RuntimeError for one on its way."""
+        if not self._follows_writes:
+            return
+        found = written(self._members.values())
+        self._refuse_written(found)
+        for member in found:
+            self._follow(member)
+
+    def _refuse_written(
+        self, members: Iterable[Member], is_on_its_way: Callable[[Member], bool] = lambda _: True
+    ) -> None:
+        """Raise RuntimeError, from now on, where somebody has written a weight whose new value is on its way."""
+        if not self._follows_writes:
+            return
+        for member in written(member for member in members if member.pending):
+            if is_on_its_way(member):
+                self._failures.first = written_on_its_way(member)
+                raise self._failures.first
 
     def _attach_again(self) -> None:
         """Let modules wait for members that are new since `attach`."""
@@ -393,3 +426,16 @@ def check_untrained(params: Iterable[torch.Tensor], *, but_by: HostedOptimizer |
             param in each._members for each in _open if each is not but_by and not each._closed
         ),
     )
+
+
+def _note_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Have masters follow what another optimizer has done to weights: fused ones write past autograd's counter."""
+    if isinstance(optimizer, HostedOptimizer) or not _open:
+        return
+    stepped = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    for each in list(_open):
+        for member in (each._members[param] for param in stepped if param in each._members):
+            member.version = -1
+
+
+register_optimizer_step_post_hook(_note_step)

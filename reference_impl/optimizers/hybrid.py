@@ -28,6 +28,7 @@ from reference_impl.optimizers.clip_decision import ClipDecision, decide
 from reference_impl.optimizers.cpu.step import CpuStep
 from reference_impl.optimizers.gradients import Gradients, factors_of, put_in_place, standing_on
 from reference_impl.optimizers.layout import Member
+from reference_impl.optimizers.module_load import count_own
 from reference_impl.optimizers.options import Budgets, CpuUpdate, Options, Streaming, take_moved_keywords
 from reference_impl.optimizers.shares import Shares
 from reference_impl.optimizers.state_dict import SavedOptimizer
@@ -228,6 +229,7 @@ class HybridDeviceOptimizer(SavedOptimizer):
                 # A split member's other part is updated in step(), and both are published together.
                 with deferred_interrupts():
                     if self._in_backward is None:
+                        self._follow_writes()
                         self._in_backward = CpuStep(StepPlan(snapshot(self.param_groups), None))
                     self._open.submit(bucket, self._in_backward)
 
@@ -312,6 +314,7 @@ class HybridDeviceOptimizer(SavedOptimizer):
 
     def _take(self) -> None:
         """Take a step with the gradients that there are."""
+        self._follow_writes()
         late = self._gradients.used_by_nobody(self._members.values())
         if late:
             self._open.wait_for(late)
@@ -323,6 +326,7 @@ class HybridDeviceOptimizer(SavedOptimizer):
             self._begun, self._in_backward, self._is_asked = prepared, None, False
             self._step_begins(prepared.gradients, left_unseen=prepared.left_unseen)
             prepared.advance()
+            count_own(prepared.gradients)
         if not self._returns_early:
             self._wait()
 
@@ -419,8 +423,10 @@ class HybridDeviceOptimizer(SavedOptimizer):
             return
         self._check_usable()
         self._finish_begun()
+        listed = list(members)
+        self._refuse_written(listed)
         try:
-            self._seen_by_steps(lambda: self._open.wait_for(members))
+            self._seen_by_steps(lambda: self._open.wait_for(listed))
         except Exception:
             # The step has begun, and not all of it could be carried out behind the forward.
             self._begun = self._begun or BegunStep([], {})
@@ -431,6 +437,7 @@ class HybridDeviceOptimizer(SavedOptimizer):
         """Make the live current stream see finished weights: call it before reading them in your own code."""
         self._check_usable()
         self._finish_begun()
+        self._refuse_written(self._members.values())
         self._wait()
 
     def _wait(self) -> None:

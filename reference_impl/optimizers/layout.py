@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from reference_impl.device import REACHED, Event
 from reference_impl.distributed.mesh import local_of, shard_like
+from reference_impl.memory.absent import is_absent
 from reference_impl.memory.weight_home import WeightHome
 from reference_impl.optimizers.stand_in import unwrapped
 
@@ -54,8 +55,9 @@ class Member:
     the next step the event of its copy (`arrival`) and what stands on the parameter for it (`placeholder`); of a new
     weight the event of its copy back (`published`, `pending` until someone has waited for it). `is_compiled` says that
     compiled code has read it since the last step, which does not tell of its order. `loaded_version` is the weight's
-    where a master was loaded that rounds to it: until it changes, they belong together. `home` is where the weight
-    lives that only visits the device.
+    where a master was loaded that rounds to it: until it changes, they belong together. `watched` is the weight as
+    autograd counts its writes, at `version` and `address` when its master was the same; None where nobody can write it
+    but the optimizer. `home` is where the weight lives that only visits the device.
     """
 
     param: torch.Tensor
@@ -73,12 +75,24 @@ class Member:
     pending: bool = False
     is_compiled: bool = False
     loaded_version: int | None = None
+    watched: torch.Tensor | None = None
+    version: int = 0
+    address: int = 0
     home: WeightHome | None = None
 
     def __post_init__(self) -> None:
         """Remember the layout that masters and moments are in, and the dtype that says who is its own master."""
         self.stride = self.param_local.stride()
         self.dtype = self.param.dtype
+        self.note_weight()
+
+    def note_weight(self) -> None:
+        """Take note that the master is what the weight is now."""
+        local = self.param_local
+        if self.home is not None or is_absent(local) or local.is_inference():
+            self.watched = None
+        else:
+            self.watched, self.version, self.address = local, local._version, local.data_ptr()
 
     @property
     def gradient(self) -> torch.Tensor | None:
@@ -109,9 +123,12 @@ class Member:
 
     @property
     def weight(self) -> torch.Tensor:
-        """This rank's weight as it is, in its own shape: on the host where it lives there."""
+        """This rank's weight as it is, in its own shape: on the host where it lives there.
+
+        Autograd does not count what is written to it: whatever it counts is somebody else's, see `module_load`.
+        """
         if self.home is None:
-            return self.param_local.detach()
+            return self.param_local.data
         return self.home.host.as_strided(self.param_local.shape, self.stride)
 
     def flat(self, tensor: torch.Tensor) -> torch.Tensor:

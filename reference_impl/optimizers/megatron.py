@@ -58,6 +58,8 @@ class HybridDeviceOptimizer(hybrid.HybridDeviceOptimizer):
 
     # It writes offsets of its buffers among the states.
     _trains_frozen = _whole_members = _passes_over_unknown = True
+    # It says so itself where it writes parameters: `update_fp32_param_by_new_param`.
+    _follows_writes = False
 
     def __init__(
         self,

@@ -1,12 +1,15 @@
-"""The hooks around a load of a module's weights, whose masters follow.
+"""What somebody else than the optimizer writes to weights, and how masters follow: a load of a module, or any write.
 
-But for those that were loaded before: torch's `set_state_dict` loads the optimizer and then the model, and a master may
-hold more than the weight to which it rounds. Explained in docs/optimizer-offloading.md.
+Around a load of a module there are hooks. Masters that were loaded before stay: torch's `set_state_dict` loads the
+optimizer and then the model, and a master may hold more than the weight to which it rounds. Any other write is found in
+the next step, by autograd's counter, which the optimizer's own writes do not move but by `count_own`. What the counter
+and the address do not show is not seen, unless an optimizer of torch has done it. Explained in
+docs/optimizer-offloading.md.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -43,7 +46,7 @@ class ModuleLoad:
     def after(self, *_: Any) -> None:
         """Make masters of what was written, but for those that are kept."""
         # Somebody else's hook may have renamed what was not named.
-        written = [
+        own = [
             member
             for member in self._own
             if member not in self._kept
@@ -51,12 +54,49 @@ class ModuleLoad:
         ]
         for member in self._kept:
             member.loaded_version = _version(member)
-        if written:
-            self._refresh(written)
+        if own:
+            self._refresh(own)
+        for member in own:
+            member.note_weight()
+
+
+def written(members: Iterable[Member]) -> list[Member]:
+    """Return those of `members` whose weights somebody else has written since their masters were the same."""
+    return [
+        member
+        for member in members
+        if (weight := member.watched) is not None
+        and (weight._version != member.version or weight.data_ptr() != member.address)
+    ]
+
+
+def count_own(members: Iterable[Member]) -> None:
+    """Let autograd count that an update has begun to write the weights of `members`: no older graph may use them.
+
+    Weights that torch's fused kernel writes in place are not counted, as with torch's fused optimizers.
+    """
+    counted = [
+        (member, member.watched)
+        for member in members
+        if member.watched is not None and (member.pieces or member.dtype != torch.float32)
+    ]
+    torch.autograd.graph.increment_version([weight for _, weight in counted])
+    for member, weight in counted:
+        member.version = weight._version
+
+
+def written_on_its_way(member: Member) -> RuntimeError:
+    """Return the error for a weight that was written between `step()` and the forward that waits for its new value."""
+    return RuntimeError(
+        f"a weight of shape {tuple(member.param.shape)} was written after step(), while its new value was on the way; "
+        "expected it to stay until the next forward, or until the optimizer has finished; try optimizer.synchronize() "
+        "before writing it"
+    )
 
 
 def note_loaded(member: Member, master: Any) -> None:
     """Note that `master` was loaded, or None; it belongs to the weight if it rounds to it."""
+    member.note_weight()
     belongs = member.dtype != torch.float32 and _rounds_to_weight(master, member)
     member.loaded_version = _version(member) if belongs else None
 
@@ -71,5 +111,5 @@ def _rounds_to_weight(value: Any, member: Member) -> bool:
 
 def _version(member: Member) -> int:
     """Return a number that changes when the weight is written; of one that nobody counts, one that is none."""
-    weight = member.weight
+    weight = member.param_local if member.home is None else member.weight
     return -1 if weight.is_inference() else weight._version

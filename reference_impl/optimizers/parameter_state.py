@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch.distributed.tensor import DTensor
 
-from reference_impl.distributed.mesh import shard_like
+from reference_impl.distributed.mesh import local_of, shard_like
 from reference_impl.optimizers.algorithms import Algorithm
 from reference_impl.optimizers.layout import MASTER, STEP, Member
 from reference_impl.optimizers.module_load import note_loaded
@@ -260,6 +260,19 @@ class OptimizerState(Mapping[torch.Tensor, ParameterState]):
         else:
             target[MASTER] = member.weight
         note_loaded(member, values.get(MASTER))
+
+    @torch.no_grad()
+    def follow(self, member: Member) -> None:
+        """Let a master be what the weight is, but for elements of which the weight is the master rounded."""
+        target = self._stored(member.param)
+        if member.dtype == torch.float32:
+            target.write_in_place(MASTER, member.weight)
+            self._finished([member]).follow_weight(member)
+        else:
+            master = local_of(target.copied(MASTER))
+            weight = member.weight.to(master.device)
+            target[MASTER] = torch.where(master.to(weight.dtype) == weight, master, weight.to(master.dtype))
+        member.note_weight()
 
     def packed(self, param: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return copies of a parameter's states."""

@@ -38,7 +38,7 @@ class ResidentState:
         """Use the parameter's memory of now: `.data` may have been exchanged."""
         local = self.member.param_local
         if local.data_ptr() != self.weight.data_ptr():
-            weight = self.member.flat(local.detach())[: self.member.resident]
+            weight = self.member.flat(self.member.weight)[: self.member.resident]
             self.master = weight if self.master is self.weight else self.master
             self.weight = weight
 
@@ -52,7 +52,7 @@ class ResidentShare:
 
     def add(self, member: Member) -> None:
         """Make the state of a member's resident elements, the master from the parameter."""
-        weight = member.flat(member.param_local.detach())[: member.resident]
+        weight = member.flat(member.weight)[: member.resident]
         # An fp32 weight is its own master, unless the CPU updates another part: then both appear together.
         own = weight.dtype == torch.float32 and not member.on_cpu
         master = weight if own else weight.to(torch.float32, copy=True)

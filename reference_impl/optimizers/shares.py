@@ -264,7 +264,7 @@ class Shares:
         streamed = None if self._streamed is None else self._streamed.split_weights(member)
         if streamed is not None:
             start, weights, event = streamed
-            whole = member.flat(member.param_local.detach())
+            whole = member.flat(member.weight)
             yield NewWeights(whole[start : start + weights.numel()], weights, event)
 
     def wait_for(self, members: Iterable[Member]) -> None:

@@ -76,6 +76,9 @@ class SavedOptimizer(HostedOptimizer):
             check_thread(self._stepped_by)
         return self._finished(members)
 
+    def _follow(self, member: Member) -> None:
+        self.state.follow(member)
+
     def _finish_for_saving(self) -> None:
         """Finish the updates that run, or raise why states cannot be saved or loaded now."""
         self.synchronize()
@@ -125,6 +128,7 @@ class SavedOptimizer(HostedOptimizer):
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
         self._finish_for_saving()
+        self._follow_writes()
         keys: dict[torch.Tensor, int] = {}
         groups = []
         for group in self.param_groups:

@@ -32,6 +32,7 @@ from reference_impl.optimizers.forward_waits import forgetful
 from reference_impl.optimizers.gradient_in_use import in_use, put_in_use, take_out
 from reference_impl.optimizers.gradients import standing_on, version_of
 from reference_impl.optimizers.layout import Member, gradient_of, members_of
+from reference_impl.optimizers.module_load import count_own
 from reference_impl.optimizers.options import CHUNK_BYTES
 from reference_impl.optimizers.parameter_state import StateParts
 from reference_impl.optimizers.stand_in import GradientStandIn
@@ -286,6 +287,7 @@ class OptimizerStateOffloader(SavedOptimizer):
         if self._waits is not None:
             checks.check_used_in_time(gradients)
         self._wait_for_all()
+        self._follow_writes()
         if self._waits is not None:
             self._waits.on_step(gradients)
         decision = decide(
@@ -311,6 +313,7 @@ class OptimizerStateOffloader(SavedOptimizer):
             if self._model_waits:
                 put_in_use(read, forgetful(self._wait_for))
             self._advance()
+            count_own(gradients)
         if not self._model_waits:
             self._wait_for_all()
 
@@ -383,6 +386,7 @@ class OptimizerStateOffloader(SavedOptimizer):
         # Of the checks only this one: every module of a model comes here in its forward.
         self._failures.check()
         listed = list(members)
+        self._refuse_written(listed, self.streamed.is_unqueued)
         try:
             self._seen_by_steps(lambda: self._wait_for_updates(listed))
         except Exception:

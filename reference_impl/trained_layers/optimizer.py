@@ -366,6 +366,7 @@ class TrainedLayersOptimizer(LayersOptimizer):
             self._wait_for_all()
 
     def _wait_for_updates(self, members: Sequence[Member]) -> None:
+        self._refuse_written(member for member in members if member in self._cpu)
         # The device gets its work before the host waits for the CPU's.
         super()._wait_for_updates(members)
         self._cpu.wait_for(members)

@@ -63,7 +63,7 @@ class Publisher:
                 member.home.host_part(piece.start, piece.stop).copy_(self._sources[piece])
             self._came_home.add(member)
             return
-        weight = member.flat(member.param_local.detach())
+        weight = member.flat(member.weight)
         with self._device.on_h2d_of_weights():
             self._device.wait(after)
             for piece in member.pieces:

@@ -101,6 +101,11 @@ class StreamedPipeline:
         """How many chunks of the step have not been queued yet."""
         return len(self._unqueued)
 
+    def is_unqueued(self, member: Member) -> bool:
+        """Whether a chunk of `member` has not been queued yet."""
+        queued = len(self._queue.chunks) - len(self._unqueued)
+        return self._queue.chunks_until.get(member, 0) > queued
+
     @property
     def extra_bytes(self) -> int:
         """Device bytes of all extra slots."""
