@@ -202,6 +202,7 @@ class InBackwardOptimizer(LayersOptimizer):
         # So gradients of two blocks are there at most, one's while they are made and another's while they are used.
         self._wait_for_all()
         if self._plan is None:
+            self._follow_writes()
             self._plan = StepPlan(snapshot(self.param_groups), None)
         self.streamed.prepare(gradients, None, self._plan.groups)
         with deferred_interrupts():
