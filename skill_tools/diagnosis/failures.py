@@ -45,6 +45,9 @@ _PROGRESS = re.compile(
 )
 _GAP = 6000  # characters between two frames of one traceback, others' lines among them
 _LONGEST = 4000  # characters of a line that are looked at
+_STEPS_OF_OTHERS = (
+    3  # that others report after an exception before they would wait for the rank that raised it
+)
 _TAIL = 1200  # characters after an exception's first line that may belong to its text
 # What the other ranks, the launcher and the garbage collector raise once a run has failed.
 _AFTERMATH = re.compile(
@@ -135,11 +138,30 @@ def failures(log: Log) -> tuple[Failure, ...]:
 
 def ended_by(log: Log, found: Sequence[Failure]) -> Failure | None:
     """Return the failure that ended the run; None where training went on after each, or nothing failed."""
-    went_on = max((match.start() for match in _PROGRESS.finditer(log.text)), default=-1)
-    final = {each.rank: each for each in found if each.raised_at > went_on and not each.is_aftermath}
+    steps = _steps(log.text) if found else []
+    last_of = dict(steps)  # a rank's last step
+    # Another rank may report the step that it is in; one that reports more has had the rank's gradients.
+    others_went_on = steps[-_STEPS_OF_OTHERS][1] if len(steps) >= _STEPS_OF_OTHERS else -1
+    ending = [each for each in found if each.raised_at > max(last_of.get(each.rank, -1), others_went_on)]
+    final = {each.rank: each for each in ending if not each.is_aftermath}
     if final:
         return min(final.values(), key=lambda each: each.raised_at)
-    return next((each for each in found if each.raised_at > went_on and "Died" not in each.error), None)
+    return next((each for each in ending if "Died" not in each.error), None)
+
+
+def _steps(text: str) -> list[tuple[str, int]]:
+    """Return who reported a training step, and where, in the log's order."""
+    return [(_writer(text, match.start()), match.start()) for match in _PROGRESS.finditer(text)]
+
+
+def _writer(text: str, position: int) -> str:
+    """Return the rank that stands in front of the line around `position`."""
+    prefix = _PREFIX.match(text, text.rfind("\n", 0, position) + 1)
+    return _named(prefix["rank"]) if prefix else ""
+
+
+def _named(rank: str) -> str:
+    return rank.partition(" [repeated")[0].strip("[]():")
 
 
 def trained_until(log: Log, position: int) -> bool:
@@ -157,7 +179,7 @@ def _lines(text: str) -> Iterator[tuple[int, str, str]]:
         assert prefix is not None
         yield (
             match.start() + skipped,
-            prefix["rank"].partition(" [repeated")[0],
+            _named(prefix["rank"]),
             line[prefix.end() :].rstrip(),
         )
 
@@ -191,7 +213,7 @@ def _failure(log: Log, rank: str, at: int, error: str, body: str, current: _Open
     end = following if following >= 0 else min(at + _TAIL, len(log.text))
     ignored = current is not None and current.ignored
     return Failure(
-        rank=rank.strip("[]():"),
+        rank=rank,
         start=current.start if current else at,
         raised_at=at,
         end=max(end, at + len(body)),

@@ -73,6 +73,14 @@ def test_an_exception_after_which_training_went_on_ended_nothing() -> None:
     assert ending(STEP.format(7) + "\n" + raised("ValueError: end")) is not None
 
 
+def test_the_step_that_another_rank_was_in_is_no_sign_that_the_failed_one_went_on() -> None:
+    failed = raised("ValueError: end", rank="[rank3]: ")
+    steps = [f"[rank0]: {STEP.format(number)}\n" for number in range(5)]
+    assert ending("".join([*steps[:2], failed, steps[2]])) is not None
+    assert ending("".join([*steps[:2], failed, *steps[2:]])) is None
+    assert ending(steps[0] + failed + f"[rank3]: {STEP.format(1)}\n") is None
+
+
 @pytest.mark.parametrize(
     "aftermath",
     [
