@@ -343,6 +343,11 @@ def version_of(gradient: torch.Tensor) -> int:
     return 0 if gradient.is_inference() else gradient._version
 
 
+def _writes_of(gradient: torch.Tensor) -> int:
+    # A stand-in says itself that it was dropped, and answers other questions slowly.
+    return 0 if isinstance(gradient, GradientStandIn) else version_of(gradient)
+
+
 class UsedGradients:
     """The gradients that the last step was taken from, as far as they still stand on parameters."""
 
@@ -356,7 +361,7 @@ class UsedGradients:
     def note(self, standing: Mapping[Member, torch.Tensor], *, left_unseen: bool) -> None:
         """Note that a step uses all that is `standing`, and what has left with nothing in its place."""
         self._used = {
-            member: (weakref.ref(itself(gradient)), version_of(itself(gradient)))
+            member: (weakref.ref(itself(gradient)), _writes_of(itself(gradient)))
             for member, gradient in standing.items()
         }
         self._left_unseen, self.are_of_the_past = left_unseen, False
@@ -375,7 +380,7 @@ class UsedGradients:
     def _is_used(self, member: Member, gradient: torch.Tensor) -> bool:
         gradient = itself(gradient)
         used, version = self._used.get(member, (None, 0))
-        if used is None or used() is not gradient or version != version_of(gradient):
+        if used is None or used() is not gradient or version != _writes_of(gradient):
             return False
         return not (isinstance(gradient, GradientStandIn) and gradient.dropped)
 
