@@ -8,7 +8,7 @@ are refused, because Megatron Bridge refuses them too.
 import re
 from typing import NamedTuple
 
-from skill_tools.configs.values import UNREADABLE
+from skill_tools.configs.values import UNREADABLE, written
 from skill_tools.errors import UnusableInput
 
 MAX_DEPTH = 32
@@ -17,14 +17,16 @@ _OVERRIDE = re.compile(
     r"(?P<sign>\+\+|\+|~)?(?P<key>[A-Za-z_][\w\-]*(?:\.[\w\-]+)*)(?:@[\w.]*)?(?P<equals>=)?", re.ASCII
 )
 _WORDS = {"null": None, "true": True, "false": False}
-_INT = re.compile(r"[-+]?\d+(?:_\d+)*", re.ASCII)
-_DIGITS = r"\d+(?:_\d+)*"
+_WHOLE = (
+    r"(?:0|[1-9](?:_?\d)*)"  # so `00` and `007` are texts; hydra/grammar/OverrideLexer.g4 of 1.3.2 and 1.3.8
+)
+_DIGITS = r"\d(?:_?\d)*"
+_INT = re.compile(rf"[-+]?{_WHOLE}", re.ASCII)
 _FLOAT = re.compile(
-    rf"[-+]?(?:(?:{_DIGITS}(?:\.(?:{_DIGITS})?)?|\.{_DIGITS})(?:e[-+]?{_DIGITS})?|inf|nan)",
+    rf"[-+]?(?:(?:{_WHOLE}\.|{_WHOLE}?\.{_DIGITS})(?:e[-+]?{_DIGITS})?|{_WHOLE}e[-+]?{_DIGITS}|inf|nan)",
     re.ASCII | re.IGNORECASE,
 )
 _UNQUOTED = re.compile(r"\\[\\()\[\]{}:=, \t]|[\w/\-+.$%*@?|:\\ \t]", re.ASCII)
-_TRAILING_SPACE = re.compile(r"(?<!\\)[ \t]+$")
 _ESCAPE = re.compile(r"\\([\\()\[\]{}:=, \t])")
 
 
@@ -81,7 +83,6 @@ class _Values:
         """Read the whole rest as one value."""
         self._skip_spaces()
         value = "" if self._end() else self._value("", 0)
-        self._skip_spaces()
         if not self._end():
             raise _refuse(self._text, "one value")
         return value
@@ -109,14 +110,21 @@ class _Values:
     def _dict(self, depth: int) -> object:
         self._at += 1
         entries: dict[str, object] = {}
+        names: dict[object, str] = {}
         while not self._closed("}", first=not entries):
-            key = self._value(":", depth + 1)
+            key = self._key()
             self._skip_spaces()
             if self._peek() != ":":
                 raise _refuse(self._text, "key: value inside braces")
             self._at += 1
-            entries[str(key)] = self._value(",}", depth + 1)
+            entries[names.setdefault(key, written(key))] = self._value(",}", depth + 1)
         return UNREADABLE if UNREADABLE in entries.values() else entries
+
+    def _key(self) -> object:
+        self._skip_spaces()
+        if self._peek() in ("'", '"', "[", "{"):
+            raise _refuse(self._text, "a bare key inside braces")
+        return self._bare(":")
 
     def _closed(self, close: str, *, first: bool) -> bool:
         """Step over a comma or the closing bracket; return whether it was the bracket."""
@@ -144,7 +152,8 @@ class _Values:
         self._at = end + 1
         if "${" in body:
             return UNREADABLE
-        return body.replace(f"\\{quote}", quote).replace("\\\\", "\\")
+        # Only in front of a quote does a backslash escape, so two of them elsewhere stay two.
+        return re.sub(rf"(\\+)({quote}|$)", lambda found: "\\" * (len(found[1]) // 2) + found[2], body)
 
     def _bare(self, stops: str) -> object:
         """Read unquoted text up to one of `stops` or to a character that Hydra allows only in quotes."""
@@ -157,7 +166,7 @@ class _Values:
                 self._at = token.end()
             else:
                 break
-        body = _TRAILING_SPACE.sub("", self._text[start : self._at])
+        body = _without_trailing_space(self._text[start : self._at])
         if not body:
             raise _refuse(self._text, "one value, no sweep and no function")
         return _primitive(body) if readable else UNREADABLE
@@ -181,6 +190,15 @@ class _Values:
     def _skip_spaces(self) -> None:
         while self._peek() in (" ", "\t"):
             self._at += 1
+
+
+def _without_trailing_space(body: str) -> str:
+    """Return `body` without spaces at its end but an escaped one; a colon is one token with those behind it."""
+    stripped = body.rstrip(" \t")
+    if stripped.endswith(":"):
+        return body
+    backslashes = len(stripped) - len(stripped.rstrip("\\"))
+    return body[: len(stripped) + backslashes % 2]
 
 
 def _primitive(body: str) -> object:

@@ -67,7 +67,7 @@ def typed(key: Key, value: object, framework: str, *, converts_text: bool) -> Ty
 
 def written(value: object) -> str:
     """Return one value as YAML and command lines spell it."""
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def is_template(text: str) -> bool:

@@ -21,9 +21,18 @@ from skill_tools.dialects.transformers.launch import (
     Launch,
     holds_more,
     launches,
+    names_recipe,
     options,
     recipes,
     started_ranks,
+)
+from skill_tools.dialects.transformers.parsers import (
+    EXPECTED,
+    Parser,
+    given,
+    has_negative,
+    is_refused,
+    meant,
 )
 from skill_tools.errors import UnusableInput
 
@@ -49,7 +58,7 @@ def compose(sources: Sequence[Source], overrides: Sequence[str]) -> Config:
             case _ if section.is_one(source):
                 section.write_file(draft, source)
             case _:
-                _write_recipe(draft, source)
+                _write_recipe(draft, source, Parser.RECIPE)
     for text in overrides:
         _write_options(draft, command_line(text, _OVERRIDES), _OVERRIDES)
     arguments.settle(draft, folders)
@@ -64,7 +73,7 @@ def is_fsdp_config(entries: Mapping[str, Node]) -> bool:
     )
 
 
-def _write_recipe(draft: Draft, source: Source) -> None:
+def _write_recipe(draft: Draft, source: Source, parser: Parser) -> None:
     root = single_document(source, draft=draft)
     entries = entries_of(root)
     if is_fsdp_config(entries):
@@ -76,7 +85,7 @@ def _write_recipe(draft: Draft, source: Source) -> None:
             for variable, value in entries_of(node).items():
                 draft.set_environment(variable, plain(value), Place(source.name, value.line, value.column))
         else:
-            _write_argument(draft, name, node, source.name)
+            _write_given(draft, name, node, source.name, parser)
 
 
 def _write_argument(draft: Draft, name: str, node: Node, file: str) -> None:
@@ -119,7 +128,7 @@ def _write_launch(draft: Draft, source: Source, folders: Sequence[Path]) -> None
         _write_accelerate(draft, launch, source.name, folders)
     for recipe in recipes(launch, folders):
         draft.take(recipe)
-        _write_recipe(draft, recipe)
+        _write_recipe(draft, recipe, Parser.ARGPARSE if names_recipe(launch) else Parser.CALL)
     if any(more in source.text for more in _PASSED_ON):
         draft.may_be_set()
     _write_options(draft, launch.words, source.name)
@@ -150,9 +159,33 @@ def _write_launcher(draft: Draft, launch: Launch, file: str) -> None:
 def _write_options(draft: Draft, words: Sequence[Argument], file: str) -> None:
     if holds_more(words):
         draft.may_be_set()
+    names = _names(draft)
     for option in options(words, file):
-        name, node = option.name, option.node
+        name = option.name if draft.accepts(option.name) else meant(option.name, names)
+        node = option.node
         negated = name.removeprefix("no_")
         if not draft.accepts(name) and negated != name and draft.accepts(negated) and option.value is True:
+            if not has_negative(draft, negated):
+                draft.note_unknown(f"--{name}", option.place, nearest=(f"--{negated} false",))
+                continue
             name, node = negated, node._replace(value=False)
-        _write_argument(draft, name, node, file)
+        _write_given(draft, name, node, file, Parser.ARGPARSE)
+
+
+def _write_given(draft: Draft, name: str, node: Node, file: str, parser: Parser) -> None:
+    """Write an argument as `parser` hands it on, and note what it refuses."""
+    node = given(draft, name, node, parser)
+    _write_argument(draft, name, node, file)
+    key = draft.canonical(name)
+    if parser is Parser.ARGPARSE and is_refused(draft, name, node) and key in draft:
+        draft.refuse_type(key, EXPECTED)
+
+
+def _names(draft: Draft) -> frozenset[str]:
+    """Return the arguments that the parser of a script knows; TRL's own commands know those of their classes."""
+    from skill_tools.dialects.transformers.classes import OF_SCRIPTS, accepted
+
+    trainer = draft.get(CLASS)
+    if trainer is None:
+        return load_vocabulary(TRANSFORMERS).names
+    return frozenset().union(*(accepted(each) for each in (str(trainer.value), *OF_SCRIPTS)))

@@ -77,6 +77,11 @@ def launches(source: Source) -> list[Launch]:
     return [each for each in found if each.trainer or _is_trainers(each, folders)]
 
 
+def names_recipe(launch: Launch) -> bool:
+    """Return whether a launch names its recipe by an option, as `TrlParser` has it, or as its only argument."""
+    return any(option.name == RECIPE for option in options(launch.words, ""))
+
+
 def recipes(launch: Launch, folders: Sequence[Path]) -> list[Source]:
     """Return the recipes that a launch names and that are here: `--config X`, or a file as the only argument."""
     named = [option.value for option in options(launch.words, "") if option.name == RECIPE]

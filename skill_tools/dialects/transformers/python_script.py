@@ -17,6 +17,7 @@ from skill_tools.configs.vocabulary import load_vocabulary
 from skill_tools.dialects.transformers import CLASS, CLASSES, PACKAGES, TRAINERS, TRANSFORMERS, arguments
 from skill_tools.dialects.transformers.classes import GONE, accepted, nearest
 from skill_tools.dialects.transformers.our_line import imported_calls, write_line
+from skill_tools.dialects.transformers.parsers import Parser, given
 from skill_tools.errors import UnusableInput
 
 _SHOWN = 5
@@ -107,7 +108,8 @@ def _write_given(draft: Draft, source: Source, made: Construction) -> None:
         )
     for name, value, place in made.values():
         if name in known or (name in names and name not in keywords):
-            arguments.write(draft, name, arguments.with_place(value, place), source.name)
+            node = given(draft, name, arguments.with_place(value, place), Parser.CALL)
+            arguments.write(draft, name, node, source.name)
         elif name in keywords and is_theirs:
             draft.note_unknown(f"{made.kind}.{name}", place, nearest=nearest(made.kind, name))
 

@@ -2,9 +2,8 @@
 
     python tests/judges/parsers/fetch.py
 
-PyYAML, OmegaConf, Hydra and hjson are installed each into a folder of its own; of Axolotl, ms-swift and LLaMA-Factory
-the wheels are unpacked, because what they depend on is a training stack. Transformers and TRL are those of
-`.venv-trainers`. Called by `make test-parsers`.
+PyYAML, OmegaConf, Hydra and the libraries of Axolotl's command are installed, each into a folder of its own; of Axolotl
+the package is unpacked, because what it depends on is a training stack. Called by `make test-parsers`.
 """
 
 import subprocess
@@ -20,16 +19,14 @@ INSTALLED = {
     "omegaconf": ["2.3.0", "2.3.1", "2.4.0"],
     "hydra-core": ["1.3.2", "1.3.8"],
     "antlr4-python3-runtime": ["4.9.3"],
-    "hjson": ["3.1.0"],
+    "packaging": ["25.0"],
     "fire": ["0.7.1"],
     "termcolor": ["3.1.0"],
     "addict": ["2.4.0"],
     "click": ["8.1.8"],
 }
 UNPACKED = {
-    "axolotl": ["0.12.2", "0.15.0", "0.18.0", "0.21.0"],
-    "ms-swift": ["3.12.6", "4.5.3", "4.6.0"],
-    "llamafactory": ["0.9.3", "0.9.4", "0.9.5"],
+    "axolotl": ["0.18.0", "0.21.0"],
 }
 PIP = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
 

@@ -22,6 +22,8 @@ sys.path.insert(0, str(ROOT))
 sys.path.insert(0, str(HERE))
 
 import axolotl_commands  # noqa: E402
+import hydra_overrides  # noqa: E402
+import trl_commands  # noqa: E402
 import yaml_texts  # noqa: E402
 from parser_answers import Answer, agree, encoded  # noqa: E402
 
@@ -29,7 +31,7 @@ from skill_tools.errors import UnusableInput  # noqa: E402
 
 FOLDER = ROOT / "build" / "parsers"
 RECORDED = HERE / "recorded.json"
-SHOWN, WIDTH = 6, 300
+WIDTH = 300
 SEED_OF_RECORD, RECORDED_INPUTS = 52, 40
 
 
@@ -69,6 +71,25 @@ PARSERS = {
         [{"text": text} for text in yaml_texts.JSON_TABLE],
         yaml_texts.ours_json,
     ),
+    "hydra": Parser(
+        "hydra",
+        {
+            each: (f"hydra-core-{each}", "omegaconf-2.3.0", "packaging-25.0", *_OMEGACONF)
+            for each in ("1.3.2", "1.3.8")
+        },
+        hydra_overrides.question,
+        hydra_overrides.TABLE,
+        hydra_overrides.ours,
+    ),
+    "trl": Parser(
+        "trl",
+        {"1.16.0": ()},
+        trl_commands.question,
+        trl_commands.TABLE,
+        trl_commands.ours,
+        trl_commands.agree,
+        str(ROOT / ".venv-trainers" / "bin" / "python"),
+    ),
     "axolotl": Parser(
         "axolotl",
         {each: (f"axolotl-{each}", *_AXOLOTL) for each in ("0.18.0", "0.21.0")},
@@ -105,7 +126,7 @@ def questions_of(parser: Parser, seed: int, inputs: int) -> list[dict[str, Any]]
     return [*parser.table, *(parser.question(random) for _ in range(inputs))]
 
 
-def differences(name: str, release: str, questions: list[dict[str, Any]]) -> int:
+def differences(name: str, release: str, questions: list[dict[str, Any]], shown: int) -> int:
     """Print how many answers differ, and some of them."""
     parser = PARSERS[name]
     real = asked(parser, release, questions)
@@ -118,7 +139,7 @@ def differences(name: str, release: str, questions: list[dict[str, Any]]) -> int
     print(
         f"{name} {release}: {len(questions)} inputs, {taken} accepted by the parser, {len(found)} differences"
     )
-    for question, answer, mine in found[:SHOWN]:
+    for question, answer, mine in found[:shown]:
         for what, said in (("", question), ("  real ", answer), ("  ours ", mine)):
             print(f"  {what}{json.dumps(said)[:WIDTH]}")
     return len(found)
@@ -150,6 +171,7 @@ def main() -> int:
     )
     arguments.add_argument("--inputs", type=int, default=5000)
     arguments.add_argument("--seed", type=int, default=1)
+    arguments.add_argument("--shown", type=int, default=6, help="differences to print for each release")
     arguments.add_argument("--record", action="store_true")
     args = arguments.parse_args()
     names = args.parsers or list(PARSERS)
@@ -159,7 +181,7 @@ def main() -> int:
     found = 0
     for name in names:
         questions = questions_of(PARSERS[name], args.seed, args.inputs)
-        found += sum(differences(name, release, questions) for release in PARSERS[name].releases)
+        found += sum(differences(name, release, questions, args.shown) for release in PARSERS[name].releases)
     return int(found > 0)
 
 

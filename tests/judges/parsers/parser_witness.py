@@ -48,6 +48,50 @@ def axolotl(question: dict[str, Any]) -> Any:
     return axolotl_command.run(question["text"], question["words"], launcher=question["launcher"])
 
 
+def hydra(question: dict[str, Any]) -> Any:
+    """Hydra's own grammar: sign, key and value of an override that is no sweep."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.core.override_parser.types import OverrideType
+
+    override = OverridesParser.create().parse_override(question["text"])
+    if override.is_sweep_override():
+        raise ValueError("a sweep")
+    signs = {
+        OverrideType.CHANGE: "",
+        OverrideType.ADD: "+",
+        OverrideType.FORCE_ADD: "++",
+        OverrideType.DEL: "~",
+    }
+    return [signs[override.type], override.key_or_group, override.value()]
+
+
+def trl(question: dict[str, Any]) -> Any:
+    """The arguments that `trl sft` gives its classes, before they check them."""
+    from trl import ModelConfig, ScriptArguments, SFTConfig, TrlParser
+    from trl.scripts.utils import DatasetMixtureConfig
+
+    parser = TrlParser((ScriptArguments, SFTConfig, ModelConfig, DatasetMixtureConfig))
+    left = parser.set_defaults_with_config(**question["recipe"]) if question["recipe"] else []
+    arguments, more = parser.parse_known_args(question["words"])
+    if left or more:
+        raise ValueError(f"not used: {left} {more}")
+    names = (
+        "gradient_checkpointing",
+        "activation_offloading",
+        "auto_find_batch_size",
+        "use_liger_kernel",
+        "save_only_model",
+    )
+    numbers = (
+        "max_steps",
+        "gradient_accumulation_steps",
+        "per_device_train_batch_size",
+        "learning_rate",
+        "max_grad_norm",
+    )
+    return {name: getattr(arguments, name) for name in (*names, *numbers, "bf16", "activation_checkpointing")}
+
+
 def mapping(value: Any) -> Any:
     """Return the value; no framework takes a configuration that is no mapping."""
     if value is None:

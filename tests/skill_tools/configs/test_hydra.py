@@ -1,6 +1,7 @@
 """Dotted overrides: everything that Hydra's grammar allows comes back as the value it stands for."""
 
 import json
+import re
 
 import pytest
 from hypothesis import given
@@ -40,7 +41,8 @@ def test_a_written_value_is_read_back(sign: str, key: str, value: object) -> Non
 
 @given(keys, st.text(max_size=20), st.sampled_from("'\""))
 def test_quoted_text_is_kept_as_it_is(key: str, text: str, quote: str) -> None:
-    body = text.replace("\\", "\\\\").replace(quote, f"\\{quote}")
+    # A backslash is one of its own, but in front of a quote.
+    body = re.sub(rf"(\\*)({quote}|$)", lambda at: at[1] * 2 + (f"\\{quote}" if at[2] else ""), text)
     expected = UNREADABLE if "${" in text else text
     assert parse_override(f"{key}={quote}{body}{quote}").value == expected
 

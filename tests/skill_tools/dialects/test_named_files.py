@@ -51,7 +51,7 @@ def unread(config: Config) -> list[str]:
     [
         ("torchrun --nproc_per_node 8 train.py --config trainer.yaml", "transformers", "max_steps", 9),
         ("python train.py --config=trainer.yaml", "transformers", "max_steps", 9),
-        ("python train.py trainer.yaml --max_steps 3", "transformers", "max_steps", "3"),
+        ("python train.py trainer.yaml --max_steps 3", "transformers", "max_steps", 3),
         ('bash -c "torchrun train.py --config trainer.yaml"', "transformers", "max_steps", 9),
         ("torchrun src/train.py factory.yaml", "llama-factory", "llamafactory.stage", "sft"),
         ("torchrun finetune.py --config-file bridge.yaml", "megatron-bridge", "cpu_offloading", True),
@@ -77,7 +77,7 @@ def test_the_recipe_of_a_launched_script_counts_beside_the_file_of_the_launcher(
         script, "accelerate launch --config_file acc.yaml train.py --config trainer.yaml --max_steps 3"
     )
     assert config.framework == "transformers"
-    assert (config.value("max_steps"), config.value("learning_rate")) == ("3", 1e-5)
+    assert (config.value("max_steps"), config.value("learning_rate")) == (3, 1e-5)
     assert config.value("accelerate.fsdp_config.fsdp_offload_params") is True
 
 

@@ -1,0 +1,68 @@
+"""What each of the parsers makes of an argument that is true or false, and which argument an option is short for.
+
+An option goes through argparse (`HfArgumentParser`), which knows any start of a name that fits one name alone, and
+`string_to_bool`. A recipe does so in `TrlParser`, whose values are argparse's defaults, but not in
+`HfArgumentParser.parse_yaml_file`, which hands each value on as it is, as a call in Python does: there any text is
+true. Facts: transformers/hf_argparser.py of 5.23.0, trl/scripts/utils.py::TrlParser of 1.16.0.
+"""
+
+from collections.abc import Iterable
+from enum import Enum
+
+from skill_tools.configs.draft import Draft
+from skill_tools.configs.values import UNREADABLE
+from skill_tools.configs.yaml_lines import Node
+from skill_tools.dialects.transformers import TRANSFORMERS
+
+_TRUE = frozenset({"yes", "true", "t", "y", "1"})
+_FALSE = frozenset({"no", "false", "f", "n", "0"})
+_MAY_BE_NULL = frozenset({"bf16", "activation_checkpointing"})  # the class decides then
+EXPECTED = "yes, true, t, y, 1, no, false, f, n or 0"
+
+
+class Parser(Enum):
+    """Who reads a value: argparse, a call that takes it as it is, or a recipe of which that is unknown."""
+
+    ARGPARSE = "argparse"
+    CALL = "call"
+    RECIPE = "recipe"
+
+
+def given(draft: Draft, name: str, node: Node, parser: Parser) -> Node:
+    """Return the value of an argument that is true or false, as `parser` hands it on; any other as it is."""
+    key, value = draft.key(name), node.value
+    if key is None or key.type_in(TRANSFORMERS) != "bool" or not (value is None or isinstance(value, str)):
+        return node
+    if value is None:
+        return node if key.name in _MAY_BE_NULL else node._replace(value=False)
+    if "${" in value or "{{" in value:
+        return node
+    if parser is Parser.CALL:
+        return node._replace(value=bool(value))
+    lowered = value.lower()
+    if lowered in _FALSE:
+        return node._replace(value=False if parser is Parser.ARGPARSE else UNREADABLE)
+    return node._replace(value=True) if lowered in _TRUE else node
+
+
+def is_refused(draft: Draft, name: str, node: Node) -> bool:
+    """Return whether argparse refuses what `given` left: a text that is neither true nor false."""
+    key = draft.key(name)
+    return key is not None and key.type_in(TRANSFORMERS) == "bool" and isinstance(node.value, str)
+
+
+def meant(name: str, names: Iterable[str]) -> str:
+    """Return the argument that an option is short for: the only one that it is the start of, else `name` itself.
+
+    An argument with an underscore is known with dashes too, so that a start before the first one fits two options.
+    """
+    longer = [each for each in names if each.startswith(name) and "." not in each]
+    if len(longer) != 1 or ("_" in longer[0] and "_" not in name):
+        return name
+    return longer[0]
+
+
+def has_negative(draft: Draft, name: str) -> bool:
+    """Return whether argparse may have `--no_NAME`: it has where the class, maybe unknown, has true by default."""
+    key = draft.key(name)
+    return key is None or (key.default.get(TRANSFORMERS) is not False and key.name not in _MAY_BE_NULL)
