@@ -359,12 +359,12 @@ class UsedGradients:
         self.are_of_the_past = False
 
     def note(self, standing: Mapping[Member, torch.Tensor], *, left_unseen: bool) -> None:
-        """Note that a step uses all that is `standing`, and what has left with nothing in its place."""
-        self._used = {
+        """Note that a step uses all that is `standing`, and what has left with nothing in its place; all or nothing."""
+        used = {
             member: (weakref.ref(itself(gradient)), _writes_of(itself(gradient)))
             for member, gradient in standing.items()
         }
-        self._left_unseen, self.are_of_the_past = left_unseen, False
+        self._used, self._left_unseen, self.are_of_the_past = used, left_unseen, False
 
     def forget(self) -> None:
         """Note that gradients were dropped, or that new ones come."""

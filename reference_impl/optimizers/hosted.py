@@ -123,10 +123,11 @@ class HostedOptimizer(torch.optim.Optimizer, ABC):
                 self._failures.forget_forward()
 
     def _step_begins(self, standing: Mapping[Member, torch.Tensor], *, left_unseen: bool) -> None:
-        """Note that a step begins to use what is `standing` on parameters, and what has left unseen."""
+        """Note that a step begins to use what is `standing` on parameters, and what has left unseen; all or nothing."""
+        thread, stream = threading.get_ident(), self._device.current_stream()
         self._used.note(standing, left_unseen=left_unseen)
         self._failures.told_begun = False
-        self._step_thread, self._step_stream = threading.get_ident(), self._device.current_stream()
+        self._step_thread, self._step_stream = thread, stream
 
     def _step_is_last(self, *, is_unqueued: bool) -> bool:
         """Return whether a program does not go on from the last step yet: the step is what an error speaks of."""

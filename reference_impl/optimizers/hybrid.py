@@ -323,8 +323,9 @@ class HybridDeviceOptimizer(SavedOptimizer):
         if self._waits is not None:
             self._waits.on_step(prepared.gradients)
         with deferred_interrupts():
-            self._begun, self._in_backward, self._is_asked = prepared, None, False
+            # First: once the step has begun, it must be known what it was taken from.
             self._step_begins(prepared.gradients, left_unseen=prepared.left_unseen)
+            self._begun, self._in_backward, self._is_asked = prepared, None, False
             prepared.advance()
             count_own(prepared.gradients)
         if not self._returns_early:

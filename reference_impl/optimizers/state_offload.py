@@ -303,10 +303,15 @@ class OptimizerStateOffloader(SavedOptimizer):
         read = self._prepare(gradients, decision)
         standing = {**standing_on(self._members.values()), **self._stand_ins}
         with deferred_interrupts():
-            self._is_begun = True
+            # First: once the step has begun, it must be known what it was taken from.
             self._step_begins(standing, left_unseen=not standing)
+            try:
+                self.streamed.begin()
+            except BaseException:
+                self._used.forget()
+                raise
+            self._is_begun = True
             self.grad_norm, self._read = decision.norm, read
-            self.streamed.begin()
             for member in gradients:
                 member.pending = True
             self._began(gradients)
@@ -466,9 +471,16 @@ class OptimizerStateOffloader(SavedOptimizer):
             self._finish_begun()
 
     def _finish_for_close(self) -> None:
-        if self._failures.first is None:
-            self._ready()
-            self._wait_for_all()
+        # Again, since what a failed call has held is free by then, and a step cannot be finished once this is closed.
+        for is_last in (False, True):
+            if self._failures.first is None:
+                try:
+                    self._ready()
+                    self._wait_for_all()
+                    return
+                except Exception:
+                    if is_last or self._failures.first is not None:
+                        raise
 
     def _let_go(self) -> None:
         self._unhook()

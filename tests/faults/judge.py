@@ -307,8 +307,9 @@ class _Run:
         """Judge an error after the fault: may the optimizer give up, and does it say so everywhere?"""
         told = f"{told}; later {told_of(later)}"
         self._said += all_of(later)
-        # An interrupt may come before the first line of step().
-        before_step = ("backward", "step") if self._is_interrupted else ("backward",)
+        # They may come before the first line of step().
+        may_precede = isinstance(self._case.fault, Interrupt | NoMemory | TooDeep)
+        before_step = ("backward", "step") if may_precede else ("backward",)
         if phase in before_step and self._case.setting.updates_in_backward:
             return self._refuses(step, phase, told)
         status = getattr(self._optimizer, "status", None)

@@ -10,15 +10,19 @@ import functools
 import importlib
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
+from signal import SIGALRM, SIGHUP, SIGINT, SIGTERM, SIGUSR1, SIGXCPU
 from typing import Any, NamedTuple
 
 import torch
 from injector import Injector, undisturbed
 
 from reference_impl import HybridDeviceOptimizer, OptimizerStateOffloader
+from reference_impl.memory import interrupts
 from reference_impl.optimizers.algorithms import Adam
 from reference_impl.optimizers.cpu.publish import Publisher
 from reference_impl.optimizers.cpu.workers import DeadlineWorkers
+from reference_impl.optimizers.step import Failures
+from reference_impl.optimizers.streamed.pipeline import StreamedPipeline
 from reference_impl.optimizers.streamed.slots import Slots
 from reference_impl.optimizers.streamed.update import ChunkUpdate
 from reference_impl.trained_layers import shards
@@ -184,6 +188,49 @@ def lost_device_hides_the_rest() -> None:
     shards.past_a_lost_device = nullcontext
 
 
+def rates_of_the_next_batch() -> None:
+    """A begun step is finished with the hyper-parameters of the moment."""
+    _module(HybridDeviceOptimizer).snapshot = list
+
+
+def chunk_lost_without_memory() -> None:
+    """The chunk at whose update a call has had no memory is left out."""
+
+    @around(StreamedPipeline, "_queue_until")
+    def queue_until(real: Wrapper, pipeline: Any, count: int) -> None:
+        try:
+            real(pipeline, count)
+        except MemoryError:
+            if not undisturbed.active and pipeline._unqueued:
+                pipeline._unqueued.popleft()
+            raise
+
+
+def few_signals_are_deferred() -> None:
+    """A region defers the signals that programs catch, and no others."""
+    interrupts._SIGNALS = [int(number) for number in (SIGINT, SIGTERM, SIGHUP, SIGALRM, SIGUSR1, SIGXCPU)]
+
+
+class _EverybodysTurn:
+    def __enter__(self) -> bool:
+        return True
+
+    def __exit__(self, *_: Any) -> None:
+        pass
+
+    acquire = _is_owned = lambda self, *_, **__: True
+    release = __exit__
+
+
+def nobody_waits_for_a_turn() -> None:
+    """Two threads may carry out one step."""
+
+    @around(Failures, "__init__")
+    def begin(real: Wrapper, failures: Any, *args: Any) -> None:
+        real(failures, *args)
+        failures.turn = _EverybodysTurn()
+
+
 def _module(owner: type) -> Any:
     return importlib.import_module(owner.__module__)
 
@@ -199,4 +246,8 @@ MUTATIONS: dict[str, Mutation] = {
     "step-counted-twice": Mutation(step_counted_twice),
     "begun-step-dropped": Mutation(begun_step_dropped, "optimizers:60:120"),
     "lost-device-hides-the-rest": Mutation(lost_device_hides_the_rest, "shards:0:20"),
+    "rates-of-the-next-batch": Mutation(rates_of_the_next_batch, "users:0:60"),
+    "chunk-lost-without-memory": Mutation(chunk_lost_without_memory, "python:0:60"),
+    "few-signals-are-deferred": Mutation(few_signals_are_deferred, "calls-signals:0:70"),
+    "nobody-waits-for-a-turn": Mutation(nobody_waits_for_a_turn, "readers:0:24"),
 }

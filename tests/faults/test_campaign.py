@@ -10,11 +10,26 @@ import pytest
 from mutations import MUTATIONS
 from settings import needs_recovery
 
-FAST = {"optimizers": 40, "users": 20, "signals": 10, "memory": 30, "memory-signals": 6}
+FAST = {
+    "optimizers": 40,
+    "users": 20,
+    "python": 15,
+    "calls": 14,
+    "calls-signals": 14,
+    "readers": 8,
+    "signals": 10,
+    "memory": 30,
+    "memory-signals": 6,
+}
 # `make test-faults` runs fifty times as many, which takes longer than the slow tier may.
 TIMES = int(os.environ.get("FAULT_SEEDS_TIMES", "1"))
 SLOW = {
     "optimizers": 160 * TIMES,
+    "users": 40 * TIMES,
+    "python": 45 * TIMES,
+    "calls": 56 * TIMES,
+    "calls-signals": 56 * TIMES,
+    "readers": 16 * TIMES,
     "layers": 20 * TIMES,
     "shards": 20 * TIMES,
     "signals": 8 * TIMES,
@@ -26,6 +41,8 @@ SLOW = {
 # Each of these runs in one process.
 TOGETHER = [
     ["optimizers"],
+    ["users", "python"],
+    ["calls", "calls-signals", "readers"],
     ["layers", "signals", "layers-signals"],
     ["shards", "shards-signals"],
     ["memory", "memory-signals"],

@@ -14,6 +14,8 @@ from torch import nn
 from reference_impl import CpuUpdate, HybridDeviceOptimizer, OptimizerStateOffloader
 from reference_impl.memory.host import host_book
 from reference_impl.optimizers.algorithms import Adam
+from reference_impl.optimizers.gradients import UsedGradients
+from reference_impl.optimizers.streamed.share import StreamedShare
 from reference_impl.optimizers.streamed.update import ChunkUpdate
 from reference_impl.trained_layers.shards import ShardBlock
 
@@ -158,6 +160,55 @@ def test_a_chunk_ends_whole(monkeypatch, nth):
     monkeypatch.setattr(ChunkUpdate, "end", end)
     assert differing(trained(), expected) == []
     assert len(calls) > nth
+
+
+@pytest.mark.parametrize(
+    ("fraction", "failing"), [(None, "note"), (None, "begin"), (0.0, "note"), (1.0, "note")]
+)
+def test_a_step_begins_whole(monkeypatch, fraction, failing):
+    """Where it cannot be noted what a step is taken from, it has not begun, and is taken once when taken again."""
+    owner = {"note": UsedGradients, "begin": StreamedShare}[failing]
+
+    def trained(fails):
+        model = layers(2)
+        with monkeypatch.context() as patched, optimizer_of(model, fraction) as optimizer:
+            model(torch.ones(2, 64)).sum().backward()
+            if fails:
+                patched.setattr(owner, failing, raises)
+                with pytest.raises(MemoryError) as caught:
+                    optimizer.step()
+                assert "untouched" in caught.value.__notes__[-1]
+                patched.undo()
+            optimizer.step()
+            return states(optimizer) | {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    def raises(*_, **__):
+        raise MemoryError("injected")
+
+    assert differing(trained(True), trained(False)) == []
+
+
+def optimizer_of(model, fraction):
+    if fraction is None:
+        return OptimizerStateOffloader(torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True))
+    return HybridDeviceOptimizer(model.parameters(), offload_fraction=fraction, lr=1e-2)
+
+
+def test_closing_finishes_a_step_that_has_failed_once_more(kernel_fails):
+    def trained(*numbers):
+        model = layers(2)
+        kernel_fails(*numbers)
+        wrapped = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+        optimizer = OptimizerStateOffloader(wrapped, chunk_bytes=2**15)
+        model(torch.ones(2, 64)).sum().backward()
+        try:
+            optimizer.step()
+        except torch.OutOfMemoryError:
+            assert numbers
+        optimizer.close()
+        return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    assert differing(trained(1, 2), trained()) == []
 
 
 @pytest.mark.parametrize("has_left", [False, True])
