@@ -138,7 +138,7 @@ QUOTED ?= deepspeed==0.17.0 deepspeed==0.18.9 deepspeed==0.19.8 megatron-core==0
 
 test-messages: setup
 	$(BIN)/python tests/judges/messages/fetch.py $(QUOTED)
-	PYTHONPATH=. $(BIN)/python tests/judges/messages/judge.py
+	PYTHONPATH=. $(BIN)/python tests/judges/messages/messages_judge.py
 
 # The parsers that frameworks read configurations with judge our readers: 5,000 generated inputs a parser and release.
 PARSER_INPUTS ?= 5000

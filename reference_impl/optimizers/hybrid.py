@@ -308,13 +308,14 @@ class HybridDeviceOptimizer(SavedOptimizer):
         if self._failures.told_begun and self._used.are_all(self._members.values()):
             return
         self._follow_groups()
+        # Before the step is asked for: to write masters waits for updates, which would carry it out.
+        self._follow_writes()
         self._is_asked = self._in_backward is not None
         self._take()
         self._begun = None
 
     def _take(self) -> None:
         """Take a step with the gradients that there are."""
-        self._follow_writes()
         late = self._gradients.used_by_nobody(self._members.values())
         if late:
             self._open.wait_for(late)

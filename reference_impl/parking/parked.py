@@ -23,9 +23,12 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from reference_impl.distributed.ddp import data_parallels
 from reference_impl.distributed.ranks import Together, alike
+from reference_impl.memory.absent import is_absent
 from reference_impl.memory.closing import ClosedAtExit, close_behind, closed_behind, undo_all
 from reference_impl.memory.interrupts import deferred_interrupts
 from reference_impl.optimizers.hosted import HostedOptimizer
+from reference_impl.optimizers.layout import Member
+from reference_impl.optimizers.module_load import written
 from reference_impl.parking.guards import guard
 from reference_impl.parking.storage import ParkedStorage
 from reference_impl.parking.tensors import KINDS, Found, FoundStorage, Kind, find
@@ -144,6 +147,7 @@ class ParkedTraining(ClosedAtExit):
         self._transfer = Transfer(self._device, host_limit_bytes=host_limit_bytes)
         self._ranks = _ranks_of(models)
         self._is_read = self._is_closed = False
+        self._unwritten: list[Member] = []
         self._report = ParkingReport()
         self._handles = guard(
             models, optimizers, weights=self._refuse_without_weights, training=self._refuse_without_all
@@ -196,6 +200,8 @@ class ParkedTraining(ClosedAtExit):
                 for model in self._models:
                     _free_gathered(model)
                 self._device.synchronize()
+                if not self._transfer.parked:
+                    self._unwritten = self._noted()
                 found, left = self._movable(KINDS if weights else KINDS[1:])
                 if not found and self._transfer.parked:
                     raise RuntimeError(
@@ -257,6 +263,10 @@ class ParkedTraining(ClosedAtExit):
             self._transfer.free_again(storages)
             raise
         self._let_go()
+        for member in self._unwritten:
+            # Its address may be another one, which is no write.
+            if not is_absent(member.param_local):
+                member.note_weight()
         if not self._keep_host and not self._transfer.parked:
             self._transfer.drop_host()
         self._report = replace(self._report, restore_s=time.perf_counter() - start_s)
@@ -330,6 +340,13 @@ class ParkedTraining(ClosedAtExit):
     ) -> None:
         """Restore what is parked; an exception that has left the block stays the one that is raised."""
         close_behind(error, self._restore_all)
+
+    def _noted(self) -> list[Member]:
+        """Return the members of our optimizers whose weights nobody has written since they were noted."""
+        ours = [each for each in self._optimizers if isinstance(each, HostedOptimizer)]
+        members = [member for each in ours for member in each.members.values() if member.watched is not None]
+        changed = set(written(members))
+        return [member for member in members if member not in changed]
 
     def _let_go(self) -> None:
         if not self._transfer.parked:

@@ -282,11 +282,11 @@ class CpuShare:
 class _TaskUpdate:
     """A task of a bucket's update, for a worker: the kernel, then what it completes is published. Each happens once."""
 
-    __slots__ = ("_is_updated", "_share", "_task", "_to_publish", "_update")
+    __slots__ = ("_is_updated", "_share", "_task", "_to_publish", "_token", "_update")
 
     def __init__(self, share: CpuShare, task: Task, update: BucketUpdate) -> None:
         self._share, self._task, self._update = share, task, update
-        self._is_updated = False
+        self._is_updated, self._token = False, object()
         self._to_publish: list[Member] | None = None
         update.left.add(self)
 
@@ -303,7 +303,7 @@ class _TaskUpdate:
                     "nor new; try loading the last checkpoint into a new optimizer"
                 ) from error
         if self._to_publish is None:
-            self._to_publish = self._update.finish(self)
+            self._to_publish = self._update.finish(self, self._token)
         while self._to_publish:
             self._share.publish(self._to_publish[-1], self._update)
             self._to_publish.pop()

@@ -37,7 +37,7 @@ class CpuStep:
         self._numbers: list[float] | None = [1.0, 0.0] if plan.decision is None else None
         self._counted: set[Member] = set()
         self._counts: dict[Member, torch.Tensor] = {}
-        self._done: dict[Member, dict[BucketUpdate, int]] = {}
+        self._done: dict[Member, dict[object, int]] = {}
         self._publishers: dict[Member, object] = {}
 
     def scale_and_skip(self) -> tuple[torch.Tensor | None, bool]:
@@ -74,14 +74,16 @@ class CpuStep:
                 member.step.copy_(self._counts[member])
                 self._counted.add(member)
 
-    def finish(self, member: Member, update: BucketUpdate, job: object) -> bool:
-        """Count the pieces of `member` in `update`; return whether all are updated, and `job` is to publish it.
+    def finish(self, member: Member, pieces: int, *, update: object, job: object) -> bool:
+        """Count the `pieces` of `member` in an update; return whether all are updated, and `job` is to publish it.
+
+        `update` and `job` are tokens: the objects themselves know the step, and only the collector would free them.
 
         One job is, the first that asks then, and hears so again if it asks again after an error.
         """
         with self._lock:
             done = self._done.setdefault(member, {})
-            done[update] = update.present[member]
+            done[update] = pieces
             return (
                 sum(done.values()) == len(member.pieces) and self._publishers.setdefault(member, job) is job
             )
@@ -97,7 +99,7 @@ class BucketUpdate:
         last_use: the event after which nothing reads the members' old weights; None for each gradient's arrival.
     """
 
-    __slots__ = ("_lock", "last_use", "left", "new_weights", "present", "step")
+    __slots__ = ("_lock", "_token", "last_use", "left", "new_weights", "present", "step")
 
     def __init__(
         self,
@@ -111,10 +113,12 @@ class BucketUpdate:
         self.new_weights = new_weights
         self.last_use = last_use
         self.left: set[object] = set()
-        self._lock = threading.Lock()
+        self._lock, self._token = threading.Lock(), object()
 
-    def finish(self, job: object) -> list[Member]:
+    def finish(self, job: object, token: object) -> list[Member]:
         """Count `job` as done; after the last return the members that it is to publish, every piece being updated.
+
+        `token` stands for the job and lives as long as the step.
 
         After an error it may be called again.
         """
@@ -122,4 +126,8 @@ class BucketUpdate:
             self.left.discard(job)
             if self.left:
                 return []
-        return [member for member in self.present if self.step.finish(member, self, job)]
+        return [
+            member
+            for member, pieces in self.present.items()
+            if self.step.finish(member, pieces, update=self._token, job=token)
+        ]

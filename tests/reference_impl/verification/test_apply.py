@@ -223,6 +223,7 @@ def test_a_scheduler_that_was_made_before_sets_the_rate_of_what_steps(execute: M
     with warnings.catch_warnings():
         # Such as that of a scheduler that finds its optimizer has not been stepped.
         warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", ".*moves nothing")
         with apply_plan(model, given, {"execute": execute}) as applied:
             found = train(model, applied.optimizer, scheduler, _Last(given))
             assert torch.stack(found).equal(torch.stack(expected))

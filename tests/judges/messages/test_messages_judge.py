@@ -8,7 +8,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import judge
+import messages_judge as judge
 
 TORCH = [entry for entry in judge.quoting() if "torch" in entry["versions"]]
 (FOLDER,) = judge.trees()["torch"].values()
