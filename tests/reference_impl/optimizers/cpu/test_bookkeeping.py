@@ -96,4 +96,6 @@ def test_no_step_is_torn_or_stuck(stride: int):
         outcomes.append(status)
         for one, other in zip(found, expected, strict=bool(found)):
             assert torch.equal(one, other), f"before bytecode {nth}"
-    assert set(outcomes) == {"not constructed", "exact", "broken"}
+    # Which of them a sample meets depends on the threads.
+    assert "exact" in outcomes
+    assert set(outcomes) <= {"not constructed", "exact", "broken"}
