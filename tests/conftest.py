@@ -98,4 +98,5 @@ def signals_of_earlier_tests_are_over():
     interrupts = sys.modules.get("reference_impl.memory.interrupts")
     if interrupts is not None:
         interrupts._noted.clear()
+        interrupts._depth = 0
     return
