@@ -3,7 +3,6 @@
 import gc
 import importlib.util
 import os
-import sys
 from collections import Counter
 from collections.abc import Generator
 from pathlib import Path
@@ -90,13 +89,3 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.section("skipped")
     for reason, count in counts.most_common():
         terminalreporter.line(f"{count:5d}  {reason}")
-
-
-@pytest.fixture(autouse=True)
-def signals_of_earlier_tests_are_over():
-    """A signal that an earlier test has sent, and nobody has handled yet, ends here, and not in this test."""
-    interrupts = sys.modules.get("reference_impl.memory.interrupts")
-    if interrupts is not None:
-        interrupts._noted.clear()
-        interrupts._depth = 0
-    return

@@ -7,6 +7,7 @@ from contextlib import suppress
 
 import pytest
 import torch
+import torch.distributed as dist
 from matrices import shards_settings
 from settings import Trainee, differing, needs_recovery
 from torch import nn
@@ -211,8 +212,15 @@ def test_closing_finishes_a_step_that_has_failed_once_more(kernel_fails):
     assert differing(trained(1, 2), trained()) == []
 
 
+@pytest.fixture
+def no_group_stays():
+    """What is sharded makes a process group of its own; the next test of this process makes another."""
+    yield
+    dist.destroy_process_group()
+
+
 @pytest.mark.parametrize("has_left", [False, True])
-def test_shards_come_back_where_one_was_interrupted_as_it_left(monkeypatch, has_left):
+def test_shards_come_back_where_one_was_interrupted_as_it_left(monkeypatch, no_group_stays, has_left):
     needs_recovery("shards")
     trainee = Trainee(shards_settings()[0], lambda _: None, is_built=False)
     before, left, real = trainee.weights(), [], ShardBlock.leave
