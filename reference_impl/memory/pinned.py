@@ -9,6 +9,7 @@ Explained in docs/fitting.md, "Pinned memory".
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable
 
@@ -78,6 +79,9 @@ class PinnedBook:
 
     def set_limit(self, limit_bytes: int | None) -> None:
         """Limit what is pinned. Raises RuntimeError where more is pinned already."""
+        if limit_bytes is not None and self.pinned_bytes > limit_bytes:
+            # What is closed or dropped may refer to itself and wait for the collector.
+            gc.collect()
         with deferred_interrupts(), self._lock:
             if limit_bytes is not None and self.pinned_bytes > limit_bytes:
                 raise RuntimeError(

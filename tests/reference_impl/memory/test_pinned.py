@@ -226,3 +226,13 @@ def test_the_thread_ends_with_the_limit(device):
         assert any(thread.name.startswith("staged-copies") for thread in threading.enumerate())
         arena.close()
     assert not any(thread.name.startswith("staged-copies") for thread in threading.enumerate())
+
+
+def test_a_limit_is_set_behind_what_only_the_collector_frees():
+    before_bytes = pinned_book.pinned_bytes
+    slab = Slab(Device.of("cpu"), 4 * MIB, remedy="")
+    ring = [slab]
+    ring.append(ring)
+    del slab, ring
+    with limit_pinned_memory(before_bytes + MIB):
+        assert pinned_book.pinned_bytes <= before_bytes
