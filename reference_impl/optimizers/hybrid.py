@@ -161,18 +161,18 @@ class HybridDeviceOptimizer(SavedOptimizer):
             shares.close()
             raise
 
+    @in_turn
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; the fraction applies to it by itself."""
-        with self._failures.turn:
-            super().add_param_group(param_group)
-            try:
-                self._check_group(self.param_groups[-1])
-                if self._shares is not None:
-                    self.synchronize()
-                    self._admit_new()
-            except BaseException:
-                self.param_groups.pop()
-                raise
+        super().add_param_group(param_group)
+        try:
+            self._check_group(self.param_groups[-1])
+            if self._shares is not None:
+                self.synchronize()
+                self._admit_new()
+        except BaseException:
+            self.param_groups.pop()
+            raise
 
     def _check_group(self, group: dict[str, Any]) -> None:
         checks.check_group(self._algorithm, group)

@@ -127,7 +127,7 @@ class ShardStreamer(ClosedAtExit):
             settle=lambda params, ahead: self.optimizer.settle(params, ahead),
             told=lambda: self.optimizer.told(),
         )
-        self._undo.append(self._shards.close)
+        self._undo.append(self._close_shards)
         self.optimizer = ShardOptimizer(
             optimizer,
             self._shards,
@@ -159,6 +159,15 @@ class ShardStreamer(ClosedAtExit):
         Idempotent. After an error, such as a device that lacks the memory for the shards, it may be called again.
         """
         undo_all(self._undo)
+
+    def _close_shards(self) -> None:
+        """Bring the shards home, but not before an optimizer that was interrupted: it has updates to finish."""
+        optimizer = getattr(self, "optimizer", None)
+        if optimizer is not None and not optimizer._closed:
+            raise RuntimeError(
+                "closing the optimizer was interrupted; expected it closed before its shards; try close() again"
+            )
+        self._shards.close()
 
     def __enter__(self) -> Self:
         """Return the streamer, which is attached already."""

@@ -166,7 +166,7 @@ class TrainableLayerStreamer(ClosedAtExit):
                 told=lambda: self.optimizer.told(),
                 passed=(lambda: in_backward.passed()) if updates else None,
             )
-            self._undo.append(self._weights.close)
+            self._undo.append(self._close_weights)
             if on.allocator is not None:
                 # Where weights of the blocks were on the device, states would cut what they have left into pieces.
                 on.allocator.free_bytes()
@@ -231,6 +231,15 @@ class TrainableLayerStreamer(ClosedAtExit):
         Idempotent. After an error, such as a device that lacks the memory for a block, it may be called again.
         """
         undo_all(self._undo)
+
+    def _close_weights(self) -> None:
+        """Bring the weights home, but not before an optimizer that was interrupted: it has updates to finish."""
+        optimizer = getattr(self, "optimizer", None)
+        if optimizer is not None and not optimizer._closed:
+            raise RuntimeError(
+                "closing the optimizer was interrupted; expected it closed before its weights; try close() again"
+            )
+        self._weights.close()
 
     def __enter__(self) -> Self:
         """Return the streamer, which is attached already."""

@@ -204,13 +204,16 @@ def check_planned_for(plan: Mapping[str, Any], model: nn.Module) -> None:
     blocks = blocks_or_none(model)
     # Packed weights hold several parameters in an element.
     is_packed = any(not param.is_floating_point() for param in model.parameters())
-    found = {
-        "layers": None if blocks is None else len(blocks),
-        "parameters": None if is_packed else sum(param.numel() for param in model.parameters()),
+    frozen = sum(param.numel() for param in model.parameters() if not param.requires_grad)
+    whole = sum(param.numel() for param in model.parameters())
+    # A plan by a configuration counts the base alone, and adapters stand beside it.
+    found: dict[str, list[int]] = {
+        "layers": [] if blocks is None else [len(blocks)],
+        "parameters": [] if is_packed else [whole, *([frozen] if frozen else [])],
     }
     for counted, one in expected.items():
-        other = found[counted]
-        if other is not None and abs(one - other) > _TOLERANCES[counted] * one:
+        if found[counted] and all(abs(one - other) > _TOLERANCES[counted] * one for other in found[counted]):
+            other = found[counted][0]
             raise ValueError(
                 f"the plan is for {plan['model'].get('name', 'a model')} with {one} {counted}, but "
                 f"{type(model).__name__} has {other}; expected a plan for this model; try `offload plan` with its "

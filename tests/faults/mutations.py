@@ -168,17 +168,17 @@ def begun_step_dropped() -> None:
     """`zero_grad()` after an error forgets what is left of the step."""
 
     @around(HybridDeviceOptimizer, "zero_grad")
-    def zero_grad(real: Wrapper, optimizer: Any, *args: Any) -> None:
+    def zero_grad(real: Wrapper, optimizer: Any, **options: Any) -> None:
         if once(failed):
             optimizer._begun = None
-        real(optimizer, *args)
+        real(optimizer, **options)
 
     @around(OptimizerStateOffloader, "zero_grad")
-    def zero_grad_of_states(real: Wrapper, optimizer: Any, *args: Any) -> None:
+    def zero_grad_of_states(real: Wrapper, optimizer: Any, **options: Any) -> None:
         if once(failed):
             optimizer._is_begun = False
             optimizer.streamed._pipeline._queue.step = None
-        real(optimizer, *args)
+        real(optimizer, **options)
 
     failed = faults()
 

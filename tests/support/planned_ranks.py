@@ -71,7 +71,9 @@ def trains_to_the_same_bits(plan):
     expected = train(reference, adamw(reference), data)
     optimizer = adamw(model)
     found = train(model, optimizer, data[: STEPS // 2])
-    with apply_plan(model, optimizer, plan) as applied:
+    # A plan for the layout, of a model that is far too large to train here.
+    document = {key: value for key, value in json.loads(plan.read_text()).items() if key != "model"}
+    with apply_plan(model, optimizer, document) as applied:
         found += train(model, applied.optimizer, data[STEPS // 2 :])
     assert torch.equal(torch.stack(found), torch.stack(expected)), "the loss differs"
     for (name, one), other in zip(model.named_parameters(), reference.parameters(), strict=True):
