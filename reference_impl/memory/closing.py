@@ -18,18 +18,18 @@ from reference_impl.device import device_is_lost
 def undo_all(steps: list[Callable[[], None]]) -> None:
     """Run and remove all of `steps`, the last first, and raise the first error at the end.
 
-    A step that has raised stays in the list, so that another call tries it again.
+    A step that has raised stays in the list, so that another call tries it again. Each may be done twice.
     """
     raised: BaseException | None = None
-    unfinished: list[Callable[[], None]] = []
-    while steps:
+    left = len(steps)
+    while left:
+        left -= 1
         try:
-            steps[-1]()
+            steps[left]()
+            # Only here: an interrupt leaves a step in the list that may have been done, and loses none.
+            del steps[left]
         except BaseException as error:
             raised = raised or error
-            unfinished.append(steps[-1])
-        steps.pop()
-    steps.extend(reversed(unfinished))
     if raised is not None:
         raise raised
 

@@ -17,6 +17,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from reference_impl.memory.closing import undo_all
+
 Gather = Callable[[], AbstractContextManager[object]]
 
 # What adapters (peft's tuner layers) call to fold themselves into the frozen weight and out of it.
@@ -62,10 +64,7 @@ def follow(
         block.register_forward_hook(torch.compiler.disable(leave), always_call=True),
         *(module.register_forward_hook(announce) for module in weighted if module is not block),
     ]
-    undo = ExitStack()
-    for handle in handles:
-        undo.callback(handle.remove)
-    return undo.close
+    return functools.partial(undo_all, [handle.remove for handle in handles])
 
 
 def gather_around(block: nn.Module, gather: Gather) -> Callable[[], None]:
@@ -78,12 +77,10 @@ def gather_around(block: nn.Module, gather: Gather) -> Callable[[], None]:
     def end_loading(*_: Any) -> None:
         loading.close()
 
-    undo = ExitStack()
-    for module, name in _changing_methods(block):
-        undo.callback(_wrap_method(module, name, gather))
-    undo.callback(block.register_load_state_dict_pre_hook(begin_loading).remove)
-    undo.callback(block.register_load_state_dict_post_hook(end_loading).remove)
-    return undo.close
+    undo = [_wrap_method(module, name, gather) for module, name in _changing_methods(block)]
+    undo.append(block.register_load_state_dict_pre_hook(begin_loading).remove)
+    undo.append(block.register_load_state_dict_post_hook(end_loading).remove)
+    return functools.partial(undo_all, undo)
 
 
 def replace_in_state_dict(
@@ -150,7 +147,7 @@ def _wrap_method(module: nn.Module, name: str, gather: Gather) -> Callable[[], N
             # Somebody's own patch is on top.
             return
         if own is None:
-            del module.__dict__[name]
+            module.__dict__.pop(name)
         else:
             module.__dict__[name] = own
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -90,7 +90,7 @@ class LayerStreamer(ClosedAtExit):
         self._blocks = [StreamedBlock(device, host, module, index) for index, module in enumerate(modules)]
         self._gathered: set[int] = set()
         self._is_closed = False
-        self._undo: dict[int, ExitStack] = {}
+        self._undo: dict[int, list[Callable[[], None]]] = {}
         try:
             self._attach(streamed, min(prefetch + 1, len(modules)), lingering)
         except BaseException:
@@ -148,7 +148,7 @@ class LayerStreamer(ClosedAtExit):
             undo_all(
                 [
                     *(functools.partial(block.restore, to_origin=True) for block in self._blocks),
-                    *(undo.close for undo in self._undo.values()),
+                    *(functools.partial(undo_all, undo) for undo in self._undo.values()),
                 ]
             )
         with past_a_lost_device():
@@ -194,7 +194,8 @@ class LayerStreamer(ClosedAtExit):
                 self._follow(block)
 
     def _follow(self, block: StreamedBlock) -> None:
-        undo = self._undo[block.index] = ExitStack()
+        undo: list[Callable[[], None]] = []
+        self._undo[block.index] = undo
         visits = hooks.follow(
             block.module,
             weighted_modules(block.module, with_trained=self._with_trained),
@@ -202,12 +203,12 @@ class LayerStreamer(ClosedAtExit):
             after_forward=functools.partial(self._after_forward, block),
             before_backward=functools.partial(self._before_backward, block),
         )
-        undo.callback(visits)
-        undo.callback(hooks.gather_around(block.module, functools.partial(self.gathered, block.module)))
-        undo.callback(
+        undo.append(visits)
+        undo.append(hooks.gather_around(block.module, functools.partial(self.gathered, block.module)))
+        undo.append(
             hooks.replace_in_state_dict(block.module, block.owns, functools.partial(self._on_host, block))
         )
-        undo.callback(
+        undo.append(
             hooks.replace_copies(
                 block.module,
                 functools.partial(self._copy, block),
@@ -218,7 +219,7 @@ class LayerStreamer(ClosedAtExit):
     def _copy(self, block: StreamedBlock, memo: dict[int, Any]) -> nn.Module:
         """Return a deep copy of `block`'s module, whose weights are its own and do not stream."""
         with self.gathered(block.module):
-            self._undo[block.index].close()
+            undo_all(self._undo[block.index])
             try:
                 return copy.deepcopy(block.module, memo)
             finally:
