@@ -31,6 +31,8 @@ from reference_impl.activations.offloader import EngineOptions, Offloader
 from reference_impl.activations.policy import Nothing, Policy, Share
 from reference_impl.activations.run import Run
 from reference_impl.activations.tape import Tape
+from reference_impl.memory.closing import closed_on_error
+from reference_impl.memory.interrupts import deferred_interrupts
 from reference_impl.memory.rates import measure_link
 
 
@@ -110,26 +112,30 @@ class ActivationOffloader(Offloader):
         if budget_bytes is not None:
             # The plan leaves no allowance beyond what it measures.
             options = {"in_flight_bytes": 0, **options}
-        super().__init__(model, **options)
-        self._budget: BudgetPolicy | None = None
-        if is_planned:
-            self._budget = BudgetPolicy(
-                self.engine.headroom,
-                self.device,
-                lambda size_bytes: measure_link(self.device, self.arena, probe_bytes=size_bytes),
-                budget_bytes=budget_bytes,
-                plan=plan,
-            )
-        self._policy: Policy = self._budget or self._share
-        if not activations:
-            self._policy = Nothing()
-        self._weights: OffloadedWeights | None = None
-        if weights:
-            self._weights = OffloadedWeights(self.device, self.arena, model, chosen, min_bytes=self.min_bytes)
-            self._undo.append(self._weights.close)
-        for module in chosen:
-            self._wrap(module, around)
-        self._follow(blocks_or_none(model) or chosen, chosen)
+        with closed_on_error(self.close):
+            super().__init__(model, **options)
+            self._budget: BudgetPolicy | None = None
+            if is_planned:
+                self._budget = BudgetPolicy(
+                    self.engine.headroom,
+                    self.device,
+                    lambda size_bytes: measure_link(self.device, self.arena, probe_bytes=size_bytes),
+                    budget_bytes=budget_bytes,
+                    plan=plan,
+                )
+            self._policy: Policy = self._budget or self._share
+            if not activations:
+                self._policy = Nothing()
+            self._weights: OffloadedWeights | None = None
+            if weights:
+                with deferred_interrupts():
+                    self._weights = OffloadedWeights(
+                        self.device, self.arena, model, chosen, min_bytes=self.min_bytes
+                    )
+                    self._undo.append(self._weights.close)
+            for module in chosen:
+                self._wrap(module, around)
+            self._follow(blocks_or_none(model) or chosen, chosen)
 
     @property
     def offloaded_weight_bytes(self) -> int:

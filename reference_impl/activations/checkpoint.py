@@ -33,6 +33,7 @@ from reference_impl.activations.policy import AtMost, Share
 from reference_impl.activations.recompute import recomputed, repeatable
 from reference_impl.activations.run import MovedTensor, Run
 from reference_impl.activations.tokens import KeptTensor
+from reference_impl.memory.closing import closed_on_error
 
 _EXPENSIVE = {
     "aten::mm",
@@ -86,16 +87,17 @@ class CheckpointOffloader(Offloader):
         kept = modules_called(model, keep)
         # A copy hides behind its own layer's forward: nothing has to be left waiting beyond that.
         options = {"in_flight_bytes": 0, **options}
-        super().__init__(model, **options)
-        self._share = Share(keep_last_bytes=keep_last_bytes)
-        self._results: list[ExpensiveResults] = []
-        self._outside = AtMost(self._share)
-        self._largest_input_bytes = 0
-        for module in kept:
-            self._wrap(module, self._around_kept)
-        for layer in chosen:
-            self._wrap(layer, self._around_layer)
-        self._follow(blocks_or_none(model) or chosen, chosen)
+        with closed_on_error(self.close):
+            super().__init__(model, **options)
+            self._share = Share(keep_last_bytes=keep_last_bytes)
+            self._results: list[ExpensiveResults] = []
+            self._outside = AtMost(self._share)
+            self._largest_input_bytes = 0
+            for module in kept:
+                self._wrap(module, self._around_kept)
+            for layer in chosen:
+                self._wrap(layer, self._around_layer)
+            self._follow(blocks_or_none(model) or chosen, chosen)
 
     def _largest_small_bytes(self) -> int:
         return self._largest_input_bytes if self._largest_input_bytes < self.min_bytes else 0

@@ -22,8 +22,9 @@ from reference_impl.activations.headroom import IN_FLIGHT_BYTES, Headroom
 from reference_impl.activations.run import Run
 from reference_impl.device import Device
 from reference_impl.memory.arena import HostArena
-from reference_impl.memory.closing import ClosedAtExit, past_a_lost_device, undo_all
+from reference_impl.memory.closing import ClosedAtExit, closed_on_error, past_a_lost_device, undo_all
 from reference_impl.memory.disk import DiskSpace, DiskTier, SpillTier
+from reference_impl.memory.interrupts import deferred_interrupts
 from reference_impl.memory.tiers import HostTier, Tier
 from reference_impl.memory.transforms import running_transform
 
@@ -79,6 +80,17 @@ class Forecast:
 class Offloader(ClosedAtExit):
     """Attached to `model` from its construction to `close()`; a context manager."""
 
+    # A constructor that raises closes what it has made so far: these are there before it begins.
+    _undo: list[Callable[[], None]]
+    _tier: Tier | None = None
+    _is_closed = False
+
+    def __new__(cls, *args: Any, **options: Any) -> Self:
+        """Return an offloader that is attached to nothing."""
+        made = super().__new__(cls)
+        made._undo = []
+        return made
+
     def __init__(
         self,
         model: nn.Module,
@@ -105,31 +117,28 @@ class Offloader(ClosedAtExit):
             )
         if reserve_bytes < 0:
             raise ValueError(f"reserve_bytes={reserve_bytes}; expected at least 0; try 0")
-        self.min_bytes = min_bytes
-        self.device = Device.of(_device_of(model))
-        self.arena = HostArena(
-            self.device, limit_bytes=host_limit_bytes, remedy="try fewer layers or a higher host_limit_bytes"
-        )
-        host = HostTier(self.device, self.arena)
-        tier: Tier = host if disk is None else SpillTier(host, DiskTier(self.device, disk))
-        self.engine = SavedTensorEngine(
-            self.device,
-            tier,
-            headroom=Headroom(self.device, in_flight_bytes=in_flight_bytes, is_ahead=double_buffering),
-            min_bytes=min_bytes,
-        )
-        if reserve_bytes:
-            try:
+        with closed_on_error(self.close):
+            self.min_bytes = min_bytes
+            self.device = Device.of(_device_of(model))
+            self.arena = HostArena(
+                self.device,
+                limit_bytes=host_limit_bytes,
+                remedy="try fewer layers or a higher host_limit_bytes",
+            )
+            host = HostTier(self.device, self.arena)
+            self._tier = tier = host if disk is None else SpillTier(host, DiskTier(self.device, disk))
+            self.engine = SavedTensorEngine(
+                self.device,
+                tier,
+                headroom=Headroom(self.device, in_flight_bytes=in_flight_bytes, is_ahead=double_buffering),
+                min_bytes=min_bytes,
+            )
+            if reserve_bytes:
                 self.arena.reserve(reserve_bytes)
-            except BaseException:
-                tier.close()
-                raise
-        self._forecast: Forecast | None = None
-        self._is_closed = False
-        self._has_passed_over = False
-        self._has_looked = False
-        self._undo: list[Callable[[], None]] = []
-        self._wrap(model, self._around_model)
+            self._forecast: Forecast | None = None
+            self._has_passed_over = False
+            self._has_looked = False
+            self._wrap(model, self._around_model)
 
     @property
     def offloaded_bytes(self) -> int:
@@ -145,7 +154,8 @@ class Offloader(ClosedAtExit):
         with past_a_lost_device():
             undo_all(self._undo)
         with past_a_lost_device():
-            self.engine.tier.close()
+            if self._tier is not None:
+                self._tier.close()
         self._is_closed = True
 
     def __enter__(self) -> Self:
@@ -167,7 +177,8 @@ class Offloader(ClosedAtExit):
             self._pass_over(transform)
             return forward(*args, **kwargs)
 
-        self._undo.append(wrap_forward(module, unless_transformed))
+        with deferred_interrupts():
+            self._undo.append(wrap_forward(module, unless_transformed))
 
     def _pass_over(self, transform: str) -> None:
         """Say that modules run as they are inside `transform`. Raises RuntimeError where they cannot."""

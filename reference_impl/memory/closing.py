@@ -55,6 +55,16 @@ def closed_behind(close: Callable[[], None]) -> Iterator[None]:
     close()
 
 
+@contextmanager
+def closed_on_error(close: Callable[[], None]) -> Iterator[None]:
+    """Call `close` where the block raises, as a constructor whose object nobody will have; that error stays."""
+    try:
+        yield
+    except BaseException as error:
+        close_behind(error, close)
+        raise
+
+
 class ClosedAtExit(ABC):
     """What a `with` block closes at its end; an exception that has left the block stays the one that is raised."""
 

@@ -54,7 +54,11 @@ class SpillFile:
         self.live_bytes = 0
         try:
             free_bytes = shutil.disk_usage(self._path).free
-            descriptor, name = tempfile.mkstemp(dir=self._path, prefix="offload-")
+            with deferred_interrupts():
+                descriptor, name = tempfile.mkstemp(dir=self._path, prefix="offload-")
+                # A file that is dropped without close() gives the disk its space back too.
+                self._closing = weakref.finalize(self, os.close, descriptor)
+                os.unlink(name)
         except OSError as error:
             raise DiskError(
                 "make a spill file",
@@ -62,9 +66,8 @@ class SpillFile:
                 error.strerror,
                 "expected a writable directory; try another path",
             ) from error
-        os.unlink(name)
         if free_bytes < limit_bytes:
-            os.close(descriptor)
+            self._closing()
             raise DiskError(
                 "reserve space",
                 self._path,
@@ -72,8 +75,6 @@ class SpillFile:
                 "try a smaller limit_bytes or another disk",
             )
         self._descriptor = descriptor
-        # A file that is dropped without close() gives the disk its space back too.
-        self._closing = weakref.finalize(self, os.close, descriptor)
         self.is_direct = self._try_direct()
 
     def allocate(self, size_bytes: int) -> int:
