@@ -8,6 +8,7 @@ import json
 import re
 from json.decoder import scanstring  # type: ignore[attr-defined]
 
+from skill_tools.configs.position import Position
 from skill_tools.configs.yaml_lines import MAX_DEPTH, MAX_NODES, Documents, Node
 from skill_tools.errors import UnusableInput
 
@@ -38,8 +39,8 @@ class _Reader:
 
     def __init__(self, text: str, filename: str) -> None:
         self._text, self._filename = text, filename
-        self._at = self._counted = self._line_start = self._nodes = 0
-        self._line = 1
+        self._at = self._nodes = 0
+        self._position = Position(text)
 
     def read(self) -> Node:
         """Read the whole text as one value."""
@@ -122,12 +123,7 @@ class _Reader:
 
     def _place(self) -> tuple[int, int]:
         """Return line and column of the present position, from 1."""
-        breaks = self._text.count("\n", self._counted, self._at)
-        if breaks:
-            self._line += breaks
-            self._line_start = self._text.rfind("\n", self._counted, self._at) + 1
-        self._counted = self._at
-        return self._line, self._at - self._line_start + 1
+        return self._position.of(self._at)
 
     def _too_much(self, depth: int) -> UnusableInput:
         deep = depth > MAX_DEPTH

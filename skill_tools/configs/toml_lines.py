@@ -8,6 +8,7 @@ whose error the user sees.
 import re
 from datetime import date, time
 
+from skill_tools.configs.position import Position
 from skill_tools.configs.yaml_lines import MAX_DEPTH, MAX_NODES, Documents, Node
 from skill_tools.errors import UnusableInput
 
@@ -67,7 +68,7 @@ class _Places:
         self._text = text
         self._filename = filename
         self._at = 0
-        self._line, self._line_start, self._counted = 1, 0, 0
+        self._position = Position(text)
         self._tables: dict[Path, int] = {}
         try:
             self._document()
@@ -222,12 +223,7 @@ class _Places:
 
     def _place(self) -> tuple[int, int]:
         """Return line and column of the present position, from 1; it only ever moves on."""
-        breaks = self._text.count("\n", self._counted, self._at)
-        if breaks:
-            self._line += breaks
-            self._line_start = self._text.rfind("\n", self._counted, self._at) + 1
-        self._counted = self._at
-        return self._line, self._at - self._line_start + 1
+        return self._position.of(self._at)
 
 
 def _unquoted(part: str) -> str:

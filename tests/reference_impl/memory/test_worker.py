@@ -6,13 +6,11 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
-from types import FrameType
-from typing import Any
 
 import pytest
+from failing_threads import fails_before
 
 from reference_impl.memory import worker as worker_module
 from reference_impl.memory.worker import Worker
@@ -122,11 +120,11 @@ def test_a_thread_that_has_died_says_of_what():
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_an_error_before_any_bytecode_of_the_thread_leaves_nobody_waiting():
     """The task is carried out, or its waiter hears of the error or of the thread that has died of it."""
-    with fails_before(-1) as count:
+    with fails_before(-1, (worker_module.__file__,)) as count:
         carry_out_two()
     outcomes = set()
     for nth in range(1, count[0] + 1):
-        with fails_before(nth):
+        with fails_before(nth, (worker_module.__file__,)):
             outcomes.add(carry_out_two())
     assert "done" in outcomes
     assert "MemoryError" in outcomes
@@ -145,37 +143,6 @@ def carry_out_two() -> str:
         return str(error)[:24]
     finally:
         worker.close()
-
-
-@contextmanager
-def fails_before(nth: int) -> Iterator[list[int]]:
-    """Raise MemoryError before bytecode `nth` of a worker's thread; yield the list of how many there were."""
-    count = [0]
-
-    def enter(frame: FrameType, event: str, argument: Any) -> Any:
-        if frame.f_code.co_filename != worker_module.__file__:
-            return None
-        frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        return each
-
-    def each(frame: FrameType, event: str, argument: Any) -> Any:
-        if event == "opcode":
-            count[0] += 1
-            if count[0] == nth:
-                raise MemoryError(f"before bytecode {nth}")
-        return each
-
-    def trace(frame: FrameType, event: str, argument: Any) -> Callable[..., Any] | None:
-        # Python 3.12 sends opcode events only if a frame asked for them before tracing began.
-        frame.f_trace_opcodes = True
-        sys.settrace(enter)
-        return enter(frame, event, argument)
-
-    threading.settrace(trace)
-    try:
-        yield count
-    finally:
-        threading.settrace(None)  # type: ignore[arg-type]
 
 
 def test_a_thread_that_outlives_the_main_one_trains_on():

@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-import linecache
-import sys
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from types import FrameType
-from typing import Any
-
 import pytest
 import torch
+from failing_threads import fails_before
 
 from reference_impl import CpuUpdate, HybridDeviceOptimizer
 
@@ -50,49 +43,15 @@ def trained() -> tuple[str, list[torch.Tensor]]:
         optimizer.close()
 
 
-@contextmanager
-def fails_before(nth: int) -> Iterator[list[int]]:
-    """Raise MemoryError before bytecode `nth` of the update threads' bookkeeping; yield the list of how many ran."""
-    count = [0]
-
-    def each(frame: FrameType, event: str, argument: Any) -> Any:
-        # Where a lock is let go of nothing is allocated, and nothing can fail.
-        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno or 0).lstrip()
-        if event == "opcode" and not line.startswith("with "):
-            count[0] += 1
-            if count[0] == nth:
-                raise MemoryError(f"before bytecode {nth}")
-        return each
-
-    def enter(frame: FrameType, event: str, argument: Any) -> Any:
-        if not frame.f_code.co_filename.endswith(BOOKKEEPING):
-            return None
-        frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        return each
-
-    def trace(frame: FrameType, event: str, argument: Any) -> Callable[..., Any] | None:
-        # Python 3.12 sends opcode events only if a frame asked for them before tracing began.
-        frame.f_trace_opcodes = True
-        sys.settrace(enter)
-        return enter(frame, event, argument)
-
-    threading.settrace(trace)
-    try:
-        yield count
-    finally:
-        threading.settrace(None)  # type: ignore[arg-type]
-
-
 # Before a thread's first line, Python itself tells of it.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-@pytest.mark.skip(reason="the errors that it injects leave signals deferred and memory held in this process")
 @pytest.mark.parametrize("stride", [397, pytest.param(7, marks=pytest.mark.slow)])
 def test_no_step_is_torn_or_stuck(stride: int):
-    with fails_before(-1) as count:
+    with fails_before(-1, BOOKKEEPING, but_lines=("with ",)) as count:
         _, expected = trained()
     outcomes = []
     for nth in range(1, count[0], stride):
-        with fails_before(nth):
+        with fails_before(nth, BOOKKEEPING, but_lines=("with ",)):
             status, found = trained()
         outcomes.append(status)
         for one, other in zip(found, expected, strict=bool(found)):
