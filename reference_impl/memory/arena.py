@@ -16,6 +16,7 @@ import threading
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 
 import torch
 
@@ -181,7 +182,8 @@ class HostArena:
         block.ready = after
         # At once: from here on it is back, whatever happens.
         self._returned.append(block)
-        with deferred_interrupts():
+        # So nothing is raised for lack of memory or stack: whoever allocates next sorts it in.
+        with suppress(MemoryError, RecursionError), deferred_interrupts():
             if self._lock.acquire(blocking=False):
                 try:
                     self._take_back()

@@ -136,3 +136,19 @@ def test_the_limit_is_kept_to_the_byte(device, limit_bytes):
     assert fitted <= arena.live_bytes <= arena.reserved_bytes <= limit_bytes
     assert arena.live_bytes > limit_bytes - 256 - 256
     arena.close()
+
+
+def test_a_block_comes_back_also_without_memory_for_it(device, monkeypatch):
+    arena = HostArena(device, slab_bytes=2**20)
+    block = arena.allocate(2**12)
+    arena.reserve(2**20)
+
+    def no_memory():
+        raise MemoryError
+
+    with monkeypatch.context() as patched:
+        patched.setattr("reference_impl.memory.arena.deferred_interrupts", no_memory)
+        arena.free(block)
+    assert arena.allocate(2**12) is block
+    assert arena.live_bytes == 2**12
+    arena.close()
