@@ -188,6 +188,9 @@ class GradientStandIn(torch.Tensor):
 
 def unwrapped(gradient: torch.Tensor | None) -> torch.Tensor | None:
     """Return what stands on a parameter: of a sharded one the stand-in that its local tensor is, if it is one."""
+    if type(gradient) is torch.Tensor:
+        # Nearly all, and each step asks several times for each parameter.
+        return gradient
     local = gradient._local_tensor if isinstance(gradient, DTensor) else gradient
     return local if isinstance(local, GradientStandIn) else gradient
 
