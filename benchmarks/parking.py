@@ -190,6 +190,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--tiny", action="store_true", help="toy size, any machine")
+    parser.add_argument("--no-peers", action="store_true", help="leave out copies a tensor at a time")
     parser.add_argument(
         "--rounds", type=int, default=0, help="also share the GPU with another process, so often"
     )

@@ -66,7 +66,8 @@ def written(members: Iterable[Member]) -> list[Member]:
         member
         for member in members
         if (weight := member.watched) is not None
-        and (weight._version != member.version or weight.data_ptr() != member.address)
+        # Without an address its bytes are elsewhere, where nobody writes them.
+        and (weight._version != member.version or weight.data_ptr() not in (member.address, 0))
     ]
 
 

@@ -135,6 +135,8 @@ def test_one_thread_carries_out_a_begun_step(device, monkeypatch, build, call):
 
 def test_a_reader_on_a_stream_of_its_own_waits_behind_that_of_the_steps(device, monkeypatch):
     """What a step has waited for nobody waits for again: so the stream that trains has to."""
+    if device.is_accelerator:
+        pytest.skip("numbers stand for streams here, on which no CUDA kernel runs")
     model, _ = twins(device)
     data, on, told = batches(device.torch_device, 2), [], []
     optimizer = hybrid(model)
