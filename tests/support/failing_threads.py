@@ -1,5 +1,6 @@
 """Raises MemoryError before a chosen bytecode of threads that start meanwhile."""
 
+import dis
 import linecache
 import sys
 import threading
@@ -8,18 +9,22 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+# Python marks the begin of a `try` with it, outside of what guards the block around it: it cannot raise.
+_NOTHING = dis.opmap["NOP"]
+
 
 @contextmanager
 def fails_before(nth: int, files: tuple[str, ...], *, but_lines: tuple[str, ...] = ()) -> Iterator[list[int]]:
     """Fail before bytecode `nth` of files whose paths end like `files`; yield the list of how many there were.
 
-    Bytecodes of lines that begin like `but_lines` do not count.
+    Bytecodes of lines that begin like `but_lines` do not count, nor those that do nothing.
     """
     count = [0]
 
     def each(frame: FrameType, event: str, argument: Any) -> Any:
         line = linecache.getline(frame.f_code.co_filename, frame.f_lineno or 0).lstrip()
-        if event == "opcode" and not line.startswith(but_lines):
+        does = frame.f_code.co_code[frame.f_lasti] != _NOTHING
+        if event == "opcode" and does and not line.startswith(but_lines):
             count[0] += 1
             if count[0] == nth:
                 raise MemoryError(f"before bytecode {nth}")
