@@ -10,6 +10,8 @@ from pathlib import Path
 
 from for_each import for_each
 
+from skill_tools.dialects import registry
+
 ROOT = Path(__file__).resolve().parent.parent
 SKILL_TOOLS = sorted((ROOT / "skill_tools").rglob("*.py"))
 REFERENCE_IMPL = sorted((ROOT / "reference_impl").rglob("*.py"))
@@ -190,8 +192,7 @@ def loaded_by(code: str) -> set[str]:
 # A framework that a file of texts may name all the same, with the reason.
 NAMED_ALL_THE_SAME = {
     "diagnosis/memory.py": {"PyTorch"},  # the library's own words in a log
-    "diagnosis/conclusion.py": {"PYTORCH"},  # the environment variable PYTORCH_CUDA_ALLOC_CONF
-    "commands/verify.py": {"PYTORCH", "pytorch"},  # the same variable, and a command to copy in the help
+    "commands/verify.py": {"pytorch"},  # a command to copy in the help
     # The rendered page's introduction and its distributions.
     "card/configuration.py": {"Megatron Bridge", "Megatron", "megatron"},
     "commands/lint.py": {"megatron"},  # a distribution, as an example of --target in the help
@@ -201,9 +202,12 @@ NAMED_ALL_THE_SAME = {
     "planning/model/traces.py": {"transformers"},  # the library that a trace was made with
     "reports/checkout.py": {"pytorch"},  # the card's column of our own classes
 }
+COMMON_WORDS = {"lightning", "fsdp2"}  # a connection of machines, and what several frameworks shard with
 FRAMEWORK = re.compile(
-    r"megatron(?:.?bridge|.?lm)?|axolotl|pytorch|deepspeed|accelerate|transformers|\btrl\b|torchtune|torchtitan"
-    r"|llama.?factory|ms.?swift|nemo.?rl|\bverl\b|prime.?rl",
+    "|".join(
+        ["megatron(?:.?bridge|.?lm)?", r"\btrl\b"]
+        + [rf"\b{name.replace('-', '.?')}\b" for name in sorted(set(registry.names()) - COMMON_WORDS)]
+    ),
     re.IGNORECASE,
 )
 

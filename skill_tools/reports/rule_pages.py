@@ -9,10 +9,10 @@ rules and reasons.
 """
 
 from collections.abc import Mapping, Sequence
-from functools import cache
 from pathlib import Path
 
 from skill_tools.bundle import knowledge_path
+from skill_tools.dialects import registry
 from skill_tools.knowledge import load_yaml
 from skill_tools.rules.finding import CONSEQUENCES, Evidence
 from skill_tools.rules.knowledge import Example, Rule, load_rules_yaml
@@ -164,16 +164,25 @@ def _fence(text: str, language: str) -> str:
     return f"{ticks}{language}\n{text.strip(chr(10))}\n{ticks}"
 
 
-@cache
-def families() -> Mapping[str, str]:
-    """Return the title of every family of constraints, by the first part of its ids."""
+def families(rules: Sequence[Rule]) -> Mapping[str, str]:
+    """Return the title of every family of constraints, by the first part of its ids.
+
+    A family without a title of its own is called like the one dialect that its rules are about.
+    """
     titles: dict[str, str] = load_yaml("families.yaml")
-    return titles
+    about: dict[str, set[str]] = {}
+    for rule in rules:
+        about.setdefault(_prefix(rule.id), set()).update(rule.dialects)
+    own = {
+        prefix: registry.named(next(iter(names))).label for prefix, names in about.items() if len(names) == 1
+    }
+    order = [registry.named(name).label for name in registry.names()]
+    ordered = sorted(own.keys() - titles.keys(), key=lambda prefix: (order.index(own[prefix]), prefix))
+    return {**titles, **{prefix: own[prefix] for prefix in ordered}}
 
 
-def family(identifier: str) -> str:
-    """Return the title of the family that an id belongs to."""
-    return families()[identifier.partition("-")[0]]
+def _prefix(identifier: str) -> str:
+    return identifier.partition("-")[0]
 
 
 def load_inventory() -> tuple[str, ...]:
@@ -196,14 +205,15 @@ def load_coverage() -> dict[str, str]:
 def coverage_page(rules: Sequence[Rule], coverage: Mapping[str, str]) -> str:
     """Return the page: counts a family, then every constraint with the rule or the reason."""
     by_id = {rule.id: rule for rule in rules}
-    inventory = load_inventory()
-    beyond = sorted(by_id.keys() - set(inventory))
+    titles = families(rules)
+    inventory = [(identifier, titles[_prefix(identifier)]) for identifier in load_inventory()]
+    beyond = sorted(by_id.keys() - {identifier for identifier, _ in inventory})
     parts = [
         "# Coverage",
         f"{len(inventory)} constraints on offloading were found in the frameworks' sources, documents and issue"
         " threads. Each is a rule, or stands here with the reason why no rule can report it.",
-        _coverage_counts(inventory, by_id, coverage),
-        *(_family_table(name, inventory, by_id, coverage) for name in dict.fromkeys(families().values())),
+        _coverage_counts(list(dict.fromkeys(titles.values())), inventory, by_id, coverage),
+        *(_family_table(name, inventory, by_id, coverage) for name in dict.fromkeys(titles.values())),
         "## Rules beyond the inventory\n\nFound later, or about the input itself: "
         + (", ".join(f"[{identifier}]({identifier}.md)" for identifier in beyond) or "none")
         + ".",
@@ -211,13 +221,18 @@ def coverage_page(rules: Sequence[Rule], coverage: Mapping[str, str]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _coverage_counts(inventory: Sequence[str], by_id: Mapping[str, Rule], coverage: Mapping[str, str]) -> str:
+def _coverage_counts(
+    names: Sequence[str],
+    inventory: Sequence[tuple[str, str]],
+    by_id: Mapping[str, Rule],
+    coverage: Mapping[str, str],
+) -> str:
     lines = [
         "| family | constraints | from a configuration | from a log | no rule |",
         "|---|--:|--:|--:|--:|",
     ]
-    for name in [*dict.fromkeys(families().values()), "all"]:
-        ids = [one for one in inventory if name in ("all", family(one))]
+    for name in [*names, "all"]:
+        ids = [one for one, title in inventory if name in ("all", title)]
         from_log = sum(one in by_id and by_id[one].check == "log" for one in ids)
         from_config = sum(one in by_id for one in ids) - from_log
         without = sum(one in coverage for one in ids)
@@ -226,11 +241,11 @@ def _coverage_counts(inventory: Sequence[str], by_id: Mapping[str, Rule], covera
 
 
 def _family_table(
-    name: str, inventory: Sequence[str], by_id: Mapping[str, Rule], coverage: Mapping[str, str]
+    name: str, inventory: Sequence[tuple[str, str]], by_id: Mapping[str, Rule], coverage: Mapping[str, str]
 ) -> str:
     lines = [f"## {name}", "", "| id | severity | where |", "|---|---|---|"]
-    for identifier in inventory:
-        if family(identifier) == name:
+    for identifier, title in inventory:
+        if title == name:
             lines.append(f"| {identifier} | {_where(identifier, by_id, coverage)} |")
     return "\n".join(lines)
 

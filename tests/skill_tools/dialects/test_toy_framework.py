@@ -4,9 +4,12 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+import jsonschema
 import pytest
+import yaml
 
 from skill_tools.__main__ import main
+from skill_tools.bundle import schema_path
 from skill_tools.configs.config import Config, Place
 from skill_tools.configs.draft import Draft
 from skill_tools.configs.source import Source
@@ -18,6 +21,8 @@ from skill_tools.dialects.candidates import OPTIMIZER, OPTIMIZER_LABEL, Advice, 
 from skill_tools.dialects.layout import Layout
 from skill_tools.dialects.run import Mode, Recompute, Run
 from skill_tools.dialects.shapes import ModelShape
+from skill_tools.reports.rule_pages import families
+from skill_tools.rules.knowledge import load_rules
 
 DATA = {
     "keys.yaml": """\
@@ -108,6 +113,16 @@ def run_yaml(tmp_path: Path) -> Path:
     return path
 
 
+def test_its_facts_keep_the_schemas_as_they_are() -> None:
+    for kind, name in (("keys", "keys.yaml"), ("rules", "rules/toy.yaml")):
+        jsonschema.validate(yaml.safe_load(DATA[name]), json.loads(schema_path(kind).read_text("utf-8")))
+
+
+def test_its_family_is_called_like_it() -> None:
+    rules = [rule for rule in load_rules() if rule.id == "toy-one-wing"]
+    assert families(rules)["toy"] == "Toy"
+
+
 def test_lint_recognises_it_by_its_evidence(run_yaml: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["lint", "--format", "json", str(run_yaml)]) == 1
     found = {each["rule"]: each for each in json.loads(capsys.readouterr().out)["findings"]}
@@ -134,6 +149,7 @@ def test_plan_proposes_in_its_own_keys(run_yaml: Path, capsys: pytest.CaptureFix
     run_yaml.write_text("toy: 1\nname: llama-3-8b\n", encoding="utf-8")
     assert main(["plan", str(run_yaml), "--gpu", "h200", "--format", "json"]) == 0
     plan = json.loads(capsys.readouterr().out)
+    jsonschema.validate(plan, json.loads(schema_path("plan").read_text("utf-8")))
     assert plan["dialect"] == "toy"
     (share,) = plan["recommendation"]["patch"]["settings"].values()
     assert plan["recommendation"]["patch"]["text"] == f"states_on_host: {share}\n"

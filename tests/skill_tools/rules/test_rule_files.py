@@ -10,6 +10,7 @@ import yaml
 from for_each import for_each
 
 from skill_tools.bundle import knowledge_path, schema_path
+from skill_tools.dialects import registry
 from skill_tools.knowledge import load_keys
 from skill_tools.rules.conditions import parse
 from skill_tools.rules.grammar import ConditionError
@@ -78,6 +79,24 @@ def test_each_dialect_of_a_rule_has_an_example(path: Path) -> None:
         if entry.get("check") != "log" and dialect not in entry["examples"]
     ]
     assert not problems, "\n".join(problems)
+
+
+def test_facts_name_registered_dialects() -> None:
+    """The schemas say the form of a name alone, so that a new dialect changes none of them."""
+    known = {*registry.names(), "default", "negative"}
+    of_keys = {
+        (entry["key"], name)
+        for entry in load_keys()
+        for part in ("spelling", "aliases", "default", "type")
+        if isinstance(entry.get(part), dict)
+        for name in entry[part]
+    }
+    of_rules = {
+        (entry["id"], name)
+        for entry in read_rule_files()
+        for name in (*entry["dialects"], *entry.get("examples", ()))
+    }
+    assert sorted(each for each in of_keys | of_rules if each[1] not in known) == []
 
 
 def test_ids_are_unique() -> None:
