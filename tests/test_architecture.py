@@ -123,15 +123,68 @@ def module_name(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+def import_graph() -> dict[str, set[str]]:
+    """The modules of the packages that each module imports, packages' `__init__` included."""
+    paths = {module_name(path): path for path in [*SKILL_TOOLS, *REFERENCE_IMPL]}
+    graph = {}
+    for module, path in paths.items():
+        names = {name if name in paths else name.rpartition(".")[0] for name in imported(path)}
+        graph[module] = names & paths.keys() - {module}
+    return graph
+
+
 def importers() -> Counter[str]:
-    """How many modules of the two packages import each module, packages' `__init__` included."""
-    paths = [*SKILL_TOOLS, *REFERENCE_IMPL]
-    modules = {module_name(path) for path in paths}
-    counts: Counter[str] = Counter()
-    for path in paths:
-        names = {name if name in modules else name.rpartition(".")[0] for name in imported(path)}
-        counts.update(names & modules)
-    return counts
+    """How many modules of the packages import each module."""
+    return Counter(name for names in import_graph().values() for name in names)
+
+
+def named_modules(path: Path) -> set[str]:
+    """Texts of a file that may be modules which it imports by name."""
+    return {
+        node.value for node in nodes(path) if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
+
+
+def reached(graph: dict[str, set[str]], start: str) -> set[str]:
+    """The modules that `start` imports, and those that they import."""
+    found: set[str] = set()
+    pending = [start]
+    while pending:
+        new = graph[pending.pop()] - found
+        found |= new
+        pending += new
+    return found
+
+
+def circles(graph: dict[str, set[str]]) -> list[str]:
+    """Each import of a module that reaches the importing one again."""
+    reach = {module: reached(graph, module) for module in graph}
+    return [
+        f"{module} imports {other}"
+        for module, names in graph.items()
+        for other in names
+        if module in reach[other]
+    ]
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    """Imports inside functions, under `TYPE_CHECKING` and by name count: a reader follows them all the same."""
+    graph = import_graph()
+    for path in [*SKILL_TOOLS, *REFERENCE_IMPL]:
+        graph[module_name(path)] |= named_modules(path) & graph.keys() - {module_name(path)}
+    found = circles(graph)
+    assert not found, listed(
+        "imports in circles; try moving the idea that both need to where it belongs", found
+    )
+
+
+def test_a_circle_is_told_with_all_its_imports() -> None:
+    """Two circles, and a module that leads from one to the other."""
+    graph = {"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": {"e"}, "e": {"f"}, "f": {"e"}}
+    assert sorted(circles(graph)) == [
+        *("a imports b", "b imports c", "c imports a"),
+        *("e imports f", "f imports e"),
+    ]
 
 
 def length(path: Path) -> int:

@@ -15,10 +15,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import reference_impl
-
 Plan = dict[str, Any]
-_ROOT = Path(reference_impl.__file__).resolve().parents[1]
+_ROOT = Path(__file__).resolve().parents[2]
 _TIMEOUT_S = 120
 
 

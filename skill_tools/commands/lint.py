@@ -29,10 +29,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from skill_tools.commands import releases
 from skill_tools.configs.config import Config
-from skill_tools.configs.files import replace_text
+from skill_tools.configs.files import MAX_BYTES, decode, replace_text
 from skill_tools.configs.folder import files_below
 from skill_tools.configs.releases import Stated, stated_beside
-from skill_tools.configs.source import MAX_BYTES, Source, decode, load
+from skill_tools.configs.source import Source, load
 from skill_tools.dialects import registry
 from skill_tools.dialects.read import Contradiction, Reading, readings
 from skill_tools.errors import Unrecognised, UnusableInput, printable, printable_lines

@@ -1,18 +1,22 @@
-"""Reads the bytes of a file that a user names: of a real file only, and never more than its reader can use.
+"""Finds and reads a file that a user names: a real file only, and never more of it than its reader can use.
 
-Reading a device would never end, and a pipe may have no writer.
+Reading a device would never end, and a pipe may have no writer. Size limits and encodings are checked here, once, so
+later readers may assume short Unicode text.
 """
 
 import errno
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
 from skill_tools.errors import UnusableInput
 
+MAX_BYTES = 1024 * 1024
+
+_FOREIGN_MARKS = (b"\xff\xfe", b"\xfe\xff")
 _WHAT = {
     stat.S_IFIFO: "a pipe",
     stat.S_IFCHR: "a device",
@@ -52,6 +56,50 @@ def open_file(path: str | Path, *, expected: str, attempt: str = "checking the p
         raise UnusableInput(
             f"{name!r} is not a path", expected=expected, attempt="checking the name"
         ) from error
+
+
+def find_file(path: str, folders: Iterable[Path]) -> Path | None:
+    """Return where `path` is, seen from one of `folders` or from the working folder; None if it is not there."""
+    for folder in (*folders, Path()):
+        try:
+            if (candidate := folder / path).is_file():
+                return candidate
+        except (OSError, ValueError):
+            return None
+    return None
+
+
+def read_text(path: str | Path) -> str:
+    """Return the text of the file at `path`; raises `UnusableInput` when it is missing, too large, or not UTF-8."""
+    expected = "a file: YAML, TOML, shell script, Python recipe or JSON"
+    return decode(read_bytes(path, MAX_BYTES + 1, expected=expected), str(path))
+
+
+def decode(data: bytes, name: str) -> str:
+    """Return `data` as text; raises `UnusableInput` for anything but UTF-8 text of at most `MAX_BYTES`."""
+    if len(data) > MAX_BYTES:
+        raise UnusableInput(
+            f"{name} is larger than {MAX_BYTES // 1024**2} MiB",
+            expected="a training configuration",
+            attempt="the configuration itself, without data or logs",
+        )
+    if data.startswith(_FOREIGN_MARKS):
+        raise _not_utf8(name, 1, "it begins with a UTF-16 or UTF-32 mark")
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise _not_utf8(name, data.count(b"\n", 0, error.start) + 1, "a byte is not UTF-8") from error
+    if "\0" in text:
+        raise _not_utf8(name, text.count("\n", 0, text.index("\0")) + 1, "it holds a NUL byte")
+    return text
+
+
+def _not_utf8(name: str, line: int, what: str) -> UnusableInput:
+    return UnusableInput(
+        f"{name}:{line} is not text in UTF-8 ({what})",
+        expected="a configuration as text",
+        attempt="saving the file as UTF-8",
+    )
 
 
 def replace_text(path: str | Path, text: str) -> None:

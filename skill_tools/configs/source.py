@@ -1,7 +1,4 @@
-"""Loads an input's text, and says what kind of text it is.
-
-Size limits and encodings are checked here, once, so later readers may assume short Unicode text.
-"""
+"""An input: its text, which is parsed once, and what kind of text it is."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -11,8 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from skill_tools.configs.files import read_bytes
-from skill_tools.errors import UnusableInput
+from skill_tools.configs.files import MAX_BYTES, find_file, read_text
 
 if TYPE_CHECKING:
     import ast
@@ -20,14 +16,11 @@ if TYPE_CHECKING:
     from skill_tools.configs.shell.command import Command
     from skill_tools.configs.yaml_lines import Documents, Node
 
-MAX_BYTES = 1024 * 1024
-
 _SUFFIXES = {
     ".yaml": "yaml", ".yml": "yaml", ".json": "json", ".toml": "toml", ".py": "python",
     ".sh": "shell", ".bash": "shell", ".slurm": "shell", ".sbatch": "shell", ".sub": "shell",
 }  # fmt: skip
 _STRING_OR_COMMENT = r'("(?:\\.|[^"\\\n])*")|//[^\n]*|/\*[\s\S]*?\*/'  # compiled when a text has either
-_FOREIGN_MARKS = (b"\xff\xfe", b"\xfe\xff")
 _PYTHON = re.compile(r"^(?:from [\w.]+ import |import \w|def \w+\(|class \w+|@\w)", re.MULTILINE)
 _SHELL = re.compile(r"^#!.*sh\b|(?:^|\s)--?[a-z][\w-]*(?:[\s=]|$)|^\s*(?:export )?[A-Z_]+=|\\$", re.MULTILINE)
 _YAML = re.compile(r"^(?:- |[\w\"'.-]+\s*:(?:\s|$))", re.MULTILINE)
@@ -127,9 +120,9 @@ class Source:
         """The text of a shell script, with those of the files beside it that it sources."""
         if not re.search(_SOURCES, self.text):
             return self.text
-        from skill_tools.configs.shell.launch import text_with_sourced
+        from skill_tools.configs.shell.script import text_with_sourced
 
-        return text_with_sourced(self)
+        return text_with_sourced(self.text, self.folder)
 
     @cached_property
     def commands(self) -> "list[Command]":
@@ -207,52 +200,18 @@ def load(path: str | Path) -> Source:
     Raises `UnusableInput` when the file is missing, too large, or not text in UTF-8.
     """
     name, _, recipe = str(path).partition("::")
-    data = read_bytes(name, MAX_BYTES + 1, expected="a file: YAML, TOML, shell script, Python recipe or JSON")
-    return Source(name, decode(data, name), Path(name).parent, recipe or None)
+    return Source(name, read_text(name), Path(name).parent, recipe or None)
 
 
 def find(path: str, folders: Iterable[Path]) -> Source | None:
     """Return the file at `path`, seen from one of `folders` or from the working folder; None if it is not there."""
-    for folder in (*folders, Path()):
-        try:
-            candidate = folder / path
-            if candidate.is_file():
-                return load(candidate)
-        except (OSError, ValueError):
-            return None
-    return None
+    found = find_file(path, folders)
+    return None if found is None else load(found)
 
 
 def looks_like_configuration(path: str) -> bool:
     """Return whether `path`, by its suffix alone, names a configuration rather than a log or a setting."""
     return Path(path.partition("::")[0]).suffix.lower() in _SUFFIXES
-
-
-def decode(data: bytes, name: str) -> str:
-    """Return `data` as text; raises `UnusableInput` for anything but UTF-8 text of at most `MAX_BYTES`."""
-    if len(data) > MAX_BYTES:
-        raise UnusableInput(
-            f"{name} is larger than {MAX_BYTES // 1024**2} MiB",
-            expected="a training configuration",
-            attempt="the configuration itself, without data or logs",
-        )
-    if data.startswith(_FOREIGN_MARKS):
-        raise _not_utf8(name, 1, "it begins with a UTF-16 or UTF-32 mark")
-    try:
-        text = data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise _not_utf8(name, data.count(b"\n", 0, error.start) + 1, "a byte is not UTF-8") from error
-    if "\0" in text:
-        raise _not_utf8(name, text.count("\n", 0, text.index("\0")) + 1, "it holds a NUL byte")
-    return text
-
-
-def _not_utf8(name: str, line: int, what: str) -> UnusableInput:
-    return UnusableInput(
-        f"{name}:{line} is not text in UTF-8 ({what})",
-        expected="a configuration as text",
-        attempt="saving the file as UTF-8",
-    )
 
 
 def _impression(text: str) -> Kind:

@@ -50,6 +50,12 @@ _ROOT_TOP, _ROOT_NOISE_BITS = 255, 14
 # The bits of the least scales, 2**-100 and 2**-108.
 LEAST_SIGNED_SCALE = (_BIAS - 100) << 7
 LEAST_ROOT_SCALE = (_BIAS - 108) << 7
+# What the kernel on the GPU is compiled for.
+CONSTANTS = {
+    "block": BLOCK,
+    "least_signed_scale": LEAST_SIGNED_SCALE,
+    "least_root_scale": LEAST_ROOT_SCALE,
+}
 # Top codes that a block's largest value may have been rounded to, which its scale can be told from.
 _SIGNED_TOPS, _ROOT_TOPS = (127, 126), (255, 254)
 
@@ -261,7 +267,7 @@ class CompactOperands(NamedTuple):
         """Run the GPU's kernel, which has Adam's formula in it."""
         from reference_impl.optimizers.streamed import compact_kernel
 
-        compact_kernel.update(self, scalars)
+        compact_kernel.update(self, scalars, CONSTANTS)
 
     def writes(self, formula: Formula, scalars: Scalars) -> Writes:
         """Return what the update would write."""

@@ -9,27 +9,26 @@ Explained in docs/optimizer-state-offloading.md, "Compact states".
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import triton
 import triton.language as tl
-
-from reference_impl.optimizers.streamed import compact
-from reference_impl.optimizers.streamed.compact import BLOCK, CompactOperands
-from reference_impl.optimizers.streamed.packing import Scalars
 
 # Blocks that one program updates with its warps: eight elements a thread, which are one load of a bf16 gradient.
 _ROWS, _WARPS = 16, 4
 
-_BLOCK = tl.constexpr(BLOCK)
-_LEAST_SIGNED_SCALE = tl.constexpr(compact.LEAST_SIGNED_SCALE)
-_LEAST_ROOT_SCALE = tl.constexpr(compact.LEAST_ROOT_SCALE)
 _INFINITY = tl.constexpr(0x7F800000)
 _MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 
 
-def update(operands: CompactOperands, scalars: Scalars) -> None:
-    """Update one piece on the live current stream, by Adam or AdamW. A step that is skipped writes nothing."""
+def update(operands: Any, scalars: Sequence[Any], constants: Mapping[str, int]) -> None:
+    """Update one piece on the live current stream, by Adam or AdamW. A step that is skipped writes nothing.
+
+    `operands` are `compact.CompactOperands`, `scalars` are `packing.Scalars`, `constants` are `compact.CONSTANTS`.
+    """
     numel = operands.gradient.numel()
-    _kernel[(triton.cdiv(numel, _ROWS * BLOCK),)](
+    _kernel[(triton.cdiv(numel, _ROWS * constants["block"]),)](
         operands.weight,
         operands.low,
         operands.master,
@@ -38,6 +37,7 @@ def update(operands: CompactOperands, scalars: Scalars) -> None:
         *operands.scales,
         *scalars,
         numel,
+        **constants,
         rows=_ROWS,
         num_warps=_WARPS,
         enable_fp_fusion=False,
@@ -60,14 +60,17 @@ def _kernel(
     grad_scale_ptr,
     found_inf_ptr,
     numel,
+    block: tl.constexpr,
+    least_signed_scale: tl.constexpr,
+    least_root_scale: tl.constexpr,
     rows: tl.constexpr,
 ):
     if tl.load(found_inf_ptr) != 0:
         return
     row = tl.program_id(0) * rows + tl.arange(0, rows)
-    place = row[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
+    place = row[:, None] * block + tl.arange(0, block)[None, :]
     # Codes and low bits are of whole blocks, weights and gradients may not fill the last one.
-    has_row, inside = row * _BLOCK < numel, place < numel
+    has_row, inside = row * block < numel, place < numel
     in_block = has_row[:, None]
 
     codes = tl.load(average_codes_ptr + place, mask=in_block, other=0)
@@ -85,11 +88,11 @@ def _kernel(
     step = tl.load(step_ptr).to(tl.int32) + 1
     number = place + tl.load(first_ptr).to(tl.int32)
     random = _mix(number.to(tl.uint32) ^ _mix(step.to(tl.uint32)))
-    scales = _scale_bits(average, _LEAST_SIGNED_SCALE)
+    scales = _scale_bits(average, least_signed_scale)
     codes = _signed_codes(average, scales, random)
     tl.store(average_codes_ptr + place, codes.to(tl.int8), mask=in_block)
     tl.store(average_scales_ptr + row, scales.to(tl.int16), mask=has_row)
-    scales = _scale_bits(square, _LEAST_ROOT_SCALE)
+    scales = _scale_bits(square, least_root_scale)
     codes = _root_codes(square, root, scales, random)
     tl.store(square_codes_ptr + place, codes.to(tl.uint8), mask=in_block)
     tl.store(square_scales_ptr + row, scales.to(tl.int16), mask=has_row)

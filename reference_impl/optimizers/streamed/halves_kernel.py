@@ -11,8 +11,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from reference_impl.optimizers.streamed.packing import Halves
-
 # Elements of one program: eight a thread, which are one load of bf16 weights.
 _WIDTH, _WARPS = 1024, 4
 
@@ -21,13 +19,13 @@ _MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 _SIGN = tl.constexpr(-0x80000000)
 
 
-def unpack(halves: Halves) -> None:
-    """As `packing.unpack`, on the live current stream."""
+def unpack(halves):
+    """As `packing.Packer.unpack` of `packing.Halves`, on the live current stream."""
     _launch(_unpack, halves)
 
 
-def pack(halves: Halves) -> None:
-    """As `packing.pack`, on the live current stream."""
+def pack(halves):
+    """As `packing.Packer.pack` of `packing.Halves`, on the live current stream."""
     _launch(_pack, halves)
 
 

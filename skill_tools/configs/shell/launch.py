@@ -12,12 +12,11 @@ from typing import NamedTuple
 from skill_tools.configs.config import Place
 from skill_tools.configs.draft import Draft
 from skill_tools.configs.shell.command import Argument, Command
+from skill_tools.configs.shell.script import run
 from skill_tools.configs.source import Source, find
 from skill_tools.configs.values import UNREADABLE, is_template
 from skill_tools.errors import UnusableInput
 
-_SOURCED = re.compile(r"^[ \t]*(?:source|\.)[ \t]+([^\n;&|#]+)", re.MULTILINE)
-_MOST_SOURCED = 5
 _OPTIONS = ("ARGS", "OPTS", "OPTION", "FLAGS", "PARAMS", "EXTRA")
 _FILES = (".yaml", ".yml", ".json", ".toml")
 _DEFAULT = re.compile(r"\$\{\w+:?-([^{}$]+)\}")  # of what the script itself is given
@@ -38,18 +37,6 @@ class Flag(NamedTuple):
     written: str
     place: Place
     known: bool = True
-
-
-def text_with_sourced(source: Source) -> str:
-    """Return the text of a script, and of the files beside it that it sources: there its options may stand."""
-    from skill_tools.configs.shell.script import sets_nothing, sourced
-
-    written = (path.strip().strip("\"'") for path in _SOURCED.findall(source.text)[:_MOST_SOURCED])
-    paths = [
-        re.sub(r"\$(\w+)", r"${\1}", path) for path in written
-    ]  # as the script's reader shows a variable
-    found = [sourced(path, source.folder) for path in paths if not sets_nothing(path)]
-    return "\n".join([source.text, *(each.text for each in found if each is not None)])
 
 
 def training_command(source: Source, knows: Callable[[str], bool], *, whole: bool = False) -> Command:
@@ -109,8 +96,6 @@ def _files_of(command: Command, source: Source) -> Iterator[tuple[Argument, Sour
 
 def command_line(text: str, name: str) -> tuple[Argument, ...]:
     """Return the words of one command line, such as the value of `--overrides`: `a=b` is a word, not an assignment."""
-    from skill_tools.configs.shell.script import run
-
     commands = run(f": {' '.join(text.splitlines())}", name=name)
     return commands[0].words[1:]
 

@@ -9,7 +9,9 @@ import re
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import NamedTuple
 
+from skill_tools.configs.files import find_file, read_text
 from skill_tools.configs.shell import tests as shell_tests
 from skill_tools.configs.shell.command import Argument, Command
 from skill_tools.configs.shell.variables import (
@@ -19,11 +21,12 @@ from skill_tools.configs.shell.variables import (
     words_inside,
 )
 from skill_tools.configs.shell.words import OPAQUE, Word, split
-from skill_tools.configs.source import Source, find
 from skill_tools.errors import UnusableInput
 
 MAX_SOURCED = 20
 
+_SOURCED = re.compile(r"^[ \t]*(?:source|\.)[ \t]+([^\n;&|#]+)", re.MULTILINE)
+_MOST_SOURCED = 5  # of a script whose commands are not followed
 _EXPORTS = {"export", "declare", "typeset", "local", "readonly"}
 _CASE_ENDS = {";;", ";&", ";;&"}
 _SOURCES = {"source", "."}
@@ -89,15 +92,31 @@ def _statements(words: list[Word]) -> Iterator[tuple[list[Word], str, str]]:
     yield statement, before, ""
 
 
-def sets_nothing(path: str) -> bool:
+def text_with_sourced(text: str, folder: Path | None) -> str:
+    """Return the text of a script in `folder`, and of the files there that it sources: its options may stand there."""
+    written = (path.strip().strip("\"'") for path in _SOURCED.findall(text)[:_MOST_SOURCED])
+    paths = (re.sub(r"\$(\w+)", r"${\1}", path) for path in written)  # as `Argument.text` shows a variable
+    found = [_sourced(path, folder) for path in paths if not _sets_nothing(path)]
+    return "\n".join([text, *(each.text for each in found if each is not None)])
+
+
+class _Sourced(NamedTuple):
+    """A file that a script sources: its name as it was found, and its text."""
+
+    name: str
+    text: str
+
+
+def _sets_nothing(path: str) -> bool:
     """Return whether a sourced file sets up a shell or a Python, and nothing of a training."""
     return Path(_FOLDER.sub("", path)).name in _NO_SETTINGS
 
 
-def sourced(path: str, folder: Path | None) -> Source | None:
-    """Return the file that a script in `folder` sources by `path`, None where it is not there."""
+def _sourced(path: str, folder: Path | None) -> _Sourced | None:
+    """Return the file that a script in `folder` sources by `path`; None where it is not there or is no text."""
+    found = find_file(_FOLDER.sub("", path), [folder]) if folder else None
     try:
-        return find(_FOLDER.sub("", path), [folder]) if folder else None
+        return None if found is None else _Sourced(str(found), read_text(found))
     except UnusableInput:
         return None
 
@@ -263,10 +282,10 @@ class _Script:
 
     def _source(self, path: Argument) -> None:
         """Follow a file that is sourced, as if it stood in place of the command; note one that is not there."""
-        if sets_nothing(path.text):
+        if _sets_nothing(path.text):
             return
         self._sourced += 1
-        found = sourced(path.text, self._folder) if self._sourced <= MAX_SOURCED else None
+        found = _sourced(path.text, self._folder) if self._sourced <= MAX_SOURCED else None
         if found is None:
             self._missing.append(path)
             return

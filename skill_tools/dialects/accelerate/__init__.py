@@ -6,6 +6,10 @@
 """
 
 ACCELERATE = "accelerate"
+SCRIPT = (
+    f"{ACCELERATE}.script"  # a key: a Python script makes the Accelerator, whose plugins then read no file
+)
+DEEPSPEED = f"{ACCELERATE}.deepspeed_config."  # how keys of the section for DeepSpeed's plugin begin
 FSDP_PLUGIN, DEEPSPEED_PLUGIN, ACCELERATOR = (
     "FullyShardedDataParallelPlugin",
     "DeepSpeedPlugin",

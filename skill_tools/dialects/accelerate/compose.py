@@ -14,6 +14,7 @@ from skill_tools.dialects.accelerate import ACCELERATE, EMBEDDED
 from skill_tools.dialects.accelerate.launch import launch_words, write_launch, write_options
 from skill_tools.dialects.accelerate.section import settle, write_file
 from skill_tools.dialects.deepspeed import section
+from skill_tools.dialects.deepspeed.dialect import is_one as is_deepspeed
 from skill_tools.errors import UnusableInput
 
 _OVERRIDES = "<overrides>"
@@ -28,7 +29,7 @@ def compose(sources: Sequence[Source], overrides: Sequence[str]) -> Config:
     folders = [source.folder for source in sources if source.folder is not None]
     for source in sources:
         match source.kind:
-            case Kind.JSON if section.is_one(source):
+            case Kind.JSON if is_deepspeed(source):
                 section.write_file(draft, source)
             case Kind.YAML | Kind.JSON:
                 write_file(draft, source)

@@ -11,7 +11,7 @@ from skill_tools.configs.config import Setting
 from skill_tools.configs.draft import Draft
 from skill_tools.configs.source import Source
 from skill_tools.configs.tree import single_document, write_tree
-from skill_tools.dialects.accelerate.section import DEEPSPEED, SCRIPT, origin
+from skill_tools.dialects.accelerate import DEEPSPEED, SCRIPT
 from skill_tools.dialects.deepspeed import section
 
 _ZERO = "deepspeed.zero_optimization."
@@ -65,10 +65,10 @@ def _write_fields(draft: Draft, stated: Setting) -> None:
     _write_stage(draft, stated)
     for name in _DEVICES:
         _write_device(draft, stated, name)
-    saved = origin(draft, f"{DEEPSPEED}zero3_save_16bit_model", stated)
+    saved = _origin(draft, f"{DEEPSPEED}zero3_save_16bit_model", stated)
     gathers = saved is not stated and str(saved.value).lower() == "true"
     _derive(draft, f"{_ZERO}stage3_gather_16bit_weights_on_model_save", gathers, saved)
-    precision = origin(draft, "accelerate.mixed_precision", stated)
+    precision = _origin(draft, "accelerate.mixed_precision", stated)
     for name, words in _PRECISIONS:
         _derive(draft, f"deepspeed.{name}.enabled", precision.value in words, precision)
     for name in (*_LEFT_TO_THE_RUN, "gradient_clipping"):
@@ -79,7 +79,7 @@ def _write_stage(draft: Draft, stated: Setting) -> None:
     if draft.is_open(f"{DEEPSPEED}zero_stage"):
         draft.leave_open(f"{_ZERO}stage")
         return
-    stage = origin(draft, f"{DEEPSPEED}zero_stage", stated)
+    stage = _origin(draft, f"{DEEPSPEED}zero_stage", stated)
     _derive(draft, f"{_ZERO}stage", 2 if stage is stated else stage.value, stage)
 
 
@@ -89,7 +89,7 @@ def _write_device(draft: Draft, stated: Setting, name: str) -> None:
     if draft.is_open(field):
         draft.leave_open(f"{_ZERO}{name}.device")
         return
-    device = origin(draft, field, stated)
+    device = _origin(draft, field, stated)
     if device is not stated and device.value not in ("none", "cpu", "nvme"):  # acc-ds-device-value says it
         draft.leave_open(f"{_ZERO}{name}.device")
         return
@@ -97,17 +97,17 @@ def _write_device(draft: Draft, stated: Setting, name: str) -> None:
     if device.value == "nvme":
         in_script = f"{DEEPSPEED}{name}_nvme_path"
         variable = f"env.ACCELERATE_DEEPSPEED_{name.upper()}_NVME_PATH"
-        path = origin(draft, in_script if SCRIPT in draft else variable, device)
+        path = _origin(draft, in_script if SCRIPT in draft else variable, device)
         _derive(draft, f"{_ZERO}{name}.nvme_path", "none" if path is device else path.value, path)
 
 
 def _fill_auto(draft: Draft, stated: Setting) -> None:
     """Add what the named file lacks, replace "auto" by what the plugin knows, and leave the rest of it to the run."""
-    precision = origin(draft, "accelerate.mixed_precision", stated).value
+    precision = _origin(draft, "accelerate.mixed_precision", stated).value
     for name, words in _PRECISIONS:
         if not draft.below(f"deepspeed.{name}."):
             _derive(draft, f"deepspeed.{name}.enabled", precision in words, stated)
-    stage = origin(draft, f"{DEEPSPEED}zero_stage", stated)
+    stage = _origin(draft, f"{DEEPSPEED}zero_stage", stated)
     filled: dict[str, object] = {
         f"{_ZERO}stage": 2 if stage is stated else stage.value,
         f"{_ZERO}stage3_gather_16bit_weights_on_model_save": False,
@@ -118,7 +118,7 @@ def _fill_auto(draft: Draft, stated: Setting) -> None:
             continue
         name = setting.key.removeprefix(_ZERO).removesuffix(".device")
         if name in _DEVICES:
-            given = origin(draft, f"{DEEPSPEED}{name}_device", stated)
+            given = _origin(draft, f"{DEEPSPEED}{name}_device", stated)
             draft.set_key(
                 setting.key, "none" if given is stated else given.value, setting.written, setting.place
             )
@@ -130,3 +130,9 @@ def _fill_auto(draft: Draft, stated: Setting) -> None:
 
 def _derive(draft: Draft, key: str, value: object, source: Setting) -> None:
     draft.set_key(key, value, source.written, source.place)
+
+
+def _origin(draft: Draft, key: str, otherwise: Setting) -> Setting:
+    """Return the setting of `key`, or `otherwise` where nobody set it to anything."""
+    setting = draft.get(key)
+    return otherwise if setting is None or setting.value is None else setting

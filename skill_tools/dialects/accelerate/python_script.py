@@ -17,8 +17,15 @@ from skill_tools.configs.python.syntax import last_name
 from skill_tools.configs.python.values import Section, plain
 from skill_tools.configs.source import Source
 from skill_tools.configs.values import UNREADABLE
-from skill_tools.dialects.accelerate import ACCELERATE, ACCELERATOR, DEEPSPEED_PLUGIN, FSDP_PLUGIN, OUR_MODULE
-from skill_tools.dialects.accelerate.section import SCRIPT, TYPE, write_value
+from skill_tools.dialects.accelerate import (
+    ACCELERATE,
+    ACCELERATOR,
+    DEEPSPEED_PLUGIN,
+    FSDP_PLUGIN,
+    OUR_MODULE,
+    SCRIPT,
+)
+from skill_tools.dialects.accelerate.section import TYPE, write_value
 from skill_tools.dialects.patch import as_keywords
 from skill_tools.errors import UnusableInput
 

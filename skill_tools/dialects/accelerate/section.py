@@ -19,15 +19,13 @@ from skill_tools.configs.tree import entries_of, single_document
 from skill_tools.configs.values import UNREADABLE, whole_number
 from skill_tools.configs.vocabulary import load_vocabulary
 from skill_tools.configs.yaml_lines import Node, plain
-from skill_tools.dialects.accelerate import ACCELERATE
+from skill_tools.dialects.accelerate import ACCELERATE, DEEPSPEED
 
 TYPE = "accelerate.distributed_type"
 FSDP = "accelerate.fsdp_config."
-DEEPSPEED = "accelerate.deepspeed_config."
 MEGATRON = "accelerate.megatron_lm_config."
 
 _PREFIXES = {"fsdp_config": "fsdp_", "fp8_config": "fp8_", "dynamo_config": "dynamo_"}
-SCRIPT = f"{ACCELERATE}.script"
 _ACTIVE = {"FSDP": FSDP, "DEEPSPEED": DEEPSPEED, "MEGATRON_LM": MEGATRON}
 _NUMBERED = frozenset({"fsdp_sharding_strategy", "fsdp_backward_prefetch", "fsdp_state_dict_type"})
 _TRUTHS = {
@@ -215,9 +213,3 @@ def _read_by_fsdp(setting: Setting, expected: str | None, *, first: bool, by_siz
     if name == "fsdp_version" and value is None:
         return "1 or 2"
     return "a strategy such as FULL_SHARD" if name == "fsdp_sharding_strategy" and value is None else expected
-
-
-def origin(draft: Draft, key: str, otherwise: Setting) -> Setting:
-    """Return the setting of `key`, or `otherwise` where nobody set it to anything."""
-    setting = draft.get(key)
-    return otherwise if setting is None or setting.value is None else setting

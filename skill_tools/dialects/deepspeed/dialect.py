@@ -136,3 +136,8 @@ def _no_run() -> UnusableInput:
 
 
 DIALECT = DeepSpeed()
+
+
+def is_one(source: Source) -> bool:
+    """Return whether a JSON is DeepSpeed's own, for a dialect that is given it beside or instead of its own file."""
+    return source.kind is Kind.JSON and bool(DIALECT.evidence(source).votes)

@@ -57,13 +57,6 @@ def settle(draft: Draft) -> None:
     )
 
 
-def is_one(source: Source) -> bool:
-    """Return whether a JSON is DeepSpeed's own, for a dialect that is given it beside or instead of its own file."""
-    from skill_tools.dialects.deepspeed.dialect import DIALECT
-
-    return source.kind is Kind.JSON and bool(DIALECT.evidence(source).votes)
-
-
 def follow(draft: Draft, named: Setting, folders: Sequence[Path]) -> bool:
     """Write the DeepSpeed file that the value of `named` is the path of; return whether it is there.
 

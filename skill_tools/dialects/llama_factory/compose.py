@@ -18,6 +18,7 @@ from skill_tools.configs.tree import entries_of, single_document
 from skill_tools.configs.values import UNREADABLE
 from skill_tools.configs.yaml_lines import OMEGACONF, Node, as_omegaconf, parse, plain
 from skill_tools.dialects.deepspeed import DEEPSPEED, EMBEDDED, section
+from skill_tools.dialects.deepspeed.dialect import is_one as is_deepspeed
 from skill_tools.dialects.llama_factory import LLAMA_FACTORY
 from skill_tools.dialects.transformers import CLASS, LAUNCHER, TRANSFORMERS, arguments
 from skill_tools.errors import UnusableInput
@@ -45,7 +46,7 @@ def compose(sources: Sequence[Source], overrides: Sequence[str]) -> Config:
     for source in sources:
         draft.take(source)
         match source.kind:
-            case Kind.JSON if section.is_one(source):
+            case Kind.JSON if is_deepspeed(source):
                 section.write_file(draft, source)
             case Kind.YAML | Kind.JSON:
                 _write_file(draft, source)

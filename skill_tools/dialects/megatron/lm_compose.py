@@ -10,7 +10,7 @@ from pathlib import Path
 
 from skill_tools.configs.config import Config, Place
 from skill_tools.configs.draft import Draft
-from skill_tools.configs.files import read_bytes
+from skill_tools.configs.files import MAX_BYTES, read_bytes
 from skill_tools.configs.folder import above
 from skill_tools.configs.shell.command import Command
 from skill_tools.configs.shell.launch import (
@@ -21,7 +21,7 @@ from skill_tools.configs.shell.launch import (
     training_command,
     write_environment,
 )
-from skill_tools.configs.source import MAX_BYTES, Kind, Source
+from skill_tools.configs.source import Kind, Source
 from skill_tools.configs.tree import FULL, entries_of, single_document
 from skill_tools.configs.values import UNREADABLE
 from skill_tools.configs.yaml_lines import Node, plain

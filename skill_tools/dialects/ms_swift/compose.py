@@ -26,6 +26,7 @@ from skill_tools.configs.vocabulary import load_vocabulary
 from skill_tools.configs.yaml_lines import Node, plain
 from skill_tools.dialects.deepspeed import EMBEDDED
 from skill_tools.dialects.deepspeed import section as deepspeed
+from skill_tools.dialects.deepspeed.dialect import is_one as is_deepspeed
 from skill_tools.dialects.megatron import BRIDGE, embedded
 from skill_tools.dialects.ms_swift import MS_SWIFT
 from skill_tools.errors import UnusableInput
@@ -52,7 +53,7 @@ def compose(sources: Sequence[Source], overrides: Sequence[str]) -> Config:
         match source.kind:
             case Kind.SHELL:
                 program = _write_script(draft, source, folders)
-            case Kind.JSON if deepspeed.is_one(source):
+            case Kind.JSON if is_deepspeed(source):
                 deepspeed.write_file(draft, source)
             case Kind.YAML | Kind.JSON:
                 root = single_document(source, draft=draft)

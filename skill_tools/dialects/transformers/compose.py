@@ -15,6 +15,7 @@ from skill_tools.configs.tree import entries_of, single_document
 from skill_tools.configs.vocabulary import load_vocabulary
 from skill_tools.configs.yaml_lines import Node, plain
 from skill_tools.dialects.deepspeed import section
+from skill_tools.dialects.deepspeed.dialect import is_one as is_deepspeed
 from skill_tools.dialects.transformers import CLASS, EMBEDDED, LAUNCHER, TRANSFORMERS, arguments
 from skill_tools.dialects.transformers.launch import (
     RECIPE,
@@ -55,7 +56,7 @@ def compose(sources: Sequence[Source], overrides: Sequence[str]) -> Config:
                 write_script(draft, source)
             case Kind.SHELL:
                 _write_launch(draft, source, folders)
-            case _ if section.is_one(source):
+            case _ if is_deepspeed(source):
                 section.write_file(draft, source)
             case _:
                 _write_recipe(draft, source, Parser.RECIPE)

@@ -20,7 +20,8 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[3]))
 
 from skill_tools.__main__ import main
-from skill_tools.configs.source import MAX_BYTES, load
+from skill_tools.configs.files import MAX_BYTES
+from skill_tools.configs.source import load
 from skill_tools.dialects.read import readings
 from skill_tools.errors import UnusableInput
 

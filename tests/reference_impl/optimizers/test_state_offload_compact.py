@@ -303,9 +303,9 @@ def test_the_kernel_finds_everything_at_multiples_of_16_bytes(monkeypatch, inter
     kernel = interpreted("compact_kernel")
     device, update, offsets = Device.of("cpu"), kernel.update, []
 
-    def watched(operands, scalars):
+    def watched(operands, scalars, constants):
         offsets.extend(each.data_ptr() % 16 for each in (*operands.written, operands.gradient, *scalars))
-        update(operands, scalars)
+        update(operands, scalars, constants)
 
     monkeypatch.setattr(kernel, "update", watched)
     monkeypatch.setattr(type(device), "compiles", True)
@@ -332,11 +332,11 @@ def test_a_kernel_that_cannot_be_launched_once_leaves_a_step_that_goes_on(monkey
             train(net, taken, data[:1])
         launched = []
 
-        def failing(operands, scalars):
+        def failing(operands, scalars, constants):
             launched.append(operands)
             if len(launched) == fails_at + 1:
                 raise torch.OutOfMemoryError("no memory for the launch")
-            update(operands, scalars)
+            update(operands, scalars, constants)
 
         model(data[1]).square().mean().backward()
         with monkeypatch.context() as once:

@@ -9,6 +9,7 @@ import pytest
 
 from skill_tools.__main__ import main
 from skill_tools.configs import json_lines, source, toml_lines, yaml_lines
+from skill_tools.configs.files import MAX_BYTES
 from skill_tools.configs.python import syntax
 from skill_tools.configs.shell import script
 
@@ -47,7 +48,7 @@ def test_each_file_is_parsed_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     parsed: Counter[str] = Counter()
-    monkeypatch.setattr(source, "_PARSED", source._Parsed(source.MAX_BYTES))
+    monkeypatch.setattr(source, "_PARSED", source._Parsed(MAX_BYTES))
     for module, name in PARSERS:
         monkeypatch.setattr(module, name, counting(getattr(module, name), parsed))
     for name, text in FOLDER.items():

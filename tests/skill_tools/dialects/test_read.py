@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skill_tools.configs.source import MAX_BYTES, Kind, Source, decode
+from skill_tools.configs.files import MAX_BYTES, decode
+from skill_tools.configs.source import Kind, Source
 from skill_tools.dialects import registry
 from skill_tools.dialects.read import read, read_sources, read_text
 from skill_tools.errors import UnusableInput

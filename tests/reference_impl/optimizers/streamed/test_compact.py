@@ -295,11 +295,11 @@ def test_the_kernel_makes_the_bytes_of_the_twin(interpreted, low_bits, dtype):
         bad = given[0].clone()
         bad[numel // 2], bad[numel // 3] = float("inf"), float("nan")
         for count, gradient in enumerate([*given, bad, given[1]], start=1):
-            update(kernel.operands(gradient), kernel.scalars(count))
+            update(kernel.operands(gradient), kernel.scalars(count), compact.CONSTANTS)
             twin.step(gradient, count)
             assert_same(kernel, twin)
         before = kernel.stored()
-        update(kernel.operands(given[0]), kernel.scalars(5, found_inf=1.0))
+        update(kernel.operands(given[0]), kernel.scalars(5, found_inf=1.0), compact.CONSTANTS)
         for now, was in zip(kernel.stored(), before, strict=True):
             assert torch.equal(_bytes(now), _bytes(was))
 
