@@ -54,7 +54,7 @@ test-faults: setup
 # hundred megabytes more.
 test-trainers: .venv-trainers/.ready
 	OMP_NUM_THREADS=1 .venv-trainers/bin/pytest --durations=5 tests/reference_impl/integrations tests/reference_impl/fitting \
-	    tests/reference_impl/verification/test_trace_real_models.py tests/test_benchmarks.py \
+	    tests/reference_impl/verification/test_trace_real_models.py tests/test_benchmarks.py tests/test_documents.py \
 	    tests/reference_impl/verification/test_verify_plan_of_ranks.py::test_they_are_so_where_the_model_computes_its_loss \
 	    tests/test_examples.py::test_a_trainer_offloads_by_one_line
 

@@ -7,9 +7,8 @@ import argparse
 
 import torch
 
-from reference_impl import Streaming, TrainableLayerStreamer
-from reference_impl.trained_layers import chunked_cross_entropy
-from reference_impl.verification.model import Decoder, DecoderShape
+from cpu_offloading import Streaming, TrainableLayerStreamer, chunked_cross_entropy
+from cpu_offloading.tiny import Decoder, DecoderShape
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
 parser.add_argument("--tiny", action="store_true")

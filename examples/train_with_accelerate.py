@@ -8,8 +8,8 @@ import torch
 from accelerate import Accelerator
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from reference_impl import HybridDeviceOptimizer
-from reference_impl.integrations.accelerate import offload
+from cpu_offloading import HybridDeviceOptimizer
+from cpu_offloading.integrations.accelerate import offload
 
 accelerator = Accelerator(gradient_accumulation_steps=2)
 shape = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4}

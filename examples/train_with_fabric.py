@@ -7,8 +7,8 @@ python examples/train_with_fabric.py
 import torch
 from lightning import Fabric
 
-from reference_impl import CheckpointOffloader, HybridDeviceOptimizer
-from reference_impl.verification.model import Decoder, DecoderShape, decoder_loss
+from cpu_offloading import CheckpointOffloader, HybridDeviceOptimizer
+from cpu_offloading.tiny import Decoder, DecoderShape, decoder_loss
 
 fabric = Fabric(devices=1)
 model = Decoder(DecoderShape())

@@ -6,8 +6,8 @@ pip install -c constraints.txt '.[reference,trainers]' && python examples/train_
 import torch
 from lightning import LightningModule, Trainer
 
-from reference_impl.integrations.lightning import OffloadCallback
-from reference_impl.verification.model import Decoder, DecoderShape, decoder_loss
+from cpu_offloading.integrations.lightning import OffloadCallback
+from cpu_offloading.tiny import Decoder, DecoderShape, decoder_loss
 
 offload = OffloadCallback(optimizer=True, activations={"mode": "checkpoint", "min_bytes": 1})
 data = torch.utils.data.DataLoader(torch.randint(0, 512, (32, 64)), batch_size=4)

@@ -3,7 +3,7 @@
     python examples/train_with_offload.py            # with offload
     python examples/train_with_offload.py --plain    # without, for comparison
 
-It needs `reference_impl`, installed (`pip install -c constraints.txt '.[reference]'`) or through `PYTHONPATH=.`.
+It needs `cpu_offloading`, installed (`pip install -c constraints.txt '.[reference]'`) or through `PYTHONPATH=.`.
 It prints the same losses either way, and on a GPU its peak memory. It takes a few seconds on an idle two-core CPU.
 """
 
@@ -11,8 +11,8 @@ import argparse
 
 import torch
 
-from reference_impl import ActivationOffloader, HybridDeviceOptimizer
-from reference_impl.verification.model import Decoder, DecoderShape, decoder_loss
+from cpu_offloading import ActivationOffloader, HybridDeviceOptimizer
+from cpu_offloading.tiny import Decoder, DecoderShape, decoder_loss
 
 STEPS, BATCH, TOKENS = 10, 2, 512
 

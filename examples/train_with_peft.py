@@ -10,7 +10,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-from reference_impl.integrations.transformers import offload
+from cpu_offloading.integrations.transformers import offload
 
 shape = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 6, "num_attention_heads": 4}
 base = LlamaForCausalLM(LlamaConfig(vocab_size=512, **shape))

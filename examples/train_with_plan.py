@@ -3,7 +3,7 @@
     offload plan --model llama-3-8b --gpu-memory 80GiB --format json > plan.json
     python examples/train_with_plan.py plan.json
 
-It needs `reference_impl`, installed (`pip install -c constraints.txt '.[reference]'`) or through `PYTHONPATH=.`.
+It needs `cpu_offloading`, installed (`pip install -c constraints.txt '.[reference]'`) or through `PYTHONPATH=.`.
 A plan's amounts fit its model, and `apply_plan` refuses one of another size. This script only shows the mechanisms: it
 takes what is to be done from a plan for any model.
 """
@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch
 
-from reference_impl.verification.apply import apply_plan
-from reference_impl.verification.model import Decoder, DecoderShape
+from cpu_offloading import apply_plan
+from cpu_offloading.tiny import Decoder, DecoderShape
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
 model = Decoder(DecoderShape(layers=32)).to(device)

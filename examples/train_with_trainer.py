@@ -11,7 +11,7 @@ import tempfile
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-from reference_impl.integrations.transformers import offload
+from cpu_offloading.integrations.transformers import offload
 
 shape = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4}
 model = LlamaForCausalLM(LlamaConfig(vocab_size=512, **shape))

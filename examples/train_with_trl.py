@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from trl import DPOConfig, DPOTrainer
 
-from reference_impl.integrations.transformers import offload
+from cpu_offloading.integrations.transformers import offload
 
 words = Tokenizer(models.WordLevel({"<pad>": 0, "</s>": 1, "why": 2, "because": 3, "never": 4}, "<pad>"))
 words.pre_tokenizer = pre_tokenizers.Whitespace()

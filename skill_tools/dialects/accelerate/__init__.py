@@ -15,5 +15,5 @@ FSDP_PLUGIN, DEEPSPEED_PLUGIN, ACCELERATOR = (
     "DeepSpeedPlugin",
     "Accelerator",
 )
-OUR_MODULE = "reference_impl.integrations.accelerate"  # whose line a script may hold
+OUR_MODULE = r"\b(?:cpu_offloading|reference_impl)\.integrations\.accelerate\b"  # whose line it may hold
 EMBEDDED = (ACCELERATE, "deepspeed")  # what a draft embeds that may hold such a section

@@ -47,14 +47,14 @@ class Accelerate(Dialect):
     marks = ("distributed_type",)
     scripts = (Kind.PYTHON, Kind.SHELL)
     adapter = (
-        'reference_impl.integrations.accelerate.offload(accelerator, model, optimizer, plan="plan.json")'
+        'cpu_offloading.integrations.accelerate.offload(accelerator, model, optimizer, plan="plan.json")'
     )
 
     def evidence_in_python(self, text: str) -> Evidence:
         """Take a plugin that a script makes for its Accelerator, or our line for it."""
         if not re.search(r"^\s*(?:from|import) accelerate\b", text, re.MULTILINE):
             return NONE
-        found = re.search(rf"\b(?:{FSDP_PLUGIN}|{DEEPSPEED_PLUGIN})(?=\()|\b{OUR_MODULE}\b", text)
+        found = re.search(rf"\b(?:{FSDP_PLUGIN}|{DEEPSPEED_PLUGIN})(?=\()|{OUR_MODULE}", text)
         made = re.search(rf"\b{ACCELERATOR}\(", text)
         if not (found and made and calls_one_of(text, (ACCELERATOR,))):
             return NONE

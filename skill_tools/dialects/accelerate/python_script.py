@@ -7,6 +7,7 @@ utils/dataclasses.py of accelerate 1.13.0 to 1.15.0.
 
 import ast
 import json
+import re
 from collections.abc import Mapping, Sequence
 
 from skill_tools import knowledge
@@ -73,7 +74,7 @@ def write_script(draft: Draft, source: Source) -> None:
         _write_accelerator(draft, accelerator, plugins, calls)
     elif len(plugins) == 1:
         _write_plugin(draft, plugins[0], calls.get(plugins[0].place))
-    if OUR_MODULE in source.text:
+    if re.search(OUR_MODULE, source.text):
         for each in [each for each in every if each.kind == "offload"][:1]:
             draft.set_key(_CALL, True, "offload", each.place)
 

@@ -52,7 +52,7 @@ class Axolotl(Dialect):
         "adapter:",
         "layer_offload",
     )
-    adapter = "plugins: [reference_impl.integrations.axolotl.OffloadPlugin] with offload_plan: plan.json"
+    adapter = "plugins: [cpu_offloading.integrations.axolotl.OffloadPlugin] with offload_plan: plan.json"
 
     def evidence_in_text(self, text: str) -> Evidence:
         """Look for its command; options alone, as overrides are, need be no more than its own."""

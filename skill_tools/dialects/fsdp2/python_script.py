@@ -37,7 +37,7 @@ def compose(sources: Sequence[Source], overrides: Sequence[str]) -> Config:
     _write_backend(draft, [each for each in made if each.kind == _GROUP])
     for each in [each for each in made if each.kind == _CLIP][:1]:
         draft.set_key("fsdp2.clips", True, _CLIP, each.place)
-    if "reference_impl" in source.text:
+    if any(name in source.text for name in ("cpu_offloading", "reference_impl")):
         for each in [each for each in made if each.kind in _OURS][:1]:
             draft.set_key("fsdp2.beside", each.kind, each.kind, each.place)
     return draft.finish()

@@ -11,5 +11,5 @@ FSDP_STRATEGY, DEEPSPEED_STRATEGY, PARALLEL_STRATEGY = (
     "DeepSpeedStrategy",
     "ModelParallelStrategy",
 )
-OUR_MODULE = "reference_impl.integrations.lightning"  # whose callback a script may hold
+OUR_MODULE = r"\b(?:cpu_offloading|reference_impl)\.integrations\.lightning\b"  # whose callback it may hold
 EMBEDDED = ("deepspeed", "fsdp2")  # a script under ModelParallelStrategy calls fully_shard itself

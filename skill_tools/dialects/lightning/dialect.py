@@ -22,7 +22,7 @@ _IMPORTS = re.compile(rf"^\s*(?:from|import) (?:{'|'.join(PACKAGES)})\b", re.MUL
 _MADE = re.compile(rf"\b(?:{'|'.join(MAKERS)})\(")
 _STRATEGY = re.compile(
     rf"\b(?:{FSDP_STRATEGY}|{DEEPSPEED_STRATEGY}|{PARALLEL_STRATEGY})(?=\()|strategy\s*=\s*[\"'](?:fsdp|deepspeed)\w*[\"']"
-    rf"|\b{re.escape(OUR_MODULE)}\b"
+    rf"|{OUR_MODULE}"
 )
 
 
@@ -39,7 +39,7 @@ class Lightning(Dialect):
     assigns = "="
     takes_new_keys = False
     no_plan = "a Lightning script builds its model itself, so that no plan can see what it trains"
-    adapter = 'Trainer(callbacks=[reference_impl.integrations.lightning.OffloadCallback("plan.json")])'
+    adapter = 'Trainer(callbacks=[cpu_offloading.integrations.lightning.OffloadCallback("plan.json")])'
 
     def evidence_in_python(self, text: str) -> Evidence:
         """Take a strategy that shards, or our callback, in a script that imports Lightning and makes its Trainer."""

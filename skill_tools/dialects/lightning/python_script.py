@@ -96,7 +96,7 @@ def compose(sources: Sequence[Source], overrides: Sequence[str]) -> Config:
     every = constructions(source, {*MAKERS, *_KINDS, _CALLBACK})
     made = next(each for each in every if each.place == chosen.place)
     _write(draft, made, every, [source.folder] if source.folder else [])
-    if OUR_MODULE in source.text:
+    if re.search(OUR_MODULE, source.text):
         for each in [each for each in every if each.kind == _CALLBACK][:1]:
             draft.set_key("lightning.offload_callback", True, _CALLBACK, each.place)
     return draft.finish()

@@ -30,7 +30,7 @@ class LlamaFactory(Dialect):
     package = "llamafactory"
     adapter = (
         'from Python run_exp(args, callbacks=[offload_callback("plan.json")]), with offload_callback of '
-        "reference_impl.integrations.transformers"
+        "cpu_offloading.integrations.transformers"
     )
     # A callback comes after the trainer's optimizer, and no argument names another one.
     adapter_without = ("trained-layer-streaming", "optimizer-offload", "state-offload")

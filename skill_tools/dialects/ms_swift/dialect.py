@@ -28,7 +28,7 @@ class MsSwift(Dialect):
     package = "swift"
     no_plan = "what ms-swift's trainers and rollout engines keep on a GPU is not modelled"
     adapter = (
-        'for swift sft, reference_impl.integrations.transformers.offload(self.trainer, "plan.json") in the plugin '
+        'for swift sft, cpu_offloading.integrations.transformers.offload(self.trainer, "plan.json") in the plugin '
         "file of docs/trainers.md, named by --external_plugins offload_swift.py --optimizer offload"
     )
     embeds = EMBEDDED

@@ -42,7 +42,7 @@ class PyTorch(Dialect):
     has_files = False
     carry_out = (
         "to carry it out, save it (--format json > plan.json), then train inside "
-        '`with reference_impl.apply_plan(model, optimizer, "plan.json") as applied:` and step applied.optimizer'
+        '`with cpu_offloading.apply_plan(model, optimizer, "plan.json") as applied:` and step applied.optimizer'
     )
 
     def answer_to_loop(self, text: str) -> str:

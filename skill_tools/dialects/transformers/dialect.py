@@ -60,7 +60,7 @@ class Transformers(Dialect):
     looks_for = "output_dir with two of learning_rate, max_steps and their like, and model_name_or_path or dataset_name"
     marks = ("output_dir",)
     scripts = (Kind.PYTHON, Kind.SHELL)
-    adapter = 'reference_impl.integrations.transformers.offload(trainer, "plan.json")'
+    adapter = 'cpu_offloading.integrations.transformers.offload(trainer, "plan.json")'
 
     def evidence_in_python(self, text: str) -> Evidence:
         """Take a call of an argument class in a text that imports transformers or TRL, or a trainer that it imports."""

@@ -15,18 +15,18 @@ from skill_tools.configs.values import UNREADABLE
 _OFFLOAD = "offload"
 _CALLBACK = "offload_callback"
 _CALL = "offload_call"
-_MODULE = "reference_impl.integrations.transformers"
+_MODULES = ("cpu_offloading.integrations.transformers", "reference_impl.integrations.transformers")
 _WORDS = ("plan", "optimizer", "activations", "weights")
 
 
 def imported_calls(source: Source) -> frozenset[str]:
     """Return which of our calls a script imports, under their own names."""
-    if _MODULE not in source.text:
+    if not any(module in source.text for module in _MODULES):
         return frozenset()
     return frozenset(
         each.name
         for node in ast.walk(source.module)
-        if isinstance(node, ast.ImportFrom) and node.module == _MODULE
+        if isinstance(node, ast.ImportFrom) and node.module in _MODULES
         for each in node.names
         if each.name in (_OFFLOAD, _CALLBACK) and each.asname is None
     )

@@ -17,7 +17,7 @@ gradient_checkpointing: true
 """
 LINE = (
     "carry it out: offload plan --framework pytorch --model llama-3-8b --gpus 1 --without trained-layer-streaming "
-    "--format json > plan.json, then plugins: [reference_impl."
+    "--format json > plan.json, then plugins: [cpu_offloading."
 )
 
 
@@ -78,7 +78,7 @@ finetuning_type: full
 @pytest.mark.parametrize(
     ("name", "text", "line"),
     [
-        ("run.yaml", TORCHTUNE, "then optimizer: {_component_: reference_impl.HybridDeviceOptimizer,"),
+        ("run.yaml", TORCHTUNE, "then optimizer: {_component_: cpu_offloading.HybridDeviceOptimizer,"),
         ("run.toml", TORCHTITAN, 'then [experimental] custom_import = "offload_titan"'),
         (
             "run.yaml",

@@ -1,0 +1,75 @@
+"""The one name to import: `from cpu_offloading import HybridDeviceOptimizer`.
+
+What it names lives in `reference_impl`, which moves tensors and needs torch, and in `skill_tools`, which knows
+configurations and does not. Nothing of either is loaded before a name is used. `python -m cpu_offloading` is the
+command `offload`. `integrations` has the line for each trainer, `tiny` small models to try a line on.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from reference_impl import (
+        ActivationOffloader,
+        Budgets,
+        CheckpointOffloader,
+        CpuUpdate,
+        FrozenLayerStreamer,
+        HybridDeviceOptimizer,
+        OptimizerStateOffloader,
+        ShardStreamer,
+        Streaming,
+        TrainableLayerStreamer,
+        apply_plan,
+        fit,
+        limit_pinned_memory,
+        park,
+        probe,
+        trace,
+    )
+    from reference_impl.optimizers import SGD, Adam
+    from reference_impl.trained_layers import chunked_cross_entropy
+    from skill_tools import __version__
+
+__all__ = [
+    "SGD",
+    "ActivationOffloader",
+    "Adam",
+    "Budgets",
+    "CheckpointOffloader",
+    "CpuUpdate",
+    "FrozenLayerStreamer",
+    "HybridDeviceOptimizer",
+    "OptimizerStateOffloader",
+    "ShardStreamer",
+    "Streaming",
+    "TrainableLayerStreamer",
+    "__version__",
+    "apply_plan",
+    "chunked_cross_entropy",
+    "fit",
+    "limit_pinned_memory",
+    "park",
+    "probe",
+    "trace",
+]
+
+_ELSEWHERE = {
+    "Adam": "reference_impl.optimizers",
+    "SGD": "reference_impl.optimizers",
+    "__version__": "skill_tools",
+    "chunked_cross_entropy": "reference_impl.trained_layers",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Load the module of a name when it is first asked for."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_ELSEWHERE.get(name, "reference_impl")), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    """List the names that are not loaded yet, too."""
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,6 @@
+"""`python -m cpu_offloading` is the command `offload`."""
+
+from skill_tools.__main__ import process
+
+if __name__ == "__main__":
+    process()

@@ -1,0 +1,5 @@
+"""`offload(accelerator, model, optimizer, ...)`, for a loop of your own behind `accelerator.prepare`."""
+
+from reference_impl.integrations.accelerate import offload
+
+__all__ = ["offload"]

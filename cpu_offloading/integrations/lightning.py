@@ -1,0 +1,5 @@
+"""`OffloadCallback`, for Lightning's Trainer."""
+
+from reference_impl.integrations.lightning import OffloadCallback
+
+__all__ = ["OffloadCallback"]
