@@ -1,10 +1,33 @@
 """One line of a plan's two accounts, memory and time, each with its formula."""
 
+from enum import StrEnum
 from typing import NamedTuple
 
 
+class Kind(StrEnum):
+    """What the bytes of a line are. Sums and figures go by it, never by the printed name."""
+
+    WEIGHTS = "weights"
+    FROZEN_WEIGHTS = "frozen weights"
+    IDLE_WEIGHTS = "idle weights"  # that no text reaches, and what the allocator rounds weights up by
+    VISITING_WEIGHTS = "visiting weights"  # on the GPU while they are used: gathered, or in a window
+    GRADIENTS = "gradients"  # of the trained weights: they stay until the step
+    OTHER_GRADIENTS = "other gradients"  # on their way, reduced, summed or copied
+    MASTERS = "masters"
+    MOMENTS = "moments"
+    CPU_STATES = "states updated on the CPU"  # whose staging is pinned
+    PAGEABLE_STATES = "pageable states"  # updated on the CPU, without staging of their own
+    OTHER_STATES = "other states"  # masters and moments together: streamed, restored, of adapters
+    PINNED_ROUNDING = "rounding of pinned blocks"
+    ACTIVATIONS = "activations"
+    LAYER_WORK = "layer work"  # of one layer at once
+    LOSS = "loss"
+    WORKSPACE = "workspace"  # of cuBLAS
+    RESERVE = "reserve"  # the process's own, outside the allocator
+
+
 class Line(NamedTuple):
-    """A line of the memory account: `bytes` under a name, by a formula in words.
+    """A line of the memory account: `bytes` of a kind under a printed name, by a formula in words.
 
     `when` says when it is alive: `always`; `between`, from step to the end of forward, and `forward`; `step`, from
     forward to the end of backward; `loss`, at the start of backward, and then `head`; `recompute`, while a layer is
@@ -12,6 +35,7 @@ class Line(NamedTuple):
     end; `update`, while the optimizer steps; `reserve`, outside of the allocator.
     """
 
+    kind: Kind
     name: str
     bytes: int
     formula: str

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from skill_tools.errors import UnusableInput
+from skill_tools.planning.accounts import Kind
 from skill_tools.planning.search.options import HOST_MEMORY, PINNED_MEMORY, Budget, Option
 from skill_tools.planning.search.planner import Plan, shown
 from skill_tools.reports import plan_answer
@@ -19,17 +20,17 @@ _LIMIT = "#e45756"
 _RATIO_COLUMN = 1.03
 SUFFIXES = (".svg", ".png", ".html")
 _INK = "#010203"  # stands for the page's text colour until the figure is written
-_PARTS = (  # name, lines that belong to it, colour (readable on light and dark grounds)
-    ("weights", ("weights", "base weights", "gathered layers"), "#4c78a8"),
-    ("gradients", ("gradients", "fp32 gradients", "adapter gradients", "fp32 copy of gradients"), "#72b7b2"),
+_PARTS = (  # name, kinds of lines that belong to it, colour (readable on light and dark grounds)
     (
-        "optimizer",
-        ("master weights", "moments", "streaming slots", "adapter weights and states"),
-        "#f58518",
+        "weights",
+        {Kind.WEIGHTS, Kind.FROZEN_WEIGHTS, Kind.IDLE_WEIGHTS, Kind.VISITING_WEIGHTS},
+        "#4c78a8",
     ),
-    ("activations", ("activations", "one layer's work", "final norm"), "#54a24b"),
-    ("logits and loss", ("logits and loss",), "#b279a2"),
-    ("reserve", ("CUDA context and libraries", "communicators"), "#9d9da1"),
+    ("gradients", {Kind.GRADIENTS, Kind.OTHER_GRADIENTS}, "#72b7b2"),
+    ("optimizer", {Kind.MASTERS, Kind.MOMENTS, Kind.OTHER_STATES}, "#f58518"),
+    ("activations", {Kind.ACTIVATIONS, Kind.LAYER_WORK}, "#54a24b"),
+    ("logits and loss", {Kind.LOSS}, "#b279a2"),
+    ("reserve", {Kind.WORKSPACE, Kind.RESERVE}, "#9d9da1"),
 )
 _THEME = "svg{color:#24292f}@media(prefers-color-scheme:dark){svg{color:#d0d7de}}"
 
@@ -120,9 +121,9 @@ def _title(plan: Plan) -> str:
 def _bars(axes: Any, plan: Plan, compared: Sequence[Option], ink: str) -> None:
     labels = [_wrapped(option.candidate.label) for option in compared]
     left = [0.0] * len(compared)
-    for name, lines, colour in _PARTS:
+    for name, kinds, colour in _PARTS:
         widths = [
-            sum(line.bytes for line in option.memory.gpu if line.name in lines) / GIB for option in compared
+            sum(line.bytes for line in option.memory.gpu if line.kind in kinds) / GIB for option in compared
         ]
         if any(widths):
             axes.barh(labels, widths, left=left, color=colour, label=name, height=0.7)

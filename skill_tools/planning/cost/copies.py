@@ -8,7 +8,7 @@ offloading) hide less. Explained in docs/activation-offloading.md and docs/layer
 from collections.abc import Sequence
 
 from skill_tools.dialects.run import ActivationEngine, Mode, Run, WeightEngine
-from skill_tools.planning.accounts import Cost
+from skill_tools.planning.accounts import Cost, Kind
 from skill_tools.planning.cost.compute import Pace
 from skill_tools.planning.cost.machine import Machine
 from skill_tools.planning.model import states
@@ -89,7 +89,7 @@ def weights(
     run: Run, mode: Mode, memory: Memory, machine: Machine, speed: Pace, copies: Sequence[Cost]
 ) -> list[Cost]:
     """Return the costs of streaming frozen layers through one micro-batch, beside the activations' `copies`."""
-    moved = sum(line.bytes for line in memory.host if line.name == "base weights")
+    moved = sum(line.bytes for line in memory.host if line.kind is Kind.FROZEN_WEIGHTS)
     if not moved or not mode.weight_layers:
         return []
     if mode.weight_engine is WeightEngine.SWAPPED:
@@ -134,7 +134,7 @@ def sharded_parameters(mode: Mode, memory: Memory, machine: Machine, speed: Pace
     """Return the costs of FSDP's or ZeRO's parameter offload: shards up twice, gradients down, nothing prefetched."""
     if not mode.offload_parameters:
         return []
-    moved = sum(line.bytes for line in memory.host if line.name in {"weights", "base weights"})
+    moved = sum(line.bytes for line in memory.host if line.kind in (Kind.WEIGHTS, Kind.FROZEN_WEIGHTS))
     up = 2 * moved / machine.h2d_copy
     exposed = max(0.0, up - speed.forward_s - speed.backward_s)
     return [Cost("sharded parameters from the host", up, exposed, "2 x shard / H2D - forward and backward")]

@@ -7,7 +7,7 @@ false where a rate was neither measured on the machine nor published for it.
 from typing import NamedTuple
 
 from skill_tools.dialects.run import Mode, OptimizerEngine, Run
-from skill_tools.planning.accounts import Cost
+from skill_tools.planning.accounts import Cost, Kind
 from skill_tools.planning.cost import collectives, copies, pageable, streamed_shards, trained_layers
 from skill_tools.planning.cost.compute import Pace
 from skill_tools.planning.cost.machine import Machine
@@ -85,7 +85,7 @@ def _share_on_gpu(mode: Mode) -> float:
 
 def _states_over_the_link(memory: Memory, machine: Machine) -> Cost:
     """Return the cost of moving all states both ways at once; nothing else runs meanwhile."""
-    moved = sum(line.bytes for line in memory.host if line.name in {"master weights", "moments"})
+    moved = sum(line.bytes for line in memory.host if line.kind in (Kind.MASTERS, Kind.MOMENTS))
     seconds = moved / machine.duplex_copy
     return Cost("optimizer states in and out", seconds, seconds, "bytes / link, both ways at once")
 

@@ -12,7 +12,7 @@ from functools import lru_cache
 
 from skill_tools.dialects.layout import LocalParameters
 from skill_tools.dialects.run import Mode, OptimizerEngine, Run
-from skill_tools.planning.accounts import Line, each
+from skill_tools.planning.accounts import Kind, Line, each
 from skill_tools.planning.model import reference_numbers as reference
 from skill_tools.planning.model import streamed_states
 from skill_tools.planning.model.activations import loss_bytes
@@ -30,12 +30,14 @@ def lines(run: Run, held: int) -> list[Line]:
     reduced = size.block if run.adapter is None else run.adapter.parameters // run.shape.num_layers
     found = [
         Line(
+            Kind.VISITING_WEIGHTS,
             "gathered blocks",
             round(2 * wide * size.block),
             f"2 x {each(wide, size.block, 'parameters')}: the one that runs, and the next one",
             "recompute",
         ),
         Line(
+            Kind.OTHER_GRADIENTS,
             "gradients of two blocks",
             round((wide + reduced_bytes) * reduced),
             f"{each(wide, reduced, 'parameters')} as they are made, "
@@ -58,36 +60,42 @@ def _table_and_head(run: Run, size: Sizes) -> list[Line]:
     block, block_reduced = wide * size.block, reduced_bytes * size.block if trains else 0.0
     return _some(
         Line(
+            Kind.VISITING_WEIGHTS,
             "gathered in forward",
             round(max(2 * block, block + gathered, 2 * gathered, gathered + logits)),
             "two blocks, or the head and the last block, or the head while it is copied out, or with its logits",
             "forward",
         ),
         Line(
+            Kind.VISITING_WEIGHTS,
             "gathered head",
             round(gathered if _computes_its_loss(run) else 0),
             "which backward gathers first, because the loss is of the root's forward",
             "loss",
         ),
         Line(
+            Kind.VISITING_WEIGHTS,
             "head in backward",
             round(max(logits + gathered + made, made + reduced + block)),
             "the gradient of the logits, the gathered head and its gradient, which then is reduced",
             "head",
         ),
         Line(
+            Kind.OTHER_GRADIENTS,
             "gradient of the head in its reduce-scatter",
             round(max(reduced - block_reduced, 0)),
             "beyond a block's",
             "last block",
         ),
         Line(
+            Kind.VISITING_WEIGHTS,
             "gathered embedding",
             round(max(made - block, 0)),
             "beyond a block, which it comes after",
             "first block",
         ),
         Line(
+            Kind.VISITING_WEIGHTS,
             "embedding in backward",
             round(max(gathered + made + block_reduced, made + reduced) if trains else 0),
             "the gathered table and its gradient, which then is reduced",
@@ -108,23 +116,32 @@ def _tied_table(run: Run, size: Sizes) -> list[Line]:
     reduced = run.spread.reduced_bytes * (size.outside + size.block) if run.adapter is None else 0.0
     formula = each(run.spread.gathered_bytes, size.outside, "parameters of the root")
     return _some(
-        Line("gathered table", round(gathered), f"{formula}, for the whole step", "step"),
         Line(
+            Kind.VISITING_WEIGHTS, "gathered table", round(gathered), f"{formula}, for the whole step", "step"
+        ),
+        Line(
+            Kind.VISITING_WEIGHTS,
             "gathered in forward",
             round(max(2 * block, gathered, logits)),
             "two blocks, or the root while it is copied out, or the logits",
             "forward",
         ),
         Line(
-            "head in backward", round(logits + made), "the gradients of the logits and of the table", "head"
+            Kind.VISITING_WEIGHTS,
+            "head in backward",
+            round(logits + made),
+            "the gradients of the logits and of the table",
+            "head",
         ),
         Line(
+            Kind.OTHER_GRADIENTS,
             "the head's gradient of the tied table",
             round(made if run.traced is None else 0),
             f"{formula}, which waits for the embedding's",
             "recompute",
         ),
         Line(
+            Kind.OTHER_GRADIENTS,
             "gradient of the tied table in its reduce-scatter",
             round(reduced),
             "beside the block's that was reduced before; the sum of both gradients is where the gathered table was",
@@ -162,18 +179,46 @@ def around_groups(run: Run, layer: int, ends: int) -> list[Line]:
     wide = 2 if run.adapter is None else run.adapter.base_weight_bytes
     root = ends + run.tower
     found = [
-        Line("gathered layers", round(2 * wide * layer), f"2 layers x {wide:g} B a parameter", "step"),
-        Line("gathered embedding and head", 2 * root, each(2, root, "parameters of the root group"), "step"),
+        Line(
+            Kind.VISITING_WEIGHTS,
+            "gathered layers",
+            round(2 * wide * layer),
+            f"2 layers x {wide:g} B a parameter",
+            "step",
+        ),
+        Line(
+            Kind.VISITING_WEIGHTS,
+            "gathered embedding and head",
+            2 * root,
+            each(2, root, "parameters of the root group"),
+            "step",
+        ),
     ]
     flat, of = 2 * wide * layer + 2 * root, "gathers of two layers and the root"
     if run.adapter is None:
         found += [
-            Line("gradients of a layer", 2 * layer, each(2, layer, "parameters"), "recompute"),
-            Line("gradients of embedding and head", 2 * ends, each(2, ends, "parameters"), "recompute"),
+            Line(
+                Kind.OTHER_GRADIENTS,
+                "gradients of a layer",
+                2 * layer,
+                each(2, layer, "parameters"),
+                "recompute",
+            ),
+            Line(
+                Kind.OTHER_GRADIENTS,
+                "gradients of embedding and head",
+                2 * ends,
+                each(2, ends, "parameters"),
+                "recompute",
+            ),
         ]
         flat += 2 * layer + 2 * ends
         of += ", reduce-scatters of a layer and the root"
-    return [*found, Line("buffers of collectives", round(flat), of, "reserve")] if run.reserves else found
+    return (
+        [*found, Line(Kind.VISITING_WEIGHTS, "buffers of collectives", round(flat), of, "reserve")]
+        if run.reserves
+        else found
+    )
 
 
 def gradients_leave(run: Run, mode: Mode) -> bool:
@@ -203,7 +248,15 @@ def leaving(run: Run, mode: Mode, shard: int) -> list[Line]:
     at_once = max(reference.GRADIENTS_IN_FLIGHT_BYTES, round(wide * head) if head <= on_cpu else 0)
     waiting = at_once + wide * _UNCOUNTED * _block_shard(run, shard)
     formula = f"{at_once >> 20} MiB on their way, and the shards of {_UNCOUNTED} blocks"
-    return [Line("gradients to the host", round(min(waiting, wide * on_cpu)), formula, "backward")]
+    return [
+        Line(
+            Kind.OTHER_GRADIENTS,
+            "gradients to the host",
+            round(min(waiting, wide * on_cpu)),
+            formula,
+            "backward",
+        )
+    ]
 
 
 def table_shard(run: Run) -> int:
@@ -231,11 +284,13 @@ def table_on_the_cpu(run: Run, mode: Mode, shard: int) -> list[Line]:
     leaves = precision.gradient_bytes * (table - resident) if gradients_leave(run, mode) else 0
     return _some(
         Line(
+            Kind.MASTERS,
             "master weights of a cut table",
             round(master_bytes * resident),
             each(master_bytes, resident, "whose other part the CPU updates"),
         ),
         Line(
+            Kind.OTHER_GRADIENTS,
             "gradient of the table",
             round(leaves),
             each(precision.gradient_bytes, table - resident, "that the CPU updates"),
@@ -270,42 +325,49 @@ def on_the_host(run: Run, mode: Mode, local: LocalParameters) -> tuple[list[Line
     scratch_bytes = streamed_states.scratch_bytes(run, mode.streamed_states)
     gpu = [
         Line(
+            Kind.VISITING_WEIGHTS,
             "shards of gathers",
             round(blocks * weight_bytes * largest),
             f"{blocks} x {each(weight_bytes, largest, 'parameters of the largest')}",
             "recompute",
         ),
         Line(
+            Kind.VISITING_WEIGHTS,
             "shards of gathers around the loss",
             round(blocks * weight_bytes * largest if _computes_its_loss(run) else 0),
             f"{blocks} x {each(weight_bytes, largest, 'parameters of the largest')}",
             "loss",
         ),
         Line(
+            Kind.VISITING_WEIGHTS,
             "shards of gathers that have come",
             round(blocks * weight_bytes * largest),
             f"{blocks} x {each(weight_bytes, largest, 'parameters of the largest')}",
             "between",
         ),
         Line(
+            Kind.VISITING_WEIGHTS,
             "shards of one gather more",
             round(weight_bytes * largest),
             each(weight_bytes, largest, "parameters of the largest"),
             "forward",
         ),
         Line(
+            Kind.OTHER_GRADIENTS,
             "gradients to the host",
             round(gradient_bytes * block),
             f"{each(gradient_bytes, block, 'parameters')}: reduced, and on their way",
             "recompute",
         ),
         Line(
+            Kind.OTHER_STATES,
             "streaming slots",
             round(reference.SLOTS * (states_bytes + gradient_bytes) * elements),
             f"{reference.SLOTS} chunks of {elements:,} elements with their gradients",
             "between",
         ),
         Line(
+            Kind.OTHER_STATES,
             "scratch of an update",
             round(scratch_bytes * elements),
             each(scratch_bytes, elements, "of one chunk"),
@@ -313,9 +375,20 @@ def on_the_host(run: Run, mode: Mode, local: LocalParameters) -> tuple[list[Line
         *lines(run, local.total),
     ]
     host = [
-        Line("weights", round(weight_bytes * shard), each(weight_bytes, shard, "parameters of the shards")),
-        Line("gradients", round(gradient_bytes * shard), each(gradient_bytes, shard, "parameters")),
         Line(
+            Kind.WEIGHTS,
+            "weights",
+            round(weight_bytes * shard),
+            each(weight_bytes, shard, "parameters of the shards"),
+        ),
+        Line(
+            Kind.GRADIENTS,
+            "gradients",
+            round(gradient_bytes * shard),
+            each(gradient_bytes, shard, "parameters"),
+        ),
+        Line(
+            Kind.OTHER_STATES,
             "masters and moments",
             round(states_bytes * shard),
             each(states_bytes, shard, mode.streamed_states),

@@ -14,7 +14,7 @@ from skill_tools.dialects import layout, parameters
 from skill_tools.dialects.layout import Layout, LocalParameters, Stage
 from skill_tools.dialects.run import Mode, Run
 from skill_tools.dialects.shapes import ModelShape
-from skill_tools.planning.accounts import Line
+from skill_tools.planning.accounts import Kind, Line
 from skill_tools.planning.model import activations, states, traced_moments
 from skill_tools.planning.model.activations import Kept
 from skill_tools.units import GIB
@@ -142,18 +142,16 @@ def _alive(run: Run, mode: Mode, lines: Sequence[Line], found: "_Activations") -
     """Return the lines that are alive at the moment of a step with the most bytes."""
     if run.traced is None:
         return _worst_moment((*lines, *found.gpu))
-    grows = frozenset() if run.precision.gradient_is_buffer else states.GRADIENTS
-    held = sum(line.bytes for line in lines if line.name in grows)
-    steady = [line for line in lines if line.when in {"always", "step"} and line.name not in grows]
+    grows = frozenset() if run.precision.gradient_is_buffer else frozenset({Kind.GRADIENTS})
+    held = sum(line.bytes for line in lines if line.kind in grows)
+    steady = [line for line in lines if line.when in {"always", "step"} and line.kind not in grows]
     steady += _early_input(found.kept)
     in_update = [
-        line
-        for line in lines
-        if line.when in {"always", "backward", "update"} or line.name in states.GRADIENTS
+        line for line in lines if line.when in {"always", "backward", "update"} or line.kind is Kind.GRADIENTS
     ]
     in_embedding = [line for line in lines if line.when in _EMBEDDING]
-    in_forward = [line for line in lines if line.when in _FORWARD and line.name not in grows]
-    beside = tuple(line for line in lines if line.when in _BESIDE and line.name not in states.GRADIENTS)
+    in_forward = [line for line in lines if line.when in _FORWARD and line.kind not in grows]
+    beside = tuple(line for line in lines if line.when in _BESIDE and line.kind is not Kind.GRADIENTS)
     passes = traced_moments.worst(run, run.traced, mode.of_activations, found.kept, held, beside)
     in_passes = [*steady, *passes]
     return max(
@@ -167,7 +165,7 @@ def _worst_moment(lines: Sequence[Line]) -> list[Line]:
         [
             line
             for line in lines
-            if line.when in moment and (moment not in _NOTHING_SAVED or line.name != "activations")
+            if line.when in moment and (moment not in _NOTHING_SAVED or line.kind is not Kind.ACTIVATIONS)
         ]
         for moment in _MOMENTS
     ]
@@ -187,7 +185,13 @@ class _Activations(NamedTuple):
 def _activations(run: Run, mode: Mode, stage: Stage) -> _Activations:
     """Return what the stage keeps, once for all modes that are the same `of_activations`."""
     found, flight = activations.kept_by_stage(run, mode, stage), activations.in_flight(run, stage.rank)
-    host = Line("activations", round(found.offloaded * flight), f"{flight:g} micro-batches in flight", "step")
+    host = Line(
+        Kind.ACTIVATIONS,
+        "activations",
+        round(found.offloaded * flight),
+        f"{flight:g} micro-batches in flight",
+        "step",
+    )
     return _Activations(
         found,
         flight,
@@ -201,6 +205,7 @@ def _activation_lines(run: Run, mode: Mode, stage: Stage, found: Kept, flight: f
     count = max(len(stage.layers), 1)
     lines = [
         Line(
+            Kind.ACTIVATIONS,
             "activations",
             round(found.stays * flight),
             f"{found.stays / count / GIB:.4f} GiB x {count} layers x {flight:g} micro-batches, recompute {recompute}; "
@@ -208,6 +213,7 @@ def _activation_lines(run: Run, mode: Mode, stage: Stage, found: Kept, flight: f
             "step",
         ),
         Line(
+            Kind.LAYER_WORK,
             "one layer's work",
             round(found.layer),
             "what backward needs of one layer at once",
@@ -223,10 +229,16 @@ def _activation_lines(run: Run, mode: Mode, stage: Stage, found: Kept, flight: f
     heads = 1 + run.shape.mtp_layers
     loss = round(activations.loss_bytes(run, heads * token_bytes * run.tokens * run.shape.vocab / tensor))
     formula = f"{heads} x {token_bytes:g} B x {run.tokens} tokens x {run.shape.vocab} / TP {tensor}"
-    lines.append(Line("logits and loss", loss, formula, "loss"))
+    lines.append(Line(Kind.LOSS, "logits and loss", loss, formula, "loss"))
     if final:
         lines.append(
-            Line("final norm", final, f"{found.final_token_bytes:g} B x {run.tokens} tokens", "loss")
+            Line(
+                Kind.LAYER_WORK,
+                "final norm",
+                final,
+                f"{found.final_token_bytes:g} B x {run.tokens} tokens",
+                "loss",
+            )
         )
     return lines
 
@@ -235,7 +247,9 @@ def _early_input(found: Kept) -> list[Line]:
     """Return the offloaded layer input that comes before its use; the copies of others out hide behind their layers."""
     if not found.early_input:
         return []
-    return [Line("layer input that comes early", round(found.early_input), "one layer's", "step")]
+    return [
+        Line(Kind.LAYER_WORK, "layer input that comes early", round(found.early_input), "one layer's", "step")
+    ]
 
 
 def _reserve(run: Run) -> list[Line]:
@@ -243,8 +257,10 @@ def _reserve(run: Run) -> list[Line]:
         return []
     sizes = (run.layout.tensor, run.layout.pipeline, run.layout.expert, run.layout.data, run.layout.context)
     groups = sum(1 for size in sizes if size > 1)
-    lines = [Line("CUDA context and libraries", CONTEXT_BYTES, "0.75 GiB a process", "reserve")]
+    lines = [Line(Kind.RESERVE, "CUDA context and libraries", CONTEXT_BYTES, "0.75 GiB a process", "reserve")]
     if groups:
         amount = groups * COMMUNICATOR_BYTES
-        lines.append(Line("communicators", amount, f"0.15 GiB x {groups} parallel groups", "reserve"))
+        lines.append(
+            Line(Kind.RESERVE, "communicators", amount, f"0.15 GiB x {groups} parallel groups", "reserve")
+        )
     return lines

@@ -19,16 +19,14 @@ from skill_tools.dialects.run import (
     Run,
     WeightEngine,
 )
-from skill_tools.planning.accounts import Line, each
+from skill_tools.planning.accounts import Kind, Line, each
 from skill_tools.planning.model import fully_sharded, pinned_blocks, streamed_states, trained_layers
 from skill_tools.planning.model import reference_numbers as reference
 from skill_tools.units import gib
 
 # Each thread that multiplies matrices has a workspace of its own: the user's in forward, autograd's in backward.
 CUBLAS_BYTES = 2 * (32 << 20)
-GRADIENTS = frozenset({"gradients", "adapter gradients"})
-_STATE, _ROUNDING = "optimizer state", "rounding of pinned blocks"
-_PINNED_SHARDS = frozenset({"weights", "gradients", _ROUNDING})
+_PINNED_OF_SHARDS = frozenset({Kind.WEIGHTS, Kind.GRADIENTS, Kind.PINNED_ROUNDING, Kind.CPU_STATES})
 
 
 @lru_cache(maxsize=1024)
@@ -53,7 +51,7 @@ def _lines(run: Run, mode: Mode, local: LocalParameters) -> tuple[list[Line], li
         ring = window_bytes(run, mode, streamed)
         whole -= streamed - ring
         formula += f" less {gib(streamed)} that stream, and a window of {gib(ring)} for them"
-    gpu = [Line("weights", whole, formula)]
+    gpu = [Line(Kind.WEIGHTS, "weights", whole, formula)]
     gpu += [*_tower(run, precision.weight_bytes), *_around_weights(run)]
     made = local.total - _without_gradients(run)
     gradients = _gradients(run, mode, made)
@@ -76,23 +74,28 @@ def _lines(run: Run, mode: Mode, local: LocalParameters) -> tuple[list[Line], li
 def _sharded_host(run: Run, mode: Mode, lines: list[Line], shard: int) -> list[Line]:
     """Return what FSDP or ZeRO-3 keeps on the host of a rank: weights, and what updates `shard` elements of them."""
     if mode.optimizer_engine is OptimizerEngine.CPU_ADAM:
-        kept = [line for line in lines if line.name == "weights"] + [_updated(run, mode, shard)]
+        kept = [line for line in lines if line.kind is Kind.WEIGHTS] + [_updated(run, mode, shard)]
     else:
-        kept = [line for line in lines if line.name != "cuBLAS workspace"]
-    return [Line(line.name, line.bytes, line.formula) for line in kept] + _rounding(run, mode, shard)
+        kept = [line for line in lines if line.kind is not Kind.WORKSPACE]
+    return [line._replace(when="always") for line in kept] + _rounding(run, mode, shard)
 
 
 def _updated(run: Run, mode: Mode, elements: int) -> Line:
     """Return what a peer keeps on the host of `elements` that it updates there."""
     kept_bytes = pinned_blocks.state_bytes(run, mode)
-    return Line(_STATE, round(kept_bytes * elements), each(kept_bytes, elements, "updated on the CPU"))
+    return Line(
+        Kind.CPU_STATES,
+        "optimizer state",
+        round(kept_bytes * elements),
+        each(kept_bytes, elements, "updated on the CPU"),
+    )
 
 
 def _rounding(run: Run, mode: Mode, elements: int) -> list[Line]:
     """Return what the rounding of a peer's pinned blocks adds, if anything."""
     empty = pinned_blocks.rounding_bytes(run, mode, elements)
     formula = "torch rounds each up to a power of two"
-    return [Line(_ROUNDING, empty, formula)] if empty else []
+    return [Line(Kind.PINNED_ROUNDING, "rounding of pinned blocks", empty, formula)] if empty else []
 
 
 def _around_weights(run: Run) -> list[Line]:
@@ -100,18 +103,25 @@ def _around_weights(run: Run) -> list[Line]:
     found = []
     if run.traced is not None:
         rounding = (run.traced.weights_allocated_bytes - run.traced.weights_bytes) // run.weight_shards
-        found += [Line("rounding of the weights", rounding, "the allocator's units of 2 MiB")] * bool(
-            rounding
-        )
+        found += [
+            Line(Kind.IDLE_WEIGHTS, "rounding of the weights", rounding, "the allocator's units of 2 MiB")
+        ] * bool(rounding)
     if run.reserves:
-        found += [Line("cuBLAS workspace", CUBLAS_BYTES, "32 MiB for forward and for backward, as on Hopper")]
+        found += [
+            Line(
+                Kind.WORKSPACE,
+                "cuBLAS workspace",
+                CUBLAS_BYTES,
+                "32 MiB for forward and for backward, as on Hopper",
+            )
+        ]
     return found
 
 
 def _tower(run: Run, each_bytes: float) -> list[Line]:
     held = run.tower // run.weight_shards
     formula = each(each_bytes, held, "parameters that no text reaches")
-    return [Line("vision tower", round(each_bytes * held), formula)] if held else []
+    return [Line(Kind.IDLE_WEIGHTS, "vision tower", round(each_bytes * held), formula)] if held else []
 
 
 def _tied_sum(run: Run) -> list[Line]:
@@ -121,7 +131,7 @@ def _tied_sum(run: Run) -> list[Line]:
     table = run.shape.vocab * run.shape.hidden
     waiting = round(2 * run.precision.gradient_bytes * table)
     formula = f"2 x {run.precision.gradient_bytes:g} B x {table:,} elements that embedding and head share"
-    return [Line("gradients of the tied table", waiting, formula, "embedding")]
+    return [Line(Kind.OTHER_GRADIENTS, "gradients of the tied table", waiting, formula, "embedding")]
 
 
 def _without_gradients(run: Run) -> int:
@@ -137,8 +147,8 @@ def _gradients(run: Run, mode: Mode, made: int) -> Line:
     formula = each(precision.gradient_bytes, held, "parameters")
     amount = round(precision.gradient_bytes * held)
     if precision.gradient_is_buffer or mode.optimizer_engine is OptimizerEngine.TORCHAO_GRADIENTS:
-        return Line("gradients", amount, formula)
-    return Line("gradients", amount, formula, "step" if run.micro_batches > 1 else "backward")
+        return Line(Kind.GRADIENTS, "gradients", amount, formula)
+    return Line(Kind.GRADIENTS, "gradients", amount, formula, "step" if run.micro_batches > 1 else "backward")
 
 
 def _leaving(run: Run, mode: Mode, held: int) -> list[Line]:
@@ -158,7 +168,9 @@ def _leaving(run: Run, mode: Mode, held: int) -> list[Line]:
         limit = max(limit, round(run.precision.gradient_bytes * table))
     waiting = min(limit, round(run.precision.gradient_bytes * on_cpu))
     formula = formula.format(limit >> 20)
-    return [Line("gradients to the host", waiting, formula, "backward")] if waiting else []
+    return (
+        [Line(Kind.OTHER_GRADIENTS, "gradients to the host", waiting, formula, "backward")] if waiting else []
+    )
 
 
 def _gradients_stay(run: Run, mode: Mode) -> bool:
@@ -173,8 +185,15 @@ def _optimizer(run: Run, mode: Mode, shard: int) -> tuple[list[Line], list[Line]
     if mode.state_offload:
         plain, _ = _optimizer(run, Mode(), shard)
         chunks = min(2 * STATE_CHUNK_BYTES, sum(line.bytes for line in plain))
-        restored = Line("restored states", chunks, f"two chunks of {STATE_CHUNK_BYTES >> 20} MiB", "update")
-        return [restored], [Line(line.name, line.bytes, f"{line.formula}, between updates") for line in plain]
+        restored = Line(
+            Kind.OTHER_STATES,
+            "restored states",
+            chunks,
+            f"two chunks of {STATE_CHUNK_BYTES >> 20} MiB",
+            "update",
+        )
+        host = [line._replace(formula=f"{line.formula}, between updates", when="always") for line in plain]
+        return [restored], host
     resident = round(shard * (1 - fraction))
     owned = "of the optimizer shard"
     masters_move = fraction > 0 and (
@@ -185,18 +204,34 @@ def _optimizer(run: Run, mode: Mode, shard: int) -> tuple[list[Line], list[Line]
     masters = resident if masters_move else shard
     gpu = []
     if master_bytes and masters:
-        gpu.append(Line("master weights", round(master_bytes * masters), each(master_bytes, masters, owned)))
+        gpu.append(
+            Line(
+                Kind.MASTERS,
+                "master weights",
+                round(master_bytes * masters),
+                each(master_bytes, masters, owned),
+            )
+        )
     if resident:
-        gpu.append(Line("moments", round(moments_bytes * resident), each(moments_bytes, resident, owned)))
+        gpu.append(
+            Line(
+                Kind.MOMENTS, "moments", round(moments_bytes * resident), each(moments_bytes, resident, owned)
+            )
+        )
     if _copies_gradients(run, mode, masters_move) and resident:
         gpu.append(
-            Line("fp32 copy of gradients", 4 * resident, each(4, resident, "kept by HybridDeviceOptimizer"))
+            Line(
+                Kind.OTHER_GRADIENTS,
+                "fp32 copy of gradients",
+                4 * resident,
+                each(4, resident, "kept by HybridDeviceOptimizer"),
+            )
         )
     if run.widens_gradients and resident and moments_bytes:
         updated = resident - round(_without_gradients(run) // run.gradient_shards * (1 - fraction))
         widened = min(updated, reference.WIDENED_ELEMENTS)
         formula = each(4, widened, "widened at once")
-        gpu.append(Line("fp32 gradients", 4 * widened, formula, "update"))
+        gpu.append(Line(Kind.OTHER_GRADIENTS, "fp32 gradients", 4 * widened, formula, "update"))
     if not fraction:
         return gpu, []
     streamed = round(shard * mode.streamed_fraction)
@@ -205,7 +240,7 @@ def _optimizer(run: Run, mode: Mode, shard: int) -> tuple[list[Line], list[Line]
         if streamed_states.scratch_bytes(run, mode.streamed_states):
             slots += ", and the update's scratch"
         ring = streamed_states.ring_bytes(run, mode.streamed_states, streamed)
-        gpu.append(Line("streaming slots", ring, slots))
+        gpu.append(Line(Kind.OTHER_STATES, "streaming slots", ring, slots))
     return gpu, _hosted(run, mode, shard - resident - streamed, streamed)
 
 
@@ -215,16 +250,16 @@ def pinned_bytes(run: Run, mode: Mode, host: Iterable[Line]) -> int:
     Of those the reference implementation pins the staging, which carries a gradient down and a weight up, and peers
     what `pinned_blocks` says.
     """
-    pinned = {line.name: line.bytes for line in host}
     if mode.offload_parameters and run.adapter is None:
         is_pinned = mode.pins or mode.optimizer_engine is not OptimizerEngine.CPU_ADAM
-        kept = _PINNED_SHARDS | {_STATE} if is_pinned else frozenset()
-        pinned = {name: size for name, size in pinned.items() if name in kept}
-    # Its staging is the gradients' place.
-    pinned.pop(trained_layers.UPDATED_ON_CPU, None)
-    if _STATE in pinned:
-        pinned[_STATE] = round(pinned[_STATE] * _pinned_share(run, mode))
-    return sum(pinned.values())
+        host = [line for line in host if is_pinned and line.kind in _PINNED_OF_SHARDS]
+    pinned = 0
+    for line in host:
+        if line.kind is Kind.CPU_STATES:
+            pinned += round(line.bytes * _pinned_share(run, mode))
+        elif line.kind is not Kind.PAGEABLE_STATES:  # the gradients' place is their staging
+            pinned += line.bytes
+    return pinned
 
 
 def _pinned_share(run: Run, mode: Mode) -> float:
@@ -249,14 +284,21 @@ def _hosted(run: Run, mode: Mode, cpu: int, streamed: int) -> list[Line]:
     if cpu and mode.optimizer_engine is OptimizerEngine.REFERENCE:
         # The staging buffer in the weight's dtype carries the gradient down and the weight up.
         cpu_bytes = reference.STATE_BYTES + run.precision.weight_bytes
-        lines.append(Line(_STATE, round(cpu_bytes * cpu), each(cpu_bytes, cpu, "updated on the CPU")))
+        lines.append(
+            Line(
+                Kind.CPU_STATES,
+                "optimizer state",
+                round(cpu_bytes * cpu),
+                each(cpu_bytes, cpu, "updated on the CPU"),
+            )
+        )
     elif cpu:
         lines += [_updated(run, mode, cpu), *_rounding(run, mode, cpu)]
     if streamed:
         kept_bytes = streamed_states.element_bytes(run, mode.streamed_states)
         amount = round(kept_bytes * streamed)
         formula = each(kept_bytes, streamed, "streamed")
-        lines.append(Line("streamed optimizer state", amount, formula))
+        lines.append(Line(Kind.OTHER_STATES, "streamed optimizer state", amount, formula))
     return lines
 
 
@@ -269,37 +311,60 @@ def _adapter(run: Run, adapter: Adapter, mode: Mode, local: LocalParameters) -> 
     whole = wide + (8 if wide >= 4 else 12)
     adapters = [
         Line(
-            "adapter weights and states", round(whole * trained), each(whole, trained, "adapter parameters")
+            Kind.OTHER_STATES,
+            "adapter weights and states",
+            round(whole * trained),
+            each(whole, trained, "adapter parameters"),
         ),
-        Line("adapter gradients", round(wide * made), each(wide, made, "adapter parameters"), "backward"),
+        Line(
+            Kind.GRADIENTS,
+            "adapter gradients",
+            round(wide * made),
+            each(wide, made, "adapter parameters"),
+            "backward",
+        ),
     ]
     tower = _tower(run, 2)
     gpu = [*adapters, *tower, *_around_weights(run)]
     if mode.offload_parameters:
         rounding = _rounding(run, mode, held) if mode.optimizer_engine is not OptimizerEngine.CPU_ADAM else []
-        host = [Line(line.name, line.bytes, line.formula) for line in (*tower, *adapters)]
+        host = [line._replace(when="always") for line in (*tower, *adapters)]
         return [*_around_weights(run), *_gathered(run, mode, local)], [
-            Line("base weights", base, formula),
+            Line(Kind.FROZEN_WEIGHTS, "base weights", base, formula),
             *host,
             *rounding,
         ]
     streamed = _streamed_weights(run, mode, local)
     if not streamed:
-        return [*gpu, Line("base weights", base, formula), *_gathered(run, mode, local)], []
+        return [
+            *gpu,
+            Line(Kind.FROZEN_WEIGHTS, "base weights", base, formula),
+            *_gathered(run, mode, local),
+        ], []
     ring = window_bytes(run, mode, streamed)
     resident = f"{run.shape.num_layers - mode.weight_layers} layers' worth"
     kept = f"{resident}, embedding and head, and a window of {gib(ring)} for the streamed rest"
     if _frees_nothing(run, mode):
         return [
             *gpu,
-            Line("base weights", base, f"{formula}: autograd keeps views of the offloaded layers"),
-        ], [Line("base weights", streamed, f"{mode.weight_layers} layers, pinned")]
-    gpu.append(Line("base weights", base - streamed + ring, kept))
+            Line(
+                Kind.FROZEN_WEIGHTS,
+                "base weights",
+                base,
+                f"{formula}: autograd keeps views of the offloaded layers",
+            ),
+        ], [Line(Kind.FROZEN_WEIGHTS, "base weights", streamed, f"{mode.weight_layers} layers, pinned")]
+    gpu.append(Line(Kind.FROZEN_WEIGHTS, "base weights", base - streamed + ring, kept))
     return gpu, [_on_host(run, mode, streamed)]
 
 
 def _on_host(run: Run, mode: Mode, streamed: int) -> Line:
-    return Line("base weights", streamed, f"{mode.weight_layers} of {run.shape.num_layers} layers, pinned")
+    return Line(
+        Kind.FROZEN_WEIGHTS,
+        "base weights",
+        streamed,
+        f"{mode.weight_layers} of {run.shape.num_layers} layers, pinned",
+    )
 
 
 def _frozen(run: Run, adapter: Adapter, local: LocalParameters) -> tuple[int, str]:
@@ -364,6 +429,12 @@ def _gathered(run: Run, mode: Mode, local: LocalParameters) -> list[Line]:
         return fully_sharded.around_groups(run, layer, ends)
     layer *= 2
     return [
-        Line("gathered layers", 2 * layer, "2 layers x 2 B a parameter", "step"),
-        Line("gathered embedding and head", 2 * ends, each(2, ends, "parameters of the root group"), "step"),
+        Line(Kind.VISITING_WEIGHTS, "gathered layers", 2 * layer, "2 layers x 2 B a parameter", "step"),
+        Line(
+            Kind.VISITING_WEIGHTS,
+            "gathered embedding and head",
+            2 * ends,
+            each(2, ends, "parameters of the root group"),
+            "step",
+        ),
     ]

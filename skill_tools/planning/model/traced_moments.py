@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from skill_tools.dialects.run import Mode, Run
 from skill_tools.dialects.traced import TracedModel, TracedStep
-from skill_tools.planning.accounts import Line
+from skill_tools.planning.accounts import Kind, Line
 from skill_tools.planning.model.activations import Kept, in_slices, loss_bytes
 from skill_tools.units import GIB
 
@@ -92,7 +92,7 @@ def worst(
     if not round(finished):
         return lines
     formula = f"finished by then, of {gradients_held / GIB:.2f} GiB"
-    return [*lines, Line("gradients", round(finished), formula, "backward")]
+    return [*lines, Line(Kind.GRADIENTS, "gradients", round(finished), formula, "backward")]
 
 
 @lru_cache(maxsize=256)
@@ -114,8 +114,8 @@ def _levels(run: Run, model: TracedModel, mode: Mode, kept: Kept) -> tuple[Level
         saved = f"what {moment.layers} layers saved, {moment.saved / GIB:.2f} GiB{moved}, in {moment.name}"
         rest = f"all else that is alive in {moment.name}"
         lines = (
-            Line("activations", round(here), saved, "step"),
-            Line("logits, loss and work", round(moment.work), rest, "loss"),
+            Line(Kind.ACTIVATIONS, "activations", round(here), saved, "step"),
+            Line(Kind.LOSS, "logits, loss and work", round(moment.work), rest, "loss"),
         )
         alive = tuple(line for line in lines if line.bytes)
         levels.append(Level(alive, here + moment.work, moment.gradients))

@@ -11,11 +11,9 @@ from typing import NamedTuple
 from skill_tools.dialects import parameters
 from skill_tools.dialects.layout import LocalParameters
 from skill_tools.dialects.run import Mode, Run
-from skill_tools.planning.accounts import Line, each
+from skill_tools.planning.accounts import Kind, Line, each
 from skill_tools.planning.model import reference_numbers as reference
 from skill_tools.planning.model import streamed_states
-
-UPDATED_ON_CPU = "masters and moments on the CPU"
 
 
 class Sizes(NamedTuple):
@@ -50,17 +48,20 @@ def lines(run: Run, mode: Mode, local: LocalParameters) -> tuple[list[Line], lis
     made_bytes = max(gradient_bytes, reference.SLICE_SUM_BYTES) if mode.slices > 1 else gradient_bytes
     gpu = [
         Line(
+            Kind.WEIGHTS,
             "weights outside the blocks",
             round(weight_bytes * size.outside),
             each(weight_bytes, size.outside, ""),
         ),
         *_resident(run, mode, size, held),
         Line(
+            Kind.VISITING_WEIGHTS,
             "window of blocks",
             round(weight_bytes * blocks * size.block * streamed),
             f"{blocks} blocks, 2 of them ahead",
         ),
         Line(
+            Kind.OTHER_GRADIENTS,
             "gradients that leave",
             round(made_bytes * size.block + gradient_bytes * max(size.block, size.table)),
             f"one block's while they are made{', in fp32' * (mode.slices > 1)}, and one block or table "
@@ -71,6 +72,7 @@ def lines(run: Run, mode: Mode, local: LocalParameters) -> tuple[list[Line], lis
     ]
     host = [
         Line(
+            Kind.WEIGHTS,
             "weights of blocks",
             round(weight_bytes * size.in_blocks * streamed),
             each(weight_bytes, round(size.in_blocks * streamed), ""),
@@ -79,7 +81,13 @@ def lines(run: Run, mode: Mode, local: LocalParameters) -> tuple[list[Line], lis
     ]
     if not mode.updates_in_backward:
         host.insert(
-            1, Line("gradients", round(gradient_bytes * held), each(gradient_bytes, held, "parameters"))
+            1,
+            Line(
+                Kind.GRADIENTS,
+                "gradients",
+                round(gradient_bytes * held),
+                each(gradient_bytes, held, "parameters"),
+            ),
         )
     return gpu, host
 
@@ -94,12 +102,16 @@ def _resident(run: Run, mode: Mode, size: Sizes, held: int) -> list[Line]:
     found = []
     if mode.resident_layers:
         stays = round(run.precision.weight_bytes * size.in_blocks * (1 - streamed_share(run, mode)))
-        found.append(Line("resident weights of blocks", stays, f"{mode.resident_layers} layers' worth"))
+        found.append(
+            Line(Kind.WEIGHTS, "resident weights of blocks", stays, f"{mode.resident_layers} layers' worth")
+        )
     if mode.states_resident:
         states_bytes = streamed_states.element_bytes(run, mode.streamed_states)
         stay = round(mode.states_resident * held)
         formula = each(states_bytes, stay, mode.streamed_states)
-        found.append(Line("resident masters and moments", round(states_bytes * stay), formula))
+        found.append(
+            Line(Kind.OTHER_STATES, "resident masters and moments", round(states_bytes * stay), formula)
+        )
     return found
 
 
@@ -109,6 +121,7 @@ def _states(run: Run, mode: Mode, held: int) -> list[Line]:
     pass_ = round(mode.states_streamed * held)
     found = [
         Line(
+            Kind.OTHER_STATES,
             "masters and moments",
             round(states_bytes * pass_),
             each(states_bytes, pass_, mode.streamed_states),
@@ -117,7 +130,14 @@ def _states(run: Run, mode: Mode, held: int) -> list[Line]:
     if mode.states_on_cpu:
         updated = round(mode.states_on_cpu * held)
         formula = each(reference.STATE_BYTES, updated, "updated on the CPU, pageable")
-        found.append(Line(UPDATED_ON_CPU, reference.STATE_BYTES * updated, formula))
+        found.append(
+            Line(
+                Kind.PAGEABLE_STATES,
+                "masters and moments on the CPU",
+                reference.STATE_BYTES * updated,
+                formula,
+            )
+        )
     return found
 
 
@@ -139,6 +159,7 @@ def _slots(run: Run, mode: Mode, size: Sizes, streamed: float) -> Line:
     if gradient_bytes:
         formula += f" with their gradients{f', as many of {stays:,} for gradients alone' if stays else ''}"
     return Line(
+        Kind.OTHER_STATES,
         "streaming slots",
         round(slots_bytes + streamed_states.scratch_bytes(run, mode.streamed_states) * max(passes, stays)),
         f"{formula}, and the update's scratch",

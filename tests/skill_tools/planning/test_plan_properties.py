@@ -17,7 +17,7 @@ from skill_tools.dialects.run import (
     StreamedStates,
     WeightEngine,
 )
-from skill_tools.planning.cost import machine, optimizer
+from skill_tools.planning.cost import compute, machine, optimizer, step_time
 from skill_tools.planning.model import activations, known_models, memory, states
 from skill_tools.planning.model.memory import estimate
 from skill_tools.planning.search import planner
@@ -105,6 +105,22 @@ def test_states_and_activations_see_their_own_half_of_a_mode(mode: Mode, adapts:
     assert activations.kept_by_stage(run, mode, stage) == activations.kept_by_stage(
         run, mode.of_activations, stage
     )
+
+
+@given(modes, st.booleans())
+def test_no_number_depends_on_a_printed_name(mode: Mode, adapts: bool) -> None:
+    run = pytorch_run.build(
+        config(lora_rank=16) if adapts else config(), known_models.shape("llama-3.2-1b"), gpus=1
+    )
+    found, h100 = estimate(run, mode), machine.known("h100")
+    renamed = found._replace(
+        gpu=tuple(line._replace(name="-") for line in found.gpu),
+        host=tuple(line._replace(name="-") for line in found.host),
+    )
+    speed = compute.pace(run, h100, found.parameters.shard)
+    times = [step_time.estimate(run, mode, each, h100, speed) for each in (found, renamed)]
+    assert times[0] == times[1]
+    assert states.pinned_bytes(run, mode, found.host) == states.pinned_bytes(run, mode, renamed.host)
 
 
 @settings(max_examples=15)

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from skill_tools.__main__ import main
 from skill_tools.commands import plan_request
+from skill_tools.planning.accounts import Kind
 from skill_tools.reports.plots import frontier
 from skill_tools.units import GIB
 
@@ -54,6 +55,15 @@ def test_the_recommended_point_lies_on_the_frontier(tmp_path: Path) -> None:
         assert best is not None
         points = plots.points(plan)
         assert (best.memory.device_bytes / GIB, best.time.total_s) in frontier(points)
+
+
+def test_a_bar_is_as_long_as_the_option_needs() -> None:
+    """Lines of every kind are in one part of it; a rank's host has three kinds that no GPU has."""
+    from skill_tools.reports import plots
+
+    drawn = [kind for _, kinds, _ in plots._PARTS for kind in kinds]
+    assert len(drawn) == len(set(drawn))
+    assert set(Kind) - set(drawn) == {Kind.CPU_STATES, Kind.PAGEABLE_STATES, Kind.PINNED_ROUNDING}
 
 
 def test_another_suffix_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
