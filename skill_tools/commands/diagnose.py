@@ -24,6 +24,7 @@ from skill_tools.configs.source import looks_like_configuration
 from skill_tools.diagnosis import diagnosis, memory_owners
 from skill_tools.diagnosis.diagnosis import Diagnosis
 from skill_tools.diagnosis.log import Log, read_log
+from skill_tools.dialects.assumptions import Assumption
 from skill_tools.errors import OwnLoop, UnusableInput, printable_lines
 from skill_tools.planning.model import known_models
 from skill_tools.planning.model.shape_sources import UnknownShapeError
@@ -206,7 +207,7 @@ def _plan_within(
     args.gpu_memory = f"{max(gpu_bytes - beyond, 1)}bytes"
     note = diagnosis.budget_note(gpu_bytes, needed, beyond)
     plan = plan_request.make_plan(args, args.inputs)
-    return plan._replace(assumptions=(note, *plan.assumptions)), f"{note}\n"
+    return plan._replace(assumptions=(Assumption(note), *plan.assumptions)), f"{note}\n"
 
 
 def _others(found: Diagnosis, predicted: Predicted) -> str:

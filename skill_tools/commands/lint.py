@@ -237,7 +237,7 @@ class Linted:
         config, result = self._linted(reading)
         if (self._args.fix or self._args.diff) and not reading.is_part:
             result = self._repair(reading, result)
-        for note in config.file_notes():
+        for note in (*config.missing_file_notes(), *config.unread_file_notes()):
             print(f"offload: {printable(note)}", file=sys.stderr)
         stated = self._stated(config, reading)
         if self._args.format in ("blocks", "json") and not reading.is_part:

@@ -10,6 +10,7 @@ from skill_tools.configs.config import Config
 from skill_tools.configs.releases import Stated
 from skill_tools.configs.source import looks_like_configuration
 from skill_tools.dialects import registry
+from skill_tools.dialects.assumptions import About, Assumption
 from skill_tools.dialects.candidates import MECHANISMS
 from skill_tools.dialects.run import Run
 from skill_tools.dialects.shapes import ModelShape
@@ -167,11 +168,11 @@ def make_plan(args: argparse.Namespace, inputs: Sequence[str]) -> Plan:
     return plan._replace(sensitivity=(_without_what_if(before, plan), *plan.sensitivity))
 
 
-def _release_notes(stated: Mapping[str, Stated], config: Config) -> Iterator[str]:
-    """Say which releases the rules were asked for that nobody named on the command line."""
+def _release_notes(stated: Mapping[str, Stated], config: Config) -> Iterator[Assumption]:
+    """Yield which releases the rules were asked for that nobody named on the command line."""
     for name, each in releases.that_matter(stated, config).items():
         if each.where != "--target":
-            yield f"release: {name} {each.version} ({each.where}); --target names another"
+            yield Assumption(f"release: {name} {each.version} ({each.where}); --target names another")
 
 
 def _without_what_if(before: Plan, plan: Plan) -> tuple[str, str]:
@@ -198,7 +199,7 @@ class _Asked(NamedTuple):
     shape_source: str
     by_trace: bool
 
-    def prepare(self, config: Config, gpus: int | None) -> tuple[Prepared, tuple[str, ...]]:
+    def prepare(self, config: Config, gpus: int | None) -> tuple[Prepared, tuple[Assumption, ...]]:
         """Return the run of `config`, its machine and its budget, and notes on what nobody has said."""
         args = self.args
         asked = _run(args, self.files, config, self.shape, gpus=gpus or args.gpus)
@@ -235,7 +236,7 @@ def _plan(args: argparse.Namespace, inputs: Sequence[str], *, what_if: Sequence[
     restriction = Restriction(named(args.only, "--only"), named(args.without, "--without"))
     plan = planner.make_plan(
         config,
-        built._replace(assumptions=(*notes, *config.file_notes(), *built.assumptions)),
+        built._replace(assumptions=(*notes, *_of_files(config), *built.assumptions)),
         where,
         budget,
         shape_source=asked.shape_source,
@@ -358,10 +359,18 @@ def _unnamed(args: argparse.Namespace, where: Machine) -> str:
     return f"GPU: this machine, as `offload probe` measured it{age}"
 
 
-def _budget(args: argparse.Namespace, where: Machine) -> tuple[Budget, tuple[str, ...]]:
+def _of_files(config: Config) -> Iterator[Assumption]:
+    """Yield what is taken for granted because a file does not count."""
+    for note in config.missing_file_notes():
+        yield Assumption(note, About.MISSING_FILE, "give that file")
+    for note in config.unread_file_notes():
+        yield Assumption(note, About.UNREAD_FILE)
+
+
+def _budget(args: argparse.Namespace, where: Machine) -> tuple[Budget, tuple[Assumption, ...]]:
     notes = []
     if args.gpu in {None, AUTO} and not args.profile:
-        notes.append(_unnamed(args, where))
+        notes.append(Assumption(_unnamed(args, where), About.MACHINE))
     if args.gpu_memory is not None and args.tensor_memory is not None:
         raise UnusableInput(
             "--gpu-memory and --tensor-memory are both given",
@@ -378,24 +387,26 @@ def _budget(args: argparse.Namespace, where: Machine) -> tuple[Budget, tuple[str
                 attempt="--gpu-memory 80GiB, or --gpu NAME",
             )
         gpu_bytes = where.gpu_memory_bytes
-        notes.append(f"budget: the {gib(gpu_bytes)} of one {where.name}")
+        notes.append(Assumption(f"budget: the {gib(gpu_bytes)} of one {where.name}"))
     else:
         gpu_bytes = parse_bytes(args.gpu_memory, option="--gpu-memory")
         if is_bare_number(args.gpu_memory):
-            notes.append(f"--gpu-memory {args.gpu_memory} read as GiB")
+            notes.append(Assumption(f"--gpu-memory {args.gpu_memory} read as GiB"))
     host_bytes = where.host_memory_bytes or None if args.takes_host_of_gpu else None
     if args.host_memory is not None:
         host_bytes = parse_bytes(args.host_memory, option="--host-memory")
     elif host_bytes:
-        notes.append(
+        said = (
             f"host memory: {gib(host_bytes)} a node, what this run's GPUs have of the {where.name}'s machine; "
             "--host-memory with yours"
         )
+        notes.append(Assumption(said, About.HOST_MEMORY))
     pinned_bytes = where.pinned_memory_bytes or None
     if args.pinned_memory is not None:
         pinned_bytes = parse_bytes(args.pinned_memory, option="--pinned-memory")
     elif pinned_bytes:
-        notes.append(f"pinned memory: {gib(pinned_bytes)}, where this machine refused more; --pinned-memory")
+        said = f"pinned memory: {gib(pinned_bytes)}, where this machine refused more; --pinned-memory"
+        notes.append(Assumption(said))
     headroom = HEADROOM if args.tensor_memory is None else 0.0
     return Budget(gpu_bytes, host_bytes, headroom, pinned_bytes), tuple(notes)
 

@@ -114,16 +114,18 @@ class Config(NamedTuple):
         setting = self.settings.get(key)
         return default if setting is None else setting.value
 
-    def file_notes(self) -> tuple[str, ...]:
-        """Return one line for each file that is named and does not count: it is not here, or to be linted too."""
-        missing = (
+    def missing_file_notes(self) -> tuple[str, ...]:
+        """Return one line for each file that is named and is not here."""
+        return tuple(
             f"{setting.place.file}:{setting.place.line} {setting.written}={setting.value}: no such file beside it or "
             "in the working folder, so what it sets is unknown"
             for setting in self.missing_files
         )
-        unread = (
+
+    def unread_file_notes(self) -> tuple[str, ...]:
+        """Return one line for each file that is named and is another configuration, to be linted too."""
+        return tuple(
             f"{setting.place.file}:{setting.place.line} {setting.written}: a configuration of {setting.key} that is "
             f"not read with this one; offload lint {setting.value}"
             for setting in self.unread_files
         )
-        return (*missing, *unread)

@@ -8,6 +8,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from skill_tools.dialects import parameters
+from skill_tools.dialects.assumptions import Assumption
 from skill_tools.dialects.layout import Layout
 from skill_tools.dialects.shapes import ModelShape
 from skill_tools.dialects.traced import TracedModel
@@ -121,7 +122,7 @@ class Run(NamedTuple):
     allows_other_numerics: bool = False
     tower: int = 0
     spread: Spread | None = None
-    assumptions: tuple[str, ...] = ()
+    assumptions: tuple[Assumption, ...] = ()
 
     @property
     def parameters(self) -> int:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from skill_tools.configs.config import Config
+from skill_tools.dialects.assumptions import About, Assumption
 from skill_tools.dialects.candidates import NO_OFFLOAD, Candidate, changed
 from skill_tools.dialects.run import Mode, Precision
 
@@ -24,36 +25,44 @@ class Sharding(NamedTuple):
     by_deepspeed: bool = False
 
 
-def world_of(gpus: int | None, stage: int, assumptions: list[str]) -> int:
+def world_of(gpus: int | None, stage: int, assumptions: list[Assumption]) -> int:
     """Return how many GPUs train, with an assumption where nobody says."""
     if gpus is not None:
         return gpus
     world = 8 if stage else 1
     why = "one node, because it shards" if stage else "nothing shards it"
-    assumptions.append(f"{world} GPU{'s' if world > 1 else ''} ({why}); say --gpus N for yours")
+    assumptions.append(
+        Assumption(f"{world} GPU{'s' if world > 1 else ''} ({why}); say --gpus N for yours", About.GPUS)
+    )
     return world
 
 
-def precision_of(sharding: Sharding, optimizer: str, assumptions: list[str], *, adapted: bool) -> Precision:
+def precision_of(
+    sharding: Sharding, optimizer: str, assumptions: list[Assumption], *, adapted: bool
+) -> Precision:
     """Return what Hugging Face keeps a parameter of a bf16 model under mixed precision."""
     name = optimizer.lower()
     small = next((size for part, size in _STATE_BYTES if part in name), None)
     count = 1 if any(part in name for part in _ONE_MOMENT) else 2
     moments = 4.0 * count if small is None else small * count / 2
     if name.startswith("paged"):
-        assumptions.append("paged states count as the GPU's; the driver pages what does not fit to the host")
+        assumptions.append(
+            Assumption("paged states count as the GPU's; the driver pages what does not fit to the host")
+        )
     if adapted:
         return Precision(gradient_bytes=2, master_bytes=0, gradient_is_buffer=False)
     if sharding.stage and sharding.by_deepspeed:
-        assumptions.append("bf16 weights and gradients, fp32 masters and states, as DeepSpeed keeps them")
+        assumptions.append(
+            Assumption("bf16 weights and gradients, fp32 masters and states, as DeepSpeed keeps them")
+        )
         return Precision(gradient_bytes=2, moments_bytes=moments, gradient_is_buffer=False)
     if sharding.stage:
         assumptions.append(
-            "sharded weights, gradients and states in fp32, computed in bf16 (mixed precision)"
+            Assumption("sharded weights, gradients and states in fp32, computed in bf16 (mixed precision)")
         )
         return Precision(weight_bytes=4, master_bytes=0, moments_bytes=moments, gradient_is_buffer=False)
     assumptions.append(
-        f"weights, gradients and {optimizer} states in bf16, as Hugging Face trains a bf16 model"
+        Assumption(f"weights, gradients and {optimizer} states in bf16, as Hugging Face trains a bf16 model")
     )
     return Precision(
         gradient_bytes=2,

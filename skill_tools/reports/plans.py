@@ -150,7 +150,7 @@ def _sections(plan: Plan, *, title: str, bullet: str) -> list[str]:
         if plan.machine.measured
         else _KNOWN_RATES.format(plan.machine.name)
     )
-    assumptions = [f"shape: {plan.shape_source}", rates, *plan.assumptions]
+    assumptions = [f"shape: {plan.shape_source}", rates, *(each.text for each in plan.assumptions)]
     if not all(option.time.calibrated for option in shown(plan)):
         assumptions.append(_ESTIMATED)
     sections.append(("assumptions", assumptions))

@@ -99,7 +99,7 @@ def document(plan: Plan) -> dict[str, Any]:
             "host_bytes_per_node": plan.budget.host_bytes,
             **_pinned(plan.budget),
         },
-        "assumptions": list(plan.assumptions),
+        "assumptions": [each.text for each in plan.assumptions],
     }
 
 

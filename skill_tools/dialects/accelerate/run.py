@@ -6,6 +6,7 @@ The file shards and offloads; sequence, batch and adapters are the script's, so 
 
 from skill_tools.configs.config import Config
 from skill_tools.dialects import fields
+from skill_tools.dialects.assumptions import About, Assumption
 from skill_tools.dialects.deepspeed import mode as zero
 from skill_tools.dialects.layout import Layout, checked
 from skill_tools.dialects.parameters import lora
@@ -17,6 +18,7 @@ from skill_tools.errors import UnusableInput
 FSDP = "accelerate.fsdp_config.fsdp_"
 _STAGES = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 0, "HYBRID_SHARD": 3, "HYBRID_SHARD_ZERO2": 2}
 _OPTIMIZER = "adamw_torch"
+_NAMED = {About.SEQUENCE_LENGTH: "sequence length", About.MICRO_BATCH: "micro-batch"}
 
 
 def build(config: Config, shape: ModelShape, *, gpus: int | None) -> Run:
@@ -27,7 +29,7 @@ def build(config: Config, shape: ModelShape, *, gpus: int | None) -> Run:
             expected="distributed_type FSDP, DEEPSPEED, MULTI_GPU or NO",
             attempt="--framework megatron-lm with the arguments of Megatron-LM",
         )
-    assumptions: list[str] = []
+    assumptions: list[Assumption] = []
     sharding = sharding_of(config)
     world = world_of(gpus or _processes(config), sharding.stage, assumptions)
     nodes = fields.count(config, "accelerate.num_machines") or 1
@@ -35,14 +37,17 @@ def build(config: Config, shape: ModelShape, *, gpus: int | None) -> Run:
     adapter = _adapter(config, shape, assumptions)
     if not checkpoints(config):
         assumptions.append(
-            "no gradient checkpointing in the script; --overrides recompute_granularity=full if there is"
+            Assumption(
+                "no gradient checkpointing in the script; --overrides recompute_granularity=full if there is",
+                About.RECOMPUTE,
+            )
         )
     return Run(
         dialect=config.framework,
         shape=shape,
         layout=checked(Layout(gpus=world, gpus_per_node=max(1, world // nodes) if nodes > 1 else 8)),
-        seq_length=_stated(config, "seq_length", 2048, "sequence length", assumptions),
-        micro_batch=_stated(config, "micro_batch_size", 1, "micro-batch", assumptions),
+        seq_length=_stated(config, "seq_length", 2048, About.SEQUENCE_LENGTH, assumptions),
+        micro_batch=_stated(config, "micro_batch_size", 1, About.MICRO_BATCH, assumptions),
         micro_batches=_micro_batches(config),
         precision=_precision(config, sharding, assumptions, adapted=adapter is not None),
         recompute=Recompute(granularity="full") if checkpoints(config) else Recompute(),
@@ -104,10 +109,12 @@ def _processes(config: Config) -> int | None:
     return stated if stated is not None and stated > 0 else None
 
 
-def _stated(config: Config, key: str, otherwise: int, named: str, assumptions: list[str]) -> int:
+def _stated(config: Config, key: str, otherwise: int, about: About, assumptions: list[Assumption]) -> int:
     stated = fields.count(config, key)
     if stated is None:
-        assumptions.append(f"{named} {otherwise}: the script's, not set here; --overrides {key}=N")
+        assumptions.append(
+            Assumption(f"{_NAMED[about]} {otherwise}: the script's, not set here; --overrides {key}=N", about)
+        )
     return stated or otherwise
 
 
@@ -118,15 +125,19 @@ def _micro_batches(config: Config) -> int:
     return fields.count(config, "gradient_accumulation_steps") or 1
 
 
-def _adapter(config: Config, shape: ModelShape, assumptions: list[str]) -> Adapter | None:
+def _adapter(config: Config, shape: ModelShape, assumptions: list[Assumption]) -> Adapter | None:
     rank = fields.count(config, "lora_rank")
     if rank is None:
-        assumptions.append("every weight is trained; --overrides lora_rank=N for adapters")
+        assumptions.append(
+            Assumption("every weight is trained; --overrides lora_rank=N for adapters", About.TRAINED_WEIGHTS)
+        )
         return None
     return Adapter(rank=rank, parameters=lora(shape, rank))
 
 
-def _precision(config: Config, sharding: Sharding, assumptions: list[str], *, adapted: bool) -> Precision:
+def _precision(
+    config: Config, sharding: Sharding, assumptions: list[Assumption], *, adapted: bool
+) -> Precision:
     """Return what is kept a parameter: fp32 where FSDP mixes precisions, bf16 throughout where nothing does."""
     mixed = config.value("accelerate.mixed_precision", "no") != "no"
     if sharding.stage and not sharding.by_deepspeed and not mixed:

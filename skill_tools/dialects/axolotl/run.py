@@ -10,6 +10,7 @@ from pathlib import PurePath
 from skill_tools import knowledge
 from skill_tools.configs.config import Config
 from skill_tools.dialects import fields
+from skill_tools.dialects.assumptions import About, Assumption
 from skill_tools.dialects.axolotl.unfrozen import trained
 from skill_tools.dialects.deepspeed import mode as zero
 from skill_tools.dialects.layout import Layout, checked
@@ -30,14 +31,19 @@ _NF4_BYTES = 0.53  # half a byte a weight, and a byte-sized scale for 64 weights
 
 def build(config: Config, shape: ModelShape, *, gpus: int | None) -> Run:
     """Return the run that the YAML describes."""
-    assumptions: list[str] = []
+    assumptions: list[Assumption] = []
     stage = shard_stage(config)
     stated = gpus or fields.integer(config, "env.WORLD_SIZE", "num_gpus")
     world = world_of(stated, stage, assumptions)
     seq_length = fields.count(config, "sequence_len")
     if seq_length is None:
         seq_length = 2048
-        assumptions.append("sequence length 2048: sequence_len is not set; --overrides sequence_len=N")
+        assumptions.append(
+            Assumption(
+                "sequence length 2048: sequence_len is not set; --overrides sequence_len=N",
+                About.SEQUENCE_LENGTH,
+            )
+        )
     adapter = _adapter(config, shape, assumptions)
     part = trained(config, shape, assumptions)
     return Run(
@@ -70,14 +76,16 @@ def build(config: Config, shape: ModelShape, *, gpus: int | None) -> Run:
     )
 
 
-def _tower(config: Config, shape: ModelShape, assumptions: list[str]) -> int:
+def _tower(config: Config, shape: ModelShape, assumptions: list[Assumption]) -> int:
     """Return the parameters of the model's vision tower, which is loaded unless the class is a text model's."""
     tower: int = knowledge.index()["models"].get(shape.name, {}).get("tower", 0)
     if not tower or (fields.text(config, "model_type") or "").endswith("ForCausalLM"):
         return 0
     assumptions.append(
-        f"a vision tower of {tower / 1e9:.2f}e9 parameters that sees no image, not packed; a model_type that ends in "
-        "ForCausalLM loads none"
+        Assumption(
+            f"a vision tower of {tower / 1e9:.2f}e9 parameters that sees no image, not packed; a model_type that ends "
+            "in ForCausalLM loads none"
+        )
     )
     return tower
 
@@ -147,7 +155,7 @@ def shard_stage(config: Config) -> int:
     return 0
 
 
-def _adapter(config: Config, shape: ModelShape, assumptions: list[str]) -> Adapter | None:
+def _adapter(config: Config, shape: ModelShape, assumptions: list[Assumption]) -> Adapter | None:
     kind = fields.text(config, "adapter")
     if kind not in {"lora", "qlora", "dora"}:
         return None
@@ -155,10 +163,14 @@ def _adapter(config: Config, shape: ModelShape, assumptions: list[str]) -> Adapt
     four, eight = fields.flag(config, "load_in_4bit"), fields.flag(config, "load_in_8bit")
     base = _NF4_BYTES if four else 1.0 if eight else 2.0
     assumptions.append(
-        f"rank-{rank} adapters on the linears of attention and dense MLPs, in fp32; base at {base:g} B a weight"
+        Assumption(
+            f"rank-{rank} adapters on the linears of attention and dense MLPs, in fp32; base at {base:g} B a weight"
+        )
     )
     if not shard_stage(config):
         assumptions.append(
-            "layer_offloading frees weights only under checkpointing; without it the measured peak stayed as it was"
+            Assumption(
+                "layer_offloading frees weights only under checkpointing; without it the measured peak stayed as it was"
+            )
         )
     return Adapter(rank=rank, parameters=lora(shape, rank), base_weight_bytes=base)

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from skill_tools.configs.config import Config
 from skill_tools.dialects import parameters
+from skill_tools.dialects.assumptions import Assumption
 from skill_tools.dialects.shapes import ModelShape
 
 _ROWS = re.compile(r"(.+)\[[0-9]*(?::[0-9]*)?\]")
@@ -33,7 +34,7 @@ class Trained(NamedTuple):
     layers_without: int = 0
 
 
-def trained(config: Config, shape: ModelShape, assumptions: list[str]) -> Trained:
+def trained(config: Config, shape: ModelShape, assumptions: list[Assumption]) -> Trained:
     """Return what is trained: all, where the setting is absent or says nothing."""
     written = config.value("unfrozen_parameters")
     if not written or config.value("adapter"):
@@ -47,12 +48,16 @@ def trained(config: Config, shape: ModelShape, assumptions: list[str]) -> Traine
         if any(pattern.match(name) for pattern in known for name in names)
     ]
     if len(known) < len(wanted) or not matched:
-        assumptions.append("unfrozen_parameters is not understood: every weight is counted as trained")
+        assumptions.append(
+            Assumption("unfrozen_parameters is not understood: every weight is counted as trained")
+        )
         return Trained()
     share = min(sum(size for _, size in matched) / parameters.model(shape).total, 1.0)
     without = min(_layers_before(name, shape) for name, _ in matched)
     said = f"; the {without} layers before them save nothing, unless they are checkpointed" if without else ""
-    assumptions.append(f"unfrozen_parameters leaves {share:.0%} of the weights to be trained{said}")
+    assumptions.append(
+        Assumption(f"unfrozen_parameters leaves {share:.0%} of the weights to be trained{said}")
+    )
     return Trained(share, without)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from skill_tools.configs.config import Config
 from skill_tools.dialects import fields
+from skill_tools.dialects.assumptions import About, Assumption
 from skill_tools.dialects.candidates import INPUTS, RECOMPUTE, Candidate, changed
 from skill_tools.dialects.layout import Layout, checked
 from skill_tools.dialects.parameters import lora
@@ -31,19 +32,27 @@ _WITH_ANOTHER_MODEL = frozenset({"ppo", "dpo", "kto", "rm"})
 
 def build(config: Config, shape: ModelShape, *, gpus: int | None) -> Run:
     """Return the run that the YAML describes."""
-    assumptions: list[str] = []
+    assumptions: list[Assumption] = []
     stage = _shard_stage(config)
     world = gpus or (8 if stage else 1)
     if gpus is None:
         why = "one node, because it shards" if stage else "nothing shards it"
-        assumptions.append(f"{world} GPU{'s' if world > 1 else ''} ({why}); say --gpus N for yours")
+        assumptions.append(
+            Assumption(f"{world} GPU{'s' if world > 1 else ''} ({why}); say --gpus N for yours", About.GPUS)
+        )
     seq_length = fields.count(config, "llamafactory.cutoff_len")
     if seq_length is None:
         seq_length = 2048
-        assumptions.append("sequence length 2048: cutoff_len is not set; --overrides cutoff_len=N")
+        assumptions.append(
+            Assumption(
+                "sequence length 2048: cutoff_len is not set; --overrides cutoff_len=N", About.SEQUENCE_LENGTH
+            )
+        )
     purpose = fields.text(config, "llamafactory.stage")
     if purpose in _WITH_ANOTHER_MODEL:
-        assumptions.append(f"stage {purpose}: the policy alone, without a reference or reward model")
+        assumptions.append(
+            Assumption(f"stage {purpose}: the policy alone, without a reference or reward model")
+        )
     return Run(
         dialect=config.framework,
         shape=shape,
@@ -123,25 +132,31 @@ def _shard_stage(config: Config) -> int:
     return next((number for number in (3, 2, 1) if f"z{number}" in named or f"zero{number}" in named), 0)
 
 
-def _adapter(config: Config, shape: ModelShape, assumptions: list[str]) -> Adapter | None:
+def _adapter(config: Config, shape: ModelShape, assumptions: list[Assumption]) -> Adapter | None:
     if fields.text(config, "llamafactory.finetuning_type") not in {None, "lora", "oft"}:
         return None
     rank = fields.count(config, "llamafactory.lora_rank") or 8
     base = _BASE_BYTES.get(fields.integer(config, "llamafactory.quantization_bit") or 16, 2.0)
     assumptions.append(
-        f"rank-{rank} adapters on all linears of attention and dense MLPs; base at {base:g} B a weight"
+        Assumption(
+            f"rank-{rank} adapters on all linears of attention and dense MLPs; base at {base:g} B a weight"
+        )
     )
     return Adapter(rank=rank, parameters=lora(shape, rank), base_weight_bytes=base)
 
 
-def _precision(config: Config, stage: int, assumptions: list[str]) -> Precision:
+def _precision(config: Config, stage: int, assumptions: list[Assumption]) -> Precision:
     optimizer = (fields.text(config, "optimizer") or "adamw_torch").lower()
     small = next((size for name, size in _STATE_BYTES if name in optimizer), None)
     if stage:
-        assumptions.append("bf16 weights and gradients, fp32 masters and states, as DeepSpeed keeps them")
+        assumptions.append(
+            Assumption("bf16 weights and gradients, fp32 masters and states, as DeepSpeed keeps them")
+        )
         return Precision(gradient_bytes=2, moments_bytes=small or 8.0, gradient_is_buffer=False)
     size = 2 if fields.flag(config, "llamafactory.pure_bf16") else 4
-    assumptions.append(f"trained weights, gradients and {optimizer} states of {size} B an element")
+    assumptions.append(
+        Assumption(f"trained weights, gradients and {optimizer} states of {size} B an element")
+    )
     return Precision(
         weight_bytes=size,
         gradient_bytes=size,

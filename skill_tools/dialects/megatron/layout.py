@@ -10,6 +10,7 @@ from typing import NamedTuple
 from skill_tools.configs.config import Config
 from skill_tools.configs.values import whole_number
 from skill_tools.dialects import fields
+from skill_tools.dialects.assumptions import About, Assumption
 from skill_tools.dialects.layout import Layout, checked, smallest_world
 from skill_tools.dialects.megatron import LM
 from skill_tools.dialects.shapes import ModelShape
@@ -28,7 +29,7 @@ class FoundLayout(NamedTuple):
     """The layout, and what had to be assumed about it."""
 
     layout: Layout
-    assumptions: tuple[str, ...]
+    assumptions: tuple[Assumption, ...]
 
 
 def of_megatron(config: Config, *, gpus: int | None, num_layers: int, moe: bool) -> FoundLayout:
@@ -45,18 +46,28 @@ def of_megatron(config: Config, *, gpus: int | None, num_layers: int, moe: bool)
         if own is None and tensor > 1 and not config.complete:
             expert_tensor = 1
             assumptions.append(
-                "expert tensor parallel size 1: not set here, and Bridge's MoE recipes set it to 1"
+                Assumption(
+                    "expert tensor parallel size 1: not set here, and Bridge's MoE recipes set it to 1"
+                )
             )
     unset = [short for key, short in _SIZES[: 3 if moe else 2] if fields.integer(config, key) is None]
     if unset and not config.complete:
         *first, last = unset
         named = f"{', '.join(first)} and {last}" if first else last
-        assumptions.append(f"{named} 1: not set here, a recipe may set it")
+        assumptions.append(
+            Assumption(
+                f"{named} 1: not set here, a recipe may set it",
+                About.LAYOUT,
+                "give the recipe before this file, or --overrides with its sizes",
+            )
+        )
     chunks = _virtual_stages(config, num_layers, pipeline)
     world = gpus or fields.integer(config, "world_size", "env.WORLD_SIZE") or _launched(config)
     if world is None:
         world = smallest_world((tensor, pipeline, context, expert, expert_tensor))
-        assumptions.append(f"{world} GPUs: the fewest that this layout needs; say --gpus N for yours")
+        assumptions.append(
+            Assumption(f"{world} GPUs: the fewest that this layout needs; say --gpus N for yours", About.GPUS)
+        )
     layout = Layout(
         gpus=world,
         tensor=tensor,
@@ -69,7 +80,9 @@ def of_megatron(config: Config, *, gpus: int | None, num_layers: int, moe: bool)
         stage_layers=_stage_layers(config, num_layers, pipeline, chunks),
     )
     if moe and tensor > 1 and not fields.flag(config, "sequence_parallel"):
-        assumptions.append("sequence parallelism on: Megatron requires it for experts with TP > 1")
+        assumptions.append(
+            Assumption("sequence parallelism on: Megatron requires it for experts with TP > 1")
+        )
     return FoundLayout(checked(layout), tuple(assumptions))
 
 
@@ -163,7 +176,7 @@ def _times(text: str, position: int) -> tuple[int, int]:
     return int(text[position + 1 : end][:_DIGITS] or 1), end
 
 
-def check(shape: ModelShape, layout: Layout, config: Config) -> tuple[str, ...]:
+def check(shape: ModelShape, layout: Layout, config: Config) -> tuple[Assumption, ...]:
     """Raise `UnusableInput` for groups that do not divide what they share; return what had to be assumed.
 
     Layers over pipeline stages may be uneven where the configuration, or a recipe that it lies over, says how.
@@ -177,9 +190,8 @@ def check(shape: ModelShape, layout: Layout, config: Config) -> tuple[str, ...]:
     if config.complete:
         name = "pipeline_model_parallel_size" + (" x virtual stages" if layout.virtual_stages > 1 else "")
         _divides(shape.num_layers, "layers", chunks, name)
-    return (
-        f"{shape.num_layers} layers over {chunks} stages as evenly as they go: a recipe may say otherwise",
-    )
+    said = f"{shape.num_layers} layers over {chunks} stages as evenly as they go: a recipe may say otherwise"
+    return (Assumption(said),)
 
 
 def _divides(count: int, what: str, size: int, name: str) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 from skill_tools.configs.config import Config
 from skill_tools.dialects import fields
+from skill_tools.dialects.assumptions import About, Assumption
 from skill_tools.dialects.layout import Layout
 from skill_tools.dialects.megatron import BRIDGE, LM
 from skill_tools.dialects.megatron import layout as megatron_layout
@@ -39,7 +40,9 @@ def build(config: Config, shape: ModelShape, *, gpus: int | None) -> Run:
     if seq_length is None:
         seq_length = 4096
         own = "--seq-length N" if config.framework == LM else "model.seq_length=N"
-        assumptions.append(f'sequence length 4096: not set here; --overrides="{own}"')
+        assumptions.append(
+            Assumption(f'sequence length 4096: not set here; --overrides="{own}"', About.SEQUENCE_LENGTH)
+        )
     micro_batch = fields.count(config, "micro_batch_size") or 1
     precision_aware = bool(fields.flag(config, "use_precision_aware_optimizer"))
     return Run(
@@ -61,10 +64,12 @@ def build(config: Config, shape: ModelShape, *, gpus: int | None) -> Run:
     )
 
 
-def _micro_batches(config: Config, layout: Layout, micro_batch: int, assumptions: list[str]) -> int:
+def _micro_batches(config: Config, layout: Layout, micro_batch: int, assumptions: list[Assumption]) -> int:
     batch = fields.count(config, "global_batch_size")
     if batch is None:
-        assumptions.append(f"{layout.pipeline} micro-batches a step: no global batch size is set here")
+        assumptions.append(
+            Assumption(f"{layout.pipeline} micro-batches a step: no global batch size is set here")
+        )
         return layout.pipeline
     share = layout.data * micro_batch
     if batch % share:
@@ -81,7 +86,7 @@ def _dtype_bytes(config: Config, key: str, default: float) -> float:
     return default if written is None else _DTYPE_BYTES.get(written.rsplit(".", 1)[-1], default)
 
 
-def _precision(config: Config, precision_aware: bool, assumptions: list[str]) -> Precision:
+def _precision(config: Config, precision_aware: bool, assumptions: list[Assumption]) -> Precision:
     if fields.flag(config, "bf16") is False and not fields.flag(config, "fp16"):
         return Precision(weight_bytes=4, gradient_bytes=4, master_bytes=0)
     reduce_in_fp32 = fields.flag(
@@ -90,7 +95,9 @@ def _precision(config: Config, precision_aware: bool, assumptions: list[str]) ->
     gradient = 2.0 if reduce_in_fp32 is False else 4.0
     if not precision_aware:
         if reduce_in_fp32 is None:
-            assumptions.append("gradients in an fp32 buffer (grad_reduce_in_fp32), Megatron's way with bf16")
+            assumptions.append(
+                Assumption("gradients in an fp32 buffer (grad_reduce_in_fp32), Megatron's way with bf16")
+            )
         return Precision(gradient_bytes=gradient)
     remainders = fields.flag(config, "store_param_remainders") is not False
     return Precision(
@@ -100,10 +107,16 @@ def _precision(config: Config, precision_aware: bool, assumptions: list[str]) ->
     )
 
 
-def _recompute(config: Config, assumptions: list[str]) -> Recompute:
+def _recompute(config: Config, assumptions: list[Assumption]) -> Recompute:
     granularity = fields.text(config, "recompute_granularity")
     if granularity is None and not config.complete:
-        assumptions.append("no activation recompute: not set here, a recipe may set it")
+        assumptions.append(
+            Assumption(
+                "no activation recompute: not set here, a recipe may set it",
+                About.RECOMPUTE,
+                "give the recipe before this file",
+            )
+        )
     if fields.flag(config, "recompute_activations"):
         granularity = "selective"
     if granularity not in {"full", "selective"}:
@@ -123,9 +136,9 @@ def _adapter(config: Config, shape: ModelShape) -> Adapter | None:
     return Adapter(rank=rank, parameters=lora(shape, rank))
 
 
-def _shards_optimizer(config: Config, assumptions: list[str]) -> bool:
+def _shards_optimizer(config: Config, assumptions: list[Assumption]) -> bool:
     sharded = fields.flag(config, "use_distributed_optimizer", "ddp.use_distributed_optimizer")
     if sharded is None and config.framework == BRIDGE:
-        assumptions.append("distributed optimizer on, as Bridge's recipes have it")
+        assumptions.append(Assumption("distributed optimizer on, as Bridge's recipes have it"))
         return True
     return bool(sharded)

@@ -8,4 +8,3 @@
 PYTORCH = "pytorch"
 
 # What a loop on one GPU, or with a replica on each, is taken to train.
-ONE_GPU_NUMBERS = "bf16 weights, fp32 master weights and moments"

@@ -7,9 +7,10 @@ named model is Hugging Face's code, whose norms are eager; one of six numbers ha
 
 from skill_tools.configs.config import Config
 from skill_tools.dialects import fields
+from skill_tools.dialects.assumptions import About, Assumption
 from skill_tools.dialects.layout import Layout
 from skill_tools.dialects.parameters import lora
-from skill_tools.dialects.pytorch import ONE_GPU_NUMBERS, PYTORCH
+from skill_tools.dialects.pytorch import PYTORCH, spread
 from skill_tools.dialects.run import Adapter, Precision, Recompute, Run, StreamedStates
 from skill_tools.dialects.shapes import ModelShape
 from skill_tools.errors import UnusableInput
@@ -24,16 +25,22 @@ def build(config: Config, shape: ModelShape, *, gpus: int | None) -> Run:
     seq_length = fields.count(config, "seq_length")
     if seq_length is None:
         seq_length = 2048
-        assumptions.append("sequence length 2048: not set; --overrides seq_length=N")
+        assumptions.append(
+            Assumption("sequence length 2048: not set; --overrides seq_length=N", About.SEQUENCE_LENGTH)
+        )
     micro_batch = fields.count(config, "micro_batch_size")
     if micro_batch is None:
         micro_batch = 1
-        assumptions.append("micro-batch 1: not set; --overrides micro_batch_size=N")
+        assumptions.append(
+            Assumption("micro-batch 1: not set; --overrides micro_batch_size=N", About.MICRO_BATCH)
+        )
     if fields.integer(config, "hidden_size") and fields.flag(config, "gated_linear_unit") is None:
         assumptions.append(
-            "an MLP without a gate: not set; --overrides gated_linear_unit=true for a Llama-like one"
+            Assumption(
+                "an MLP without a gate: not set; --overrides gated_linear_unit=true for a Llama-like one"
+            )
         )
-    assumptions.append(f"{ONE_GPU_NUMBERS}, eager PyTorch with flash attention")
+    assumptions.append(spread.BF16_EAGER)
     norm = fields.number(config, "max_grad_norm")
     if norm is not None and not norm >= 0:
         raise UnusableInput(
@@ -41,8 +48,10 @@ def build(config: Config, shape: ModelShape, *, gpus: int | None) -> Run:
         )
     if norm is None:
         assumptions.append(
-            "gradients may be clipped, so no update starts before the last of them; --overrides max_grad_norm=0 where "
-            "the loop clips nothing"
+            Assumption(
+                "gradients may be clipped, so no update starts before the last of them; --overrides max_grad_norm=0 "
+                "where the loop clips nothing"
+            )
         )
     granularity = fields.text(config, "recompute_granularity")
     if granularity not in {None, "none", "full"}:
@@ -55,7 +64,9 @@ def build(config: Config, shape: ModelShape, *, gpus: int | None) -> Run:
     states = _streamed_states(config)
     if states is not StreamedStates.EXACT:
         assumptions.append(
-            f"streamed states are {states}: not AdamW's numbers to the bit, as streamed_states says"
+            Assumption(
+                f"streamed states are {states}: not AdamW's numbers to the bit, as streamed_states says"
+            )
         )
     run = Run(
         dialect=PYTORCH,
@@ -78,8 +89,6 @@ def build(config: Config, shape: ModelShape, *, gpus: int | None) -> Run:
         streamed_states=states,
         assumptions=tuple(assumptions),
     )
-    from skill_tools.dialects.pytorch import spread
-
     if run.layout.gpus == 1:
         spread.check_alone(config)
         return run

@@ -4,7 +4,7 @@ from enum import StrEnum
 
 from skill_tools.configs.config import Config
 from skill_tools.dialects import fields
-from skill_tools.dialects.pytorch import ONE_GPU_NUMBERS
+from skill_tools.dialects.assumptions import Assumption
 from skill_tools.dialects.run import Precision, Run, Spread
 from skill_tools.errors import UnusableInput
 
@@ -21,6 +21,10 @@ _PRECISIONS = {
     "float32": Precision(weight_bytes=4, gradient_bytes=4, master_bytes=0, gradient_is_buffer=False),
     "bfloat16": Precision(weight_bytes=2, gradient_bytes=2, gradient_is_buffer=False),
 }
+_EAGER = Assumption("eager PyTorch with flash attention")
+BF16_EAGER = Assumption(
+    f"bf16 weights, fp32 master weights and moments, {_EAGER.text}"
+)  # of one GPU, or replicas
 BF16_SHARDS = {"shard_dtype": "bfloat16"}
 
 
@@ -39,8 +43,10 @@ def spread(run: Run, config: Config) -> Run:
             spread=Spread(shards=False, reduced_bytes=run.precision.gradient_bytes),
             assumptions=(
                 *run.assumptions,
-                f"each of {run.layout.gpus} GPUs has all weights, gradients and states (DistributedDataParallel with "
-                "gradient_as_bucket_view); without sharding=replicas FSDP2 shards them",
+                Assumption(
+                    f"each of {run.layout.gpus} GPUs has all weights, gradients and states (DistributedDataParallel "
+                    "with gradient_as_bucket_view); without sharding=replicas FSDP2 shards them"
+                ),
             ),
         )
     dtype = _one_of(config, "shard_dtype", tuple(_PRECISIONS))
@@ -59,9 +65,12 @@ def spread(run: Run, config: Config) -> Run:
         gradient_shards=run.layout.gpus,
         spread=Spread(),
         assumptions=(
-            *(each.replace(f"{ONE_GPU_NUMBERS}, ", "") for each in run.assumptions),
-            f"FSDP2 over {run.layout.gpus} GPUs: {said}; computed in bf16, gradients reduced in fp32; each block, the "
-            "embedding and the head are sharded as modules of their own, a tied table with the rest of the model",
+            *(_EAGER if each == BF16_EAGER else each for each in run.assumptions),
+            Assumption(
+                f"FSDP2 over {run.layout.gpus} GPUs: {said}; computed in bf16, gradients reduced in fp32; each block, "
+                "the embedding and the head are sharded as modules of their own, a tied table with the rest of the "
+                "model"
+            ),
         ),
     )
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 
 from skill_tools.configs.config import Config
 from skill_tools.dialects import fields
+from skill_tools.dialects.assumptions import About, Assumption
 from skill_tools.dialects.candidates import (
     NO_OFFLOAD,
     RECOMPUTE,
@@ -28,7 +29,7 @@ _FULL = Recompute(granularity="full")
 
 def build(config: Config, shape: ModelShape, *, gpus: int | None) -> Run:
     """Return the run that the TOML describes."""
-    assumptions: list[str] = []
+    assumptions: list[Assumption] = []
     degrees = [
         fields.count(config, f"torchtitan.parallelism.{name}_parallel_degree") or 1
         for name in ("tensor", "pipeline", "context", "expert")
@@ -36,7 +37,7 @@ def build(config: Config, shape: ModelShape, *, gpus: int | None) -> Run:
     world = gpus or _stated_gpus(config, degrees)
     if world is None:
         world = _GPUS_OF_A_NODE
-        assumptions.append(f"{world} GPUs (one node); say --gpus N for yours")
+        assumptions.append(Assumption(f"{world} GPUs (one node); say --gpus N for yours", About.GPUS))
     tensor, pipeline, context, expert = degrees
     layout = checked(Layout(gpus=world, tensor=tensor, pipeline=pipeline, context=context, expert=expert))
     replicas = fields.count(config, "torchtitan.parallelism.data_parallel_replicate_degree") or 1
@@ -44,7 +45,9 @@ def build(config: Config, shape: ModelShape, *, gpus: int | None) -> Run:
     micro_batch = fields.count(config, "torchtitan.training.local_batch_size") or 8
     whole = fields.integer(config, "torchtitan.training.global_batch_size") or -1
     if fields.text(config, _CHECKPOINTS) in {None, "selective", "memory_budget"}:
-        assumptions.append("selective checkpointing keeps most of what a layer saves: counted as none")
+        assumptions.append(
+            Assumption("selective checkpointing keeps most of what a layer saves: counted as none")
+        )
     return Run(
         dialect=config.framework,
         shape=shape,
@@ -102,9 +105,11 @@ def _stated_gpus(config: Config, degrees: list[int]) -> int | None:
     return shard * replicas * degrees[0] * degrees[1] * degrees[2]  # experts are spread over the same GPUs
 
 
-def _precision(config: Config, assumptions: list[str]) -> Precision:
+def _precision(config: Config, assumptions: list[Assumption]) -> Precision:
     size = 2 if fields.text(config, "torchtitan.training.dtype") == "bfloat16" else 4
-    assumptions.append(f"sharded weights, gradients and states of {size} B an element, no master weights")
+    assumptions.append(
+        Assumption(f"sharded weights, gradients and states of {size} B an element, no master weights")
+    )
     return Precision(
         weight_bytes=size,
         gradient_bytes=size,

@@ -6,6 +6,7 @@ states, and no masters. Knowledge distillation, PPO and multimodal towers are no
 
 from skill_tools.configs.config import Config
 from skill_tools.dialects import fields
+from skill_tools.dialects.assumptions import About, Assumption
 from skill_tools.dialects.layout import Layout, checked
 from skill_tools.dialects.parameters import lora
 from skill_tools.dialects.run import (
@@ -30,19 +31,27 @@ _GPUS_OF_A_NODE = 8
 
 def build(config: Config, shape: ModelShape, *, gpus: int | None) -> Run:
     """Return the run that the YAML describes."""
-    assumptions: list[str] = []
+    assumptions: list[Assumption] = []
     sharded = is_sharded(config)
     world = gpus or _stated_gpus(config)
     if world is None:
         world = _GPUS_OF_A_NODE if sharded else 1
         why = "one node, because the recipe is distributed" if sharded else "the recipe is for one device"
-        assumptions.append(f"{world} GPU{'s' if world > 1 else ''} ({why}); say --gpus N for yours")
+        assumptions.append(
+            Assumption(f"{world} GPU{'s' if world > 1 else ''} ({why}); say --gpus N for yours", About.GPUS)
+        )
     seq_length = fields.count(config, "torchtune.tokenizer.max_seq_len")
     if seq_length is None:
         seq_length = 2048
-        assumptions.append("sequence length 2048: not set; --overrides tokenizer.max_seq_len=N")
+        assumptions.append(
+            Assumption(
+                "sequence length 2048: not set; --overrides tokenizer.max_seq_len=N", About.SEQUENCE_LENGTH
+            )
+        )
     elif not fields.flag(config, "torchtune.dataset.packed"):
-        assumptions.append(f"samples as long as tokenizer.max_seq_len, {seq_length} tokens; most are shorter")
+        assumptions.append(
+            Assumption(f"samples as long as tokenizer.max_seq_len, {seq_length} tokens; most are shorter")
+        )
     tensor = fields.count(config, "torchtune.tensor_parallel_dim") or 1
     context = fields.count(config, "torchtune.context_parallel_dim") or 1
     layout = checked(Layout(gpus=world, tensor=tensor, context=context))
@@ -106,19 +115,21 @@ def _stated_gpus(config: Config) -> int | None:
     return processes * nodes if isinstance(processes, int) and isinstance(nodes, int) else None
 
 
-def _adapter(config: Config, shape: ModelShape, assumptions: list[str]) -> Adapter | None:
+def _adapter(config: Config, shape: ModelShape, assumptions: list[Assumption]) -> Adapter | None:
     builder = (fields.text(config, "torchtune.model._component_") or "").rpartition(".")[2]
     if "lora_" not in builder:
         return None
     rank = fields.count(config, "torchtune.model.lora_rank") or 8
     base = _NF4_BYTES if "qlora_" in builder else 2.0
     assumptions.append(
-        f"rank-{rank} adapters on the linears of attention and dense MLPs; base at {base:g} B a weight"
+        Assumption(
+            f"rank-{rank} adapters on the linears of attention and dense MLPs; base at {base:g} B a weight"
+        )
     )
     return Adapter(rank=rank, parameters=lora(shape, rank), base_weight_bytes=base)
 
 
-def _precision(config: Config, assumptions: list[str]) -> Precision:
+def _precision(config: Config, assumptions: list[Assumption]) -> Precision:
     component = fields.text(config, "torchtune.optimizer._component_") or "torch.optim.AdamW"
     weight = 4 if (fields.text(config, "torchtune.dtype") or "bf16") in {"fp32", "32"} else 2
     gradient = 0 if fields.flag(config, "torchtune.optimizer_in_bwd") else weight
@@ -131,10 +142,14 @@ def _precision(config: Config, assumptions: list[str]) -> Precision:
         moments, kept = 8.0, "fp32 states"
     else:
         moments, kept = 2.0 * weight, "states of the weights' dtype"
-    assumptions.append(f"weights and gradients of {weight} B, {kept} ({optimizer}), no master weights")
+    assumptions.append(
+        Assumption(f"weights and gradients of {weight} B, {kept} ({optimizer}), no master weights")
+    )
     if optimizer.startswith("Paged"):
         assumptions.append(
-            "paged states count as the GPU's; what does not fit is paged to the host by the driver"
+            Assumption(
+                "paged states count as the GPU's; what does not fit is paged to the host by the driver"
+            )
         )
     return Precision(
         weight_bytes=weight,

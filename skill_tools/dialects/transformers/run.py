@@ -9,6 +9,7 @@ from pathlib import PurePath
 
 from skill_tools.configs.config import Config
 from skill_tools.dialects import fields
+from skill_tools.dialects.assumptions import About, Assumption
 from skill_tools.dialects.deepspeed import mode as zero
 from skill_tools.dialects.layout import Layout, checked
 from skill_tools.dialects.parameters import lora
@@ -27,13 +28,18 @@ KWARGS = ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs")
 
 def build(config: Config, shape: ModelShape, *, gpus: int | None) -> Run:
     """Return the run that the arguments describe."""
-    assumptions: list[str] = []
+    assumptions: list[Assumption] = []
     sharding = sharding_of(config)
     world = world_of(gpus or fields.integer(config, "env.WORLD_SIZE"), sharding.stage, assumptions)
     adapter = _adapter(config, shape, assumptions)
     micro_batch = fields.count(config, "micro_batch_size")
     if micro_batch is None:
-        assumptions.append(f"micro-batch {_BATCH}, the default; --overrides per_device_train_batch_size=N")
+        assumptions.append(
+            Assumption(
+                f"micro-batch {_BATCH}, the default; --overrides per_device_train_batch_size=N",
+                About.MICRO_BATCH,
+            )
+        )
     recomputes = checkpoints(config)
     return Run(
         dialect=config.framework,
@@ -121,22 +127,29 @@ def _stage(config: Config) -> int:
     return stage or 0
 
 
-def _length(config: Config, assumptions: list[str]) -> int:
+def _length(config: Config, assumptions: list[Assumption]) -> int:
     stated = fields.count(config, "sequence_len")
     if stated is not None:
         return stated
     length = _LENGTHS.get(str(config.value(CLASS)), _LENGTH)
-    assumptions.append(f"sequence length {length}: max_length is not set; --overrides max_length=N")
+    assumptions.append(
+        Assumption(
+            f"sequence length {length}: max_length is not set; --overrides max_length=N",
+            About.SEQUENCE_LENGTH,
+        )
+    )
     return length
 
 
-def _adapter(config: Config, shape: ModelShape, assumptions: list[str]) -> Adapter | None:
+def _adapter(config: Config, shape: ModelShape, assumptions: list[Assumption]) -> Adapter | None:
     four, eight = fields.flag(config, "load_in_4bit"), fields.flag(config, "load_in_8bit")
     if not (fields.flag(config, "use_peft") or four or eight):
         return None
     rank = fields.count(config, "lora_r") or _RANK
     base = _NF4_BYTES if four else 1.0 if eight else 2.0
     assumptions.append(
-        f"rank-{rank} adapters on the linears of attention and dense MLPs, in fp32; base at {base:g} B a weight"
+        Assumption(
+            f"rank-{rank} adapters on the linears of attention and dense MLPs, in fp32; base at {base:g} B a weight"
+        )
     )
     return Adapter(rank=rank, parameters=lora(shape, rank), base_weight_bytes=base)

@@ -13,6 +13,7 @@ from skill_tools import knowledge
 from skill_tools.bundle import knowledge_path
 from skill_tools.configs.files import read_bytes
 from skill_tools.dialects import parameters, registry
+from skill_tools.dialects.assumptions import Assumption
 from skill_tools.dialects.run import Adapter, Run
 from skill_tools.dialects.shapes import ModelShape, checked
 from skill_tools.dialects.traced import Growth, Span, TracedModel, TracedStep
@@ -100,7 +101,7 @@ def _partly_frozen(run: Run, found: TracedModel) -> Run:
     frozen = found.parameters - found.trained
     if not frozen:
         return run
-    said = f"frozen: {frozen:,} of {found.parameters:,} elements, as they were traced"
+    said = Assumption(f"frozen: {frozen:,} of {found.parameters:,} elements, as they were traced")
     share = found.trained / found.parameters
     return run._replace(trained_share=share, assumptions=(*run.assumptions, said))
 

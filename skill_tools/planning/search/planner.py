@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from skill_tools.configs.config import Config
 from skill_tools.dialects import registry
+from skill_tools.dialects.assumptions import About, Assumption
 from skill_tools.dialects.base import Dialect
 from skill_tools.dialects.candidates import (
     FINE_GRAINED,
@@ -64,7 +65,7 @@ class Plan(NamedTuple):
     ruled_out: tuple[tuple[str, tuple[RuledOut, ...]], ...]
     considered: int
     sensitivity: tuple[tuple[str, str], ...]
-    assumptions: tuple[str, ...]
+    assumptions: tuple[Assumption, ...]
     measured_step_s: float | None = None
     ways: tuple[Way, ...] = ()
     unrestricted: Option | None = None
@@ -139,8 +140,8 @@ def make_plan(
             *_memory_from(run),
             *run.assumptions,
             *_assumed_of_experts(run),
-            *dialect.remarks(config, current.mode),
-            *(dialect.cautions(best.candidate.settings) if best else ()),
+            *map(Assumption, dialect.remarks(config, current.mode)),
+            *map(Assumption, dialect.cautions(best.candidate.settings) if best else ()),
         ),
         measured_step_s=measured_step_s,
         unrestricted=unrestricted,
@@ -187,22 +188,23 @@ def _simpler(options: Sequence[Option]) -> Option | None:
     return next(fewer, None)
 
 
-def _memory_from(run: Run) -> tuple[str, ...]:
+def _memory_from(run: Run) -> tuple[Assumption, ...]:
     """Say what a plan's bytes of forward and backward come from, where there could be a trace."""
     if run.traced is not None:
-        return (f"memory and work of forward and backward: {run.traced.source}",)
+        return (Assumption(f"memory and work of forward and backward: {run.traced.source}"),)
     if run.is_eager and run.adapter is None:
-        return (
+        said = (
             "memory of forward and backward: a formula, within 8% of most Hugging Face models; exact with "
-            "`offload trace config.json --out profile.json` and --trace profile.json",
+            "`offload trace config.json --out profile.json` and --trace profile.json"
         )
+        return (Assumption(said, About.FORMULA),)
     return ()
 
 
-def _assumed_of_experts(run: Run) -> tuple[str, ...]:
+def _assumed_of_experts(run: Run) -> tuple[Assumption, ...]:
     if not run.shape.experts:
         return ()
-    return ("tokens spread evenly over the experts; an overloaded rank keeps more",)
+    return (Assumption("tokens spread evenly over the experts; an overloaded rank keeps more"),)
 
 
 def _as_it_is(mode: Mode) -> Candidate:

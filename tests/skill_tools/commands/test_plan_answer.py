@@ -1,5 +1,6 @@
 """The answer of `plan`: ten lines where something fits, and three ways that do where nothing does."""
 
+import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,9 @@ import pytest
 
 from skill_tools.__main__ import main
 from skill_tools.bundle import schema_path
+from skill_tools.commands import plan_request
+from skill_tools.dialects.assumptions import About, Assumption
+from skill_tools.planning.search import decisive
 
 SCHEMA = json.loads(schema_path("plan").read_text(encoding="utf-8"))
 MEGATRON_LM = """\
@@ -238,3 +242,21 @@ def test_rows_say_whose_checkpointing_it_is_and_that_there_is_none(
     said = capsys.readouterr().out
     assert "\n  FSDP's activation checkpointing + FSDP parameter offload " in said
     assert "\n  no recomputation " in said
+
+
+def test_it_rests_on_what_changes_it_most_whatever_the_sentences_say() -> None:
+    parser = argparse.ArgumentParser()
+    plan_request.add_arguments(parser)
+    plan = plan_request.make_plan(parser.parse_args(["--model", "llama-3-8b", "--gpu", "h100"]), [])
+    weighty = [about for about in About if about is not About.DETAIL]
+    said = [Assumption(about.name, about, f"about {about.name}") for about in reversed(About)]
+    for about in weighty:
+        found = decisive.assumption(plan._replace(assumptions=tuple(said), recommendation=None))
+        assert found == f"{about.name}; about {about.name}"
+        said = [each for each in said if each.about is not about]
+    assert "rates" in decisive.assumption(plan._replace(assumptions=tuple(said)))
+    # The host's memory is nothing to a plan that takes none of it.
+    best = plan.without_offload
+    host = (Assumption("host", About.HOST_MEMORY),)
+    assert best.memory.host_bytes_per_node == 0
+    assert "host" not in decisive.assumption(plan._replace(assumptions=host, recommendation=best))

@@ -9,6 +9,7 @@ import pytest
 
 from skill_tools.__main__ import main
 from skill_tools.dialects import parameters
+from skill_tools.dialects.assumptions import Assumption
 from skill_tools.dialects.sharding import Sharding, precision_of
 from skill_tools.planning.model import known_models
 
@@ -172,7 +173,7 @@ def test_layers_before_what_is_unfrozen_save_nothing_unless_they_are_checkpointe
 )
 def test_states_have_the_bytes_of_their_optimizer(optimizer: str, whole: float, sharded: float) -> None:
     """Two moments in the weights' dtype, bf16 or of shards fp32, unless the name says fewer or smaller ones."""
-    said: list[str] = []
+    said: list[Assumption] = []
     assert precision_of(Sharding(), optimizer, said, adapted=False).moments_bytes == whole
     assert precision_of(Sharding(3), optimizer, said, adapted=False).moments_bytes == sharded
-    assert any("paged states" in line for line in said) == optimizer.startswith("paged")
+    assert any("paged states" in each.text for each in said) == optimizer.startswith("paged")

@@ -51,7 +51,7 @@ def test_without_a_world_size_the_fewest_gpus_are_assumed_and_said() -> None:
         moe=True,
     )
     assert found.layout.gpus == 16  # EP 4 x ETP 2 (Megatron's default is TP) x PP 2
-    assert any("16 GPUs" in line for line in found.assumptions)
+    assert any("16 GPUs" in each.text for each in found.assumptions)
 
 
 @pytest.mark.parametrize(("gpus", "sizes"), [(6, {"tensor": 4}), (8, {"pipeline": 3}), (4, {"expert": 8})])
@@ -147,7 +147,7 @@ def test_sizes_that_an_unseen_recipe_may_set_are_said(
 ) -> None:
     """A perf recipe that imports its base is no whole configuration: what the base sets is unknown."""
     found = megatron_layout.of_megatron(config("megatron-bridge", **values), gpus=16, num_layers=48, moe=moe)
-    assert said in found.assumptions
+    assert said in [each.text for each in found.assumptions]
 
 
 def test_a_size_that_divides_nothing_is_refused_at_once() -> None:
