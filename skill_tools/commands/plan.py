@@ -29,7 +29,7 @@ FORMATS = ("concise", "json", "markdown")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the inputs, what describes the run, and the output."""
     parser.add_argument(
-        "inputs", nargs="*", metavar="FILE", help="configuration files; a model's config.json"
+        "inputs", nargs="*", metavar="FILE", help="configuration files; a model's config.json, or its folder"
     )
     plan_request.add_arguments(parser)
     parser.add_argument(

@@ -17,7 +17,7 @@ from skill_tools.dialects.shapes import ModelShape
 from skill_tools.errors import UnusableInput
 from skill_tools.planning.cost import machine
 from skill_tools.planning.cost.machine import Machine
-from skill_tools.planning.model import known_models, memory, shape_sources, traces
+from skill_tools.planning.model import known_models, local_models, memory, shape_sources, traces
 from skill_tools.planning.model.memory import Memory
 from skill_tools.planning.model.shape_sources import UnknownShapeError
 from skill_tools.planning.search import planner
@@ -215,6 +215,7 @@ class _Asked(NamedTuple):
 
 
 def _asked(args: argparse.Namespace, inputs: Sequence[str], *, what_if: Sequence[str]) -> _Asked:
+    inputs = [local_models.in_folder(path) if os.path.isdir(path) else path for path in inputs]
     jsons = [path for path in inputs if shape_sources.is_config_json(path)]
     files = [path for path in inputs if path not in jsons]
     config = read_config(args, files, what_if=what_if)

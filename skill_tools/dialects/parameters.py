@@ -36,7 +36,8 @@ def attention(shape: ModelShape) -> Parameters:
     head = shape.attention_head_dim
     queries, keys = shape.heads * head, shape.kv_heads * head
     split = shape.hidden * (queries + 2 * keys) + queries * shape.hidden
-    replicated = 2 * head if shape.qk_norm else 0
+    normed = queries + keys if shape.qk_norm_whole else 2 * head
+    replicated = normed if shape.qk_norm else 0
     if shape.qkv_bias or shape.linear_bias:
         split += queries + 2 * keys
     if shape.linear_bias:

@@ -14,9 +14,10 @@ from skill_tools.errors import UnusableInput
 class ModelShape(NamedTuple):
     """One decoder. Sizes are elements; `ffn` is one MLP's inner size, `moe_ffn` one expert's.
 
-    `head_dim` 0 means hidden / heads. `shared_ffn` is the inner size of all shared experts together.
-    `first_dense` layers at the front and, with `moe_every` > 1, the layers between are dense. MLA is on when
-    `kv_lora_rank` > 0; `q_lora_rank` 0 then means a full query projection.
+    `head_dim` 0 means hidden / heads. Norms of query and key span one head, with `qk_norm_whole` all of them (OLMo 2).
+    `shared_ffn` is the inner size of all shared experts together. `first_dense` layers at the front and, with
+    `moe_every` > 1, the layers between are dense. MLA is on when `kv_lora_rank` > 0; `q_lora_rank` 0 then means a
+    full query projection.
     """
 
     name: str
@@ -30,6 +31,7 @@ class ModelShape(NamedTuple):
     gated_mlp: bool = True
     tied_embeddings: bool = False
     qk_norm: bool = False
+    qk_norm_whole: bool = False
     qkv_bias: bool = False
     linear_bias: bool = False
     norm_bias: bool = False
@@ -81,7 +83,7 @@ def checked(shape: ModelShape) -> ModelShape:
         most = MOST_LAYERS if name == "num_layers" else LARGEST_SIZE
         if not 0 < value <= most:
             raise _contradiction(shape, f"{name} is {value}", f"a number above zero, at most {most}")
-    if not shape.head_dim and shape.hidden % shape.heads:
+    if not shape.head_dim and not shape.uses_mla and shape.hidden % shape.heads:
         raise _contradiction(
             shape,
             f"hidden size {shape.hidden} does not divide into {shape.heads} heads",

@@ -30,6 +30,7 @@ SECTIONS = (
     "rules",
     "vocabulary",
     "models",
+    "model_names",
     "hardware",
     "host_buffers",
     "messages",

@@ -21,13 +21,15 @@ def build() -> dict[str, Any]:
     releases = knowledge.load_yaml("releases.yaml")
     vocabulary = sorted(knowledge_path("vocabulary").glob("*.txt"))
     keys = knowledge.load_keys()
+    models = knowledge.load_yaml("models.yaml")
     table = {key.name: key for key in keys_from_data(keys)}
     return {
         "releases": releases,
         "keys": keys,
         "rules": [_indexed(entry, compiled(entry, releases, table)) for entry in read_rule_files()],
         "vocabulary": {path.stem: knowledge.words(path.read_text(encoding="utf-8")) for path in vocabulary},
-        "models": knowledge.load_yaml("models.yaml")["models"],
+        "models": models["models"],
+        "model_names": {part: models[part] for part in ("neutral", "untold", "counted")},
         "hardware": knowledge.load_yaml("hardware.yaml"),
         "host_buffers": knowledge.load_yaml("host_buffers.yaml"),
         "messages": [_without_example(entry) for entry in knowledge.load_messages()],

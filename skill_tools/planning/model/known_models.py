@@ -1,12 +1,13 @@
 """Looks a model up by name in `knowledge/models.yaml`: for `--model`, a base model or a recipe.
 
-Names are compared word by word (`Qwen/Qwen3-30B-A3B` and `qwen3_30b_a3b_pretrain_config` both name
-`qwen3-30b-a3b`); the longest match wins, and a name that says nothing known is answered with the nearest
-ones.
+Names are compared word by word (`Qwen/Qwen3-30B-A3B` and `qwen3_30b_a3b_pretrain_config` both name `qwen3-30b-a3b`). A
+name means a model if it is one of its names and neutral words alone: `DeepSeek-R1-Distill-Qwen-7B` is no
+`deepseek-r1`. Of a path, the last part that says anything is the name.
 """
 
 import difflib
 import re
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -14,7 +15,8 @@ from skill_tools import knowledge
 from skill_tools.dialects.shapes import ModelShape
 from skill_tools.errors import UnusableInput
 
-_NOT_SHAPE = ("names", "source", "parameters", "tower")
+_NOT_SHAPE = ("names", "source", "read_in", "parameters", "tower")
+_FILE_ENDING = r"\.(json|ya?ml|toml|sh|py|gguf|safetensors|bin)$"
 
 
 def entries() -> dict[str, dict[str, Any]]:
@@ -32,17 +34,84 @@ def shape(name: str) -> ModelShape:
 @cache
 def find(text: str) -> str | None:
     """Return the known model that `text` names (a hub id, a recipe, a path), or None."""
-    words = re.sub(r"[_/\s]+", "-", text.lower())
-    best, best_length = None, 0
-    for name, entry in entries().items():
-        for alias in (name, *entry["names"]):
-            if (
-                len(alias) > best_length
-                and alias in words
-                and re.search(rf"(^|-){re.escape(alias)}($|-)", words)
-            ):
-                best, best_length = name, len(alias)
-    return best
+    return next((_exact(words, _aliases()) for words in _names_in(text)), None)
+
+
+@cache
+def untold(text: str) -> str:
+    """Return which layers of the model that `text` names have no shape here; empty for a model that is not known."""
+    return next((_exact(words, _untold()) or "" for words in _names_in(text)), "")
+
+
+def similar(text: str) -> str | None:
+    """Return the known model of which `text` says more than neutral words, so that it may have another shape."""
+    for words in _names_in(text):
+        return next((model for _, model in _aliases_in(words, _aliases())), None)
+    return None
+
+
+def _names_in(text: str) -> Iterator[tuple[str, ...]]:
+    """Yield the words of the part of `text` that is a model's name: of a path, the last that is not all neutral."""
+    for part in reversed(re.split(r"[/\\]+", text.lower().strip())):
+        words = tuple(filter(None, re.split(r"[-_:@\s]+", re.sub(_FILE_ENDING, "", part))))
+        if not all(map(_is_neutral, words)):
+            yield words
+            return
+
+
+def _exact(words: Sequence[str], aliases: dict[tuple[str, ...], str]) -> str | None:
+    """Return what the longest alias in `words` stands for, if the other words are neutral."""
+    for alias, model in _aliases_in(words, aliases):
+        start = _starts(words, alias)[0]
+        rest = (*words[:start], *words[start + len(alias) :])
+        return model if all(map(_is_neutral, rest)) else None
+    return None
+
+
+def _aliases_in(
+    words: Sequence[str], aliases: dict[tuple[str, ...], str]
+) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Yield the aliases that stand in `words`, the longest first."""
+    found = (each for each in aliases.items() if each[0][0] in words and _starts(words, each[0]))
+    yield from sorted(found, key=lambda each: len("-".join(each[0])), reverse=True)
+
+
+def _starts(words: Sequence[str], alias: tuple[str, ...]) -> list[int]:
+    return [at for at in range(len(words)) if tuple(words[at : at + len(alias)]) == alias]
+
+
+@cache
+def _is_neutral(word: str) -> bool:
+    """Return whether `word` says nothing of a model's sizes."""
+    return _neutral().fullmatch(word) is not None
+
+
+@knowledge.derived
+def _neutral() -> re.Pattern[str]:
+    return re.compile("|".join(knowledge.index()["model_names"]["neutral"]))
+
+
+@knowledge.derived
+def _aliases() -> dict[tuple[str, ...], str]:
+    """Return each name of a known model, as words."""
+    return {
+        tuple(alias.split("-")): model
+        for model, entry in entries().items()
+        for alias in (model, *entry["names"])
+    }
+
+
+@knowledge.derived
+def _untold() -> dict[tuple[str, ...], str]:
+    """Return each name of a model without a shape, as words, with the layers that are the reason."""
+    kinds: dict[str, list[str]] = knowledge.index()["model_names"]["untold"]
+    return {tuple(name.split("-")): layers for layers, names in kinds.items() for name in names}
+
+
+def counted_kinds() -> list[str]:
+    """Return the kinds of config.json whose parameters this tool counts as transformers does."""
+    kinds: list[str] = knowledge.index()["model_names"]["counted"]
+    return kinds
 
 
 def of_size(parameters: int) -> str | None:
@@ -59,10 +128,28 @@ def require(text: str) -> ModelShape:
     """Return the shape that `text` names, or raise `UnusableInput` with the nearest known names."""
     name = find(text)
     if name is None:
-        nearest = difflib.get_close_matches(text.lower(), entries(), n=3, cutoff=0.4) or sorted(entries())[:3]
-        raise UnusableInput(
-            f"model {text!r} has no known shape",
-            expected=f"a known model ({', '.join(nearest)}, ...) or a config.json of the model",
-            attempt=f"--model {nearest[0]}, or name the model's Hugging Face config.json as a second file",
-        )
+        raise unknown(text)
     return shape(name)
+
+
+def unknown(text: str) -> UnusableInput:
+    """Return the error for a name that means no known model, with what is known of it."""
+    shown = repr(text[:100])
+    if layers := untold(text):
+        return UnusableInput(
+            f"model {shown} has {layers}, which no shape of this tool describes",
+            expected="such a model traced",
+            attempt="offload trace config.json --out profile.json, then --trace profile.json",
+        )
+    if (near := similar(text)) is not None:
+        return UnusableInput(
+            f"model {shown} is not known; its name only contains {near}",
+            expected="its own config.json or folder, or the known model that has its sizes",
+            attempt=f"--model {near} if it has that model's sizes",
+        )
+    nearest = difflib.get_close_matches(text.lower(), entries(), n=3, cutoff=0.4) or sorted(entries())[:3]
+    return UnusableInput(
+        f"model {shown} has no known shape",
+        expected=f"a known model ({', '.join(nearest)}, ...) or a config.json of the model",
+        attempt=f"--model {nearest[0]}, or name the model's Hugging Face config.json as a second file",
+    )

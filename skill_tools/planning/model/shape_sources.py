@@ -1,8 +1,9 @@
 """Finds the shape of the model to plan for: the configuration's own fields, a config.json, or a known name.
 
 Own fields win where a configuration has all of them; a name fills the rest, and fields set beside a name
-change it (`num_layers: 16` on a known model is that model with 16 layers). Nothing is guessed from a file's
-name, but it may be suggested.
+change it (`num_layers: 16` on a known model is that model with 16 layers). A name is a folder with a config.json, a
+known model, or one in Hugging Face's cache, in this order. Nothing is guessed from a file's name, but it may be
+suggested.
 """
 
 import json
@@ -15,12 +16,14 @@ from skill_tools.configs.files import read_bytes
 from skill_tools.dialects import fields, registry
 from skill_tools.dialects.shapes import ModelShape, checked
 from skill_tools.errors import UnusableInput
-from skill_tools.planning.model import known_models
+from skill_tools.planning.model import known_models, local_models
 
 _WORD = re.compile(r"[A-Za-z][\w./-]{5,}\d[\w./-]*")  # long enough for a model's name, with a digit in it
 _JSON_BYTES = 4 << 20
 _TEXT_ALONE = ", the shape of its text decoder; offload trace counts the whole model"
 _HYBRID = ("linear_num_key_heads", "mamba_num_heads", "ssm_state_size", "state_size", "layer_types_linear")
+_FOUR_NORMS = {"glm4", "glm4v", "glm4v_text"}
+_ATTENTION_LAYERS = {"attention", "full_attention", "sliding_attention", "chunked_attention"}
 
 
 class UnknownShapeError(UnusableInput):
@@ -33,8 +36,10 @@ def shape_of(config: Config | None, *, model: str | None, config_json: str | Non
         shape, note = from_config_json(config_json)
         return _changed(shape, config), f"{config_json}{note}"
     if model is not None:
-        named = known_models.require(model)
-        return _changed(named, config), f"known model {named.name}"
+        found = _named(model, config)
+        if found is None:
+            raise known_models.unknown(model)
+        return _changed(found[0], config), found[1]
     if config is None:
         raise UnusableInput(
             "no model is named",
@@ -43,15 +48,31 @@ def shape_of(config: Config | None, *, model: str | None, config_json: str | Non
         )
     if own := from_fields(config):
         return own, "the configuration's own fields"
-    if config.model_name and (name := known_models.find(config.model_name)):
-        return _changed(
-            known_models.shape(name), config
-        ), f"known model {name}, named by {config.model_name!r}"
-    if only := _only_model_named(config):
+    if config.model_name and (found := _named(config.model_name, config)):
+        return _changed(found[0], config), f"{found[1]}, named by {config.model_name!r}"
+    if not _is_models_name(config.model_name) and (only := _only_model_named(config)):
         return _changed(
             known_models.shape(only), config
         ), f"known model {only}, the only one that the input names"
     raise _unknown(config)
+
+
+def _named(name: str, config: Config | None) -> tuple[ModelShape, str] | None:
+    """Return the shape that `name` means here, and where it came from: a folder, a known model, or a cached one."""
+    beside = [str(PurePath(source).parent) for source in config.sources] if config else []
+    path = local_models.config_json(name, beside)
+    known = known_models.find(name)
+    if known is not None and (path is None or path == local_models.cached(name)):
+        return known_models.shape(known), f"known model {known}"
+    if path is None:
+        return None
+    shape, note = from_config_json(path)
+    return shape, f"{path}{note}"
+
+
+def _is_models_name(name: str | None) -> bool:
+    """Return whether `name` is a model's; that of a recipe's function says nothing where it has no number."""
+    return bool(name) and re.search(r"[/\d]", name or "") is not None
 
 
 def _only_model_named(config: Config) -> str | None:
@@ -75,15 +96,13 @@ def _unknown(config: Config) -> UnknownShapeError:
             expected="all of them, a known model or a config.json",
             attempt=f"{registry.named(config.framework).size_override(missing[0])}, or --model NAME",
         )
-    named = (
-        f"{config.model_name!r} has no known shape"
-        if config.model_name
-        else "the configuration names no model"
-    )
+    if config.model_name:
+        error = known_models.unknown(config.model_name)
+        return UnknownShapeError(error.problem, expected=error.expected, attempt=error.attempt)
     hints = [known_models.find(PurePath(name).stem) for name in config.sources]
     hint = next((name for name in hints if name), None)
     return UnknownShapeError(
-        named,
+        "the configuration names no model",
         expected=f"a known model, a config.json, or {', '.join(sizes)}",
         attempt=f"--model {hint} (the file's name suggests it)"
         if hint
@@ -228,16 +247,29 @@ def _text_of(path: str) -> bytes:
 def from_config_json(path: str) -> tuple[ModelShape, str]:
     """Build the shape from a Hugging Face config.json, and say what is left out of a multimodal model's."""
     data = json.loads(_text_of(path))
+    shape = from_entries(data, path)
     has_tower = any(isinstance(data.get(name), dict) for name in ("vision_config", "audio_config"))
-    return from_entries(data, path), _TEXT_ALONE if has_tower else ""
+    return shape, (_TEXT_ALONE if has_tower else "") + _unchecked(data)
+
+
+def _unchecked(data: dict[str, Any]) -> str:
+    """Say so where a config.json is of a kind whose count was never held against transformers' own."""
+    kind = str(_text_part(data).get("model_type", data.get("model_type", "")))
+    if not kind or kind in known_models.counted_kinds():
+        return ""
+    return f", counted as a Llama-like decoder, which {kind[:40]} may not be; offload trace counts its own layers"
+
+
+def _text_part(data: dict[str, Any]) -> dict[str, Any]:
+    inner = data.get("text_config")
+    return inner if isinstance(inner, dict) else data
 
 
 def from_entries(data: dict[str, Any], path: str) -> ModelShape:
     """Build the shape from the entries of a config.json that came from `path`; of a multimodal model, its decoder's."""
-    inner = data.get("text_config")
     architecture = (data.get("architectures") or [""])[0]
-    data = inner if isinstance(inner, dict) else data
-    if any(key in data for key in _HYBRID):
+    data = _text_part(data)
+    if _is_hybrid(data):
         raise UnusableInput(
             f"{path} describes a model with linear-attention or state-space layers",
             expected="a decoder of attention and MLP or expert layers, or such a model traced",
@@ -258,9 +290,18 @@ def from_entries(data: dict[str, Any], path: str) -> ModelShape:
             attempt=f"--model NAME, or {_traced(path)}",
         )
     values: dict[str, Any] = {name: data[key] for name, key in known.items()}
+    values["ffn"] = data.get("intermediate_size_mlp") or values["ffn"]  # Llama 4's dense layers
     values |= _json_attention(data) | _json_experts(data)
     architecture = architecture or data.get("model_type", "")
     return checked(ModelShape(name=f"{architecture or 'model'} of {path}", **values))
+
+
+def _is_hybrid(data: dict[str, Any]) -> bool:
+    """Return whether a config.json has other layers than attention's; where it lists them, the list decides."""
+    kinds = data.get("layer_types")
+    if isinstance(kinds, list) and kinds:
+        return not set(map(str, kinds)) <= _ATTENTION_LAYERS
+    return any(key in data for key in _HYBRID)
 
 
 def _traced(path: str) -> str:
@@ -273,11 +314,12 @@ def _json_attention(data: dict[str, Any]) -> dict[str, Any]:
         "kv_heads": data.get("num_key_value_heads") or data["num_attention_heads"],
         "head_dim": data.get("head_dim") or 0,
         "tied_embeddings": bool(data.get("tie_word_embeddings", kind.startswith("gemma"))),
-        "qk_norm": kind.startswith(("qwen3", "gemma3")),
-        "qkv_bias": bool(data.get("attention_bias", False)) or kind == "qwen2",
+        "qk_norm": kind.startswith(("qwen3", "gemma3", "olmo2", "olmo3")) or bool(data.get("use_qk_norm")),
+        "qk_norm_whole": kind.startswith(("olmo2", "olmo3")),
+        "qkv_bias": bool(data.get("attention_bias", False)) or kind.startswith("qwen2"),
         "linear_bias": kind == "gpt_oss",
         "attention_sinks": kind == "gpt_oss",
-        "norms_per_layer": 4 if kind.startswith(("gemma2", "gemma3")) else 2,
+        "norms_per_layer": 4 if kind.startswith(("gemma2", "gemma3")) or kind in _FOUR_NORMS else 2,
         "mtp_layers": data.get("num_nextn_predict_layers") or 0,
     }
     for name in ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
@@ -290,7 +332,8 @@ def _json_experts(data: dict[str, Any]) -> dict[str, Any]:
     if not experts:
         return {}
     inner = data.get("moe_intermediate_size") or data["intermediate_size"]
-    shared = data.get("shared_expert_intermediate_size") or (data.get("n_shared_experts") or 0) * inner
+    always = 1 if data.get("model_type") == "llama4_text" else data.get("n_shared_experts") or 0
+    shared = data.get("shared_expert_intermediate_size") or always * inner
     return {
         "experts": experts,
         "experts_per_token": data.get("num_experts_per_tok") or 2,
