@@ -1,3 +1,4 @@
+# PYTHON_ARGCOMPLETE_OK
 """The entry point: `python3 skill_tools ...` from any folder, uninstalled, or `offload ...` when installed.
 
 It only finds the command and turns every error into one line and an exit code: 0 clean, 1 findings, 2 unusable input,
@@ -158,6 +159,13 @@ def _missing(module: str) -> Exception:
     )
 
 
+def _complete() -> None:
+    """Answer a shell that completes a command line; without argcomplete nobody has set its variable."""
+    from skill_tools.completion import complete
+
+    complete({name: _command_parser(name) for name in COMMANDS})
+
+
 def process() -> NoReturn:
     """Run one command as this whole process.
 
@@ -165,6 +173,8 @@ def process() -> NoReturn:
     a third of a lint. A process that has loaded torch does take itself apart.
     """
     gc.set_threshold(100_000)
+    if "_ARGCOMPLETE" in os.environ:
+        _complete()
     code = main()
     if "torch" in sys.modules:
         sys.exit(code)

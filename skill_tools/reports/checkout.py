@@ -2,12 +2,12 @@
 
 `offload card render` writes the rendered ones, `offload card check` compares them. Both first check the data against
 its schemas: the card, the keys and the rules. The check also compares the card with the rules and keys that it names,
-the pages with the files and commands that they name, and the places that state the version with each other.
+the pages with the files and commands that they name. The version is `skill_tools.__version__`; other readers look for
+it in four more files, which are rendered too.
 """
 
 import json
 import re
-import tomllib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,13 @@ from skill_tools.rules import index
 from skill_tools.rules.grammar import ConditionError, tree_of
 from skill_tools.rules.knowledge import read_rule_files
 
+# Where an installer of skills, a reader of the card, a plugin market and whoever cites look for the version.
+_VERSIONED = {
+    "SKILL.md": re.compile(r'(?m)^(  version: ")[^"\n]*(")$'),
+    "skill-card.md": re.compile(r"(?m)^(## Skill version\n\n)\S+()$"),
+    "CITATION.cff": re.compile(r"(?m)^(version: )\S+()$"),
+    ".claude-plugin/marketplace.json": re.compile(r'("version": ")[^"\n]*(")'),
+}
 _LONGEST_MESSAGE = 200  # characters of what jsonschema says; it may quote a whole rule
 
 
@@ -46,6 +53,9 @@ def rendered_files(root: Path, card: Card, execute: Execute) -> dict[Path, str]:
         text = page.read_text(encoding="utf-8")
         if has_blocks(text):
             files[page] = fill(text, tables, execute)
+    for name, pattern in _VERSIONED.items():
+        text = files.get(root / name) or (root / name).read_text(encoding="utf-8")
+        files[root / name] = pattern.sub(rf"\g<1>{skill_tools.__version__}\g<2>", text)
     return files
 
 
@@ -104,7 +114,7 @@ def problems(root: Path, commands: Mapping[str, str], execute: Execute) -> list[
     found += _stale(root, card, execute)
     for page in pages_with_blocks(root):
         found += page_problems(page, root, commands)
-    return found + _version_problems(root)
+    return found
 
 
 def _missing_classes(root: Path, card: Card) -> list[str]:
@@ -147,24 +157,3 @@ def _spellings() -> dict[str, Collection[str]]:
 def _ways_to_write(entry: Mapping[str, Any]) -> set[str]:
     aliases = entry.get("aliases", {}).values()
     return {entry["key"], *entry.get("spelling", {}).values(), *(one for group in aliases for one in group)}
-
-
-def _version_problems(root: Path) -> list[str]:
-    """Return one line a place whose version differs from `skill_tools.__version__`.
-
-    Three readers look in three places: pip, Python and the skill's installer.
-    """
-    expected = skill_tools.__version__
-    with (root / "pyproject.toml").open("rb") as file:
-        project = tomllib.load(file)["project"]["version"]
-    head = re.match(r"---\n(.*?)\n---\n", (root / "SKILL.md").read_text(encoding="utf-8"), re.DOTALL)
-    skill = yaml.safe_load(head[1]) if head else {}
-    found = {
-        "pyproject.toml project.version": project,
-        "SKILL.md metadata.version": skill.get("metadata", {}).get("version"),
-    }
-    return [
-        f"{place} is {version}, skill_tools.__version__ is {expected}"
-        for place, version in found.items()
-        if version != expected
-    ]

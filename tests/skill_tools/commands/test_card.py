@@ -114,9 +114,8 @@ def test_data_that_breaks_its_schema_is_named_before_anything_is_written(
 
 WRONG_DOCUMENTS = [
     ("SKILL.md", "docs/faq.md)", "docs/gone.md)", "link to docs/gone.md: no such file"),
-    ("SKILL.md", 'version: "0.1.0"', 'version: "0.2.0"', "SKILL.md metadata.version is 0.2.0"),
+    ("CITATION.cff", "version: 0.1.0", "version: 0.2.0", "CITATION.cff: differs from its data"),
     ("README.md", "skill_tools lint run.yaml", "skill_tools lint --fast run.yaml", "lint --fast"),
-    ("pyproject.toml", 'version = "0.1.0"', 'version = "0.3.0"', "project.version is 0.3.0"),
     ("card.yaml", "rule: la-pp", "rule: la-gone", "no such rule: la-gone"),
     ("card.yaml", "pytorch: HybridDeviceOptimizer", "pytorch: NoOptimizer", "exports no NoOptimizer"),
 ]

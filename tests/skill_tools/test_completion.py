@@ -1,0 +1,34 @@
+"""A shell completes commands, options, choices and the names of rules, models and GPUs."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+CALL = "from skill_tools.__main__ import process; process()"
+
+
+def completed(line: str, folder: Path) -> list[str]:
+    """What argcomplete hands the shell behind `line`, whose cursor stands at the end."""
+    answer = folder / "answer"
+    asked = {"_ARGCOMPLETE": "1", "_ARGCOMPLETE_IFS": "\n", "_ARGCOMPLETE_STDOUT_FILENAME": str(answer)}
+    asked |= {"COMP_LINE": line, "COMP_POINT": str(len(line)), "COMP_TYPE": "9", "PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "-c", CALL], env={**os.environ, **asked}, cwd=folder, check=True)
+    return [word.strip() for word in answer.read_text().split("\n")]
+
+
+def test_words_are_completed(tmp_path: Path) -> None:
+    pytest.importorskip("argcomplete", reason="the extra `completion` is not installed")
+    (tmp_path / "broken.yaml").touch()
+    for line, word in (
+        ("offload expl", "explain"),
+        ("offload explain la-p", "la-pp"),
+        ("offload plan --model qwen3-30", "qwen3-30b-a3b"),
+        ("offload plan --gpu h1", "h100"),
+        ("offload lint --format sa", "sarif"),
+        ("offload lint brok", "broken.yaml"),
+    ):
+        assert word in completed(line, tmp_path), line
