@@ -80,9 +80,12 @@ def _anchors(tokens: "list[Token]") -> set[str]:
 
 
 def _paths(tokens: "list[Token]", root: Path) -> Iterator[str]:
-    """Yield inline code that is a path below one of the repository's folders and does not exist."""
+    """Yield inline code that is a path below one of the repository's folders and does not exist.
+
+    `NAME` in a path, as `<...>`, stands for a name that the reader chooses.
+    """
     for code in _inline_code(tokens):
-        if not re.search(r"[\s<>{}$=]", code) and _is_missing(code, root):
+        if not re.search(r"[\s<>{}$=]|\bNAME\b", code) and _is_missing(code, root):
             yield f"names {code}: no such file"
 
 
