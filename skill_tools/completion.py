@@ -1,7 +1,7 @@
 """Completes words of the command line in a shell that argcomplete serves: `register-python-argcomplete offload`.
 
-Commands, options and their choices come from the parsers themselves. Here are the names that no parser lists. Apart
-because argcomplete starts the command with every tab, and no other run of it needs any of this.
+Commands, options and their choices come from the parsers themselves. Here are the names that no parser lists.
+Apart because no other run of the command needs any of this.
 """
 
 import argparse
