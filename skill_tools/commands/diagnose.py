@@ -159,6 +159,7 @@ def _plan(args: argparse.Namespace, found: Diagnosis) -> tuple[Plan | None, str,
     if not wanted or not (args.inputs or args.model or args.overrides):
         return None, "", ""
     try:
+        args.gpu_capacity_bytes = found.gpu_bytes
         note = _machine_of_the_log(args, found)
         predicted = _predicted(args, found)
         if args.gpu_memory is None and found.gpu_bytes is not None:

@@ -33,7 +33,8 @@ AUTO = "auto"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the budgets, the machine, and what the configuration does not say."""
-    parser.set_defaults(takes_host_of_gpu=True)  # a log's host is not that of a machine with such a GPU
+    # A log's host is not that of a machine with such a GPU, and its card's capacity says which cards it may be.
+    parser.set_defaults(takes_host_of_gpu=True, gpu_capacity_bytes=None)
     budgets = parser.add_argument_group("budgets and machine")
     budgets.add_argument("--gpu-memory", metavar="AMOUNT", help="memory budget per GPU, for example 80GiB")
     budgets.add_argument(
@@ -302,19 +303,32 @@ def _traced(args: argparse.Namespace, built: Run, *, names_the_model: bool) -> R
 
 
 def _machine(args: argparse.Namespace, built: Run) -> Machine:
+    ranks = built.layout.ranks_on_node
     if args.profile:
-        return machine.read_profile(args.profile, ranks=built.layout.ranks_on_node)
-    if args.gpu in {None, AUTO}:
-        from skill_tools.planning.cost import kept_profile
+        return machine.read_profile(args.profile, ranks=ranks)
+    if args.gpu not in {None, AUTO}:
+        return machine.known(args.gpu, ranks_on_node=ranks)
+    from skill_tools.planning.cost import kept_profile, unnamed_gpu
 
-        kept = kept_profile.find(ranks=built.layout.ranks_on_node)
-        if kept is not None:
-            return kept
-        if args.gpu == AUTO:
-            return _present(built)
-    sized = args.gpu_memory is not None or args.tensor_memory is not None
-    found = machine.known("h100" if args.gpu is None else args.gpu, ranks_on_node=built.layout.ranks_on_node)
-    return found._replace(named=args.gpu is not None or not sized)
+    capacity = args.gpu_capacity_bytes
+    kept = kept_profile.find(ranks=ranks)
+    if kept is not None and (capacity is None or _is_card_of(kept, capacity)):
+        return kept
+    if args.gpu == AUTO:
+        return _present(built)
+    said = args.gpu_memory or args.tensor_memory
+    budget = None if said is None else parse_bytes(said, option="--gpu-memory")
+    found = unnamed_gpu.standing_for(
+        capacity or budget, is_capacity=capacity is not None, ranks_on_node=ranks
+    )
+    return found._replace(host_memory_bytes=0)  # that of another machine
+
+
+def _is_card_of(kept: Machine, capacity_bytes: int) -> bool:
+    """Return whether a log's card, of `capacity_bytes`, may be the one of the profile that was kept here."""
+    from skill_tools.planning.cost.unnamed_gpu import label_gb
+
+    return not kept.gpu_memory_bytes or label_gb(kept.gpu_memory_bytes) == label_gb(capacity_bytes)
 
 
 def _present(built: Run) -> Machine:
@@ -336,7 +350,10 @@ def _present(built: Run) -> Machine:
     total = device.allocator.total_bytes
     # To ask takes a context of our own, which a plan counts by itself.
     others = max(total - device.allocator.free_bytes() - memory.CONTEXT_BYTES, 0)
-    return known._replace(gpu_memory_bytes=max(min(known.gpu_memory_bytes, total) - others, 0))
+    return known._replace(
+        gpu_memory_bytes=max(min(known.gpu_memory_bytes, total) - others, 0),
+        host_memory_bytes=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+    )
 
 
 def _unnamed(args: argparse.Namespace, where: Machine) -> str:
@@ -347,8 +364,9 @@ def _unnamed(args: argparse.Namespace, where: Machine) -> str:
             f"GPU: {where.name}, which is here, less {gib(taken)} that others hold; `offload probe`, run once, keeps "
             "this machine's rates"
         )
-    if not where.measured:
-        return "GPU: h100 rates, because --gpu was not given; `offload probe`, run once, keeps this machine's"
+    if where.stands_for:
+        cards = ", ".join(where.stands_for)
+        return f"GPU: not named, so its rates may be those of {cards}; `offload probe`, run once, keeps this machine's"
     from skill_tools.planning.cost import kept_profile
 
     days = kept_profile.age_days()
@@ -397,10 +415,10 @@ def _budget(args: argparse.Namespace, where: Machine) -> tuple[Budget, tuple[Ass
     if args.host_memory is not None:
         host_bytes = parse_bytes(args.host_memory, option="--host-memory")
     elif host_bytes:
-        said = (
-            f"host memory: {gib(host_bytes)} a node, what this run's GPUs have of the {where.name}'s machine; "
-            "--host-memory with yours"
+        whose = (
+            "this machine has" if args.gpu == AUTO else f"this run's GPUs have of the {where.name}'s machine"
         )
+        said = f"host memory: {gib(host_bytes)} a node, what {whose}; --host-memory with yours"
         notes.append(Assumption(said, About.HOST_MEMORY))
     pinned_bytes = where.pinned_memory_bytes or None
     if args.pinned_memory is not None:
@@ -409,7 +427,8 @@ def _budget(args: argparse.Namespace, where: Machine) -> tuple[Budget, tuple[Ass
         said = f"pinned memory: {gib(pinned_bytes)}, where this machine refused more; --pinned-memory"
         notes.append(Assumption(said))
     headroom = HEADROOM if args.tensor_memory is None else 0.0
-    return Budget(gpu_bytes, host_bytes, headroom, pinned_bytes), tuple(notes)
+    assumed = bool(where.stands_for) and args.gpu_memory is None and args.tensor_memory is None
+    return Budget(gpu_bytes, host_bytes, headroom, pinned_bytes, assumed), tuple(notes)
 
 
 def _positive_time(measured_s: float | None) -> float | None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from skill_tools.dialects import registry
 from skill_tools.dialects.levers import Kind
 from skill_tools.dialects.patch import Patch
+from skill_tools.planning.cost.unnamed_gpu import smallest_label_gb
 from skill_tools.planning.model import known_models
 from skill_tools.planning.search import decisive
 from skill_tools.planning.search.options import HOST_MEMORY, PINNED_MEMORY, Option, Way, over
@@ -34,9 +35,9 @@ Code = Callable[[str], str]
 
 def lines(plan: Plan, *, code: Code) -> list[str]:
     """Return the answer; `code` sets the lines that are to be copied."""
-    if plan.recommendation is None:
-        return [headline(plan), *_unfit(plan, code)]
-    return [headline(plan), *_fit(plan, plan.recommendation, code)]
+    best = plan.recommendation
+    answer = _unfit(plan, code) if best is None else _fit(plan, best, code)
+    return [headline(plan), *_unnamed_gpu(plan), *answer]
 
 
 def headline(plan: Plan) -> str:
@@ -55,9 +56,30 @@ def headline(plan: Plan) -> str:
 def gpus(plan: Plan) -> str:
     """Return how many GPUs there are, and which, where that is known."""
     count = plan.run.layout.gpus
-    if plan.machine.named:
+    if not plan.machine.stands_for:
         return f"{count} x {plan.machine.name}"
     return "1 GPU" if count == 1 else f"{count} GPUs"
+
+
+def _unnamed_gpu(plan: Plan) -> Iterator[str]:
+    """Say which cards the answer is for where nobody has named one."""
+    cards = plan.machine.stands_for
+    if not cards:
+        return
+    if plan.budget.gpu_assumed:
+        as_it_is = plan.as_it_is.memory.device_bytes / (1 - plan.budget.headroom)
+        yield (
+            f"no GPU is named: {plan.machine.name} of {gib(plan.budget.gpu_bytes)} is assumed; as it is the run needs "
+            f"{gib(plan.as_it_is.memory.device_bytes)} a GPU, {_smallest_card(as_it_is)}; --gpu NAME for yours"
+        )
+    else:
+        yield f"no GPU is named: times are a range over {', '.join(cards)}; --gpu NAME for yours"
+
+
+def _smallest_card(needed_bytes: float) -> str:
+    """Return which cards have `needed_bytes`."""
+    label = smallest_label_gb(needed_bytes)
+    return "more than one card has" if label is None else f"a card of {label} GB or more"
 
 
 def _sharing(plan: Plan) -> list[str]:
@@ -87,7 +109,8 @@ def _lines_to(plan: Plan, best: Option) -> tuple[str, str]:
 def _fit(plan: Plan, best: Option, code: Code) -> Iterator[str]:
     written, by_hand = _lines_to(plan, best)
     if not written and not by_hand:
-        yield f"fits as it is: {NOTHING}"
+        where = f" on the assumed {plan.machine.name}" if plan.budget.gpu_assumed else ""
+        yield f"fits{where} as it is: {NOTHING}"
     else:
         yield _as_it_is(plan)
         yield f"fits with {best.candidate.label}:"
@@ -132,12 +155,14 @@ def _host(plan: Plan, best: Option) -> str:
     taken, there = best.memory.host_bytes_per_node, plan.budget.host_bytes
     if not taken:
         return "host: no memory taken"
-    of = f" of {gib(there)}" if there else ""
+    share = (
+        f"of {gib(there)} a node" if there else "a node, of which nobody said how much it has (--host-memory)"
+    )
     before = plan.as_it_is.memory.host_bytes_per_node
     as_it_is = f"; as it is {both(before)}" if before else ""
     behind = best.memory.pageable_bytes * best.memory.ranks_on_node
     pageable = f", {gib(behind)} of it pageable, as it may not be pinned" if behind else ""
-    return f"host: {both(taken)}{of} a node{pageable}{as_it_is}"
+    return f"host: {both(taken)} {share}{pageable}{as_it_is}"
 
 
 def _step(plan: Plan, best: Option) -> str:
@@ -154,11 +179,11 @@ def time_range(plan: Plan, option: Option) -> str:
 
 def source_of_times(plan: Plan) -> str:
     """Return what the range comes from."""
+    cards = plan.machine.stands_for
+    rates = f"rates of {len(cards)} cards" if len(cards) > 1 else f"{plan.machine.name}'s rates"
     if plan.measured_step_s is not None:
-        return "from --step-time and the rates of " + (
-            "this machine" if plan.machine.measured else plan.machine.name
-        )
-    return "probed here" if plan.machine.measured else f"an estimate from the {plan.machine.name}'s rates"
+        return "from --step-time and " + ("this machine's rates" if plan.machine.measured else f"the {rates}")
+    return "probed here" if plan.machine.measured else f"an estimate from the {rates}"
 
 
 def _unfit(plan: Plan, code: Code) -> Iterator[str]:

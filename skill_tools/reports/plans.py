@@ -148,7 +148,7 @@ def _sections(plan: Plan, *, title: str, bullet: str) -> list[str]:
     rates = (
         f"rates measured: {plan.machine.source}"
         if plan.machine.measured
-        else _KNOWN_RATES.format(plan.machine.name)
+        else _KNOWN_RATES.format(", ".join(plan.machine.stands_for) or plan.machine.name)
     )
     assumptions = [f"shape: {plan.shape_source}", rates, *(each.text for each in plan.assumptions)]
     if not all(option.time.calibrated for option in shown(plan)):

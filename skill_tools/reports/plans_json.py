@@ -93,6 +93,7 @@ def document(plan: Plan) -> dict[str, Any]:
             "name": plan.machine.name,
             "source": plan.machine.source,
             "measured": plan.machine.measured,
+            **({"may_be": list(plan.machine.stands_for)} if plan.machine.stands_for else {}),
         },
         "budget": {
             "gpu_bytes": plan.budget.gpu_bytes,

@@ -59,7 +59,7 @@ class Machine(NamedTuple):
     share of what a node receives from others. `launch_s` is what the host takes to launch a kernel of an eager step,
     and `budget_extra` what an activation budget takes longer on real models, as a share of forward and backward: None
     where nobody measured it, then `hardware.yaml` says it. `measured` says that the rates come from this machine.
-    `named` is false where the rates of this GPU stand for one of which only the memory is known.
+    `stands_for` are the known GPUs that may be meant where nobody has named one (`unnamed_gpu`).
     """
 
     name: str
@@ -84,7 +84,7 @@ class Machine(NamedTuple):
     hybrid: float | None = None
     hybrid_overlap: float | None = None
     measured: bool = False
-    named: bool = True
+    stands_for: tuple[str, ...] = ()
     pinned_memory_bytes: int = 0
     staged_copy: float = 0.0
     launch_s: float | None = None

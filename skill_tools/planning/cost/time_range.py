@@ -1,5 +1,6 @@
 """The range of a step's time: the same prediction for the slowest and the fastest machine that may be meant.
 
+Where nobody has named the GPU, it is over all cards that may be meant.
 Of a machine that is known by name, the link, the host and the load on the host are not known. A probed machine is
 known as closely as a step repeats from run to run. How far each rate may be off is a fact in `hardware.yaml`.
 """
@@ -8,7 +9,7 @@ from typing import NamedTuple
 
 from skill_tools.dialects.run import Mode, Run
 from skill_tools.planning.cost import compute, step_time
-from skill_tools.planning.cost.machine import Machine, model_constants
+from skill_tools.planning.cost.machine import Machine, known, model_constants
 from skill_tools.planning.model.memory import Memory
 
 
@@ -23,11 +24,14 @@ def step_range(
     run: Run, mode: Mode, memory: Memory, machine: Machine, *, measured_step_s: float | None = None
 ) -> TimeRange:
     """Return what a step of `run` under `mode` may take on `machine`; forward and backward may have been measured."""
-    slow, fast = (
-        _total_s(run, mode, memory, each, measured_step_s)
-        for each in (slowest(run, machine), fastest(run, machine))
-    )
-    return TimeRange(min(fast, slow), max(fast, slow))
+    ranks = run.layout.ranks_on_node
+    meant = [known(name, ranks_on_node=ranks) for name in machine.stands_for] or [machine]
+    times = [
+        _total_s(run, mode, memory, end, measured_step_s)
+        for each in meant
+        for end in (slowest(run, each), fastest(run, each))
+    ]
+    return TimeRange(min(times), max(times))
 
 
 def _total_s(run: Run, mode: Mode, memory: Memory, machine: Machine, measured_step_s: float | None) -> float:

@@ -22,12 +22,14 @@ class Budget(NamedTuple):
     """What has to hold: bytes of one GPU, and of one node's host memory (None: not known, not held).
 
     A plan leaves the share `headroom` of both free. Of the host's `pinned_bytes` may be page-locked; None is all.
+    `gpu_assumed` says that nobody has named the GPU or its memory.
     """
 
     gpu_bytes: int
     host_bytes: int | None
     headroom: float = HEADROOM
     pinned_bytes: int | None = None
+    gpu_assumed: bool = False
 
     @property
     def most_gpu_bytes(self) -> int:

@@ -1,6 +1,7 @@
 """The machine's profile that `offload probe` keeps and `offload plan` finds."""
 
 import json
+import os
 import types
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -85,7 +86,7 @@ def test_auto_takes_the_card_that_is_there_less_what_others_hold(
 ) -> None:
     whole = machine.known("h100").gpu_memory_bytes
     here(monkeypatch, Card("NVIDIA H100 80GB HBM3", whole + (1 << 20), held))
-    plan = planned(capsys, "--gpu", "auto")
+    plan = planned(capsys, "--gpu", "auto", "--host-memory", "512GiB")
     assert plan["machine"]["name"] == "h100"
     assert not plan["machine"]["measured"]
     assert plan["budget"]["gpu_bytes"] == whole - held
@@ -112,9 +113,21 @@ def test_without_one_auto_is_refused_and_a_plan_says_what_it_took(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here(monkeypatch, types.SimpleNamespace(is_accelerator=False))
-    assert any("h100 rates, because --gpu was not given" in line for line in planned(capsys)["assumptions"])
+    plan = planned(capsys)
+    assert plan["machine"]["may_be"] == ["h100"]
+    assert plan["budget"]["host_bytes_per_node"] is None
+    assert any("GPU: not named, so its rates may be those of h100" in line for line in plan["assumptions"])
     assert main(["plan", "--model", "llama-3-8b", "--gpu", "auto"]) == 2
     assert "offload probe, once" in capsys.readouterr().err
+
+
+def test_auto_reckons_with_the_host_memory_that_is_here(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here(monkeypatch, Card("NVIDIA H100 80GB HBM3", machine.known("h100").gpu_memory_bytes, 0))
+    main(["plan", "--model", "llama-3.2-1b", "--gpu", "auto", "--format", "json"])
+    budget = json.loads(capsys.readouterr().out)["budget"]
+    assert budget["host_bytes_per_node"] == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def test_a_damaged_one_is_an_error_that_names_it(capsys: pytest.CaptureFixture[str]) -> None:

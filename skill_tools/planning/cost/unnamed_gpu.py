@@ -1,0 +1,70 @@
+"""The cards that may be meant where nobody names the GPU: those of a memory size, or, without one, an assumed one.
+
+Cards are sold by a label (24 GB), of which torch reports what ECC and the driver leave (22.0 to 23.7 GiB). A log's
+capacity, or a budget that is such a size, means the cards of that label. Another budget may be a part of any card that
+has it and is at most twice as large.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+from skill_tools import knowledge
+from skill_tools.planning.cost import machine
+from skill_tools.planning.cost.machine import Machine
+from skill_tools.units import GIB
+
+ASSUMED = "h100"  # where not even a memory size is known
+LABELS_GB = (8, 10, 11, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 141, 180, 192, 256, 288)
+_MORE = 1.01  # a label is in GiB, and no card has more
+_IS_ONE = 0.015  # a budget so close to a label, or to a card's memory, is that card's
+_MOST = 2  # times a budget that is a part of a card
+
+
+def label_gb(memory_bytes: float) -> int:
+    """Return the label in GB under which a card of so many bytes is sold; the largest for more."""
+    return next((label for label in LABELS_GB if memory_bytes <= _MORE * label * GIB), LABELS_GB[-1])
+
+
+def smallest_label_gb(needed_bytes: float) -> int | None:
+    """Return the smallest label of which every known card has `needed_bytes`; None where no card has so many."""
+    least: dict[int, float] = {}
+    for card in _cards().values():
+        size = card["memory_gib"] * GIB
+        least[label_gb(size)] = min(size, least.get(label_gb(size), size))
+    return next((label for label in sorted(least) if least[label] >= needed_bytes), None)
+
+
+def standing_for(memory_bytes: int | None, *, is_capacity: bool, ranks_on_node: int) -> Machine:
+    """Return the machine whose rates stand for those of all cards that may be meant, which it names.
+
+    `memory_bytes` are a card's whole memory where `is_capacity`, else a budget.
+    """
+    names = _meant(memory_bytes, is_capacity=is_capacity) or (ASSUMED,)
+    middle = ASSUMED if ASSUMED in names else sorted(names, key=_speed)[len(names) // 2]
+    return machine.known(middle, ranks_on_node=ranks_on_node)._replace(stands_for=names)
+
+
+def _meant(memory_bytes: int | None, *, is_capacity: bool) -> tuple[str, ...]:
+    if memory_bytes is None:
+        return ()
+    cards = _cards()
+    own = [label * GIB for label in LABELS_GB] + [card["memory_gib"] * GIB for card in cards.values()]
+    if is_capacity or any(abs(memory_bytes - size) <= _IS_ONE * size for size in own):
+        label = label_gb(memory_bytes)
+        return _of(name for name, card in cards.items() if label_gb(card["memory_gib"] * GIB) == label)
+    sizes = ((name, card["memory_gib"] * GIB) for name, card in cards.items())
+    return _of(name for name, size in sizes if memory_bytes <= size <= _MOST * memory_bytes)
+
+
+def _of(names: Iterable[str]) -> tuple[str, ...]:
+    return tuple(sorted(names, key=_speed, reverse=True))
+
+
+def _speed(name: str) -> float:
+    speed: float = _cards()[name]["bf16_tflops"]
+    return speed
+
+
+def _cards() -> dict[str, dict[str, Any]]:
+    cards: dict[str, dict[str, Any]] = knowledge.index()["hardware"]["gpus"]
+    return cards
