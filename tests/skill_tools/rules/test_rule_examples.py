@@ -4,57 +4,24 @@ Each test goes through all examples and names those that fail. Rules are read fr
 is seen at once.
 """
 
-import yaml
 from for_each import for_each
+from rule_examples import CASES, KEYS, RULES, config_of, name_of, serious
 
-from skill_tools.bundle import knowledge_path
 from skill_tools.configs.config import Config
-from skill_tools.configs.keys import load_keys_yaml
 from skill_tools.configs.source import Source
-from skill_tools.dialects.read import read, read_sources
+from skill_tools.dialects.read import read_sources
 from skill_tools.rules import suppress
 from skill_tools.rules.finding import Finding, LintResult, Severity
 from skill_tools.rules.fixes import repaired
-from skill_tools.rules.knowledge import Rule, rules_from_data
+from skill_tools.rules.knowledge import Rule
 from skill_tools.rules.lint import lint
 from skill_tools.rules.remedies import applied, with_remedies
 
 EDITED = (".yaml", ".yml", ".json", ".sh")
-KEYS = {key.name: key for key in load_keys_yaml()}
-
-
-def load() -> tuple[Rule, ...]:
-    """All rules of the files that can be read; a broken file has its own failure in test_rule_files."""
-    entries = []
-    for path in sorted(knowledge_path("rules").glob("*.yaml")):
-        try:
-            entries += yaml.load(path.read_text(encoding="utf-8"), Loader=yaml.CSafeLoader) or []
-        except yaml.YAMLError:
-            continue
-    return rules_from_data(entries)
-
-
-RULES = load()
-# An example is a rule and one of its frameworks.
-CASES = [(rule, framework) for rule in RULES for framework in rule.examples]
-
-
-def name_of(case: tuple[Rule, str]) -> str:
-    rule, framework = case
-    return f"{rule.id} for {framework}"
-
-
 each_example = for_each(CASES, name_of)
 # The input itself is at fault in the examples of the other rules.
 each_of_a_condition = for_each([case for case in CASES if case[0].check != "input"], name_of)
 each_fixable = for_each([case for case in CASES if case[0].fix.applicability != "manual"], name_of)
-
-
-def config_of(text: str, rule: Rule, framework: str) -> Config:
-    filename = rule.examples[framework].filename
-    if filename == "<overrides>":
-        return read([], overrides=text.split("\n"), framework=framework)
-    return read_sources([Source(filename, text)], framework=framework)
 
 
 def judge(config: Config, rule: Rule, framework: str) -> LintResult:
@@ -90,18 +57,6 @@ def test_an_example_is_clean_but_for_what_it_shows(case: tuple[Rule, str]) -> No
         config = config_of(text, rule, framework)
         assert not config.unknown, config.unknown
         assert not config.wrong_types, config.wrong_types
-
-
-SLOW = {rule.id for rule in RULES if rule.effect in ("slow", "out-of-memory")}
-
-
-def serious(verdict: LintResult) -> set[str]:
-    """The rules behind the errors and warnings of a verdict.
-
-    An offload that works now may be slow, and what a recipe or a shell may set cannot be written here: neither counts.
-    """
-    certain = (one for one in verdict.findings if one.severity is not Severity.INFO and not one.unless)
-    return {finding.rule for finding in certain} - SLOW
 
 
 @each_example

@@ -1,0 +1,108 @@
+"""No way out of a rule leads into another fault, in any release that the rule is about.
+
+A way out is a fix, an option that is one release (`deepspeed>=0.19`) or an option that is one setting (`"stage": 2`).
+Each is taken on the rule's bad example, for every known release of the packages that have a say in the keys it changes.
+Options in words are for people; no test can take them.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+
+import pytest
+import yaml
+from for_each import for_each
+from rule_examples import CASES, KEYS, RULES, config_of, name_of, serious
+
+from skill_tools.configs.config import Config
+from skill_tools.knowledge import index
+from skill_tools.rules.finding import LintResult, Severity
+from skill_tools.rules.knowledge import Rule, RuleFix, by_key
+from skill_tools.rules.lint import lint
+from skill_tools.rules.remedies import applied
+from skill_tools.rules.versions import admits, canonical_name
+
+KNOWN = index()["releases"]["known"]
+READERS = by_key(RULES)
+_RELEASE = re.compile(r"([a-z][a-z0-9-]*)((?:[<>=!]=?[\d.*]+,?)+)")
+_SETTING = re.compile(r"""(?:export )?["']?([A-Za-z_][\w.]*)["']?\s*[:=]\s*([^\s,]+)""")
+
+each_fix = for_each([case for case in CASES if case[0].fix.applicability != "manual"], name_of)
+each_choice = for_each([case for case in CASES if case[0].fix.options and case[0].check != "input"], name_of)
+
+
+def judge(config: Config, versions: Mapping[str, str]) -> LintResult:
+    return lint(config, rules=RULES, versions=versions, keys=KEYS)
+
+
+def releases(
+    rule: Rule, config: Config, keys: set[str], stated: Mapping[str, str]
+) -> Iterator[dict[str, str]]:
+    """Yield `stated` with each release of each package that rules about `keys` ask for, where `rule` applies."""
+    yield dict(stated)
+    asked = [each for key in keys for each in READERS.get(key, ()) if config.dialects() & {*each.dialects}]
+    packages = {name for each in asked for name in each.versions} | {*rule.versions}
+    for package in sorted(packages):
+        for version in KNOWN.get(package, ()):
+            if admits(rule.versions.get(package, ">=0"), version):
+                yield {**stated, package: version}
+
+
+def led_to(rule: Rule, config: Config, fix: RuleFix, stated: Mapping[str, str]) -> dict[str, set[str]]:
+    """Return the rules that `fix` makes true, each with the releases where it does."""
+    fixed = applied(config, fix, KEYS)
+    found: dict[str, set[str]] = {}
+    for versions in releases(rule, config, {*fix.set, *fix.remove}, stated):
+        before = judge(config, versions)
+        if rule.id in {each.rule for each in before.findings}:
+            for new in serious(judge(fixed, versions)) - serious(before):
+                found.setdefault(new, set()).add(
+                    ", ".join(f"{name}=={each}" for name, each in versions.items())
+                )
+    return found
+
+
+@each_fix
+def test_a_fix_leads_to_no_fault_in_any_release(case: tuple[Rule, str]) -> None:
+    rule, framework = case
+    example = rule.examples[framework]
+    found = led_to(rule, config_of(example.bad, rule, framework), rule.fix, example.versions)
+    assert not found, found
+
+
+def setting(option: str, rule: Rule, framework: str) -> dict[str, object]:
+    """Return what an option sets, if it is one setting of the rule's and nothing else."""
+    match = _SETTING.fullmatch(option)
+    if match is None:
+        return {}
+    named = [
+        key
+        for key in rule.keys & KEYS.keys()
+        if match[1] in (key, KEYS[key].spelling.get(framework), key.rpartition(".")[2])
+    ]
+    return {named[0]: yaml.safe_load(match[2])} if len(named) == 1 else {}
+
+
+@pytest.mark.slow
+@each_choice
+def test_a_choice_leads_to_no_error_in_any_release(case: tuple[Rule, str]) -> None:
+    rule, framework = case
+    example = rule.examples[framework]
+    config = config_of(example.bad, rule, framework)
+    errors = {each.id for each in RULES if each.severity is Severity.ERROR}
+    for option in rule.fix.options:
+        release = _RELEASE.fullmatch(option)
+        if release is not None:
+            package, range_ = canonical_name(release[1]), release[2].rstrip(",")
+            before = serious(judge(config, example.versions))
+            for version in KNOWN.get(package, ()):
+                if admits(range_, version):
+                    after = serious(judge(config, {**example.versions, package: version}))
+                    assert rule.id not in after, f"{option} does not end it in {version}"
+                    assert not (after - before) & errors, (
+                        f"{option} in {version}: {sorted((after - before) & errors)}"
+                    )
+        elif chosen := setting(option, rule, framework):
+            found = led_to(rule, config, RuleFix("unsafe", "", set=chosen), example.versions)
+            assert not found.keys() & errors, (
+                f"{option}: { {each: found[each] for each in found.keys() & errors} }"
+            )
