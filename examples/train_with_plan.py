@@ -8,8 +8,8 @@ A plan's amounts fit its model, and `apply_plan` refuses one of another size. Th
 takes what is to be done from a plan for any model.
 """
 
+import argparse
 import json
-import sys
 from pathlib import Path
 
 import torch
@@ -17,11 +17,13 @@ import torch
 from cpu_offloading import apply_plan
 from cpu_offloading.tiny import Decoder, DecoderShape
 
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+parser.add_argument("plan", type=Path, help="what `offload plan --framework pytorch --format json` printed")
+plan = {"execute": json.loads(parser.parse_args().plan.read_text())["execute"]}
+
 device = "cuda" if torch.cuda.is_available() else "cpu"
 model = Decoder(DecoderShape(layers=32)).to(device)
 ids = torch.randint(0, 512, (2, 64), device=device)
-
-plan = {"execute": json.loads(Path(sys.argv[1]).read_text())["execute"]}
 
 with apply_plan(model, torch.optim.AdamW(model.parameters(), lr=1e-3), plan) as applied:
     for step in range(10):

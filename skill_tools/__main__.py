@@ -8,6 +8,7 @@ It only finds the command and turns every error into one line and an exit code: 
 from __future__ import annotations  # so that an older Python reads this file and can be told
 
 import argparse
+import errno
 import gc
 import importlib
 import os
@@ -33,6 +34,8 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
 )
 
 PYTHON = (3, 11)
+# The device, the quota, the largest file: what a write can run out of, and a disk that fails.
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 _LONGEST = 400  # characters of a complaint; a value can be as long as anybody likes
 
 
@@ -71,9 +74,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     except KeyboardInterrupt:
         return 130
+    except OSError as error:
+        return _report(_not_written(error) if error.errno in _FULL else error, arguments)
     except Exception as error:
         return _report(error, arguments)
     return code
+
+
+def _not_written(error: OSError) -> Exception:
+    """Return what to say where the answer does not fit where it goes, and let nobody try again to write it."""
+    from skill_tools.errors import UnusableInput
+
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return UnusableInput(
+        f"the answer could not be written: {error.strerror}",
+        expected="room where standard output goes",
+        attempt="another file or disk",
+    )
 
 
 def _run(arguments: list[str]) -> int:
@@ -120,12 +137,10 @@ def _version() -> str:
 
 
 def _formatter(prog: str) -> argparse.HelpFormatter:
-    """Return a formatter as wide as the terminal; what asks for it by itself takes longer than the parsing."""
-    try:
-        columns = os.get_terminal_size(sys.stdout.fileno()).columns
-    except (OSError, ValueError):
-        columns = 0
-    return _Formatter(prog, width=min(columns or 110, 110))
+    """Return a formatter as wide as the terminal; argparse's own way to find out takes longer than the parsing."""
+    from skill_tools.terminal import columns
+
+    return _Formatter(prog, width=min(columns(sys.stdout) or 110, 110))
 
 
 def _report(error: Exception, arguments: Sequence[str]) -> int:

@@ -5,6 +5,7 @@ In a checkout they are in the repository's root, in an installed wheel under `sk
 `knowledge_path`.
 """
 
+import sys
 from pathlib import Path
 
 _PACKAGE = Path(__file__).resolve().parent
@@ -14,6 +15,17 @@ def root() -> Path:
     """Return the folder that holds SKILL.md, card.yaml and schema/."""
     installed = _PACKAGE / "_bundle"
     return installed if installed.is_dir() else _PACKAGE.parent
+
+
+def to_install(extra: str) -> str:
+    """Return the command that installs `extra`: of this checkout, or the packages that an installed wheel names."""
+    if not (_PACKAGE / "_bundle").is_dir():
+        return f"pip install '.[{extra}]' -c constraints.txt in the clone"
+    from importlib.metadata import requires
+
+    wanted = [each.partition(";") for each in requires("cpu-offloading") or ()]
+    names = (f"'{name.strip()}'" for name, _, when in wanted if f"extra == '{extra}'" in when)
+    return f"{sys.executable} -m pip install {' '.join(names)}"
 
 
 def schema_path(name: str) -> Path:

@@ -82,6 +82,14 @@ def test_a_broken_example_has_findings(name):
     assert main(["lint", str(EXAMPLES / name)]) == 1
 
 
+def test_an_example_without_its_argument_says_how_it_is_called(capsys, monkeypatch):
+    pytest.importorskip("torch", reason="needs torch: pip install -c constraints.txt '.[reference]'")
+    with pytest.raises(SystemExit) as left:
+        printed("train_with_plan.py", [], capsys, monkeypatch)
+    assert left.value.code == 2
+    assert capsys.readouterr().err.startswith("usage: train_with_plan.py")
+
+
 @pytest.mark.slow
 def test_a_model_larger_than_the_gpu_learns(capsys, monkeypatch):
     torch = pytest.importorskip("torch", reason="needs torch: pip install -c constraints.txt '.[reference]'")

@@ -122,6 +122,14 @@ def test_card_needs_a_checkout_and_says_so(offload: Path, tmp_path: Path) -> Non
     assert "Traceback" not in done.stderr
 
 
+def test_what_is_missing_is_installed_without_a_clone(offload: Path, tmp_path: Path) -> None:
+    done = call(offload, "verify", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "torch is not installed" in done.stderr
+    assert "-m pip install 'torch>=2.11' 'numpy>=1.26'" in done.stderr
+    assert "clone" not in done.stderr
+
+
 def test_the_module_is_the_command(offload: Path, tmp_path: Path) -> None:
     done = call(offload.with_name("python"), "-m", "cpu_offloading", "--version", cwd=tmp_path)
     assert done.stdout.startswith(f"offload {skill_tools.__version__} "), done.stderr

@@ -6,6 +6,7 @@ import json
 from skill_tools.errors import UnusableInput
 from skill_tools.reports.rule_pages import brief, page
 from skill_tools.rules.knowledge import Rule, load_rules
+from skill_tools.terminal import print_markdown
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
             else _list_json(rules)
         )
     else:
-        print("\n".join(map(brief if args.brief else page, rules)), end="")
+        print_markdown("\n".join(map(brief if args.brief else page, rules)))
     return 0
 
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from skill_tools.bundle import to_install
 from skill_tools.errors import UnusableInput
 from skill_tools.reports import measuring
 from skill_tools.reports.measuring import OnStep, progress
@@ -113,5 +114,5 @@ def reference(module: str) -> Any:
         raise UnusableInput(
             f"{error.name} is not installed",
             expected="the extra that trains on this machine",
-            attempt="pip install '.[reference]' -c constraints.txt in the clone",
+            attempt=to_install("reference"),
         ) from None

@@ -1,16 +1,16 @@
 """The findings of one lint call for people: a block each, with the source line, the consequence and the change.
 
 Apart because only this form looks at a terminal: it keeps to the terminal's width, and has colours where there is one
-(`NO_COLOR` and `TERM=dumb` turn them off). A pipe's reader is often an agent that pays for each word: it gets no marks,
+(`skill_tools.terminal` says when). A pipe's reader is often an agent that pays for each word: it gets no marks,
 and the place of several findings once. The colours are written here, because importing rich, which other commands
 draw their progress with, takes longer than linting a file. Explained in docs/design.md (decision 14).
 """
 
-import os
 import re
 import sys
 from collections.abc import Iterator, Mapping
 
+from skill_tools import terminal
 from skill_tools.errors import printable
 from skill_tools.reports.findings import Report, folded, read_lines, summary, undecided_lines
 from skill_tools.rules.finding import CONSEQUENCES, Finding, Severity
@@ -44,21 +44,16 @@ def as_blocks(report: Report, *, show_undecided: bool = False, explain: bool = F
 class Paper:
     """What is written on: so many columns wide, a terminal or a file, with colours or without."""
 
-    def __init__(self, width: int, *, colours: bool, is_file: bool = False) -> None:
-        self.width = max(_NARROWEST, min(width, _WIDEST))
-        self._colours, self._is_file = colours, is_file
+    def __init__(self, width: int | None, *, colours: bool, is_file: bool = False) -> None:
+        self.width = max(_NARROWEST, min(width or _WIDTH_OF_A_FILE, _WIDEST))
+        self._colours, self._is_file, self._keeps_lines = colours, is_file, is_file and width is None
 
     @classmethod
     def of_stdout(cls) -> "Paper":
         """Return the terminal that standard output is, or a page of fixed width where it is none."""
-        if not sys.stdout.isatty():
-            return cls(_WIDTH_OF_A_FILE, colours=False, is_file=True)
-        plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
-        try:
-            width = os.get_terminal_size(sys.stdout.fileno()).columns
-        except OSError:
-            width = 0
-        return cls(width or _WIDTH_OF_A_FILE, colours=not plain)
+        is_file = not terminal.is_for_people(sys.stdout)
+        width = terminal.columns(sys.stdout)
+        return cls(width, colours=terminal.has_colours(sys.stdout), is_file=is_file)
 
     @property
     def is_file(self) -> bool:
@@ -70,8 +65,8 @@ class Paper:
         return f"\x1b[{colour}m{text}\x1b[0m" if self._colours else text
 
     def line(self, text: str) -> str:
-        """Return `text` as one line of a file, which another program may look for; a terminal's is wrapped."""
-        return printable(text) if self._is_file else self.wrapped(text)
+        """Return `text` as one line of a file, which another program may look for; where a width is known, wrapped."""
+        return printable(text) if self._keeps_lines else self.wrapped(text)
 
     def wrapped(self, text: str, first: str = "", rest: str = _INDENT) -> str:
         """Return `text` on lines that fit the page, or hold one word: the first after `first`, others after `rest`."""

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from skill_tools.bundle import to_install
 from skill_tools.errors import UnusableInput
 from skill_tools.planning.accounts import Kind
 from skill_tools.planning.search.options import HOST_MEMORY, PINNED_MEMORY, Budget, Option
@@ -54,7 +55,7 @@ def write(plan: Plan, path: str, *, may_overwrite: bool = False) -> None:
         raise UnusableInput(
             "matplotlib is not installed",
             expected="the extra `plot`",
-            attempt="pip install '.[plot]' -c constraints.txt in the clone",
+            attempt=to_install("plot"),
         ) from None
     matplotlib.use("Agg")
     ink = "#24292f" if target.suffix == ".png" else _INK

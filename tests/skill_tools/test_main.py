@@ -29,6 +29,7 @@ def test_a_complaint_about_options_shows_what_a_terminal_would_obey(
 def test_help_keeps_to_the_width_of_the_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
     monkeypatch.setattr("os.get_terminal_size", lambda *_: os.terminal_size((72, 30)))
     monkeypatch.setattr(sys.stdout, "fileno", lambda: 1, raising=False)
     with pytest.raises(SystemExit):

@@ -347,3 +347,17 @@ def test_the_scale_may_change_after_it_was_used():
                 opt.step()
                 opt.zero_grad()
     assert all(torch.equal(one, its) for one, its in zip(params, plain, strict=True))
+
+
+def test_what_logs_a_gradient_is_told_what_answers(device, make):
+    model, _ = twins(device, torch.float32)
+    optimizer = make(model, offload_fraction=1.0)
+    model(batches(device.torch_device, 1)[0]).backward()
+    gradient = next(iter(model.parameters())).grad
+    assert isinstance(gradient, GradientStandIn)
+    with pytest.raises(
+        RuntimeError, match=r"aten\.abs.*; try param\.grad\.norm\(\) to log or check its size, or "
+    ):
+        gradient.abs().max()
+    assert gradient.norm() > 0
+    optimizer.step()

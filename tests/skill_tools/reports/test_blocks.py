@@ -46,13 +46,13 @@ def shown(*findings: Finding, **options: bool) -> str:
 
 
 def terminal(monkeypatch: pytest.MonkeyPatch, columns: int, **environment: str) -> None:
-    for name in ("NO_COLOR", "TERM"):
+    for name in ("NO_COLOR", "FORCE_COLOR", "TERM", "COLUMNS"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     monkeypatch.setattr(sys.stdout, "fileno", lambda: 1, raising=False)
-    monkeypatch.setattr(blocks.os, "get_terminal_size", lambda _: os.terminal_size((columns, 30)))
+    monkeypatch.setattr("os.get_terminal_size", lambda _: os.terminal_size((columns, 30)))
 
 
 def test_a_block_says_where_what_happens_the_frameworks_text_and_the_change() -> None:
