@@ -9,7 +9,6 @@ import pytest
 from skill_tools.__main__ import main
 from skill_tools.bundle import root
 from skill_tools.configs.config import Place
-from skill_tools.reports import blocks
 from skill_tools.reports.blocks import Paper, as_blocks
 from skill_tools.reports.findings import ReadAs, report
 from skill_tools.rules.finding import Evidence, Finding, Fix, LintResult, Next, Severity
