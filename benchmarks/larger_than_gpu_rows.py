@@ -18,9 +18,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
+from offload_arithmetic.sizes import STATE_CHUNK_BYTES
 from reference_impl import HybridDeviceOptimizer, Streaming, TrainableLayerStreamer
 from reference_impl.device import Device
-from reference_impl.optimizers.options import CHUNK_BYTES
 from reference_impl.trained_layers import chunked_cross_entropy
 from reference_impl.trained_layers.segments import recompute_in_slices
 from reference_impl.verification.hugging_face import model_from, read_config
@@ -67,7 +67,7 @@ class Row:
     stay: float = 0.0
     on_cpu: float = 0.0
     inputs: Any = "device"
-    chunk_mib: int = CHUNK_BYTES // 2**20
+    chunk_mib: int = STATE_CHUNK_BYTES // 2**20
 
 
 @dataclass(frozen=True)

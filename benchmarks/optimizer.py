@@ -30,12 +30,13 @@ from machine import machine, print_table
 from torch import nn
 from trace_overlap import REPEATED, record
 
+from offload_arithmetic.sizes import STATE_CHUNK_BYTES
+from offload_arithmetic.states import state_bytes
+from offload_arithmetic.update_time import whole_update_seconds
 from reference_impl import HybridDeviceOptimizer, OptimizerStateOffloader, Streaming
 from reference_impl.device import Device
 from reference_impl.memory.ledger import Ledger, device_bytes
 from reference_impl.optimizers.auto_split import machine_rates
-from reference_impl.optimizers.options import CHUNK_BYTES
-from reference_impl.optimizers.split import state_bytes, whole_update_seconds
 from reference_impl.verification.model import Decoder, DecoderShape, decoder_loss
 
 PUBLISHED = DecoderShape(hidden=2048, ffn=5632, layers=24, heads=16, vocab=32000)
@@ -129,7 +130,7 @@ def rows() -> dict[str, Build]:
         table[name] = streamed(**compact)
         # The budget has the three slots too, which are no loan.
         table[f"{name}, 2.5 GB borrowed"] = streamed(
-            device_budget_bytes=BORROWED + 3 * CHUNK_BYTES, **compact
+            device_budget_bytes=BORROWED + 3 * STATE_CHUNK_BYTES, **compact
         )
     # What auto chooses between: is it the best?
     for cpu in (0.1, 0.3, 0.4):
@@ -234,7 +235,7 @@ def solved_split(device: Device, numel: int) -> dict[str, object]:
     predicted, measured = whole_update_seconds(split, numel, each, rates), statistics.median(times[WARM_UP:])
     return {
         "split": list(split),
-        "rates": vars(rates),
+        "rates": rates._asdict(),
         "predicted_s": predicted,
         "measured_s": measured,
         "off": measured / predicted - 1,

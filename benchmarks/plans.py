@@ -23,13 +23,14 @@ from typing import Any
 
 from machine import print_table
 
+from offload_arithmetic.sizes import HEADROOM
 from reference_impl.device import Device
 from reference_impl.verification.planned_run import PlanError, read_plan
 from reference_impl.verification.probe import probe
 from reference_impl.verification.verify_plan import PlanVerification, verify_plan
 from skill_tools.commands import plan_request
 from skill_tools.dialects.candidates import BUDGET, INPUTS, LAYERS, OPTIMIZER, RECOMPUTE, WEIGHTS
-from skill_tools.planning.search.options import HEADROOM, Option
+from skill_tools.planning.search.options import Option
 from skill_tools.planning.search.planner import Plan
 from skill_tools.reports.plans_json import document
 

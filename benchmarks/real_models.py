@@ -34,12 +34,13 @@ import torch
 from machine import machine, print_table
 from real_model_cases import CASES, GIB, Case, chunked_loss, entries, loss, make_batch, make_model
 
+from offload_arithmetic.sizes import HEADROOM
 from reference_impl import apply_plan, fit
 from reference_impl.device import Device
 from reference_impl.fitting import FitError, trial
 from reference_impl.fitting.before import Before
 from reference_impl.fitting.planner import Plan, Planner, RefusedPlanError
-from reference_impl.fitting.search import HEADROOM, TRIAL_MARGIN
+from reference_impl.fitting.search import TRIAL_MARGIN
 from reference_impl.memory.host import available_bytes
 from reference_impl.memory.ledger import Ledger
 from reference_impl.verification.hugging_face import without_caches

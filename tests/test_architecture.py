@@ -15,6 +15,8 @@ from skill_tools.dialects import registry
 ROOT = Path(__file__).resolve().parent.parent
 SKILL_TOOLS = sorted((ROOT / "skill_tools").rglob("*.py"))
 REFERENCE_IMPL = sorted((ROOT / "reference_impl").rglob("*.py"))
+GROUND = sorted((ROOT / "offload_arithmetic").rglob("*.py"))
+PACKAGES = [*SKILL_TOOLS, *REFERENCE_IMPL, *GROUND]
 
 # Each room with the floor it stands on; a file imports from its own room or from lower floors only.
 SKILL_FLOORS = {
@@ -106,6 +108,41 @@ def test_the_packages_do_not_know_each_other() -> None:
     assert not problems
 
 
+def test_the_ground_stands_on_nothing() -> None:
+    problems = [
+        f"{relative(path)} imports {module}"
+        for path in GROUND
+        for module in imported(path)
+        if module.split(".")[0] not in sys.stdlib_module_names | {"offload_arithmetic"}
+    ]
+    assert not problems
+
+
+def constants(paths: list[Path]) -> dict[tuple[str, int | float], str]:
+    """The numbers that modules name in capitals, by name and value, each with a module that does."""
+    found = {}
+    for path in paths:
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if not isinstance(node, ast.Assign) or not isinstance(node.targets[0], ast.Name):
+                continue
+            literal = ast.unparse(node.value)
+            if node.targets[0].id.isupper() and re.fullmatch(r"[\d.()*+<\- ]*\d[\d.()*+<\- ]*", literal):
+                found[node.targets[0].id.strip("_"), eval(literal)] = relative(path)
+    return found
+
+
+def test_no_number_is_written_in_both_packages() -> None:
+    """What both know is in `offload_arithmetic`."""
+    ours, theirs = constants(SKILL_TOOLS), constants(REFERENCE_IMPL)
+    twice = [
+        f"{name} = {value}: {ours[name, value]}, {theirs[name, value]}"
+        for name, value in ours.keys() & theirs
+    ]
+    assert len(ours) > 50
+    assert len(theirs) > 50
+    assert not twice, listed("numbers are copies; try offload_arithmetic/sizes.py", twice)
+
+
 @for_each(SKILL_TOOLS, relative)
 def test_skill_tools_reaches_for_nothing_dangerous(path: Path) -> None:
     dangerous = {
@@ -125,7 +162,7 @@ def module_name(path: Path) -> str:
 
 def import_graph() -> dict[str, set[str]]:
     """The modules of the packages that each module imports, packages' `__init__` included."""
-    paths = {module_name(path): path for path in [*SKILL_TOOLS, *REFERENCE_IMPL]}
+    paths = {module_name(path): path for path in PACKAGES}
     graph = {}
     for module, path in paths.items():
         names = {name if name in paths else name.rpartition(".")[0] for name in imported(path)}
@@ -170,7 +207,7 @@ def circles(graph: dict[str, set[str]]) -> list[str]:
 def test_no_files_import_each_other_in_a_circle() -> None:
     """Imports inside functions, under `TYPE_CHECKING` and by name count: a reader follows them all the same."""
     graph = import_graph()
-    for path in [*SKILL_TOOLS, *REFERENCE_IMPL]:
+    for path in PACKAGES:
         graph[module_name(path)] |= named_modules(path) & graph.keys() - {module_name(path)}
     found = circles(graph)
     assert not found, listed(
@@ -192,16 +229,12 @@ def length(path: Path) -> int:
 
 
 def test_no_module_is_long() -> None:
-    long = [
-        f"{relative(path)}: {length(path)} lines"
-        for path in [*SKILL_TOOLS, *REFERENCE_IMPL]
-        if length(path) > LONGEST_MODULE
-    ]
+    long = [f"{relative(path)}: {length(path)} lines" for path in PACKAGES if length(path) > LONGEST_MODULE]
     assert not long, listed(f"over {LONGEST_MODULE} lines; try two ideas in two modules", long)
 
 
 def test_no_folder_has_many_modules() -> None:
-    counts = Counter(path.parent for path in [*SKILL_TOOLS, *REFERENCE_IMPL] if path.name != "__init__.py")
+    counts = Counter(path.parent for path in PACKAGES if path.name != "__init__.py")
     full = [
         f"{relative(folder)}: {count} modules"
         for folder, count in counts.items()
@@ -214,7 +247,7 @@ def test_no_module_is_short_and_used_once_without_a_reason() -> None:
     counts = importers()
     alone = [
         f"{relative(path)}: {length(path)} lines"
-        for path in [*SKILL_TOOLS, *REFERENCE_IMPL]
+        for path in PACKAGES
         if length(path) < SHORTEST_MODULE
         and counts[module_name(path)] == 1
         and path.name != "__init__.py"
@@ -228,7 +261,7 @@ def listed(title: str, offenders: list[str]) -> str:
     return "\n  ".join([f"{len(offenders)} {title}:", *sorted(offenders)])
 
 
-@for_each([*SKILL_TOOLS, *REFERENCE_IMPL], relative)
+@for_each(PACKAGES, relative)
 def test_a_file_says_why_it_exists(path: Path) -> None:
     assert ast.get_docstring(nodes(path)[0]), "no module docstring"
 

@@ -43,10 +43,35 @@ def test_the_validator_accepts_it(tmp_path: Path) -> None:
     folder.mkdir()
     for name in ("SKILL.md", "card.yaml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder / name)
-    for name in ("docs", "schema", "skill_tools"):
+    for name in ("docs", "schema", "skill_tools", "offload_arithmetic"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     done = subprocess.run([validator, "validate", str(folder)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_its_tools_run_from_a_copy_of_the_skill(tmp_path: Path) -> None:
+    """As an agent runs them: uninstalled, from another folder. A plan needs the arithmetic beside the tools."""
+    for name in ("SKILL.md", "card.yaml"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    for name in ("schema", "skill_tools", "offload_arithmetic"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    words = (
+        "plan",
+        "--model",
+        "llama-3-8b",
+        "--gpus",
+        "1",
+        "--gpu-memory",
+        "24GiB",
+        "--framework",
+        "pytorch",
+    )
+    command = [sys.executable, "-v", str(tmp_path / "skill_tools"), *words]
+    done = subprocess.run(command, cwd=tmp_path / "schema", capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "GPU: " in done.stdout
+    for package in ("skill_tools", "offload_arithmetic"):
+        assert str(tmp_path / package / "__init__") in done.stderr, "the copy is not what runs"
 
 
 def test_an_agent_can_keep_it_in_mind() -> None:

@@ -53,6 +53,8 @@ def test_it_carries_the_facts_and_nothing_for_contributors(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     for name in ("SKILL.md", "card.yaml", "schema/findings.schema.json", "schema/card.schema.json"):
         assert f"skill_tools/_bundle/{name}" in names
+    for path in (root() / "offload_arithmetic").glob("*.py"):
+        assert path.relative_to(root()).as_posix() in names
     for path in (root() / "skill_tools" / "knowledge").rglob("*.*"):
         if path.suffix in {".yaml", ".json", ".txt"}:
             assert path.relative_to(root()).as_posix() in names

@@ -21,12 +21,12 @@ from typing import Literal
 
 import torch
 
+from offload_arithmetic.sizes import ACTIVATIONS_IN_FLIGHT_BYTES
 from reference_impl.activations.run import Run
 from reference_impl.device import Device, Event
 from reference_impl.memory.in_flight import InFlight
 from reference_impl.memory.ledger import device_bytes, mark_peak, marked_peak_bytes
 
-IN_FLIGHT_BYTES = 512 * 2**20
 Phase = Literal["forward", "loss", "backward"]
 SegmentPeaks = dict[Phase, list[int]]
 
@@ -101,7 +101,7 @@ class Headroom:
     """The free memory of one engine, learnt from its first step."""
 
     def __init__(
-        self, device: Device, *, in_flight_bytes: int = IN_FLIGHT_BYTES, is_ahead: bool = True
+        self, device: Device, *, in_flight_bytes: int = ACTIVATIONS_IN_FLIGHT_BYTES, is_ahead: bool = True
     ) -> None:
         """Allow `in_flight_bytes` to wait in any case; without `is_ahead`, one storage at a time comes early."""
         self._device = device

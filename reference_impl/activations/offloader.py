@@ -16,9 +16,10 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from offload_arithmetic.sizes import ACTIVATIONS_IN_FLIGHT_BYTES
 from reference_impl.activations.attach import Around, Forward, wrap_forward
 from reference_impl.activations.engine import SavedTensorEngine
-from reference_impl.activations.headroom import IN_FLIGHT_BYTES, Headroom
+from reference_impl.activations.headroom import Headroom
 from reference_impl.activations.run import Run
 from reference_impl.device import Device
 from reference_impl.memory.arena import HostArena
@@ -96,7 +97,7 @@ class Offloader(ClosedAtExit):
         model: nn.Module,
         *,
         min_bytes: int = MIN_BYTES,
-        in_flight_bytes: int = IN_FLIGHT_BYTES,
+        in_flight_bytes: int = ACTIVATIONS_IN_FLIGHT_BYTES,
         double_buffering: bool = True,
         host_limit_bytes: int | None = None,
         reserve_bytes: int = 0,
@@ -110,7 +111,9 @@ class Offloader(ClosedAtExit):
         if min_bytes < 1:
             raise ValueError(f"min_bytes={min_bytes}; expected at least 1; try {MIN_BYTES}")
         if in_flight_bytes < 0:
-            raise ValueError(f"in_flight_bytes={in_flight_bytes}; expected at least 0; try {IN_FLIGHT_BYTES}")
+            raise ValueError(
+                f"in_flight_bytes={in_flight_bytes}; expected at least 0; try {ACTIVATIONS_IN_FLIGHT_BYTES}"
+            )
         if host_limit_bytes is not None and host_limit_bytes < 1:
             raise ValueError(
                 f"host_limit_bytes={host_limit_bytes}; expected at least 1, or None for what the host has; try None"

@@ -24,6 +24,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
+from offload_arithmetic.sizes import FORMULA_ERROR
 from reference_impl.activations.attach import refuse_checkpointing
 from reference_impl.fitting import checks
 from reference_impl.fitting.before import Before, RandomState
@@ -43,8 +44,6 @@ _LOG = logging.getLogger(__name__)
 
 # Of what the host has, the rest is for whoever else allocates there: the data loader, torch, the kernel.
 _HOST_SHARE = 0.9
-# The formula is within this of most Hugging Face models (docs/tracing.md).
-_FORMULA_ERROR = 0.08
 # The most, by the parameters that it counts, with which a plan is worth a trial.
 _MOST_FORMULA_ERROR = 0.5
 
@@ -267,7 +266,7 @@ def _formula_error(model: nn.Module, config: Mapping[str, Any]) -> float:
     if not counted:
         return math.inf
     there = sum(param.numel() for param in _distinct(model))
-    return max(_FORMULA_ERROR, abs(there / counted - 1))
+    return max(FORMULA_ERROR, abs(there / counted - 1))
 
 
 def _distinct(model: nn.Module) -> list[nn.Parameter]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Any
 
+from offload_arithmetic.sizes import HEADROOM
 from reference_impl.fitting import trial
 from reference_impl.fitting.before import Before
 from reference_impl.fitting.planner import Plan, Planner, RefusedPlanError
@@ -21,8 +22,6 @@ from reference_impl.fitting.trial import Task, Trial
 
 _LOG = logging.getLogger(__name__)
 
-# Of the budget, for fragmentation and what no step has shown yet.
-HEADROOM = 0.05
 # Of the budget, what a trial may not take: later steps cut the allocator's memory in other places. Llama-3-8B fitted
 # 24 GiB in both steps of a trial, and a later one had 1.5 GiB in pieces, of which none held its logits.
 TRIAL_MARGIN = 0.02

@@ -12,12 +12,12 @@ from typing import Any, Self
 
 from torch import nn
 
+from offload_arithmetic.update_time import Split
 from reference_impl.activations.offloader import Offloader
 from reference_impl.integrations.peers import check_peers, pause_checkpointing, second_offloader
 from reference_impl.integrations.wanted import Wanted, agreed
 from reference_impl.memory.closing import ClosedAtExit, close_behind, undo_all
 from reference_impl.optimizers import HybridDeviceOptimizer
-from reference_impl.optimizers.layout import Split
 from reference_impl.verification.apply import activation_offloader
 from reference_impl.weights import FrozenLayerStreamer, StreamReport
 

@@ -13,11 +13,11 @@ import gc
 import threading
 from collections.abc import Callable
 
+from offload_arithmetic.sizes import LEAST_PINNED_LIMIT_BYTES
 from reference_impl.memory.closing import ClosedAtExit
 from reference_impl.memory.host import HostMemoryError
 from reference_impl.memory.interrupts import deferred_interrupts
 
-LEAST_LIMIT_BYTES = 2**20
 # Longer copies through the ring are no faster.
 _MOST_RING_BYTES = 2**28
 # Of a small limit.
@@ -107,10 +107,10 @@ class PinnedLimit(ClosedAtExit):
     """A limit on the pinned memory of this process, from its construction to `close()`; a context manager."""
 
     def __init__(self, limit_bytes: int) -> None:
-        if limit_bytes < LEAST_LIMIT_BYTES:
+        if limit_bytes < LEAST_PINNED_LIMIT_BYTES:
             raise ValueError(
-                f"the limit on pinned memory is {limit_bytes} bytes; expected {LEAST_LIMIT_BYTES} or more, for the "
-                f"buffers that copies of pageable memory pass through; try {2**30}"
+                f"the limit on pinned memory is {limit_bytes} bytes; expected {LEAST_PINNED_LIMIT_BYTES} or more, for "
+                f"the buffers that copies of pageable memory pass through; try {2**30}"
             )
         if pinned_book.limit_bytes is not None:
             raise RuntimeError(

@@ -19,6 +19,9 @@ from typing import Any
 
 import torch
 
+from offload_arithmetic.sizes import LEAST_GAIN
+from offload_arithmetic.states import StateBytes, state_bytes
+from offload_arithmetic.update_time import MachineRates, Split, host_bytes_per_s, whole_update_seconds
 from reference_impl.device import Device
 from reference_impl.distributed.ranks import Together, local_ranks
 from reference_impl.memory.host import available_bytes
@@ -26,21 +29,12 @@ from reference_impl.memory.rates import copy_rates, host_rate
 from reference_impl.optimizers.cpu.rate import cpu_update_rates
 from reference_impl.optimizers.cpu.update import TASK_ELEMENTS
 from reference_impl.optimizers.cpu.workers import cpu_budget
-from reference_impl.optimizers.layout import Split
 from reference_impl.optimizers.options import Budgets, Profile
-from reference_impl.optimizers.split import (
-    MachineRates,
-    StateBytes,
-    fastest_split,
-    state_bytes,
-    whole_update_seconds,
-)
+from reference_impl.optimizers.split import fastest_split
 
 _LOG = logging.getLogger(__name__)
 # Large against the start of a copy, small against the three seconds that a constructor may take.
 _COPY_BYTES = 2**28
-# Threads, hooks and launches of a second share cost what the program does not count.
-_LEAST_GAIN = 0.1
 _UPDATES = ("cpu_with_copies_Gparam_s", "streamed_Gparam_s", "both_Gparam_s", "both_cpu_share")
 
 
@@ -78,7 +72,7 @@ def fastest_split_here(
         device_bytes=ring_bytes if budgets.device_bytes is None else budgets.device_bytes,
         host_bytes=host_bytes,
         hidden_bytes=hidden_bytes,
-        least_gain=_LEAST_GAIN,
+        least_gain=LEAST_GAIN,
     )
     if ranks is not None:
         # Ranks whose shards have other dtypes reckon with other bytes.
@@ -95,8 +89,8 @@ def machine_rates(
     if ranks is None:
         return _own_rates(device, profile, lambda: _short_probe(device))
     own = _own_rates(device, profile, lambda: _probe(device, ranks.meet))
-    names = sorted(vars(own))
-    return MachineRates(**dict(zip(names, ranks.least([vars(own)[name] for name in names]), strict=True)))
+    names = sorted(own._fields)
+    return MachineRates(**dict(zip(names, ranks.least([own._asdict()[name] for name in names]), strict=True)))
 
 
 def _own_rates(device: Device, profile: Profile | None, probed: Callable[[], MachineRates]) -> MachineRates:
@@ -118,11 +112,7 @@ def _rates_of(hardware: Mapping[str, Any]) -> MachineRates:
     """Return the rates that a profile's whole updates have shown, those of bf16 weights with fp32 states."""
     each = state_bytes([(1, 2)], moments=2)
     cpu, streamed, both, share = (hardware[name] for name in _UPDATES)
-    host = max(
-        cpu * each.cpu_traffic,
-        streamed * each.streamed_traffic,
-        both * (share * each.cpu_traffic + (1 - share) * each.streamed_traffic),
-    )
+    host = host_bytes_per_s(each, cpu_per_s=cpu, streamed_per_s=streamed, both_per_s=both, cpu_share=share)
     return MachineRates(
         link_bytes_per_s=hardware["duplex_total_GBs"] * 1e9 / 2,
         host_bytes_per_s=host * 1e9,

@@ -16,10 +16,11 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from offload_arithmetic.states import ALIGNMENT_ELEMENTS
 from reference_impl.device import Device
 from reference_impl.memory.absent import is_absent
 from reference_impl.optimizers.algorithms import Algorithm, group_defaults
-from reference_impl.optimizers.layout import ALIGNMENT, Member
+from reference_impl.optimizers.layout import Member
 from reference_impl.optimizers.options import Budgets, CpuUpdate
 
 BackwardOverlap = Literal["nothing", "gradients", "update"]
@@ -86,9 +87,9 @@ def check_cpu(options: CpuUpdate) -> None:
     """Raise ValueError for threads or buckets that are none."""
     if options.threads is not None and options.threads < 1:
         raise ValueError(f"threads is {options.threads}; expected at least 1, or None; try None")
-    if options.bucket_elements < ALIGNMENT:
+    if options.bucket_elements < ALIGNMENT_ELEMENTS:
         raise ValueError(
-            f"bucket_elements is {options.bucket_elements}; expected {ALIGNMENT} or more; try 2**24"
+            f"bucket_elements is {options.bucket_elements}; expected {ALIGNMENT_ELEMENTS} or more; try 2**24"
         )
 
 

@@ -12,14 +12,12 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from offload_arithmetic.sizes import GRADIENTS_IN_FLIGHT_BYTES
 from reference_impl.device import REACHED, Device, Event, together
 from reference_impl.memory.in_flight import InFlight
 from reference_impl.optimizers.checks import check_used_in_time
 from reference_impl.optimizers.clip_decision import norms_of
 from reference_impl.optimizers.layout import Member, Piece, gradient_of
-
-# More would raise the peak, and would not let the last gradient arrive any earlier.
-_IN_FLIGHT_BYTES = 512 * 2**20
 
 
 class GradientMover:
@@ -29,7 +27,7 @@ class GradientMover:
     each. `norms` are those of the gradients sent off for the next step, fp32, 0-dim, on the device.
     """
 
-    def __init__(self, device: Device, *, in_flight_bytes: int = _IN_FLIGHT_BYTES) -> None:
+    def __init__(self, device: Device, *, in_flight_bytes: int = GRADIENTS_IN_FLIGHT_BYTES) -> None:
         self._device = device
         self._in_flight_bytes = in_flight_bytes
         self._in_flight = InFlight(device, limit_bytes=in_flight_bytes)

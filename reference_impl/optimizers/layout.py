@@ -2,49 +2,30 @@
 
 Explained in docs/optimizer-offloading.md.
 
-A share is a number of elements, exact to `ALIGNMENT`, because every element costs the same bytes: one parameter may
-stay on the device in part. What the forward uses last is offloaded first: its gradient is final first in backward,
-and its new weight is needed last in the next forward, so it has the most time to hide. Of the offloaded elements, as
-many as can be prefetched before the update begins are streamed first. Then parameters alternate between the streamed
-and the CPU share, so that both keep the forward's pace. Those whose gradients one reduction makes (FSDP2) go to one
-share together: the memory of the gradients is one buffer, which is freed with the last of them. Pure arithmetic over
-shapes; the tensors behind it are `cpu.buckets` and `streamed.chunks`.
+`offload_arithmetic.division` divides elements between the shares. Parameters whose gradients one reduction makes
+(FSDP2) go to one share together: the memory of the gradients is one buffer, which is freed with the last of them. The
+tensors behind it are `cpu.buckets` and `streamed.chunks`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
 
+from offload_arithmetic.division import alternate, offload_last
 from reference_impl.device import REACHED, Event
 from reference_impl.distributed.mesh import local_of, shard_like
 from reference_impl.memory.absent import is_absent
 from reference_impl.memory.weight_home import WeightHome
 from reference_impl.optimizers.stand_in import unwrapped
 
-# 64 elements are 256 bytes in fp32: cuts at multiples of it leave the SIMD body of the fused kernels, and so
-# every bit of the result, as they are for the whole tensor.
-ALIGNMENT = 64
 # The names that a state_dict has beside the algorithm's moments.
 MASTER = "master_param"
 STEP = "step"
-
-
-class Split(NamedTuple):
-    """Shares of all state: on the device, streamed through it, and updated on the CPU; they sum to 1."""
-
-    resident: float
-    streamed: float
-    cpu: float
-
-    @property
-    def streamed_of_offloaded(self) -> float:
-        """The streamed share of what does not stay on the device."""
-        return self.streamed / (self.streamed + self.cpu) if self.streamed else 0.0
 
 
 @dataclass(eq=False, slots=True)
@@ -159,11 +140,6 @@ class NewWeights(NamedTuple):
     event: Event
 
 
-def aligned(numel: int) -> int:
-    """Round up to a multiple of `ALIGNMENT`."""
-    return -(-numel // ALIGNMENT) * ALIGNMENT
-
-
 def local_numel(param: torch.Tensor) -> int:
     """Elements of a parameter on this rank."""
     return local_of(param).numel()
@@ -226,13 +202,8 @@ def members_of(
             if offload(member.param):
                 member.resident = 0
     else:
-        wanted = round(fraction * sum(local_numel(param) for param, _ in listed))
-        for member in reversed(members):
-            taken = min(wanted, member.resident)
-            # Round the cut so that both parts start aligned; a whole parameter needs no rounding.
-            member.resident = min(aligned(member.resident - taken), member.resident)
-            wanted -= taken
-    _alternate(_units(members, reductions or {}), streamed, ahead)
+        offload_last(members, round(fraction * sum(local_numel(param) for param, _ in listed)))
+    alternate(_units(members, reductions or {}), streamed, ahead)
     return members
 
 
@@ -243,82 +214,3 @@ def _units(members: Iterable[Member], reductions: Mapping[torch.Tensor, object])
         if member.on_cpu:
             units.setdefault(reductions.get(member.param, member), []).append(member)
     return list(units.values())
-
-
-def _alternate(units: Sequence[Sequence[Member]], streamed: float, ahead: int) -> None:
-    """Let whole units stream: the first `ahead` elements, then whenever the stream is behind the rest of its share.
-
-    What is left over or missing then is moved: at most one unit is cut, and one member in it.
-    """
-    total = sum(member.on_cpu for unit in units for member in unit)
-    wanted = streamed * total
-    ahead = min(ahead, int(wanted))
-    pace = (wanted - ahead) / max(total - ahead, 1)
-    seen = taken = 0
-    for unit in units:
-        numel = _numel(unit)
-        seen += numel
-        due = min(seen, ahead) + pace * max(seen - ahead, 0)
-        if due - taken >= numel / 2:
-            taken += numel
-            for member in unit:
-                member.streamed = member.on_cpu
-    _move(units, round(wanted - taken))
-
-
-class _Moves(NamedTuple):
-    """Units that change sides as wholes, and how many elements more stream of the one that is `cut` then."""
-
-    whole: list[Sequence[Member]]
-    missing: int
-    cut: Sequence[Member]
-
-
-def _move(units: Sequence[Sequence[Member]], missing: int) -> None:
-    """Let `missing` more elements stream, or so many less if negative.
-
-    The gradient of a member that is cut stays on the device as a whole, however much of it the CPU updates. So a small
-    one is cut: the smallest that is large enough, or if that is large, it changes sides too, and others go back for it.
-    """
-    moves = _moves(units, missing)
-    if moves.cut:
-        others = [unit for unit in units if unit is not moves.cut]
-        too_many = _numel(moves.cut) if missing > 0 else -_numel(moves.cut)
-        back = _moves(others, moves.missing - too_many)
-        if (back.cut or not back.missing) and _numel(back.cut) < _numel(moves.cut):
-            moves = back._replace(whole=[*moves.whole, moves.cut, *back.whole])
-    for member in (member for unit in moves.whole for member in unit):
-        member.streamed = 0 if member.streamed else member.on_cpu
-    missing = moves.missing
-    for member in reversed(moves.cut):
-        numel = member.streamed + member.on_cpu
-        moved = max(min(missing, member.on_cpu), -member.streamed)
-        missing -= moved
-        member.streamed = min(aligned(member.streamed + moved), numel)
-
-
-def _moves(units: Sequence[Sequence[Member]], missing: int) -> _Moves:
-    """Return how `missing` more elements stream: by the largest units that fit, and the smallest one to be cut."""
-    streams = missing < 0
-    # The last first, of those that are as large.
-    movable = sorted(
-        (unit for unit in reversed(units) if _streams(unit) == streams), key=_numel, reverse=True
-    )
-    whole: list[Sequence[Member]] = []
-    cut: Sequence[Member] = ()
-    for unit in movable:
-        if _numel(unit) > abs(missing):
-            cut = unit
-        else:
-            whole.append(unit)
-            missing += _numel(unit) if streams else -_numel(unit)
-    return _Moves(whole, missing, cut if missing else ())
-
-
-def _numel(unit: Sequence[Member]) -> int:
-    """Elements of a unit that are offloaded."""
-    return sum(member.streamed + member.on_cpu for member in unit)
-
-
-def _streams(unit: Sequence[Member]) -> bool:
-    return any(member.streamed for member in unit)

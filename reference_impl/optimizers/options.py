@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup
 
-# Most bytes of states that one copy moves, unless the user chooses.
-CHUNK_BYTES = 96 * 2**20
+from offload_arithmetic.sizes import BUCKET_ELEMENTS, STATE_CHUNK_BYTES
+from offload_arithmetic.states import Form, form
 
 Profile = Mapping[str, Any] | str | Path
 
@@ -38,11 +38,20 @@ class Streaming:
             FSDP2, where backward frees little, as much stays on the device, beside all that the step takes otherwise.
     """
 
-    chunk_bytes: int = CHUNK_BYTES
+    chunk_bytes: int = STATE_CHUNK_BYTES
     hi_lo_masters: bool = False
     moments_dtype: torch.dtype = torch.float32
     compact_low_bits: int | None = None
     prefetch_bytes: int = 0
+
+    @property
+    def form(self) -> Form:
+        """The bytes of a streamed element."""
+        return form(
+            hi_lo_masters=self.hi_lo_masters,
+            moment_bytes=self.moments_dtype.itemsize,
+            compact_low_bits=self.compact_low_bits,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +86,7 @@ class CpuUpdate:
     """
 
     threads: int | None = None
-    bucket_elements: int = 2**24
+    bucket_elements: int = BUCKET_ELEMENTS
     pinned: bool = True
     overlap_forward: bool = True
 

@@ -2,7 +2,7 @@
 
 Masters and moments are fp32; an fp32 parameter is its own master unless the CPU updates another part of it. The
 update runs in chunks, and within a member that is longer in parts of it, so that the fp32 copy of the gradients never
-takes more than `CHUNK_ELEMENTS`. Explained in docs/optimizer-offloading.md.
+takes more than `WIDENED_ELEMENTS`. Explained in docs/optimizer-offloading.md.
 """
 
 from __future__ import annotations
@@ -15,13 +15,12 @@ from typing import Any
 
 import torch
 
+from offload_arithmetic.sizes import WIDENED_ELEMENTS
 from reference_impl.device import REACHED
 from reference_impl.optimizers.algorithms import Algorithm
 from reference_impl.optimizers.clip_decision import ClipDecision
 from reference_impl.optimizers.layout import MASTER, Member, NewWeights
 from reference_impl.optimizers.step import Operation
-
-CHUNK_ELEMENTS = 64 * 2**20
 
 
 @dataclass(eq=False, slots=True)
@@ -131,8 +130,8 @@ class _ChunkUpdate:
         """Yield what it consists of; all memory is allocated by the first, and again by each part of a long member."""
         # A member without elements is counted, too.
         longest = max(1, *(state.member.resident for state in self._states))
-        for start in range(0, longest, CHUNK_ELEMENTS):
-            part = slice(start, start + CHUNK_ELEMENTS)
+        for start in range(0, longest, WIDENED_ELEMENTS):
+            part = slice(start, start + WIDENED_ELEMENTS)
             yield partial(self._widen, part)
             if start == 0:
                 yield self._count
@@ -196,14 +195,14 @@ def _cut(flat: torch.Tensor, part: slice) -> torch.Tensor:
 
 
 def _chunks(states: Sequence[ResidentState]) -> Iterator[tuple[int, list[ResidentState]]]:
-    """Yield lists of one group and at most `CHUNK_ELEMENTS` (or one member)."""
+    """Yield lists of one group and at most `WIDENED_ELEMENTS` (or one member)."""
     by_group = sorted(states, key=lambda state: state.member.group)
     for group, members in groupby(by_group, key=lambda state: state.member.group):
         chunk: list[ResidentState] = []
         elements = 0
         for state in members:
             elements += state.member.resident
-            if chunk and elements > CHUNK_ELEMENTS:
+            if chunk and elements > WIDENED_ELEMENTS:
                 yield group, chunk
                 chunk, elements = [], state.member.resident
             chunk.append(state)

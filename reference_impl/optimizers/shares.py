@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
+from offload_arithmetic.states import StateBytes, state_bytes
+from offload_arithmetic.update_time import Split
 from reference_impl.device import REACHED, Device, Event
 from reference_impl.distributed.fsdp2 import reductions
 from reference_impl.distributed.host_room import HostNeed, require_room
@@ -26,13 +28,12 @@ from reference_impl.optimizers.algorithms import Algorithm
 from reference_impl.optimizers.cpu.buckets import Bucket
 from reference_impl.optimizers.cpu.share import CpuShare
 from reference_impl.optimizers.cpu.step import CpuStep
-from reference_impl.optimizers.layout import Member, NewWeights, Split, local_numel, members_of
+from reference_impl.optimizers.layout import Member, NewWeights, local_numel, members_of
 from reference_impl.optimizers.options import Options, Streaming
 from reference_impl.optimizers.resident import ResidentShare
 from reference_impl.optimizers.step import Operation
 
 if TYPE_CHECKING:
-    from reference_impl.optimizers.split import StateBytes
     from reference_impl.optimizers.streamed.chunks import Part
     from reference_impl.optimizers.streamed.share import StreamedShare
 
@@ -398,15 +399,7 @@ def _parts(members: Iterable[Member]) -> dict[Member, Part]:
 
 
 def _state_bytes(sizes: Iterable[tuple[int, int]], algorithm: Algorithm, streaming: Streaming) -> StateBytes:
-    from reference_impl.optimizers.split import state_bytes
-
-    return state_bytes(
-        sizes,
-        moments=len(algorithm.moments),
-        moment_bytes=streaming.moments_dtype.itemsize,
-        hi_lo_masters=streaming.hi_lo_masters,
-        compact_low_bits=streaming.compact_low_bits,
-    )
+    return state_bytes(sizes, moments=len(algorithm.moments), streams_as=streaming.form)
 
 
 def _streams_in_part(bucket: Bucket) -> bool:

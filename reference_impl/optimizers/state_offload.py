@@ -24,6 +24,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from offload_arithmetic.sizes import STATE_CHUNK_BYTES
 from reference_impl.distributed.mesh import norm_reduction
 from reference_impl.memory.interrupts import deferred_interrupts
 from reference_impl.optimizers import checks
@@ -33,7 +34,6 @@ from reference_impl.optimizers.gradient_in_use import in_use, put_in_use, take_o
 from reference_impl.optimizers.gradients import standing_on, version_of
 from reference_impl.optimizers.layout import Member, gradient_of, members_of
 from reference_impl.optimizers.module_load import count_own
-from reference_impl.optimizers.options import CHUNK_BYTES
 from reference_impl.optimizers.parameter_state import StateParts
 from reference_impl.optimizers.stand_in import GradientStandIn
 from reference_impl.optimizers.state_dict import SavedOptimizer
@@ -102,7 +102,7 @@ class OptimizerStateOffloader(SavedOptimizer):
         optimizer: torch.optim.Optimizer,
         *,
         fraction: float = 1.0,
-        chunk_bytes: int = CHUNK_BYTES,
+        chunk_bytes: int = STATE_CHUNK_BYTES,
         device_budget_bytes: int | None = None,
         offload_masters: bool = True,
         hi_lo_masters: bool = False,

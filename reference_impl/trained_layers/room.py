@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 import torch
 
+from offload_arithmetic.states import state_bytes
 from reference_impl.distributed.host_room import HostNeed, require_room
 from reference_impl.distributed.ranks import Together
 from reference_impl.optimizers.algorithms import Algorithm
 from reference_impl.optimizers.options import Streaming
-from reference_impl.optimizers.split import state_bytes
 from reference_impl.trained_layers.shares import NOTHING_STAYS, StateShares
 from reference_impl.weights.storages import BlockStorage, layout
 
@@ -49,9 +49,7 @@ def host_bytes(
         each = state_bytes(
             [(1, param.element_size())],
             moments=len(algorithm.moments),
-            moment_bytes=streaming.moments_dtype.itemsize,
-            hi_lo_masters=streaming.hi_lo_masters,
-            compact_low_bits=streaming.compact_low_bits,
+            streams_as=streaming.form,
         )
         if param in shares.on_cpu:
             states += (each.cpu_host - each.staging) * param.numel()

@@ -21,6 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
+from offload_arithmetic.sizes import PREFETCHED_GATHERS, SHARD_CHUNK_BYTES
 from reference_impl.device import Device
 from reference_impl.distributed.fsdp2 import Shard, gathered_groups, missing_shard_name, shards_by_gather
 from reference_impl.distributed.mesh import local_of
@@ -35,9 +36,6 @@ from reference_impl.trained_layers.shard_optimizer import ShardOptimizer
 from reference_impl.trained_layers.shards import StreamedShards, storages_of
 from reference_impl.weights.trained import Homes
 
-# A chunk's states, its gradients and a copy of these are on the device three times: small ones keep the peak low, and
-# copies of this size still run at the link's full rate.
-CHUNK_BYTES = 32 * 2**20
 _REMEDY = "try Streaming(hi_lo_masters=True) or Streaming(moments_dtype=torch.bfloat16), or more hosts"
 
 
@@ -75,9 +73,9 @@ class ShardStreamer(ClosedAtExit):
         *,
         max_grad_norm: float | None = None,
         streaming: Streaming | None = None,
-        prefetch: int = 1,
+        prefetch: int = PREFETCHED_GATHERS,
     ) -> None:
-        streaming = streaming or Streaming(chunk_bytes=CHUNK_BYTES)
+        streaming = streaming or Streaming(chunk_bytes=SHARD_CHUNK_BYTES)
         if prefetch < 1:
             raise ValueError(f"prefetch={prefetch}; expected at least 1; try 1")
         self._undo: list[Callable[[], None]] = []

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from reference_impl.optimizers.layout import Split, members_of
+from offload_arithmetic.update_time import Split
+from reference_impl.optimizers.layout import members_of
 from reference_impl.optimizers.streamed.chunks import COMPACT_ALIGNMENT
 
 

@@ -21,11 +21,12 @@ from typing import Literal, Self
 import torch
 from torch import nn
 
+from offload_arithmetic.sizes import PREFETCHED_LAYERS
+from offload_arithmetic.update_time import Split
 from reference_impl.activations.attach import refuse_checkpointing
 from reference_impl.activations.checkpoint import CheckpointOffloader
 from reference_impl.memory.closing import ClosedAtExit, undo_all
 from reference_impl.optimizers import checks
-from reference_impl.optimizers.layout import Split
 from reference_impl.optimizers.options import Budgets, CpuUpdate, Streaming
 from reference_impl.optimizers.state_offload_wrapped import algorithm_of
 from reference_impl.trained_layers.checks import check_params, check_streaming
@@ -115,7 +116,7 @@ class TrainableLayerStreamer(ClosedAtExit):
         streaming: Streaming | None = None,
         split: tuple[float, float, float] = (0.0, 1.0, 0.0),
         cpu: CpuUpdate | None = None,
-        prefetch: int = 2,
+        prefetch: int = PREFETCHED_LAYERS,
         resident_layers: int = 0,
         slices: int = 1,
         inputs: Literal["device", "host"] = "device",

@@ -16,6 +16,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
+from offload_arithmetic.sizes import SHARD_CHUNK_BYTES
 from reference_impl.activations import ActivationOffloader, CheckpointOffloader
 from reference_impl.activations.attach import blocks_or_none, first_blocks, refuse_checkpointing
 from reference_impl.activations.offloader import Offloader
@@ -29,7 +30,6 @@ from reference_impl.optimizers.hosted import HostedOptimizer
 from reference_impl.optimizers.state_dict import KERNEL
 from reference_impl.optimizers.streamed.storage import has_kernels
 from reference_impl.trained_layers import ShardStreamer, TrainableLayerStreamer
-from reference_impl.trained_layers.shard_streamer import CHUNK_BYTES
 from reference_impl.verification.hugging_face import without_caches
 from reference_impl.verification.plan_document import (
     SHARD_DTYPES,
@@ -336,7 +336,7 @@ def _shard_streamer(
     wanted: Mapping[str, Any],
     max_grad_norm: float | None,
 ) -> ShardStreamer:
-    streaming = replace(_streaming(wanted.get("streamed_states", "exact")), chunk_bytes=CHUNK_BYTES)
+    streaming = replace(_streaming(wanted.get("streamed_states", "exact")), chunk_bytes=SHARD_CHUNK_BYTES)
     return ShardStreamer(model, _fused(optimizer), max_grad_norm=max_grad_norm, streaming=streaming)
 
 

@@ -12,10 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from offload_arithmetic.sizes import WIDENED_ELEMENTS
 from reference_impl.distributed.mesh import local_of
-
-# The fp32 copy of the gradients never takes more than this many elements.
-_CHUNK_ELEMENTS = 64 * 2**20
 
 
 class PlainAdamW:
@@ -75,10 +73,10 @@ class _Chunk:
 
 
 def _cut(params: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Yield lists of at most `_CHUNK_ELEMENTS`, or one parameter."""
+    """Yield lists of at most `WIDENED_ELEMENTS`, or one parameter."""
     chunk: list[nn.Parameter] = []
     for param in params:
-        if chunk and sum(local_of(each).numel() for each in (*chunk, param)) > _CHUNK_ELEMENTS:
+        if chunk and sum(local_of(each).numel() for each in (*chunk, param)) > WIDENED_ELEMENTS:
             yield chunk
             chunk = []
         chunk.append(param)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from reference_impl.memory.pinned import LEAST_LIMIT_BYTES
+from offload_arithmetic.sizes import LEAST_PINNED_LIMIT_BYTES
 
 SECTIONS = frozenset(
     (
@@ -268,12 +268,12 @@ def _count(entry: str, found: Any) -> None:
 
 
 def _pinned_limit(entry: str, found: Any) -> None:
-    if _is_whole(found) and found >= LEAST_LIMIT_BYTES:
+    if _is_whole(found) and found >= LEAST_PINNED_LIMIT_BYTES:
         return
     raise _wrong(
         entry,
         found,
-        f"bytes, {LEAST_LIMIT_BYTES} or more, for the buffers that copies of pageable memory pass through",
+        f"bytes, {LEAST_PINNED_LIMIT_BYTES} or more, for the buffers that copies of pageable memory pass through",
         f"{2**30}, or leaving it out where pinned memory has no limit",
     )
 

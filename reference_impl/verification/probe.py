@@ -23,6 +23,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from offload_arithmetic.sizes import BUCKET_ELEMENTS
+from offload_arithmetic.update_time import Split
 from reference_impl.device import Device
 from reference_impl.memory import rates
 from reference_impl.memory.host import available_bytes
@@ -31,13 +33,11 @@ from reference_impl.memory.rates import best_seconds
 from reference_impl.optimizers import HybridDeviceOptimizer
 from reference_impl.optimizers.cpu.rate import cpu_update_rates
 from reference_impl.optimizers.cpu.workers import cpu_budget
-from reference_impl.optimizers.layout import Split
 from reference_impl.verification.model import Decoder, DecoderShape, decoder_loss
 from reference_impl.verification.steps import Progress, unseen
 from reference_impl.verification.trace import trace
 
 SCHEMA_VERSION = "1.0"
-_BUCKET_ELEMENTS = 2**24
 _TENSOR_ELEMENTS = 2**20
 _TRIES = 2
 # So narrow that its kernels are over before the next one is launched.
@@ -241,7 +241,7 @@ class _Weights(nn.Module):
 
     def __init__(self, device: Device, numel: int) -> None:
         super().__init__()
-        count = max(numel // _BUCKET_ELEMENTS, 1)
+        count = max(numel // BUCKET_ELEMENTS, 1)
         size = (numel // count,)
         self.weights = nn.ParameterList(
             torch.zeros(size, dtype=torch.bfloat16, device=device.torch_device) for _ in range(count)

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from offload_arithmetic.sizes import LEAST_SLOTS
+from offload_arithmetic.states import ADAM_BYTES, FORMS
 from reference_impl.activations import ActivationOffloader, CheckpointOffloader
 from reference_impl.device import Device
 from reference_impl.optimizers import Streaming
@@ -22,11 +24,8 @@ from reference_impl.verification.workload import Workload
 from reference_impl.weights import FrozenLayerStreamer
 
 MAX_GRAD_NORM = 1.0
-# fp32 master and two fp32 moments of an offloaded bf16 element.
-STATE_BYTES = 12
-# The same with only the lower half of the master.
-_HALVED_BYTES = 10
-_SLOTS = 3
+# Of an offloaded bf16 element with only the lower half of the master.
+_HALVED_BYTES = round(FORMS["exact"].bytes(2, is_own_master=False))
 _SPLIT = (0.2, 0.5, 0.3)
 _MODULES = ("core_attention", "down")
 _LORA_RANK = 8
@@ -159,8 +158,8 @@ def _hybrid(reference: Reference, fraction: float, *, attached: bool = False) ->
         name=f"optimizer {fraction:.0%}{', attached' * attached}{_clipped(reference)}",
         reference=reference,
         attach=hybrid(offload_fraction=fraction, attached=attached, max_grad_norm=reference.max_grad_norm),
-        freed_bytes=STATE_BYTES * offloaded,
-        formula=f"{STATE_BYTES} B x {offloaded:,} offloaded elements",
+        freed_bytes=ADAM_BYTES * offloaded,
+        formula=f"{ADAM_BYTES} B x {offloaded:,} offloaded elements",
         same_kernels=False,
     )
 
@@ -171,8 +170,8 @@ def _streamed(scale: Scale, reference: Reference) -> Mechanism:
         name=f"optimizer states streamed, attached{_clipped(reference)}",
         reference=reference,
         attach=streamed(chunk_bytes=scale.chunk_bytes, max_grad_norm=reference.max_grad_norm),
-        freed_bytes=STATE_BYTES * numel - _ring_bytes(scale),
-        formula=f"{STATE_BYTES} B x {numel:,} elements, less {_SLOTS} slots and fp32 gradients of one chunk",
+        freed_bytes=ADAM_BYTES * numel - _ring_bytes(scale),
+        formula=f"{ADAM_BYTES} B x {numel:,} elements, less {LEAST_SLOTS} slots and fp32 gradients of one chunk",
         same_kernels=True,
     )
 
@@ -180,13 +179,13 @@ def _streamed(scale: Scale, reference: Reference) -> Mechanism:
 def _halved(scale: Scale, reference: Reference) -> Mechanism:
     numel, chunk = reference.workload.parameters, scale.chunk_bytes // _HALVED_BYTES
     # Master, exp_avg_sq and weight are unpacked beside the gradients.
-    device_bytes = chunk * (_SLOTS * _HALVED_BYTES + 4 + 4 + 4 + 2)
+    device_bytes = chunk * (LEAST_SLOTS * _HALVED_BYTES + 4 + 4 + 4 + 2)
     return Mechanism(
         name="optimizer states streamed, half masters, attached",
         reference=reference,
         attach=streamed(chunk_bytes=scale.chunk_bytes, hi_lo_masters=True),
-        freed_bytes=STATE_BYTES * numel - device_bytes,
-        formula=f"{STATE_BYTES} B x {numel:,} elements, less {_SLOTS} slots of {_HALVED_BYTES} B an element and "
+        freed_bytes=ADAM_BYTES * numel - device_bytes,
+        formula=f"{ADAM_BYTES} B x {numel:,} elements, less {LEAST_SLOTS} slots of {_HALVED_BYTES} B an element and "
         "gradients, masters, second moments and weights of one chunk",
         same_kernels=True,
     )
@@ -204,15 +203,15 @@ def _three_shares(scale: Scale, reference: Reference) -> Mechanism:
             attached=True,
             max_grad_norm=reference.max_grad_norm,
         ),
-        freed_bytes=STATE_BYTES * leaving - _ring_bytes(scale),
-        formula=f"{STATE_BYTES} B x {leaving:,} elements, less {_SLOTS} slots and fp32 gradients of one chunk",
+        freed_bytes=ADAM_BYTES * leaving - _ring_bytes(scale),
+        formula=f"{ADAM_BYTES} B x {leaving:,} elements, less {LEAST_SLOTS} slots and fp32 gradients of one chunk",
         same_kernels=False,
     )
 
 
 def _ring_bytes(scale: Scale) -> int:
     # A chunk's gradients in fp32 are 4 of the 12 bytes of its states.
-    return _SLOTS * scale.chunk_bytes + scale.chunk_bytes * 4 // STATE_BYTES
+    return LEAST_SLOTS * scale.chunk_bytes + scale.chunk_bytes * 4 // ADAM_BYTES
 
 
 def _clipped(reference: Reference) -> str:

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 
+from offload_arithmetic.sizes import PREFETCHED_LAYERS
 from reference_impl.memory.absent import storage_of
 from reference_impl.weights.host_memory import HostMemory
 from reference_impl.weights.layers import LayerStreamer, beyond, device_of
@@ -42,7 +43,7 @@ class FrozenLayerStreamer(LayerStreamer):
         *,
         resident_layers: int | None = None,
         budget_bytes: int | None = None,
-        prefetch: int = 2,
+        prefetch: int = PREFETCHED_LAYERS,
         host_limit_bytes: int | None = None,
         layers: Iterable[nn.Module] | None = None,
         device: torch.device | str | None = None,

@@ -5,6 +5,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from offload_arithmetic.sizes import HEADROOM
 from skill_tools.commands import releases
 from skill_tools.configs.config import Config
 from skill_tools.configs.releases import Stated
@@ -21,7 +22,7 @@ from skill_tools.planning.model import known_models, local_models, memory, shape
 from skill_tools.planning.model.memory import Memory
 from skill_tools.planning.model.shape_sources import UnknownShapeError
 from skill_tools.planning.search import planner
-from skill_tools.planning.search.options import HEADROOM, Budget, Prepared
+from skill_tools.planning.search.options import Budget, Prepared
 from skill_tools.planning.search.planner import Plan
 from skill_tools.planning.search.restriction import FAMILIES, Restriction, named
 from skill_tools.units import gib, is_bare_number, parse_bytes, seconds

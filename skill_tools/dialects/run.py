@@ -13,7 +13,7 @@ from skill_tools.dialects.layout import Layout
 from skill_tools.dialects.shapes import ModelShape
 from skill_tools.dialects.traced import TracedModel
 
-STATE_CHUNK_BYTES = 512 << 20  # of Megatron's optimizer-state offload, which restores two chunks at once
+RESTORED_CHUNK_BYTES = 512 << 20  # of Megatron's optimizer-state offload, which restores two at once
 
 
 class Precision(NamedTuple):

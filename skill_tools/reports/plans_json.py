@@ -4,10 +4,10 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from offload_arithmetic.sizes import LEAST_PINNED_LIMIT_BYTES
 from skill_tools.dialects import parameters, registry
 from skill_tools.dialects.run import Run
 from skill_tools.errors import printable_json
-from skill_tools.planning.cost import pageable
 from skill_tools.planning.model.memory import Memory
 from skill_tools.planning.search import decisive
 from skill_tools.planning.search.legality import RuledOut
@@ -148,7 +148,7 @@ def _execute(option: Option, plan: Plan) -> dict[str, object] | None:
         return found
     limit_bytes = plan.budget.pinned_bytes // option.memory.ranks_on_node
     # Under less there is no ring, so that nothing is pageable that the plan does not count as pinned.
-    return found | ({"pinned_limit_bytes": limit_bytes} if limit_bytes >= pageable.LEAST_LIMIT_BYTES else {})
+    return found | ({"pinned_limit_bytes": limit_bytes} if limit_bytes >= LEAST_PINNED_LIMIT_BYTES else {})
 
 
 def _option(option: Option, plan: Plan, way: Way | None = None) -> dict[str, Any]:

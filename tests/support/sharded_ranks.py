@@ -29,12 +29,12 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.checkpoint import checkpoint
 
+from offload_arithmetic.update_time import MachineRates
 from reference_impl import ShardStreamer, Streaming
 from reference_impl.device import Device
 from reference_impl.device.cuda import CudaDevice
 from reference_impl.distributed.mesh import local_of
 from reference_impl.optimizers import auto_split
-from reference_impl.optimizers.split import MachineRates
 from reference_impl.optimizers.stand_in import GradientStandIn
 
 LAYOUTS = ("blocks", "hsdp", "prefetched", "grouped", "kept", "root", "checkpointed", "mixed", "partly")

@@ -15,10 +15,12 @@ from dataclasses import dataclass, field
 
 import torch
 
+from offload_arithmetic.division import aligned
+from offload_arithmetic.states import ALIGNMENT_ELEMENTS
 from reference_impl.device import Device
 from reference_impl.memory.arena import ALIGNMENT_BYTES, HostArena, HostBlock
 from reference_impl.memory.closing import undo_all
-from reference_impl.optimizers.layout import ALIGNMENT, Member, Piece, aligned
+from reference_impl.optimizers.layout import Member, Piece
 
 
 @dataclass(eq=False, slots=True)
@@ -76,7 +78,7 @@ def plan_buckets(
             open_pieces.setdefault(dtype, []).append(Piece(member, start, start + taken, 0))
             start += taken
             free[dtype] -= aligned(taken)
-            if free[dtype] < ALIGNMENT:
+            if free[dtype] < ALIGNMENT_ELEMENTS:
                 plans.append(_close(dtype, open_pieces.pop(dtype)))
                 del free[dtype]
     plans.extend(_close(dtype, pieces) for dtype, pieces in open_pieces.items())

@@ -13,6 +13,7 @@ from functools import partial
 
 import torch
 
+from offload_arithmetic.sizes import BUCKET_ELEMENTS
 from reference_impl.device import REACHED, Device
 from reference_impl.memory.rates import best_seconds
 from reference_impl.optimizers.algorithms import Adam
@@ -21,7 +22,6 @@ from reference_impl.optimizers.cpu.update import BLOCK_ELEMENTS, CpuKernel, Task
 from reference_impl.optimizers.cpu.workers import DeadlineWorkers, Job
 from reference_impl.optimizers.layout import members_of
 
-_BUCKET_ELEMENTS = 2**24
 _TRIES = 2
 
 
@@ -33,7 +33,7 @@ def cpu_update_rates(device: Device, numel: int, threads: Iterable[int]) -> dict
     members[0].step.fill_(1)
     memory = BucketMemory(device, moments=len(Adam().moments), pinned=True)
     try:
-        buckets = memory.add(plan_buckets(members, bucket_elements=_BUCKET_ELEMENTS))
+        buckets = memory.add(plan_buckets(members, bucket_elements=BUCKET_ELEMENTS))
         tasks = [task for bucket in buckets for task in cut_tasks(bucket)]
         return {count: numel / _update_seconds(tasks, count) for count in threads}
     finally:

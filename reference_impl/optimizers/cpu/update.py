@@ -21,9 +21,10 @@ from typing import Any
 
 import torch
 
+from offload_arithmetic.division import aligned
 from reference_impl.optimizers.algorithms.base import Algorithm, script_list
 from reference_impl.optimizers.cpu.buckets import Bucket
-from reference_impl.optimizers.layout import Member, Piece, aligned
+from reference_impl.optimizers.layout import Member, Piece
 
 # 65,536 elements x (2 staging + 4 gradient + 4 master + 8 moments) bytes fit a 2 MiB second-level cache.
 BLOCK_ELEMENTS = 2**16

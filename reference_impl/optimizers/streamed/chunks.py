@@ -2,7 +2,7 @@
 
 A chunk belongs to one parameter group, so that one fused kernel call updates it. Its fields lie one after the other
 (master | exp_avg | exp_avg_sq, in fp32 or in fewer bits as in `packing` and `compact`), so that one copy each way moves
-it. Cuts are multiples of `ALIGNMENT` elements and every piece starts at one, so the update gives the same bits as for
+it. Cuts are multiples of `ALIGNMENT_ELEMENTS` and every piece starts at one, so the update gives the same bits as for
 whole parameters. A chunk that stays on the device has the same form. This module has geometry and views only.
 
 Explained in docs/optimizer-state-offloading.md.
@@ -18,14 +18,16 @@ from typing import NamedTuple
 import torch
 from torch.distributed.tensor import DTensor
 
+from offload_arithmetic.division import aligned
+from offload_arithmetic.states import ALIGNMENT_ELEMENTS
 from reference_impl.device import REACHED, Event
 from reference_impl.memory.weight_home import WeightHome
-from reference_impl.optimizers.layout import ALIGNMENT, Member, Piece, aligned
+from reference_impl.optimizers.layout import Member, Piece
 
 # The field that is no state: the low bits of masters.
 LOW = "master_low"
 # Pieces in a compact chunk begin at multiples of so many elements, so that their scales begin at 16 bytes.
-COMPACT_ALIGNMENT = 8 * ALIGNMENT
+COMPACT_ALIGNMENT = 8 * ALIGNMENT_ELEMENTS
 # Of storage, whose copies take the launches of one kernel.
 _COST_1_BYTES = 128 * 2**20
 _SECTION_BYTES = 256
@@ -70,13 +72,13 @@ def is_rounded(fields: tuple[Field, ...]) -> bool:
 
 
 def bytes_of(fields: tuple[Field, ...], numel: int) -> int:
-    """Return the bytes of `fields` for `numel` elements, a multiple of `ALIGNMENT`."""
+    """Return the bytes of `fields` for `numel` elements, a multiple of `ALIGNMENT_ELEMENTS`."""
     return sum(numel // field.block * field.dtype.itemsize for field in fields)
 
 
 def alignment_of(fields: tuple[Field, ...]) -> int:
     """Return of how many elements the places of pieces in a chunk are multiples."""
-    return COMPACT_ALIGNMENT if is_compact(fields) else ALIGNMENT
+    return COMPACT_ALIGNMENT if is_compact(fields) else ALIGNMENT_ELEMENTS
 
 
 class Run(NamedTuple):
@@ -280,14 +282,15 @@ def slot_bytes(state_bytes: int, gradient_bytes: int) -> int:
 
 
 def plan_chunks(
-    ranges: Mapping[Member, range], *, elements: Callable[[Member], int], alignment: int = ALIGNMENT
+    ranges: Mapping[Member, range], *, elements: Callable[[Member], int], alignment: int = ALIGNMENT_ELEMENTS
 ) -> list[tuple[tuple[Piece, ...], int]]:
     """Cut the elements `ranges` of members into chunks; return the pieces of each and its length with gaps.
 
-    Each range begins at a multiple of `ALIGNMENT`. A chunk has elements of one group and dtype, of weights that visit
-    the device together or all stay there, and at most `elements(member)` of them. Of such weights all chunks are as
-    long but the last: a short one would have its copies and kernels all the same. Lengths and the places of pieces in a
-    chunk are multiples of `alignment`, itself one of `ALIGNMENT`. Pieces follow the order of the forward.
+    Each range begins at a multiple of `ALIGNMENT_ELEMENTS`. A chunk has elements of one group and dtype, of weights
+    that visit the device together or all stay there, and at most `elements(member)` of them. Of such weights all chunks
+    are as long but the last: a short one would have its copies and kernels all the same. Lengths and the places of
+    pieces in a chunk are multiples of `alignment`, itself one of `ALIGNMENT_ELEMENTS`. Pieces follow the order of the
+    forward.
     """
     plans = []
     for _, alike in groupby(sorted(ranges, key=_kind), key=_kind):

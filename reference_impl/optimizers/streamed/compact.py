@@ -27,11 +27,12 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.functional import pad
 
+from offload_arithmetic.states import COMPACT_BLOCK_ELEMENTS
 from reference_impl.optimizers.algorithms import Formula, root
 from reference_impl.optimizers.streamed import packing
 from reference_impl.optimizers.streamed.packing import Scalars, Writes
 
-BLOCK = 64
+BLOCK = COMPACT_BLOCK_ELEMENTS
 # The noise by which `rounded` rounds a master to nearest.
 TO_NEAREST = 0x80
 

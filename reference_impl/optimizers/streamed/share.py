@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from offload_arithmetic.sizes import LEAST_SLOTS
 from reference_impl.device import REACHED, Device, Event
 from reference_impl.distributed.host_room import HostNeed, require_room
 from reference_impl.distributed.mesh import any_is_sharded
@@ -30,7 +31,7 @@ from reference_impl.optimizers.layout import Member, Piece
 from reference_impl.optimizers.step import snapshot
 from reference_impl.optimizers.streamed.chunks import COMPACT_ALIGNMENT, Chunk, Part, StreamedWeights, mixed
 from reference_impl.optimizers.streamed.pipeline import ChunkQueue, StreamedPipeline
-from reference_impl.optimizers.streamed.slots import LEAST_SLOTS, FreedMemory
+from reference_impl.optimizers.streamed.slots import FreedMemory
 from reference_impl.optimizers.streamed.step import StreamedStep
 from reference_impl.optimizers.streamed.storage import StateFormat, StateStorage, StreamedStates
 

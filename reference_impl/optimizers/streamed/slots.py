@@ -18,9 +18,6 @@ from reference_impl.memory.ledger import device_bytes
 from reference_impl.memory.ring import DeviceRing, Slot
 from reference_impl.optimizers.layout import Member
 
-# Copy in, update and copy out each hold one slot.
-LEAST_SLOTS = 3
-
 
 class Slots:
     """Slots of one size. `idle` ones may be taken, the first one first; each is written behind its own event.

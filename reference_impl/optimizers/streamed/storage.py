@@ -15,11 +15,11 @@ from importlib.util import find_spec
 
 import torch
 
+from offload_arithmetic.sizes import STATE_CHUNK_BYTES
 from reference_impl.device import Device
 from reference_impl.memory.arena import ALIGNMENT_BYTES, HostArena, HostBlock
 from reference_impl.optimizers.algorithms import Algorithm
 from reference_impl.optimizers.layout import MASTER, Member, Piece
-from reference_impl.optimizers.options import CHUNK_BYTES
 from reference_impl.optimizers.streamed import compact, packing
 from reference_impl.optimizers.streamed.chunks import (
     LOW,
@@ -102,7 +102,7 @@ class StateFormat:
         if chunk_bytes < least_bytes:
             raise ValueError(
                 f"chunk_bytes is {chunk_bytes}; expected {least_bytes} or more, {numel} elements of "
-                f"{least_bytes / numel:g} bytes; try {CHUNK_BYTES}"
+                f"{least_bytes / numel:g} bytes; try {STATE_CHUNK_BYTES}"
             )
         if self.moments_dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(

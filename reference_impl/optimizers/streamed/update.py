@@ -18,6 +18,7 @@ from dataclasses import replace
 
 import torch
 
+from offload_arithmetic.states import scratch_bytes
 from reference_impl.device import Device
 from reference_impl.optimizers.algorithms import Algorithm
 from reference_impl.optimizers.layout import MASTER, Member, Piece
@@ -270,14 +271,16 @@ class ChunkUpdate:
 
 
 def scratch_bytes_an_element(fields: tuple[Field, ...], dtype: torch.dtype, *, is_joined: bool) -> int:
-    """Return the scratch that the update of `fields` of parameters of `dtype` needs.
-
-    That is an fp32 gradient, and for hi/lo masters an fp32 master and a bf16 weight. For rounded moments it is the
-    gradient and a weight where one kernel updates all pieces of a chunk (`is_joined`), else nothing.
-    """
-    if is_rounded(fields):
-        return 4 + dtype.itemsize if is_joined and not is_compact(fields) else 0
-    return 10 if fields[0].name == LOW else 4
+    """Return the scratch that the update of `fields` of parameters of `dtype` needs (`scratch_bytes`)."""
+    return round(
+        scratch_bytes(
+            dtype.itemsize,
+            has_half_masters=fields[0].name == LOW,
+            is_rounded=is_rounded(fields),
+            is_compact=is_compact(fields),
+            is_joined=is_joined,
+        )
+    )
 
 
 class Scratch:

@@ -21,7 +21,7 @@ from skill_tools.dialects.candidates import (
     without_recomputation,
 )
 from skill_tools.dialects.megatron import BRIDGE, LM
-from skill_tools.dialects.run import STATE_CHUNK_BYTES, ActivationEngine, Mode, Recompute, Run
+from skill_tools.dialects.run import RESTORED_CHUNK_BYTES, ActivationEngine, Mode, Recompute, Run
 
 _ATTENTION_NORM = (
     "attn_norm"  # a module of its own with multi-latent attention alone, else fused (`fg-identity-norm`)
@@ -234,7 +234,7 @@ def _optimizers(config: Config, run: Run, advice: Advice) -> Iterator[_Part]:
         {
             **off,
             "chunked_optimizer_state_offload": True,
-            "optimizer_state_offload_chunk_size_mb": STATE_CHUNK_BYTES >> 20,
+            "optimizer_state_offload_chunk_size_mb": RESTORED_CHUNK_BYTES >> 20,
             "use_distributed_optimizer": True,
         },
     )

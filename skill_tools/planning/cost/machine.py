@@ -10,14 +10,11 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from offload_arithmetic.states import BF16_BYTES, WHOLE, adam_bytes
+from offload_arithmetic.update_time import host_bytes_per_s
 from skill_tools import knowledge
 from skill_tools.configs.files import read_bytes
 from skill_tools.errors import UnusableInput
-from skill_tools.planning.model.reference_numbers import (
-    CPU_DRAM_BYTES,
-    STREAMED_DRAM_BYTES,
-    STREAMED_LINK_BYTES,
-)
 from skill_tools.units import GIB
 
 _RATES = (
@@ -271,16 +268,22 @@ def _update_rates(data: Mapping[str, Any]) -> dict[str, Any]:
     """Return what the reference implementation's optimizer reached here, or where that was not measured, its limits.
 
     Whole updates with their copies were timed: on the CPU, streamed, and `both_cpu_share` of them at once on the CPU.
-    Their bytes (`reference_numbers`) bound the link from below, and host memory by the busiest of the three.
+    Their bytes bound the link from below, and host memory by the busiest of the three.
     """
     if "streamed_Gparam_s" not in data:
         adam, link = data["cpu_adam_fused_Gparam_s"] * 1e9, data["duplex_total_GBs"] * 1e9 / 2
         return {"update_link": link, "update_dram": 28 * adam, "update_cpu": adam}
     cpu, streamed, share = data["cpu_with_copies_Gparam_s"], data["streamed_Gparam_s"], data["both_cpu_share"]
-    both = (CPU_DRAM_BYTES * share + STREAMED_DRAM_BYTES * (1 - share)) * data["both_Gparam_s"]
-    dram = max(CPU_DRAM_BYTES * cpu, STREAMED_DRAM_BYTES * streamed, both)
+    each = adam_bytes(BF16_BYTES, WHOLE)
+    dram = host_bytes_per_s(
+        each,
+        cpu_per_s=cpu,
+        streamed_per_s=streamed,
+        both_per_s=data["both_Gparam_s"],
+        cpu_share=share,
+    )
     return {
-        "update_link": STREAMED_LINK_BYTES * streamed * 1e9,
+        "update_link": each.streamed * streamed * 1e9,
         "update_dram": dram * 1e9,
         "update_cpu": cpu * 1e9,
     }

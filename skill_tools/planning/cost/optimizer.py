@@ -9,15 +9,15 @@ the slowest is the update's time. It hides behind the next forward, whose layers
 nothing is clipped the CPU starts in backward already. Explained in docs/optimizer-offloading.md.
 """
 
-from collections.abc import Sequence
-from itertools import combinations
 from typing import NamedTuple
 
+from offload_arithmetic.sizes import BUCKET_ELEMENTS, LEAST_SLOTS
+from offload_arithmetic.states import FORMS, adam_bytes
+from offload_arithmetic.update_time import MachineRates, resources_of, slowest_s, turning_points
 from skill_tools.dialects.run import Mode, OptimizerEngine, StreamedStates
 from skill_tools.planning.accounts import Cost
 from skill_tools.planning.cost.machine import Machine
-from skill_tools.planning.model import reference_numbers as reference
-from skill_tools.planning.model.streamed_states import chunk_elements, streamed_bytes
+from skill_tools.planning.model.streamed_states import chunk_elements
 
 
 class Update(NamedTuple):
@@ -79,29 +79,6 @@ def _hybrid_device(mode: Mode, moved: float, machine: Machine) -> Update:
     )
 
 
-class Traffic(NamedTuple):
-    """Bytes an element that an update moves over the link one way, and through host memory, by who updates it."""
-
-    cpu_link: float
-    cpu_dram: float
-    streamed_link: float
-    streamed_dram: float
-
-
-def traffic(states: StreamedStates, weight_bytes: float) -> Traffic:
-    """Return the bytes of an element whose weight has `weight_bytes`; an fp32 weight is its own master.
-
-    The CPU's update reads and writes states and staging once, and the copies read or write the staging twice more.
-    """
-    streamed = streamed_bytes(states, own_master=weight_bytes >= 4)
-    return Traffic(
-        weight_bytes,
-        reference.CPU_DRAM_BYTES + 4 * (weight_bytes - reference.CPU_LINK_BYTES),
-        streamed,
-        streamed * reference.STREAMED_DRAM_BYTES / reference.STREAMED_LINK_BYTES,
-    )
-
-
 def update_seconds(
     cpu: float,
     streamed: float,
@@ -111,39 +88,21 @@ def update_seconds(
     weight_bytes: float = 2,
 ) -> float:
     """Return the seconds in which `cpu` and `streamed` elements can be updated side by side, nothing hidden."""
-    each = traffic(states, weight_bytes)
-    link = (each.cpu_link * cpu + each.streamed_link * streamed) / machine.update_link
-    memory = (each.cpu_dram * cpu + each.streamed_dram * streamed) / machine.update_dram
-    return max(link, memory, cpu / machine.update_cpu)
+    each = adam_bytes(weight_bytes, FORMS[states])
+    return slowest_s(resources_of(cpu + streamed, 1, each, rates(machine)), cpu)
 
 
 def best_streamed_share(
     machine: Machine, states: StreamedStates = StreamedStates.EXACT, *, weight_bytes: float = 2
 ) -> float:
     """Return which share of the offloaded states should be streamed, so that link and host memory finish together."""
-    each = traffic(states, weight_bytes)
-    bounds = (
-        (each.cpu_link / machine.update_link, each.streamed_link / machine.update_link),
-        (each.cpu_dram / machine.update_dram, each.streamed_dram / machine.update_dram),
-        (1 / machine.update_cpu, 0.0),
-    )
-    return min(
-        crossings(bounds),
-        key=lambda share: update_seconds(1 - share, share, machine, states, weight_bytes=weight_bytes),
-    )
+    resources = resources_of(1.0, 1, adam_bytes(weight_bytes, FORMS[states]), rates(machine))
+    return 1 - min(turning_points(resources, 0.0, 1.0), key=lambda cpu: slowest_s(resources, cpu))
 
 
-def crossings(bounds: Sequence[tuple[float, float]]) -> list[float]:
-    """Return the streamed shares at which two of `bounds` are as slow, and both ends.
-
-    Each is seconds of an element on the CPU, and of one that streams. The slowest of them is least at one of these.
-    """
-    found = [0.0, 1.0]
-    for (cpu_a, stream_a), (cpu_b, stream_b) in combinations(bounds, 2):
-        slope = (stream_a - cpu_a) - (stream_b - cpu_b)
-        if slope:
-            found.append(min(max((cpu_b - cpu_a) / slope, 0.0), 1.0))
-    return found
+def rates(machine: Machine) -> MachineRates:
+    """Return the rates of `machine` that an update meets."""
+    return MachineRates(machine.update_link, machine.update_dram, machine.update_cpu)
 
 
 def _reference(mode: Mode, shard: int, machine: Machine, beside: Compute, weight_bytes: float) -> Cost:
@@ -160,7 +119,7 @@ def _reference(mode: Mode, shard: int, machine: Machine, beside: Compute, weight
             cpu, beside.backward_s * cpu / update_seconds(cpu, 0.0, machine, weight_bytes=weight_bytes)
         )
     states = mode.streamed_states
-    waiting = min(streamed, reference.SLOTS * chunk_elements(states, own_master=weight_bytes >= 4))
+    waiting = min(streamed, LEAST_SLOTS * chunk_elements(states, own_master=weight_bytes >= 4))
     rest = update_seconds(cpu - done, streamed - waiting, machine, states, weight_bytes=weight_bytes)
     on_gpu = beside.gpu_update_s * (1 - cpu / shard)
     exposed = max(_latency(cpu, machine, weight_bytes), rest - beside.forward_s - on_gpu)
@@ -172,6 +131,6 @@ def _reference(mode: Mode, shard: int, machine: Machine, beside: Compute, weight
 
 def _latency(cpu: float, machine: Machine, weight_bytes: float) -> float:
     """Return the seconds of the bucket that the next forward needs first: copied down, updated, copied up."""
-    elements = min(cpu, reference.BUCKET_ELEMENTS)
+    elements = min(cpu, BUCKET_ELEMENTS)
     link = weight_bytes * elements * (1 / machine.d2h_copy + 1 / machine.h2d_copy)
     return link + update_seconds(elements, 0.0, machine, weight_bytes=weight_bytes)

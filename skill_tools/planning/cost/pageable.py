@@ -4,11 +4,11 @@ Their copies of it pass through a small pinned ring (`reference_impl.limit_pinne
 Peers pin whatever they copy, so beyond the limit they fail. Explained in docs/fitting.md, "Pinned memory".
 """
 
+from offload_arithmetic.sizes import LEAST_PINNED_LIMIT_BYTES
 from skill_tools.dialects.run import ActivationEngine, Mode, OptimizerEngine, WeightEngine
 from skill_tools.planning.cost.machine import Machine, model_constants
 from skill_tools.planning.model.memory import Memory
 
-LEAST_LIMIT_BYTES = 1 << 20  # of `limit_pinned_memory`: less holds no ring
 _OWN_ACTIVATIONS = {
     ActivationEngine.NONE,
     ActivationEngine.OWN_LAYERS,
@@ -32,7 +32,7 @@ def within(found: Memory, mode: Mode, pinned_bytes_per_node: int | None) -> Memo
     if pinned_bytes_per_node is None or not is_own(mode):
         return found
     most_bytes = pinned_bytes_per_node // found.ranks_on_node
-    if most_bytes < LEAST_LIMIT_BYTES or found.pinned_bytes <= most_bytes:
+    if most_bytes < LEAST_PINNED_LIMIT_BYTES or found.pinned_bytes <= most_bytes:
         return found
     return found._replace(pinned_bytes=most_bytes, pageable_bytes=found.pinned_bytes - most_bytes)
 

@@ -14,17 +14,16 @@ new weight is copied a second time, because its block was on its way before. Exp
 
 from typing import NamedTuple
 
+from offload_arithmetic.sizes import LEAST_GAIN
+from offload_arithmetic.states import FORMS, adam_bytes
+from offload_arithmetic.update_time import Resource, slowest_s, turning_points
 from skill_tools.dialects.run import Mode, Run, StreamedStates
 from skill_tools.planning.accounts import Cost
 from skill_tools.planning.cost.compute import Pace
 from skill_tools.planning.cost.machine import Machine
-from skill_tools.planning.cost.optimizer import crossings
-from skill_tools.planning.model import reference_numbers as reference
 from skill_tools.planning.model import trained_layers
 from skill_tools.planning.model.memory import Memory
 from skill_tools.planning.model.streamed_states import element_bytes
-
-_WORTH_MIXING = 0.1  # of the update's time, as `split="auto"` asks of a share on the CPU
 
 
 class _Traffic(NamedTuple):
@@ -36,7 +35,11 @@ class _Traffic(NamedTuple):
 
     def seconds(self, machine: Machine, updated_on_cpu: float = 0.0) -> float:
         """Return how long that takes, with so many elements that the CPU updates."""
-        return max(
+        return max(self.each_s(machine, updated_on_cpu))
+
+    def each_s(self, machine: Machine, updated_on_cpu: float) -> tuple[float, float, float]:
+        """Return how long link, host memory and cores take."""
+        return (
             max(self.inwards, self.outwards) / machine.update_link,
             (self.inwards + self.outwards + self.on_cpu) / machine.update_dram,
             updated_on_cpu / machine.update_cpu,
@@ -49,7 +52,7 @@ def _of_element(run: Run, states: StreamedStates) -> tuple[_Traffic, _Traffic]:
     states_bytes = element_bytes(run, states)
     return (
         # Gradient, states and staging, and from there home: beside what is copied.
-        _Traffic(weight_bytes, 0.0, reference.CPU_DRAM_BYTES),
+        _Traffic(weight_bytes, 0.0, adam_bytes(weight_bytes, FORMS[states]).cpu_traffic),
         _Traffic(gradient_bytes + states_bytes, weight_bytes + states_bytes),
     )
 
@@ -57,18 +60,16 @@ def _of_element(run: Run, states: StreamedStates) -> tuple[_Traffic, _Traffic]:
 def best_cpu_share(run: Run, states: StreamedStates, machine: Machine) -> float:
     """Return which share of the states the CPU should update where nothing hides them; 0 where that gains little."""
     weight_bytes = run.precision.weight_bytes
-    both = [each._replace(inwards=each.inwards + weight_bytes) for each in _of_element(run, states)]
-    link, memory = (
-        tuple(max(each.inwards, each.outwards) / machine.update_link for each in both),
-        tuple(sum(each) / machine.update_dram for each in both),
+    on_cpu, streamed = (
+        each._replace(inwards=each.inwards + weight_bytes) for each in _of_element(run, states)
     )
-    bounds = [(link[0], link[1]), (memory[0], memory[1]), (1 / machine.update_cpu, 0.0)]
-
-    def seconds(streamed: float) -> float:
-        return max(cpu * (1 - streamed) + stream * streamed for cpu, stream in bounds)
-
-    best = min(crossings(bounds), key=seconds)
-    return 1 - best if seconds(best) <= (1 - _WORTH_MIXING) * seconds(1.0) else 0.0
+    resources = [
+        Resource(stream_s, cpu_s - stream_s)
+        for cpu_s, stream_s in zip(on_cpu.each_s(machine, 1.0), streamed.each_s(machine, 0.0), strict=True)
+    ]
+    best = min(turning_points(resources, 0.0, 1.0), key=lambda cpu: slowest_s(resources, cpu))
+    is_worth_it = slowest_s(resources, best) <= (1 - LEAST_GAIN) * slowest_s(resources, 0.0)
+    return best if is_worth_it else 0.0
 
 
 def costs(run: Run, mode: Mode, memory: Memory, machine: Machine, speed: Pace) -> list[Cost]:

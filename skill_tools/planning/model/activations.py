@@ -14,11 +14,11 @@ from collections.abc import Iterable
 from functools import lru_cache
 from typing import NamedTuple
 
+from offload_arithmetic.sizes import ACTIVATIONS_IN_FLIGHT_BYTES
 from skill_tools.dialects import parameters
 from skill_tools.dialects.layout import Stage, stages
 from skill_tools.dialects.run import ActivationEngine, Mode, Recompute, Run
 from skill_tools.dialects.shapes import ModelShape
-from skill_tools.planning.model.reference_numbers import IN_FLIGHT_BYTES
 from skill_tools.units import GIB
 
 LOSS_CHUNK_TOKENS = 512
@@ -345,7 +345,7 @@ def _waiting(run: Run, mode: Mode, largest: float, offloaded: float) -> float:
         case ActivationEngine.INPUTS:
             return 2 * input_bytes(run)
         case ActivationEngine.OWN_LAYERS:
-            return min(IN_FLIGHT_BYTES / run.tokens, offloaded)
+            return min(ACTIVATIONS_IN_FLIGHT_BYTES / run.tokens, offloaded)
     return 0.0
 
 

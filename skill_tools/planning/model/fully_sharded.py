@@ -10,10 +10,11 @@ Explained in docs/distributed.md.
 
 from functools import lru_cache
 
+from offload_arithmetic import sizes as buffers
+from offload_arithmetic.division import first_unit_streams, most_of_a_cut_unit
 from skill_tools.dialects.layout import LocalParameters
 from skill_tools.dialects.run import Mode, OptimizerEngine, Run
 from skill_tools.planning.accounts import Kind, Line, each
-from skill_tools.planning.model import reference_numbers as reference
 from skill_tools.planning.model import streamed_states
 from skill_tools.planning.model.activations import loss_bytes
 from skill_tools.planning.model.trained_layers import Sizes, longest_chunk, sizes
@@ -229,12 +230,11 @@ def gradients_leave(run: Run, mode: Mode) -> bool:
 def cut_block(run: Run, mode: Mode, shard: int) -> int:
     """Return the elements of the CPU's share of `shard` whose gradients stay beside what streams.
 
-    Those of one block are parts of one buffer, which stays as long as any of them does. Blocks go to one share as a
-    whole, but for the one by which shares are exact.
+    Those of one block are parts of one buffer, which stays as long as any of them does.
     """
     if not (run.is_fully_sharded and mode.streamed_fraction):
         return 0
-    return min(_block_shard(run, shard), _on_cpu(mode, shard))
+    return most_of_a_cut_unit(_block_shard(run, shard), _on_cpu(mode, shard))
 
 
 def leaving(run: Run, mode: Mode, shard: int) -> list[Line]:
@@ -245,7 +245,7 @@ def leaving(run: Run, mode: Mode, shard: int) -> list[Line]:
     wide = run.precision.gradient_bytes
     head = 0 if run.shape.tied_embeddings else table_shard(run)
     # One that is longer waits alone: the head's, the first of all.
-    at_once = max(reference.GRADIENTS_IN_FLIGHT_BYTES, round(wide * head) if head <= on_cpu else 0)
+    at_once = max(buffers.GRADIENTS_IN_FLIGHT_BYTES, round(wide * head) if head <= on_cpu else 0)
     waiting = at_once + wide * _UNCOUNTED * _block_shard(run, shard)
     formula = f"{at_once >> 20} MiB on their way, and the shards of {_UNCOUNTED} blocks"
     return [
@@ -265,8 +265,8 @@ def table_shard(run: Run) -> int:
 
 
 def first_ones_stream(mode: Mode) -> bool:
-    """Whether the first parameters that are offloaded stream: whole ones do, if half of what is offloaded does."""
-    return mode.streamed_fraction >= mode.optimizer_fraction / 2
+    """Whether the first parameters that are offloaded stream."""
+    return first_unit_streams(mode.streamed_fraction, mode.optimizer_fraction)
 
 
 def table_on_the_cpu(run: Run, mode: Mode, shard: int) -> list[Line]:
@@ -319,10 +319,10 @@ def on_the_host(run: Run, mode: Mode, local: LocalParameters) -> tuple[list[Line
     largest, block = max(size.block, whole) // run.weight_shards, size.block // run.weight_shards
     states_bytes = streamed_states.element_bytes(run, mode.streamed_states)
     # No chunk has parameters of two gathers.
-    most = reference.SHARD_CHUNK_BYTES // states_bytes
+    most = buffers.SHARD_CHUNK_BYTES // states_bytes
     elements = max(longest_chunk(numel, most) for numel in (largest, block))
-    blocks = reference.SHARD_PREFETCH_BLOCKS
-    scratch_bytes = streamed_states.scratch_bytes(run, mode.streamed_states)
+    blocks = buffers.PREFETCHED_GATHERS
+    scratch_bytes = streamed_states.scratch_of(run, mode.streamed_states)
     gpu = [
         Line(
             Kind.VISITING_WEIGHTS,
@@ -362,8 +362,8 @@ def on_the_host(run: Run, mode: Mode, local: LocalParameters) -> tuple[list[Line
         Line(
             Kind.OTHER_STATES,
             "streaming slots",
-            round(reference.SLOTS * (states_bytes + gradient_bytes) * elements),
-            f"{reference.SLOTS} chunks of {elements:,} elements with their gradients",
+            round(buffers.LEAST_SLOTS * (states_bytes + gradient_bytes) * elements),
+            f"{buffers.LEAST_SLOTS} chunks of {elements:,} elements with their gradients",
             "between",
         ),
         Line(

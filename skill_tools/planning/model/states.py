@@ -9,10 +9,12 @@ Explained in docs/optimizer-offloading.md and docs/layer-streaming.md.
 from collections.abc import Iterable
 from functools import lru_cache
 
+from offload_arithmetic import sizes
+from offload_arithmetic.states import ADAM_BYTES
 from skill_tools.dialects import parameters
 from skill_tools.dialects.layout import LocalParameters
 from skill_tools.dialects.run import (
-    STATE_CHUNK_BYTES,
+    RESTORED_CHUNK_BYTES,
     Adapter,
     Mode,
     OptimizerEngine,
@@ -21,7 +23,6 @@ from skill_tools.dialects.run import (
 )
 from skill_tools.planning.accounts import Kind, Line, each
 from skill_tools.planning.model import fully_sharded, pinned_blocks, streamed_states, trained_layers
-from skill_tools.planning.model import reference_numbers as reference
 from skill_tools.units import gib
 
 # Each thread that multiplies matrices has a workspace of its own: the user's in forward, autograd's in backward.
@@ -160,7 +161,7 @@ def _leaving(run: Run, mode: Mode, held: int) -> list[Line]:
         return []
     trained = held * run.trained_share
     on_cpu = round(trained * (mode.optimizer_fraction - mode.streamed_fraction))
-    limit, formula = reference.GRADIENTS_IN_FLIGHT_BYTES, "at most {} MiB on their way"
+    limit, formula = sizes.GRADIENTS_IN_FLIGHT_BYTES, "at most {} MiB on their way"
     table = fully_sharded.table_shard(run)
     # The first elements of the forward stay.
     stays = trained * (1 - mode.optimizer_fraction) >= table
@@ -184,12 +185,12 @@ def _optimizer(run: Run, mode: Mode, shard: int) -> tuple[list[Line], list[Line]
     precision, fraction = run.precision, mode.optimizer_fraction
     if mode.state_offload:
         plain, _ = _optimizer(run, Mode(), shard)
-        chunks = min(2 * STATE_CHUNK_BYTES, sum(line.bytes for line in plain))
+        chunks = min(2 * RESTORED_CHUNK_BYTES, sum(line.bytes for line in plain))
         restored = Line(
             Kind.OTHER_STATES,
             "restored states",
             chunks,
-            f"two chunks of {STATE_CHUNK_BYTES >> 20} MiB",
+            f"two chunks of {RESTORED_CHUNK_BYTES >> 20} MiB",
             "update",
         )
         host = [line._replace(formula=f"{line.formula}, between updates", when="always") for line in plain]
@@ -229,15 +230,15 @@ def _optimizer(run: Run, mode: Mode, shard: int) -> tuple[list[Line], list[Line]
         )
     if run.widens_gradients and resident and moments_bytes:
         updated = resident - round(_without_gradients(run) // run.gradient_shards * (1 - fraction))
-        widened = min(updated, reference.WIDENED_ELEMENTS)
+        widened = min(updated, sizes.WIDENED_ELEMENTS)
         formula = each(4, widened, "widened at once")
         gpu.append(Line(Kind.OTHER_GRADIENTS, "fp32 gradients", 4 * widened, formula, "update"))
     if not fraction:
         return gpu, []
     streamed = round(shard * mode.streamed_fraction)
     if streamed:
-        slots = f"{reference.SLOTS} slots of {reference.CHUNK_BYTES >> 20} MiB"
-        if streamed_states.scratch_bytes(run, mode.streamed_states):
+        slots = f"{sizes.LEAST_SLOTS} slots of {sizes.STATE_CHUNK_BYTES >> 20} MiB"
+        if streamed_states.scratch_of(run, mode.streamed_states):
             slots += ", and the update's scratch"
         ring = streamed_states.ring_bytes(run, mode.streamed_states, streamed)
         gpu.append(Line(Kind.OTHER_STATES, "streaming slots", ring, slots))
@@ -265,7 +266,7 @@ def pinned_bytes(run: Run, mode: Mode, host: Iterable[Line]) -> int:
 def _pinned_share(run: Run, mode: Mode) -> float:
     """Return the pinned share of the states that are updated on the CPU."""
     if mode.optimizer_engine is OptimizerEngine.REFERENCE:
-        return run.precision.weight_bytes / (reference.STATE_BYTES + run.precision.weight_bytes)
+        return run.precision.weight_bytes / (ADAM_BYTES + run.precision.weight_bytes)
     return pinned_blocks.pinned_bytes(run, mode, 1) / pinned_blocks.state_bytes(run, mode)
 
 
@@ -283,7 +284,7 @@ def _hosted(run: Run, mode: Mode, cpu: int, streamed: int) -> list[Line]:
     lines = []
     if cpu and mode.optimizer_engine is OptimizerEngine.REFERENCE:
         # The staging buffer in the weight's dtype carries the gradient down and the weight up.
-        cpu_bytes = reference.STATE_BYTES + run.precision.weight_bytes
+        cpu_bytes = ADAM_BYTES + run.precision.weight_bytes
         lines.append(
             Line(
                 Kind.CPU_STATES,
@@ -405,7 +406,7 @@ def window_bytes(run: Run, mode: Mode, streamed: int) -> int:
     largest = 1 / run.shape.num_layers
     if run.frozen_layers:
         largest = max(run.frozen_layers) / sum(run.frozen_layers)
-    return min(round(reference.WINDOW_LAYERS * largest * streamed), streamed)
+    return min(round((1 + sizes.PREFETCHED_LAYERS) * largest * streamed), streamed)
 
 
 def _frees_nothing(run: Run, mode: Mode) -> bool:

@@ -8,11 +8,12 @@ stands outside the blocks has its weights there alone. Explained in docs/larger-
 import math
 from typing import NamedTuple
 
+from offload_arithmetic import sizes as buffers
+from offload_arithmetic.states import ADAM_BYTES, FP32_BYTES
 from skill_tools.dialects import parameters
 from skill_tools.dialects.layout import LocalParameters
 from skill_tools.dialects.run import Mode, Run
 from skill_tools.planning.accounts import Kind, Line, each
-from skill_tools.planning.model import reference_numbers as reference
 from skill_tools.planning.model import streamed_states
 
 
@@ -43,9 +44,9 @@ def lines(run: Run, mode: Mode, local: LocalParameters) -> tuple[list[Line], lis
     weight_bytes, gradient_bytes = run.precision.weight_bytes, run.precision.gradient_bytes
     streamed = streamed_share(run, mode)
     # What is updated in backward has been used, and stays for the time of another block.
-    blocks = min(reference.TRAINED_WINDOW_LAYERS + mode.updates_in_backward, run.shape.num_layers)
+    blocks = min(1 + buffers.PREFETCHED_LAYERS + mode.updates_in_backward, run.shape.num_layers)
     # What several slices make adds up in fp32.
-    made_bytes = max(gradient_bytes, reference.SLICE_SUM_BYTES) if mode.slices > 1 else gradient_bytes
+    made_bytes = max(gradient_bytes, FP32_BYTES) if mode.slices > 1 else gradient_bytes
     gpu = [
         Line(
             Kind.WEIGHTS,
@@ -129,12 +130,12 @@ def _states(run: Run, mode: Mode, held: int) -> list[Line]:
     ]
     if mode.states_on_cpu:
         updated = round(mode.states_on_cpu * held)
-        formula = each(reference.STATE_BYTES, updated, "updated on the CPU, pageable")
+        formula = each(ADAM_BYTES, updated, "updated on the CPU, pageable")
         found.append(
             Line(
                 Kind.PAGEABLE_STATES,
                 "masters and moments on the CPU",
-                reference.STATE_BYTES * updated,
+                ADAM_BYTES * updated,
                 formula,
             )
         )
@@ -148,20 +149,20 @@ def _slots(run: Run, mode: Mode, size: Sizes, streamed: float) -> Line:
     """
     states_bytes = streamed_states.element_bytes(run, mode.streamed_states)
     gradient_bytes = 0 if mode.updates_in_backward else run.precision.gradient_bytes
-    most = reference.CHUNK_BYTES // states_bytes
+    most = buffers.STATE_CHUNK_BYTES // states_bytes
     parts = (streamed * size.block, size.outside + round((1 - streamed) * size.in_blocks))
     passes, stays = (
         max(longest_chunk(round(share * numel), most) for numel in parts)
         for share in (mode.states_streamed, mode.states_resident)
     )
-    slots_bytes = reference.SLOTS * ((states_bytes + gradient_bytes) * passes + gradient_bytes * stays)
-    formula = f"{reference.SLOTS} chunks of {passes:,} elements"
+    slots_bytes = buffers.LEAST_SLOTS * ((states_bytes + gradient_bytes) * passes + gradient_bytes * stays)
+    formula = f"{buffers.LEAST_SLOTS} chunks of {passes:,} elements"
     if gradient_bytes:
         formula += f" with their gradients{f', as many of {stays:,} for gradients alone' if stays else ''}"
     return Line(
         Kind.OTHER_STATES,
         "streaming slots",
-        round(slots_bytes + streamed_states.scratch_bytes(run, mode.streamed_states) * max(passes, stays)),
+        round(slots_bytes + streamed_states.scratch_of(run, mode.streamed_states) * max(passes, stays)),
         f"{formula}, and the update's scratch",
     )
 

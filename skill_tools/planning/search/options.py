@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+from offload_arithmetic.sizes import HEADROOM
 from skill_tools.dialects.candidates import Candidate
 from skill_tools.dialects.levers import Kind, Lever
 from skill_tools.dialects.patch import Patch
@@ -12,7 +13,6 @@ from skill_tools.planning.model.memory import Memory
 from skill_tools.planning.search.legality import Legality
 
 GPU_MEMORY, HOST_MEMORY, PINNED_MEMORY = "GPU memory", "host memory", "pinned memory"
-HEADROOM = 0.05  # of a budget that a plan leaves free: for fragmentation, and for what no estimate sees
 WORTH_ROUNDING = (
     1.05  # what has to be gained for each step from exact states to packed ones, and on to compact ones
 )

@@ -7,6 +7,7 @@ what would change the answer. It neither reads files nor prints.
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from offload_arithmetic.sizes import FORMULA_ERROR
 from skill_tools.configs.config import Config
 from skill_tools.dialects import registry
 from skill_tools.dialects.assumptions import About, Assumption
@@ -194,8 +195,8 @@ def _memory_from(run: Run) -> tuple[Assumption, ...]:
         return (Assumption(f"memory and work of forward and backward: {run.traced.source}"),)
     if run.is_eager and run.adapter is None:
         said = (
-            "memory of forward and backward: a formula, within 8% of most Hugging Face models; exact with "
-            "`offload trace config.json --out profile.json` and --trace profile.json"
+            f"memory of forward and backward: a formula, within {FORMULA_ERROR:.0%} of most Hugging Face models; "
+            "exact with `offload trace config.json --out profile.json` and --trace profile.json"
         )
         return (Assumption(said, About.FORMULA),)
     return ()

@@ -7,6 +7,7 @@ import pytest
 import torch
 from failing_trials import failing_trials
 
+from offload_arithmetic import sizes
 from reference_impl import apply_plan, fit
 from reference_impl.activations.headroom import Headroom
 from reference_impl.device import Device
@@ -18,7 +19,6 @@ from reference_impl.optimizers.stand_in import GradientStandIn
 from reference_impl.verification.model import Decoder, DecoderShape, add_lora, decoder_loss
 from reference_impl.verification.plan_document import STREAMED_STATES
 from reference_impl.weights.storages import move
-from skill_tools.planning.model import reference_numbers
 
 IDS = torch.arange(32).reshape(2, 16) % 300
 SHAPE = DecoderShape(hidden=64, ffn=512, heads=4, layers=12, vocab=300)
@@ -58,7 +58,7 @@ def weights_bytes():
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch, planner_in_process):
     """As small beside a layer as they are in a large model."""
-    monkeypatch.setattr(reference_numbers, "CHUNK_BYTES", CHUNK_BYTES)
+    monkeypatch.setattr(sizes, "STATE_CHUNK_BYTES", CHUNK_BYTES)
     exact = STREAMED_STATES["exact"] | {"chunk_bytes": CHUNK_BYTES}
     monkeypatch.setitem(STREAMED_STATES, "exact", exact)
     yield

@@ -7,12 +7,12 @@ import pytest
 from optimizer_training import hybrid as build
 from optimizer_training import twins
 
+from offload_arithmetic.update_time import MachineRates
 from reference_impl import Budgets, Streaming
 from reference_impl.device import Device
 from reference_impl.memory.host import HostMemoryError
 from reference_impl.optimizers import auto_split
 from reference_impl.optimizers.cpu.update import TASK_ELEMENTS
-from reference_impl.optimizers.split import MachineRates
 
 
 @pytest.fixture

@@ -385,7 +385,7 @@ def test_a_long_member_is_widened_in_parts(device, make, monkeypatch):
     """What is on the device in fp32 for the update is a chunk at most, however long a table is."""
     peaks, models = [], []
     for elements in (2**26, 96):
-        monkeypatch.setattr(resident, "CHUNK_ELEMENTS", elements)
+        monkeypatch.setattr(resident, "WIDENED_ELEMENTS", elements)
         model = fresh(device)
         optimizer = make(model, offload_fraction=0.0, max_grad_norm=0.05)
         data = batches(device.torch_device, 4)

@@ -4,8 +4,9 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from offload_arithmetic.states import ALIGNMENT_ELEMENTS
 from reference_impl.optimizers.cpu.buckets import plan_buckets
-from reference_impl.optimizers.layout import ALIGNMENT, members_of
+from reference_impl.optimizers.layout import members_of
 
 shapes = st.lists(st.integers(1, 5000), min_size=1, max_size=12)
 
@@ -19,7 +20,7 @@ def lay_out(sizes, fraction, bucket=1024):
 @given(shapes, st.floats(0, 1))
 def test_the_fraction_is_exact_to_one_alignment(sizes, fraction):
     members, _ = lay_out(sizes, fraction)
-    assert abs(sum(member.on_cpu for member in members) - fraction * sum(sizes)) <= ALIGNMENT
+    assert abs(sum(member.on_cpu for member in members) - fraction * sum(sizes)) <= ALIGNMENT_ELEMENTS
 
 
 @given(shapes, st.floats(0, 1))
@@ -42,7 +43,7 @@ def test_every_offloaded_element_has_one_home(sizes, fraction):
     for plan in plans:
         taken = sorted((piece.offset, piece.offset + piece.numel) for piece in plan.pieces)
         assert all(stop <= start for (_, stop), (start, _) in itertools.pairwise(taken))
-        assert all(piece.offset % ALIGNMENT == 0 for piece in plan.pieces)
+        assert all(piece.offset % ALIGNMENT_ELEMENTS == 0 for piece in plan.pieces)
         assert plan.numel <= 1024
 
 
@@ -62,11 +63,11 @@ def test_three_shares_cover_every_parameter_and_are_exact(sizes, fraction, strea
         params, first_order=0, fraction=fraction, offload=None, streamed=streamed, ahead=ahead
     )
     leaving = sum(sizes) - sum(member.resident for member in members)
-    assert abs(sum(member.streamed for member in members) - streamed * leaving) <= ALIGNMENT
+    assert abs(sum(member.streamed for member in members) - streamed * leaving) <= ALIGNMENT_ELEMENTS
     for member, size in zip(members, sizes, strict=True):
         assert min(member.resident, member.streamed, member.on_cpu) >= 0
         assert member.on_device + member.on_cpu == size
-        assert member.on_device % ALIGNMENT == 0 or member.on_cpu == 0
+        assert member.on_device % ALIGNMENT_ELEMENTS == 0 or member.on_cpu == 0
 
 
 @given(st.integers(1, 40), st.floats(0, 1), st.floats(0, 1))
@@ -87,7 +88,7 @@ def test_stream_and_cpu_keep_the_forwards_pace_behind_what_comes_in_ahead(count,
         so_far += member.streamed
         seen = 640 * (index + 1)
         expected = seen if seen <= ahead else ahead + pace * (seen - ahead)
-        assert abs(so_far - expected) <= 640 + ALIGNMENT
+        assert abs(so_far - expected) <= 640 + ALIGNMENT_ELEMENTS
     assert sum(0 < member.streamed < 640 for member in members) <= 1
 
 
@@ -104,7 +105,7 @@ def test_what_is_reduced_together_goes_to_one_share(sizes, count, streamed, ahea
         ahead=ahead,
         reductions=reductions,
     )
-    assert abs(sum(member.streamed for member in members) - streamed * sum(sizes)) <= ALIGNMENT
+    assert abs(sum(member.streamed for member in members) - streamed * sum(sizes)) <= ALIGNMENT_ELEMENTS
     streams, on_cpu = (
         {reductions[member.param] for member in members if getattr(member, share)}
         for share in ("streamed", "on_cpu")

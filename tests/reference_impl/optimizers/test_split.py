@@ -4,16 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from offload_arithmetic.states import FORMS, WHOLE, StateBytes, state_bytes
+from offload_arithmetic.update_time import MachineRates, update_seconds, whole_update_seconds
 from reference_impl.memory.host import HostMemoryError
-from reference_impl.optimizers.split import (
-    MachineRates,
-    Split,
-    StateBytes,
-    fastest_split,
-    state_bytes,
-    update_seconds,
-    whole_update_seconds,
-)
+from reference_impl.optimizers.split import Split, fastest_split
 
 ADAM = state_bytes([(10**9, 2)], moments=2)
 # Rows of the reference's section 5.4: link, host memory, CPU rate, then the expected seconds and shares of one 1e9.
@@ -51,7 +45,7 @@ def rows_of_the_page():
 @pytest.mark.parametrize("row", rows_of_the_page(), ids=lambda row: row[0])
 def test_the_table_of_the_page_is_what_the_program_says(row):
     rates = machine(*(float(cell) * 1e9 for cell in row[1:4]))
-    packed = state_bytes([(10**9, 2)], moments=2, moment_bytes=2, hi_lo_masters=True)
+    packed = state_bytes([(10**9, 2)], moments=2, streams_as=FORMS["packed"])
 
     def seconds(split, each):
         return f"{update_seconds(split, 10**9, each, rates):.3f}"
@@ -71,10 +65,10 @@ def test_bytes_of_adam_by_dtype():
     assert ADAM.cpu_traffic == 32
     assert state_bytes([(5, 4)], moments=2) == StateBytes(resident=8, streamed=8, cpu_host=16, staging=4)
     assert state_bytes([(1, 2), (1, 4)], moments=2).streamed == 10
-    assert state_bytes([(1, 2)], moments=2, moment_bytes=2, hi_lo_masters=True).streamed == 6
+    assert state_bytes([(1, 2)], moments=2, streams_as=FORMS["packed"]).streamed == 6
     for low_bits, wanted in ((8, 3.0625), (16, 4.0625)):
-        assert state_bytes([(1, 2)], moments=2, compact_low_bits=low_bits).streamed == wanted
-    assert state_bytes([(1, 4)], moments=2, compact_low_bits=8).streamed == 2.0625
+        assert state_bytes([(1, 2)], moments=2, streams_as=FORMS[f"compact-{low_bits}"]).streamed == wanted
+    assert state_bytes([(1, 4)], moments=2, streams_as=FORMS["compact-8"]).streamed == 2.0625
 
 
 rates_ = st.builds(machine, st.floats(1e9, 9e11), st.floats(1e9, 9e11), st.floats(1e8, 9e10))
@@ -84,7 +78,7 @@ sizes = st.lists(st.tuples(st.integers(1, 10**9), st.sampled_from([2, 4])), min_
 @given(rates_, sizes, st.booleans(), st.floats(0, 1.2), st.floats(0, 2), st.integers(0, 10**10))
 def test_no_split_on_a_fine_grid_is_faster(rates, sizes, packed, device, host, hidden):
     elements = sum(numel for numel, _ in sizes)
-    each = state_bytes(sizes, moments=2, moment_bytes=2 if packed else 4, hi_lo_masters=packed)
+    each = state_bytes(sizes, moments=2, streams_as=FORMS["packed"] if packed else WHOLE)
     device_budget = int(device * each.resident * elements)
     host_budget = int(host * each.cpu_host * elements)
     budgets = {"ring_bytes": 0, "device_bytes": device_budget, "host_bytes": host_budget}

@@ -1,6 +1,6 @@
 import pytest
 
-from reference_impl.optimizers.layout import Split
+from offload_arithmetic.update_time import Split
 from reference_impl.verification.probe import launch_s, split_rate, torch_cpu_rate
 
 pytestmark = pytest.mark.usefixtures("host_memory_comes_back")

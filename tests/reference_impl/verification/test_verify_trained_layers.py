@@ -10,7 +10,6 @@ from reference_impl.verification.planned_run import read_plan
 from reference_impl.verification.verify_plan import verify_plan
 from skill_tools.dialects.candidates import with_states
 from skill_tools.dialects.pytorch import candidates
-from skill_tools.planning.model import reference_numbers
 from skill_tools.planning.search import candidates as search
 
 CHUNK_BYTES = 2**17
@@ -77,7 +76,7 @@ def test_a_plan_that_streams_trained_layers_is_true(made, tmp_path, monkeypatch,
     monkeypatch.setattr(candidates, "candidates", chosen)
     if shares:
         # As in a large model, whose blocks are longer than a chunk.
-        monkeypatch.setattr(reference_numbers, "CHUNK_BYTES", CHUNK_BYTES)
+        monkeypatch.setattr(sizes, "STATE_CHUNK_BYTES", CHUNK_BYTES)
         monkeypatch.setitem(STREAMED_STATES, "exact", STREAMED_STATES["exact"] | {"chunk_bytes": CHUNK_BYTES})
     sequences = options.get("slices", 2)
     batch = (f"seq_length={128 // sequences}", f"micro_batch_size={sequences}")

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from offload_arithmetic.states import FORMS, WHOLE
 from skill_tools.bundle import root
 from skill_tools.card.load import load_card
 from skill_tools.dialects.layout import Layout
@@ -24,7 +25,7 @@ from skill_tools.dialects.run import (
 )
 from skill_tools.dialects.shapes import ModelShape
 from skill_tools.planning.cost import compute, machine, recompute, step_time
-from skill_tools.planning.model import memory, reference_numbers, states
+from skill_tools.planning.model import memory, states
 
 H200 = machine.from_profile(
     {
@@ -97,8 +98,7 @@ MEASURED = [(name, suffix) for name in MODES for suffix in SIZES if f"{name}-{su
 def whole_masters() -> Iterator[None]:
     """Have exact states with whole masters, as the rows were measured; those of a plan have half masters."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setitem(reference_numbers.STREAMED_STATES, "exact", (4.0, 8.0))
-        patched.setattr(reference_numbers, "HALF_MASTER_SCRATCH_BYTES", reference_numbers.GRADIENT_BYTES)
+        patched.setitem(FORMS, "exact", WHOLE)
         states.lines.cache_clear()
         yield
     states.lines.cache_clear()

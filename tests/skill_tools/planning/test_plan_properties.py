@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from offload_arithmetic.sizes import HEADROOM
 from skill_tools.configs.config import Config, Place, Setting
 from skill_tools.dialects import layout
 from skill_tools.dialects.megatron import run as megatron_run
@@ -22,7 +23,7 @@ from skill_tools.planning.model import activations, known_models, memory, states
 from skill_tools.planning.model.memory import estimate
 from skill_tools.planning.search import planner
 from skill_tools.planning.search.legality import with_settings
-from skill_tools.planning.search.options import HEADROOM, Budget
+from skill_tools.planning.search.options import Budget
 from skill_tools.planning.search.planner import Plan
 from skill_tools.rules.lint import lint
 from skill_tools.units import GB, GIB, parse_bytes

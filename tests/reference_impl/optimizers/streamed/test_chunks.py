@@ -6,14 +6,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reference_impl.optimizers.layout import ALIGNMENT, Member
+from offload_arithmetic.states import ALIGNMENT_ELEMENTS
+from reference_impl.optimizers.layout import Member
 from reference_impl.optimizers.streamed.chunks import plan_chunks
 
 
 @given(
     st.lists(st.integers(1, 3000), min_size=1, max_size=9),
     st.integers(1, 40),
-    st.sampled_from([ALIGNMENT, 8 * ALIGNMENT]),
+    st.sampled_from([ALIGNMENT_ELEMENTS, 8 * ALIGNMENT_ELEMENTS]),
 )
 def test_chunks_are_as_few_as_fit_and_of_one_length(lengths, most, alignment):
     most *= alignment

@@ -1,0 +1,9 @@
+"""The arithmetic of offloading: what `reference_impl` does and `skill_tools` plans with, written once for both.
+
+- sizes: lengths of buffers and chunks, and shares of a budget, which are defaults there and facts here
+- states: bytes of an element's states, by their form
+- update_time: the seconds of an update, and the split that needs the fewest
+- division: which elements of which parameters stay, stream, and are updated on the CPU
+
+Plain numbers alone: it imports neither package, nothing beyond the standard library, and no torch.
+"""

@@ -1,0 +1,33 @@
+"""Sizes that `reference_impl` has as defaults, and with which the planner reckons. Explained in docs/design.md."""
+
+# Of the hybrid optimizer.
+BUCKET_ELEMENTS = 16 * 2**20  # that one job of the CPU's update covers
+STATE_CHUNK_BYTES = 96 * 2**20  # most bytes of states that one copy moves
+LEAST_SLOTS = 3  # while one chunk is updated, the next comes in and the one before goes out
+WIDENED_ELEMENTS = 64 * 2**20  # resident gradients that are widened to fp32 at once
+# Gradients that may wait for their copy to the host. More would raise the peak, and would not let the last gradient
+# arrive any earlier.
+GRADIENTS_IN_FLIGHT_BYTES = 512 * 2**20
+# Of the update's time, for which streaming and the CPU are worth mixing: threads, hooks and launches of a second share
+# cost something that the arithmetic does not count.
+LEAST_GAIN = 0.1
+
+# Of activations.
+ACTIVATIONS_IN_FLIGHT_BYTES = 512 * 2**20  # that may wait for their copy in any case
+
+# Of layers, frozen ones and trained ones.
+PREFETCHED_LAYERS = 2  # that come in ahead of the layer in use
+
+# Of FSDP2's shards on the host. A chunk's states, its gradients and a copy of these are on the device three times:
+# small ones keep the peak low, and copies of this size still run at the link's full rate.
+SHARD_CHUNK_BYTES = 32 * 2**20
+PREFETCHED_GATHERS = 1  # whose shards come in ahead; in forward one more
+
+# Of pinned memory.
+LEAST_PINNED_LIMIT_BYTES = 2**20  # less holds no ring of buffers for copies of pageable memory
+
+# Of a plan.
+HEADROOM = 0.05  # of the GPU's budget that stays free: for fragmentation, and for what no estimate sees
+FORMULA_ERROR = (
+    0.08  # of the bytes of forward and backward by formula, for most Hugging Face models (docs/tracing.md)
+)
