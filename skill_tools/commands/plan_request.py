@@ -22,6 +22,7 @@ from skill_tools.planning.model import known_models, local_models, memory, shape
 from skill_tools.planning.model.memory import Memory
 from skill_tools.planning.model.shape_sources import UnknownShapeError
 from skill_tools.planning.search import planner
+from skill_tools.planning.search.legality import with_settings
 from skill_tools.planning.search.options import Budget, Prepared
 from skill_tools.planning.search.planner import Plan
 from skill_tools.planning.search.restriction import FAMILIES, Restriction, named
@@ -232,29 +233,49 @@ def _asked(args: argparse.Namespace, inputs: Sequence[str], *, what_if: Sequence
 def _plan(args: argparse.Namespace, inputs: Sequence[str], *, what_if: Sequence[str]) -> Plan:
     asked = _asked(args, inputs, what_if=what_if)
     config = asked.config
-    (built, where, budget), notes = asked.prepare(config, None)
     stated = releases.of_run(args, config, asked.files)
-    versions = {name: each.version for name, each in stated.items()}
-    notes = (*notes, *_release_notes(stated, config))
-    restriction = Restriction(named(args.only, "--only"), named(args.without, "--without"))
-    plan = planner.make_plan(
-        config,
-        built._replace(assumptions=(*notes, *_of_files(config), *built.assumptions)),
-        where,
-        budget,
-        shape_source=asked.shape_source,
-        versions=versions,
-        measured_step_s=_positive_time(args.step_time),
-        restriction=restriction,
-    )
+    plan = _searched(asked, config, stated)
+    if question := registry.named(config.framework).question(config):
+        answers = tuple(
+            (label, _searched(asked, with_settings(config, settings), stated))
+            for label, settings in question.answers.items()
+        )
+        plan = plan._replace(question=(question.text, answers))
     if plan.recommendation is not None:
         return plan
     from skill_tools.planning.search.ways_to_fit import Finder
 
+    versions = {name: each.version for name, each in stated.items()}
     finder = Finder(
-        config, lambda config, gpus: asked.prepare(config, gpus)[0], versions, plan.search.judged, restriction
+        config,
+        lambda config, gpus: asked.prepare(config, gpus)[0],
+        versions,
+        plan.search.judged,
+        _restriction(args),
     )
-    return plan._replace(ways=finder.three_cheapest(built))
+    return plan._replace(ways=finder.three_cheapest(plan.run))
+
+
+def _searched(asked: _Asked, config: Config, stated: Mapping[str, Stated]) -> Plan:
+    """Return the plan for `config`, without the ways that fit by other means."""
+    args = asked.args
+    (built, where, budget), notes = asked.prepare(config, None)
+    return planner.make_plan(
+        config,
+        built._replace(
+            assumptions=(*notes, *_release_notes(stated, config), *_of_files(config), *built.assumptions)
+        ),
+        where,
+        budget,
+        shape_source=asked.shape_source,
+        versions={name: each.version for name, each in stated.items()},
+        measured_step_s=_positive_time(args.step_time),
+        restriction=_restriction(args),
+    )
+
+
+def _restriction(args: argparse.Namespace) -> Restriction:
+    return Restriction(named(args.only, "--only"), named(args.without, "--without"))
 
 
 def _shape(config: Config, model: str | None, config_json: str | None) -> tuple[ModelShape, str]:

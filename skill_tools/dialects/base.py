@@ -37,6 +37,13 @@ class Evidence(NamedTuple):
     yields: bool = False
 
 
+class Question(NamedTuple):
+    """What an input leaves open that decides a plan: each answer with the settings that say it, the default last."""
+
+    text: str
+    answers: "Mapping[str, Mapping[str, object]]"
+
+
 NONE = Evidence()
 _FILES_OF_KEYS = (Kind.YAML, Kind.JSON, Kind.TOML)
 
@@ -176,6 +183,10 @@ class Dialect(ABC):
     def candidates(self, config: Config, run: "Run", advice: "Advice") -> "Iterator[Candidate]":
         """Yield the ways to fit, each with the optimizer offloaded whole or not at all."""
         raise self._not_planned()
+
+    def question(self, config: Config) -> Question | None:
+        """Return what the input leaves open, so that a plan gives both answers."""
+        return None
 
     def levers(self, config: Config, run: "Run") -> "Iterator[Lever]":
         """Yield what the run may change beside offloading, of each kind the smallest change first."""

@@ -37,7 +37,7 @@ def lines(plan: Plan, *, code: Code) -> list[str]:
     """Return the answer; `code` sets the lines that are to be copied."""
     best = plan.recommendation
     answer = _unfit(plan, code) if best is None else _fit(plan, best, code)
-    return [headline(plan), *_unnamed_gpu(plan), *answer]
+    return [headline(plan), *_unnamed_gpu(plan), *_answers(plan), *answer]
 
 
 def headline(plan: Plan) -> str:
@@ -74,6 +74,29 @@ def _unnamed_gpu(plan: Plan) -> Iterator[str]:
         )
     else:
         yield f"no GPU is named: times are a range over {', '.join(cards)}; --gpu NAME for yours"
+
+
+def _answers(plan: Plan) -> Iterator[str]:
+    """Say in a line each what fits by either answer to what the input leaves open, and for which the rest is."""
+    if plan.question is None:
+        return
+    text, answers = plan.question
+    yield f"{text}, which cannot be read here"
+    for label, each in answers:
+        yield f"  {label}: {verdict(each)}"
+    yield f"what follows is for the run {answers[-1][0]}:"
+
+
+def verdict(plan: Plan) -> str:
+    """Return in a few words what fits, and what it takes."""
+    best = plan.recommendation
+    if best is None:
+        floor = plan.floor
+        return (
+            f"nothing fits; the least takes {gib(floor.memory.device_bytes)} a GPU ({floor.candidate.label})"
+        )
+    how = f"with {best.candidate.label}" if plan.patch and change(plan.patch) else "as it is"
+    return f"fits {how}: {_needs(best)}, {time_range(plan, best)} a step"
 
 
 def _smallest_card(needed_bytes: float) -> str:

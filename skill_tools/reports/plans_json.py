@@ -14,7 +14,7 @@ from skill_tools.planning.search.legality import RuledOut
 from skill_tools.planning.search.options import Budget, Option, Way
 from skill_tools.planning.search.planner import Plan
 from skill_tools.planning.search.situations import Situation
-from skill_tools.reports.plan_answer import left_out, why_nothing_fits
+from skill_tools.reports.plan_answer import left_out, verdict, why_nothing_fits
 
 SCHEMA_VERSION = "1.0"
 
@@ -57,6 +57,9 @@ def document(plan: Plan) -> dict[str, Any]:
         message = "; ".join(filter(None, (why_nothing_fits(plan), left_out(plan))))
         found["errors"] = [{"kind": "nothing-fits", "message": message}]
         found["ways"] = [_way(way, plan) for way in plan.ways]
+    if plan.question is not None:
+        text, answers = plan.question
+        found["question"] = {"text": text, "answers": {label: verdict(each) for label, each in answers}}
     found["rests_most_on"] = decisive.assumption(plan)
     shape = {key: value for key, value in run.shape._asdict().items() if value and key != "name"}
     return found | {

@@ -5,7 +5,7 @@ The file shards and offloads; sequence, batch and adapters are the script's, so 
 """
 
 from skill_tools.configs.config import Config
-from skill_tools.dialects import fields
+from skill_tools.dialects import fields, python_adapters
 from skill_tools.dialects.assumptions import About, Assumption
 from skill_tools.dialects.deepspeed import mode as zero
 from skill_tools.dialects.layout import Layout, checked
@@ -18,6 +18,7 @@ from skill_tools.errors import UnusableInput
 FSDP = "accelerate.fsdp_config.fsdp_"
 _STAGES = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 0, "HYBRID_SHARD": 3, "HYBRID_SHARD_ZERO2": 2}
 _OPTIMIZER = "adamw_torch"
+_RANK = 16
 _NAMED = {About.SEQUENCE_LENGTH: "sequence length", About.MICRO_BATCH: "micro-batch"}
 
 
@@ -126,13 +127,17 @@ def _micro_batches(config: Config) -> int:
 
 
 def _adapter(config: Config, shape: ModelShape, assumptions: list[Assumption]) -> Adapter | None:
-    rank = fields.count(config, "lora_rank")
+    rank, by_script = fields.count(config, "lora_rank"), python_adapters.added(config)
+    if rank is None and by_script is not None and not by_script.condition:
+        rank = by_script.rank or _RANK
+        assumptions.append(Assumption(f"rank-{rank} adapters, which {by_script.place} adds"))
     if rank is None:
         assumptions.append(
             Assumption("every weight is trained; --overrides lora_rank=N for adapters", About.TRAINED_WEIGHTS)
         )
         return None
-    return Adapter(rank=rank, parameters=lora(shape, rank))
+    base = python_adapters.BASE_BYTES[by_script.bits if by_script else 16]
+    return Adapter(rank=rank, parameters=lora(shape, rank), base_weight_bytes=base)
 
 
 def _precision(

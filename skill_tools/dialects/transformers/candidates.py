@@ -6,6 +6,7 @@ Under DeepSpeed, what its JSON may keep on the CPU (`deepspeed.candidates`). Apa
 from collections.abc import Iterator
 
 from skill_tools.configs.config import Config
+from skill_tools.dialects import python_adapters
 from skill_tools.dialects.candidates import INPUTS, RECOMPUTE, SHARDED, Candidate, without_recomputation
 from skill_tools.dialects.deepspeed import candidates as deepspeed
 from skill_tools.dialects.run import ActivationEngine, Recompute, Run
@@ -23,7 +24,14 @@ def candidates(config: Config, run: Run) -> Iterator[Candidate]:
 
 
 def _activations(config: Config, run: Run) -> Iterator[Part]:
-    """Yield the ways to keep activations; under FSDP its own checkpointing, which gathers each layer once."""
+    """Yield the ways to keep activations; under FSDP its own checkpointing, which gathers each layer once.
+
+    What Unsloth's call decides, no argument changes.
+    """
+    by_script = python_adapters.added(config)
+    if by_script is not None and by_script.recomputes is not None:
+        yield Part({"activation_engine": current(config, run).activation_engine})
+        return
     renamed = config.value("activation_checkpointing") is not None
     switch = "activation_checkpointing" if renamed else "gradient_checkpointing"
     offload = f"{switch}_kwargs.offload"

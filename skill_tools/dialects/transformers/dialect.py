@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from skill_tools.configs.config import Config, UnknownKey
 from skill_tools.configs.keys import Key
 from skill_tools.configs.source import Kind, Source
-from skill_tools.dialects.base import NONE, Dialect, Evidence
+from skill_tools.dialects.base import NONE, Dialect, Evidence, Question
 from skill_tools.dialects.transformers import (
     CLASSES,
     EMBEDDED,
@@ -139,6 +139,12 @@ class Transformers(Dialect):
         from skill_tools.dialects.transformers.candidates import candidates
 
         return candidates(config, run)
+
+    def question(self, config: Config) -> Question | None:
+        """Return what decides whether a script adds adapters, where that cannot be read."""
+        from skill_tools.dialects.python_adapters import question
+
+        return question(config)
 
     def in_script(self, spelled: Mapping[str, object], config: Config | None, script: Kind | None) -> str:
         """Return options for a command, and keywords for a Python script; `fsdp` is one text of words in both."""

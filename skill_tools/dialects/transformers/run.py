@@ -8,7 +8,7 @@ import re
 from pathlib import PurePath
 
 from skill_tools.configs.config import Config
-from skill_tools.dialects import fields
+from skill_tools.dialects import fields, python_adapters
 from skill_tools.dialects.assumptions import About, Assumption
 from skill_tools.dialects.deepspeed import mode as zero
 from skill_tools.dialects.layout import Layout, checked
@@ -18,7 +18,6 @@ from skill_tools.dialects.shapes import ModelShape
 from skill_tools.dialects.sharding import Sharding, precision_of, world_of
 from skill_tools.dialects.transformers import CLASS, TRL_CLASSES
 
-_NF4_BYTES = 0.53  # half a byte a weight, and a byte-sized scale for 64 weights, double-quantized or not
 _OPTIMIZER = "adamw_torch_fused"
 _BATCH, _RANK, _LENGTH = 8, 16, 2048
 _LENGTHS = {"SFTConfig": 1024, "DPOConfig": 1024, "RewardConfig": 1024, "KTOConfig": 1024}  # of TRL 1.16
@@ -72,7 +71,9 @@ def current(config: Config, run: Run) -> Mode:
     engine, recompute = ActivationEngine.NONE, None
     offloads = bool(fields.flag(config, "activation_offloading"))
     if checkpoints(config):
+        by_script = python_adapters.added(config)
         offloads |= any(fields.flag(config, f"{kwargs}.offload") for kwargs in KWARGS)
+        offloads |= bool(by_script and by_script.offloads_inputs)
         engine = ActivationEngine.INPUTS if offloads else ActivationEngine.NONE
     elif offloads:
         engine, recompute = ActivationEngine.ON_DEMAND, Recompute()
@@ -90,6 +91,9 @@ def checkpoints(config: Config) -> bool:
     for name in ("activation_checkpointing", "gradient_checkpointing"):
         if config.value(name) is not None:
             return bool(fields.flag(config, name))
+    by_script = python_adapters.added(config)
+    if by_script is not None and by_script.recomputes is not None:
+        return by_script.recomputes
     return config.value(CLASS) in TRL_CLASSES
 
 
@@ -128,8 +132,9 @@ def _stage(config: Config) -> int:
 
 
 def _length(config: Config, assumptions: list[Assumption]) -> int:
-    stated = fields.count(config, "sequence_len")
-    if stated is not None:
+    by_script = python_adapters.added(config)
+    stated = fields.count(config, "sequence_len") or (by_script and by_script.sequence_len)
+    if stated:
         return stated
     length = _LENGTHS.get(str(config.value(CLASS)), _LENGTH)
     assumptions.append(
@@ -143,13 +148,20 @@ def _length(config: Config, assumptions: list[Assumption]) -> int:
 
 def _adapter(config: Config, shape: ModelShape, assumptions: list[Assumption]) -> Adapter | None:
     four, eight = fields.flag(config, "load_in_4bit"), fields.flag(config, "load_in_8bit")
-    if not (fields.flag(config, "use_peft") or four or eight):
+    stated, by_script = fields.flag(config, "use_peft"), python_adapters.added(config)
+    if stated is None and by_script is not None and not by_script.condition:
+        rank, base = by_script.rank or _RANK, python_adapters.BASE_BYTES[by_script.bits]
+        where = f", which {by_script.place} adds"
+    elif stated or four or eight:
+        rank, where = fields.count(config, "lora_r") or (by_script and by_script.rank) or _RANK, ""
+        bits = by_script.bits if by_script else 16
+        base = python_adapters.BASE_BYTES[4 if four else 8 if eight else bits]
+    else:
         return None
-    rank = fields.count(config, "lora_r") or _RANK
-    base = _NF4_BYTES if four else 1.0 if eight else 2.0
     assumptions.append(
         Assumption(
-            f"rank-{rank} adapters on the linears of attention and dense MLPs, in fp32; base at {base:g} B a weight"
+            f"rank-{rank} adapters on the linears of attention and dense MLPs, in fp32{where}; base at {base:g} B a "
+            "weight"
         )
     )
     return Adapter(rank=rank, parameters=lora(shape, rank), base_weight_bytes=base)

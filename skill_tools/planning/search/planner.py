@@ -47,7 +47,8 @@ class Plan(NamedTuple):
     are what fits by other means, `unrestricted` is what fits with the mechanisms that the user leaves out. `simpler` is
     an option with fewer mechanisms at nearly the same time, `search` answers for other budgets.
 
-    `ruled_out` pairs a mechanism's name with the rules against it, `sensitivity` a change with its answer.
+    `ruled_out` pairs a mechanism's name with the rules against it, `sensitivity` a change with its answer. `question`
+    is what the input leaves open, in words, and the plan for each answer to it; this plan is for the last.
     """
 
     run: Run
@@ -70,6 +71,7 @@ class Plan(NamedTuple):
     measured_step_s: float | None = None
     ways: tuple[Way, ...] = ()
     unrestricted: Option | None = None
+    question: "tuple[str, tuple[tuple[str, Plan], ...]] | None" = None
 
     def time_range(self, option: Option) -> TimeRange:
         """Return the seconds between which a step of `option` lies, as far as the machine's rates are known."""

@@ -1,0 +1,246 @@
+"""What a Python script does to its model that no argument says: adapters, a base in 4 bits, Unsloth's checkpointing.
+
+`get_peft_model`, `add_adapter` and a trainer's `peft_config` add adapters (peft); so does Unsloth's
+`FastLanguageModel.get_peft_model`, whose `from_pretrained` loads 4 bits unless it is told otherwise (unsloth 2024.8 to
+2026.10). A call under an `if` counts where constants of the file decide the condition; else it stays open. Apart
+because only a plan needs it.
+"""
+
+import ast
+from collections import Counter
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import NamedTuple
+
+from skill_tools.configs.config import Config, Place
+from skill_tools.configs.python.syntax import last_name
+from skill_tools.configs.source import Source
+from skill_tools.dialects.base import Question
+from skill_tools.errors import UnusableInput
+
+# Bytes of a base's weight by its bits; NF4's with a byte-sized scale for 64 weights, double-quantized or not.
+BASE_BYTES = {4: 0.53, 8: 1.0, 16: 2.0}
+_ADD = ("get_peft_model", "add_adapter")
+_LOADERS = ("from_pretrained", "BitsAndBytesConfig")
+_TRAINERS = "peft_config"  # the keyword by which TRL's trainers are given adapters
+_RANK, _UNSLOTH_RANK, _UNSLOTH_LENGTH = (
+    8,
+    16,
+    2048,
+)  # of LoraConfig, of Unsloth's get_peft_model and from_pretrained
+_WORDS = (*_ADD, _TRAINERS, "load_in_4bit", "load_in_8bit")
+_SHOWN = 60
+
+
+class Added(NamedTuple):
+    """What a script adds: `condition` is what decides it where that cannot be read, empty where it is decided.
+
+    `bits` are those of a weight of the base. `rank` is None where it is computed. `recomputes`, `offloads_inputs` and
+    `sequence_len` are None where nothing of Unsloth's says them.
+    """
+
+    place: Place
+    condition: str
+    rank: int | None
+    bits: int = 16
+    recomputes: bool | None = None
+    offloads_inputs: bool | None = None
+    sequence_len: int | None = None
+
+
+def added(config: Config) -> Added | None:
+    """Return what the Python scripts among the input add to the model; None where none of them adds anything."""
+    scripts = ((name, text) for name, text in config.sources.items() if name.endswith(".py"))
+    return next(filter(None, (_in_script(name, text) for name, text in scripts)), None)
+
+
+@lru_cache(maxsize=8)
+def _in_script(name: str, text: str) -> Added | None:
+    if not any(word in text for word in _WORDS):
+        return None
+    try:
+        return _Script(Source(name, text)).added()
+    except UnusableInput:  # no Python
+        return None
+
+
+def question(config: Config) -> Question | None:
+    """Return what decides whether there are adapters, where a script adds them under a condition that stays open."""
+    found = added(config) if config.value("use_peft") is None else None
+    if found is None or not found.condition:
+        return None
+    adapted: dict[str, object] = {
+        "use_peft": True,
+        "load_in_4bit": found.bits == 4,
+        "load_in_8bit": found.bits == 8,
+    }
+    if found.rank is not None:
+        adapted["lora_r"] = found.rank
+    return Question(
+        f"{found.place} adds adapters only if {found.condition}",
+        {"with adapters (--overrides use_peft=true)": adapted, "without adapters": {"use_peft": False}},
+    )
+
+
+class _Script:
+    """One script, parsed, with the parents of its nodes and the names that are one constant."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self._parents = {
+            child: node for node in ast.walk(source.module) for child in ast.iter_child_nodes(node)
+        }
+        self._constants = dict(self._single_constants())
+
+    def added(self) -> Added | None:
+        """Return what adds adapters, the first call that may; a base in few bits alone is trained by adapters too."""
+        bits = self._bits()
+        unsloth = next(filter(_is_unsloths, self._calls_of("from_pretrained")), None)
+        for call in self._calls():
+            conditions = self._open_conditions(call)
+            if conditions is None:
+                continue
+            place = Place(self._source.name, call.lineno, call.col_offset + 1)
+            found = Added(place, " and ".join(conditions), self._rank(call), bits)
+            return self._by_unsloth(found, call, unsloth) if unsloth is not None else found
+        return None
+
+    def _calls(self) -> Iterator[ast.expr]:
+        """Yield what adds adapters, in the order of the text: calls, and a trainer's `peft_config`."""
+        calls = [node for node in ast.walk(self._source.module) if isinstance(node, ast.Call)]
+        for node in sorted(calls, key=lambda node: (node.lineno, node.col_offset)):
+            if last_name(node.func) in _ADD:
+                yield node
+            given = next((item.value for item in node.keywords if item.arg == _TRAINERS), None)
+            if given is not None and not (isinstance(given, ast.Constant) and given.value is None):
+                yield self._value(given)
+
+    def _value(self, given: ast.expr) -> ast.expr:
+        """Return what a name was assigned, where that is done once."""
+        if not isinstance(given, ast.Name):
+            return given
+        assigned = [node for node in ast.walk(self._source.module) if _assigns(node, given.id)]
+        values = [node.value for node in assigned if isinstance(node, ast.Assign)]
+        return values[0] if len(values) == 1 else given
+
+    def _open_conditions(self, node: ast.expr) -> list[str] | None:
+        """Return the conditions around `node` that nobody can read here; None where it is never reached."""
+        found = []
+        if isinstance(node, ast.IfExp):
+            decided = self._decide(node.test)
+            none_is_else = isinstance(node.orelse, ast.Constant) and node.orelse.value is None
+            if decided is not None:
+                return [] if decided is none_is_else else None
+            found.append(_shown(node.test, negated=not none_is_else))
+        elif not isinstance(node, ast.Call):
+            found.append(_shown(node))
+        elif (
+            last_name(node.func) == "get_peft_config"
+        ):  # TRL's, which makes none unless the command line asks for it
+            found.append(f"{_shown(node)} makes any")
+        inner: ast.AST = node
+        while (outer := self._parents.get(inner)) is not None:
+            if isinstance(outer, ast.If) and inner is not outer.test:
+                wanted = inner in outer.body
+                decided = self._decide(outer.test)
+                if decided is not None and decided is not wanted:
+                    return None
+                if decided is None:
+                    found.append(_shown(outer.test, negated=not wanted))
+            inner = outer
+        return found
+
+    def _decide(self, test: ast.expr) -> bool | None:
+        """Return what a condition is by the file's constants alone; None where they do not decide it."""
+        match test:
+            case ast.Constant(value=value):
+                return bool(value)
+            case ast.Name(id=name) if name in self._constants:
+                return bool(self._constants[name])
+            case ast.UnaryOp(op=ast.Not(), operand=operand):
+                decided = self._decide(operand)
+                return None if decided is None else not decided
+            case ast.BoolOp(op=op, values=values):
+                every = [self._decide(value) for value in values]
+                stops = isinstance(op, ast.Or)
+                if stops in every:
+                    return stops
+                return None if None in every else not stops
+        return None
+
+    def _single_constants(self) -> Iterator[tuple[str, object]]:
+        """Yield the names that are bound once, to a literal."""
+        nodes = list(ast.walk(self._source.module))
+        bound = Counter(
+            [node.arg for node in nodes if isinstance(node, ast.arg)]
+            + [node.id for node in nodes if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)]
+        )
+        for node in nodes:
+            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):
+                for target in node.targets:
+                    if isinstance(target, ast.Name) and bound[target.id] == 1:
+                        yield target.id, node.value.value
+
+    def _rank(self, call: ast.expr) -> int | None:
+        """Return the rank that Unsloth's `call`, or the LoraConfig of the script, is given; None for several."""
+        if isinstance(call, ast.Call) and _is_unsloths(call):
+            given = {self._given(call, "r", _UNSLOTH_RANK)}
+        else:
+            given = {self._given(made, "r", _RANK) for made in self._calls_of("LoraConfig")}
+        rank = given.pop() if len(given) == 1 else None
+        return rank if isinstance(rank, int) else None
+
+    def _bits(self) -> int:
+        """Return the bits of a weight of the base: what any load asks for that is surely reached."""
+        bits = 16
+        for load in self._calls_of(*_LOADERS):
+            if self._open_conditions(load) != []:
+                continue
+            eight = self._given(load, "load_in_8bit", False) is True
+            other = eight or any(
+                self._given(load, name, False) for name in ("load_in_16bit", "full_finetuning")
+            )
+            four = self._given(load, "load_in_4bit", _is_unsloths(load) and not other) is True
+            bits = min(bits, 4 if four else 8 if eight else 16)
+        return bits
+
+    def _by_unsloth(self, found: Added, call: ast.expr, loader: ast.Call) -> Added:
+        """Return `found` with what Unsloth's calls say of checkpointing and of the sequence."""
+        length = self._given(loader, "max_seq_length", _UNSLOTH_LENGTH)
+        own = call if isinstance(call, ast.Call) else loader
+        checkpointing = self._given(own, "use_gradient_checkpointing", "unsloth")
+        return found._replace(
+            sequence_len=length if isinstance(length, int) else None,
+            recomputes=checkpointing in (True, "unsloth", "true", "True"),
+            offloads_inputs=checkpointing == "unsloth",
+        )
+
+    def _calls_of(self, *names: str) -> list[ast.Call]:
+        nodes = ast.walk(self._source.module)
+        return [node for node in nodes if isinstance(node, ast.Call) and last_name(node.func) in names]
+
+    def _given(self, call: ast.Call, name: str, otherwise: object) -> object:
+        """Return the constant that `call` is given as `name`; None where it is computed."""
+        value = next((item.value for item in call.keywords if item.arg == name), None)
+        if value is None:
+            return otherwise
+        if isinstance(value, ast.Name):
+            return self._constants.get(value.id)
+        return value.value if isinstance(value, ast.Constant) else None
+
+
+def _is_unsloths(call: ast.Call) -> bool:
+    """Return whether `call` is one of Unsloth's classes' (FastLanguageModel, FastModel, FastVisionModel)."""
+    owner = call.func.value if isinstance(call.func, ast.Attribute) else None
+    return owner is not None and last_name(owner).startswith("Fast")
+
+
+def _assigns(node: ast.AST, name: str) -> bool:
+    targets = node.targets if isinstance(node, ast.Assign) else []
+    return any(isinstance(target, ast.Name) and target.id == name for target in targets)
+
+
+def _shown(test: ast.expr, *, negated: bool = False) -> str:
+    text = ast.unparse(test)
+    text = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+    return f"not ({text})" if negated else text
