@@ -21,12 +21,15 @@ _BY_RELEASE = "yaml-by-release"
 _AS_OMEGACONF_2_4_MERGES = "6.0.3"  # it has a merge of its own, in which the first of a list wins
 
 
-def single_document(source: Source, loaders: frozenset[Loader] = SAFE, *, draft: Draft | None = None) -> Node:
+def single_document(
+    source: Source, loaders: frozenset[Loader] = SAFE, *, draft: Draft | None = None, which: str = ""
+) -> Node:
     """Return the root of a YAML or JSON source, an empty mapping if it holds nothing.
 
-    `loaders` are those of the framework, several where its releases load differently. A `draft` gets the faults of
-    form that depend on the release of one. Raises `UnusableInput` when the source holds several documents, or no
-    mapping, or what all `loaders` refuse: no framework takes that.
+    `loaders` are those of the framework, several where its releases load differently; `which` says in a few words which
+    release loads with which. A `draft` gets the faults of form that depend on the release of one. Raises
+    `UnusableInput` when the source holds several documents, or no mapping, or what all `loaders` refuse: no framework
+    takes that.
     """
     documents = source.documents
     if source.kind is Kind.YAML and (documents.refusals or "<<" in source.text):
@@ -42,7 +45,24 @@ def single_document(source: Source, loaders: frozenset[Loader] = SAFE, *, draft:
             expected="one mapping of keys to values",
             attempt="linting a configuration file",
         )
+    if source.kind is Kind.YAML and not loaders.isdisjoint(OMEGACONF) and not loaders <= OMEGACONF:
+        return _in_doubt(root, source.name, draft, which)
     return as_omegaconf(root) if loaders <= OMEGACONF or source.kind is Kind.JSON else root
+
+
+def _in_doubt(node: Node, file: str, draft: Draft | None, which: str) -> Node:
+    """Return the tree without the values that OmegaConf reads as numbers and the safe loader as text."""
+    value = node.value
+    if isinstance(value, dict):
+        value = {name: _in_doubt(child, file, draft, which) for name, child in value.items()}
+    elif isinstance(value, list):
+        value = [_in_doubt(child, file, draft, which) for child in value]
+    elif (read := as_omegaconf(node)) is not node:
+        value = UNREADABLE
+        if draft is not None:
+            text = f"{node.text} is text to {Loader.SAFE.value}, the number {read.value} to OmegaConf{which}"
+            draft.faults.append(Fault(_BY_RELEASE, text, Place(file, node.line, node.column)))
+    return node if value is node.value else node._replace(value=value)
 
 
 def _hear_loaders(

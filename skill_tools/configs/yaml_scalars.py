@@ -50,6 +50,11 @@ def resolve(text: str, *, tag: str | None, plain: bool) -> Scalar:
     return text if len(text) > _LONGEST_NUMBER else _construct(tag, text)
 
 
+def is_date(text: str) -> bool:
+    """Return whether YAML 1.1 reads a bare text as a date."""
+    return _implicit_tag(text) == _TIMESTAMP
+
+
 def shown_tag(tag: str) -> str:
     """Return a tag as it is written in a text: `!!python/tuple`."""
     return f"!!{tag.removeprefix(_PREFIX)}" if tag.startswith(_PREFIX) else tag

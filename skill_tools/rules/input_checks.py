@@ -29,8 +29,9 @@ def check(
     by_id = {rule.id: rule for rule in rules if rule.check == "input"}
     for fault in config.faults:
         if fault.rule in by_id:
-            message = f"{by_id[fault.rule].message}: {fault.text}"
-            yield from_rule(by_id[fault.rule], message=message, place=fault.place)
+            broken = by_id[fault.rule]
+            finding = from_rule(broken, message=f"{broken.message}: {fault.text}", place=fault.place)
+            yield from _of_release(finding, broken, versions)
     for unknown in config.unknown:
         owner = registry.named(config.owner(unknown.key))
         rule = by_id.get(_claiming_rule(unknown, owner, by_id), by_id.get("unknown-key"))

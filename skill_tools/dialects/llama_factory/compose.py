@@ -1,29 +1,39 @@
 """Reads LLaMA-Factory's YAML, the words of its command line, and the DeepSpeed file that the result names.
 
 Facts from `llamafactory/hparams/parser.py::read_args` and `llamafactory/launcher.py`: after a YAML, `key=value` wins
-over it, without one all arguments are options; the launcher starts processes of its own for more than one device, or
-where FORCE_TORCHRUN says so. Megatron's arguments (USE_MCA) are another parser's; all others go to Transformers'
-`Seq2SeqTrainingArguments` and to its Trainer, or in the stage `ppo` to TRL's (`llamafactory/train/ppo/trainer.py`).
+over it (from 0.9.3 on), and each value is handed on as it is; without a YAML all arguments are options that argparse
+parses. OmegaConf loads the YAML from 0.9.4 on, PyYAML's safe loader before; 0.9.5 reads no JSON. The launcher starts
+processes of its own for more than one device, or where FORCE_TORCHRUN says so. Megatron's arguments (USE_MCA) are
+another parser's; all others go to Transformers' `Seq2SeqTrainingArguments` and to its Trainer, or in the stage `ppo` to
+TRL's (`llamafactory/train/ppo/trainer.py`).
 """
 
 from collections.abc import Sequence
 from pathlib import Path, PurePath
 
-from skill_tools.configs.config import Config, Place
+from skill_tools.configs.config import Config, Fault, Place
 from skill_tools.configs.draft import Draft
+from skill_tools.configs.releases import is_before
 from skill_tools.configs.shell.command import Argument, Command
 from skill_tools.configs.shell.launch import command_line, commands_of, write_environment
 from skill_tools.configs.source import Kind, Source, find
-from skill_tools.configs.tree import entries_of, single_document
+from skill_tools.configs.tree import SAFE, entries_of, single_document
 from skill_tools.configs.values import UNREADABLE
+from skill_tools.configs.vocabulary import load_vocabulary
 from skill_tools.configs.yaml_lines import OMEGACONF, Node, as_omegaconf, parse, plain
+from skill_tools.configs.yaml_scalars import is_date
 from skill_tools.dialects.deepspeed import DEEPSPEED, EMBEDDED, section
 from skill_tools.dialects.deepspeed.dialect import is_one as is_deepspeed
 from skill_tools.dialects.llama_factory import LLAMA_FACTORY
 from skill_tools.dialects.transformers import CLASS, LAUNCHER, TRANSFORMERS, arguments
+from skill_tools.dialects.transformers.launch import given_options, holds_more
+from skill_tools.dialects.transformers.parsers import Parser, expected, given
 from skill_tools.errors import UnusableInput
 
 _OVERRIDES = "<overrides>"
+_PACKAGE, _JSON = "llamafactory", "lf-json-file"
+_OVERRIDES_SINCE, _OMEGACONF_SINCE = "0.9.3", "0.9.4"  # releases of LLaMA-Factory
+_WHICH = f", which LLaMA-Factory loads with from {_OMEGACONF_SINCE} on"
 _OWN = "llamafactory."
 _LAUNCH = f"{_OWN}launch"
 _OF_ARGUMENTS = ("transformers/training_args.py", "transformers/trainer_utils.py")
@@ -49,7 +59,9 @@ def compose(sources: Sequence[Source], overrides: Sequence[str]) -> Config:
             case Kind.JSON if is_deepspeed(source):
                 section.write_file(draft, source)
             case Kind.YAML | Kind.JSON:
-                _write_file(draft, source)
+                if source.kind is Kind.JSON:
+                    draft.faults.append(Fault(_JSON, source.name, Place(source.name, 1, 1)))
+                _write_file(draft, source, source.release(_PACKAGE))
             case Kind.SHELL:
                 _write_script(draft, source)
             case _:
@@ -59,33 +71,52 @@ def compose(sources: Sequence[Source], overrides: Sequence[str]) -> Config:
                     attempt="the YAML file that `llamafactory-cli train` gets",
                 )
     for text in overrides:
-        _write_words(draft, command_line(text, _OVERRIDES), _OVERRIDES)
+        _write_overrides(draft, command_line(text, _OVERRIDES))
     _settle(draft, folders)
     return draft.finish()
 
 
-def _write_file(draft: Draft, source: Source) -> None:
-    entries = entries_of(single_document(source, OMEGACONF, draft=draft))
-    reports = not entries.keys() & _OF_MEGATRON and not _is_on(draft, "ALLOW_EXTRA_ARGS")
-    for name, node in entries.items():
-        _write(draft, name, node, Place(source.name, node.line, node.column), reports=reports)
+def _write_file(draft: Draft, source: Source, release: str | None) -> None:
+    loaders = (
+        OMEGACONF | SAFE if release is None else SAFE if is_before(release, _OMEGACONF_SINCE) else OMEGACONF
+    )
+    before_overrides = release is not None and is_before(release, _OVERRIDES_SINCE)
+    root = single_document(source, loaders, draft=draft, which=_WHICH)
+    for name, node in entries_of(root).items():
+        if loaders == SAFE and not before_overrides and node.bare and is_date(node.text or ""):
+            raise UnusableInput(
+                f"{source.name}:{node.line} is a date ({name}: {node.text})",
+                expected="a value that OmegaConf merges: LLaMA-Factory 0.9.3 stops at a date",
+                attempt="the value in quotes",
+            )
+        _write(draft, name, node, Place(source.name, node.line, node.column), Parser.CALL)
 
 
-def _write(draft: Draft, name: str, node: Node, place: Place, *, reports: bool = True) -> None:
+def _write(draft: Draft, name: str, node: Node, place: Place, parser: Parser) -> None:
     for loser in node.shadowed:
         draft.shadow(name, plain(loser), Place(place.file, loser.line, loser.column))
     if not draft.accepts(name):
-        if reports:
+        if not _takes_any(draft):
             draft.note_unknown(name, place)
         return
-    value = plain(node)
-    if isinstance(value, str) and "${" in value:
-        value, node = UNREADABLE, node._replace(value=UNREADABLE)
+    if isinstance(node.value, str) and "${" in node.value:
+        node = node._replace(value=UNREADABLE)
+    node = given(draft, name, node, parser)
     known = draft.key(name)
     if known is not None and not known.name.startswith(_OWN):
         arguments.write(draft, name, node, place.file)
     else:
-        draft.set_key(f"{_OWN}{name}", value, name, place)  # a bare name may be another framework's key
+        # A bare name may be another framework's key.
+        draft.set_key(f"{_OWN}{name}", plain(node), name, place)
+    key, wanted = known.name if known is not None else "", expected(draft, name, node, parser)
+    if wanted is not None and key in draft:
+        draft.refuse_type(key, wanted)
+
+
+def _takes_any(draft: Draft) -> bool:
+    """Return whether arguments that nobody knows are dropped, or another parser's."""
+    is_megatron = any(f"{_OWN}{name}" in draft for name in _OF_MEGATRON)
+    return is_megatron or _is_on(draft, "ALLOW_EXTRA_ARGS") or _is_on(draft, "USE_MCA")
 
 
 def _write_script(draft: Draft, source: Source) -> None:
@@ -100,21 +131,28 @@ def _write_script(draft: Draft, source: Source) -> None:
     write_environment(draft, command, source.name)
     start = _trains_at(command)
     _note_launch(draft, command, start, source.name)
-    words = command.words[start:]
-    if words and words[0].text.endswith((".yaml", ".yml", ".json")):
-        named = (
-            find(words[0].text, _above([source.folder] if source.folder else []))
-            if words[0].resolved
-            else None
-        )
-        words = words[1:]
-        if named is None:
-            draft.may_be_set()
-            draft.section_may_be_set(DEEPSPEED)
+    words, release = command.words[start:], source.release(_PACKAGE)
+    if holds_more(words):
+        draft.may_be_set()
+    if not words or not words[0].text.endswith((".yaml", ".yml", ".json")):
+        _write_options(draft, words, source.name)
+        return
+    if words[0].text.endswith(".json"):
+        place = Place(source.name, words[0].line, words[0].column)
+        draft.faults.append(Fault(_JSON, words[0].text, place))
+    above = _above([source.folder] if source.folder else [])
+    named = find(words[0].text, above) if words[0].resolved else None
+    if named is None:
+        draft.may_be_set()
+        draft.section_may_be_set(DEEPSPEED)
+    else:
+        draft.take(named)
+        _write_file(draft, named, release)
+    for word in words[1:]:
+        if release is not None and is_before(release, _OVERRIDES_SINCE):
+            draft.note_unknown(word.text, Place(source.name, word.line, word.column), nearest=())
         else:
-            draft.take(named)
-            _write_file(draft, named)
-    _write_words(draft, words, source.name)
+            _write_override(draft, word, source.name)
 
 
 def _trains_at(command: Command) -> int:
@@ -151,28 +189,44 @@ def _is_on(draft: Draft, variable: str) -> bool:
     return setting is not None and str(setting.value).lower() in _TRUE
 
 
-def _write_words(draft: Draft, words: Sequence[Argument], file: str) -> None:
-    """Write `--x y`, `--x=y`, the switch `--x`, and `x=y`."""
-    for position, word in enumerate(words):
-        name, equals, text = word.text.partition("=")
-        if not (name.startswith("--") or (equals and not name.startswith("-"))):
-            continue
-        known = word.resolved and word.certain
-        following = words[position + 1] if position + 1 < len(words) else None
-        if not equals:
-            takes = following is not None and not following.text.startswith("--")
-            text = following.text if takes and following is not None else "true"
-            known = known and (not takes or (following is not None and following.resolved))
-        place = Place(file, word.line, word.column)
-        node = _parsed(text, place) if known else Node(UNREADABLE, place.line, place.column)
-        reports = not _is_on(draft, "ALLOW_EXTRA_ARGS") and not _is_on(draft, "USE_MCA")
-        _write(draft, name.removeprefix("--").replace("-", "_"), node, place, reports=reports)
+def _write_overrides(draft: Draft, words: Sequence[Argument]) -> None:
+    """Write what `--overrides` holds: options, and `x=y`."""
+    if words and words[0].text.startswith("--"):
+        _write_options(draft, words, _OVERRIDES)
+        return
+    for word in words:
+        _write_override(draft, word, _OVERRIDES)
+
+
+def _write_override(draft: Draft, word: Argument, file: str) -> None:
+    """Write a word behind a YAML: `x=y`; `--x` is the name of an argument that nobody knows, and `x` is one, null."""
+    name, equals, text = word.text.partition("=")
+    place = Place(file, word.line, word.column)
+    if not word.resolved and not equals:
+        return
+    if not equals and not draft.accepts(name):
+        near = f"{name[2:].replace('-', '_')}="
+        draft.note_unknown(name, place, nearest=(near,) if draft.accepts(near[:-1]) else ())
+        return
+    known = word.resolved and word.certain
+    node = _parsed(text, place) if known else Node(UNREADABLE, place.line, place.column)
+    _write(draft, name, node, place, Parser.CALL)
+
+
+def _write_options(draft: Draft, words: Sequence[Argument], file: str) -> None:
+    """Write the options of a command without a YAML, as argparse reads them; a word `x=y` is none of them."""
+    names = load_vocabulary(LLAMA_FACTORY).names
+    for option in given_options(draft, words, file, names):
+        if option.is_plain:
+            draft.note_unknown(f"{option.name}={option.value}", option.place, nearest=(f"--{option.name}",))
+        else:
+            _write(draft, option.name, option.node, option.place, Parser.ARGPARSE)
 
 
 def _parsed(text: str, place: Place) -> Node:
     """Return the value of a word, at its place."""
     documents = parse(text, _OVERRIDES)
-    node = as_omegaconf(documents[0]) if len(documents) == 1 else Node(text, 1, 1)
+    node = as_omegaconf(documents[0]) if len(documents) == 1 else Node(text or None, 1, 1)
     return node._replace(line=place.line, column=place.column)
 
 

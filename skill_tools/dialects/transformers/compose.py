@@ -20,21 +20,14 @@ from skill_tools.dialects.transformers import CLASS, EMBEDDED, LAUNCHER, TRANSFO
 from skill_tools.dialects.transformers.launch import (
     RECIPE,
     Launch,
+    given_options,
     holds_more,
     launches,
     names_recipe,
-    options,
     recipes,
     started_ranks,
 )
-from skill_tools.dialects.transformers.parsers import (
-    EXPECTED,
-    Parser,
-    given,
-    has_negative,
-    is_refused,
-    meant,
-)
+from skill_tools.dialects.transformers.parsers import Parser, expected, given
 from skill_tools.errors import UnusableInput
 
 _OVERRIDES = "<overrides>"
@@ -160,26 +153,20 @@ def _write_launcher(draft: Draft, launch: Launch, file: str) -> None:
 def _write_options(draft: Draft, words: Sequence[Argument], file: str) -> None:
     if holds_more(words):
         draft.may_be_set()
-    names = _names(draft)
-    for option in options(words, file):
-        name = option.name if draft.accepts(option.name) else meant(option.name, names)
-        node = option.node
-        negated = name.removeprefix("no_")
-        if not draft.accepts(name) and negated != name and draft.accepts(negated) and option.value is True:
-            if not has_negative(draft, negated):
-                draft.note_unknown(f"--{name}", option.place, nearest=(f"--{negated} false",))
-                continue
-            name, node = negated, node._replace(value=False)
-        _write_given(draft, name, node, file, Parser.ARGPARSE)
+    for option in given_options(draft, words, file, _names(draft)):
+        if not option.is_plain or file == _OVERRIDES:
+            _write_given(draft, option.name, option.node, file, Parser.ARGPARSE)
+        elif draft.accepts(option.name):
+            draft.note_unknown(option.name, option.place, nearest=(f"--{option.name}",))
 
 
 def _write_given(draft: Draft, name: str, node: Node, file: str, parser: Parser) -> None:
     """Write an argument as `parser` hands it on, and note what it refuses."""
     node = given(draft, name, node, parser)
     _write_argument(draft, name, node, file)
-    key = draft.canonical(name)
-    if parser is Parser.ARGPARSE and is_refused(draft, name, node) and key in draft:
-        draft.refuse_type(key, EXPECTED)
+    key, wanted = draft.canonical(name), expected(draft, name, node, parser)
+    if wanted is not None and key in draft:
+        draft.refuse_type(key, wanted)
 
 
 def _names(draft: Draft) -> frozenset[str]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from skill_tools.configs.config import Place
+from skill_tools.configs.draft import Draft
 from skill_tools.configs.shell.command import Argument, Command
 from skill_tools.configs.shell.launch import commands_of
 from skill_tools.configs.source import Source, find
@@ -19,6 +20,7 @@ from skill_tools.configs.values import UNREADABLE
 from skill_tools.configs.vocabulary import load_vocabulary
 from skill_tools.configs.yaml_lines import Node
 from skill_tools.dialects.transformers import TRANSFORMERS, TRL_COMMANDS
+from skill_tools.dialects.transformers.parsers import has_negative, meant
 from skill_tools.errors import UnusableInput
 
 _LAUNCHERS = {
@@ -58,11 +60,15 @@ class Launch(NamedTuple):
 
 
 class Option(NamedTuple):
-    """One option of a command line: its name with underscores, its value as text, True, or `UNREADABLE`."""
+    """One option of a command line: its name with underscores, its value as text, True, or `UNREADABLE`.
+
+    `is_plain` says that it is `x=y` without dashes, which argparse leaves over.
+    """
 
     name: str
     value: object
     place: Place
+    is_plain: bool = False
 
     @property
     def node(self) -> Node:
@@ -111,7 +117,27 @@ def options(words: Sequence[Argument], file: str) -> Iterator[Option]:
         texts = [each.text for each in taken]
         stated: object = " ".join(texts) if texts else True
         place = Place(file, word.line, word.column)
-        yield Option(name.lstrip("-").replace("-", "_"), stated if known else UNREADABLE, place)
+        yield Option(
+            name.lstrip("-").replace("-", "_"), stated if known else UNREADABLE, place, not is_option
+        )
+
+
+def given_options(
+    draft: Draft, words: Sequence[Argument], file: str, names: frozenset[str]
+) -> Iterator[Option]:
+    """Yield the options among `words` as argparse knows them: under their whole name, `--no_x` as `x` that is false.
+
+    `names` are those that the parser knows. One that has no `--no_x` is noted as unknown.
+    """
+    for option in options(words, file):
+        name = option.name if draft.accepts(option.name) else meant(option.name, names)
+        negated = name.removeprefix("no_")
+        if draft.accepts(name) or negated == name or not draft.accepts(negated) or option.value is not True:
+            yield option._replace(name=name)
+        elif has_negative(draft, negated):
+            yield option._replace(name=negated, value=False)
+        else:
+            draft.note_unknown(f"--{name}", option.place, nearest=(f"--{negated} false",))
 
 
 def started_ranks(launch: Launch) -> int | None:

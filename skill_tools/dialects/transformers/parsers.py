@@ -1,23 +1,25 @@
-"""What each of the parsers makes of an argument that is true or false, and which argument an option is short for.
+"""What each of the parsers makes of an argument, and which argument an option is short for.
 
 An option goes through argparse (`HfArgumentParser`), which knows any start of a name that fits one name alone, and
 `string_to_bool`. A recipe does so in `TrlParser`, whose values are argparse's defaults, but not in
 `HfArgumentParser.parse_yaml_file`, which hands each value on as it is, as a call in Python does: there any text is
-true. Facts: transformers/hf_argparser.py of 5.23.0, trl/scripts/utils.py::TrlParser of 1.16.0.
+true, and none is a number. ms-swift and LLaMA-Factory parse with the same class.
+Facts: transformers/hf_argparser.py of 4.51.3 to 5.23.0, trl/scripts/utils.py::TrlParser of 1.16.0.
 """
 
 from collections.abc import Iterable
 from enum import Enum
 
 from skill_tools.configs.draft import Draft
-from skill_tools.configs.values import UNREADABLE
+from skill_tools.configs.values import UNREADABLE, is_template
 from skill_tools.configs.yaml_lines import Node
 from skill_tools.dialects.transformers import TRANSFORMERS
 
 _TRUE = frozenset({"yes", "true", "t", "y", "1"})
 _FALSE = frozenset({"no", "false", "f", "n", "0"})
 _MAY_BE_NULL = frozenset({"bf16", "activation_checkpointing"})  # the class decides then
-EXPECTED = "yes, true, t, y, 1, no, false, f, n or 0"
+_TRUTH = "yes, true, t, y, 1, no, false, f, n or 0"
+_NUMBER = "a number without quotes, since nothing converts text here"
 
 
 class Parser(Enum):
@@ -31,24 +33,29 @@ class Parser(Enum):
 def given(draft: Draft, name: str, node: Node, parser: Parser) -> Node:
     """Return the value of an argument that is true or false, as `parser` hands it on; any other as it is."""
     key, value = draft.key(name), node.value
-    if key is None or key.type_in(TRANSFORMERS) != "bool" or not (value is None or isinstance(value, str)):
+    if key is None or key.type_in(draft.framework) != "bool" or value is UNREADABLE:
         return node
     if value is None:
         return node if key.name in _MAY_BE_NULL else node._replace(value=False)
-    if "${" in value or "{{" in value:
+    if isinstance(value, str) and is_template(value):
         return node
     if parser is Parser.CALL:
         return node._replace(value=bool(value))
-    lowered = value.lower()
+    lowered = value.lower() if isinstance(value, str) else ""
     if lowered in _FALSE:
         return node._replace(value=False if parser is Parser.ARGPARSE else UNREADABLE)
     return node._replace(value=True) if lowered in _TRUE else node
 
 
-def is_refused(draft: Draft, name: str, node: Node) -> bool:
-    """Return whether argparse refuses what `given` left: a text that is neither true nor false."""
-    key = draft.key(name)
-    return key is not None and key.type_in(TRANSFORMERS) == "bool" and isinstance(node.value, str)
+def expected(draft: Draft, name: str, node: Node, parser: Parser) -> str | None:
+    """Return what was expected of a value that `given` left as text although no run can use it, else None."""
+    key, value = draft.key(name), node.value
+    if key is None or not isinstance(value, str) or is_template(value):
+        return None
+    kind = key.type_in(draft.framework)
+    if parser is Parser.ARGPARSE:
+        return _TRUTH if kind == "bool" else None
+    return _NUMBER if parser is Parser.CALL and kind in ("int", "float") else None
 
 
 def meant(name: str, names: Iterable[str]) -> str:
@@ -65,4 +72,6 @@ def meant(name: str, names: Iterable[str]) -> str:
 def has_negative(draft: Draft, name: str) -> bool:
     """Return whether argparse may have `--no_NAME`: it has where the class, maybe unknown, has true by default."""
     key = draft.key(name)
-    return key is None or (key.default.get(TRANSFORMERS) is not False and key.name not in _MAY_BE_NULL)
+    if key is None or key.name in _MAY_BE_NULL:
+        return key is None
+    return key.default.get(draft.framework, key.default.get(TRANSFORMERS)) is not False

@@ -17,7 +17,7 @@ from skill_tools.configs.vocabulary import load_vocabulary
 from skill_tools.dialects.transformers import CLASS, CLASSES, PACKAGES, TRAINERS, TRANSFORMERS, arguments
 from skill_tools.dialects.transformers.classes import GONE, accepted, nearest
 from skill_tools.dialects.transformers.our_line import imported_calls, write_line
-from skill_tools.dialects.transformers.parsers import Parser, given
+from skill_tools.dialects.transformers.parsers import Parser, expected, given
 from skill_tools.errors import UnusableInput
 
 _SHOWN = 5
@@ -110,6 +110,8 @@ def _write_given(draft: Draft, source: Source, made: Construction) -> None:
         if name in known or (name in names and name not in keywords):
             node = given(draft, name, arguments.with_place(value, place), Parser.CALL)
             arguments.write(draft, name, node, source.name)
+            if (wanted := expected(draft, name, node, Parser.CALL)) and draft.canonical(name) in draft:
+                draft.refuse_type(draft.canonical(name), wanted)
         elif name in keywords and is_theirs:
             draft.note_unknown(f"{made.kind}.{name}", place, nearest=nearest(made.kind, name))
 

@@ -22,7 +22,10 @@ sys.path.insert(0, str(ROOT))
 sys.path.insert(0, str(HERE))
 
 import axolotl_commands  # noqa: E402
+import hf_arguments  # noqa: E402
+import hf_commands  # noqa: E402
 import hydra_overrides  # noqa: E402
+import llama_factory_commands  # noqa: E402
 import trl_commands  # noqa: E402
 import yaml_texts  # noqa: E402
 from parser_answers import Answer, agree, encoded  # noqa: E402
@@ -48,6 +51,8 @@ class Parser(NamedTuple):
 
 
 _OMEGACONF = ("PyYAML-6.0.3", "antlr4-python3-runtime-4.9.3")
+_TRAINERS = str(ROOT / ".venv-trainers" / "bin" / "python")
+_LLAMA_FACTORY = "../judges/llama_factory/"
 _AXOLOTL = ("click-8.1.8", "fire-0.7.1", "termcolor-3.1.0", "addict-2.4.0")
 PARSERS = {
     "yaml": Parser(
@@ -88,7 +93,27 @@ PARSERS = {
         trl_commands.TABLE,
         trl_commands.ours,
         trl_commands.agree,
-        str(ROOT / ".venv-trainers" / "bin" / "python"),
+        _TRAINERS,
+    ),
+    "hf": Parser(
+        "hf",
+        {"5.23.0": ()},
+        hf_commands.question,
+        hf_commands.TABLE,
+        hf_commands.ours,
+        hf_arguments.agree,
+        _TRAINERS,
+    ),
+    "llama-factory": Parser(
+        "llama_factory",
+        {
+            release: (f"{_LLAMA_FACTORY}{release}", f"{_LLAMA_FACTORY}transformers-{transformers}")
+            for release, transformers in (("0.9.0", "4.51.3"), ("0.9.3", "4.51.3"), ("0.9.5", "5.5.0"))
+        },
+        llama_factory_commands.question,
+        llama_factory_commands.TABLE,
+        llama_factory_commands.ours,
+        hf_arguments.agree,
     ),
     "axolotl": Parser(
         "axolotl",

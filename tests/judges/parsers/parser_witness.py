@@ -6,12 +6,15 @@ PARSER is a function of this module; the folders hold the release that is asked,
 """
 
 import json
+import os
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from hf_arguments import NAMES
 from parser_answers import Answer, encoded
 
 
@@ -90,6 +93,55 @@ def trl(question: dict[str, Any]) -> Any:
         "max_grad_norm",
     )
     return {name: getattr(arguments, name) for name in (*names, *numbers, "bf16", "activation_checkpointing")}
+
+
+def hf(question: dict[str, Any]) -> Any:
+    """`HfArgumentParser` alone, as the examples of Transformers use it, on the Trainer's own arguments.
+
+    A file as the only argument is read by `parse_yaml_file` or `parse_json_file`, anything else by argparse. The class
+    does not check what it gets.
+    """
+    from transformers import HfArgumentParser, TrainingArguments
+
+    TrainingArguments.__post_init__ = lambda self: None
+    parser = HfArgumentParser(TrainingArguments)
+    if question["text"] is None:
+        (given,) = parser.parse_args_into_dataclasses(args=question["words"])
+    else:
+        path = _written(question)
+        read = parser.parse_json_file if path.endswith(".json") else parser.parse_yaml_file
+        (given,) = read(path)
+    return {name: getattr(given, name) for name in NAMES}
+
+
+def llama_factory(question: dict[str, Any]) -> Any:
+    """LLaMA-Factory's `read_args` and parser, on the words of its command; the classes do not check what they get."""
+    parser = _of_llama_factory()
+    path = [] if question["text"] is None else [_written(question)]
+    sys.argv = ["train.py", *path, *question["words"]]
+    given = parser._parse_args(parser.HfArgumentParser(parser._TRAIN_ARGS))
+    values = {name: value for each in given for name, value in vars(each).items()}
+    return {name: values[name] for name in NAMES if name in values}
+
+
+@lru_cache
+def _of_llama_factory() -> Any:
+    """Return the module of LLaMA-Factory's parser."""
+    sys.path.insert(0, str(Path(__file__).parents[1] / "llama_factory"))
+    import llama_factory_witness
+
+    os.environ["DISABLE_VERSION_CHECK"] = "1"
+    parser = llama_factory_witness.prepare()
+    for each in parser._TRAIN_ARGS:
+        each.__post_init__ = lambda self: None
+    return parser
+
+
+def _written(question: dict[str, Any]) -> str:
+    """Return the path of a file with the question's text, which the next question replaces."""
+    path = Path(tempfile.gettempdir(), f"parser-witness-{os.getpid()}{question['suffix']}")
+    path.write_text(question["text"], encoding="utf-8")
+    return str(path)
 
 
 def mapping(value: Any) -> Any:

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from skill_tools.configs.config import Config
-from skill_tools.dialects.read import read, read_text
+from skill_tools.configs.source import Source
+from skill_tools.dialects.read import read, read_sources, read_text
 from skill_tools.errors import UnusableInput
 from skill_tools.rules.lint import lint
 
@@ -14,7 +15,7 @@ model_name_or_path: Qwen/Qwen3-8B
 stage: sft
 do_train: true
 finetuning_type: full
-learning_rate: 1e-5
+learning_rate: 1.0e-5
 fp8: true
 deepspeed: examples/deepspeed/ds_z3_config.json
 """
@@ -186,3 +187,33 @@ def test_a_section_on_the_command_line_is_read_as_one_in_a_file() -> None:
     text = "llamafactory-cli train --stage sft --finetuning_type full --pure_bf16 --deepspeed "
     config = composed(text + "'{zero_optimization: {stage: 3}}'\n", filename="run.sh")
     assert ids(config) == ["lf-pure-bf16-zero3"]
+
+
+@pytest.mark.parametrize(
+    ("release", "value", "refused", "by_release"),
+    [("0.9.3", 1e-5, 1, 0), ("0.9.5", 1e-5, 0, 0), (None, None, 0, 1)],
+)
+def test_its_release_decides_which_loader_reads_a_number(
+    release: str | None, value: object, refused: int, by_release: int
+) -> None:
+    source = Source("run.yaml", YAML.replace("1.0e-5", "1e-5"))
+    config = read_sources([source.stating(lambda: {"llamafactory": release} if release else {})])
+    assert config.value("learning_rate") == value
+    assert len([wrong for wrong in config.wrong_types if wrong.setting.key == "learning_rate"]) == refused
+    assert len(config.faults) == by_release
+
+
+def test_text_in_a_file_is_handed_on_as_it_is() -> None:
+    config = composed('stage: sft\nfinetuning_type: lora\ngradient_checkpointing: "false"\nmax_steps: "9"\n')
+    assert config.value("gradient_checkpointing") is True
+    assert [wrong.setting.key for wrong in config.wrong_types] == ["max_steps"]
+
+
+def test_options_after_a_file_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(YAML, encoding="utf-8")
+    script = Source("run.sh", "llamafactory-cli train run.yaml --bf16 true bf16=\n", tmp_path)
+    config = read_sources([script])
+    assert [(each.written, each.nearest) for each in config.unknown if "bf16" in each.written] == [
+        ("--bf16", ("bf16=",))
+    ]
+    assert config.settings["bf16"].value is None
