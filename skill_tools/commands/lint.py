@@ -150,6 +150,7 @@ class Linted:
         self._texts: dict[str, str] = {}
         self._beside: dict[str, dict[str, Stated]] = {}
         self._passed_over = 0
+        self._dialects: frozenset[str] = frozenset()
 
     def take(self, group: Group) -> None:
         """Lint the configurations in `group`; what cannot be used is kept as an error, or passed over."""
@@ -189,6 +190,7 @@ class Linted:
             read=self._read,
             passed_over=self._passed_over,
             texts=self._texts,
+            newest_known=releases.newest_known(self._dialects),
         )
 
     def _fail(self, error: UnusableInput) -> None:
@@ -247,6 +249,7 @@ class Linted:
         self._results.append((titles[0], result))
         self._texts |= {name: config.sources[name] for name in _files(result) if name in config.sources}
         named = releases.that_matter(stated, config)
+        self._dialects |= config.dialects()
         dialect = reading.dialect
         self._read.append(ReadAs(" + ".join(titles), dialect.name, dialect.label, reading.proof, named))
 

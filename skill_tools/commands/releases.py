@@ -3,6 +3,7 @@
 import argparse
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from skill_tools import knowledge
@@ -55,6 +56,21 @@ def that_matter(found: Mapping[str, Stated], config: Config) -> dict[str, Stated
     rules = rules_about(config.dialects().union(config.shares))
     asked = {package for rule in rules for package in rule.versions}
     return {name: each for name, each in found.items() if name in asked}
+
+
+@knowledge.derived
+def newest_known(dialects: frozenset[str]) -> dict[str, str]:
+    """Return how far the rules about each of `dialects` go: its distribution's newest release that they know.
+
+    A dialect's distribution is the one that most of its rules ask for.
+    """
+    found = {}
+    for dialect in sorted(dialects):
+        asked = Counter(name for rule in rules_about(frozenset({dialect})) for name in rule.versions)
+        for name, _ in asked.most_common(1):
+            released = [each for each in _known()[name] if "dev" not in each]
+            found |= {name: each for each in released[-1:]}
+    return found
 
 
 def check(targets: Iterable[str]) -> None:

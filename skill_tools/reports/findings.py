@@ -6,6 +6,7 @@ contract, so they stand here and not in the records of `rules.finding`.
 """
 
 import json
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -16,8 +17,9 @@ from skill_tools.errors import UnusableInput, printable, printable_json
 from skill_tools.rules.finding import CONSEQUENCES, Finding, LintResult, Severity, Undecided
 from skill_tools.rules.lint import in_order
 
-SCHEMA_VERSION = "2.0"
+SCHEMA_VERSION = "2.1"
 _MOST_READ_LINES = 5
+_MOST_NAMES = 8  # of rules in the last line
 
 
 class ReadAs(NamedTuple):
@@ -39,7 +41,8 @@ class Report(NamedTuple):
 
     `inputs` counts the runs that were linted, `rules` what they were asked in all. `omitted` counts findings that
     `--limit` left out of `findings`; `counts` counts all of them. `read` says what each run was read as, `passed_over`
-    how many files were nobody's. `texts` has the text of each file that a finding points at.
+    how many files were nobody's. `texts` has the text of each file that a finding points at. `newest_known` is how far
+    the rules go: the newest release of each framework that they know.
     """
 
     inputs: int
@@ -52,6 +55,7 @@ class Report(NamedTuple):
     passed_over: int = 0
     texts: Mapping[str, str] = MappingProxyType({})
     rules: int = 0
+    newest_known: Mapping[str, str] = MappingProxyType({})
 
 
 def report(
@@ -62,6 +66,7 @@ def report(
     read: Sequence[ReadAs] = (),
     passed_over: int = 0,
     texts: Mapping[str, str] = MappingProxyType({}),
+    newest_known: Mapping[str, str] = MappingProxyType({}),
 ) -> Report:
     """Gather the results of all runs, each with its input's name, into one report."""
     findings = in_order([finding for _, result in results for finding in result.findings])
@@ -77,6 +82,7 @@ def report(
         passed_over=passed_over,
         texts=texts,
         rules=sum(result.rules for _, result in results),
+        newest_known=newest_known,
     )
 
 
@@ -141,18 +147,38 @@ def _finding_line(finding: Finding, others: int) -> str:
 
 
 def summary(report: Report) -> str:
-    """Return the last line: how many of what, what was left out, and how many rules stay open."""
+    """Return the last line: how many of what, what was left out, and how far it goes.
+
+    That is how many rules were asked, up to which releases, and which of them a release decides that nobody stated.
+    """
     counts = [_counted(report.counts[severity], severity) for severity in Severity if report.counts[severity]]
     parts = [f"{', '.join(counts) or 'no findings'} in {_plural(report.inputs, 'input')}"]
     if report.omitted:
         parts.append(f"{report.omitted} not shown (--limit)")
+    if report.rules:
+        up_to = ", ".join(f"{name} {release}" for name, release in report.newest_known.items())
+        parts.append(f"{_plural(report.rules, 'rule')} asked{f', known up to {up_to}' if up_to else ''}")
     if report.undecided:
-        parts.append(f"{len(report.undecided)} of {report.rules} rules undecided (--show-undecided)")
-    elif report.rules:
-        parts.append(f"all {report.rules} rules decided")
+        parts.append(f"{len(report.undecided)} undecided (--show-undecided)")
+    for package, rules in open_releases(report).items():
+        more = f" and {len(rules) - _MOST_NAMES} more" if len(rules) > _MOST_NAMES else ""
+        depend = "depends" if len(rules) == 1 else "depend"
+        parts.append(f"{package} is not stated: {', '.join(rules[:_MOST_NAMES])}{more} {depend} on it")
     if report.errors:
         parts.append(f"{_plural(len(report.errors), 'input')} not usable")
     return "; ".join(parts)
+
+
+def open_releases(report: Report) -> dict[str, list[str]]:
+    """Return the known faults that a release decides which nobody stated, by its distribution."""
+    found: dict[str, set[str]] = {}
+    ranges = [(each, finding.rule) for finding in report.findings for each in finding.depends_on]
+    ranges += [(each, open_.rule) for _, open_ in report.undecided for each in open_.missing]
+    for range_, rule in ranges:
+        named = re.fullmatch(r"([a-z][a-z0-9-]*)[<>=!~].*", range_)
+        if named is not None:
+            found.setdefault(named[1], set()).add(rule)
+    return {package: sorted(rules) for package, rules in sorted(found.items())}
 
 
 def _counted(count: int, severity: Severity) -> str:
@@ -174,6 +200,8 @@ def as_json(report: Report, *, show_undecided: bool = False, explain: bool = Fal
             "undecided": len(report.undecided),
             "omitted": report.omitted,
             "passed_over": report.passed_over,
+            "newest_known": dict(report.newest_known),
+            "open_releases": open_releases(report),
         },
         "read": [_read_data(each) for each in report.read],
         "findings": [finding_data(finding, explain=explain) for finding in report.findings],

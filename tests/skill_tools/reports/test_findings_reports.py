@@ -64,7 +64,8 @@ def test_concise_is_one_line_a_finding_and_a_summary(full: Report) -> None:
     assert "[depends on megatron-core>=0.18]" in second
     assert third.startswith("dir/run.yaml:1:5 info fg-i")
     assert last == (
-        "1 error, 1 warning, 1 info in 1 input; 2 of 9 rules undecided (--show-undecided); 1 input not usable"
+        "1 error, 1 warning, 1 info in 1 input; 9 rules asked; 2 undecided (--show-undecided); "
+        "megatron-core is not stated: oc-x depends on it; 1 input not usable"
     )
 
 
@@ -75,7 +76,20 @@ def test_open_rules_are_listed_on_request(full: Report) -> None:
 def test_a_clean_call_says_so() -> None:
     assert (
         as_concise(report([("a", LintResult((), (), 5)), ("b", LintResult((), (), 4))], []))
-        == "no findings in 2 inputs; all 9 rules decided"
+        == "no findings in 2 inputs; 9 rules asked"
+    )
+
+
+def test_the_last_line_says_how_far_it_goes() -> None:
+    """The releases that the rules know, and what depends on one that nobody stated, by name."""
+    open_ = Undecided("ax-y", "Something open", ("axolotl<0.18", "adapter"))
+    verdict = LintResult(
+        (finding("ax-z", 1, Severity.INFO, depends_on=("axolotl>=0.20", "torch<2.9")),), (open_,), 7
+    )
+    gathered = report([("a", verdict)], [], newest_known={"axolotl": "0.21.0"})
+    assert as_concise(gathered).split("\n")[-1] == (
+        "1 info in 1 input; 7 rules asked, known up to axolotl 0.21.0; 1 undecided (--show-undecided); "
+        "axolotl is not stated: ax-y, ax-z depend on it; torch is not stated: ax-z depends on it"
     )
 
 
@@ -85,7 +99,8 @@ def test_json_keeps_its_schema(full: Report) -> None:
     check(json.loads(as_json(full, show_undecided=True, explain=True)))
     assert document["findings"][0]["observed"] == {"a": True, "n": None, "mods": ["x"]}
     assert document["summary"] == {
-        "inputs": 1, "error": 1, "warning": 1, "info": 1, "rules": 9, "undecided": 2, "omitted": 0, "passed_over": 0
+        "inputs": 1, "error": 1, "warning": 1, "info": 1, "rules": 9, "undecided": 2, "omitted": 0, "passed_over": 0,
+        "newest_known": {}, "open_releases": {"megatron-core": ["oc-x"]},
     }  # fmt: skip
     assert document["errors"][0]["try"] == "another"
 
