@@ -66,10 +66,11 @@ def newest_known(dialects: frozenset[str]) -> dict[str, str]:
     """
     found = {}
     for dialect in sorted(dialects):
-        asked = Counter(name for rule in rules_about(frozenset({dialect})) for name in rule.versions)
+        asked = Counter(
+            name for rule in rules_about(frozenset({dialect})) for name in rule.versions if _known()[name]
+        )
         for name, _ in asked.most_common(1):
-            released = [each for each in _known()[name] if "dev" not in each]
-            found |= {name: each for each in released[-1:]}
+            found[name] = next(each for each in reversed(_known()[name]) if "dev" not in each)
     return found
 
 
