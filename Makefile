@@ -10,7 +10,7 @@ TRANSFORMERS_RELEASES := 4.57.3 5.0.0 5.8.0 5.10.4 5.14.1 5.17.0 5.23.0 5.24.0
 # Where it is set, every process of the tests compiles the packages again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test test-all test-faults check lint-code render docs clean
+.PHONY: setup demo test test-all test-faults check lint-code render skill docs clean
 .PHONY: test-trainers test-trainers-axolotl test-axolotl test-megatron test-transformers test-deepspeed test-accelerate test-torchtune test-llama-factory test-rl
 .PHONY: test-mutations test-damage test-recognition test-messages test-parsers traces
 
@@ -165,6 +165,10 @@ test-damage: setup
 # 12,952 files of 22 public repositories that hold nothing of ours: none is misread.
 test-recognition: setup
 	$(BIN)/python tests/judges/recognition/check.py
+
+# What an agent installs, in build/skill: 2 MB without tests, benchmarks and evals.
+skill:
+	$(PYTHON) .ci/skill_bundle.py
 
 # The documentation as a site in build/site, rules included; a broken link is an error.
 docs: setup

@@ -1,6 +1,7 @@
 """The skill as its readers get it: valid frontmatter, small enough, one version, true to its card."""
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -35,26 +36,62 @@ def test_it_has_the_six_fields_of_the_format_and_no_other() -> None:
     }
 
 
-def test_the_validator_accepts_it(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What `make skill` lays out for an agent."""
+    if not (ROOT / ".git").exists():
+        pytest.skip("needs a git checkout, whose files the bundle consists of")
+    folder = tmp_path_factory.mktemp("skill")
+    subprocess.run(
+        [sys.executable, ROOT / ".ci" / "skill_bundle.py", folder], check=True, capture_output=True
+    )
+    return folder / "cpu-offloading"
+
+
+def test_the_validator_accepts_it(bundle: Path) -> None:
     validator = Path(sys.executable).with_name("agentskills")
     if not validator.is_file():
         pytest.skip("needs skills-ref: pip install -c constraints.txt '.[test]'")
-    folder = tmp_path / "cpu-offloading"
-    folder.mkdir()
-    for name in ("SKILL.md", "card.yaml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, folder / name)
-    for name in ("docs", "schema", "skill_tools", "offload_arithmetic"):
-        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-    done = subprocess.run([validator, "validate", str(folder)], capture_output=True, text=True, check=False)
+    done = subprocess.run([validator, "validate", str(bundle)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 
-def test_its_tools_run_from_a_copy_of_the_skill(tmp_path: Path) -> None:
+def test_what_an_agent_installs_is_slim(bundle: Path) -> None:
+    assert {path.name for path in bundle.iterdir()} & {"tests", "benchmarks", "evals", "findings"} == set()
+    files = [path for path in bundle.rglob("*") if path.is_file()]
+    assert sum(path.stat().st_size for path in files) < 7_000_000
+    assert bundle.with_name("cpu-offloading.zip").stat().st_size < 2_000_000
+    for link in re.findall(r"\]\(([^)#\s]+)", SKILL):
+        assert (bundle / link).exists(), link
+
+
+def test_its_commands_work_as_written_from_a_folder_of_the_user(bundle: Path, tmp_path: Path) -> None:
+    """An agent puts the skill's folder in the place of the variable, as Claude Code does, or as SKILL.md says."""
+    shutil.copy(ROOT / "examples" / "good_axolotl.yaml", tmp_path / "FILE.yaml")
+    shutil.copy(ROOT / "evals" / "files" / "train_pp.log", tmp_path / "LOG")
+    table = SKILL[heading("Purpose") : heading("Decision table")]
+    lines = re.findall(r"`python3 (\$\{CLAUDE_SKILL_DIR\}/skill_tools [^`]+)`", table)
+    assert len(lines) >= 6
+    for line in lines:
+        if line.endswith("verify"):  # trains for a minute
+            continue
+        words = line.replace("${CLAUDE_SKILL_DIR}", str(bundle)).replace("FILE", "FILE.yaml")
+        done = subprocess.run(
+            [sys.executable, *words.replace("RULE", "la-pp").split()],
+            cwd=tmp_path, env={**os.environ, "PYTHONPATH": ""}, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert done.returncode in {0, 1}, f"{line}: {done.stderr}"
+
+
+def test_no_python_but_this_tool_is_approved() -> None:
+    tools = re.findall(r"\w+(?:\([^)]*\))?", FRONTMATTER["allowed-tools"])
+    shells = [tool for tool in tools if tool.startswith("Bash")]
+    assert shells == ["Bash(python3 ${CLAUDE_SKILL_DIR}/skill_tools *)", "Bash(offload *)"]
+    assert not {"Edit", "Write", "Bash", "WebFetch"} & set(tools)
+
+
+def test_its_tools_are_its_own(bundle: Path) -> None:
     """As an agent runs them: uninstalled, from another folder. A plan needs the arithmetic beside the tools."""
-    for name in ("SKILL.md", "card.yaml"):
-        shutil.copy(ROOT / name, tmp_path / name)
-    for name in ("schema", "skill_tools", "offload_arithmetic"):
-        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     words = (
         "plan",
         "--model",
@@ -66,12 +103,12 @@ def test_its_tools_run_from_a_copy_of_the_skill(tmp_path: Path) -> None:
         "--framework",
         "pytorch",
     )
-    command = [sys.executable, "-v", str(tmp_path / "skill_tools"), *words]
-    done = subprocess.run(command, cwd=tmp_path / "schema", capture_output=True, text=True, check=False)
+    command = [sys.executable, "-v", str(bundle / "skill_tools"), *words]
+    done = subprocess.run(command, cwd=bundle / "schema", capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "GPU: " in done.stdout
     for package in ("skill_tools", "offload_arithmetic"):
-        assert str(tmp_path / package / "__init__") in done.stderr, "the copy is not what runs"
+        assert str(bundle / package / "__init__") in done.stderr, "the copy is not what runs"
 
 
 def test_an_agent_can_keep_it_in_mind() -> None:

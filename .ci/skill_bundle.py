@@ -1,0 +1,48 @@
+"""Lays out what an agent installs: the skill without tests, benchmarks, evals and what only contributors read.
+
+    python3 .ci/skill_bundle.py            # build/skill/cpu-offloading and build/skill/cpu-offloading.zip
+
+It takes files that git knows. The YAML behind the compiled `index.json` stays away too: no command of a user reads it.
+"""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+TAKEN = (
+    "SKILL.md", "skill-card.md", "card.yaml", "LICENSE", "README.md", "BENCHMARK.md", "SECURITY.md",
+    ".claude-plugin", "cpu_offloading", "docs", "examples", "offload_arithmetic", "reference_impl", "schema", "skill_tools",
+    # What `pip install '.[reference]'` reads.
+    "pyproject.toml", "hatch_build.py", "constraints.txt",
+)  # fmt: skip
+LEFT_OUT = (
+    *(f"skill_tools/knowledge/{name}" for name in ("rules", "keys", "vocabulary", "messages", "coverage")),
+    *(f"skill_tools/knowledge/{name}.yaml" for name in ("keys", "models", "hardware")),
+)
+
+
+def is_within(path: str, folders: tuple[str, ...]) -> bool:
+    """Return whether `path` is one of `folders` or lies in one."""
+    return any(path == folder or path.startswith(f"{folder}/") for folder in folders)
+
+
+def bundle(target: Path) -> Path:
+    """Write the bundle to `target`, which is made anew, and beside it as a zip file whose path is returned."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True)
+    if target.exists():
+        shutil.rmtree(target)
+    for path in filter(None, listed.stdout.split("\0")):
+        if is_within(path, TAKEN) and not is_within(path, LEFT_OUT):
+            (target / path).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / path, target / path)
+    return Path(shutil.make_archive(str(target), "zip", target.parent, target.name))
+
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1] if len(sys.argv) > 1 else ROOT / "build" / "skill") / "cpu-offloading"
+    archive = bundle(folder)
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    print(f"{folder}: {len(files)} files, {sum(path.stat().st_size for path in files) / 1e6:.1f} MB")
+    print(f"{archive}: {archive.stat().st_size / 1e6:.1f} MB")
