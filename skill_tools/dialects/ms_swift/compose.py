@@ -29,6 +29,7 @@ from skill_tools.dialects.deepspeed import section as deepspeed
 from skill_tools.dialects.deepspeed.dialect import is_one as is_deepspeed
 from skill_tools.dialects.megatron import BRIDGE, embedded
 from skill_tools.dialects.ms_swift import MS_SWIFT
+from skill_tools.dialects.transformers.parsers import FALSE, TRUE, TRUTH
 from skill_tools.errors import UnusableInput
 
 _OVERRIDES = "<overrides>"
@@ -146,8 +147,25 @@ def _set(draft: Draft, spelling: str, value: object, written: str, place: Place)
     if name == "recompute_granularity" and value == "none":
         value = None
     draft.set_key(name, value, written, place)
+    is_truth = key is not None and key.type_in(MS_SWIFT) == "bool" and isinstance(value, str)
+    if is_truth and str(value).lower() not in TRUE | FALSE and name in draft:
+        draft.refuse_type(name, TRUTH)
     if name.endswith("--model") and isinstance(value, str):
         draft.model_name = value
+
+
+def _set_from_file(draft: Draft, spelling: str, value: object, written: str, place: Place) -> None:
+    """Write a value of a file as the text that stands for it on the command line that ms-swift makes of the file."""
+    is_container = value is UNREADABLE or isinstance(value, list | dict)
+    _set(draft, spelling, value if is_container else str(value), written, place)
+    key = draft.key(spelling)
+    name = key.name if key else spelling
+    if name not in draft:
+        return
+    if value is None:
+        draft.refuse_type(name, "a value, or no such key: null becomes the text None on the command line")
+    elif isinstance(value, list) and not all(isinstance(each, str) for each in value):
+        draft.refuse_type(name, "a list of text: a number or null in it cannot be put on the command line")
 
 
 def _program_of(draft: Draft, entries: Mapping[str, Node]) -> str:
@@ -179,7 +197,7 @@ def _write_file(draft: Draft, root: Node, file: str, program: str) -> None:
             for variable, value in entries_of(node).items():
                 draft.set_environment(variable, plain(value), Place(file, value.line, value.column))
         elif draft.accepts(spelling):
-            _set(draft, spelling, plain(node), name, place)
+            _set_from_file(draft, spelling, plain(node), name, place)
         else:
             draft.note_unknown(name, place, spelling=spelling)
 

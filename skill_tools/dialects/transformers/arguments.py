@@ -11,7 +11,7 @@ from pathlib import Path
 from skill_tools.configs.config import Place, Setting
 from skill_tools.configs.draft import Draft
 from skill_tools.configs.source import Source, find
-from skill_tools.configs.tree import single_document, write_tree
+from skill_tools.configs.tree import entries_of, single_document, write_tree
 from skill_tools.configs.values import UNREADABLE
 from skill_tools.configs.vocabulary import load_vocabulary
 from skill_tools.configs.yaml_lines import Node, plain
@@ -19,7 +19,15 @@ from skill_tools.dialects.deepspeed import DEEPSPEED, section
 from skill_tools.dialects.transformers import TRANSFORMERS
 
 FSDP_CONFIG = "fsdp_config"
-_SECTIONS = (FSDP_CONFIG, DEEPSPEED, "gradient_checkpointing_kwargs", "activation_checkpointing_kwargs")
+KWARGS = ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs")
+_SECTIONS = (FSDP_CONFIG, DEEPSPEED, *KWARGS)
+# Of torch's checkpoint, then what Transformers and TRL take out before it is called.
+_OF_CHECKPOINT = frozenset(
+    {"use_reentrant", "preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop"}
+    | {"offload", "every_n_layers", "selective"}
+)
+_TRUTHS = frozenset({"use_reentrant", "preserve_rng_state", "debug", "offload", "selective"})
+_EVERY = "every_n_layers"
 _MODEL = "base_model"
 _LIKENESS = 0.86  # of a key to a known one, from which it is that key misspelt and not a script's own
 _MOST_ALIKE = 2  # letters by which a misspelt key may be longer or shorter
@@ -43,6 +51,8 @@ def write(draft: Draft, name: str, node: Node, file: str) -> None:
         return
     if value is UNREADABLE:
         _open_section(draft, name)
+    elif name in KWARGS and draft.framework == TRANSFORMERS:
+        _write_kwargs(draft, name, node, file)
     elif isinstance(node.value, dict):
         write_tree(draft, node, file, prefix=name, spell=without_prefix)
 
@@ -95,6 +105,21 @@ def _alike(name: str, names: frozenset[str]) -> Iterator[str]:
             matcher.set_seq1(known)
             if matcher.quick_ratio() >= _LIKENESS and matcher.ratio() >= _LIKENESS:
                 yield known
+
+
+def _write_kwargs(draft: Draft, name: str, node: Node, file: str) -> None:
+    """Write what checkpointing is called with: nobody converts it, so that any text is true and none is a number."""
+    for field, child in entries_of(node).items():
+        place, key = Place(file, child.line, child.column), f"{name}.{field}"
+        value = plain(child)
+        if field not in _OF_CHECKPOINT:
+            from difflib import get_close_matches
+
+            draft.note_unknown(key, place, nearest=tuple(get_close_matches(field, _OF_CHECKPOINT, n=1)))
+            continue
+        draft.set(key, bool(value) if field in _TRUTHS and value is not UNREADABLE else value, place)
+        if field == _EVERY and value is not UNREADABLE and not (isinstance(value, int | float) and value):
+            draft.refuse_type(draft.canonical(key), "a whole number from 1 on, without quotes")
 
 
 def _from_json(node: Node, file: str) -> Node:

@@ -31,6 +31,7 @@ from skill_tools.dialects.transformers.parsers import Parser, expected, given
 from skill_tools.errors import UnusableInput
 
 _OVERRIDES = "<overrides>"
+_OFFLOAD = "offload"
 _OF_THE_PARSER = frozenset({RECIPE, "env"})
 _PASSED_ON = ("$@", "$*", "${@")  # what a script is given itself, perhaps more options
 
@@ -87,7 +88,9 @@ def _write_argument(draft: Draft, name: str, node: Node, file: str) -> None:
     place = Place(file, node.line, node.column)
     trainer = draft.get(CLASS)
     if not draft.accepts(name):
-        if name not in _OF_THE_PARSER and (alike := arguments.misspelt(name)):
+        alike = arguments.misspelt(name)
+        # TRL's own command has no arguments beside those of its classes; a script is unlikely to have an offload.
+        if name not in _OF_THE_PARSER and (alike or trainer is not None or _OFFLOAD in name):
             draft.note_unknown(name, place, nearest=alike)
     elif trainer is not None and _is_refused(name, str(trainer.value)):
         draft.note_unknown(f"{trainer.value}.{name}", place, nearest=())

@@ -112,6 +112,8 @@ class Transformers(Dialect):
         section, dot, _ = unknown.written.partition(".")
         if not dot:
             return "hf-argument-typo"
+        if section.endswith("_kwargs"):
+            return "hf-gc-kwargs-unknown"
         if section not in CLASSES:
             return "hf-fsdp-unknown-key"
         from skill_tools.dialects.transformers.classes import is_trl

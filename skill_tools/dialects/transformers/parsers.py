@@ -15,10 +15,10 @@ from skill_tools.configs.values import UNREADABLE, is_template
 from skill_tools.configs.yaml_lines import Node
 from skill_tools.dialects.transformers import TRANSFORMERS
 
-_TRUE = frozenset({"yes", "true", "t", "y", "1"})
-_FALSE = frozenset({"no", "false", "f", "n", "0"})
+TRUE = frozenset({"yes", "true", "t", "y", "1"})
+FALSE = frozenset({"no", "false", "f", "n", "0"})
 _MAY_BE_NULL = frozenset({"bf16", "activation_checkpointing"})  # the class decides then
-_TRUTH = "yes, true, t, y, 1, no, false, f, n or 0"
+TRUTH = "yes, true, t, y, 1, no, false, f, n or 0"
 _NUMBER = "a number without quotes, since nothing converts text here"
 
 
@@ -42,9 +42,9 @@ def given(draft: Draft, name: str, node: Node, parser: Parser) -> Node:
     if parser is Parser.CALL:
         return node._replace(value=bool(value))
     lowered = value.lower() if isinstance(value, str) else ""
-    if lowered in _FALSE:
+    if lowered in FALSE:
         return node._replace(value=False if parser is Parser.ARGPARSE else UNREADABLE)
-    return node._replace(value=True) if lowered in _TRUE else node
+    return node._replace(value=True) if lowered in TRUE else node
 
 
 def expected(draft: Draft, name: str, node: Node, parser: Parser) -> str | None:
@@ -54,7 +54,7 @@ def expected(draft: Draft, name: str, node: Node, parser: Parser) -> str | None:
         return None
     kind = key.type_in(draft.framework)
     if parser is Parser.ARGPARSE:
-        return _TRUTH if kind == "bool" else None
+        return TRUTH if kind == "bool" else None
     return _NUMBER if parser is Parser.CALL and kind in ("int", "float") else None
 
 

@@ -112,3 +112,11 @@ def test_megatrons_own_rules_have_ms_swifts_defaults() -> None:
 def test_extra_kwargs_go_to_the_model() -> None:
     extra = """--megatron_extra_kwargs '{"cpu_offloading": true, "cpu_offloading_num_layers": 2}'"""
     assert "la-recompute" in found(swift(f"megatron sft {MODEL} {extra}\n"))
+
+
+def test_a_file_becomes_text_on_the_command_line() -> None:
+    text = "model: some/model\ntuner_type: lora\ndataset: a.jsonl\nmax_grad_norm: null\ngradient_checkpointing: on\n"
+    config = read_text(f"{text}save_only_model: 'on'\ntarget_modules: [1]\n", "config.yaml")
+    wrong = [each.setting.key for each in config.wrong_types]
+    assert wrong == ["--max_grad_norm", "swift.save_only_model", "--target_modules"]
+    assert config.value("swift.gradient_checkpointing") is True

@@ -1,0 +1,18 @@
+"""The keywords of checkpointing, which nobody converts on their way to torch."""
+
+from skill_tools.dialects.read import read_text
+
+
+def test_nobody_converts_the_keywords_of_checkpointing() -> None:
+    for more, refused, unknown in (
+        ("", 0, 0),
+        (', "every_n_layers": "2"', 1, 0),
+        (', "every_n_layers": 0', 1, 0),
+        (', "every_n_layers": 2', 0, 0),
+        (', "ofload": True', 0, 1),
+    ):
+        kwargs = f'activation_checkpointing_kwargs={{"offload": "false"{more}}}'
+        script = f"from trl import SFTConfig\nargs = SFTConfig(activation_checkpointing=True, {kwargs})\n"
+        config = read_text(script, "train.py")
+        assert config.value("activation_checkpointing_kwargs.offload") is True
+        assert (len(config.wrong_types), len(config.unknown)) == (refused, unknown), more
