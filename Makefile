@@ -11,7 +11,7 @@ TRANSFORMERS_RELEASES := 4.57.3 5.0.0 5.8.0 5.10.4 5.14.1 5.17.0 5.23.0 5.24.0
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: setup demo test test-all test-faults check lint-code render skill docs clean
-.PHONY: test-trainers test-trainers-axolotl test-axolotl test-megatron test-transformers test-deepspeed test-accelerate test-torchtune test-llama-factory test-rl
+.PHONY: test-trainers test-trainers-axolotl test-axolotl test-megatron test-transformers test-deepspeed test-accelerate test-torchtune test-llama-factory test-rl test-block-swap
 .PHONY: test-mutations test-damage test-recognition test-messages test-parsers traces
 
 setup: .venv/.ready
@@ -131,6 +131,11 @@ test-accelerate: setup
 test-rl: setup
 	$(BIN)/python tests/judges/rl/fetch.py
 	$(BIN)/python tests/judges/rl/judge.py --configurations 5000
+
+# Programs, checks and models of musubi-tuner and sd-scripts judge our rules: 5,000 generated commands a release.
+test-block-swap: setup
+	$(BIN)/python tests/judges/block_swap/fetch.py
+	$(BIN)/python tests/judges/block_swap/judge.py --configurations 5000
 
 # The messages that quote a package's source, compared with it in several releases; torch's with the one that is installed.
 QUOTED ?= deepspeed==0.17.0 deepspeed==0.18.9 deepspeed==0.19.8 megatron-core==0.14.0 megatron-core==0.16.1 \

@@ -21,6 +21,8 @@ _MODULES = {
     "verl": "skill_tools.dialects.verl.dialect",
     "nemo-rl": "skill_tools.dialects.nemo_rl.dialect",
     "prime-rl": "skill_tools.dialects.prime_rl.dialect",
+    "musubi-tuner": "skill_tools.dialects.block_swap.musubi",
+    "sd-scripts": "skill_tools.dialects.block_swap.sd_scripts",
     "lightning": "skill_tools.dialects.lightning.dialect",
     "fsdp2": "skill_tools.dialects.fsdp2.dialect",
     "transformers": "skill_tools.dialects.transformers.dialect",

@@ -56,6 +56,8 @@ LOOK_ALIKES = {
     "library.py": "import torch\n\n\ndef train(model, config):\n    config.model.x = 1\n    return model\n",
     "words.py": "NAMES = ['megatron.bridge', 'ConfigContainer(']\n\n\ndef f(self):\n    self.a.b = 1\n    return 1\n",
     "django.py": "from django.db import models\n\n\nclass Config(models.Model):\n    optimizer = models.TextField()\n",
+    "diffusers.sh": "python train_dreambooth_lora_flux.py --pretrained_model_name_or_path a --rank 8\n",
+    "train_network.sh": "python train_network.py --epochs 3 --lr 0.1\n",
     "train_gpt.py": "import argparse\nparser = argparse.X()\nparser.add_argument('--num-layers', type=int)\n",
     "test_args.py": "import argparse\nargs = make_parser().parse_args(['--num-layers', '4'])\n",
     "adapter.py": "from transformers import AutoModel\nfrom mcore.dpo import (\n    Trainer,\n    DPOConfig,\n)\n"

@@ -1,0 +1,127 @@
+"""Reads the command that starts a program of musubi-tuner or sd-scripts, and the TOML that --config_file names.
+
+argparse takes the options, and the TOML fills in those that the command does not set; its sections are flattened one
+level, and a name that no option has is dropped without a word. `NAME.program` is the script, without its suffix.
+Apart because two dialects read their commands with it.
+"""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from skill_tools.configs.config import Config, Place, Setting
+from skill_tools.configs.draft import Draft
+from skill_tools.configs.shell.command import Argument
+from skill_tools.configs.shell.launch import (
+    Flag,
+    command_line,
+    flags,
+    program_end,
+    training_command,
+    write_environment,
+)
+from skill_tools.configs.source import Kind, Source, find
+from skill_tools.configs.tree import entries_of, single_document
+from skill_tools.configs.values import UNREADABLE
+from skill_tools.configs.vocabulary import load_vocabulary
+from skill_tools.configs.yaml_lines import Node, plain
+from skill_tools.errors import UnusableInput
+
+_OVERRIDES = "<overrides>"
+
+
+def compose(name: str, sources: Sequence[Source], overrides: Sequence[str]) -> Config:
+    """Read `sources` in order, then `overrides`, each a string of options, for the dialect called `name`."""
+    draft = Draft(name)
+    draft.complete = True
+    folders = [source.folder for source in sources if source.folder is not None]
+    for source in sources:
+        draft.take(source)
+        match source.kind:
+            case Kind.SHELL:
+                _write_script(draft, source, folders)
+            case Kind.TOML:
+                _write_toml(draft, single_document(source), source.name)
+                draft.keys_may_be_set((f"{_section(name)}.program",))
+            case _:
+                raise UnusableInput(
+                    f"{source.name}:1 is {source.kind.value}",
+                    expected=f"a script that starts a program of {name}, or the TOML of its --config_file",
+                    attempt="the script with `accelerate launch …`",
+                )
+    for text in overrides:
+        _write_flags(draft, flags(command_line(text, _OVERRIDES), _OVERRIDES))
+    return draft.finish()
+
+
+def _section(name: str) -> str:
+    return name.partition("-")[0]
+
+
+def _write_script(draft: Draft, source: Source, folders: Sequence[Path]) -> None:
+    command = training_command(source, draft.accepts, whole=True)
+    write_environment(draft, command, source.name)
+    end = program_end(command)
+    if end:
+        _write_program(draft, command.words[end - 1], source.name)
+    given = list(flags(command.words[end:], source.name))
+    for flag in given:
+        if _spelling(draft, flag.name) == "--config_file" and flag.values:
+            _follow(draft, flag, folders)
+    _write_flags(draft, given)
+
+
+def _write_program(draft: Draft, word: Argument, file: str) -> None:
+    """Write the script's or module's own name: `src/musubi_tuner/wan_train.py` and `musubi_tuner.wan_train` are one."""
+    path = word.text.removesuffix(".py").rpartition("/")[2]
+    value = path.rpartition(".")[2] if word.resolved else UNREADABLE
+    draft.set_key(
+        f"{_section(draft.framework)}.program", value, word.text, Place(file, word.line, word.column)
+    )
+
+
+def _follow(draft: Draft, flag: Flag, folders: Sequence[Path]) -> None:
+    """Write the TOML that --config_file names; without it any option may be set."""
+    path = flag.values[0] if flag.values[0].endswith(".toml") else f"{flag.values[0]}.toml"
+    found = find(path, folders) if flag.known else None
+    if found is None:
+        draft.missing_files.append(Setting("config_file", path, flag.written, flag.place))
+        draft.may_be_set("--")
+        return
+    draft.take(found)
+    _write_toml(draft, single_document(found), found.name)
+
+
+def _write_toml(draft: Draft, root: Node, file: str) -> None:
+    for name, node in entries_of(root).items():
+        section = entries_of(node).items() if isinstance(node.value, dict) else [(name, node)]
+        for option, value in section:
+            spelling, place = f"--{option}", Place(file, value.line, value.column)
+            if draft.accepts(spelling):
+                key = draft.key(spelling)
+                draft.set_key(key.name if key else spelling, plain(value), option, place)
+            else:
+                draft.note_unknown(option, place, spelling=spelling)
+
+
+def _write_flags(draft: Draft, given: Iterable[Flag]) -> None:
+    for flag in given:
+        spelling = _spelling(draft, flag.name)
+        if not draft.accepts(spelling):
+            if "$" not in flag.name:
+                draft.note_unknown(flag.name, flag.place, spelling=spelling)
+            continue
+        key = draft.key(spelling)
+        value: object = flag.values[0] if len(flag.values) == 1 else list(flag.values)
+        if not flag.known:
+            value = UNREADABLE
+        elif not flag.values:
+            value = True
+        draft.set_key(key.name if key else spelling, value, flag.name, flag.place)
+
+
+def _spelling(draft: Draft, flag: str) -> str:
+    """Return the full name of an option, which argparse lets be cut short where only one fits."""
+    if draft.accepts(flag):
+        return flag
+    longer = [name for name in load_vocabulary(draft.framework).names if name.startswith(flag)]
+    return longer[0] if len(longer) == 1 else flag

@@ -1,0 +1,48 @@
+"""Fetches the tags of image and video trainers that the judge asks, into build/NAME/RELEASE.
+
+    python tests/judges/block_swap/fetch.py [NAME ...]
+
+A release that is there is not fetched again.
+"""
+
+import importlib
+import io
+import sys
+import tarfile
+import urllib.request
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "support"))
+sys.path.insert(0, str(Path(__file__).parent))
+
+from judge import FRAMEWORKS
+
+ROOT = Path(__file__).parents[3]
+
+
+def main() -> None:
+    """Fetch what is not there yet."""
+    for module in map(importlib.import_module, sys.argv[1:] or FRAMEWORKS):
+        for release in module.RELEASES:
+            folder = ROOT / "build" / module.NAME / release
+            if not folder.is_dir():
+                unpack(module.REPOSITORY, getattr(module, "TAGS", {}).get(release, f"v{release}"), folder)
+
+
+def unpack(repository: str, tag: str, target: Path) -> None:
+    """Download the archive of a tag or commit, and unpack its text without the leading folder."""
+    with urllib.request.urlopen(f"https://codeload.github.com/{repository}/tar.gz/{tag}") as answer:
+        data = io.BytesIO(answer.read())
+    with tarfile.open(fileobj=data) as archive:
+        for member in archive.getmembers():
+            path = target / member.name.partition("/")[2]
+            content = (
+                archive.extractfile(member) if member.isfile() and path.suffix in (".py", ".toml") else None
+            )
+            if content is not None:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(content.read())
+
+
+if __name__ == "__main__":
+    main()

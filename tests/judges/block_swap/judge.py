@@ -1,0 +1,108 @@
+"""Holds the rules of image and video trainers to what their releases say themselves, in both directions.
+
+    python tests/judges/block_swap/judge.py --configurations 5000 [NAME ...]
+
+For each release that `fetch.py` has fetched: an error that it raises must be among our findings, in its own words, and
+where it raises none we may find none. The exit code is 1 if any configuration disagrees.
+"""
+
+import argparse
+import contextlib
+import importlib
+import io
+import logging
+import random
+import re
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[3]))
+sys.path.insert(0, str(Path(__file__).parents[2] / "support"))
+sys.path.insert(0, str(Path(__file__).parent))
+
+from skill_tools.dialects.read import read_text
+from skill_tools.rules.knowledge import Rule, load_rules_yaml
+from skill_tools.rules.lint import lint
+
+ROOT = Path(__file__).parents[3]
+FRAMEWORKS = ("musubi", "sd_scripts")
+
+
+def main() -> int:
+    """Judge every release that is there; return the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--configurations", type=int, default=5000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("frameworks", nargs="*", default=FRAMEWORKS)
+    given = parser.parse_args()
+    logging.disable(logging.CRITICAL)
+    total = 0
+    for module in map(importlib.import_module, given.frameworks):
+        for release in module.RELEASES:
+            folder = ROOT / "build" / module.NAME / release
+            if not folder.is_dir():
+                print(f"{module.NAME} {release}: not fetched (python tests/judges/block_swap/fetch.py)")
+                continue
+            total += judged(module, folder, release, given.configurations, given.seed)
+    return int(total > 0)
+
+
+def judged(module: Any, folder: Path, release: str, count: int, seed: int) -> int:
+    """Print what one release and the rules say of `count` inputs, and return how often they disagree."""
+    rules = [
+        rule
+        for rule in load_rules_yaml()
+        if module.NAME in rule.dialects and rule.id not in module.NOT_JUDGED
+    ]
+    witness, chance = module.Witness(folder), random.Random(f"{module.NAME} {seed}")
+    counts: Counter[str] = Counter()
+    shown: dict[str, str] = {}
+    for _ in range(count):
+        question = module.asked(chance, release)
+        try:
+            with contextlib.redirect_stdout(io.StringIO()):
+                witness.ask(*question)
+            raised = ""
+        except (Exception, SystemExit) as error:
+            raised = str(error) or type(error).__name__
+        counts["raised"] += bool(raised)
+        text = module.command(*question)
+        for problem in disagreements(module.NAME, release, text, raised, rules):
+            counts[problem] += 1
+            counts["disagree"] += 1
+            shown.setdefault(problem, text)
+    print(f"{module.NAME} {release}: {count} asked, {counts['raised']} raised, {counts['disagree']} disagree")
+    for problem, text in list(shown.items())[:8]:
+        print(f"  {counts[problem]} x {problem}\n    {text}")
+    return counts["disagree"]
+
+
+def disagreements(name: str, release: str, text: str, raised: str, rules: list[Rule]) -> list[str]:
+    """Return what the release says and the rules do not, and the other way round."""
+    verdict = lint(read_text(text, FILENAMES.get(name, "run.sh")), rules=rules, versions={name: release})
+    problems = [f"undecided: {each.rule}" for each in verdict.undecided]
+    found = {each.rule for each in verdict.findings}
+    errors = {
+        rule.id for rule in rules if rule.effect in ("raises", "raises-at-build", "crashes-later")
+    } & found
+    said = {rule.id for rule in rules if raised and says(rule, raised)}
+    if raised and not said & errors:
+        problems.append(f"raised, not found: {raised.splitlines()[0][:140]} (found {sorted(errors)})")
+    if not raised:
+        problems += [f"found, not raised: {each}" for each in sorted(errors)]
+    return problems
+
+
+FILENAMES: dict[str, str] = {}
+
+
+def says(rule: Rule, text: str) -> bool:
+    """Whether `text` holds what the rule says that the framework prints; `{..}` stands for anything."""
+    patterns = (re.escape(one).replace(re.escape("{..}"), ".*") for one in rule.raises)
+    return any(re.search(pattern, text) for pattern in patterns)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,61 @@
+"""Writes the options of musubi-tuner and sd-scripts from their own parsers, for knowledge/vocabulary/.
+
+    python tests/judges/block_swap/vocabulary.py musubi|sd_scripts
+
+Every program of every release in build/ that the judge asks is parsed; an option of any of them is a name.
+"""
+
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "support"))
+sys.path.insert(0, str(Path(__file__).parent))
+
+from source_parts import Sources
+
+ROOT = Path(__file__).parents[3]
+COMMON = "musubi_tuner.training.parser_common"
+
+
+def musubi(folder: Path) -> Iterator[str]:
+    """Yield the options of each training program."""
+    sources = Sources(folder / "src", real=("torch",))
+    for path in sorted((folder / "src" / "musubi_tuner").glob("*_train*.py")):
+        module = f"musubi_tuner.{path.stem}"
+        names = sources.names(module)
+        own = [name for name in names if name.endswith("_setup_parser")]
+        parser = sources.take(*((COMMON, "setup_parser_common") if own else (module, "setup_parser")))()
+        for name in own:
+            parser = sources.take(module, name)(parser) or parser
+        yield from (option for action in parser._actions for option in action.option_strings)
+
+
+def sd_scripts(folder: Path) -> Iterator[str]:
+    """Yield the options of each training program."""
+    sources = Sources(folder, real=("torch",))
+    for path in [*sorted(folder.glob("*train*.py")), folder / "fine_tune.py"]:
+        if "setup_parser" in sources.names(path.stem):
+            parser = sources.take(path.stem, "setup_parser")()
+            yield from (option for action in parser._actions for option in action.option_strings)
+
+
+def main() -> None:
+    """Print the file."""
+    name = sys.argv[1]
+    module = importlib.import_module(name)
+    folders = [ROOT / "build" / module.NAME / release for release in module.RELEASES]
+    options = {"musubi": musubi, "sd_scripts": sd_scripts}[name]
+    found = {option for folder in folders for option in options(folder) if option.startswith("--")}
+    print(f"# Options of {module.NAME}'s training programs, each of which has some of them.")
+    print("#")
+    print(
+        f"# Source: the parsers of its training programs, at {', '.join(f'v{each}' for each in module.RELEASES)}."
+    )
+    print("# Written by tests/judges/block_swap/vocabulary.py.")
+    print("\nprogram", *sorted(found), sep="\n")
+
+
+if __name__ == "__main__":
+    main()
