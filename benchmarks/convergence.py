@@ -43,9 +43,9 @@ EXACT = "exact"
 FORMS: dict[str, dict[str, Any]] = {
     EXACT: {},
     "weights perturbed": {},
-    "bf16 moments, half masters": {"hi_lo_masters": True, "moments_dtype": torch.bfloat16},
-    "compact with 16 low bits": {"compact_low_bits": 16},
-    "compact with 8 low bits": {"compact_low_bits": 8},
+    "bf16 moments, half masters": {"states": "bf16-moments"},
+    "compact with 16 low bits": {"states": "compact-16"},
+    "compact with 8 low bits": {"states": "compact-8"},
 }
 VALIDATION_BATCHES = 40
 

@@ -142,8 +142,7 @@ class EverythingOff:
 def rows(engine: str, slots_bytes: int) -> dict[str, Row]:
     """Return every row of the table by name; states may come in early, or stay, in `slots_bytes`."""
     exact = Streaming(prefetch_bytes=slots_bytes)
-    bf16 = replace(exact, moments_dtype=torch.bfloat16, chunk_bytes=LARGE_CHUNK_BYTES)
-    packed = replace(bf16, hi_lo_masters=True)
+    bf16 = replace(exact, states="bf16-moments", chunk_bytes=LARGE_CHUNK_BYTES)
     both = {
         "none": Row(lambda model: Plain(model, clips=True)),
         "streamed, exact": ours(
@@ -158,8 +157,8 @@ def rows(engine: str, slots_bytes: int) -> dict[str, Row]:
     if engine == "ddp":
         return both
     return both | {
-        "bf16 shards, half masters, bf16 moments": replace(
-            ours(Traffic(after_it=(6, 6), comes_early=True), split=(0.0, 1.0, 0.0), streaming=packed),
+        "bf16 shards, bf16 moments": replace(
+            ours(Traffic(after_it=(6, 6), comes_early=True), split=(0.0, 1.0, 0.0), streaming=bf16),
             dtype=torch.bfloat16,
         ),
         "auto": ours(split="auto", streaming=exact),
@@ -169,7 +168,7 @@ def rows(engine: str, slots_bytes: int) -> dict[str, Row]:
         ),
         "everything off, bf16 moments": off(
             Traffic(in_backward=(4, 4), after_it=(12, 8)),
-            Streaming(chunk_bytes=SMALL_CHUNK_BYTES, moments_dtype=torch.bfloat16),
+            Streaming(chunk_bytes=SMALL_CHUNK_BYTES, states="bf16-moments"),
         ),
         "CPUOffloadPolicy, unclipped": Row(lambda model: Plain(model, clips=False), torch_offloads=True),
     }

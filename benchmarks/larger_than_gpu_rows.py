@@ -42,10 +42,9 @@ SHAPES = {
 }
 STATES = {
     "exact": Streaming(),
-    "half": Streaming(hi_lo_masters=True),
-    "packed": Streaming(hi_lo_masters=True, moments_dtype=torch.bfloat16),
-    "lo16": Streaming(compact_low_bits=16),
-    "lo8": Streaming(compact_low_bits=8),
+    "packed": Streaming(states="bf16-moments"),
+    "lo16": Streaming(states="compact-16"),
+    "lo8": Streaming(states="compact-8"),
 }
 RESIDENT, ZERO3, PEERS = "resident", "zero3", ("fsdp2", "fsdp2-bf16", "zero3")
 FORMS = (RESIDENT, *STATES, *PEERS)

@@ -112,8 +112,7 @@ def rows() -> dict[str, Build]:
     for fraction in (0.25, 0.5, 1.0):
         table[f"ours {fraction:.0%}"] = ours(fraction, backward_overlap="update")
     table["ours 100% exact clipping"] = ours(1.0, max_grad_norm=1.0)
-    packed = {"hi_lo_masters": True, "moments_dtype": torch.bfloat16}
-    forms = {"": {}, ", half masters": {"hi_lo_masters": True}, ", bf16 moments, half masters": packed}
+    forms: dict[str, dict[str, Any]] = {"": {}, ", bf16 moments": {"states": "bf16-moments"}}
     for name, form in forms.items():
         clipped = {"max_grad_norm": 1.0, **form}
         table[f"streamed 100% exact clipping{name}"] = streamed(**clipped)
@@ -125,7 +124,7 @@ def rows() -> dict[str, Build]:
             1.0, split="auto", streaming=streaming, max_grad_norm=1.0
         )
     for low_bits in (8, 16):
-        compact = {"max_grad_norm": 1.0, "compact_low_bits": low_bits}
+        compact = {"max_grad_norm": 1.0, "states": f"compact-{low_bits}"}
         name = f"streamed 100% exact clipping, compact with {low_bits} low bits"
         table[name] = streamed(**compact)
         # The budget has the three slots too, which are no loan.

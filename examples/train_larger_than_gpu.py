@@ -23,7 +23,7 @@ with torch.device(device):
     )  # or from_pretrained(..., dtype=torch.bfloat16), on the CPU
 wrapped = torch.optim.AdamW(model.parameters(), lr=1e-3 if tiny else 1e-5, fused=True)
 options = {"max_grad_norm": 1.0, "slices": 4, "device": device}
-with TrainableLayerStreamer(model, wrapped, streaming=Streaming(compact_low_bits=8), **options) as streamer:
+with TrainableLayerStreamer(model, wrapped, streaming=Streaming(states="compact-8"), **options) as streamer:
     ids = torch.randint(
         shape.vocab, (4, tokens), device=device
     )  # four micro-batches, one after the other in each layer

@@ -19,9 +19,9 @@ from skill_tools.planning.model import known_models, memory, states
 
 torch = pytest.importorskip("torch", reason="needs torch: pip install -c constraints.txt '.[reference]'")
 
+from reference_impl.device import Device  # noqa: E402
 from reference_impl.optimizers.algorithms import Adam  # noqa: E402
 from reference_impl.optimizers.layout import members_of  # noqa: E402
-from reference_impl.optimizers.options import Streaming  # noqa: E402
 from reference_impl.optimizers.streamed.chunks import bytes_of  # noqa: E402
 from reference_impl.optimizers.streamed.storage import StateFormat  # noqa: E402
 from reference_impl.trained_layers.segments import sum_in_fp32  # noqa: E402
@@ -41,14 +41,9 @@ def test_a_form_has_the_bytes_that_are_stored() -> None:
     """Of whole blocks of a bf16 parameter, and of an fp32 one, which is its own master."""
     assert set(FORMS) == set(STREAMED_STATES) == set(StreamedStates)
     numel = 4096
-    for name, options in STREAMED_STATES.items():
-        streaming = Streaming(**options)
-        stored = StateFormat(
-            hi_lo_masters=streaming.hi_lo_masters,
-            moments_dtype=streaming.moments_dtype,
-            compact_low_bits=streaming.compact_low_bits,
-        )
-        assert streaming.form == FORMS[name]
+    for name, form in STREAMED_STATES.items():
+        stored = StateFormat.of(form, Adam(), Device.of("cpu"))
+        assert stored.form == FORMS[name]
         for dtype, is_own_master in ((torch.bfloat16, False), (torch.float32, True)):
             fields = stored.fields(dtype, Adam().moments)
             wanted = numel * FORMS[name].bytes(2, is_own_master=is_own_master)

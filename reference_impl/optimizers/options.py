@@ -8,17 +8,20 @@ from __future__ import annotations
 import warnings
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import InitVar, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch.distributed import ProcessGroup
 
 from offload_arithmetic.sizes import BUCKET_ELEMENTS, STATE_CHUNK_BYTES
-from offload_arithmetic.states import Form, form
 
 Profile = Mapping[str, Any] | str | Path
+
+# From `exact` on, each rounds more than the one before.
+States = Literal["exact", "bf16-moments", "compact-16", "compact-8"]
+STATES: tuple[States, ...] = get_args(States)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,31 +30,75 @@ class Streaming:
 
     Args:
         chunk_bytes: most bytes of states that one copy moves.
-        hi_lo_masters: stream only the lower half of a bf16 parameter's master; the weight is the upper half. Exact.
-        moments_dtype: `torch.bfloat16` halves the moments' bytes. Not bitwise: moments are rounded stochastically, the
-            same way in every run.
-        compact_low_bits: instead of both, compact states: moments in 8 bits by blocks of 64, and so many low bits of a
-            bf16 parameter's master, 16 (exact masters) or 8 (masters of 24 bits). Not bitwise: what is cut off is
-            rounded stochastically, the same way in every run. Parameters of one dimension keep exact states, which stay
-            on the device.
+        states: their form. Bytes a parameter are those of bf16 weights, each way; an fp32 weight is its own master.
+
+            - `exact` (10): bitwise. The upper half of a master is the weight itself, so the lower half crosses the
+              link; the whole master (12) of an fp16 weight, for SGD, and on a GPU without triton.
+            - `bf16-moments` (6): moments in bf16, rounded stochastically, the same way in every run. Masters are exact.
+            - `compact-16` (4.06): moments in 8 bits by blocks of 64, rounded likewise. Masters are exact.
+            - `compact-8` (3.06): the same, and masters of 24 bits.
+
+            With the last two, parameters of one dimension keep exact states, which stay on the device.
         prefetch_bytes: how much may come in during an attached model's backward, into memory that this frees. Under
             FSDP2, where backward frees little, as much stays on the device, beside all that the step takes otherwise.
+        hi_lo_masters, moments_dtype, compact_low_bits: the forms as earlier releases named them; each warns.
+
+    Raises ValueError for a form that there is not.
     """
 
     chunk_bytes: int = STATE_CHUNK_BYTES
-    hi_lo_masters: bool = False
-    moments_dtype: torch.dtype = torch.float32
-    compact_low_bits: int | None = None
+    states: States = "exact"
     prefetch_bytes: int = 0
+    hi_lo_masters: InitVar[bool | None] = None
+    moments_dtype: InitVar[torch.dtype | None] = None
+    compact_low_bits: InitVar[int | None] = None
 
-    @property
-    def form(self) -> Form:
-        """The bytes of a streamed element."""
-        return form(
-            hi_lo_masters=self.hi_lo_masters,
-            moment_bytes=self.moments_dtype.itemsize,
-            compact_low_bits=self.compact_low_bits,
+    def __post_init__(
+        self,
+        hi_lo_masters: bool | None,
+        moments_dtype: torch.dtype | None,
+        compact_low_bits: int | None,
+    ) -> None:
+        """Take the form from its old name, where it is given."""
+        old = {
+            "hi_lo_masters": hi_lo_masters,
+            "moments_dtype": moments_dtype,
+            "compact_low_bits": compact_low_bits,
+        }
+        object.__setattr__(self, "states", form_of(self.states, old, stacklevel=4))
+
+
+def form_of(states: str, old: Mapping[str, Any], *, stacklevel: int) -> States:
+    """Return the form of streamed states that `states` names, or earlier releases' options `old`, which warn.
+
+    Raises ValueError for one that there is not. `stacklevel` is that of the warning, counted from here.
+    """
+    if unknown := old.keys() - {"hi_lo_masters", "moments_dtype", "compact_low_bits"}:
+        raise TypeError(
+            f"{', '.join(sorted(unknown))}: no such option; expected one of the signature's; try states="
         )
+    if states not in STATES:
+        raise ValueError(f"states is {states!r}; expected one of {', '.join(STATES)}; try {STATES[0]!r}")
+    given = {name: value for name, value in old.items() if value is not None}
+    if not given:
+        return states
+    moments, low_bits = given.get("moments_dtype", torch.float32), given.get("compact_low_bits")
+    listed = ", ".join(f"{name}={value}" for name, value in given.items())
+    if moments not in (torch.float32, torch.bfloat16) or low_bits not in (None, 8, 16):
+        raise ValueError(
+            f"{listed}: no such form of states; expected one of {', '.join(STATES)}; try states={STATES[0]!r}"
+        )
+    named: States = "exact" if moments == torch.float32 else "bf16-moments"
+    if low_bits is not None:
+        named = "compact-8" if low_bits == 8 else "compact-16"
+        if moments != torch.float32 or given.get("hi_lo_masters"):
+            raise ValueError(f"{listed}: two forms of states; expected one; try states={named!r}")
+    warnings.warn(
+        f"{listed} will not be taken in the next release; use states={named!r}",
+        DeprecationWarning,
+        stacklevel=stacklevel,
+    )
+    return named
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,8 +150,6 @@ class Options:
 # Keywords of releases before options were grouped → (group, field).
 _MOVED = {
     "chunk_bytes": ("streaming", "chunk_bytes"),
-    "hi_lo_masters": ("streaming", "hi_lo_masters"),
-    "moments_dtype": ("streaming", "moments_dtype"),
     "prefetch_bytes": ("streaming", "prefetch_bytes"),
     "device_budget_bytes": ("budgets", "device_bytes"),
     "host_budget_bytes": ("budgets", "host_bytes"),
@@ -123,6 +168,11 @@ def take_moved_keywords(options: Options, keywords: dict[str, Any]) -> Options:
     The warning points at the caller's caller.
     """
     changes: defaultdict[str, dict[str, Any]] = defaultdict(dict)
+    forms: dict[str, Any] = {
+        name: keywords.pop(name) for name in ("hi_lo_masters", "moments_dtype") if name in keywords
+    }
+    if forms:
+        changes["streaming"]["states"] = form_of(options.streaming.states, forms, stacklevel=4)
     for old in [name for name in keywords if name in _MOVED]:
         group, field = _MOVED[old]
         value = keywords.pop(old)

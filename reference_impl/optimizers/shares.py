@@ -73,7 +73,7 @@ class Shares:
         if split == "auto" or split[1] > 0 or options.streaming != Streaming():
             self._streamed = _streamed_share(device, algorithm, options.streaming)
             sizes = [(local_numel(param), param.element_size()) for param in params]
-            each = _state_bytes(sizes, algorithm, options.streaming)
+            each = _state_bytes(sizes, device, algorithm, options.streaming)
             streamed_bytes = each.streamed
             # So many elements may come in during backward, or stay: those that the next forward needs first.
             self._ahead = int(options.streaming.prefetch_bytes / max(each.streamed, 1))
@@ -378,11 +378,7 @@ def _streamed_share(device: Device, algorithm: Algorithm, streaming: Streaming) 
         algorithm,
         chunk_bytes=streaming.chunk_bytes,
         prefetch_bytes=streaming.prefetch_bytes,
-        state_format=StateFormat(
-            hi_lo_masters=streaming.hi_lo_masters,
-            moments_dtype=streaming.moments_dtype,
-            compact_low_bits=streaming.compact_low_bits,
-        ),
+        state_format=StateFormat.of(streaming.states, algorithm, device),
     )
 
 
@@ -398,8 +394,13 @@ def _parts(members: Iterable[Member]) -> dict[Member, Part]:
     }
 
 
-def _state_bytes(sizes: Iterable[tuple[int, int]], algorithm: Algorithm, streaming: Streaming) -> StateBytes:
-    return state_bytes(sizes, moments=len(algorithm.moments), streams_as=streaming.form)
+def _state_bytes(
+    sizes: Iterable[tuple[int, int]], device: Device, algorithm: Algorithm, streaming: Streaming
+) -> StateBytes:
+    from reference_impl.optimizers.streamed.storage import StateFormat
+
+    state_format = StateFormat.of(streaming.states, algorithm, device)
+    return state_bytes(sizes, moments=len(algorithm.moments), streams_as=state_format.form)
 
 
 def _streams_in_part(bucket: Bucket) -> bool:

@@ -34,6 +34,7 @@ from reference_impl.optimizers.gradient_in_use import in_use, put_in_use, take_o
 from reference_impl.optimizers.gradients import standing_on, version_of
 from reference_impl.optimizers.layout import Member, gradient_of, members_of
 from reference_impl.optimizers.module_load import count_own
+from reference_impl.optimizers.options import States, form_of
 from reference_impl.optimizers.parameter_state import StateParts
 from reference_impl.optimizers.stand_in import GradientStandIn
 from reference_impl.optimizers.state_dict import SavedOptimizer
@@ -69,14 +70,8 @@ class OptimizerStateOffloader(SavedOptimizer):
             gradients, unpacked states); by default three slots. With a model attached, extra slots take memory that
             backward frees, so that states come in behind it; they are freed once these have been copied out.
         offload_masters: False keeps the masters on the device, so that only moments are offloaded.
-        hi_lo_masters: only the lower half of a bf16 parameter's master is offloaded; the weight is the upper half.
-            Exact. After writing a weight call `refresh_masters`. Loading states sets weights to their masters rounded.
-        moments_dtype: `torch.bfloat16` stores moments in half the bytes. Not bitwise: they are rounded stochastically,
-            the same way in every run.
-        compact_low_bits: instead of both, compact states: moments in 8 bits by blocks of 64, and so many low bits of a
-            bf16 parameter's master, 16 (exact masters) or 8 (masters of 24 bits), also of what stays on the device. Not
-            bitwise: what is cut off is rounded stochastically, the same way in every run. Parameters of one dimension
-            keep exact states, which stay on the device. Weights are as with `hi_lo_masters`.
+        states: their form, see `Streaming`. Of compact ones, what stays on the device has that form, too. Where only
+            the low bits of a master are stored, loading states sets weights to their masters rounded.
         max_grad_norm: clip the global norm exactly; gradients are divided by `max(1, (norm + 1e-6) / max)`.
         reduce_norm_squared: given this rank's squared norm (0-dim fp32), returns that over all ranks. Not needed for
             DTensors of one mesh, whose norm is summed over it.
@@ -105,12 +100,12 @@ class OptimizerStateOffloader(SavedOptimizer):
         chunk_bytes: int = STATE_CHUNK_BYTES,
         device_budget_bytes: int | None = None,
         offload_masters: bool = True,
-        hi_lo_masters: bool = False,
-        moments_dtype: torch.dtype = torch.float32,
-        compact_low_bits: int | None = None,
+        states: States = "exact",
         max_grad_norm: float | None = None,
         reduce_norm_squared: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        **old_states: Any,
     ) -> None:
+        form = form_of(states, old_states, stacklevel=3)
         algorithm = algorithm_of(optimizer)
         checks.check_fraction("fraction", fraction)
         params = [param for group in optimizer.param_groups for param in group["params"]]
@@ -127,12 +122,7 @@ class OptimizerStateOffloader(SavedOptimizer):
             algorithm,
             chunk_bytes=chunk_bytes,
             device_budget_bytes=device_budget_bytes,
-            state_format=StateFormat(
-                offload_masters=offload_masters,
-                hi_lo_masters=hi_lo_masters,
-                moments_dtype=moments_dtype,
-                compact_low_bits=compact_low_bits,
-            ),
+            state_format=StateFormat.of(form, algorithm, self._device, offload_masters=offload_masters),
             host_gradients=self._gradients_leave,
         )
         self._open_share: StreamedShare | None = share

@@ -15,18 +15,16 @@ from reference_impl.optimizers.options import Streaming
 from reference_impl.optimizers.streamed.storage import StateFormat
 
 
-def check_streaming(streaming: Streaming, algorithm: Algorithm, device: Device) -> None:
-    """Raise ValueError for a form of states that is not possible."""
+def check_streaming(streaming: Streaming, algorithm: Algorithm, device: Device) -> StateFormat:
+    """Return the format of streamed states. Raises ValueError for a form that is not possible."""
     if streaming.prefetch_bytes:
         raise ValueError(
             f"prefetch_bytes is {streaming.prefetch_bytes}; expected 0, because states come in with their gradients, "
             "after backward; try leaving it out"
         )
-    StateFormat(
-        hi_lo_masters=streaming.hi_lo_masters,
-        moments_dtype=streaming.moments_dtype,
-        compact_low_bits=streaming.compact_low_bits,
-    ).check(algorithm, device, chunk_bytes=streaming.chunk_bytes)
+    state_format = StateFormat.of(streaming.states, algorithm, device)
+    state_format.check(algorithm, chunk_bytes=streaming.chunk_bytes)
+    return state_format
 
 
 def check_params(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

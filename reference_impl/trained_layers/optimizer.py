@@ -125,9 +125,7 @@ class LayersOptimizer(OptimizerStateOffloader):
         super().__init__(
             optimizer,
             chunk_bytes=streaming.chunk_bytes,
-            hi_lo_masters=streaming.hi_lo_masters,
-            moments_dtype=streaming.moments_dtype,
-            compact_low_bits=streaming.compact_low_bits,
+            states=streaming.states,
             max_grad_norm=max_grad_norm,
         )
 

@@ -14,7 +14,8 @@ from offload_arithmetic.states import state_bytes
 from reference_impl.distributed.host_room import HostNeed, require_room
 from reference_impl.distributed.ranks import Together
 from reference_impl.optimizers.algorithms import Algorithm
-from reference_impl.optimizers.options import Streaming
+from reference_impl.optimizers.options import STATES, Streaming
+from reference_impl.optimizers.streamed.storage import StateFormat
 from reference_impl.trained_layers.shares import NOTHING_STAYS, StateShares
 from reference_impl.weights.storages import BlockStorage, layout
 
@@ -37,19 +38,19 @@ def host_bytes(
     storages: Sequence[Sequence[BlockStorage]],
     params: Iterable[torch.Tensor],
     algorithm: Algorithm,
-    streaming: Streaming,
+    state_format: StateFormat,
     *,
     gradients_leave: bool = True,
     shares: StateShares = NOTHING_STAYS,
 ) -> HostBytes:
-    """Return what `storages` of blocks and trained `params` take."""
+    """Return what `storages` of blocks and trained `params` with states of this format take."""
     listed = list(params)
     states = 0.0
     for param in listed:
         each = state_bytes(
             [(1, param.element_size())],
             moments=len(algorithm.moments),
-            streams_as=streaming.form,
+            streams_as=state_format.form,
         )
         if param in shares.on_cpu:
             states += (each.cpu_host - each.staging) * param.numel()
@@ -72,13 +73,11 @@ def check_room(
 
     The weights of blocks that are on the host already are let go of one by one. All ranks have to call it.
     """
-    choices = []
-    if streaming.compact_low_bits is None:
-        if not streaming.hi_lo_masters:
-            choices.append("Streaming(hi_lo_masters=True), exact with 2 bytes less a bf16 parameter")
-        if streaming.moments_dtype == torch.float32:
-            choices.append("moments_dtype=torch.bfloat16, 4 bytes less")
-        choices.append("Streaming(compact_low_bits=8), 3.1 bytes in place of 12")
+    choices = [
+        f"Streaming(states={states!r}), {size} bytes a bf16 parameter"
+        for states, size in (("bf16-moments", 6), ("compact-8", 3.1))
+        if STATES.index(states) > STATES.index(streaming.states)
+    ]
     choices.append("freezing some layers" if ranks is None else "more hosts")
     require_room(
         HostNeed(

@@ -36,7 +36,7 @@ from reference_impl.trained_layers.shard_optimizer import ShardOptimizer
 from reference_impl.trained_layers.shards import StreamedShards, storages_of
 from reference_impl.weights.trained import Homes
 
-_REMEDY = "try Streaming(hi_lo_masters=True) or Streaming(moments_dtype=torch.bfloat16), or more hosts"
+_REMEDY = "try Streaming(states='bf16-moments') or Streaming(states='compact-8'), or more hosts"
 
 
 class ShardStreamer(ClosedAtExit):
@@ -92,11 +92,11 @@ class ShardStreamer(ClosedAtExit):
                 trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
                 checks.check_in_model(model, trained)
                 device = checks.one_device(trained)
-                check_streaming(streaming, algorithm, device)
+                state_format = check_streaming(streaming, algorithm, device)
                 _check_shards(model)
                 shards = shards_by_gather(model)
                 storages = [storages_of(each) for each in shards]
-                needed = host_bytes(storages, [local_of(param) for param in trained], algorithm, streaming)
+                needed = host_bytes(storages, [local_of(param) for param in trained], algorithm, state_format)
             check_room(needed, storages, streaming, ranks)
             with alike(ranks):
                 self._attach(device, shards, optimizer, max_grad_norm, streaming, prefetch)

@@ -49,7 +49,7 @@ from reference_impl.weights.storages import (
 )
 from reference_impl.weights.trained import Homes, TrainedWeights
 
-_REMEDY = "try Streaming(hi_lo_masters=True) or Streaming(compact_low_bits=8), or freezing some layers"
+_REMEDY = "try Streaming(states='compact-8'), or freezing some layers"
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ class TrainableLayerStreamer(ClosedAtExit):
         modules = list(dict.fromkeys(repeated_blocks(model).values() if layers is None else _checked(layers)))
         storages = streamable_storages(model, modules, with_trained=True)
         on = device_of(model, device)
-        check_streaming(streaming, algorithm, on)
+        state_format = check_streaming(streaming, algorithm, on)
         check_params(model, optimizer)
         _check_blocks(model, modules, storages)
         sizes = [[storage.size_bytes for storage in block] for block in storages]
@@ -146,7 +146,7 @@ class TrainableLayerStreamer(ClosedAtExit):
         outside = [param for param in trained if param not in of_blocks]
         shares = state_shares(trained, Split(*split), exposed=outside)
         self._host = host_bytes(
-            streamed, trained, algorithm, streaming, gradients_leave=not updates, shares=shares
+            streamed, trained, algorithm, state_format, gradients_leave=not updates, shares=shares
         )
         check_room(self._host, streamed, streaming)
         self._undo: list[Callable[[], None]] = []

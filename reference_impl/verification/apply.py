@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -28,7 +27,6 @@ from reference_impl.optimizers import Adam, HybridDeviceOptimizer, Streaming
 from reference_impl.optimizers.checks import norm_of
 from reference_impl.optimizers.hosted import HostedOptimizer
 from reference_impl.optimizers.state_dict import KERNEL
-from reference_impl.optimizers.streamed.storage import has_kernels
 from reference_impl.trained_layers import ShardStreamer, TrainableLayerStreamer
 from reference_impl.verification.hugging_face import without_caches
 from reference_impl.verification.plan_document import (
@@ -317,7 +315,7 @@ def _layer_streamer(
     device: torch.device | str | None,
 ) -> TrainableLayerStreamer:
     options = dict(wanted)
-    streaming = _streaming(options.pop("streamed_states", "exact"))
+    streaming = Streaming(states=STREAMED_STATES[options.pop("streamed_states", "exact")])
     if "split" in options:
         options["split"] = _split(options["split"])
     return TrainableLayerStreamer(
@@ -336,7 +334,8 @@ def _shard_streamer(
     wanted: Mapping[str, Any],
     max_grad_norm: float | None,
 ) -> ShardStreamer:
-    streaming = replace(_streaming(wanted.get("streamed_states", "exact")), chunk_bytes=SHARD_CHUNK_BYTES)
+    states = STREAMED_STATES[wanted.get("streamed_states", "exact")]
+    streaming = Streaming(states=states, chunk_bytes=SHARD_CHUNK_BYTES)
     return ShardStreamer(model, _fused(optimizer), max_grad_norm=max_grad_norm, streaming=streaming)
 
 
@@ -354,18 +353,8 @@ def optimizer_options(section: Mapping[str, Any]) -> dict[str, Any]:
     if split is None:
         return options | {"offload_fraction": section["offload_fraction"]}
     if split.get("streamed"):
-        options["streaming"] = _streaming(section.get("streamed_states", "exact"))
+        options["streaming"] = Streaming(states=STREAMED_STATES[section.get("streamed_states", "exact")])
     return options | {"split": _split(split)}
-
-
-def _streaming(states: str) -> Streaming:
-    """Return how states of this form cross the link.
-
-    Half masters need triton on a GPU. Without it, exact states have whole ones: the same bits, in two bytes more.
-    """
-    if states == "exact" and not has_kernels(Device.available()):
-        return Streaming()
-    return Streaming(**STREAMED_STATES[states])
 
 
 def _split(section: Mapping[str, float]) -> tuple[float, ...]:

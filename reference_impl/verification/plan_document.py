@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from offload_arithmetic.sizes import LEAST_PINNED_LIMIT_BYTES
+from reference_impl.optimizers.options import States
 
 SECTIONS = frozenset(
     (
@@ -44,12 +45,12 @@ SECTIONS = frozenset(
 )
 MODES = ("layers", "checkpoint", "recompute", "budget")
 SHARES = ("resident", "streamed", "cpu")
-# The forms of streamed states, each with the options of `Streaming`; exact ones have half masters, which are exact too.
-STREAMED_STATES: Mapping[str, Mapping[str, Any]] = {
-    "exact": {"hi_lo_masters": True},
-    "packed": {"hi_lo_masters": True, "moments_dtype": torch.bfloat16},
-    "compact-16": {"compact_low_bits": 16},
-    "compact-8": {"compact_low_bits": 8},
+# The forms of streamed states as plans name them, and as `Streaming` does.
+STREAMED_STATES: Mapping[str, States] = {
+    "exact": "exact",
+    "packed": "bf16-moments",
+    "compact-16": "compact-16",
+    "compact-8": "compact-8",
 }
 INPUTS = ("device", "host")
 SHARD_DTYPES: Mapping[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}

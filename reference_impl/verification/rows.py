@@ -24,8 +24,9 @@ from reference_impl.verification.workload import Workload
 from reference_impl.weights import FrozenLayerStreamer
 
 MAX_GRAD_NORM = 1.0
-# Of an offloaded bf16 element with only the lower half of the master.
-_HALVED_BYTES = round(FORMS["exact"].bytes(2, is_own_master=False))
+# Of an offloaded bf16 element as it crosses the link, with the lower half of the master.
+_STREAMED_BYTES = round(FORMS["exact"].bytes(2, is_own_master=False))
+_RING = f"{LEAST_SLOTS} slots, and gradients, masters and weights of one chunk"
 _SPLIT = (0.2, 0.5, 0.3)
 _MODULES = ("core_attention", "down")
 _LORA_RANK = 8
@@ -79,7 +80,6 @@ def optimizer_rows(scale: Scale, plain: Reference) -> Iterator[Mechanism]:
     yield _hybrid(clipped, 1.0, attached=True)
     yield _streamed(scale, plain)
     yield _streamed(scale, clipped)
-    yield _halved(scale, plain)
     yield _three_shares(scale, clipped)
 
 
@@ -171,22 +171,7 @@ def _streamed(scale: Scale, reference: Reference) -> Mechanism:
         reference=reference,
         attach=streamed(chunk_bytes=scale.chunk_bytes, max_grad_norm=reference.max_grad_norm),
         freed_bytes=ADAM_BYTES * numel - _ring_bytes(scale),
-        formula=f"{ADAM_BYTES} B x {numel:,} elements, less {LEAST_SLOTS} slots and fp32 gradients of one chunk",
-        same_kernels=True,
-    )
-
-
-def _halved(scale: Scale, reference: Reference) -> Mechanism:
-    numel, chunk = reference.workload.parameters, scale.chunk_bytes // _HALVED_BYTES
-    # Master, exp_avg_sq and weight are unpacked beside the gradients.
-    device_bytes = chunk * (LEAST_SLOTS * _HALVED_BYTES + 4 + 4 + 4 + 2)
-    return Mechanism(
-        name="optimizer states streamed, half masters, attached",
-        reference=reference,
-        attach=streamed(chunk_bytes=scale.chunk_bytes, hi_lo_masters=True),
-        freed_bytes=ADAM_BYTES * numel - device_bytes,
-        formula=f"{ADAM_BYTES} B x {numel:,} elements, less {LEAST_SLOTS} slots of {_HALVED_BYTES} B an element and "
-        "gradients, masters, second moments and weights of one chunk",
+        formula=f"{ADAM_BYTES} B x {numel:,} elements, less {_RING}",
         same_kernels=True,
     )
 
@@ -204,14 +189,14 @@ def _three_shares(scale: Scale, reference: Reference) -> Mechanism:
             max_grad_norm=reference.max_grad_norm,
         ),
         freed_bytes=ADAM_BYTES * leaving - _ring_bytes(scale),
-        formula=f"{ADAM_BYTES} B x {leaving:,} elements, less {LEAST_SLOTS} slots and fp32 gradients of one chunk",
+        formula=f"{ADAM_BYTES} B x {leaving:,} elements, less {_RING}",
         same_kernels=False,
     )
 
 
 def _ring_bytes(scale: Scale) -> int:
-    # A chunk's gradients in fp32 are 4 of the 12 bytes of its states.
-    return LEAST_SLOTS * scale.chunk_bytes + scale.chunk_bytes * 4 // ADAM_BYTES
+    # Beside its slot a chunk has gradients and masters in fp32, and its new weights in bf16.
+    return LEAST_SLOTS * scale.chunk_bytes + scale.chunk_bytes // _STREAMED_BYTES * (4 + 4 + 2)
 
 
 def _clipped(reference: Reference) -> str:

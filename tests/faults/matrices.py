@@ -26,9 +26,8 @@ def _hybrid() -> Iterator[Setting]:
         ({"split": (0.3, 0.4, 0.3)}, (half, single)),
         ({"split": (0.0, 1.0, 0.0)}, (half, single)),
         ({"split": (0.0, 1.0, 0.0), "prefetch_bytes": 12_000}, (half,)),
-        ({"split": (0.2, 0.5, 0.3), "hi_lo_masters": True}, (half,)),
-        ({"split": (0.2, 0.5, 0.3), "moments_dtype": half}, (half, single)),
-        ({"split": (0.2, 0.5, 0.3), "compact_low_bits": 8}, (half, single)),
+        ({"split": (0.2, 0.5, 0.3), "states": "bf16-moments"}, (half, single)),
+        ({"split": (0.2, 0.5, 0.3), "states": "compact-8"}, (half, single)),
     ]
     for share, dtypes in shares:
         for dtype in dtypes:
@@ -51,11 +50,10 @@ def _states() -> Iterator[Setting]:
     forms: list[tuple[dict[str, Any], tuple[torch.dtype, ...]]] = [
         ({"fraction": 1.0}, (half, single)),
         ({"fraction": 0.5}, (half, single)),
-        ({"fraction": 1.0, "hi_lo_masters": True}, (half,)),
-        ({"fraction": 0.5, "moments_dtype": half}, (half, single)),
-        ({"fraction": 1.0, "moments_dtype": half, "hi_lo_masters": True}, (half,)),
-        ({"fraction": 1.0, "compact_low_bits": 8}, (half, single)),
-        ({"fraction": 0.5, "compact_low_bits": 16, "device_budget_bytes": 60_000}, (half,)),
+        ({"fraction": 0.5, "states": "bf16-moments"}, (half, single)),
+        ({"fraction": 1.0, "states": "bf16-moments"}, (half,)),
+        ({"fraction": 1.0, "states": "compact-8"}, (half, single)),
+        ({"fraction": 0.5, "states": "compact-16", "device_budget_bytes": 60_000}, (half,)),
         ({"fraction": 1.0, "offload_masters": False}, (half,)),
         ({"fraction": 1.0, "device_budget_bytes": 60_000}, (half, single)),
     ]
@@ -131,9 +129,8 @@ def layers_settings() -> list[Setting]:
     half, single = torch.bfloat16, torch.float32
     forms: list[tuple[dict[str, Any], tuple[torch.dtype, ...]]] = [
         ({}, (half, single)),
-        ({"hi_lo_masters": True}, (half,)),
-        ({"moments_dtype": half, "hi_lo_masters": True}, (half,)),
-        ({"compact_low_bits": 8}, (half, single)),
+        ({"states": "bf16-moments"}, (half,)),
+        ({"states": "compact-8"}, (half, single)),
         ({"split": (0.2, 0.4, 0.4)}, (half, single)),
         ({"split": (0.0, 0.0, 1.0), "resident_layers": 2}, (half,)),
     ]
@@ -169,9 +166,8 @@ def shards_settings() -> list[Setting]:
     half, single = torch.bfloat16, torch.float32
     forms: list[tuple[dict[str, Any], tuple[torch.dtype, ...]]] = [
         ({}, (half, single)),
-        ({"hi_lo_masters": True}, (half,)),
-        ({"moments_dtype": half}, (single,)),
-        ({"compact_low_bits": 8}, (half, single)),
+        ({"states": "bf16-moments"}, (single,)),
+        ({"states": "compact-8"}, (half, single)),
     ]
     return [
         _make("shards", dtype, False, loop=loop, prefetch=prefetch, max_grad_norm=norm, **form)

@@ -214,7 +214,7 @@ class Trainee:
     def _optimizer(self) -> Any:
         options = dict(self.setting.options)
         if self.setting.kind in ("layers", "shards"):
-            names = {"hi_lo_masters", "moments_dtype", "compact_low_bits"} & options.keys()
+            names = {"states"} & options.keys()
             streaming = Streaming(chunk_bytes=6200, **{name: options.pop(name) for name in names})
             if "split" in options:
                 options["cpu"] = CpuUpdate(threads=2, bucket_elements=512)
@@ -224,7 +224,7 @@ class Trainee:
         if options.get("max_grad_norm") is not None:
             options["reduce_norm_squared"] = self._reduced
         if self.setting.kind == "hybrid":
-            names = {"hi_lo_masters", "moments_dtype", "compact_low_bits", "prefetch_bytes"} & options.keys()
+            names = {"states", "prefetch_bytes"} & options.keys()
             streaming = Streaming(chunk_bytes=6000, **{name: options.pop(name) for name in names})
             cpu = CpuUpdate(threads=options.pop("threads"), bucket_elements=1024)
             return HybridDeviceOptimizer(

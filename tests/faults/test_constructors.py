@@ -16,7 +16,7 @@ from reference_impl.memory.host import host_book
 WANTED = (
     "hybrid(backward_overlap=gradients, max_grad_norm=0.5, offload_fraction=1.0",
     "hybrid(backward_overlap=update, max_grad_norm=None, split=(0.3, 0.4, 0.3)",
-    "hybrid(backward_overlap=nothing, max_grad_norm=0.5, moments_dtype=torch.bfloat16, split=(0.2",
+    "hybrid(backward_overlap=nothing, max_grad_norm=0.5, split=(0.2, 0.5, 0.3), states=bf16-moments",
     "states(fraction=0.5, max_grad_norm=0.5)",
 )
 CHOSEN = [

@@ -26,7 +26,7 @@ from reference_impl.memory.staged import Ring
 from reference_impl.verification.model import decoder_loss
 
 LIMIT_BYTES = 2**20
-HI_LO = Streaming(hi_lo_masters=True, moments_dtype=torch.bfloat16, chunk_bytes=3000)
+HI_LO = Streaming(states="bf16-moments", chunk_bytes=3000)
 
 
 @pytest.fixture(params=["as soon as possible", "as late as possible"])

@@ -96,12 +96,13 @@ class Chunk:
     """States of `pieces`.
 
     `storage` is flat bytes, on the host or, if `resident`, on the device: `numel` elements of each of `fields`. Where
-    masters are no field they stay on the device as `masters` (fp32); an fp32 parameter is its own master and has
-    none. `noise_offsets` numbers each piece's first element (0-dim int64, on the device). The storage on the host is
-    whole after the event `stored`. `gradients` is where the gradients of all elements are left on the host, flat in the
-    parameters' dtype, if they are not on the device; they come in behind the states, or alone where these stay. `runs`
-    are the pieces again, those that lie side by side together, and `joint_runs` those of which one compiled kernel each
-    updates all pieces: none where a kernel takes a piece only.
+    masters are no field they stay on the device as `masters` (fp32); an fp32 parameter is its own master and has none.
+    `noise_offsets` numbers each piece's first element (0-dim int64, on the device). The storage on the host is whole
+    after the event `stored`, and weights that have a home are whole there after `at_home`. `gradients` is where the
+    gradients of all elements are left on the host, flat in the parameters' dtype, if they are not on the device; they
+    come in behind the states, or alone where these stay. `runs` are the pieces again, those that lie side by side
+    together, and `joint_runs` those of which one compiled kernel each updates all pieces: none where a kernel takes a
+    piece only.
     """
 
     pieces: tuple[Piece, ...]
@@ -113,6 +114,7 @@ class Chunk:
     noise_offsets: Mapping[Piece, torch.Tensor]
     gradients: torch.Tensor | None = None
     stored: Event = REACHED
+    at_home: Event = REACHED
     runs: tuple[Run, ...] = dataclasses.field(init=False)
     joint_runs: tuple[Run, ...] = dataclasses.field(init=False)
     _first_bytes: dict[str, tuple[int, Field]] = dataclasses.field(init=False)

@@ -316,7 +316,8 @@ class StreamedPipeline:
         if not chunk.resident:
             free = self._device.copy_out(chunk.storage, buffer, after=(updated,))
         if home is not None:
-            home.leave(self._send_home(chunk, step, updated))
+            chunk.at_home = self._send_home(chunk, step, updated)
+            home.leave(chunk.at_home)
         if not chunk.resident:
             chunk.stored = free
         # Before the chunk is off the queue: if this fails, the chunk is still the one that has been updated.

@@ -72,7 +72,7 @@ class StreamedShare:
         self._budget_bytes = device_budget_bytes
         self._prefetch_bytes = prefetch_bytes
         state_format = state_format or StateFormat()
-        state_format.check(algorithm, device, chunk_bytes=chunk_bytes)
+        state_format.check(algorithm, chunk_bytes=chunk_bytes)
         self._storage = StateStorage(
             device,
             moments=algorithm.moments,
@@ -386,6 +386,8 @@ class StreamedShare:
         self._pipeline.synchronize()
         for chunk in self._chunks:
             chunk.stored.synchronize()
+            # The upper half of a master may be the weight at home.
+            chunk.at_home.synchronize()
         self._gradients.clear()
         self._prefetchable = None
         if for_writing:

@@ -16,10 +16,12 @@ from importlib.util import find_spec
 import torch
 
 from offload_arithmetic.sizes import STATE_CHUNK_BYTES
+from offload_arithmetic.states import Form, form
 from reference_impl.device import Device
 from reference_impl.memory.arena import ALIGNMENT_BYTES, HostArena, HostBlock
 from reference_impl.optimizers.algorithms import Algorithm
 from reference_impl.optimizers.layout import MASTER, Member, Piece
+from reference_impl.optimizers.options import States
 from reference_impl.optimizers.streamed import compact, packing
 from reference_impl.optimizers.streamed.chunks import (
     LOW,
@@ -56,6 +58,48 @@ class StateFormat:
     moments_dtype: torch.dtype = torch.float32
     compact_low_bits: int | None = None
 
+    @classmethod
+    def of(
+        cls, states: States, algorithm: Algorithm, device: Device, *, offload_masters: bool = True
+    ) -> StateFormat:
+        """Return the format of a form of states, see `Streaming`.
+
+        Only Adam and AdamW have the bit that lower halves of masters need: the sign of `exp_avg_sq`. Raises ValueError
+        for a form that is not possible.
+        """
+        is_adam = algorithm.moments == ("exp_avg", "exp_avg_sq")
+        if states != "exact" and not has_kernels(device):
+            raise ValueError(
+                f"states is {states!r}, whose kernels are made of triton; expected it to be installed; try pip install "
+                "triton, or states='exact'"
+            )
+        if not states.startswith("compact"):
+            return cls(
+                offload_masters=offload_masters,
+                hi_lo_masters=offload_masters and is_adam and has_kernels(device),
+                moments_dtype=torch.float32 if states == "exact" else torch.bfloat16,
+            )
+        if not is_adam:
+            raise ValueError(
+                f"states is {states!r} for {type(algorithm).__name__}; expected Adam or AdamW, for whose two moments "
+                "the 8 bits are made; try states='exact'"
+            )
+        if not offload_masters:
+            raise ValueError(
+                f"states is {states!r} with offload_masters False; expected masters in the compact form; try "
+                "offload_masters=True"
+            )
+        return cls(compact_low_bits=int(states.removeprefix("compact-")))
+
+    @property
+    def form(self) -> Form:
+        """The bytes of a streamed element."""
+        return form(
+            hi_lo_masters=self.hi_lo_masters,
+            moment_bytes=self.moments_dtype.itemsize,
+            compact_low_bits=self.compact_low_bits,
+        )
+
     def keeps_exact(self, param: torch.Tensor) -> bool:
         """Return whether the states of `param` stay on the device in fp32: of one dimension where others are compact.
 
@@ -89,12 +133,11 @@ class StateFormat:
         """Return the same states, all in fp32."""
         return StateFormat(offload_masters=self.offload_masters).fields(dtype, moments)
 
-    def check(self, algorithm: Algorithm, device: Device, *, chunk_bytes: int) -> None:
-        """Raise ValueError for a format that is not possible, or for chunks of fewer elements than a piece begins at.
+    def check(self, algorithm: Algorithm, *, chunk_bytes: int) -> None:
+        """Raise ValueError for chunks of fewer elements than a piece begins at.
 
         Those are `ALIGNMENT` in fp32, or `COMPACT_ALIGNMENT` in the compact format with masters in fp32.
         """
-        self._check_compact(algorithm)
         fields = self.fields if self.compact_low_bits is not None else self.unpacked_fields
         largest = fields(torch.float16, algorithm.moments)
         numel = alignment_of(largest)
@@ -103,50 +146,6 @@ class StateFormat:
             raise ValueError(
                 f"chunk_bytes is {chunk_bytes}; expected {least_bytes} or more, {numel} elements of "
                 f"{least_bytes / numel:g} bytes; try {STATE_CHUNK_BYTES}"
-            )
-        if self.moments_dtype not in (torch.float32, torch.bfloat16):
-            raise ValueError(
-                f"moments_dtype is {self.moments_dtype}; expected torch.float32 or torch.bfloat16; try torch.bfloat16"
-            )
-        if self.hi_lo_masters and not self.offload_masters:
-            raise ValueError(
-                "hi_lo_masters is True with offload_masters False; expected masters on the host, whose bytes it "
-                "halves; try offload_masters=True"
-            )
-        if self.hi_lo_masters and "exp_avg_sq" not in algorithm.moments:
-            raise ValueError(
-                f"hi_lo_masters is True for {type(algorithm).__name__}; expected Adam or AdamW, because the bit that "
-                "tells ties apart is stored in the sign of exp_avg_sq; try hi_lo_masters=False"
-            )
-        packs = self != StateFormat(offload_masters=self.offload_masters)
-        if packs and not has_kernels(device):
-            raise ValueError(
-                "hi_lo_masters, moments_dtype and compact_low_bits need triton, of which their kernels are made; "
-                "expected it to be installed; try pip install triton, or leave these options out"
-            )
-
-    def _check_compact(self, algorithm: Algorithm) -> None:
-        if self.compact_low_bits is None:
-            return
-        if self.compact_low_bits not in (8, 16):
-            raise ValueError(
-                f"compact_low_bits is {self.compact_low_bits}; expected 8 or 16 low bits of each master beside its "
-                "weight; try 16, which keeps masters exact"
-            )
-        for name, value, expected in (
-            ("hi_lo_masters", self.hi_lo_masters, False),
-            ("moments_dtype", self.moments_dtype, torch.float32),
-            ("offload_masters", self.offload_masters, True),
-        ):
-            if value != expected:
-                raise ValueError(
-                    f"compact_low_bits is {self.compact_low_bits} with {name} {value}; expected compact states alone, "
-                    f"whose masters and moments have a format of their own; try {name}={expected}"
-                )
-        if algorithm.moments != ("exp_avg", "exp_avg_sq"):
-            raise ValueError(
-                f"compact_low_bits is {self.compact_low_bits} for {type(algorithm).__name__}; expected Adam or AdamW, "
-                "for whose two moments the 8 bits are made; try compact_low_bits=None"
             )
 
 

@@ -30,13 +30,8 @@ from skill_tools.dialects.run import (
 _RANKS = tuple(StreamedStates)  # from exact on, each rounds more than the one before
 _OTHER_NUMERICS = frozenset(StreamedStates) - {StreamedStates.EXACT}
 
-# The options of `reference_impl`'s `Streaming` by what a plan calls them.
-_STREAMING = {
-    StreamedStates.EXACT: "hi_lo_masters=True",
-    StreamedStates.PACKED: "hi_lo_masters=True, moments_dtype=torch.bfloat16",
-    StreamedStates.COMPACT_16: "compact_low_bits=16",
-    StreamedStates.COMPACT_8: "compact_low_bits=8",
-}
+# What `reference_impl`'s `Streaming` calls the forms that plans name otherwise.
+_FORMS = {StreamedStates.PACKED: "bf16-moments"}
 
 _Part = tuple[dict[str, object], str, tuple[str, ...]]
 _NOTHING: _Part = ({}, "", ())
@@ -137,19 +132,27 @@ def _hybrid_optimizer(mode: Mode) -> str:
     split = (1 - mode.optimizer_fraction, mode.streamed_fraction, on_cpu)
     options = [f"split=({', '.join(f'{share:.4g}' for share in split)})"]
     if mode.streamed_fraction:
-        options.append(f"streaming=Streaming({_STREAMING[mode.streamed_states]})")
+        options += _streaming(mode.streamed_states)
     if mode.updates_in_backward:
         options.append('backward_overlap="update"')
     return f"HybridDeviceOptimizer(model.parameters(), lr=..., {', '.join(options)}) for AdamW; then its attach(model)"
 
 
+def _streaming(states: StreamedStates) -> list[str]:
+    """Return the option of `reference_impl` that says how states cross the link; exact ones are its default."""
+    if states is StreamedStates.EXACT:
+        return []
+    return [f"streaming=Streaming(states={_FORMS.get(states, str(states))!r})"]
+
+
 def _layer_streamer(mode: Mode) -> str:
     """Return the call that streams the trained layers of a loop's `model` and `optimizer`."""
-    options = [f"streaming=Streaming({_STREAMING[mode.streamed_states]})"]
+    options = _streaming(mode.streamed_states)
     options += [f"{name}={value!r}" for name, value in _beyond_defaults(mode).items()]
+    arguments = ", ".join(["model", "optimizer", *options])
     return (
-        f'TrainableLayerStreamer(model, optimizer, {", ".join(options)}), a model on the CPU with device="cuda"; '
-        "call step() and zero_grad() of its .optimizer"
+        f'TrainableLayerStreamer({arguments}), a model on the CPU with device="cuda"; call step() and zero_grad() of '
+        "its .optimizer"
     )
 
 

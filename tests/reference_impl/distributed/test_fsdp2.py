@@ -398,11 +398,10 @@ BF16 = torch.bfloat16
 # Parameters' dtype, the format of streamed states, and the bytes of an element's.
 FORMATS = {
     "exact": (torch.float32, {}, 8),
-    "masters": (BF16, {}, 12),
-    "bf16 moments": (torch.float32, {"moments_dtype": BF16}, 4),
-    "halves": (BF16, {"hi_lo_masters": True}, 10),
-    "packed": (BF16, {"moments_dtype": BF16, "hi_lo_masters": True}, 6),
-    "compact": (BF16, {"compact_low_bits": 8}, 3 + 4 / 64),
+    "bf16 moments": (torch.float32, {"states": "bf16-moments"}, 4),
+    "halves": (BF16, {}, 10),
+    "packed": (BF16, {"states": "bf16-moments"}, 6),
+    "compact": (BF16, {"states": "compact-8"}, 3 + 4 / 64),
 }
 
 

@@ -15,9 +15,10 @@ from reference_impl.fitting import FitError, trial
 from reference_impl.fitting.trial import Task
 from reference_impl.memory.host import host_book, host_storages
 from reference_impl.memory.ledger import Ledger, on_host
+from reference_impl.optimizers import Streaming
 from reference_impl.optimizers.stand_in import GradientStandIn
+from reference_impl.verification import apply
 from reference_impl.verification.model import Decoder, DecoderShape, add_lora, decoder_loss
-from reference_impl.verification.plan_document import STREAMED_STATES
 from reference_impl.weights.storages import move
 
 IDS = torch.arange(32).reshape(2, 16) % 300
@@ -59,8 +60,7 @@ def weights_bytes():
 def small_chunks(monkeypatch, planner_in_process):
     """As small beside a layer as they are in a large model."""
     monkeypatch.setattr(sizes, "STATE_CHUNK_BYTES", CHUNK_BYTES)
-    exact = STREAMED_STATES["exact"] | {"chunk_bytes": CHUNK_BYTES}
-    monkeypatch.setitem(STREAMED_STATES, "exact", exact)
+    monkeypatch.setattr(apply, "Streaming", partial(Streaming, chunk_bytes=CHUNK_BYTES))
     yield
     assert host_book.live_bytes == 0
 

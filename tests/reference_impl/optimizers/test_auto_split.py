@@ -30,10 +30,14 @@ def rates(monkeypatch):
 
 def test_auto_follows_the_machine(device, rates):
     model, _ = twins(device)
-    rates(49e9, 115e9, 4.1e9)
+    rates(40e9, 115e9, 4.1e9)
     with build(model, split="auto") as optimizer:
         assert optimizer.split.resident == 0
-        assert optimizer.split.streamed == pytest.approx(0.87, abs=0.02)
+        assert optimizer.split.streamed == pytest.approx(0.75, abs=0.02)
+    # So near to streaming alone, a mix is not worth its threads.
+    rates(49e9, 115e9, 4.1e9)
+    with build(model, split="auto") as optimizer:
+        assert optimizer.split == (0, 1, 0)
     rates(49e9, 400e9, 40e9)
     with build(model, split="auto") as optimizer:
         assert optimizer.split.cpu > 0.8
@@ -62,10 +66,10 @@ def test_auto_obeys_the_host_budget(device, rates):
 
 
 def test_the_split_is_said_in_the_log(device, rates, caplog):
-    rates(49e9, 115e9, 4.1e9)
+    rates(40e9, 115e9, 4.1e9)
     model, _ = twins(device)
     with caplog.at_level(logging.INFO), build(model, split="auto"):
-        assert "86.8 % streamed, 13.2 % on the CPU" in caplog.text
+        assert "75.0 % streamed, 25.0 % on the CPU" in caplog.text
 
 
 def profile(device, **changed):

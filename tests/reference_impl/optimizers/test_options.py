@@ -26,8 +26,6 @@ def taken(**keywords):
     ("old", "new"),
     [
         ({"chunk_bytes": 768}, Options(streaming=Streaming(chunk_bytes=768))),
-        ({"hi_lo_masters": True}, Options(streaming=Streaming(hi_lo_masters=True))),
-        ({"moments_dtype": torch.bfloat16}, Options(streaming=Streaming(moments_dtype=torch.bfloat16))),
         ({"prefetch_bytes": 5}, Options(streaming=Streaming(prefetch_bytes=5))),
         ({"device_budget_bytes": 5}, Options(budgets=Budgets(device_bytes=5))),
         ({"host_budget_bytes": 5}, Options(budgets=Budgets(host_bytes=5))),
@@ -51,12 +49,18 @@ def test_an_old_keyword_still_works_and_says_what_it_has_become(old, new):
         assert str(warning.message).startswith(f"{name} has become a field")
 
 
+def test_the_old_keywords_of_forms_name_one():
+    with pytest.warns(DeprecationWarning, match="use states='bf16-moments'") as caught:
+        assert taken(hi_lo_masters=True, moments_dtype=torch.bfloat16).streaming.states == "bf16-moments"
+    assert len(caught) == 1
+
+
 def test_an_old_keyword_joins_the_fields_that_are_given(device):
     params = [torch.nn.Parameter(torch.zeros(300, device=device.torch_device))]
     with pytest.warns(DeprecationWarning, match=r"use streaming=Streaming\(chunk_bytes=100\)") as caught:  # noqa: SIM117
         with pytest.raises(ValueError, match="chunk_bytes is 100"):
             HybridDeviceOptimizer(
-                params, split=(0, 1, 0), chunk_bytes=100, streaming=Streaming(hi_lo_masters=True)
+                params, split=(0, 1, 0), chunk_bytes=100, streaming=Streaming(states="bf16-moments")
             )
     assert caught[0].filename == __file__
 

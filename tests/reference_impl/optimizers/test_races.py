@@ -132,9 +132,7 @@ def test_sleeping_anywhere_changes_no_bit(sleepy, make, backward_overlap, fracti
 
 
 @pytest.mark.parametrize(("make", "split"), [(wide, (0.2, 0.5, 0.3)), (deep, (0.0, 0.7, 0.3))])
-@pytest.mark.parametrize(
-    "extra", [{}, {"prefetch_bytes": 2**28}, {"hi_lo_masters": True}, {"compact_low_bits": 8}], ids=str
-)
+@pytest.mark.parametrize("extra", [{}, {"prefetch_bytes": 2**28}, {"states": "compact-8"}], ids=str)
 def test_three_shares_side_by_side_change_no_bit(sleepy, make, split, extra):
     streaming = Streaming(chunk_bytes=2**20, **extra)
     options = {"split": split, "streaming": streaming, "max_grad_norm": 0.05}

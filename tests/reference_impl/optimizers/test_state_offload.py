@@ -31,8 +31,10 @@ def test_training_is_bitwise_that_of_the_wrapped_optimizer(device, offload, dtyp
 @pytest.mark.parametrize("fraction", [0.0, 1e-3, 0.3, 1.0])
 def test_chunks_slots_and_fraction_change_no_bit(device, offload, chunk_elements, slots, fraction):
     model, plain = twins(device)
-    budget = (slots * 12 + 4) * chunk_elements
-    optimizer = offload(model, chunk_bytes=12 * chunk_elements, device_budget_bytes=budget, fraction=fraction)
+    budget = (slots * 10 + 10) * chunk_elements
+    optimizer = offload(
+        model, chunk_bytes=max(10 * chunk_elements, 768), device_budget_bytes=budget, fraction=fraction
+    )
     optimizer.attach(model)
     reference = MasterAdamW(plain, on_cpu=False, **OPTIONS)
     data = batches(device.torch_device, 4)
@@ -278,9 +280,11 @@ def test_device_bytes_between_steps_are_the_ring(device, dtype, fraction, offloa
     model.to(device.torch_device)
     numel = sum(p.numel() for p in model.parameters())
     has_master = dtype == torch.bfloat16
-    travelling = 8 + 4 * (has_master and offload_masters)
+    is_halved = has_master and offload_masters
+    travelling = 8 + 2 * is_halved
     chunk_elements = 2**14
-    budget = 3 * travelling * chunk_elements + 4 * chunk_elements
+    # Gradients in fp32, and the masters and weights that halves are made of.
+    budget = 3 * travelling * chunk_elements + (10 if is_halved else 4) * chunk_elements
 
     def steps(count):
         for _ in range(count):
@@ -316,13 +320,15 @@ def test_a_step_raises_the_peak_by_no_states(device):
     model.to(device.torch_device)
     with Ledger(device, track=model.parameters()) as ledger:
         inner = torch.optim.AdamW(model.parameters(), fused=True)
-        optimizer = OptimizerStateOffloader(inner, chunk_bytes=12 * 2**14)
+        optimizer = OptimizerStateOffloader(inner, chunk_bytes=10 * 2**14)
+        # The twin halves masters in ordinary operators, whose results live at once for a chunk of them.
+        temporary_bytes = 0 if device.is_accelerator else 28 * 2**14
         for _ in range(3):
             model(torch.randn(4, 512, device=device.torch_device, dtype=torch.bfloat16)).sum().backward()
             before = ledger.device_bytes
             ledger.reset_peak()
             optimizer.step()
-            assert ledger.peak_device_bytes - before < 64 * 2**10
+            assert ledger.peak_device_bytes - before < 64 * 2**10 + temporary_bytes
             optimizer.zero_grad()
         optimizer.close()
 

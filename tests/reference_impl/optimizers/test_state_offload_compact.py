@@ -16,7 +16,7 @@ from reference_impl.memory.host import host_book
 from reference_impl.memory.ledger import Ledger
 from reference_impl.optimizers.streamed import packing, storage
 
-COMPACT = Streaming(chunk_bytes=6000, compact_low_bits=8)
+COMPACT = Streaming(chunk_bytes=6000, states="compact-8")
 
 
 def accumulated(model, optimizer, data):
@@ -50,7 +50,7 @@ def test_training_is_that_of_the_simple_way(low_bits, dtype, fraction, attached)
     data = batches(device.torch_device, 6)
     options = {"chunk_bytes": 6000, "device_budget_bytes": 60_000 if attached else None}
     with build(
-        model, compact_low_bits=low_bits, fraction=fraction, max_grad_norm=0.5, **options
+        model, states=f"compact-{low_bits}", fraction=fraction, max_grad_norm=0.5, **options
     ) as optimizer:
         if attached:
             optimizer.attach(model)
@@ -75,8 +75,8 @@ def test_a_checkpoint_continues_to_the_bit_at_any_cut(device, low_bits, dtype, t
     whole, resumed = fresh(device, dtype), fresh(device, dtype)
     other_cut = {"fraction": 0.4, "chunk_bytes": 4000}
     with (
-        build(whole, compact_low_bits=low_bits) as one,
-        build(resumed, compact_low_bits=low_bits, **other_cut) as other,
+        build(whole, states=f"compact-{low_bits}") as one,
+        build(resumed, states=f"compact-{low_bits}", **other_cut) as other,
     ):
         one.attach(whole)
         train(whole, one, data[:3])
@@ -95,7 +95,7 @@ def test_a_checkpoint_continues_to_the_bit_at_any_cut(device, low_bits, dtype, t
 def test_an_exact_checkpoint_is_packed_and_a_compact_one_loads_anywhere(device):
     data = batches(device.torch_device, 6)
     exact, compact = fresh(device), fresh(device)
-    with build(exact) as plain, build(compact, compact_low_bits=8) as optimizer:
+    with build(exact) as plain, build(compact, states="compact-8") as optimizer:
         train(exact, plain, data[:3])
         saved = plain.state_dict()
         compact.load_state_dict(exact.state_dict())
@@ -121,7 +121,7 @@ def test_an_exact_checkpoint_is_packed_and_a_compact_one_loads_anywhere(device):
 def test_a_step_that_is_not_finite_changes_nothing(device, low_bits):
     model = fresh(device)
     data = batches(device.torch_device, 3)
-    with build(model, compact_low_bits=low_bits) as optimizer:
+    with build(model, states=f"compact-{low_bits}") as optimizer:
         optimizer.attach(model)
         train(model, optimizer, data[:2])
         weights, states = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
@@ -134,7 +134,7 @@ def test_a_step_that_is_not_finite_changes_nothing(device, low_bits):
 
 def test_weights_that_somebody_else_wrote_are_the_new_masters(device):
     model, plain = fresh(device), fresh(device)
-    with build(model, compact_low_bits=8) as optimizer:
+    with build(model, states="compact-8") as optimizer:
         optimizer.attach(model)
         train(model, optimizer, batches(device.torch_device, 2))
         with torch.no_grad():
@@ -163,7 +163,7 @@ def test_as_many_bytes_travel_as_promised(device, low_bits, dtype, bytes_each):
     bias = torch.nn.Parameter(torch.zeros(512, dtype=dtype, device=place))
     before = host_book.live_bytes
     inner = torch.optim.AdamW([weight, bias], fused=True)
-    with OptimizerStateOffloader(inner, chunk_bytes=12 * 6400, compact_low_bits=low_bits) as optimizer:
+    with OptimizerStateOffloader(inner, chunk_bytes=12 * 6400, states=f"compact-{low_bits}") as optimizer:
         sent = [chunk.storage.nbytes for chunk in optimizer.streamed.chunks if not chunk.resident]
         assert sum(sent) == bytes_each * weight.numel()
         assert host_book.live_bytes - before == pytest.approx(sum(sent), abs=256 * len(sent))
@@ -191,7 +191,7 @@ def test_device_bytes_between_steps_are_the_ring_and_what_stays(device, fraction
             torch.optim.AdamW(model.parameters(), fused=True),
             fraction=fraction,
             chunk_bytes=49 * 1024,
-            compact_low_bits=8,
+            states="compact-8",
         )
         steps(2)
         # Exact states of vectors, and the fp32 gradients of a chunk of them.
@@ -232,23 +232,18 @@ def test_three_shares_with_a_compact_one_resume_to_the_bit(device, backward_over
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"compact_low_bits": 12}, "compact_low_bits is 12; expected 8 or 16 low bits"),
-        ({"compact_low_bits": 8, "hi_lo_masters": True}, "compact_low_bits is 8 with hi_lo_masters True"),
+        ({"compact_low_bits": 12}, "compact_low_bits=12: no such form of states"),
         (
-            {"compact_low_bits": 8, "moments_dtype": torch.bfloat16},
-            "compact_low_bits is 8 with moments_dtype",
+            {"states": "compact-8", "offload_masters": False},
+            "states is 'compact-8' with offload_masters False",
         ),
         (
-            {"compact_low_bits": 8, "offload_masters": False},
-            "compact_low_bits is 8 with offload_masters False",
-        ),
-        (
-            {"compact_low_bits": 8, "chunk_bytes": 3000},
+            {"states": "compact-8", "chunk_bytes": 3000},
             "chunk_bytes is 3000; expected 3104 or more, 512 elements",
         ),
         (
-            {"compact_low_bits": 8, "wraps": torch.optim.SGD, "hyper": {"lr": 0.1, "momentum": 0.9}},
-            "8 for SGD; expected Adam",
+            {"states": "compact-8", "wraps": torch.optim.SGD, "hyper": {"lr": 0.1, "momentum": 0.9}},
+            "states is 'compact-8' for SGD; expected Adam",
         ),
     ],
 )
@@ -260,12 +255,12 @@ def test_bad_options_are_named(device, options, words):
 @pytest.mark.parametrize(
     ("dtype", "options"),
     [
-        (torch.bfloat16, {"hi_lo_masters": True, "moments_dtype": torch.bfloat16}),
+        (torch.bfloat16, {"states": "bf16-moments"}),
         *(
             pytest.param(*each, marks=pytest.mark.slow)
             for each in [
-                (torch.bfloat16, {"moments_dtype": torch.bfloat16}),
-                (torch.float32, {"moments_dtype": torch.bfloat16}),
+                (torch.bfloat16, {"states": "bf16-moments"}),
+                (torch.float32, {"states": "bf16-moments"}),
             ]
         ),
     ],
@@ -310,7 +305,7 @@ def test_the_kernel_finds_everything_at_multiples_of_16_bytes(monkeypatch, inter
     monkeypatch.setattr(kernel, "update", watched)
     monkeypatch.setattr(type(device), "compiles", True)
     model = fresh(device)
-    with build(model, compact_low_bits=8, fraction=0.6, chunk_bytes=6000, max_grad_norm=1.0) as optimizer:
+    with build(model, states="compact-8", fraction=0.6, chunk_bytes=6000, max_grad_norm=1.0) as optimizer:
         optimizer.attach(model)
         train(model, optimizer, batches(device.torch_device, 2))
     assert offsets
@@ -325,7 +320,7 @@ def test_a_kernel_that_cannot_be_launched_once_leaves_a_step_that_goes_on(monkey
     device, update = Device.of("cpu"), kernel.update
     monkeypatch.setattr(type(device), "compiles", True)
     model, plain = twins(device)
-    options = {"compact_low_bits": 8, "chunk_bytes": 6000, "max_grad_norm": 0.5}
+    options = {"states": "compact-8", "chunk_bytes": 6000, "max_grad_norm": 0.5}
     with build(model, **options) as optimizer, build(plain, **options) as other:
         data = batches(device.torch_device, 3)
         for net, taken in ((model, optimizer), (plain, other)):

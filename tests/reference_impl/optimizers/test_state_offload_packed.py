@@ -9,13 +9,13 @@ from optimizer_reference import MasterAdamW, batches
 from optimizer_training import OPTIONS, assert_same_weights, fresh, train
 from optimizer_training import streaming as build
 
-from reference_impl import OptimizerStateOffloader
+from reference_impl import OptimizerStateOffloader, Streaming
 from reference_impl.device import Device
 from reference_impl.memory.host import host_book
 from reference_impl.memory.ledger import Ledger
-from reference_impl.optimizers.streamed import packing
+from reference_impl.optimizers.streamed import packing, storage
 
-SHORT = {"hi_lo_masters": True, "moments_dtype": torch.bfloat16}
+SHORT = {"states": "bf16-moments"}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
@@ -26,7 +26,7 @@ def test_half_masters_change_no_bit(device, dtype, options):
     model, plain = fresh(device, dtype), fresh(device, dtype)
     reference = MasterAdamW(plain, on_cpu=False, **OPTIONS)
     data = batches(device.torch_device, 5)
-    with build(model, hi_lo_masters=True, **options) as optimizer:
+    with build(model, states="exact", **options) as optimizer:
         optimizer.attach(model)
         train(model, optimizer, data)
         train(plain, reference, data)
@@ -41,7 +41,7 @@ def test_half_masters_change_no_bit(device, dtype, options):
                 assert torch.equal(ours[listed[index]]["master_param"].cpu(), master)
 
 
-@pytest.mark.parametrize("options", [{"hi_lo_masters": True}, SHORT])
+@pytest.mark.parametrize("options", [{"states": "exact"}, SHORT])
 def test_a_step_that_is_not_finite_changes_nothing(device, options):
     model = fresh(device)
     data = batches(device.torch_device, 3)
@@ -56,7 +56,7 @@ def test_a_step_that_is_not_finite_changes_nothing(device, options):
         torch.testing.assert_close(optimizer.state_dict(), states, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("options", [{"hi_lo_masters": True}, {"moments_dtype": torch.bfloat16}, SHORT])
+@pytest.mark.parametrize("options", [{"states": "exact"}, SHORT])
 def test_a_checkpoint_continues_to_the_bit(device, options, tmp_path):
     """With bf16 moments too: their noise depends on the step alone."""
     data = batches(device.torch_device, 5)
@@ -79,7 +79,7 @@ def test_a_checkpoint_continues_to_the_bit(device, options, tmp_path):
 def test_a_checkpoint_has_no_flags_and_fits_the_plain_form(device):
     data = batches(device.torch_device, 6)
     model, plain = fresh(device), fresh(device)
-    with build(model, hi_lo_masters=True) as short, build(plain) as long:
+    with build(model) as short, whole_masters(plain) as long:
         train(model, short, data[:3])
         saved = short.state_dict()
         assert all((state["exp_avg_sq"] >= 0).all() for state in saved["state"].values())
@@ -96,7 +96,7 @@ def test_a_checkpoint_has_no_flags_and_fits_the_plain_form(device):
 
 def test_loading_states_sets_weights_to_their_masters(device):
     model, other = fresh(device), fresh(device)
-    with build(model, hi_lo_masters=True) as optimizer:
+    with build(model, states="exact") as optimizer:
         train(model, optimizer, batches(device.torch_device, 2))
         trained, saved = copy.deepcopy(model.state_dict()), optimizer.state_dict()
         model.load_state_dict(other.state_dict())
@@ -107,7 +107,7 @@ def test_loading_states_sets_weights_to_their_masters(device):
             assert torch.equal(value, trained[name]), name
 
 
-@pytest.mark.parametrize("options", [{"hi_lo_masters": True}, SHORT])
+@pytest.mark.parametrize("options", [{"states": "exact"}, SHORT])
 def test_weights_that_somebody_else_wrote_are_the_new_masters(device, options):
     model, plain = fresh(device), fresh(device)
     data = batches(device.torch_device, 2)
@@ -179,11 +179,10 @@ def test_many_steps_do_not_grow(device):
 @pytest.mark.parametrize(
     ("options", "bytes_each"),
     [
-        ({}, 12),
-        ({"hi_lo_masters": True}, 10),
-        ({"moments_dtype": torch.bfloat16}, 8),
+        ({}, 10),
+        ({"offload_masters": False}, 8),
         (SHORT, 6),
-        ({"moments_dtype": torch.bfloat16, "offload_masters": False}, 4),
+        ({"states": "bf16-moments", "offload_masters": False}, 4),
     ],
 )
 def test_as_many_bytes_travel_as_promised(device, options, bytes_each):
@@ -196,11 +195,15 @@ def test_as_many_bytes_travel_as_promised(device, options, bytes_each):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"moments_dtype": torch.float16}, "moments_dtype is torch.float16; expected torch.float32 or"),
         (
-            {"hi_lo_masters": True, "offload_masters": False},
-            "hi_lo_masters is True with offload_masters False",
+            {"states": "half"},
+            "states is 'half'; expected one of exact, bf16-moments, compact-16, compact-8; try",
         ),
+        (
+            {"moments_dtype": torch.float16},
+            "moments_dtype=torch.float16: no such form of states; expected one of",
+        ),
+        ({"moments_dtype": torch.bfloat16, "compact_low_bits": 8}, "two forms of states.*states='compact-8'"),
     ],
 )
 def test_bad_options_are_named(device, options, words):
@@ -208,10 +211,61 @@ def test_bad_options_are_named(device, options, words):
         build(fresh(device), **options)
 
 
-def test_half_masters_need_a_state_that_is_never_negative(device):
-    inner = torch.optim.SGD(fresh(device).parameters(), lr=0.1, momentum=0.9, fused=True)
-    with pytest.raises(ValueError, match="hi_lo_masters is True for SGD; expected Adam"):
-        OptimizerStateOffloader(inner, hi_lo_masters=True)
+def whole_masters(model, **options):
+    """As on a GPU without triton: exact states with masters that cross the link whole."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(storage, "has_kernels", lambda device: False)
+        return build(model, **options)
+
+
+def test_masters_cross_whole_where_no_kernel_halves_them(device, monkeypatch):
+    model, plain = fresh(device), fresh(device)
+    data = batches(device.torch_device, 3)
+    before = host_book.live_bytes
+    with whole_masters(model) as optimizer:
+        trained = sum(param.numel() for param in model.parameters() if param.requires_grad)
+        assert host_book.live_bytes - before >= 12 * trained
+        train(model, optimizer, data)
+        train(plain, MasterAdamW(plain, on_cpu=False, **OPTIONS), data)
+        assert_same_weights(model, plain)
+    with pytest.raises(ValueError, match="states is 'bf16-moments', whose kernels are made of triton"):
+        whole_masters(model, **SHORT)
+
+
+def test_sgd_has_no_state_that_is_never_negative_and_so_whole_masters(device):
+    weight = torch.nn.Parameter(torch.zeros(64 * 100, dtype=torch.bfloat16, device=device.torch_device))
+    inner = torch.optim.SGD([weight], lr=0.1, momentum=0.9, fused=True)
+    before = host_book.live_bytes
+    with OptimizerStateOffloader(inner):
+        assert host_book.live_bytes - before == 8 * weight.numel()
+
+
+@pytest.mark.parametrize(
+    ("old", "states"),
+    [
+        ({"hi_lo_masters": True}, "exact"),
+        ({"hi_lo_masters": False}, "exact"),
+        ({"moments_dtype": torch.bfloat16}, "bf16-moments"),
+        ({"moments_dtype": torch.bfloat16, "hi_lo_masters": True}, "bf16-moments"),
+        ({"compact_low_bits": 16}, "compact-16"),
+        ({"compact_low_bits": 8, "moments_dtype": torch.float32}, "compact-8"),
+    ],
+    ids=str,
+)
+def test_forms_under_their_old_names_warn(device, old, states):
+    with pytest.warns(DeprecationWarning, match=f"use states='{states}'") as caught:
+        assert Streaming(**old) == Streaming(states=states)
+    assert caught[0].filename == __file__
+    model, other = fresh(device), fresh(device)
+    with pytest.warns(DeprecationWarning, match=f"use states='{states}'"):
+        optimizer = build(model, **old)
+    with optimizer, build(other, states=states) as named:
+        data = batches(device.torch_device, 2)
+        train(model, optimizer, data)
+        train(other, named, data)
+        assert_same_weights(model, other)
+    with pytest.raises(TypeError, match="hi_masters: no such option"):
+        build(fresh(device), hi_masters=True)
 
 
 @pytest.mark.cuda

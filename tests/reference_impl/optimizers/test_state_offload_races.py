@@ -32,8 +32,7 @@ def slowly(call, stream):
         {"fraction": 0.5},
         {"chunk_bytes": 768},
         {"device_budget_bytes": 12 * 448 * 20},
-        {"hi_lo_masters": True, "device_budget_bytes": 12 * 448 * 20},
-        {"compact_low_bits": 8, "chunk_bytes": 3200, "device_budget_bytes": 60_000},
+        {"states": "compact-8", "chunk_bytes": 3200, "device_budget_bytes": 60_000},
     ],
     ids=str,
 )
@@ -44,7 +43,7 @@ def test_a_slow_stream_changes_no_bit(monkeypatch, slow, options):
     plain = copy.deepcopy(model)
     inner = torch.optim.AdamW(model.parameters(), fused=True, **OPTIONS)
     reference = MasterAdamW(plain, on_cpu=False, **OPTIONS)
-    if "compact_low_bits" in options:
+    if "states" in options:
         # Not attached, it waits for every step.
         waiting = torch.optim.AdamW(plain.parameters(), fused=True, **OPTIONS)
         reference = OptimizerStateOffloader(waiting, **options)

@@ -33,7 +33,7 @@ def updating(model, **options):
         (
             torch.bfloat16,
             False,
-            {"resident_layers": 1, "slices": 2, "streaming": Streaming(hi_lo_masters=True)},
+            {"resident_layers": 1, "slices": 2},
         ),
         pytest.param(
             torch.float32, True, {"prefetch": 0, "streaming": Streaming(chunk_bytes=12 * 64 * 20)}, marks=slow
@@ -55,7 +55,7 @@ def test_the_same_bits_as_the_update_done_later(device, dtype, tied, options):
 
 @pytest.mark.parametrize(
     "form",
-    [{"compact_low_bits": 8}, pytest.param({"moments_dtype": torch.bfloat16}, marks=slow)],
+    [{"states": "compact-8"}, pytest.param({"states": "bf16-moments"}, marks=slow)],
     ids=str,
 )
 def test_states_in_fewer_bits_as_if_states_alone_streamed(device, form):

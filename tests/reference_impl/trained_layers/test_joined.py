@@ -9,8 +9,8 @@ from reference_impl.optimizers.options import Streaming
 from reference_impl.optimizers.streamed import joined, packing, storage
 
 FORMS = {
-    "halves": ({"hi_lo_masters": True, "moments_dtype": torch.bfloat16}, joined.update_halved),
-    "masters": ({"moments_dtype": torch.bfloat16}, joined.update_whole),
+    "halves": (torch.bfloat16, joined.update_halved),
+    "masters": (torch.float16, joined.update_whole),
 }
 SLOW = pytest.mark.slow
 # Matrices of which none, and all, fill up the places of pieces in a chunk.
@@ -34,13 +34,13 @@ def kernels(monkeypatch):
     return ran
 
 
-def trained(device, sizes, form, *, frozen=()):
+def trained(device, sizes, states, *, dtype=torch.bfloat16, frozen=()):
     """Four steps, the second of which skips; return losses, weights and states, and how many runs one kernel serves."""
-    model = decoder(device, **sizes)
+    model = decoder(device, dtype=dtype, **sizes)
     for name in frozen:
         model.get_parameter(name).requires_grad_(False)
     ids = batches(device, 4)
-    with streamed(model, streaming=Streaming(chunk_bytes=2**17, **form)) as streamer:
+    with streamed(model, streaming=Streaming(chunk_bytes=2**17, states=states)) as streamer:
         losses = train(model, streamer.optimizer, ids[:1])
         losses += train(model, streamer.optimizer, ids[1:2], factors=[float("nan")])[:0]
         losses += train(model, streamer.optimizer, ids[2:])
@@ -59,12 +59,12 @@ def trained(device, sizes, form, *, frozen=()):
     "frozen", [(), pytest.param(("layers.1.down.weight",), marks=SLOW)], ids=["", "one frozen"]
 )
 def test_the_bits_are_those_of_one_kernel_a_piece(kernels, monkeypatch, name, sizes, frozen):
-    form, function = FORMS[name]
+    dtype, function = FORMS[name]
     device = CpuTwin(torch.device("cpu"))
-    losses, expected, _ = trained(device, SIZES[sizes], form, frozen=frozen)
+    losses, expected, _ = trained(device, SIZES[sizes], "bf16-moments", dtype=dtype, frozen=frozen)
     assert kernels == []
     monkeypatch.setattr(CpuTwin, "compiles", True)
-    their_losses, found, runs = trained(device, SIZES[sizes], form, frozen=frozen)
+    their_losses, found, runs = trained(device, SIZES[sizes], "bf16-moments", dtype=dtype, frozen=frozen)
     assert their_losses == losses
     for key, value in expected.items():
         assert torch.equal(found[key], value), key
@@ -74,7 +74,7 @@ def test_the_bits_are_those_of_one_kernel_a_piece(kernels, monkeypatch, name, si
 
 def test_matrices_that_lie_side_by_side_are_one_run(device):
     model = decoder(device, **SIZES["side by side"])
-    with streamed(model, streaming=Streaming(compact_low_bits=8)) as streamer:
+    with streamed(model, streaming=Streaming(states="compact-8")) as streamer:
         chunks = [chunk for chunk in streamer.optimizer.streamed.chunks if chunk.home is not None]
         matrices = [chunk for chunk in chunks if chunk.compact]
         assert [[len(run.pieces) for run in chunk.runs] for chunk in matrices] == [[5]] * 4
@@ -88,22 +88,14 @@ def test_matrices_that_lie_side_by_side_are_one_run(device):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "form",
-    [
-        {"compact_low_bits": 8},
-        {"hi_lo_masters": True},
-        pytest.param({"compact_low_bits": 16}, marks=SLOW),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("states", ["compact-8", "exact", pytest.param("compact-16", marks=SLOW)])
 @pytest.mark.usefixtures("interpreted")
-def test_kernels_that_triton_interprets_make_the_same_bits(monkeypatch, form):
+def test_kernels_that_triton_interprets_make_the_same_bits(monkeypatch, states):
     """A piece is updated with what came in for it."""
     device = CpuTwin(torch.device("cpu"))
-    losses, expected, _ = trained(device, SIZES["with gaps"], form)
+    losses, expected, _ = trained(device, SIZES["with gaps"], states)
     monkeypatch.setattr(CpuTwin, "compiles", True)
-    their_losses, found, _ = trained(device, SIZES["with gaps"], form)
+    their_losses, found, _ = trained(device, SIZES["with gaps"], states)
     assert their_losses == losses
     for key, value in expected.items():
         assert torch.equal(found[key], value), key
@@ -126,9 +118,10 @@ def test_no_kernel_is_built_in_a_step(monkeypatch, name):
         torch, "compile", lambda *args, **kwargs: compiling(*args, backend=counting, **kwargs)
     )
     packing.compiled.cache_clear()
-    model = decoder(CpuTwin(torch.device("cpu")), **SIZES["side by side"])
+    dtype, _ = FORMS[name]
+    model = decoder(CpuTwin(torch.device("cpu")), dtype=dtype, **SIZES["side by side"])
     ids = batches(CpuTwin(torch.device("cpu")), 2)
-    with streamed(model, streaming=Streaming(chunk_bytes=2**17, **FORMS[name][0])) as streamer:
+    with streamed(model, streaming=Streaming(chunk_bytes=2**17, states="bf16-moments")) as streamer:
         before = len(built)
         train(model, streamer.optimizer, ids)
         model.state_dict()

@@ -34,14 +34,14 @@ def test_a_host_without_the_room_is_told_item_by_item(device, monkeypatch):
     model = decoder(device)
     match = (
         r"GiB needed.*weights of blocks 0\.\d GB, gradients 0\.\d GB, masters and moments 0\.\d GB; "
-        r"try Streaming\(hi_lo_masters=True\).*freezing"
+        r"try Streaming\(states='bf16-moments'\).*freezing"
     )
     monkeypatch.setattr(host_room, "available_by_pool", lambda: {"host": 2**20})
     refused(model, HostMemoryError, match)
 
 
 def test_the_room_that_compact_states_need_is_counted(device):
-    with streamed(decoder(device), streaming=Streaming(compact_low_bits=8)) as streamer:
+    with streamed(decoder(device), streaming=Streaming(states="compact-8")) as streamer:
         needed = streamer.report.host
     # But for norms, whose states are exact.
     assert needed.states == pytest.approx(needed.gradients // 2 * 3.0625, rel=1e-3)
@@ -139,7 +139,6 @@ def test_an_optimizer_of_another_formula(device):
         ({"max_grad_norm": 0.0}, "max_grad_norm is 0.0"),
         ({"streaming": Streaming(prefetch_bytes=5)}, "prefetch_bytes is 5"),
         ({"streaming": Streaming(chunk_bytes=1)}, "chunk_bytes is 1"),
-        ({"streaming": Streaming(moments_dtype=torch.float16)}, "moments_dtype is torch.float16"),
     ],
     ids=str,
 )

@@ -13,8 +13,7 @@ pytestmark = pytest.mark.usefixtures("host_memory_comes_back")
 SLOW = pytest.mark.slow
 FORMS = [
     {},
-    pytest.param({"hi_lo_masters": True}, marks=SLOW),
-    pytest.param({"compact_low_bits": 8}, marks=SLOW),
+    pytest.param({"states": "compact-8"}, marks=SLOW),
 ]
 
 

@@ -31,10 +31,6 @@ def test_in_chunks_of_any_size(device, dtype, chunk_elements):
     compare(device, dtype=dtype, streaming=Streaming(chunk_bytes=12 * chunk_elements))
 
 
-def test_with_the_lower_halves_of_masters_alone(device):
-    compare(device, steps=2, streaming=Streaming(hi_lo_masters=True))
-
-
 @pytest.mark.parametrize("resident_layers", [1, 4])
 def test_with_some_weights_on_the_device(device, resident_layers):
     report = compare(device, resident_layers=resident_layers)
@@ -115,10 +111,9 @@ def groups(model):
     "form",
     [
         {},
-        {"moments_dtype": torch.bfloat16},
-        {"moments_dtype": torch.bfloat16, "hi_lo_masters": True},
-        {"compact_low_bits": 8},
-        {"compact_low_bits": 16},
+        {"states": "bf16-moments"},
+        {"states": "compact-8"},
+        {"states": "compact-16"},
     ],
     ids=str,
 )

@@ -262,8 +262,8 @@ def steady_step_ms(
 @pytest.mark.parametrize("forward_ms", [2.0, 40.0], ids=["short", "long"])
 @pytest.mark.parametrize(
     ("state_bytes", "form"),
-    [(12, {}), pytest.param(10, {"hi_lo_masters": True}, marks=pytest.mark.slow)],
-    ids=["exact", "halves"],
+    [(10, {}), pytest.param(6, {"states": "bf16-moments"}, marks=pytest.mark.slow)],
+    ids=["exact", "bf16 moments"],
 )
 def test_the_update_hides_behind_forward_and_weights_behind_backward(clocks, forward_ms, state_bytes, form):
     step_ms, copied = steady_step_ms(clocks, forward_ms=forward_ms, **form)
@@ -316,14 +316,14 @@ def test_the_cpu_updates_beside_the_link(clocks, cpu, forward_ms, layer_ms):
     step_ms, copied = steady_step_ms(clocks, forward_ms=forward_ms, split=(0.0, 0.5, 0.5))
     params = LAYERS * WIDTH * WIDTH
     # With the two numbers of the clip decision.
-    assert copied["d2h"] == params * (2 + (12 + 2) / 2) + 8
+    assert copied["d2h"] == params * (2 + (10 + 2) / 2) + 8
     assert copied["weights"] == params * 2 / 2
     link_ms = LAYER_MS / 2
     # Every other layer's weight comes twice, the others' with gradient and states.
-    inwards = LAYERS * (12 + 2) / 2 + LAYERS * 2 / 2 + (LAYERS - 3) * 2
+    inwards = LAYERS * (10 + 2) / 2 + LAYERS * 2 / 2 + (LAYERS - 3) * 2
     forward = max(LAYERS * forward_ms, link_ms * inwards, layer_ms * LAYERS / 2)
     backward = max(3 * LAYERS * forward_ms, link_ms * LAYERS * 2)
-    exposed = link_ms * (12 + 2) + layer_ms
+    exposed = link_ms * (10 + 2) + layer_ms
     assert forward + backward - exposed <= step_ms <= 1.03 * (forward + backward) + exposed
 
 
@@ -331,25 +331,25 @@ def test_the_cpu_updates_beside_the_link(clocks, cpu, forward_ms, layer_ms):
 @pytest.mark.parametrize(("share", "parts"), [(0.5, 1), (0.25, 8), (0.5, 8), (0.75, 8)])
 def test_states_that_stay_spare_the_link_all_along(clocks, forward_ms, share, parts):
     # A fifth of what its states and gradient take on the link.
-    clocks.update_ms = 0.2 * LAYER_MS * 14 / 2 / 8
+    clocks.update_ms = 0.2 * LAYER_MS * 12 / 2 / 8
     step_ms, copied = steady_step_ms(
         clocks, forward_ms=forward_ms, parts=parts, split=(share, 1 - share, 0.0)
     )
-    params, state_bytes = LAYERS * WIDTH * WIDTH, 12 * (1 - share)
+    params, state_bytes = LAYERS * WIDTH * WIDTH, 10 * (1 - share)
     assert copied["d2h"] == params * (state_bytes + 2 + 2)
     layer_ms = LAYER_MS / 2
     forward = max(LAYERS * forward_ms, layer_ms * (LAYERS * (state_bytes + 2) + (LAYERS - 3) * 2))
     backward = max(3 * LAYERS * forward_ms, layer_ms * LAYERS * 2)
-    # A layer's states have nothing to hide behind, and two updates.
-    exposed = layer_ms * (12 + 2) + 2 * clocks.update_ms
+    # A layer's states, gradient and weight have nothing to hide behind, nor have two updates.
+    exposed = layer_ms * (10 + 2 + 2) + 2 * clocks.update_ms
     assert forward + backward - exposed <= step_ms <= 1.03 * (forward + backward) + exposed
 
 
 @pytest.mark.parametrize("forward_ms", [2.0, 24.0], ids=["short", "long"])
 @pytest.mark.parametrize(
     ("state_bytes", "form"),
-    [(12, {}), pytest.param(10, {"hi_lo_masters": True}, marks=pytest.mark.slow)],
-    ids=["exact", "halves"],
+    [(10, {}), pytest.param(6, {"states": "bf16-moments"}, marks=pytest.mark.slow)],
+    ids=["exact", "bf16 moments"],
 )
 def test_without_clipping_the_update_hides_behind_backward(clocks, forward_ms, state_bytes, form):
     step_ms, copied = steady_step_ms(

@@ -1,11 +1,13 @@
 """Plans that stream trained layers predict what a run of them takes."""
 
 import json
+from functools import partial
 
 import pytest
 
 from reference_impl.device import Device
-from reference_impl.verification.plan_document import STREAMED_STATES
+from reference_impl.optimizers import Streaming
+from reference_impl.verification import apply
 from reference_impl.verification.planned_run import read_plan
 from reference_impl.verification.verify_plan import verify_plan
 from skill_tools.dialects.candidates import with_states
@@ -77,7 +79,7 @@ def test_a_plan_that_streams_trained_layers_is_true(made, tmp_path, monkeypatch,
     if shares:
         # As in a large model, whose blocks are longer than a chunk.
         monkeypatch.setattr(sizes, "STATE_CHUNK_BYTES", CHUNK_BYTES)
-        monkeypatch.setitem(STREAMED_STATES, "exact", STREAMED_STATES["exact"] | {"chunk_bytes": CHUNK_BYTES})
+        monkeypatch.setattr(apply, "Streaming", partial(Streaming, chunk_bytes=CHUNK_BYTES))
     sequences = options.get("slices", 2)
     batch = (f"seq_length={128 // sequences}", f"micro_batch_size={sequences}")
     plan = made("2GiB", *batch, "max_grad_norm=0", **sizes)

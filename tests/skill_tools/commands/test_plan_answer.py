@@ -219,7 +219,7 @@ LOOP = ("--framework", "pytorch", "--host-memory", "160GB")
         ),
         (
             "--model llama-3.2-3b --gpu rtx4090 --only optimizer",
-            "split=(0.14, 0.86, 0), streaming=Streaming(hi_lo_masters=True)) for AdamW; then its attach(model)\nGPU:",
+            "split=(0.14, 0.86, 0)) for AdamW; then its attach(model)\nGPU:",
         ),
     ],
 )

@@ -84,8 +84,7 @@ def test_the_answer_has_the_line_for_the_loop(capsys: pytest.CaptureFixture[str]
     ]
     assert main(["plan", *arguments]) == 0
     made = (
-        "TrainableLayerStreamer(model, optimizer, streaming=Streaming(hi_lo_masters=True), resident_layers=30, "
-        "split=(0.05, 0.95, 0.0), inputs='host')"
+        "TrainableLayerStreamer(model, optimizer, resident_layers=30, split=(0.05, 0.95, 0.0), inputs='host')"
     )
     assert made in capsys.readouterr().out
 

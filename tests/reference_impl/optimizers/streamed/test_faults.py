@@ -29,11 +29,10 @@ FORMS = {
     "fp32": {"dtype": torch.float32},
     "resident in part": {"fraction": 0.4},
     "masters stay": {"offload_masters": False},
-    "halved masters": {"hi_lo_masters": True},
-    "rounded moments": {"moments_dtype": torch.bfloat16, "fraction": 0.7},
-    "all packed": {"moments_dtype": torch.bfloat16, "hi_lo_masters": True},
-    "compact, exact masters": {"compact_low_bits": 16, "chunk_bytes": 3200},
-    "compact": {"compact_low_bits": 8, "fraction": 0.5, "chunk_bytes": 3200},
+    "rounded moments": {"states": "bf16-moments", "fraction": 0.7},
+    "all packed": {"states": "bf16-moments"},
+    "compact, exact masters": {"states": "compact-16", "chunk_bytes": 3200},
+    "compact": {"states": "compact-8", "fraction": 0.5, "chunk_bytes": 3200},
     "extra slots": {"device_budget_bytes": 12 * 128 * 20},
     "clipped": {"max_grad_norm": 0.05},
 }
@@ -206,7 +205,7 @@ def test_a_step_that_fails_was_made_or_was_not(monkeypatch, form, attached):
         expect_exact(monkeypatch, form, attached, at, ACTIONS[index % len(ACTIONS)])
 
 
-@pytest.mark.parametrize("form", ["bf16", "halved masters"])
+@pytest.mark.parametrize("form", ["bf16", "masters stay"])
 def test_a_forward_that_fails_while_the_update_is_queued_loses_nothing(monkeypatch, form):
     monkeypatch.setattr(pipeline, "_QUEUED_AHEAD", 1)
     count = operations(monkeypatch, form, True, "forward")
