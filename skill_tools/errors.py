@@ -17,7 +17,17 @@ class UnusableInput(Exception):  # noqa: N818 - it names the input, not a fault 
 
 
 class Unrecognised(UnusableInput):
-    """The input is no configuration that is known: no proof fits it, or it sets nothing after all."""
+    """The input is no configuration that is known: no proof fits it, or it sets nothing after all.
+
+    `looked_for` has a line for each framework: what would have proven it.
+    """
+
+    def __init__(
+        self, problem: str, *, expected: str, attempt: str, looked_for: tuple[str, ...] = ()
+    ) -> None:
+        """Keep what was looked for apart, since few ask for it."""
+        super().__init__(problem, expected=expected, attempt=attempt)
+        self.looked_for = looked_for
 
 
 class OwnLoop(Unrecognised):

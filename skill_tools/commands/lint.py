@@ -34,7 +34,7 @@ from skill_tools.configs.folder import files_below
 from skill_tools.configs.releases import Stated, stated_beside
 from skill_tools.configs.source import Source, load
 from skill_tools.dialects import registry
-from skill_tools.dialects.read import Contradiction, Reading, readings
+from skill_tools.dialects.read import Contradiction, Reading, check_form, readings
 from skill_tools.errors import Unrecognised, UnusableInput, printable, printable_lines
 from skill_tools.reports.findings import ReadAs, Report, report
 from skill_tools.rules import suppress
@@ -95,7 +95,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="default: blocks; concise is one line a finding",
     )
     output.add_argument(
-        "--explain", action="store_true", help="say of each finding why it holds (blocks and json)"
+        "--explain",
+        action="store_true",
+        help="say why each finding holds (blocks and json), and what would prove a file that is not known",
     )
     output.add_argument(
         "--fail-on", choices=[str(name) for name in Severity], default="warning", help="default: warning"
@@ -196,6 +198,8 @@ class Linted:
     def _fail(self, error: UnusableInput) -> None:
         self._errors.append(error)
         print(f"offload: {error}", file=sys.stderr)
+        if self._args.explain and isinstance(error, Unrecognised):
+            print("".join(f"  {printable(each)}\n" for each in error.looked_for), end="", file=sys.stderr)
 
     def _sources(self, group: Group, pass_over: bool) -> list[Source] | None:
         """Load the inputs; None for a file to pass over that is no text of ours, though it is there."""
@@ -226,7 +230,11 @@ class Linted:
         """
         overrides, framework = self._args.overrides, self._args.framework
         if not pass_over:
-            return readings(sources, overrides=overrides, framework=framework)
+            try:
+                return readings(sources, overrides=overrides, framework=framework)
+            except Unrecognised:
+                check_form(sources)
+                raise
         try:
             found = readings(sources, overrides=overrides)
         except UnusableInput as error:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from skill_tools.configs.files import MAX_BYTES, find_file, read_text
+from skill_tools.errors import UnusableInput
 
 if TYPE_CHECKING:
     import ast
@@ -174,13 +175,33 @@ def _parse(kind: Kind, text: str, name: str, pyyaml: str | None) -> "Documents":
 
         with suppress(json_lines.NotJsonError):
             return json_lines.parse(text, name)
-        return yaml_lines.parse(_without_comments(text), name)
+        try:
+            return yaml_lines.parse(_without_comments(text), name)
+        except UnusableInput as error:
+            raise _not_json(text, name) or error from None
     if pyyaml is None:
         return yaml_lines.parse(text, name)
     from skill_tools.configs.releases import is_before
 
     wins = not is_before(pyyaml, yaml_lines.MERGE_ORDER_CHANGED)
     return yaml_lines.parse(text, name, last_merge_wins=wins)
+
+
+def _not_json(text: str, name: str) -> UnusableInput | None:
+    """Return what Python's own parser says of a text that is no JSON; None where it is one."""
+    import json
+
+    try:
+        json.loads(text)
+    except json.JSONDecodeError as error:
+        return UnusableInput(
+            f"{name}:{error.lineno}:{error.colno} is not valid JSON ({error.msg})",
+            expected="JSON",
+            attempt="mending that line",
+        )
+    except (ValueError, RecursionError):
+        pass
+    return None
 
 
 def _without_comments(text: str) -> str:

@@ -115,6 +115,13 @@ def readings(
     return [found._replace(sources=(recipe,)) for recipe in recipes or sources]
 
 
+def check_form(sources: Sequence[Source]) -> None:
+    """Raise what the parser says of a YAML, JSON or TOML that it does not take: nobody's proof is looked for there."""
+    for source in sources:
+        if source.kind not in (Kind.PYTHON, Kind.SHELL):
+            source.documents  # noqa: B018 - parsed when first asked for
+
+
 def _whole(sources: Sequence[Source], overrides: Sequence[str], framework: str | None) -> Reading:
     if framework is None:
         dialect, evidence = recognised(sources, overrides)
@@ -319,9 +326,13 @@ def _unrecognised(sources: Sequence[Source]) -> Unrecognised:
     what = (
         f"{names} is no training configuration that is known" if names else "the overrides tell no framework"
     )
-    looked_for = [f"{each.label} ({each.looks_for})" if each.looks_for else each.label for each in dialects]
-    attempt = "--framework with its name, where it is one all the same"
-    return Unrecognised(what, expected=f"what proves one: {_listed(looked_for)}", attempt=attempt)
+    proofs = tuple(f"{each.label}: {each.looks_for or 'its own names'}" for each in dialects)
+    return Unrecognised(
+        what,
+        expected="proof of one framework (--explain lists it)",
+        attempt="--framework NAME",
+        looked_for=proofs,
+    )
 
 
 def _answer_to_loop(sources: Sequence[Source]) -> str:

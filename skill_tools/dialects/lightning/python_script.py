@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
-from skill_tools.configs.config import Config, Place, Setting
+from skill_tools.configs.config import Config, Fault, Place, Setting
 from skill_tools.configs.draft import Draft
 from skill_tools.configs.python.constructions import Construction, constructions
 from skill_tools.configs.python.values import Section, plain
@@ -117,6 +117,15 @@ def _write(draft: Draft, made: Construction, every: Sequence[Construction], fold
             _write_registered(draft, value, place)
         elif value is not None:
             draft.leave_open(_STRATEGY)
+            _leave_strategies_open(draft, [each for each in every if each.kind in _KINDS], place)
+
+
+def _leave_strategies_open(draft: Draft, made: Sequence[Construction], place: Place) -> None:
+    """Note that one of the strategies that the script makes may count, or none of them."""
+    for each in made[:1]:
+        draft.section_may_be_set(DEEPSPEED)
+        text = f"{each.name} (line {each.place.line}) or what is assigned after it, and nothing is said about either"
+        draft.faults.append(Fault("pl-strategy-open", text, place))
 
 
 def _write_registered(draft: Draft, name: str, place: Place) -> None:
@@ -183,7 +192,10 @@ def _write_deepspeed(draft: Draft, given: _Given, made: Place, written: str = ""
         value, place = given.get(argument, (_DEFAULTS[argument], made))
         draft.set_key(f"{DEEPSPEED}.{key}", value, written or argument, place)
 
-    uses_zero, _ = given.get("zero_optimization", (True, made))
+    uses_zero, where = given.get("zero_optimization", (True, made))
+    if isinstance(uses_zero, Section | dict):
+        draft.faults.append(Fault("pl-zero-dict", "its fields are never looked at", where))
+        uses_zero = True
     if uses_zero is True:
         for name in _IN_ZERO:
             write(f"zero_optimization.{name}", name)

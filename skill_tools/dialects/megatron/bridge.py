@@ -30,7 +30,10 @@ _IN_PYTHON = (
     r"^[^#\"'\n]*\b(?:ConfigContainer|to_megatron_provider)\("
 )
 # Compiled when there is a script.
-_PROGRAM = r"\brun_recipe\.py\b|-m megatron\.bridge\.[\w.]*train\w*|\bMegatron-Bridge/scripts/\w+/\w+\.py"
+_PROGRAM = (
+    r"\brun_recipe\.py\b|\bsetup_experiment\.py\b|\bscripts/performance/\w+\.py\b|"
+    r"-m megatron\.bridge\.[\w.]*train\w*|\bMegatron-Bridge/scripts/\w+/\w+\.py"
+)
 _DOTTED = r"(?<![\w.-])[+~]{0,2}([a-z_]+\.[\w.]+)="
 _OVERRIDE = r"[+~]{0,2}[a-z_]+\.[\w.]+="
 _ASSIGNED = r"\b(?:cfg|config|recipe|conf)\.((?:model|train|optimizer|ddp|comm_overlap)\.\w+)\s*=(?!=)"

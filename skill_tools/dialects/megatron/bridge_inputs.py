@@ -11,6 +11,8 @@ from skill_tools.configs.tree import entries_of, write_tree
 from skill_tools.configs.values import UNREADABLE, dtype_name
 from skill_tools.configs.yaml_lines import Node, plain
 
+# Sections beside those of a ConfigContainer, for the program that builds one: the recipe to call, the run, its data.
+_OF_THE_LAUNCHER = frozenset({"recipe", "run", "data"})
 _WRAPPED_MODEL = "model.transformer."
 
 
@@ -21,6 +23,8 @@ def write_file(draft: Draft, root: Node, file: str) -> None:
     """
     saved = is_saved_run(root)
     draft.complete = draft.complete or saved
+    entries = {name: node for name, node in entries_of(root).items() if name not in _OF_THE_LAUNCHER}
+    root = root._replace(value=entries)
     write_tree(
         draft, root, file, spell=_spelling, value_of=_value, is_value=_is_value, report_unknown=not saved
     )

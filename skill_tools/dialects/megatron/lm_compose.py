@@ -24,6 +24,7 @@ from skill_tools.configs.shell.launch import (
 from skill_tools.configs.source import Kind, Source
 from skill_tools.configs.tree import FULL, entries_of, single_document
 from skill_tools.configs.values import UNREADABLE
+from skill_tools.configs.vocabulary import load_vocabulary
 from skill_tools.configs.yaml_lines import Node, plain
 from skill_tools.dialects.megatron import LM
 from skill_tools.errors import UnusableInput
@@ -33,6 +34,8 @@ _OVERRIDES = "<overrides>"
 # The programs that add no arguments of their own to those of `_PARSER`, or ones that the vocabulary has.
 _PROGRAMS = re.compile(r"(?:pretrain_(?:gpt|bert|t5|ict|mamba|hybrid|retro|vlm|vision_\w+)|train_rl)\.py")
 _PARSER = "megatron/training/arguments.py"
+_OF_A_FORK = 3  # flags that are not Megatron-LM's
+_LIKENESS = 0.88
 _OFF = ("false", "0", "no", "off", "none")
 
 
@@ -89,8 +92,10 @@ def _write_flags(
 ) -> None:
     """Write flags; `is_closed` says that the program adds none of its own to Megatron-LM's.
 
-    A fork may: where its code is a checkout around `folder`, it is asked.
+    A fork may: where its code is a checkout around `folder`, it is asked. Where it is not, several flags that are not
+    Megatron-LM's, nor nearly, are a fork's own (MindSpeed's `--swap-attention`).
     """
+    unknown: list[Flag] = []
     for flag in given:
         if flag.name in draft.table.by_negative:
             key = draft.table.by_negative[flag.name]
@@ -98,7 +103,19 @@ def _write_flags(
         elif draft.accepts(flag.name):
             _write_flag(draft, flag)
         elif (is_closed or "offload" in flag.name) and f'"{flag.name}"' not in _parser_above(folder):
+            unknown.append(flag)
+    for flag in unknown:
+        if len(unknown) < _OF_A_FORK or _is_slip(flag.name):
             draft.note_unknown(flag.written, flag.place)
+
+
+def _is_slip(name: str) -> bool:
+    """Return whether a flag is nearly one of Megatron-LM's, and so no other program's."""
+    from difflib import get_close_matches
+
+    names = load_vocabulary(LM).names
+    is_part = any(known.startswith(name) for known in names) or name.replace("--", "--no-", 1) in names
+    return is_part or bool(get_close_matches(name, names, n=1, cutoff=_LIKENESS))
 
 
 def _parser_above(folder: Path | None) -> str:

@@ -33,6 +33,8 @@ _TRAINS = frozenset(
         "max_steps",
     }
 )
+_BATCH = "per_device_train_batch_size"  # which no other program calls so
+_ENGINES = frozenset({"deepspeed", "fsdp", "fsdp_config"})
 _ABOUT = frozenset({"model_name_or_path", "dataset_name", "dataset_mixture", "dataset_mixer", "datasets"})
 # What another framework proves itself with, although it takes the Trainer's arguments too.
 _OTHERS = frozenset(
@@ -62,6 +64,15 @@ class Transformers(Dialect):
     scripts = (Kind.PYTHON, Kind.SHELL)
     adapter = 'cpu_offloading.integrations.transformers.offload(trainer, "plan.json")'
 
+    def evidence(self, source: Source) -> Evidence:
+        """Take no script whose program is here and parses its arguments itself: they are not the Trainer's."""
+        found = super().evidence(source)
+        if found.votes and source.kind is Kind.SHELL:
+            from skill_tools.dialects.transformers.launch import parses_itself
+
+            return NONE if parses_itself(source) else found
+        return found
+
     def evidence_in_python(self, text: str) -> Evidence:
         """Take a call of an argument class in a text that imports transformers or TRL, or a trainer that it imports."""
         if not re.search(r"^\s*(?:from|import) (?:transformers|trl)\b", text, re.MULTILINE):
@@ -81,7 +92,11 @@ class Transformers(Dialect):
         if re.search(_OTHER_COMMANDS, text):
             return NONE
         flags = re.findall(r"(?<![\w-])--([a-z][\w-]+)", text)
-        return self._evidence_in_names({flag.replace("-", "_") for flag in flags})
+        names = {flag.replace("-", "_") for flag in flags}
+        engines = sorted(names & _ENGINES)
+        if engines and _BATCH in names and not names & _OTHERS:
+            return Evidence(_DECISIVE, proof=", ".join([_BATCH, *engines[:1]]))
+        return self._evidence_in_names(names)
 
     def evidence_in_entries(self, entries: "Mapping[str, Node]") -> Evidence:
         """Take the same of a recipe."""

@@ -35,6 +35,14 @@ _SPREADING = frozenset(
     {"srun", "mpirun", "mpiexec", "horovodrun", "ray"}
 )  # they start a process for each rank
 _LEAST_KNOWN = 3
+_OWN_PARSER = (
+    r"\bArgumentParser\(|\bclick\.(?:command|option)\b|\b(?:tyro|typer)\.|\bfire\.Fire\b|"
+    r"\b(?:simple_parsing|jsonargparse)\b"
+)
+_TRAINERS_PARSER = (
+    r"\b(?:HfArgumentParser|TrlParser|H4ArgumentParser|\w*TrainingArguments|"
+    r"(?:SFT|DPO|GRPO|KTO|RLOO|Reward)Config)\b"
+)
 _A_NODE = ("nproc_per_node", "num_gpus")
 _NODES = ("nnodes", "num_nodes")
 RECIPE = "config"  # the option of TrlParser that names a recipe
@@ -81,6 +89,22 @@ def launches(source: Source) -> list[Launch]:
     found = filter(None, map(_launch, commands_of(source)))
     folders = [source.folder] if source.folder else []
     return [each for each in found if each.trainer or _is_trainers(each, folders)]
+
+
+def parses_itself(source: Source) -> bool:
+    """Return whether the program that a script starts is here and has a parser of its own, not the Trainer's."""
+    if ".py" not in source.text:
+        return False
+    folders = [source.folder] if source.folder else []
+    with suppress(UnusableInput):
+        found = [_launch(command) for command in commands_of(source)]
+        programs = [find(each.program.text, folders) for each in found if each and each.program.resolved]
+        texts = [program.text for program in programs if program is not None]
+        return bool(texts) and all(
+            re.search(_OWN_PARSER, text) is not None and re.search(_TRAINERS_PARSER, text) is None
+            for text in texts
+        )
+    return False
 
 
 def names_recipe(launch: Launch) -> bool:

@@ -78,7 +78,7 @@ LOOK_ALIKES = {
 @pytest.mark.parametrize("name", LOOK_ALIKES)
 def test_what_looks_alike_is_refused(name: str) -> None:
     with pytest.raises(
-        Unrecognised, match="no training configuration that is known; expected what proves"
+        Unrecognised, match="no training configuration that is known; expected proof of one"
     ) as caught:
         readings([Source(name, LOOK_ALIKES[name])])
     assert "\n" not in str(caught.value)

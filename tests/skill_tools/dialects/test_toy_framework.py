@@ -141,8 +141,8 @@ def test_lint_takes_its_name_and_fixes_its_file(run_yaml: Path, capsys: pytest.C
 
 def test_what_is_nobodys_is_offered_to_it_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "what.yaml").write_text("a: 1\n", encoding="utf-8")
-    assert main(["lint", str(tmp_path / "what.yaml")]) == 2
-    assert " or Toy; try --framework" in capsys.readouterr().err
+    assert main(["lint", "--explain", str(tmp_path / "what.yaml")]) == 2
+    assert "\n  Toy: " in capsys.readouterr().err
 
 
 def test_plan_proposes_in_its_own_keys(run_yaml: Path, capsys: pytest.CaptureFixture[str]) -> None:
